@@ -1,0 +1,44 @@
+# make demo    the whole thing on real pictures, from a bare clone
+# make serve   keep the server up
+# make test    everything that runs without a GPU
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+ONNX := model_repository/vision_encoder/1/model.onnx
+CHECKPOINT := build/default_model/checkpoint
+
+.PHONY: env demo serve test lint types test-gpu bench-cpu record clean
+
+env: $(VENV)/.ready
+
+$(VENV)/.ready: requirements.txt requirements-tritonserver.txt requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt hatchling editables
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-tritonserver.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(ONNX): $(VENV)/.ready build/export_vision_onnx.py $(CHECKPOINT)/model.safetensors
+	$(PY) build/export_vision_onnx.py --checkpoint $(CHECKPOINT) --out $@
+
+demo: $(ONNX)
+	$(PY) build/demo.py
+
+serve: $(ONNX)
+	$(VENV)/bin/tessera serve
+
+test: lint types $(ONNX)
+	$(PY) -m pytest
+
+lint: $(VENV)/.ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.ready
+	$(VENV)/bin/mypy
+
+bench-cpu: $(ONNX)
+	$(PY) loadtest/bench_cpu.py
+
+clean:
+	rm -rf $(VENV) $(ONNX)

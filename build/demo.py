@@ -1,0 +1,111 @@
+"""`make demo`: a real tritonserver answers questions about real JPEG files, over gRPC streaming and over HTTP.
+
+Prints a table of picture, question, answer, expected answer and milliseconds per stage, then the line
+``demo: {json}``. Exits 0 only if the server started, every question was answered, at least `PASS` of the answers
+were right, and the server stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tessera.launcher.options import ServerOptions
+from tessera.launcher.process import Server
+from tessera_client import Answer, Client
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "build" / "default_model"))
+PASS = 0.75
+STAGES = ("preprocess", "vision_queue", "vision", "queue", "first_token", "decode")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pictures", type=int, default=24, help="how many pictures of the held-out set")
+    parser.add_argument("--concurrency", type=int, default=8)
+    arguments = parser.parse_args()
+    console = Console(width=132)
+    with tempfile.TemporaryDirectory(prefix="tessera-demo-") as folder:
+        files = write_pictures(Path(folder), arguments.pictures, console)
+        options = ServerOptions(
+            model_repository=ROOT / "model_repository", http_port=0, grpc_port=0, metrics_port=0
+        )
+        with (
+            Server(options) as server,
+            Client(server.grpc_url) as grpc,
+            Client(f"http://{server.http_url}") as http,
+        ):
+            console.print(
+                f"tritonserver {grpc.server_version()} is ready: gRPC {server.grpc_url}, HTTP {server.http_url}"
+            )
+
+            def ask(job: tuple[int, tuple[Path, object]]) -> tuple[str, Answer]:
+                index, (path, item) = job
+                if index % 2:
+                    return "HTTP", http.ask(path, item.question)
+                with grpc.stream(path, item.question) as stream:
+                    for _ in stream:
+                        pass
+                    return "gRPC", stream.answer
+
+            ask((0, files[0]))  # the first request grows shared memory
+            started = time.perf_counter()
+            with ThreadPoolExecutor(arguments.concurrency) as pool:
+                answers = list(pool.map(ask, enumerate(files)))
+            seconds = time.perf_counter() - started
+            version = grpc.server_version()
+    console.print(table(files, answers))
+    correct = sum(answer.text.strip() == item.answer for (_, item), (_, answer) in zip(files, answers))
+    summary = {
+        "answers": len(answers),
+        "correct": correct,
+        "req_per_s": round(len(answers) / seconds, 2),
+        "server_version": version,
+    }
+    print(f"demo: {json.dumps(summary)}", flush=True)
+    return 0 if len(answers) == len(files) and correct >= PASS * len(files) else 1
+
+
+def write_pictures(folder: Path, count: int, console: Console) -> list[tuple[Path, object]]:
+    """Renders held-out pictures, spread over the whole set and every kind of question, as JPEG files."""
+    import scene
+
+    items = scene.heldout()
+    chosen = items[:: len(items) // count][:count]
+    files = []
+    for item in chosen:
+        path = folder / f"{item.index:04d}-{item.width}x{item.height}.jpg"
+        path.write_bytes(scene.encode_jpeg(scene.sample(item.scene_seed, "heldout")))
+        files.append((path, item))
+    console.print(
+        f"{count} pictures rendered from the held-out set, {sum(p.stat().st_size for p, _ in files) >> 10} KiB of JPEG"
+    )
+    return files
+
+
+def table(files: list[tuple[Path, object]], answers: list[tuple[str, Answer]]) -> Table:
+    """The demo's picture of itself."""
+    view = Table(title="Questions about pictures the model has never seen")
+    for name in ("picture", "over", "question", "answer", "expected", ""):
+        view.add_column(name, overflow="fold")
+    for stage in STAGES:
+        view.add_column(f"{stage.replace('_', ' ')} ms", justify="right")
+    for (path, item), (transport, answer) in zip(files, answers):
+        text = answer.text.strip()
+        mark = "[green]✓" if text == item.answer else "[red]✗"
+        spent = [f"{getattr(answer.timings, stage):.1f}" for stage in STAGES]
+        view.add_row(path.stem, transport, item.question, text, item.answer, mark, *spent)
+    return view
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,152 @@
+"""What can go wrong when talking to a Tessera server, as one tree.
+
+::
+
+    TesseraClientError
+    ├── ConnectionFailed    nobody answers at the address, or the line broke            (retried)
+    ├── Unavailable         the server cannot take the request now: queue full, stopping (retried)
+    ├── InvalidRequest      the request itself is wrong; sending it again will not help
+    ├── DeadlineExceeded    the time given to the request ran out
+    ├── Cancelled           the request was cancelled, by this side or by the server
+    ├── ServerError         the server failed at its own work
+    └── ProtocolError       the answer is not what this client understands
+
+Foreign exceptions (gRPC's, http.client's, socket's) never leave the transports: they are mapped to this tree at
+the edge. ``error.message`` keeps the server's own words, without the prefixes that tritonserver adds on the way
+(``in ensemble 'vlm', ``, ``[request id: 17] ``); ``error.remedy``, where known, says what to do about it.
+"""
+
+from __future__ import annotations
+
+import re
+
+
+class TesseraClientError(Exception):
+    """Base of everything this package raises on purpose.
+
+    ``message`` is the fault in the server's (or the transport's) words, ``remedy`` a sentence on what to do or an
+    empty string, ``code`` the status name the server gave (``"UNAVAILABLE"``, ...) or an empty string.
+    """
+
+    def __init__(self, message: str, remedy: str = "", code: str = "") -> None:
+        super().__init__(f"{message} ({remedy})" if remedy else message)
+        self.message = message
+        self.remedy = remedy
+        self.code = code
+
+
+class ConnectionFailed(TesseraClientError):
+    """Nobody answers at the address, or the connection broke under the request."""
+
+
+class InvalidRequest(TesseraClientError):
+    """The request is wrong: an unknown option, a value out of range, a picture that is none, an unknown model."""
+
+
+class Unavailable(TesseraClientError):
+    """The server is there but cannot take this request now; a later attempt may succeed."""
+
+
+class DeadlineExceeded(TesseraClientError):
+    """The request's time ran out, here or on the server."""
+
+
+class Cancelled(TesseraClientError):
+    """The request was cancelled before it was complete."""
+
+
+class ServerError(TesseraClientError):
+    """The server failed while working on the request."""
+
+
+class ProtocolError(TesseraClientError):
+    """The server's answer does not follow the contract: another model, another version, or no Tessera at all."""
+
+
+_PREFIXES = re.compile(r"^(?:in ensemble '[^']*', *|\[request id: [^\]]*\] *)+")
+_TRACE = re.compile(r"\s*\n\s*At:\n.*", re.DOTALL)
+_BUSY_REMEDY = "the server is busy: lower the concurrency or try again later"
+
+# Recognised by their words, whatever status came with them: tritonserver's generate endpoints answer every fault
+# with a bare 400, and a dead stage is reported as INTERNAL although another attempt may find it restarted.
+_BY_WORDS: tuple[tuple[re.Pattern[str], type[TesseraClientError], str], ...] = (
+    (
+        re.compile(r"deadline exceeded|request timeout expired", re.I),
+        DeadlineExceeded,
+        "give a longer timeout or lower the load",
+    ),
+    (
+        re.compile(r"stub process .* is not healthy", re.I),
+        Unavailable,
+        "a stage of the server died: `tessera serve` restarts it; a server started by hand must be restarted",
+    ),
+    (re.compile(r"exceeds maximum queue size", re.I), Unavailable, _BUSY_REMEDY),
+    (
+        re.compile(r"server is stopping|stopped accepting new inference requests", re.I),
+        Unavailable,
+        "the server is shutting down",
+    ),
+    (
+        re.compile(r"generate expects model to produce exactly 1 response", re.I),
+        ProtocolError,
+        "this model answers in several responses: use stream()",
+    ),
+)
+
+# Only asked when no status came along (generate endpoints, error events inside a stream).
+_WITHOUT_STATUS: tuple[tuple[re.Pattern[str], type[TesseraClientError], str], ...] = (
+    (
+        re.compile(r"try(ing)? again|queue is full|too many requests|in flight", re.I),
+        Unavailable,
+        _BUSY_REMEDY,
+    ),
+    (re.compile(r"^(request )?(was )?cancell?ed", re.I), Cancelled, ""),
+    (re.compile(r"^failed to process the request|^internal|^unexpected deadlock", re.I), ServerError, ""),
+)
+
+_BY_CODE: dict[str, tuple[type[TesseraClientError], str]] = {
+    "INVALID_ARGUMENT": (InvalidRequest, ""),
+    "OUT_OF_RANGE": (InvalidRequest, ""),
+    "FAILED_PRECONDITION": (InvalidRequest, ""),
+    "NOT_FOUND": (InvalidRequest, "see `tessera status` for the models this server has"),
+    "ALREADY_EXISTS": (InvalidRequest, ""),
+    "UNAVAILABLE": (Unavailable, _BUSY_REMEDY),
+    "RESOURCE_EXHAUSTED": (Unavailable, _BUSY_REMEDY),
+    "DEADLINE_EXCEEDED": (DeadlineExceeded, "give a longer timeout or lower the load"),
+    "CANCELLED": (Cancelled, ""),
+    "UNIMPLEMENTED": (ProtocolError, "is this a Tessera server, and the address its gRPC port (8001)?"),
+}
+
+
+def clean(message: str) -> str:
+    """The server's message without tritonserver's prefixes and without a Python traceback's file names."""
+    return _TRACE.sub("", _PREFIXES.sub("", message.strip())).strip()
+
+
+def from_server(message: str, code: str = "") -> TesseraClientError:
+    """The error for a fault reported by the server.
+
+    Args:
+        message: the server's text, prefixes and all.
+        code: the gRPC status name that came with it; empty where the endpoint gives none.
+    """
+    text = clean(message) or "the server gave no reason"
+    for pattern, kind, remedy in _BY_WORDS:
+        if pattern.search(text):
+            return kind(text, remedy, code)
+    if not code:
+        for pattern, kind, remedy in _WITHOUT_STATUS:
+            if pattern.search(text):
+                return kind(text, remedy)
+        return InvalidRequest(text)
+    kind, remedy = _BY_CODE.get(code, (ServerError, ""))
+    return kind(text, remedy, code)
+
+
+def connection_failed(url: str, detail: str) -> ConnectionFailed:
+    """The error for a server that does not answer at ``url``."""
+    return ConnectionFailed(
+        f"no connection to {url}: {detail}",
+        "is the server running there? `tessera serve` starts one",
+        "UNAVAILABLE",
+    )

@@ -1,0 +1,293 @@
+"""What travels between a client and the server, as plain data: requests, pictures, answers.
+
+Nothing in this file knows a transport. All types are frozen.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tessera_client.errors import InvalidRequest
+
+Image = Any
+"""A picture in any of these forms:
+
+- a path (``str`` or ``Path``) to a JPEG, PNG or WebP file;
+- its encoded bytes, or a ``data:`` URL;
+- an open binary file;
+- a numpy array, uint8 [height, width, 3], RGB, or a Pillow image: sent as PNG (needs Pillow or OpenCV here).
+
+Files and bytes are sent as they are; the server decodes them.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How many tokens the request took. ``image_tokens`` are part of ``prompt_tokens``."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    image_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the server spent the time, in milliseconds.
+
+    preprocess: decode, tile, tokenize. vision_queue and vision: waiting for and running the vision encoder.
+    queue: waiting for the language model. first_token: from its start to the first token. decode: the rest.
+    """
+
+    preprocess: float
+    vision_queue: float
+    vision: float
+    queue: float
+    first_token: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One response of a stream: the text that is new in it.
+
+    ``finish_reason`` is empty until the last one, which may have no text; ``usage`` and ``timings`` come with it.
+    ``logprobs`` belong to this text, where they were asked for.
+    """
+
+    text: str
+    finish_reason: str = ""
+    usage: Usage | None = None
+    timings: Timings | None = None
+    logprobs: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete answer.
+
+    ``finish_reason``: ``"stop"`` (the model ended, or a stop string), ``"length"`` (max_tokens), ``"deadline"``
+    (the server ran out of the request's time after some tokens) or ``"cancelled"``.
+    ``seconds`` is the whole time as this side saw it, retries included; ``attempts`` counts them.
+    """
+
+    text: str
+    finish_reason: str
+    usage: Usage | None
+    timings: Timings | None
+    logprobs: Any
+    request_id: str
+    seconds: float
+    attempts: int = 1
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """One model of the server's repository. ``state`` is ``"READY"`` when it can be asked."""
+
+    name: str
+    version: str
+    state: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """What the server says about itself. ``version`` is tritonserver's."""
+
+    ready: bool
+    version: str
+    models: tuple[ModelStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The names under which a repository serves the contract. Use ``vlm="vlm_stream"`` for the front that notices
+    a client which vanishes without a word."""
+
+    vlm: str = "vlm"
+    unary: str = "vlm_unary"
+    language_model: str = "language_model"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as the contract has it. Exactly one of ``text`` and ``messages`` (JSON) is set."""
+
+    text: str | None = None
+    messages: str | None = None
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    sampling: str | None = None
+    stream: bool = False
+    exclude_input: bool = True
+
+
+def question_request(images: Image | Sequence[Image] | None, question: str, **options: Any) -> Request:
+    """The request of ``ask``: zero, one or several pictures and one question. For ``options`` see :func:`sampling`."""
+    if not isinstance(question, str):
+        raise InvalidRequest(f"the question must be a string, not {type(question).__name__}")
+    encoded = tuple(encode_image(image) for image in _as_list(images))
+    exclude = bool(options.pop("exclude_input_in_output", True))
+    return Request(text=question, images=encoded, sampling=sampling(options), exclude_input=exclude)
+
+
+def chat_request(
+    messages: Iterable[Mapping[str, Any]], images: Image | Sequence[Image] | None = None, **options: Any
+) -> Request:
+    """The request of ``chat``: OpenAI-style messages.
+
+    A message's content is a string or a list of parts: ``{"type": "text", "text": ...}``,
+    ``{"type": "image_url", "image_url": {"url": "data:..."}}``, ``{"type": "image"}`` (takes the next entry of
+    ``images``) or ``{"type": "image", "image": <any Image>}``. Pictures inside the messages are moved out of the
+    JSON into the image tensor as raw bytes, in the order they appear.
+    """
+    supplied = iter(_as_list(images))
+    pictures: list[bytes] = []
+    turns = [_without_pictures(message, supplied, pictures) for message in messages]
+    if not turns:
+        raise InvalidRequest("messages is empty: give at least one user message")
+    pictures.extend(encode_image(image) for image in supplied)
+    exclude = bool(options.pop("exclude_input_in_output", True))
+    return Request(
+        messages=_json("messages", turns),
+        images=tuple(pictures),
+        sampling=sampling(options),
+        exclude_input=exclude,
+    )
+
+
+def sampling(options: Mapping[str, Any]) -> str | None:
+    """``sampling_parameters`` as JSON, or None when all is default.
+
+    The names are vLLM's (max_tokens, min_tokens, temperature, top_p, top_k, seed, stop, ignore_eos, logprobs) plus
+    ``tile_policy``, a dict such as ``{"name": "reference", "max_tiles": 6, "thumbnail": "auto"}``; ``max_tiles``,
+    ``min_tiles`` and ``thumbnail`` given directly are moved into it. Options that are None are left to the server;
+    names and ranges are checked by the server, which is the one that knows.
+    """
+    chosen = {name: value for name, value in options.items() if value is not None}
+    policy = dict(chosen.pop("tile_policy", {}))
+    for name in ("max_tiles", "min_tiles", "thumbnail"):
+        if name in chosen:
+            policy[name] = chosen.pop(name)
+    if policy:
+        chosen["tile_policy"] = policy
+    return _json("sampling parameters", chosen) if chosen else None
+
+
+def encode_image(image: Image) -> bytes:
+    """The encoded bytes of a picture, whatever form of :data:`Image` it has."""
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        data = bytes(image)
+    elif isinstance(image, str) and image.startswith("data:"):
+        data = _from_data_url(image)
+    elif isinstance(image, (str, os.PathLike)):
+        try:
+            data = Path(image).read_bytes()
+        except OSError as error:
+            raise InvalidRequest(
+                f"cannot read the picture {os.fspath(image)}: {error.strerror or error}"
+            ) from error
+    elif hasattr(image, "__array_interface__") or hasattr(image, "__array__"):
+        data = _encode_pixels(image)
+    elif hasattr(image, "read"):
+        data = image.read()
+        if not isinstance(data, bytes):
+            raise InvalidRequest("the picture's file must be opened in binary mode ('rb')")
+    else:
+        raise InvalidRequest(
+            f"a picture cannot be a {type(image).__name__}",
+            "give a path, bytes, an open file or an RGB uint8 array",
+        )
+    if not data:
+        raise InvalidRequest("the picture has zero bytes")
+    return data
+
+
+def _encode_pixels(image: Any) -> bytes:
+    import numpy as np
+
+    pixels = np.asarray(image.convert("RGB") if hasattr(image, "convert") else image)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
+        raise InvalidRequest(
+            f"an array picture must be uint8 [height, width, 3] RGB, got {pixels.dtype} {list(pixels.shape)}"
+        )
+    try:
+        import cv2
+
+        return cv2.imencode(".png", pixels[:, :, ::-1], [cv2.IMWRITE_PNG_COMPRESSION, 1])[1].tobytes()
+    except ImportError:
+        pass
+    try:
+        from io import BytesIO
+
+        import PIL.Image
+    except ImportError as error:
+        raise InvalidRequest(
+            "an array picture needs an encoder", "pip install pillow, or give the encoded file's bytes"
+        ) from error
+    file = BytesIO()
+    PIL.Image.fromarray(pixels).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _from_data_url(url: str) -> bytes:
+    header, comma, body = url.partition(",")
+    if not comma or not header.endswith(";base64"):
+        raise InvalidRequest(f"not a base64 data: URL: {url[:40]!r}...", "use data:image/jpeg;base64,<text>")
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest(f"the data: URL {url[:40]!r}... holds invalid base64: {error}") from error
+
+
+def _without_pictures(message: Mapping[str, Any], supplied: Any, pictures: list[bytes]) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+        raise InvalidRequest(f"a message must be a dict with role and content, got {message!r:.80}")
+    content = message["content"]
+    if isinstance(content, str):
+        return dict(message)
+    parts: list[Any] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "image":
+            image = part["image"] if "image" in part else next(supplied, None)
+            if image is None:
+                raise InvalidRequest(
+                    "the messages hold more image parts than pictures were given", "pass as many images="
+                )
+            pictures.append(encode_image(image))
+            parts.append({"type": "image"})
+        elif kind == "image_url" and _url(part).startswith("data:"):
+            pictures.append(_from_data_url(_url(part)))
+            parts.append({"type": "image"})
+        else:
+            parts.append(part)
+    return {**message, "content": parts}
+
+
+def _url(part: Mapping[str, Any]) -> str:
+    target = part.get("image_url")
+    url = target.get("url") if isinstance(target, Mapping) else target
+    return url if isinstance(url, str) else ""
+
+
+def _as_list(images: Image | Sequence[Image] | None) -> list[Image]:
+    if images is None:
+        return []
+    return list(images) if isinstance(images, (list, tuple)) else [images]
+
+
+def _json(what: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{what} cannot be written as JSON: {error}") from error

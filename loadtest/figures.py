@@ -1,0 +1,96 @@
+"""A benchmark's figure as one JSON line, with what is needed to take it again.
+
+A benchmark prints its lines; ``make record`` appends them to results/metrics.jsonl. The README's and reports' tables
+are generated from that file, where the newest line of a metric counts.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "loadtest" / "results" / "metrics.jsonl"
+PACKAGES = (
+    "torch",
+    "transformers",
+    "onnxruntime",
+    "tokenizers",
+    "numpy",
+    "opencv-python-headless",
+    "nvidia-pytriton",
+)
+
+
+def emit(
+    metric: str, value: float, unit: str, command: str, ceiling: float | None = None, **notes: object
+) -> None:
+    """Prints one figure.
+
+    Args:
+        metric: a dotted name, for instance ``cpu.ratio_distinct``.
+        value: the figure, in `unit`.
+        command: what a reader runs to take it again.
+        ceiling: the best this machine could do, where that is known.
+        notes: anything else that belongs to the figure (sample size, settings).
+    """
+    line = {
+        "metric": metric,
+        "value": value,
+        "unit": unit,
+        "ceiling": ceiling,
+        "command": command,
+        "machine": machine(),
+        "versions": versions(),
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        **notes,
+    }
+    print(json.dumps(line), flush=True)
+
+
+def machine() -> str:
+    """The processor, its cores and, where there is one, the GPU."""
+    cores = f"{os.cpu_count()} cores"
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
+        return f"{gpu}, {cores}"
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        pass
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+        model = next(
+            line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")
+        )
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {cores}"
+
+
+def versions() -> dict[str, str]:
+    """Python's and the installed packages' versions."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The checked-out commit, marked when the tree differs from it; None outside a git checkout."""
+    try:
+        run = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("TESSERA_COMMIT")
+    return run.stdout.strip()

@@ -1,0 +1,1 @@
+from tessera.engine.tritonserver_model import TritonPythonModel  # noqa: F401

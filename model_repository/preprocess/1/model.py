@@ -1,0 +1,1 @@
+from tessera.preprocess.tritonserver_model import TritonPythonModel  # noqa: F401

@@ -1,0 +1,1 @@
+from tessera.vision.tritonserver_model import TritonPythonModel  # noqa: F401

@@ -1,0 +1,1 @@
+from tessera.fronts.stream import TritonPythonModel  # noqa: F401

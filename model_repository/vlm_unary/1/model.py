@@ -1,0 +1,1 @@
+from tessera.fronts.unary import TritonPythonModel  # noqa: F401

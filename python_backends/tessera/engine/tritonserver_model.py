@@ -1,0 +1,168 @@
+"""The stage `language_model`: token ids, spans and embedding rows in; text, reason, usage and timings out."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from tessera.engine.config import EngineConfig
+from tessera.engine.engine import Engine
+from tessera.engine.loop import EngineLoop
+from tessera.engine.request import Request, SamplingParameters, TokenEvent
+from tessera.engine.sequence import Sequence
+from tessera.errors import InvalidRequest
+from tessera.tritonserver import tensors
+from tessera.tritonserver.failures import error_response
+from tessera.tritonserver.outbox import Channel, Outbox
+from tessera.tritonserver.responder import Responder
+from tessera.tritonserver.settings import StageSettings
+
+
+class TritonPythonModel:
+    """tritonserver's interface to the engine: execute() only submits, sender threads answer."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        settings = StageSettings(args)
+        engine = Engine.from_checkpoint(
+            settings.checkpoint,
+            EngineConfig(
+                device=settings.text("device"),
+                dtype=settings.text("dtype"),
+                threads=settings.integer("threads"),
+                weights=settings.text("weights"),
+                prefix_cache=settings.text("prefix_cache"),
+                kv_cache_bytes=settings.integer("kv_cache_bytes"),
+                max_batched_tokens=settings.integer("max_batched_tokens"),
+                max_sequences=settings.integer("max_sequences"),
+                max_in_flight=settings.integer("max_in_flight"),
+            ),
+        )
+        self._outbox = Outbox("language_model", settings.integer("sender_threads"))
+        self._loop = EngineLoop(engine, self._on_events)
+        self._replies = Replies()
+        self._loop.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            responder = Responder(request)
+            try:
+                self._take(request, responder)
+            except Exception as error:
+                responder.send(error_response("language_model", error), final=True)
+
+    def finalize(self) -> None:
+        self._loop.stop()
+        self._outbox.close()
+
+    def _take(self, request: Any, responder: Responder) -> None:
+        cancel = tensors.text(request, "CANCEL")
+        if cancel is not None:
+            for sequence in self._replies.sequences_of(cancel):
+                self._loop.abort(sequence)
+            responder.finish()
+            return
+        reply = Reply(request, responder)
+        with self._replies.adding():
+            sequence = self._loop.submit(read_request(request, reply.stream))
+            self._replies.add(sequence, reply)
+        if responder.is_cancelled():  # its client left while an earlier stage ran
+            self._loop.abort(sequence)
+
+    def _on_events(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            ended = event.finish_reason is not None
+            reply = self._replies.take(event.sequence, ended)
+            self._outbox.post(reply.channel, event, hold=not (reply.stream or ended))
+
+
+def read_request(request: Any, stream: bool) -> Request:
+    """The stage's tensors as the engine's Request."""
+    import triton_python_backend_utils as pb_utils
+
+    input_ids, spans = tensors.array(request, "INPUT_IDS"), tensors.array(request, "SPANS")
+    if input_ids is None or spans is None:
+        raise InvalidRequest("language_model wants INPUT_IDS and SPANS; clients talk to the ensemble 'vlm'")
+    digest = tensors.array(request, "DIGEST")
+    rows = pb_utils.get_input_tensor_by_name(request, "EMBEDDINGS")
+    sampling = json.loads(tensors.text(request, "sampling_parameters") or "{}")
+    sampling.pop("tile_policy", None)  # preprocess took and checked it
+    return Request(
+        request_id=request.request_id(),
+        input_ids=input_ids.copy(),
+        spans=spans.copy(),
+        # The engine reads the rows after execute() returned, so it gets rows of its own.
+        embeddings=None if rows is None else torch.from_dlpack(rows).clone(),
+        digest=np.zeros(0, np.int64) if digest is None else digest.reshape(-1).copy(),
+        sampling=SamplingParameters.parse(sampling),
+        stream=stream,
+    )
+
+
+class Replies:
+    """The replies under way, by sequence; events wait until a reply just submitted is entered."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_sequence: dict[Sequence, Reply] = {}
+
+    def adding(self) -> threading.Lock:
+        """Held from submit() to add(), so that no event comes in between."""
+        return self._lock
+
+    def add(self, sequence: Sequence, reply: Reply) -> None:
+        """Call it inside `with replies.adding()`."""
+        self._by_sequence[sequence] = reply
+
+    def take(self, sequence: Sequence, last: bool) -> Reply:
+        with self._lock:
+            return self._by_sequence.pop(sequence) if last else self._by_sequence[sequence]
+
+    def sequences_of(self, request_id: str) -> list[Sequence]:
+        with self._lock:
+            return [s for s, reply in self._by_sequence.items() if reply.responder.request_id == request_id]
+
+
+class Reply:
+    """Turns one request's token events into responses."""
+
+    def __init__(self, request: Any, responder: Responder) -> None:
+        self.responder = responder
+        self.stream = tensors.flag(request, "stream", True)
+        echo = not tensors.flag(request, "exclude_input_in_output", False)
+        self._prefix = (tensors.text(request, "text_input") or "") if echo else ""
+        stamps = tensors.array(request, "STAMPS")
+        self._stamps = [0] * 4 if stamps is None else [int(stamp) for stamp in stamps.reshape(-1)]
+        self.channel: Channel[TokenEvent] = Channel(self._deliver)
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        import triton_python_backend_utils as pb_utils
+
+        last = events[-1]
+        if last.finish_reason == "error":
+            failure = pb_utils.TritonError(last.error or "the engine failed; the server's log says why")
+            self.responder.send(pb_utils.InferenceResponse(output_tensors=[], error=failure), final=True)
+            return
+        text, self._prefix = self._prefix + "".join(event.text for event in events), ""
+        entries = [entry for event in events for entry in event.logprobs or []]
+        final = last.finish_reason is not None
+        response = pb_utils.InferenceResponse(
+            output_tensors=[
+                tensors.text_output("text_output", text),
+                tensors.text_output("finish_reason", last.finish_reason or ""),
+                tensors.output("usage", np.array(last.usage if final else (0, 0, 0), dtype=np.int32)),
+                tensors.output("timings", self._timings(last) if final else np.zeros(6, np.float32)),
+                tensors.text_output("logprobs", json.dumps(entries) if entries else ""),
+            ]
+        )
+        self.responder.send(response, final)
+
+    def _timings(self, event: TokenEvent) -> np.ndarray:
+        """Milliseconds from one station to the next: see `timings` in the stage's config.pbtxt."""
+        stations = [*self._stamps, event.scheduled_ns, event.first_token_ns, event.emitted_ns]
+        stations = np.maximum.accumulate(np.array(stations, dtype=np.int64))
+        return (np.diff(stations) / 1e6).astype(np.float32)

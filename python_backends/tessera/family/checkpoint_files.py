@@ -1,0 +1,22 @@
+"""Small JSON files of a checkpoint folder. Messages name the file, never the folder: clients may see them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tessera.errors import CheckpointError
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """The object in ``folder/name``, or {} if there is no such file."""
+    try:
+        value = json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise CheckpointError(f"{name} of the checkpoint is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{name} of the checkpoint must hold an object, not {type(value).__name__}")
+    return value

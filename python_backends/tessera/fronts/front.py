@@ -1,0 +1,110 @@
+"""What both fronts share: forward a request to the ensemble, watch for clients that go away.
+
+Cancellation does not reach a step of an ensemble that has begun, so a front, which sees its own client leave, sends
+the language model a control request with the request's id.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from tessera.tritonserver.failures import error_response, log_exception
+from tessera.tritonserver.responder import Responder
+from tessera.tritonserver.settings import StageSettings
+
+INPUTS = ("text_input", "messages", "image", "sampling_parameters", "exclude_input_in_output", "stream")
+OUTPUTS = ("text_output", "finish_reason", "usage", "timings", "logprobs")
+WATCH_SECONDS = 0.02
+
+
+class Front:
+    """Base of the two fronts: one thread of the pool relays one request; one more thread watches the clients."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        settings = StageSettings(args)
+        self._name = settings.stage
+        self._ensemble = settings.text("ensemble")
+        self._pool = ThreadPoolExecutor(settings.integer("threads"), thread_name_prefix=self._name)
+        self._watched: dict[Responder, str] = {}
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._watcher = threading.Thread(target=self._watch, name=f"{self._name}-watch", daemon=True)
+        self._watcher.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            responder = Responder(request)
+            inputs = self.inputs(request)
+            # An id of our own where the client gave none: it is what a control request names.
+            request_id = responder.request_id or uuid.uuid4().hex
+            self._pool.submit(self._serve, responder, inputs, request_id)
+
+    def finalize(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._watcher.join()
+        self._pool.shutdown(wait=True)
+
+    def inputs(self, request: Any) -> list[Any]:
+        """The tensors to forward; a front may replace some."""
+        return [tensor for tensor in request.inputs() if tensor.name() in INPUTS]
+
+    def relay(self, responses: Iterator[Any], responder: Responder) -> None:
+        """Sends on what the ensemble answers; must end the request."""
+        raise NotImplementedError
+
+    def _serve(self, responder: Responder, inputs: list[Any], request_id: str) -> None:
+        import triton_python_backend_utils as pb_utils
+
+        with self._changed:
+            self._watched[responder] = request_id
+            self._changed.notify()
+        try:
+            call = pb_utils.InferenceRequest(
+                model_name=self._ensemble,
+                requested_output_names=list(OUTPUTS),
+                inputs=inputs,
+                request_id=request_id,
+            )
+            self.relay(call.exec(decoupled=True), responder)
+        except Exception as error:
+            responder.send(error_response(self._name, error), final=True)
+        finally:
+            with self._changed:
+                self._watched.pop(responder, None)
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._watched or self._stopping)
+                if self._stopping:
+                    return
+                watched = list(self._watched.items())
+            for responder, request_id in watched:
+                if responder.is_cancelled():
+                    with self._changed:
+                        self._watched.pop(responder, None)
+                    self._pool.submit(self._cancel, request_id)
+            time.sleep(WATCH_SECONDS)
+
+    def _cancel(self, request_id: str) -> None:
+        import triton_python_backend_utils as pb_utils
+
+        try:
+            control = pb_utils.InferenceRequest(
+                model_name="language_model",
+                requested_output_names=[],
+                inputs=[pb_utils.Tensor("CANCEL", np.array([request_id.encode()], dtype=np.object_))],
+            )
+            for _ in control.exec(decoupled=True):
+                pass
+        except Exception as error:
+            log_exception(self._name, error)

@@ -1,0 +1,90 @@
+"""The stage `preprocess`: client tensors in, pixels, plans, token ids and spans out."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tessera.errors import InvalidRequest
+from tessera.preprocess.decode import Limits
+from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
+from tessera.tritonserver import tensors
+from tessera.tritonserver.failures import error_response
+from tessera.tritonserver.settings import StageSettings
+
+
+class TritonPythonModel:
+    """tritonserver's interface; one picture-decoding thread, so the server runs several instances."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        import cv2
+        import torch
+
+        cv2.setNumThreads(1)
+        torch.set_num_threads(1)
+        settings = StageSettings(args)
+        limits = Limits(
+            max_images=settings.integer("max_images"),
+            max_tiles=settings.integer("max_tiles"),
+            max_pixels=settings.integer("max_pixels"),
+            max_request_bytes=settings.integer("max_request_bytes"),
+        )
+        self._preprocessor = Preprocessor.from_checkpoint(
+            settings.checkpoint, PreprocessSettings(limits=limits)
+        )
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        received = time.monotonic_ns()
+        try:
+            prepared = self._preprocessor(read_request(request))
+        except Exception as error:
+            return error_response("preprocess", error)
+        return self._response(prepared, received)
+
+    def _response(self, prepared: Prepared, received: int) -> Any:
+        import triton_python_backend_utils as pb_utils
+
+        stamps = np.array([[received, time.monotonic_ns()]], dtype=np.int64)
+        return pb_utils.InferenceResponse(
+            output_tensors=[
+                # A leading 1: the next stage batches requests along it.
+                tensors.output("PIXELS", prepared.pixels.reshape(1, -1)),
+                tensors.output("PLAN", prepared.plan.reshape(1, -1)),
+                tensors.output("DIGEST", prepared.digest.reshape(1, -1)),
+                tensors.output("STAMPS", stamps),
+                tensors.output("INPUT_IDS", prepared.input_ids),
+                tensors.output("SPANS", prepared.spans),
+            ]
+        )
+
+
+def read_request(request: Any) -> PreprocessRequest:
+    """The client's tensors as a PreprocessRequest; raises InvalidRequest that names the input at fault."""
+    return PreprocessRequest(
+        text=tensors.text(request, "text_input"),
+        messages=_json(request, "messages", list),
+        images=tensors.byte_strings(request, "image"),
+        tile_policy=(_json(request, "sampling_parameters", dict) or {}).get("tile_policy"),
+    )
+
+
+def _json(request: Any, name: str, wanted: type) -> Any:
+    """The input parsed as JSON of the wanted type, or None if absent or empty."""
+    value = tensors.text(request, name)
+    if not value:
+        return None
+    try:
+        parsed = json.loads(value)
+    except ValueError as error:
+        raise InvalidRequest(f"input '{name}' is not valid JSON: {error}") from None
+    if not isinstance(parsed, wanted):
+        kind = "an array" if wanted is list else "an object"
+        raise InvalidRequest(f"input '{name}' must be {kind} in JSON, got {type(parsed).__name__}")
+    return parsed

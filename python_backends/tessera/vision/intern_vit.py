@@ -1,0 +1,269 @@
+"""InternViT, pixel shuffle and projector: tiles of pixels -> rows of the language model.
+
+The rules are those of transformers ``modeling_internvl.py`` and OpenGVLab ``modeling_intern_vit.py`` and
+``modeling_internvl_chat.py``. Four things are arranged for speed, none of which changes the result beyond rounding:
+pixel normalisation is folded into the patch embedding and layer scale into the projections before it, q, k and v are
+one matrix, and the patches are taken in the order of the pixel shuffle, so that the shuffle itself is a reshape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tessera.checkpoint.config import CheckpointConfig, VisionConfig
+from tessera.checkpoint.weights import Placement, SafetensorsFolder, load_strict, split_names
+from tessera.vision.attention import attend
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = {
+    "gelu": functional.gelu,
+    "gelu_new": _tanh_gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
+    "quick_gelu": _quick_gelu,
+    "relu": functional.relu,
+    "silu": functional.silu,
+}
+
+
+class RMSNorm(nn.Module):
+    """Scale rows to a root mean square of one (in float32), then by a learned weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def _norm(config: VisionConfig) -> nn.Module:
+    if config.norm_type == "rms_norm":
+        return RMSNorm(config.hidden_size, config.layer_norm_eps)
+    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+
+class Attention(nn.Module):
+    """Self-attention with one qkv matrix; q/k norm, where it is on, spans all heads together."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.heads = config.num_attention_heads
+        self.qkv = nn.Linear(size, 3 * size, bias=config.attention_bias)
+        self.output = nn.Linear(size, size)
+        # transformers and the original code both leave this eps at 1e-6, whatever layer_norm_eps says.
+        self.q_norm = RMSNorm(size, 1e-6) if config.use_qk_norm else None
+        self.k_norm = RMSNorm(size, 1e-6) if config.use_qk_norm else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        split = (self.heads, x.shape[-1] // self.heads)
+        rows = attend(query.unflatten(-1, split), key.unflatten(-1, split), value.unflatten(-1, split))
+        return self.output(rows)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.linear1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.linear2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear2(self.activation(self.linear1(x)))
+
+
+class Layer(nn.Module):
+    """One block: x + scale1 * attention(norm1(x)), then x + scale2 * mlp(norm2(x))."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.norm1 = _norm(config)
+        self.attention = Attention(config)
+        self.scale1: nn.Parameter | None = nn.Parameter(torch.ones(config.hidden_size))
+        self.norm2 = _norm(config)
+        self.mlp = MLP(config)
+        self.scale2: nn.Parameter | None = nn.Parameter(torch.ones(config.hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        update = self.attention(self.norm1(x))
+        x = x + (update if self.scale1 is None else update * self.scale1)
+        update = self.mlp(self.norm2(x))
+        return x + (update if self.scale2 is None else update * self.scale2)
+
+    @torch.no_grad()
+    def fold_scales(self) -> None:
+        """Multiply both layer scales into the matrices before them."""
+        for scale, linear in ((self.scale1, self.attention.output), (self.scale2, self.mlp.linear2)):
+            if scale is not None:
+                linear.weight.mul_(scale[:, None])
+                linear.bias.mul_(scale)
+        self.scale1 = self.scale2 = None
+
+
+class Projector(nn.Module):
+    """``mlp1``: LayerNorm, Linear, activation, Linear, from shuffled patches to the text model's width."""
+
+    def __init__(self, size: int, text_size: int, activation: str) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.norm = nn.LayerNorm(size)
+        self.linear1 = nn.Linear(size, text_size)
+        self.linear2 = nn.Linear(text_size, text_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear2(self.activation(self.linear1(self.norm(x))))
+
+
+class InternViT(nn.Module):
+    """uint8 tiles [n, side, side, 3] (RGB, 0..255) -> rows [n, tokens per tile, text hidden] of the weights' dtype.
+
+    A fresh instance has initial values as torch gives them; :func:`load_vision` fills one from a checkpoint.
+    """
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        super().__init__()
+        vision = config.vision
+        self.patch = vision.patch_size
+        self.merge = round(1 / config.downsample_ratio)
+        self.grid = vision.patches_per_side // self.merge
+        self.transposed = config.ps_version == "v1"
+        # How many layers run: hidden state k is the input of layer k, the last one the output of the last layer.
+        self.depth = config.vision_feature_layer % (vision.num_hidden_layers + 1)
+        self.patch_embedding = nn.Linear(vision.num_channels * vision.patch_size**2, vision.hidden_size)
+        self.class_embedding = nn.Parameter(torch.zeros(1, 1, vision.hidden_size))
+        self.position_embedding = nn.Parameter(
+            torch.zeros(1, vision.patches_per_side**2 + 1, vision.hidden_size)
+        )
+        self.layers = nn.ModuleList(Layer(vision) for _ in range(vision.num_hidden_layers))
+        self.final_norm = (
+            nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps) if vision.final_norm else None
+        )
+        self.projector = Projector(
+            vision.hidden_size * self.merge**2, config.text.hidden_size, config.projector_hidden_act
+        )
+
+    def forward(self, tiles: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tiles)
+        for layer in self.layers[: self.depth]:
+            x = layer(x)
+        if self.final_norm is not None and self.depth == len(self.layers):
+            x = self.final_norm(x)
+        return self.project(x)
+
+    def embed(self, tiles: torch.Tensor) -> torch.Tensor:
+        """Tiles -> the first layer's input [n, 1 + patches, hidden], the class row first."""
+        side = (self.grid, self.merge, self.patch)
+        blocks = tiles.reshape(-1, *side, *side, tiles.shape[-1])
+        order = (0, 4, 1, 2, 5, 3, 6, 7) if self.transposed else (0, 1, 4, 2, 5, 3, 6, 7)
+        patches = blocks.permute(order).reshape(
+            -1, (self.grid * self.merge) ** 2, self.patch_embedding.in_features
+        )
+        patches = self.patch_embedding(patches.to(self.patch_embedding.weight.dtype))
+        cls = self.class_embedding.expand(patches.shape[0], -1, -1)
+        return torch.cat((cls, patches), dim=1) + self.position_embedding
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """The selected hidden state -> rows: drop the class row, merge patches, project."""
+        return self.projector(x[:, 1:].reshape(-1, self.grid**2, self.projector.norm.normalized_shape[0]))
+
+    def patch_order(self) -> torch.Tensor:
+        """int64 [patches]: the row-major index of each patch, in the order in which forward takes them."""
+        count = self.grid * self.merge
+        index = torch.arange(count**2).view(self.grid, self.merge, self.grid, self.merge)
+        return index.permute((2, 0, 1, 3) if self.transposed else (0, 2, 1, 3)).flatten()
+
+    @torch.no_grad()
+    def fold_constants(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Fold pixel normalisation (x/255 - mean) / std into the patch embedding, and the layer scales."""
+        weight, bias = self.patch_embedding.weight, self.patch_embedding.bias
+        channels = torch.tensor(std, dtype=torch.float64), torch.tensor(mean, dtype=torch.float64)
+        wide = weight.double().unflatten(1, (-1, len(std))) / channels[0]
+        bias.copy_(bias.double() - (wide * channels[1]).sum((1, 2)))
+        weight.copy_(wide.flatten(1) / 255)
+        for layer in self.layers:
+            layer.fold_scales()
+
+
+def load_vision(
+    config: CheckpointConfig, dtype: torch.dtype = torch.float32, random_weights: bool = False
+) -> InternViT:
+    """The vision tower of a checkpoint on the CPU, ready to run, weights in ``dtype``.
+
+    ``random_weights`` draws them from a fixed seed instead (benchmarks on folders without weights).
+    Raises CheckpointError for weights that are missing, left over or of a wrong shape.
+    """
+    tower = InternViT(config).requires_grad_(False).eval()
+    if random_weights:
+        _draw(tower)
+    else:
+        source = SafetensorsFolder(config.folder)
+        mapping = split_names(source.names(), config)["vision"]
+        load_strict(tower, mapping, source, lambda name, tensor: _place(tower, name, tensor))
+    tower.fold_constants(*pixel_statistics(config))
+    return tower.to(dtype)
+
+
+def pixel_statistics(config: CheckpointConfig) -> tuple[Sequence[float], Sequence[float]]:
+    """(mean, std) a channel of pixels in 0..1. The original layout's code has ImageNet's built in."""
+    if config.layout == "internvl_chat":
+        return IMAGENET_MEAN, IMAGENET_STD
+    return config.processor.get("image_mean", IMAGENET_MEAN), config.processor.get("image_std", IMAGENET_STD)
+
+
+def _place(tower: InternViT, name: str, tensor: torch.Tensor) -> torch.Tensor | list[Placement]:
+    """A stored tensor in the shape and order in which the tower keeps it."""
+    if name == "patch_embedding.weight":  # [hidden, channel, y, x] -> [hidden, (y, x, channel)]
+        return tensor.permute(0, 2, 3, 1).flatten(1)
+    if name == "class_embedding":
+        return tensor.reshape(1, 1, -1)
+    if name == "position_embedding":
+        fitted = _fit_positions(tensor.float(), tower.grid * tower.merge)
+        return torch.cat((fitted[:, :1], fitted[:, 1:][:, tower.patch_order()]), dim=1)
+    head, _, leaf = name.rpartition("_proj.")
+    if head:  # layers.N.attention.q -> rows of layers.N.attention.qkv
+        prefix, part = head[:-1], "qkv".index(head[-1])
+        size = tensor.shape[0]
+        return [Placement(f"{prefix}qkv.{leaf}", tensor, slice(part * size, (part + 1) * size))]
+    return tensor
+
+
+def _fit_positions(stored: torch.Tensor, side: int) -> torch.Tensor:
+    """Position embeddings [1, 1 + stored side ^ 2, hidden], resized as the reference does if the grid differs."""
+    stored_side = int((stored.shape[1] - 1) ** 0.5)
+    if stored_side == side:
+        return stored
+    square = stored[:, 1:].unflatten(1, (stored_side, stored_side)).permute(0, 3, 1, 2)
+    square = functional.interpolate(square, size=(side, side), mode="bicubic", align_corners=False)
+    return torch.cat((stored[:, :1], square.permute(0, 2, 3, 1).flatten(1, 2)), dim=1)
+
+
+def _draw(tower: InternViT) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in _matrices(tower):
+        parameter.normal_(std=0.02, generator=generator)
+
+
+def _matrices(tower: InternViT) -> Iterator[nn.Parameter]:
+    """Everything but norms and biases, which keep their initial values."""
+    return (parameter for parameter in tower.parameters() if parameter.dim() > 1)

@@ -1,0 +1,1 @@
+from fakes.backend import backend  # noqa: F401

@@ -1,0 +1,106 @@
+"""One contract: config.pbtxt, the stages' code and the client name the same tensors."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from tessera.fronts import front
+
+ROOT = Path(__file__).resolve().parents[2]
+REPOSITORY = ROOT / "model_repository"
+STAGES = {
+    "preprocess": "preprocess/tritonserver_model.py",
+    "vision_encoder": "vision/tritonserver_model.py",
+    "language_model": "engine/tritonserver_model.py",
+}
+
+
+def config(model: str) -> model_config_pb2.ModelConfig:
+    return text_format.Parse((REPOSITORY / model / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+
+
+def names(tensors) -> set[str]:
+    return {tensor.name for tensor in tensors}
+
+
+def signature(tensors) -> dict[str, tuple]:
+    return {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in tensors}
+
+
+def tensors_named(file: Path) -> tuple[set[str], set[str]]:
+    """The tensor names a stage's code reads and writes: string arguments of the functions that do it."""
+    readers, writers = (
+        {"array", "text", "flag", "byte_strings", "_json", "get_input_tensor_by_name"},
+        {
+            "output",
+            "text_output",
+            "from_dlpack",
+        },
+    )
+    read, written = set(), set()
+    for call in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(call, ast.Call):
+            continue
+        function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        literals = {a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)}
+        if function in readers:
+            read |= literals
+        if function in writers:
+            written |= literals
+    return read, written
+
+
+@pytest.mark.parametrize("model", [path.name for path in sorted(REPOSITORY.iterdir()) if path.is_dir()])
+def test_every_model_is_named_after_its_folder_and_has_a_version(model):
+    assert config(model).name == model
+    assert (REPOSITORY / model / "1").is_dir()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_reads_and_writes_what_its_config_declares(stage):
+    declared = config(stage)
+    read, written = tensors_named(ROOT / "python_backends" / "tessera" / STAGES[stage])
+    parameters = set(declared.parameters)
+    assert read - parameters == names(declared.input)
+    assert written == names(declared.output)
+
+
+def test_the_ensemble_connects_declared_tensors_and_leaves_none_open():
+    ensemble = config("vlm")
+    known = {name: signature for name, signature in signature(ensemble.input).items()}
+    for step in ensemble.ensemble_scheduling.step:
+        stage = config(step.model_name)
+        inputs, outputs = signature(stage.input), signature(stage.output)
+        assert set(step.input_map) <= set(inputs)
+        assert set(step.output_map) == set(outputs)
+        for tensor in step.input_map.values():
+            assert tensor in known, f"{step.model_name} reads {tensor}, which no earlier step writes"
+        for name, tensor in step.output_map.items():
+            known[tensor] = outputs[name]
+    for output in ensemble.output:
+        assert known[output.name] == (output.data_type, tuple(output.dims))
+
+
+def test_all_client_inputs_are_optional():
+    # This server ends a request that lacks a required input in silence, so preprocess does the checking.
+    for model in ("vlm", "vlm_unary", "vlm_stream", "preprocess", "language_model"):
+        assert all(tensor.optional for tensor in config(model).input), model
+
+
+@pytest.mark.parametrize("model", ["vlm_unary", "vlm_stream"])
+def test_the_fronts_look_like_the_ensemble(model):
+    ensemble, thin = config("vlm"), config(model)
+    assert signature(thin.input) == signature(ensemble.input)
+    assert signature(thin.output) == signature(ensemble.output)
+    assert set(front.INPUTS) == names(ensemble.input)
+    assert set(front.OUTPUTS) == names(ensemble.output)
+
+
+def test_only_the_streaming_models_are_decoupled():
+    decoupled = {m: config(m).model_transaction_policy.decoupled for m in ("language_model", "vlm_stream", "vlm_unary")}
+    assert decoupled == {"language_model": True, "vlm_stream": True, "vlm_unary": False}

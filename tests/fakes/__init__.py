@@ -1,0 +1,1 @@
+"""Stand-ins for what exists only inside a tritonserver process."""

@@ -1,0 +1,131 @@
+"""A stand-in for ``triton_python_backend_utils``: tensors, responses, and a sender that is as touchy as the real one."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+FINAL = 1
+
+
+class Tensor:
+    def __init__(self, name: str, values: np.ndarray) -> None:
+        self._name, self._values = name, values
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> np.ndarray:
+        return self._values
+
+
+class TritonError(Exception):
+    INTERNAL, INVALID_ARG, UNAVAILABLE, CANCELLED = "INTERNAL", "INVALID_ARG", "UNAVAILABLE", "CANCELLED"
+
+    def __init__(self, message: str, code: str = "INTERNAL") -> None:
+        super().__init__(message)
+        self.code = code
+
+    def message(self) -> str:
+        return str(self)
+
+
+class InferenceResponse:
+    def __init__(self, output_tensors: list[Tensor], error: TritonError | None = None) -> None:
+        self._tensors, self._error = output_tensors, error
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._tensors
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        return self._error
+
+
+class Sender:
+    """Fails the test where the real sender would crash the server or confuse the client."""
+
+    def __init__(self) -> None:
+        self.responses: list[InferenceResponse] = []
+        self.final = False
+        self.cancelled = False
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        assert not self.final, "a response after FINAL"
+        if response is not None:
+            self.responses.append(response)
+        self.final = bool(flags & FINAL)
+
+    def is_cancelled(self) -> bool:
+        assert not self.final, "is_cancelled() after FINAL crashes tritonserver"
+        return self.cancelled
+
+
+class InferenceRequest:
+    """A request to a stage; or, with `model_name`, a call to another model, answered by `calls`."""
+
+    calls: Callable[[InferenceRequest], Iterator[InferenceResponse]]
+
+    def __init__(
+        self,
+        inputs: list[Tensor],
+        request_id: str = "",
+        model_name: str = "",
+        requested_output_names: list[str] | None = None,
+    ) -> None:
+        self.tensors, self.id, self.model_name = inputs, request_id, model_name
+        self.sender = Sender()
+
+    def inputs(self) -> list[Tensor]:
+        return self.tensors
+
+    def request_id(self) -> str:
+        return self.id
+
+    def get_response_sender(self) -> Sender:
+        return self.sender
+
+    def exec(self, decoupled: bool) -> Iterator[InferenceResponse]:
+        assert decoupled
+        return InferenceRequest.calls(self)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """The module, importable for the length of one test; `logged` holds what was written to the server's log."""
+    module: Any = types.ModuleType("triton_python_backend_utils")
+    module.Tensor, module.TritonError = Tensor, TritonError
+    module.InferenceResponse, module.InferenceRequest = InferenceResponse, InferenceRequest
+    module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
+    module.logged = []
+    module.Logger = types.SimpleNamespace(log_error=module.logged.append)
+
+    def find(holder: Any, name: str) -> Tensor | None:
+        tensors = holder.inputs() if isinstance(holder, InferenceRequest) else holder.output_tensors()
+        return next((tensor for tensor in tensors if tensor.name() == name), None)
+
+    module.get_input_tensor_by_name = module.get_output_tensor_by_name = find
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", module)
+    return module
+
+
+def strings(name: str, *values: bytes) -> Tensor:
+    return Tensor(name, np.array(values, dtype=np.object_))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Waits for another thread; fails the test if it takes longer than `seconds`."""
+    pause = threading.Event()
+    for _ in range(int(seconds * 200)):
+        if condition():
+            return
+        pause.wait(0.005)
+    raise AssertionError("the awaited condition did not come")

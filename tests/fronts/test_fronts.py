@@ -1,0 +1,100 @@
+"""The fronts against a stand-in ensemble."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import numpy as np
+import pytest
+from fakes.backend import InferenceRequest, InferenceResponse, Tensor, TritonError, strings, wait_until
+
+from tessera.fronts import stream, unary
+
+
+def started(kind, name):
+    front = kind.TritonPythonModel()
+    parameters = {"ensemble": {"string_value": "vlm"}, "threads": {"string_value": "4"}}
+    front.initialize(
+        {"model_name": name, "model_config": json.dumps({"parameters": parameters}), "model_repository": "/m"}
+    )
+    return front
+
+
+def chunk(text: str) -> InferenceResponse:
+    return InferenceResponse([strings("text_output", text.encode())])
+
+
+def texts(request: InferenceRequest) -> list[bytes]:
+    return [response.output_tensors()[0].as_numpy()[0] for response in request.sender.responses]
+
+
+def test_unary_asks_for_one_response_and_hands_it_on(backend):
+    seen: list[InferenceRequest] = []
+
+    def ensemble(call):
+        seen.append(call)
+        return iter([chunk("yes"), InferenceResponse([])])
+
+    InferenceRequest.calls = ensemble
+    front = started(unary, "vlm_unary")
+    request = InferenceRequest([strings("text_input", b"?"), Tensor("stream", np.array([True]))], "mine")
+    front.execute([request])
+    front.finalize()
+    assert texts(request) == [b"yes"]
+    assert request.sender.final
+    (call,) = seen
+    assert call.model_name == "vlm"
+    assert call.id == "mine"
+    sent = {tensor.name(): tensor.as_numpy() for tensor in call.tensors}
+    assert set(sent) == {"text_input", "stream"}
+    assert sent["stream"].tolist() == [False]
+
+
+def test_stream_relays_every_response_and_then_ends(backend):
+    InferenceRequest.calls = lambda call: iter([chunk("a"), chunk("b"), InferenceResponse([])])
+    front = started(stream, "vlm_stream")
+    request = InferenceRequest([strings("text_input", b"?")])
+    front.execute([request])
+    front.finalize()
+    assert texts(request) == [b"a", b"b"]
+    assert request.sender.final
+
+
+@pytest.mark.parametrize(("kind", "name"), [(unary, "vlm_unary"), (stream, "vlm_stream")])
+def test_an_error_of_the_ensemble_reaches_the_client_once(backend, kind, name):
+    failure = TritonError("too many tiles", TritonError.INVALID_ARG)
+    InferenceRequest.calls = lambda call: iter([InferenceResponse([], failure), InferenceResponse([])])
+    front = started(kind, name)
+    request = InferenceRequest([])
+    front.execute([request])
+    front.finalize()
+    (response,) = request.sender.responses
+    assert response.error().code == "INVALID_ARG"
+    assert request.sender.final
+
+
+@pytest.mark.parametrize(("kind", "name"), [(unary, "vlm_unary"), (stream, "vlm_stream")])
+def test_a_client_that_goes_away_cancels_its_request_by_id(backend, kind, name):
+    cancelled: list[bytes] = []
+    stopped = threading.Event()
+
+    def server(call):
+        if call.model_name == "language_model":
+            cancelled.append(call.tensors[0].as_numpy()[0])
+            stopped.set()
+            return iter([])
+        return working()
+
+    def working():
+        yield chunk("a")
+        assert stopped.wait(5)
+
+    InferenceRequest.calls = server
+    front = started(kind, name)
+    request = InferenceRequest([strings("text_input", b"?")], "theirs")
+    front.execute([request])
+    request.sender.cancelled = True
+    wait_until(lambda: request.sender.final)
+    front.finalize()
+    assert cancelled == [b"theirs"]

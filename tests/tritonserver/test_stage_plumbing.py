@@ -1,0 +1,132 @@
+"""Settings, tensors, errors, responders and the outbox, against a stand-in for the Python backend."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import numpy as np
+import pytest
+from fakes.backend import InferenceRequest, InferenceResponse, Tensor, strings, wait_until
+
+from tessera.errors import ConfigError, InvalidRequest, Unavailable
+from tessera.tritonserver import tensors
+from tessera.tritonserver.failures import error_response
+from tessera.tritonserver.outbox import Channel, Outbox
+from tessera.tritonserver.responder import Responder
+from tessera.tritonserver.settings import StageSettings
+
+
+def stage_args(tmp_path, **parameters):
+    config = {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
+    return {
+        "model_name": "vision_encoder",
+        "model_config": json.dumps(config),
+        "model_repository": str(tmp_path / "models" / "vision_encoder"),
+    }
+
+
+def test_settings_come_from_the_config_and_yield_to_the_environment(tmp_path):
+    args = stage_args(tmp_path, threads="2", checkpoint="../weights")
+    plain = StageSettings(args, {})
+    assert plain.integer("threads") == 2
+    assert plain.checkpoint == tmp_path / "weights"
+    environment = {"TESSERA_VISION_ENCODER_THREADS": "4", "TESSERA_CHECKPOINT": str(tmp_path / "other")}
+    overridden = StageSettings(args, environment)
+    assert overridden.integer("threads") == 4
+    assert overridden.checkpoint == tmp_path / "other"
+
+
+def test_settings_name_what_is_missing_or_wrong(tmp_path):
+    settings = StageSettings(stage_args(tmp_path, threads="many"), {})
+    with pytest.raises(ConfigError, match="vision_encoder.*'threads'.*'many'"):
+        settings.integer("threads")
+    with pytest.raises(ConfigError, match="vision_encoder.*'runner'"):
+        settings.text("runner")
+
+
+def test_text_inputs_must_be_single_and_utf8(backend):
+    request = InferenceRequest([strings("text_input", b"a", b"b"), strings("messages", b"\xff\xfe")])
+    with pytest.raises(InvalidRequest, match=r"'text_input' takes exactly one element, got 2"):
+        tensors.text(request, "text_input")
+    with pytest.raises(InvalidRequest, match=r"'messages' is not valid UTF-8 \(byte 0\)"):
+        tensors.text(request, "messages")
+    assert tensors.text(request, "absent") is None
+    assert tensors.flag(InferenceRequest([Tensor("stream", np.array([False]))]), "stream", True) is False
+    assert tensors.flag(InferenceRequest([]), "stream", True) is True
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (InvalidRequest("image 1 is no picture"), "INVALID_ARG", "image 1 is no picture"),
+        (Unavailable("512 requests are in flight"), "UNAVAILABLE", "512 requests"),
+        (OSError("/secret/path went away"), "INTERNAL", "preprocess failed"),
+    ],
+)
+def test_errors_keep_their_code_and_leak_nothing(backend, error, code, words):
+    failure = error_response("preprocess", error).error()
+    assert failure.code == code
+    assert words in failure.message()
+    assert "secret" not in failure.message()
+    assert any("secret" in line for line in backend.logged) == isinstance(error, OSError)
+
+
+def test_a_responder_closes_once_and_is_never_asked_again(backend):
+    request = InferenceRequest([], "r1")
+    responder = Responder(request)
+    assert responder.send(InferenceResponse([]), final=False)
+    request.sender.cancelled = True
+    assert responder.is_cancelled()
+    assert responder.finish()
+    # The stand-in sender asserts if any of these reaches it.
+    assert not responder.is_cancelled()
+    assert not responder.send(InferenceResponse([]), final=True)
+    assert not responder.finish()
+    assert len(request.sender.responses) == 1
+
+
+def test_the_outbox_gathers_items_while_a_send_is_under_way(backend):
+    outbox = Outbox("test", threads=2)
+    delivered: list[list[int]] = []
+    entered, release = threading.Event(), threading.Event()
+
+    def deliver(items: list[int]) -> None:
+        delivered.append(items)
+        entered.set()
+        release.wait(5)
+
+    channel = Channel(deliver)
+    outbox.post(channel, 1)
+    assert entered.wait(5)
+    for item in (2, 3, 4):
+        outbox.post(channel, item)
+    release.set()
+    outbox.close()
+    assert delivered == [[1], [2, 3, 4]]
+
+
+def test_held_items_wait_for_the_one_that_is_not(backend):
+    outbox = Outbox("test", threads=1)
+    delivered: list[list[str]] = []
+    channel = Channel(delivered.append)
+    outbox.post(channel, "a", hold=True)
+    outbox.post(channel, "b", hold=True)
+    outbox.post(channel, "c")
+    outbox.close()
+    assert delivered == [["a", "b", "c"]]
+
+
+def test_a_failing_delivery_is_logged_and_harms_no_other(backend):
+    outbox = Outbox("test", threads=1)
+    fine: list[list[int]] = []
+
+    def fail(items: list[int]) -> None:
+        raise RuntimeError("gone")
+
+    outbox.post(Channel(fail), 1)
+    outbox.post(Channel(fine.append), 2)
+    wait_until(lambda: bool(fine))
+    outbox.close()
+    assert fine == [[2]]
+    assert any("gone" in line for line in backend.logged)
