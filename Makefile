@@ -42,3 +42,8 @@ bench-cpu: $(ONNX)
 
 clean:
 	rm -rf $(VENV) $(ONNX)
+
+# make record BENCH=bench-cpu: runs a benchmark and keeps its figures
+record: $(ONNX)
+	$(MAKE) --no-print-directory $(BENCH) | $(PY) loadtest/record.py
+	$(PY) loadtest/report.py

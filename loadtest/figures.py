@@ -27,9 +27,7 @@ PACKAGES = (
 )
 
 
-def emit(
-    metric: str, value: float, unit: str, command: str, ceiling: float | None = None, **notes: object
-) -> None:
+def emit(metric: str, value: float, unit: str, command: str, ceiling: float | None = None, **notes: object) -> None:
     """Prints one figure.
 
     Args:
@@ -65,9 +63,7 @@ def machine() -> str:
         pass
     try:
         text = Path("/proc/cpuinfo").read_text()
-        model = next(
-            line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")
-        )
+        model = next(line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name"))
     except (OSError, StopIteration):
         model = platform.processor() or platform.machine()
     return f"{model}, {cores}"

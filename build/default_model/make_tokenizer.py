@@ -46,7 +46,8 @@ def scene_corpus(scenes: int) -> Iterator[str]:
         for question in scene.questions(scene.sample(seed, "train")):
             yield question.text
             yield from [question.answer] * (1 if question.kind == "description" else 8)
-    yield from ["user", "assistant", "system", ENGLISH] * (scenes // 20 + 1)
+    yield from ["user", "assistant", "system"] * scenes
+    yield from [ENGLISH] * (scenes // 20 + 1)
 
 
 def main() -> None:

@@ -193,9 +193,7 @@ def encode_image(image: Image) -> bytes:
         try:
             data = Path(image).read_bytes()
         except OSError as error:
-            raise InvalidRequest(
-                f"cannot read the picture {os.fspath(image)}: {error.strerror or error}"
-            ) from error
+            raise InvalidRequest(f"cannot read the picture {os.fspath(image)}: {error.strerror or error}") from error
     elif hasattr(image, "__array_interface__") or hasattr(image, "__array__"):
         data = _encode_pixels(image)
     elif hasattr(image, "read"):

@@ -3,27 +3,23 @@
 A transport sends a :class:`~tessera_client.messages.Request` and gives back the running :class:`Responses`; all
 it raises is of this package's error tree. Clients know nothing else of the network, so tests put a fake here.
 
-Each gRPC request is a call of its own on ModelStreamInfer, all over one HTTP/2 connection: the call carries the
-deadline, is cancelled alone, ends with a true status (header ``triton_grpc_error``) that touches no other request,
-and grpcio reconnects by itself. Since one message goes up and many come down, the method is called as
-unary-stream in the caller's thread, which spares grpcio's two helper threads a call.
+Over gRPC all requests of a client share one ModelStreamInfer call (see :mod:`tessera_client.lines`), which is opened
+by the first request and again after it broke. tritonserver reports a failed request on such a call by a message
+without a status, so :func:`tessera_client.errors.from_server` goes by the words.
 """
 
 from __future__ import annotations
 
-import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from tessera_client import errors, wire
+from tessera_client.lines import AsyncLine, AsyncLineResponses, Line, LineResponses
 from tessera_client.messages import Delta, Models, ModelStatus, Request, ServerStatus
 
-if TYPE_CHECKING:
-    import grpc
-
-CONTROL_SECONDS = 5.0  # time given to status questions and to the request that cancels another
-STRICT = (("triton_grpc_error", "true"),)
+CONTROL_SECONDS = 3.0  # time given to status questions and to the request that cancels another
 
 
 class Responses(Protocol):
@@ -101,12 +97,12 @@ def parse_url(url: str) -> tuple[str, str]:
     return parts.scheme, f"{host}:{port or (8000 if parts.scheme.startswith('http') else 8001)}"
 
 
-class _GrpcCalls:
-    """The three calls used, built on a channel of grpc or of grpc.aio; and the messages they take."""
+class _Grpc:
+    """The calls used, built on a channel of grpc or of grpc.aio; and the messages they take."""
 
     def __init__(self, address: str, models: Models, tls: bool, aio: bool) -> None:
         try:
-            import grpc
+            import grpc.aio
             from tritonclient.grpc import service_pb2
         except (ImportError, RuntimeError) as error:
             raise errors.TesseraClientError(
@@ -115,7 +111,8 @@ class _GrpcCalls:
         self.address = address
         self.messages = service_pb2
         self.models = models
-        options: list[tuple[str, Any]] = [
+        self.rpc_error = grpc.RpcError
+        options = [
             ("grpc.max_send_message_length", -1),
             ("grpc.max_receive_message_length", -1),
             ("grpc.enable_retries", 0),
@@ -124,67 +121,63 @@ class _GrpcCalls:
             ("grpc.min_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
-        if not aio:
-            options.append((grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1))
         module: Any = grpc.aio if aio else grpc
         self.channel: Any = (
             module.secure_channel(address, grpc.ssl_channel_credentials(), options=options)
             if tls
             else module.insecure_channel(address, options=options)
         )
-        self.infer = self.channel.unary_stream(
+        self.infer = self.channel.stream_stream(
             "/inference.GRPCInferenceService/ModelStreamInfer",
             request_serializer=service_pb2.ModelInferRequest.SerializeToString,
             response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
         )
-        self.ready = self._question("ServerReady")
-        self.metadata = self._question("ServerMetadata")
-        self.index = self._question("RepositoryIndex")
 
-    def _question(self, name: str) -> Any:
-        return self.channel.unary_unary(
-            f"/inference.GRPCInferenceService/{name}",
-            request_serializer=getattr(self.messages, f"{name}Request").SerializeToString,
-            response_deserializer=getattr(self.messages, f"{name}Response").FromString,
-        )
+    def questions(self) -> list[Any]:
+        """The three calls of a status, to be made (or awaited) in turn."""
+        return [
+            self.channel.unary_unary(
+                f"/inference.GRPCInferenceService/{name}",
+                request_serializer=getattr(self.messages, f"{name}Request").SerializeToString,
+                response_deserializer=getattr(self.messages, f"{name}Response").FromString,
+            )(getattr(self.messages, f"{name}Request")(), timeout=CONTROL_SECONDS)
+            for name in ("ServerReady", "ServerMetadata", "RepositoryIndex")
+        ]
 
     def infer_message(self, model: str, request_id: str, tensors: list[wire.Tensor], timeout: float | None) -> Any:
         message = self.messages.ModelInferRequest(model_name=model, id=request_id)
         for tensor in tensors:
             message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
             message.raw_input_contents.append(tensor.data)
+        message.parameters["triton_enable_empty_final_response"].bool_param = True
         if timeout is not None:
             message.parameters["timeout"].int64_param = max(1, int(timeout * 1e6))
         return message
 
-    def cancel_message(self, request_id: str) -> Any:
+    def cancel_message(self, control_id: str, request_id: str) -> Any:
         tensor = wire.bytes_tensor("CANCEL", request_id.encode())
-        return self.infer_message(self.models.language_model, "", [tensor], None)
+        return self.infer_message(self.models.language_model, control_id, [tensor], None)
 
-    def status(self, ready: Any, metadata: Any, index: Any) -> ServerStatus:
+    def status(self, answers: list[Any]) -> ServerStatus:
+        ready, metadata, index = answers
         models = tuple(ModelStatus(m.name, m.version, m.state, m.reason) for m in index.models)
         return ServerStatus(bool(ready.ready), metadata.version, models)
 
-    def error(self, error: grpc.RpcError) -> errors.TesseraClientError:
-        """grpc's error as ours. What the peer did not say, grpcio says itself of the connection."""
+    def mapped(self, error: BaseException) -> errors.TesseraClientError:
+        """grpc's error as ours. A call that carries many requests fails only when the connection does."""
+        if not isinstance(error, self.rpc_error):
+            return errors.Cancelled("the client was closed")
         call: Any = error
-        code, details = call.code(), call.details() or ""
-        name = code.name if code is not None else ""
-        if name == "DEADLINE_EXCEEDED":
-            return errors.DeadlineExceeded("the time given ran out before the answer was complete", "", name)
-        said_by_peer = "received from peer" in (call.debug_error_string() or "")
-        if name in ("UNAVAILABLE", "INTERNAL", "UNKNOWN") and not said_by_peer:
+        code, details = call.code().name, call.details() or ""
+        if code in ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED"):
             return errors.connection_failed(self.address, details)
-        return errors.from_server(details, name)
+        return errors.from_server(details, code)
 
 
-def _delta(message: Any) -> Delta | None:
-    """The delta in a ModelStreamInferResponse; None for an empty one, which only marks the end."""
+def _delta(message: Any) -> Delta:
     if message.error_message:
         raise errors.from_server(message.error_message)
     response = message.infer_response
-    if not response.outputs:
-        return None
     return wire.delta_from_raw(zip((o.name for o in response.outputs), response.raw_output_contents, strict=False))
 
 
@@ -192,131 +185,129 @@ class GrpcTransport:
     """gRPC for threads."""
 
     def __init__(self, address: str, models: Models, tls: bool = False) -> None:
-        self._calls = _GrpcCalls(address, models, tls, aio=False)
+        self._grpc = _Grpc(address, models, tls, aio=False)
+        self._lock = threading.Lock()
+        self._line: Line | None = None
+        self._closed = False
 
     def send(self, request: Request, request_id: str, timeout: float | None) -> _GrpcResponses:
-        calls = self._calls
-        message = calls.infer_message(calls.models.vlm, request_id, wire.request_tensors(request), timeout)
-        return _GrpcResponses(calls, _checked(calls.infer, message, timeout))
+        message = self._grpc.infer_message(self._grpc.models.vlm, request_id, wire.request_tensors(request), timeout)
+        return _GrpcResponses(self._put(request_id, message, timeout))
 
     def cancel(self, request_id: str) -> None:
-        call = _checked(self._calls.infer, self._calls.cancel_message(request_id), CONTROL_SECONDS)
-        for _ in _GrpcResponses(self._calls, call):
+        control_id = f"cancel-{request_id}"
+        message = self._grpc.cancel_message(control_id, request_id)
+        for _ in _GrpcResponses(self._put(control_id, message, CONTROL_SECONDS)):
             pass
 
     def status(self) -> ServerStatus:
-        import grpc
-
-        calls, m = self._calls, self._calls.messages
         try:
-            ready = calls.ready(m.ServerReadyRequest(), timeout=CONTROL_SECONDS)
-            metadata = calls.metadata(m.ServerMetadataRequest(), timeout=CONTROL_SECONDS)
-            index = calls.index(m.RepositoryIndexRequest(), timeout=CONTROL_SECONDS)
-        except grpc.RpcError as error:
-            raise calls.error(error) from error
-        return calls.status(ready, metadata, index)
+            return self._grpc.status(self._grpc.questions())
+        except self._grpc.rpc_error as error:
+            raise self._grpc.mapped(error) from error
 
     def close(self) -> None:
-        self._calls.channel.close()
+        """Cancels what is under way on the server, then lets the line end in order."""
+        self._closed = True
+        line, self._line = self._line, None
+        if line is not None:
+            for request_id in line.waiting():
+                line.send("", self._grpc.cancel_message("", request_id), None)
+            line.close(CONTROL_SECONDS)
+        self._grpc.channel.close()
 
-
-def _checked(infer: Any, message: Any, timeout: float | None) -> Any:
-    try:
-        return infer(message, timeout=timeout, metadata=STRICT)
-    except ValueError as error:  # "Cannot invoke RPC on closed channel!"
-        raise errors.TesseraClientError(f"the client is closed: {error}", "open a new Client") from error
+    def _put(self, request_id: str, message: Any, timeout: float | None) -> LineResponses:
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise errors.TesseraClientError("this client is closed", "open a new one")
+                if self._line is None:
+                    self._line = Line(self._grpc.infer, self._grpc.mapped)
+                line = self._line
+            if (responses := line.send(request_id, message, timeout)) is not None:
+                return responses
+            with self._lock:
+                if self._line is line:
+                    self._line = None
 
 
 class _GrpcResponses:
-    def __init__(self, calls: _GrpcCalls, call: Any) -> None:
-        import grpc
-
-        self._calls = calls
-        self._call = call
-        self._rpc_error = grpc.RpcError
+    def __init__(self, raw: LineResponses) -> None:
+        self._raw = raw
+        self.cancel = raw.cancel
 
     def __iter__(self) -> _GrpcResponses:
         return self
 
     def __next__(self) -> Delta:
-        try:
-            while True:
-                if (delta := _delta(next(self._call))) is not None:
-                    return delta
-        except self._rpc_error as error:
-            raise self._calls.error(error) from error
-
-    def cancel(self) -> None:
-        self._call.cancel()
+        if (message := self._raw.next()) is None:
+            raise StopIteration
+        return _delta(message)
 
 
 class AsyncGrpcTransport:
     """gRPC for asyncio. The channel is opened by the first use, inside the running event loop."""
 
     def __init__(self, address: str, models: Models, tls: bool = False) -> None:
-        self._open = lambda: _GrpcCalls(address, models, tls, aio=True)
-        self._opened: _GrpcCalls | None = None
+        self._open = lambda: _Grpc(address, models, tls, aio=True)
+        self._opened: _Grpc | None = None
+        self._line: AsyncLine | None = None
+        self._closed = False
 
     @property
-    def _calls(self) -> _GrpcCalls:
+    def _grpc(self) -> _Grpc:
+        if self._closed:
+            raise errors.TesseraClientError("this client is closed", "open a new one")
         if self._opened is None:
             self._opened = self._open()
         return self._opened
 
     def send(self, request: Request, request_id: str, timeout: float | None) -> _AsyncGrpcResponses:
-        calls = self._calls
-        message = calls.infer_message(calls.models.vlm, request_id, wire.request_tensors(request), timeout)
-        return _AsyncGrpcResponses(calls, _checked(calls.infer, message, timeout))
+        message = self._grpc.infer_message(self._grpc.models.vlm, request_id, wire.request_tensors(request), timeout)
+        return _AsyncGrpcResponses(self._put(request_id, message, timeout))
 
     async def cancel(self, request_id: str) -> None:
-        calls = self._calls
-        call = _checked(calls.infer, calls.cancel_message(request_id), CONTROL_SECONDS)
-        async for _ in _AsyncGrpcResponses(calls, call):
+        control_id = f"cancel-{request_id}"
+        message = self._grpc.cancel_message(control_id, request_id)
+        async for _ in _AsyncGrpcResponses(self._put(control_id, message, CONTROL_SECONDS)):
             pass
 
     async def status(self) -> ServerStatus:
-        import grpc
-
-        calls, m = self._calls, self._calls.messages
+        grpc = self._grpc
         try:
-            ready = await calls.ready(m.ServerReadyRequest(), timeout=CONTROL_SECONDS)
-            metadata = await calls.metadata(m.ServerMetadataRequest(), timeout=CONTROL_SECONDS)
-            index = await calls.index(m.RepositoryIndexRequest(), timeout=CONTROL_SECONDS)
-        except grpc.RpcError as error:
-            raise calls.error(error) from error
-        return calls.status(ready, metadata, index)
+            return grpc.status([await question for question in grpc.questions()])
+        except grpc.rpc_error as error:
+            raise grpc.mapped(error) from error
 
     async def close(self) -> None:
-        if self._opened is not None:
-            await self._opened.channel.close()
+        """As :meth:`GrpcTransport.close`."""
+        opened, line, self._line = self._opened, self._line, None
+        if opened is not None and not self._closed:
+            if line is not None:
+                for request_id in line.waiting():
+                    line.send("", opened.cancel_message("", request_id), None)
+                await line.close(CONTROL_SECONDS)
+            await opened.channel.close()
+        self._closed = True
+
+    def _put(self, request_id: str, message: Any, timeout: float | None) -> AsyncLineResponses:
+        while True:
+            if self._line is None:
+                self._line = AsyncLine(self._grpc.infer, self._grpc.mapped)
+            if (responses := self._line.send(request_id, message, timeout)) is not None:
+                return responses
+            self._line = None
 
 
 class _AsyncGrpcResponses:
-    def __init__(self, calls: _GrpcCalls, call: Any) -> None:
-        import grpc
-
-        self._calls = calls
-        self._call = call
-        self._eof = grpc.aio.EOF
-        self._rpc_error = grpc.RpcError
-        self._cancelled = False
+    def __init__(self, raw: AsyncLineResponses) -> None:
+        self._raw = raw
+        self.cancel = raw.cancel
 
     def __aiter__(self) -> _AsyncGrpcResponses:
         return self
 
     async def __anext__(self) -> Delta:
-        try:
-            while (message := await self._call.read()) is not self._eof:
-                if (delta := _delta(message)) is not None:
-                    return delta
-        except self._rpc_error as error:
-            raise self._calls.error(error) from error
-        except asyncio.CancelledError:
-            if self._cancelled:  # by our cancel(); otherwise the task itself is being cancelled
-                raise errors.Cancelled("the request was cancelled by this client") from None
-            raise
-        raise StopAsyncIteration
-
-    def cancel(self) -> None:
-        self._cancelled = True
-        self._call.cancel()
+        if (message := await self._raw.next()) is None:
+            raise StopAsyncIteration
+        return _delta(message)

@@ -7,15 +7,15 @@ Everything a label says comes from here, never from pixels, so labels are equal 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 Vector = tuple[float, float, float]
 Colour = tuple[int, int, int]
 Box = tuple[float, float, float, float]
 
 TILE = 448
-SMALLEST_ON_TILES = 26.0  # pixels of the 12-tile picture: the least extent of anything a label rests on
-SMALLEST_IN_SOURCE = 14.0  # pixels of the picture itself
+SMALLEST_ON_TILES = 30.0  # pixels of the 12-tile picture: the least extent of anything a label rests on
+SMALLEST_IN_SOURCE = 16.0  # pixels of the picture itself
 LARGE = 1280  # a picture is large from this longer side on
 
 
@@ -60,20 +60,20 @@ class Room:
     focal: float
     tall: float = 2.6
 
-    @property
+    @cached_property
     def scale(self) -> float:
         """Pixels a metre on the back wall."""
         return (self.bottom - self.top) / self.tall
 
-    @property
+    @cached_property
     def deep(self) -> float:
         return self.focal / self.scale
 
-    @property
+    @cached_property
     def wide(self) -> float:
         return (self.right - self.left) / self.scale
 
-    @property
+    @cached_property
     def camera(self) -> tuple[float, float]:
         """The camera's x and y."""
         return (self.u0 - self.left) / self.scale, (self.bottom - self.v0) / self.scale
@@ -136,15 +136,18 @@ class Item:
 
 def bounds(room: Room, origin: Vector, s: Vector, t: Vector, d: Vector) -> Box:
     """The pixel box around a parallelepiped, not clipped."""
-    us, vs = [], []
-    for i in (0, 1):
-        for j in (0, 1):
-            for k in (0, 1) if any(d) else (0,):
-                x, y, z = (origin[n] + i * s[n] + j * t[n] + k * d[n] for n in range(3))
-                u, v = room.project(x, y, max(z, 1e-3))
-                us.append(u)
-                vs.append(v)
-    return min(us), min(vs), max(us), max(vs)
+    (cx, cy), focal = room.camera, room.focal
+    x, y, z = origin[0] - cx, origin[1] - cy, origin[2]
+    if d[2]:  # a standing box: S, T and D run along x, y and z
+        near, far = focal / max(z, 1e-3), focal / max(z + d[2], 1e-3)
+        us = (x * near, (x + s[0]) * near, x * far, (x + s[0]) * far)
+        vs = (y * near, (y + t[1]) * near, y * far, (y + t[1]) * far)
+    else:
+        across, down = focal / max(z + s[2], 1e-3), focal / max(z + t[2], 1e-3)
+        here, both = focal / max(z, 1e-3), focal / max(z + s[2] + t[2], 1e-3)
+        us = (x * here, (x + s[0]) * across, (x + t[0]) * down, (x + s[0] + t[0]) * both)
+        vs = (y * here, (y + s[1]) * across, (y + t[1]) * down, (y + s[1] + t[1]) * both)
+    return room.u0 + min(us), room.v0 - max(vs), room.u0 + max(us), room.v0 - min(vs)
 
 
 def on_plane(

@@ -15,18 +15,21 @@ _STRICT = (
     "socket",
     "smoke detector",
     "fire extinguisher",
+    "ornament",
+    "garland",
+    "wall plate",
+    "vent",
+    "vase",
 )
+_WHOLE = frozenset((*_STRICT, "door"))  # wholly inside the picture
 _MOST_COVERED = dict.fromkeys(_STRICT, 0.0) | {"door": 0.02, "wardrobe": 0.1, "shadow": 1.0, "rug": 0.35}
-_UNLABELLED = ("shadow", "cable", "cord", "switch", "radiator", "box", "chest", "bin")
-
-
-def area(box: Box) -> float:
-    return max(box[2] - box[0], 0.0) * max(box[3] - box[1], 0.0)
 
 
 def overlap(a: Box, b: Box) -> float:
     """The area that two boxes share."""
-    return area((max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])))
+    wide = min(a[2], b[2]) - max(a[0], b[0])
+    tall = min(a[3], b[3]) - max(a[1], b[1])
+    return wide * tall if wide > 0 and tall > 0 else 0.0
 
 
 class Layout:
@@ -106,6 +109,22 @@ class Layout:
         """Adds a label without a body: the thing `at` and what stands before it make it so."""
         self.items.append(Item(kind, "mark", at.origin, at.s, at.t, at.d, at.box, extent=at.extent))
 
+    def covered_width(self, door: Item) -> float:
+        """The part of a door's width that things stand in front of."""
+        x0, _, x1, _ = door.box
+        spans = sorted((i.box[0], i.box[2]) for i in self.items if i.plane == "stand" and overlap(i.box, door.box))
+        reached, covered = x0, 0.0
+        for start, end in spans:
+            start, end = max(start, reached), min(end, x1)
+            covered += max(end - start, 0.0)
+            reached = max(reached, end)
+        return covered / (x1 - x0)
+
+    def clear(self) -> None:
+        """Removes everything."""
+        self.items.clear()
+        self._covered.clear()
+
     def _place(
         self,
         kind: str,
@@ -115,40 +134,25 @@ class Layout:
         rgb: Colour,
         extent: float,
     ) -> Item | None:
-        room = self.room
-        whole = bounds(room, *axes)
-        clipped = (
-            max(whole[0], 0.0),
-            max(whole[1], 0.0),
-            min(whole[2], float(room.width)),
-            min(whole[3], float(room.height)),
-        )
-        inside = area(clipped) / max(area(whole), 1e-9)
-        if inside < (0.999 if kind in _STRICT or kind == "door" else 0.8):
+        width, height = float(self.room.width), float(self.room.height)
+        x0, y0, x1, y1 = bounds(self.room, *axes)
+        box = (x0 if x0 > 0 else 0.0, y0 if y0 > 0 else 0.0, min(x1, width), min(y1, height))
+        whole = kind in _WHOLE
+        if overlap(box, box) < (0.999 if whole else 0.8) * (x1 - x0) * (y1 - y0):
             return None
         dice = self.dice
-        item = Item(
-            kind,
-            plane,
-            *axes,
-            clipped,
-            colour,
-            rgb,
-            dice.integer(4),
-            extent,
-            dice.integer(1 << 30),
-        )
+        item = Item(kind, plane, *axes, box, colour, rgb, dice.integer(4), extent, dice.integer(1 << 30))
         return item if self._admit(item) else None
 
     def _admit(self, item: Item) -> bool:
         """Adds the item unless that hides too much of it or of another."""
         mine, covered = 0.0, {}
-        size = area(item.box)
+        size = overlap(item.box, item.box)
         for index, other in enumerate(self.items):
             if other.plane == "mark":
                 continue
             shared = overlap(item.box, other.box)
-            if not shared or "rug" in (item.kind, other.kind) and "stand" in (item.plane, other.plane):
+            if not shared:
                 continue
             if self.freed and other.kind in ("door", "box"):
                 continue
@@ -159,7 +163,7 @@ class Layout:
                     return False
                 continue
             if item.order > other.order:
-                covered[index] = self._covered.get(index, 0.0) + shared / area(other.box)
+                covered[index] = self._covered.get(index, 0.0) + shared / overlap(other.box, other.box)
                 if covered[index] > _MOST_COVERED.get(other.kind, 0.25):
                     return False
             else:

@@ -15,8 +15,11 @@ from .layout import Layout
 from .palette import CEILINGS, FLOORS, GAS_BOTTLES, THINGS, WALLS, distance, jitter
 
 HAZARDS = ("exposed wire", "crack", "damp", "gas bottle", "blocked exit", "burnt socket")
-HAZARD_CHANCE = 0.27
+HAZARD_CHANCE = {"gas bottle": 0.31, "blocked exit": 0.34}  # some of these find no room
+OTHER_CHANCE = 0.27
 CONTRAST = 60  # grey levels between a hazard and its surface, before the light takes up to 40% of it
+
+STAINS = ((112, 84, 48), (86, 92, 66), (96, 88, 82))  # what damp leaves on a wall
 
 _ASPECTS = ((4, 3), (3, 2), (16, 9), (3, 4), (2, 3), (1, 1))
 _ASPECT_WEIGHTS = (0.44, 0.12, 0.10, 0.18, 0.06, 0.10)
@@ -83,8 +86,9 @@ def sample(seed: int, split: str = "train") -> Scene:
     look = _look(dice)
     furnisher = _Furnisher(dice, room, look)
     furnisher.hazards()
-    furnisher.lookalikes()
     furnisher.furniture()
+    furnisher.lookalikes()
+    furnisher.decoration()
     camera = Camera(
         light=(dice.uniform(-1, 1), dice.uniform(-1, 1), dice.uniform(0.0, 0.3)),
         warmth=dice.uniform(-0.06, 0.08),
@@ -151,9 +155,9 @@ class _Furnisher:
         """The size of a small thing in pixels; the same distribution for hazards and what resembles them."""
         short = min(self.room.width, self.room.height)
         if self.large and self.dice.chance(0.6):
-            return self.dice.uniform(self.least, max(42 / self.tiles, self.least * 1.3))
+            return self.dice.uniform(self.least, max(44 / self.tiles, self.least * 1.3))
         most = max(short * (0.13 if self.large else 0.18), self.least * 1.8)
-        return self.dice.log_uniform(self.least * (1.25 if self.large else 1.0), most)
+        return self.dice.log_uniform(self.least * (1.2 if self.large else 1.0), most)
 
     # hazards
 
@@ -165,7 +169,7 @@ class _Furnisher:
             "gas bottle": self.gas_bottle,
             "burnt socket": self.burnt_socket,
         }
-        wanted = [hazard for hazard in HAZARDS if self.dice.chance(HAZARD_CHANCE)]
+        wanted = [hazard for hazard in HAZARDS if self.dice.chance(HAZARD_CHANCE.get(hazard, OTHER_CHANCE))]
         if len(wanted) > 3:
             wanted = self.dice.shuffled(wanted)[:3]
         if "blocked exit" in wanted:
@@ -194,7 +198,7 @@ class _Furnisher:
 
     def damp(self) -> None:
         e = self.extent()
-        stain = self.dice.pick(((112, 84, 48), (86, 92, 66), (96, 88, 82)))
+        stain = self.dice.pick(STAINS)
         w = e * self.dice.uniform(1.1, 1.9)
         self.on_wall("damp", w, e * 1.05, e, rgb=stain, planes=("back", "left", "right", "ceiling"))
 
@@ -202,8 +206,7 @@ class _Furnisher:
         names = [
             name
             for name in GAS_BOTTLES
-            if min(distance(THINGS[name], self.look.wall_rgb), distance(THINGS[name], self.look.floor_rgb))
-            >= CONTRAST
+            if min(distance(THINGS[name], self.look.wall_rgb), distance(THINGS[name], self.look.floor_rgb)) >= CONTRAST
         ]
         name = self.dice.pick(names)
         e = self.extent()
@@ -236,11 +239,10 @@ class _Furnisher:
             w = max(wide * self.dice.uniform(1.5, 2.2), 1.4 * k)
             self.block("sofa", middle, w, high * self.dice.uniform(0.4, 0.48), front, 0.7)
         self.layout.freed = False
-        covers = [i for i in self.layout.items if i.plane == "stand"]
-        if covers:
+        if self.layout.covered_width(door) >= 0.7:
             self.layout.mark("blocked exit", door)
         else:
-            self.layout.items.remove(door)
+            self.layout.clear()
 
     def block(self, kind: str, u: float, w: float, h: float, front: float, depth: float) -> None:
         """Stands a thing in front of the door; w and h are pixels on the back wall."""
@@ -289,6 +291,7 @@ class _Furnisher:
             e = self.extent()
             name = dice.pick(("grey", "blue", "green", "black", "orange"))
             self.standing("bin", e * 1.1, e * dice.uniform(1.1, 1.5), e, name)
+        self.doubles()
         for kind, chance in (("cable", 0.35), ("cord", 0.25), ("switch", 0.25)):
             if dice.chance(chance):
                 e = self.extent()
@@ -304,21 +307,28 @@ class _Furnisher:
             e = self.extent()
             self.on_wall("shadow", e * dice.uniform(1, 3), e * dice.uniform(1, 2), e)
 
+    def doubles(self) -> None:
+        """Harmless things that are told from a hazard only by their detail: each has a hazard's size and hue."""
+        dice = self.dice
+        walls = ("back", "back", "left", "right")
+        for kind in ("ornament", "garland", "wall plate", "vent", "vase"):
+            if not dice.chance(0.3):
+                continue
+            e = min(self.extent(), 2.0 * self.least)
+            if kind == "vase":
+                name = dice.pick(GAS_BOTTLES)
+                self.standing(kind, e, e * dice.uniform(1.35, 2.0), e, name)
+            elif kind == "garland":
+                self.on_wall(kind, e * dice.uniform(1.6, 2.6), e, e)
+            elif kind == "wall plate":
+                self.on_wall(kind, e * 1.1, e * 1.1, e, rgb=dice.pick(STAINS), planes=walls)
+            else:
+                self.on_wall(kind, e * 1.1, e * 1.15, e)
+
     # furniture
 
     def furniture(self) -> None:
-        dice, room = self.dice, self.room
-        k = room.scale
-        for _ in range(dice.pick((0, 1, 2, 3), (4, 3, 1.5, 1))):
-            h = k * dice.uniform(0.35, 0.75)
-            self.on_wall(
-                "picture frame", max(h * dice.uniform(0.7, 1.5), self.least), max(h, self.least), h, upper=True
-            )
-        for _ in range(dice.pick((0, 1, 2), (4, 4, 2))):
-            h = k * dice.uniform(0.8, 1.3)
-            self.on_wall("window", h * dice.uniform(0.7, 1.4), h, h, upper=True)
-        if dice.chance(0.35):
-            self.rug()
+        dice = self.dice
         big = [
             ("sofa", 0.45, (1.6, 2.2), (0.75, 0.95), 0.85),
             ("bed", 0.35, (1.3, 1.9), (0.8, 1.1), 1.7),
@@ -336,6 +346,20 @@ class _Furnisher:
                     self.furnish(kind, dice.uniform(*wide), dice.uniform(*tall), depth)
         for _ in range(dice.pick((0, 1, 2, 3, 4), (4, 2, 2, 1.5, 1))):
             self.furnish("chair", dice.uniform(0.42, 0.55), dice.uniform(0.85, 1.0), 0.45)
+
+    def decoration(self) -> None:
+        """Picture frames, windows and a rug."""
+        dice, k = self.dice, self.room.scale
+        for _ in range(dice.pick((0, 1, 2, 3), (4, 3, 1.5, 1))):
+            h = k * dice.uniform(0.35, 0.75)
+            self.on_wall(
+                "picture frame", max(h * dice.uniform(0.7, 1.5), self.least), max(h, self.least), h, upper=True
+            )
+        for _ in range(dice.pick((0, 1, 2), (4, 4, 2))):
+            h = k * dice.uniform(0.8, 1.3)
+            self.on_wall("window", h * dice.uniform(0.7, 1.4), h, h, upper=True)
+        if dice.chance(0.35):
+            self.rug()
 
     def furnish(self, kind: str, wide: float, tall: float, depth: float) -> None:
         dice, room = self.dice, self.room
@@ -394,7 +418,7 @@ class _Furnisher:
         """A small thing on the floor, anywhere."""
         dice, room = self.dice, self.room
         rgb = jitter(dice, THINGS[name])
-        for _ in range(14):
+        for _ in range(9):
             v = dice.uniform(room.bottom + 1, min(room.height * 0.97, room.bottom + (room.height - room.bottom) * 0.9))
             z = room.floor_depth(v)
             low = max(room.project(0, 0, z)[0], 3) + w * 0.55
@@ -419,7 +443,7 @@ class _Furnisher:
     ) -> Item | None:
         """A flat thing on a wall or the ceiling, anywhere (`upper`: on the upper two thirds)."""
         dice = self.dice
-        for _ in range(14):
+        for _ in range(9):
             plane = dice.pick(planes)
             spot = self.layout.spot(plane, w * 1.06, h * 1.06, upper)
             if spot is not None:

@@ -43,6 +43,7 @@ class VisionConfig:
     use_qk_norm: bool
     num_channels: int = 3
     final_norm: bool = False
+    qk_norm_eps: float = 1e-6
 
     @property
     def patches_per_side(self) -> int:
@@ -133,9 +134,7 @@ def _read_hf_native(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
     text_raw = _section(raw, "text_config", where)
     model_type = text_raw.get("model_type") or "qwen2"
     if raw.get("vision_feature_select_strategy", "default") != "default":
-        raise CheckpointError(
-            f"{where}: vision_feature_select_strategy must be 'default' (the CLS row is dropped)"
-        )
+        raise CheckpointError(f"{where}: vision_feature_select_strategy must be 'default' (the CLS row is dropped)")
     return _assemble(
         folder,
         raw,
@@ -165,6 +164,7 @@ def _read_internvl_chat(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
                 **vision_raw,
                 "attention_bias": vision_raw.get("qkv_bias", False),
                 "use_qk_norm": vision_raw.get("qk_normalization", True),
+                "qk_norm_eps": vision_raw.get("layer_norm_eps", 1e-6),
             },
             _CHAT_VISION_DEFAULTS,
             f"{where}: vision_config",
@@ -202,6 +202,7 @@ _HF_VISION_DEFAULTS = dict(
     layer_norm_eps=1e-6,
     attention_bias=False,
     use_qk_norm=False,
+    qk_norm_eps=1e-6,
     num_channels=3,
 )
 _CHAT_VISION_DEFAULTS = dict(
@@ -242,9 +243,7 @@ _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _assemble(
-    folder: Path, raw: dict[str, Any], text_raw: Mapping[str, Any], **fields: Any
-) -> CheckpointConfig:
+def _assemble(folder: Path, raw: dict[str, Any], text_raw: Mapping[str, Any], **fields: Any) -> CheckpointConfig:
     where = f"{folder}/config.json"
     if fields["ps_version"] not in ("v1", "v2"):
         raise CheckpointError(f"{where}: ps_version {fields['ps_version']!r} is neither 'v1' nor 'v2'")
@@ -298,22 +297,15 @@ def _text(folder: Path, section: Mapping[str, Any], architecture: str, tie: bool
     where = f"{folder}/config.json"
     if architecture not in _TEXT_DEFAULTS:
         raise CheckpointError(
-            f"{where}: text architecture {architecture!r} is not supported; "
-            f"supported are {', '.join(_TEXT_DEFAULTS)}"
+            f"{where}: text architecture {architecture!r} is not supported; supported are {', '.join(_TEXT_DEFAULTS)}"
         )
     if section.get("use_sliding_window"):
-        raise CheckpointError(
-            f"{where}: sliding-window attention is not supported (use_sliding_window is true)"
-        )
+        raise CheckpointError(f"{where}: sliding-window attention is not supported (use_sliding_window is true)")
     values = {name: section.get(name, default) for name, default in _TEXT_DEFAULTS[architecture].items()}
     heads = values["num_attention_heads"]
-    values["num_key_value_heads"] = (
-        section.get("num_key_value_heads", values.get("num_key_value_heads")) or heads
-    )
+    values["num_key_value_heads"] = section.get("num_key_value_heads", values.get("num_key_value_heads")) or heads
     if heads % values["num_key_value_heads"]:
-        raise CheckpointError(
-            f"{where}: {heads} heads do not divide over {values['num_key_value_heads']} key heads"
-        )
+        raise CheckpointError(f"{where}: {heads} heads do not divide over {values['num_key_value_heads']} key heads")
     _one_of(section.get("hidden_act", "silu"), ("silu",), f"{where}: the text model's hidden_act")
     theta, scaling = _rope(section)
     # Qwen2 has q/k/v biases and no other; Llama and InternLM2 have one switch for q/k/v and output.
@@ -372,8 +364,7 @@ def _section(raw: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
 def _architecture_of(model_type: str | None, where: str) -> str:
     if model_type not in _ARCHITECTURES:
         raise CheckpointError(
-            f"{where}: text model_type {model_type!r} is not supported; "
-            f"supported are {', '.join(_ARCHITECTURES)}"
+            f"{where}: text model_type {model_type!r} is not supported; supported are {', '.join(_ARCHITECTURES)}"
         )
     return _ARCHITECTURES[model_type]
 

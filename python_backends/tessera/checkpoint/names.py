@@ -129,9 +129,7 @@ def split_names(names: Iterable[str], config: CheckpointConfig) -> dict[str, dic
             unknown.append(name)
             continue
         if found in taken:
-            raise CheckpointError(
-                f"{config.folder}: weights {taken[found]!r} and {name!r} are the same weight"
-            )
+            raise CheckpointError(f"{config.folder}: weights {taken[found]!r} and {name!r} are the same weight")
         taken[found] = name
         part, ours = found
         split[part][name] = ours

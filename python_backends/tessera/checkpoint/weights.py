@@ -96,9 +96,7 @@ class SafetensorsFolder:
         absent = [name for name, file_name in weight_map.items() if name not in shards[file_name]]
         unlisted = [name for names in shards.values() for name in names if name not in weight_map]
         if absent or unlisted:
-            raise CheckpointError(
-                f"{index} does not agree with its shards about {listed([*absent, *unlisted])}"
-            )
+            raise CheckpointError(f"{index} does not agree with its shards about {listed([*absent, *unlisted])}")
         return {name: self.folder / file_name for name, file_name in weight_map.items()}
 
 

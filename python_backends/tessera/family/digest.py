@@ -34,7 +34,7 @@ def checkpoint_id(folder: Path) -> bytes:
     files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
     for path in files:
         size = path.stat().st_size
-        hasher.update(f"{path.name}\\0{size}\\0".encode())
+        hasher.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
             header = min(int.from_bytes(file.read(8), "little") + 8, size) if path.suffix != ".json" else size
             file.seek(0)

@@ -33,17 +33,13 @@ class TilePolicy:
         for key in ("min_tiles", "max_tiles"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidRequest(
-                    f"tile policy: {key} must be a whole number of at least 1, not {value!r}"
-                )
+                raise InvalidRequest(f"tile policy: {key} must be a whole number of at least 1, not {value!r}")
         if self.min_tiles > self.max_tiles:
             raise InvalidRequest(
                 f"tile policy: min_tiles {self.min_tiles} is above max_tiles {self.max_tiles}; raise max_tiles"
             )
         if self.thumbnail not in THUMBNAIL_RULES:
-            raise InvalidRequest(
-                f"tile policy: thumbnail must be one of {THUMBNAIL_RULES}, not {self.thumbnail!r}"
-            )
+            raise InvalidRequest(f"tile policy: thumbnail must be one of {THUMBNAIL_RULES}, not {self.thumbnail!r}")
 
     @staticmethod
     def parse(value: TilePolicy | Mapping[str, Any] | str | None, default: TilePolicy) -> TilePolicy:
@@ -135,6 +131,8 @@ class ModelFamily(ABC):
     #: the token whose positions image rows take, and its id in the checkpoint's vocabulary if the config names it
     image_token: str
     image_token_id: int | None
+    #: every token that ``pieces`` may name
+    control_tokens: tuple[str, ...]
     #: special tokens that a user's text may use with their meaning (grounding marks); all others are plain text there
     user_tokens: tuple[str, ...] = ()
 
@@ -151,9 +149,7 @@ class ModelFamily(ABC):
         """(special token, repetitions) that take the place of the prompt's one image token."""
 
     @abstractmethod
-    def positions(
-        self, input_length: int, spans: Sequence[ImageSpan], plans: Sequence[ImagePlan]
-    ) -> np.ndarray:
+    def positions(self, input_length: int, spans: Sequence[ImageSpan], plans: Sequence[ImagePlan]) -> np.ndarray:
         """Rotary positions, int64 [axes, input_length]."""
 
     def placeholder(self, plan: ImagePlan) -> str:

@@ -24,7 +24,7 @@ PILLOW_BICUBIC = 3
 
 @lru_cache(maxsize=256)
 def candidate_grids(layout: str, min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
-    """All (columns, rows) with min_tiles <= columns * rows <= max_tiles, by area; inside an area in the reference's order.
+    """All (columns, rows) with min_tiles <= columns * rows <= max_tiles, by area, then in the reference's order.
 
     The original code collects the grids in a set and sorts by area alone, so that the set's own order decides inside
     one area (and with it, ties); the HF-native processor enumerates a list, columns outermost.
@@ -42,16 +42,12 @@ def candidate_grids(layout: str, min_tiles: int, max_tiles: int) -> tuple[tuple[
             }
         )
     else:
-        grids = [
-            (columns, rows) for columns in sides for rows in sides if min_tiles <= columns * rows <= max_tiles
-        ]
+        grids = [(columns, rows) for columns in sides for rows in sides if min_tiles <= columns * rows <= max_tiles]
     return tuple(sorted(grids, key=lambda grid: grid[0] * grid[1]))
 
 
 @lru_cache(maxsize=4096)
-def best_grid(
-    layout: str, width: int, height: int, tile: int, min_tiles: int, max_tiles: int
-) -> tuple[int, int]:
+def best_grid(layout: str, width: int, height: int, tile: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
     """The grid nearest in aspect; on an exact tie the later one if the picture fills more than half of its pixels."""
     best, best_difference = (1, 1), float("inf")
     aspect, area = width / height, width * height
@@ -81,6 +77,7 @@ class InternVL(ModelFamily):
             )
         self.tokens_per_tile = int(side) ** 2
         self.start_token, self.image_token, self.end_token = _image_tokens(config)
+        self.control_tokens = (self.start_token, self.image_token, self.end_token)
         self._default_policy = _stated_policy(config, self.tokens_per_tile)
 
     def default_policy(self) -> TilePolicy:
@@ -97,9 +94,7 @@ class InternVL(ModelFamily):
     def pieces(self, plan: ImagePlan) -> tuple[tuple[str, int], ...]:
         return (self.start_token, 1), (self.image_token, plan.tokens), (self.end_token, 1)
 
-    def positions(
-        self, input_length: int, spans: Sequence[ImageSpan], plans: Sequence[ImagePlan]
-    ) -> np.ndarray:
+    def positions(self, input_length: int, spans: Sequence[ImageSpan], plans: Sequence[ImagePlan]) -> np.ndarray:
         return np.arange(input_length, dtype=np.int64)[None]
 
 

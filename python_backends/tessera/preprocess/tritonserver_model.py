@@ -33,9 +33,7 @@ class TritonPythonModel:
             max_pixels=settings.integer("max_pixels"),
             max_request_bytes=settings.integer("max_request_bytes"),
         )
-        self._preprocessor = Preprocessor.from_checkpoint(
-            settings.checkpoint, PreprocessSettings(limits=limits)
-        )
+        self._preprocessor = Preprocessor.from_checkpoint(settings.checkpoint, PreprocessSettings(limits=limits))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]

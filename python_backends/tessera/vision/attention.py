@@ -1,7 +1,7 @@
 """Attention of the vision towers: every token sees every token of its own tile.
 
-One function, so that the choice of the kernel stays in one place. torch's scaled_dot_product_attention is the choice
-on the CPU (its flash kernel) and the portable one elsewhere.
+One function, so that the choice of the kernel stays in one place. torch's scaled_dot_product_attention is the
+choice on the CPU (its flash kernel) and the portable one elsewhere.
 """
 
 from __future__ import annotations

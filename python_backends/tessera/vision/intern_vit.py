@@ -1,9 +1,10 @@
 """InternViT, pixel shuffle and projector: tiles of pixels -> rows of the language model.
 
 The rules are those of transformers ``modeling_internvl.py`` and OpenGVLab ``modeling_intern_vit.py`` and
-``modeling_internvl_chat.py``. Four things are arranged for speed, none of which changes the result beyond rounding:
-pixel normalisation is folded into the patch embedding and layer scale into the projections before it, q, k and v are
-one matrix, and the patches are taken in the order of the pixel shuffle, so that the shuffle itself is a reshape.
+``modeling_internvl_chat.py``. Four things are arranged for speed, none of which changes the result beyond
+rounding: pixel normalisation is folded into the patch embedding and layer scale into the projections before it,
+q, k and v are one matrix, and the patches are taken in the order of the pixel shuffle, so that the shuffle itself
+is a reshape.
 """
 
 from __future__ import annotations
@@ -69,9 +70,8 @@ class Attention(nn.Module):
         self.heads = config.num_attention_heads
         self.qkv = nn.Linear(size, 3 * size, bias=config.attention_bias)
         self.output = nn.Linear(size, size)
-        # transformers and the original code both leave this eps at 1e-6, whatever layer_norm_eps says.
-        self.q_norm = RMSNorm(size, 1e-6) if config.use_qk_norm else None
-        self.k_norm = RMSNorm(size, 1e-6) if config.use_qk_norm else None
+        self.q_norm = RMSNorm(size, config.qk_norm_eps) if config.use_qk_norm else None
+        self.k_norm = RMSNorm(size, config.qk_norm_eps) if config.use_qk_norm else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = self.qkv(x).chunk(3, dim=-1)
@@ -145,6 +145,7 @@ class InternViT(nn.Module):
         super().__init__()
         vision = config.vision
         self.patch = vision.patch_size
+        self.normed = config.vision_feature_layer == -1
         self.merge = round(1 / config.downsample_ratio)
         self.grid = vision.patches_per_side // self.merge
         self.transposed = config.ps_version == "v1"
@@ -152,13 +153,9 @@ class InternViT(nn.Module):
         self.depth = config.vision_feature_layer % (vision.num_hidden_layers + 1)
         self.patch_embedding = nn.Linear(vision.num_channels * vision.patch_size**2, vision.hidden_size)
         self.class_embedding = nn.Parameter(torch.zeros(1, 1, vision.hidden_size))
-        self.position_embedding = nn.Parameter(
-            torch.zeros(1, vision.patches_per_side**2 + 1, vision.hidden_size)
-        )
+        self.position_embedding = nn.Parameter(torch.zeros(1, vision.patches_per_side**2 + 1, vision.hidden_size))
         self.layers = nn.ModuleList(Layer(vision) for _ in range(vision.num_hidden_layers))
-        self.final_norm = (
-            nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps) if vision.final_norm else None
-        )
+        self.final_norm = nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps) if vision.final_norm else None
         self.projector = Projector(
             vision.hidden_size * self.merge**2, config.text.hidden_size, config.projector_hidden_act
         )
@@ -167,7 +164,7 @@ class InternViT(nn.Module):
         x = self.embed(tiles)
         for layer in self.layers[: self.depth]:
             x = layer(x)
-        if self.final_norm is not None and self.depth == len(self.layers):
+        if self.final_norm is not None and self.normed:
             x = self.final_norm(x)
         return self.project(x)
 
@@ -176,9 +173,7 @@ class InternViT(nn.Module):
         side = (self.grid, self.merge, self.patch)
         blocks = tiles.reshape(-1, *side, *side, tiles.shape[-1])
         order = (0, 4, 1, 2, 5, 3, 6, 7) if self.transposed else (0, 1, 4, 2, 5, 3, 6, 7)
-        patches = blocks.permute(order).reshape(
-            -1, (self.grid * self.merge) ** 2, self.patch_embedding.in_features
-        )
+        patches = blocks.permute(order).flatten(5).flatten(1, 4)
         patches = self.patch_embedding(patches.to(self.patch_embedding.weight.dtype))
         cls = self.class_embedding.expand(patches.shape[0], -1, -1)
         return torch.cat((cls, patches), dim=1) + self.position_embedding

@@ -1,0 +1,135 @@
+"""Pictures to tiles on the training device, under random tile policies, and what the dense supervision expects of each patch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+from architecture import PATCH, TILE
+
+GRID = TILE // PATCH
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a picture is tiled: grid area bounds and whether the whole picture follows as a last tile ("auto": if several)."""
+
+    min_tiles: int = 1
+    max_tiles: int = 12
+    thumbnail: str = "auto"
+
+
+DEFAULT = Policy()
+TWO_TILES = Policy(2, 2, "never")
+
+
+@dataclass(frozen=True)
+class Layout:
+    columns: int
+    rows: int
+    thumbnail: bool
+
+    @property
+    def tiles(self) -> int:
+        return self.columns * self.rows + self.thumbnail
+
+
+@lru_cache(maxsize=256)
+def _grids(min_tiles: int, max_tiles: int) -> list[tuple[int, int]]:
+    pairs = [
+        (w, h) for w in range(1, max_tiles + 1) for h in range(1, max_tiles + 1) if min_tiles <= w * h <= max_tiles
+    ]
+    return sorted(pairs, key=lambda grid: grid[0] * grid[1])
+
+
+def layout(width: int, height: int, policy: Policy) -> Layout:
+    """InternVL's grid choice: closest aspect ratio; on an exact tie the larger grid if the picture has the pixels for it."""
+    best, best_difference = (1, 1), float("inf")
+    for columns, rows in _grids(policy.min_tiles, policy.max_tiles):
+        difference = abs(width / height - columns / rows)
+        tie = difference == best_difference and width * height > 0.5 * TILE * TILE * columns * rows
+        if difference < best_difference or tie:
+            best, best_difference = (columns, rows), difference
+    several = best != (1, 1)
+    return Layout(*best, policy.thumbnail == "always" or (policy.thumbnail == "auto" and several))
+
+
+def random_policy(rng: random.Random) -> Policy:
+    """Half the time what the server does by default, else any of the policies that it may be asked for."""
+    kind = rng.random()
+    if kind < 0.5:
+        return DEFAULT
+    if kind < 0.6:
+        return TWO_TILES
+    if kind < 0.7:
+        return Policy(1, 1)
+    return Policy(1, rng.randint(1, 12), rng.choice(("auto", "auto", "never", "always")))
+
+
+def cut(picture: torch.Tensor, plan: Layout, gain: torch.Tensor | None = None) -> torch.Tensor:
+    """uint8 [H,W,3] to uint8 [tiles,3,448,448], row by row, the thumbnail last.  `gain` [2,3]: colour factor and offset."""
+    chw = picture.permute(2, 0, 1)[None].float()
+
+    def resized(height: int, width: int) -> torch.Tensor:
+        out = chw
+        if chw.shape[2:] != (height, width):
+            out = F.interpolate(chw, (height, width), mode="bicubic", antialias=True, align_corners=False)
+        if gain is not None:
+            out = out * gain[0][None, :, None, None] + gain[1][None, :, None, None]
+        return out.round_().clamp_(0, 255).to(torch.uint8)
+
+    whole = resized(TILE * plan.rows, TILE * plan.columns)
+    tiles = whole.view(3, plan.rows, TILE, plan.columns, TILE).permute(1, 3, 0, 2, 4).reshape(-1, 3, TILE, TILE)
+    return torch.cat([tiles, resized(TILE, TILE)]) if plan.thumbnail else tiles
+
+
+def random_gain(rng: random.Random) -> list[list[float]]:
+    """A mild change of brightness and white balance, too small to turn one colour's name into another's."""
+    contrast = rng.uniform(0.9, 1.1)
+    factors = [contrast * rng.uniform(0.96, 1.04) for _ in range(3)]
+    offset = rng.uniform(-10, 10)
+    return [factors, [offset] * 3]
+
+
+def tile_windows(plan: Layout) -> list[tuple[float, float, float, float]]:
+    """Each tile's (x0, y0, x1, y1) as fractions of the picture, in the order of `cut`."""
+    c, r = plan.columns, plan.rows
+    windows = [(x / c, y / r, (x + 1) / c, (y + 1) / r) for y in range(r) for x in range(c)]
+    return windows + [(0.0, 0.0, 1.0, 1.0)] * plan.thumbnail
+
+
+def patch_targets(boxes: torch.Tensor, windows: torch.Tensor, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What lies on each patch of each tile.
+
+    boxes [tiles, boxes, 5]: class number (negative = padding) and x0, y0, x1, y1 as fractions of the tile's picture; windows
+    [tiles, 4].  Returns bool [tiles, 16, 16, classes] twice (rows first): the class covers a quarter of the patch or has a
+    quarter of its object there; an object's centre lies there.
+    """
+    size = (windows[:, 2:] - windows[:, :2])[:, None]
+    low = (boxes[..., 1:3] - windows[:, None, :2]) / size * GRID
+    high = (boxes[..., 3:5] - windows[:, None, :2]) / size * GRID
+    edges = torch.arange(GRID, device=boxes.device, dtype=boxes.dtype)
+    overlap = torch.minimum(high[..., None], edges + 1) - torch.maximum(low[..., None], edges)
+    overlap = overlap.clamp_(min=0)  # [tiles, boxes, xy, 16]
+    area = ((high - low).clamp(min=1e-6)).prod(-1).clamp(max=1.0)[..., None]
+    centre = ((low + high) / 2).floor()[..., None] == edges
+    kind = F.one_hot(boxes[..., 0].long().clamp(min=0), classes).to(boxes.dtype) * (boxes[..., :1] >= 0)
+    covered = overlap[:, :, 1, :, None] * overlap[:, :, 0, None, :] >= 0.25 * area[..., None]
+    centred = centre[:, :, 1, :, None] & centre[:, :, 0, None, :]
+
+    def per_class(where: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("tbyx,tbc->tyxc", where.to(boxes.dtype), kind) > 0
+
+    return per_class(covered), per_class(centred)
+
+
+def stack(tiles: Sequence[torch.Tensor], total: int) -> torch.Tensor:
+    """All tiles in one uint8 [total, 3, 448, 448]; the places left over are grey."""
+    joined = torch.cat(list(tiles))
+    missing = total - joined.shape[0]
+    return torch.cat([joined, joined.new_full((missing, *joined.shape[1:]), 128)]) if missing else joined

@@ -1,0 +1,269 @@
+"""Where training pictures come from: renderer processes, a replay store on the training device, and batches drawn from it."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import queue
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from augment import Layout, Policy, layout, random_gain, random_policy, tile_windows
+from sequences import Branch, ChatTokens, PackedBranches, pack
+
+MAX_PICTURE_BYTES = 1920 * 1440 * 3
+MAX_BOXES = 64
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question of a picture with what balancing needs to know; `group` is (kind, class, answer) or ("description",)."""
+
+    group: tuple[str, ...]
+    branch: Branch
+
+
+@dataclass
+class Picture:
+    """A picture in the replay store: bytes [offset, offset + 3*height*width), boxes float32 [n,5] (class, fractions)."""
+
+    offset: int
+    height: int
+    width: int
+    boxes: np.ndarray
+    asked: list[Asked]
+
+    @property
+    def end(self) -> int:
+        return self.offset + 3 * self.height * self.width
+
+
+def group_of(question: Any) -> tuple[str, ...]:
+    return ("description",) if question.kind == "description" else (question.kind, question.cls, question.answer)
+
+
+def _render_forever(
+    world: Any, tokens: ChatTokens, classes: Sequence[str], slots: mmap.mmap, free: Any, ready: Any, seeds: range
+) -> None:
+    """One renderer process: picture into a free shared slot, its boxes and questions through the queue."""
+    import cv2
+
+    cv2.setNumThreads(1)
+    torch.set_num_threads(1)
+    index = {name: i for i, name in enumerate(classes)}
+    for seed in seeds:
+        drawn = world.sample(seed, "train")
+        # The pixels a server sees have been through a JPEG file, so those of training are too.
+        encoded = np.frombuffer(world.encode_jpeg(drawn), np.uint8)
+        pixels = cv2.cvtColor(cv2.imdecode(encoded, cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
+        height, width = pixels.shape[:2]
+        boxes = [
+            (index[name], x0 / width, y0 / height, x1 / width, y1 / height)
+            for name, x0, y0, x1, y1 in world.boxes(drawn)
+            if name in index
+        ][:MAX_BOXES]
+        asked = [Asked(group_of(q), tokens.branch(q.text, q.answer)) for q in world.questions(drawn)]
+        slot = free.get()
+        start = slot * MAX_PICTURE_BYTES
+        slots[start : start + pixels.size] = pixels.tobytes()
+        ready.put((slot, height, width, np.array(boxes, np.float32).reshape(-1, 5), asked))
+
+
+class Renderers:
+    """`workers` forked processes that render training scenes without end.  Start it before CUDA is touched."""
+
+    def __init__(self, world: Any, tokens: ChatTokens, classes: Sequence[str], workers: int, first_seed: int):
+        context = multiprocessing.get_context("fork")
+        count = 4 * workers
+        self.slots = mmap.mmap(-1, count * MAX_PICTURE_BYTES)  # anonymous and shared: needs no /dev/shm
+        self.free, self.ready = context.Queue(), context.Queue()
+        for slot in range(count):
+            self.free.put(slot)
+        self.processes = [
+            context.Process(
+                target=_render_forever,
+                args=(
+                    world,
+                    tokens,
+                    classes,
+                    self.slots,
+                    self.free,
+                    self.ready,
+                    range(first_seed + i, 1 << 40, workers),
+                ),
+                daemon=True,
+            )
+            for i in range(workers)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.terminate()
+
+
+class Store:
+    """A ring of raw pictures on the device; the newest overwrite the oldest."""
+
+    def __init__(self, renderers: Renderers, capacity_bytes: int, device: torch.device):
+        self.memory = torch.empty(capacity_bytes, dtype=torch.uint8, device=device)
+        self.pictures: deque[Picture] = deque()
+        self.received = 0
+        self._head = 0
+        self._renderers = renderers
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._collect, daemon=True)
+        self._thread.start()
+
+    def _collect(self) -> None:
+        staged = torch.frombuffer(self._renderers.slots, dtype=torch.uint8)
+        stream = torch.cuda.Stream() if self.memory.is_cuda else None
+        while not self._stop.is_set():
+            try:
+                slot, height, width, boxes, asked = self._renderers.ready.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            size = 3 * height * width
+            start = self._make_room(size)
+            end = start + size
+            source = staged[slot * MAX_PICTURE_BYTES :][:size]
+            if stream is None:
+                self.memory[start:end] = source
+            else:
+                with torch.cuda.stream(stream):
+                    self.memory[start:end].copy_(source)
+                stream.synchronize()
+            self._renderers.free.put(slot)
+            with self._lock:
+                self.pictures.append(Picture(start, height, width, boxes, asked))
+                self.received += 1
+            self._head = end
+
+    def _make_room(self, size: int) -> int:
+        """Drop the oldest pictures that lie where the next `size` bytes go, and say where that is."""
+        with self._lock:
+            start = self._head
+            if start + size > self.memory.numel():
+                # What the last round left beyond the head would otherwise stay in front of the queue for ever.
+                while self.pictures and self.pictures[0].offset >= start:
+                    self.pictures.popleft()
+                start = 0
+            while self.pictures and start < self.pictures[0].end and self.pictures[0].offset < start + size:
+                self.pictures.popleft()
+            return start
+
+    def pixels(self, picture: Picture) -> torch.Tensor:
+        """uint8 [H,W,3], a view of the ring."""
+        return self.memory[picture.offset : picture.end].view(picture.height, picture.width, 3)
+
+    def draw(self, rng: random.Random) -> Picture:
+        """Any picture but the oldest few, which may be overwritten before the device gets to read them."""
+        with self._lock:
+            spare = min(len(self.pictures) // 20, 400)
+            return self.pictures[rng.randrange(spare, len(self.pictures))]
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@dataclass
+class Batch:
+    """Pictures with one tile count: what to cut, and the packed questions."""
+
+    pictures: list[Picture]
+    layouts: list[Layout]
+    gains: torch.Tensor  # [pictures, 2, 3]
+    boxes: torch.Tensor  # [pictures, MAX_BOXES, 5]
+    windows: torch.Tensor  # [pictures * tiles, 4]
+    branches: PackedBranches
+
+    @property
+    def tiles(self) -> int:
+        return self.layouts[0].tiles
+
+
+@dataclass
+class Balance:
+    """Chooses which questions of a picture to train on so that every group has been asked about equally often.
+
+    `share` weighs a group; "yes" and "no" about one class are two groups, so each class ends up half yes, half no.
+    """
+
+    share: Callable[[tuple[str, ...]], float]
+    asked: dict[tuple[str, ...], float] = field(default_factory=dict)
+
+    def choose(self, candidates: Sequence[Asked], count: int, rng: random.Random) -> list[Asked]:
+        def due(asked: Asked) -> float:
+            return (self.asked.get(asked.group, 0) + 1) / self.share(asked.group) * rng.uniform(0.5, 2.0)
+
+        chosen = sorted(candidates, key=due)[:count]
+        for asked in chosen:
+            self.asked[asked.group] = self.asked.get(asked.group, 0) + 1
+        rng.shuffle(chosen)
+        return chosen
+
+
+class Batches:
+    """Fills one waiting list per tile count with freshly drawn pictures and hands out whichever is full first."""
+
+    def __init__(
+        self, store: Store, balance: Balance, tiles: int, length: int, questions: int, seed: int,
+        policy: Callable[[random.Random], Policy] = random_policy,
+    ):  # fmt: skip
+        self._store, self._balance, self._policy = store, balance, policy
+        self._tiles, self._length, self._questions = tiles, length, questions
+        self._rng = random.Random(seed)
+        self._waiting: dict[int, list[tuple[Picture, Layout]]] = {}
+        self._ready: queue.Queue[Batch] = queue.Queue(maxsize=4)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._fill, daemon=True)
+        self._thread.start()
+
+    def _fill(self) -> None:
+        while not self._stop.is_set():
+            picture = self._store.draw(self._rng)
+            plan = layout(picture.width, picture.height, self._policy(self._rng))
+            waiting = self._waiting.setdefault(plan.tiles, [])
+            waiting.append((picture, plan))
+            if len(waiting) < max(1, self._tiles // plan.tiles):
+                continue
+            batch = self._assemble(self._waiting.pop(plan.tiles))
+            while not self._stop.is_set():
+                try:
+                    self._ready.put(batch, timeout=0.5)
+                    break
+                except queue.Full:
+                    continue
+
+    def _assemble(self, entries: list[tuple[Picture, Layout]]) -> Batch:
+        boxes = np.full((len(entries), MAX_BOXES, 5), -1, np.float32)
+        rows = []
+        for i, (picture, _) in enumerate(entries):
+            boxes[i, : len(picture.boxes)] = picture.boxes
+            chosen = self._balance.choose(picture.asked, self._questions, self._rng)
+            rows.append([asked.branch for asked in chosen])
+        return Batch(
+            [picture for picture, _ in entries],
+            [plan for _, plan in entries],
+            torch.tensor([random_gain(self._rng) for _ in entries]),
+            torch.from_numpy(boxes),
+            torch.tensor([window for _, plan in entries for window in tile_windows(plan)]),
+            pack(rows, self._length),
+        )
+
+    def next(self) -> Batch:
+        return self._ready.get()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()

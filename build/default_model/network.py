@@ -1,0 +1,91 @@
+"""The training and evaluation forward passes, on the modules (and so the weights) of the transformers model.
+
+Written out rather than called through transformers so that the vision half compiles as one graph and returns the patch states
+that the dense supervision reads; tests hold it equal to transformers' own forward.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import InternVLForConditionalGeneration
+
+from architecture import IMAGE_MEAN, IMAGE_STD, PATCH
+from augment import GRID
+from sequences import attention_mask
+
+
+def patch_states(model: InternVLForConditionalGeneration, tiles: torch.Tensor) -> torch.Tensor:
+    """uint8 [n,3,448,448] to the ViT's last states without CLS, [n, 256, hidden]."""
+    tower = model.model.vision_tower
+    mean, std = (torch.tensor(v, device=tiles.device).view(1, 3, 1, 1) for v in (IMAGE_MEAN, IMAGE_STD))
+    pixels = (tiles.float() / 255 - mean) / std
+    projection = tower.embeddings.patch_embeddings.projection
+    patches = pixels.view(-1, 3, GRID, PATCH, GRID, PATCH).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    states = F.linear(patches, projection.weight.flatten(1), projection.bias)
+    cls = tower.embeddings.cls_token.to(states.dtype).expand(states.shape[0], -1, -1)
+    states = torch.cat([cls, states], dim=1) + tower.embeddings.position_embeddings
+    for layer in tower.encoder.layer:
+        attention, normed = layer.attention, layer.layernorm_before(states)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        q, k, v = [p(normed).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for p in projections]
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        states = states + layer.lambda_1 * attention.projection_layer(mixed)
+        states = states + layer.lambda_2 * layer.mlp(layer.layernorm_after(states))
+    return states[:, 1:]
+
+
+def image_rows(model: InternVLForConditionalGeneration, states: torch.Tensor) -> torch.Tensor:
+    """Patch states [n, 256, hidden] to language-model rows [n, 64, text hidden]."""
+    grid = states.unflatten(1, (GRID, GRID))
+    shuffled = model.model.pixel_shuffle(grid, scale_factor=model.config.downsample_ratio)
+    return model.model.multi_modal_projector(shuffled.flatten(1, 2))
+
+
+def text_states(
+    model: InternVLForConditionalGeneration,
+    prefix: list[int],
+    rows: torch.Tensor,
+    branch_ids: torch.Tensor,
+    branch_number: torch.Tensor,
+    branch_position: torch.Tensor,
+    rows_at: int,
+) -> torch.Tensor:
+    """Last hidden states [pictures, length, hidden] of the branches, given image rows [pictures, 64*tiles, hidden].
+
+    `prefix` are the shared ids with placeholders from place `rows_at` on.
+    """
+    embed = model.model.language_model.embed_tokens
+    pictures, length = branch_ids.shape
+    shared = embed(torch.tensor(prefix, device=rows.device))[None].expand(pictures, -1, -1)
+    after = rows_at + rows.shape[1]
+    embeddings = torch.cat([shared[:, :rows_at], rows.to(shared.dtype), shared[:, after:], embed(branch_ids)], dim=1)
+    positions = torch.cat(
+        [torch.arange(len(prefix), device=rows.device).expand(pictures, -1), branch_position + len(prefix)], dim=1
+    )
+    out = model.model.language_model(
+        inputs_embeds=embeddings,
+        attention_mask={"full_attention": attention_mask(len(prefix), branch_number)},
+        position_ids=positions,
+        use_cache=False,
+    )
+    return out.last_hidden_state[:, len(prefix) :]
+
+
+class DenseHead(nn.Module):
+    """Reads from each patch state which classes lie there and where object centres are.  Training only; never saved."""
+
+    def __init__(self, hidden: int, classes: int):
+        super().__init__()
+        self.linear = nn.Linear(hidden, 2 * classes)
+
+    def forward(
+        self, states: torch.Tensor, covered: torch.Tensor, centred: torch.Tensor, valid: torch.Tensor
+    ) -> torch.Tensor:
+        """Mean over valid tiles' patches of the summed class losses; covered, centred [n,16,16,classes]; valid [n]."""
+        logits = self.linear(states).float()
+        targets = torch.cat([covered, centred], dim=-1).flatten(1, 2).float()
+        loss = F.binary_cross_entropy_with_logits(logits, targets, reduction="none", pos_weight=logits.new_tensor(4.0))
+        per_tile = loss.sum(-1).mean(-1)
+        return (per_tile * valid).sum() / valid.sum()

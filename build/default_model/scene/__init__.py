@@ -1,0 +1,27 @@
+"""Pictures of furnished rooms with hazards, drawn from parameters, with questions whose answers are known.
+
+`sample(seed, split)` gives a `Scene`; `render` and `encode_jpeg` its picture; `questions`, `ask`, `describe` and
+`boxes` its labels; `heldout()` the fixed held-out set.
+"""
+
+from .heldout import HeldoutItem, heldout
+from .questions import KINDS, ORDINARY, Question, ask, boxes, describe, questions
+from .renderer import encode_jpeg, render
+from .sampler import HAZARDS, Scene, sample
+
+__all__ = [
+    "HAZARDS",
+    "KINDS",
+    "ORDINARY",
+    "HeldoutItem",
+    "Question",
+    "Scene",
+    "ask",
+    "boxes",
+    "describe",
+    "encode_jpeg",
+    "heldout",
+    "questions",
+    "render",
+    "sample",
+]

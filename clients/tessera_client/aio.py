@@ -1,0 +1,185 @@
+"""The client for asyncio: :class:`AsyncClient`, the same surface as :class:`~tessera_client.client.Client`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from tessera_client.client import CLIENTS_TIMEOUT
+from tessera_client.errors import TesseraClientError
+from tessera_client.messages import (
+    Answer,
+    Image,
+    Models,
+    Request,
+    ServerStatus,
+    chat_request,
+    question_request,
+)
+from tessera_client.retry import Retry
+from tessera_client.streaming import AsyncStream
+from tessera_client.transport import AsyncTransport, open_async_transport
+
+
+class AsyncClient:
+    """Asks a Tessera server questions about pictures, from one event loop.
+
+    ::
+
+        async with AsyncClient("localhost:8001") as client:
+            answer = await client.ask("room.jpg", "How many sockets are there?")
+            async with client.stream("room.jpg", "Describe this room.") as stream:
+                async for delta in stream:
+                    print(delta.text, end="", flush=True)
+
+    Arguments, results and errors are those of :class:`~tessera_client.client.Client`. Over ``http://`` each request
+    takes a thread of asyncio's default executor; gRPC takes none.
+    """
+
+    def __init__(
+        self,
+        url: str = "localhost:8001",
+        *,
+        timeout: float | None = 120.0,
+        retry: Retry | None = None,
+        models: Models | None = None,
+        transport: AsyncTransport | None = None,
+    ) -> None:
+        self.url = url
+        self._timeout = timeout
+        self._retry = retry or Retry()
+        self._models = models or Models()
+        self._transport = transport or open_async_transport(url, self._models)
+
+    async def ask(
+        self,
+        image: Image | Sequence[Image] | None,
+        question: str,
+        *,
+        max_tokens: int | None = None,
+        timeout: float | None = CLIENTS_TIMEOUT,
+        **sampling: Any,
+    ) -> Answer:
+        """As :meth:`Client.ask`."""
+        return await self._answer(question_request(image, question, max_tokens=max_tokens, **sampling), timeout)
+
+    def stream(
+        self,
+        image: Image | Sequence[Image] | None,
+        question: str,
+        *,
+        max_tokens: int | None = None,
+        timeout: float | None = CLIENTS_TIMEOUT,
+        **sampling: Any,
+    ) -> AsyncStream:
+        """As :meth:`Client.stream`, for ``async with``."""
+        return self._stream(question_request(image, question, max_tokens=max_tokens, **sampling), timeout)
+
+    async def chat(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        images: Image | Sequence[Image] | None = None,
+        *,
+        max_tokens: int | None = None,
+        timeout: float | None = CLIENTS_TIMEOUT,
+        **sampling: Any,
+    ) -> Answer:
+        """As :meth:`Client.chat`."""
+        return await self._answer(chat_request(messages, images, max_tokens=max_tokens, **sampling), timeout)
+
+    def chat_stream(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        images: Image | Sequence[Image] | None = None,
+        *,
+        max_tokens: int | None = None,
+        timeout: float | None = CLIENTS_TIMEOUT,
+        **sampling: Any,
+    ) -> AsyncStream:
+        """As :meth:`Client.chat_stream`, for ``async with``."""
+        return self._stream(chat_request(messages, images, max_tokens=max_tokens, **sampling), timeout)
+
+    async def ask_many(
+        self,
+        items: Iterable[tuple[Image | Sequence[Image] | None, str]],
+        *,
+        concurrency: int = 16,
+        progress: Callable[[int], None] | None = None,
+        errors: Literal["raise", "return"] = "raise",
+        retry: Retry | None = None,
+        **options: Any,
+    ) -> AsyncIterator[Any]:
+        """As :meth:`Client.ask_many`, for ``async for``."""
+        if concurrency < 1:
+            raise ValueError(f"concurrency must be at least 1, got {concurrency}")
+        retry = retry or Retry.patient()
+        timeout = options.pop("timeout", CLIENTS_TIMEOUT)
+        slots = asyncio.Semaphore(concurrency)
+        ended = 0
+
+        async def work(image: Any, question: str) -> Answer | TesseraClientError:
+            nonlocal ended
+            try:
+                async with slots:
+                    return await self._answer(question_request(image, question, **options), timeout, retry)
+            except TesseraClientError as error:
+                return error
+            finally:
+                ended += 1
+                if progress is not None:
+                    progress(ended)
+
+        def result(task: asyncio.Task[Answer | TesseraClientError]) -> Answer | TesseraClientError:
+            value = task.result()
+            if errors == "raise" and isinstance(value, TesseraClientError):
+                raise value
+            return value
+
+        waiting: deque[asyncio.Task[Answer | TesseraClientError]] = deque()
+        try:
+            for image, question in items:
+                waiting.append(asyncio.ensure_future(work(image, question)))
+                while len(waiting) >= 4 * concurrency or (waiting and waiting[0].done()):
+                    await asyncio.wait([waiting[0]])
+                    yield result(waiting.popleft())
+            while waiting:
+                await asyncio.wait([waiting[0]])
+                yield result(waiting.popleft())
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def ready(self) -> bool:
+        """As :meth:`Client.ready`."""
+        try:
+            status = await self._transport.status()
+        except TesseraClientError:
+            return False
+        return status.ready and any(m.name == self._models.vlm and m.state == "READY" for m in status.models)
+
+    async def status(self) -> ServerStatus:
+        """As :meth:`Client.status`."""
+        return await self._transport.status()
+
+    async def close(self) -> None:
+        """Closes the connection. Streams still open break."""
+        await self._transport.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    def _stream(self, request: Request, timeout: float | None) -> AsyncStream:
+        seconds = self._timeout if timeout is CLIENTS_TIMEOUT else timeout
+        return AsyncStream(self._transport, replace(request, stream=True), seconds, self._retry)
+
+    async def _answer(self, request: Request, timeout: float | None, retry: Retry | None = None) -> Answer:
+        seconds = self._timeout if timeout is CLIENTS_TIMEOUT else timeout
+        async with AsyncStream(self._transport, request, seconds, retry or self._retry) as stream:
+            return await stream.answer()

@@ -1,0 +1,227 @@
+"""The client for programs with threads or none: :class:`Client`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from threading import Lock
+from typing import Any, Literal
+
+from tessera_client.errors import TesseraClientError
+from tessera_client.messages import (
+    Answer,
+    Image,
+    Models,
+    Request,
+    ServerStatus,
+    chat_request,
+    question_request,
+)
+from tessera_client.retry import Retry
+from tessera_client.streaming import Stream
+from tessera_client.transport import Transport, open_transport
+
+CLIENTS_TIMEOUT: Any = object()  # "the timeout given to the client"
+
+
+class Client:
+    """Asks a Tessera server questions about pictures.
+
+    ::
+
+        with Client("localhost:8001") as client:
+            answer = client.ask("room.jpg", "Is there an exposed wire?", max_tokens=5)
+            print(answer.text, answer.timings.vision)
+
+    One client serves any number of threads; it keeps one connection (gRPC) or a small pool (HTTP).
+
+    Args:
+        url: ``host:port`` or ``grpc://host:port`` for gRPC (port 8001 if left out; ``grpcs://`` for TLS),
+            ``http://host:port`` for HTTP (8000; or ``https://``). HTTP needs no package beyond Python's own.
+        timeout: seconds a request may take in all, retries included; None for ever. Each call may give its own.
+        retry: what to do about UNAVAILABLE; ``Retry(attempts=1)`` turns retries off.
+        models: the names under which the server's repository has the models.
+        transport: used in place of one opened for ``url``; for tests.
+
+    Every method raises errors of :mod:`tessera_client.errors` only.
+    """
+
+    def __init__(
+        self,
+        url: str = "localhost:8001",
+        *,
+        timeout: float | None = 120.0,
+        retry: Retry | None = None,
+        models: Models | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        self.url = url
+        self._timeout = timeout
+        self._retry = retry or Retry()
+        self._models = models or Models()
+        self._transport = transport or open_transport(url, self._models)
+
+    def ask(
+        self,
+        image: Image | Sequence[Image] | None,
+        question: str,
+        *,
+        max_tokens: int | None = None,
+        timeout: float | None = CLIENTS_TIMEOUT,
+        **sampling: Any,
+    ) -> Answer:
+        """The whole answer to a question.
+
+        Args:
+            image: one picture, a list of them, or None; for the forms see :data:`~tessera_client.messages.Image`.
+            question: plain text; ``<image>`` in it marks where a picture goes (before the text if there is none).
+            max_tokens: the longest answer; the server's default is 64.
+            timeout: seconds for this request, in place of the client's.
+            sampling: vLLM's names: min_tokens, temperature, top_p, top_k, seed, stop, ignore_eos, logprobs. And
+                ``max_tiles``, ``min_tiles``, ``thumbnail`` or a whole ``tile_policy``: how finely pictures are cut.
+                ``exclude_input_in_output=False`` repeats the question before the answer.
+        """
+        return self._answer(question_request(image, question, max_tokens=max_tokens, **sampling), timeout)
+
+    def stream(
+        self,
+        image: Image | Sequence[Image] | None,
+        question: str,
+        *,
+        max_tokens: int | None = None,
+        timeout: float | None = CLIENTS_TIMEOUT,
+        **sampling: Any,
+    ) -> Stream:
+        """The answer as it is written, for a ``with`` block; leaving it early cancels. Arguments as for :meth:`ask`."""
+        return self._stream(question_request(image, question, max_tokens=max_tokens, **sampling), timeout)
+
+    def chat(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        images: Image | Sequence[Image] | None = None,
+        *,
+        max_tokens: int | None = None,
+        timeout: float | None = CLIENTS_TIMEOUT,
+        **sampling: Any,
+    ) -> Answer:
+        """The answer to a conversation of OpenAI-style messages.
+
+        ``content`` is a string or a list of parts: ``{"type": "text", "text": ...}``, ``{"type": "image_url",
+        "image_url": {"url": "data:..."}}``, ``{"type": "image"}`` for the next of ``images``, or
+        ``{"type": "image", "image": "room.jpg"}``. The other arguments are those of :meth:`ask`.
+        """
+        return self._answer(chat_request(messages, images, max_tokens=max_tokens, **sampling), timeout)
+
+    def chat_stream(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        images: Image | Sequence[Image] | None = None,
+        *,
+        max_tokens: int | None = None,
+        timeout: float | None = CLIENTS_TIMEOUT,
+        **sampling: Any,
+    ) -> Stream:
+        """:meth:`chat`, streamed as :meth:`stream` does."""
+        return self._stream(chat_request(messages, images, max_tokens=max_tokens, **sampling), timeout)
+
+    def ask_many(
+        self,
+        items: Iterable[tuple[Image | Sequence[Image] | None, str]],
+        *,
+        concurrency: int = 16,
+        progress: Callable[[int], None] | None = None,
+        errors: Literal["raise", "return"] = "raise",
+        retry: Retry | None = None,
+        **options: Any,
+    ) -> Iterator[Any]:
+        """Answers to many (image, question) pairs, in their order, ``concurrency`` at a time.
+
+        ``items`` may be endless: it is read only a little ahead of the answers given out, and picture files only
+        when their turn comes. Unavailability is waited out for about a minute (:meth:`Retry.patient`), so that a
+        job survives a restart of the server.
+
+        Args:
+            progress: called with the number of requests that have ended, after each (one thread at a time).
+            errors: ``"raise"`` ends the job with the first error met; ``"return"`` puts the error in its place.
+            options: as for :meth:`ask`.
+        """
+        if concurrency < 1:
+            raise ValueError(f"concurrency must be at least 1, got {concurrency}")
+        retry = retry or Retry.patient()
+        timeout = options.pop("timeout", CLIENTS_TIMEOUT)
+        ended, lock = 0, Lock()
+
+        def work(image: Any, question: str) -> Answer | TesseraClientError:
+            nonlocal ended
+            try:
+                return self._answer(question_request(image, question, **options), timeout, retry)
+            except TesseraClientError as error:
+                return error
+            finally:
+                with lock:
+                    ended += 1
+                    if progress is not None:
+                        progress(ended)
+
+        return _in_order(work, items, concurrency, raising=errors == "raise")
+
+    def ready(self) -> bool:
+        """Whether the server answers and the model is ready. Never raises for a server that is not there."""
+        try:
+            status = self._transport.status()
+        except TesseraClientError:
+            return False
+        return status.ready and any(m.name == self._models.vlm and m.state == "READY" for m in status.models)
+
+    def status(self) -> ServerStatus:
+        """The server's version and models. Note that tritonserver calls a model ready even when its process died."""
+        return self._transport.status()
+
+    def close(self) -> None:
+        """Closes the connection. Streams still open break."""
+        self._transport.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _stream(self, request: Request, timeout: float | None, retry: Retry | None = None) -> Stream:
+        seconds = self._timeout if timeout is CLIENTS_TIMEOUT else timeout
+        return Stream(self._transport, replace(request, stream=True), seconds, retry or self._retry)
+
+    def _answer(self, request: Request, timeout: float | None, retry: Retry | None = None) -> Answer:
+        seconds = self._timeout if timeout is CLIENTS_TIMEOUT else timeout
+        with Stream(self._transport, request, seconds, retry or self._retry) as stream:
+            return stream.answer()
+
+
+def _in_order(
+    work: Callable[[Any, str], Answer | TesseraClientError],
+    items: Iterable[tuple[Any, str]],
+    concurrency: int,
+    raising: bool,
+) -> Iterator[Any]:
+    """Results in the items' order, computed by ``concurrency`` threads at most four times that many ahead."""
+    waiting: deque[Future[Answer | TesseraClientError]] = deque()
+    with ThreadPoolExecutor(concurrency, thread_name_prefix="tessera-ask") as pool:
+        try:
+            for image, question in items:
+                waiting.append(pool.submit(work, image, question))
+                while len(waiting) >= 4 * concurrency or (waiting and waiting[0].done()):
+                    yield _result(waiting.popleft(), raising)
+            while waiting:
+                yield _result(waiting.popleft(), raising)
+        finally:  # left early: what has not begun never will
+            for future in waiting:
+                future.cancel()
+
+
+def _result(future: Future[Answer | TesseraClientError], raising: bool) -> Answer | TesseraClientError:
+    result = future.result()
+    if raising and isinstance(result, TesseraClientError):
+        raise result
+    return result

@@ -1,0 +1,1 @@
+"""The language model: continuous batching over paged key/value blocks."""

@@ -1,0 +1,120 @@
+"""The contract of attention over paged keys and values.
+
+Once a step the runner asks for a plan (indices, masks: whatever can be shared by all layers); each layer then calls
+:meth:`AttentionBackend.attend` with its fused q, k, v. Rotating, storing and attending are one call, so that a
+backend may fuse them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+
+from tessera.engine.cache.kv_storage import KvStorage
+from tessera.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Query heads, key/value heads, and their size."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class SpanTable:
+    """Where each sequence of the batch stands, on the host: int64 [s] each, and block numbers [s, most blocks].
+
+    Sequence i's queries are packed rows [row[i], row[i] + count[i]); they see positions [0, context[i]), the last
+    ``count`` of them their own. ``blocks`` is padded with 0.
+    """
+
+    row: np.ndarray
+    count: np.ndarray
+    context: np.ndarray
+    blocks: np.ndarray
+
+    def last_rows(self, which: np.ndarray) -> SpanTable:
+        """The table of one query a sequence, its last, for the sequences that ``which`` (bool [s]) picks."""
+        ones = np.ones(int(which.sum()), np.int64)
+        return SpanTable(np.arange(len(ones)), ones, self.context[which], self.blocks[which])
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """One step's attention, the same for all layers but the last.
+
+    ``cos`` and ``sin`` float32 [n, head_dim / 2], ``slots`` int64 [n] for the n new tokens. ``rows`` int64 [m]: the
+    queries that matter, None for all n; only the last layer drops any. ``plan`` is the backend's own, made for
+    those queries.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    slots: torch.Tensor
+    rows: torch.Tensor | None
+    plan: Any
+
+
+class AttentionBackend(ABC):
+    """Attention of one model on one cache."""
+
+    def __init__(self, shape: HeadShape, storage: KvStorage) -> None:
+        self.shape = shape
+        self.storage = storage
+        self.scale = shape.head_dim**-0.5
+
+    @abstractmethod
+    def plan(self, table: SpanTable) -> Any:
+        """What all layers share for these queries and contexts."""
+
+    @abstractmethod
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+        """q [m, heads, head_dim] -> the same shape.
+
+        Everything a query sees is in the storage already; k and v [n, kv_heads, head_dim] are the new part of it.
+        """
+
+    def attend(self, layer: int, qkv: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        """qkv [n, (heads + 2 * kv_heads) * head_dim] -> [n or m, heads * head_dim]."""
+        heads, kv_heads = self.shape.heads, self.shape.kv_heads
+        split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
+        rotated = rotate(split[:, : heads + kv_heads], step.cos, step.sin)
+        q, k, v = rotated[:, :heads], rotated[:, heads:], split[:, heads + kv_heads :]
+        self.storage.write(layer, step.slots, k, v)
+        if step.rows is not None:
+            q = q[step.rows]
+        return self._attend(layer, q, k, v, step.plan).flatten(1)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [n, heads, head_dim] by cos, sin [n, head_dim / 2] -> a new tensor of x's shape and dtype."""
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return out
+
+
+_BACKENDS = {
+    "torch": ("tessera.engine.attention.torch_backend", "TorchBackend"),
+    "sdpa": ("tessera.engine.attention.sdpa_backend", "SdpaBackend"),
+}
+
+
+def create_backend(name: str, shape: HeadShape, storage: KvStorage) -> AttentionBackend:
+    """The backend called ``name``; "auto" is the fastest that runs everywhere. ConfigError for unknown names."""
+    name = "sdpa" if name == "auto" else name
+    if name not in _BACKENDS:
+        raise ConfigError(f"engine: attention {name!r} is not known; known are auto, {', '.join(_BACKENDS)}")
+    module, attribute = _BACKENDS[name]
+    return getattr(import_module(module), attribute)(shape, storage)

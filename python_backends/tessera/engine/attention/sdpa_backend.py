@@ -1,0 +1,106 @@
+"""torch's scaled_dot_product_attention over gathered blocks: one call for all single queries, one a prompt piece."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from tessera.engine.attention.backend import AttentionBackend, SpanTable
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Packed rows of one prompt piece; ``blocks`` and ``mask`` are None where it starts its sequence."""
+
+    rows: slice
+    context: int
+    blocks: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The first ``singles`` queries, their blocks [singles * most] and mask [singles, 1, 1, length]; then pieces."""
+
+    singles: int
+    blocks: torch.Tensor
+    mask: torch.Tensor
+    pieces: list[_Piece]
+
+
+class SdpaBackend(AttentionBackend):
+    """The default on the CPU. A group of query heads shares its key head as several queries of one head."""
+
+    def plan(self, table: SpanTable) -> _Plan:
+        singles = int((table.count == 1).sum())  # they come first
+        most = -(-int(table.context[:singles].max(initial=0)) // self.storage.block_size)
+        positions = np.arange(most * self.storage.block_size)
+        unseen = positions[None] >= table.context[:singles, None]
+        pieces = [self._piece(*line) for line in zip(*(column[singles:] for column in _columns(table)))]
+        return _Plan(
+            singles,
+            self._tensor(table.blocks[:singles, :most].reshape(-1)),
+            self._bias(unseen)[:, None, None],
+            pieces,
+        )
+
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if plan.singles:
+            out[: plan.singles] = self._attend_singles(layer, q[: plan.singles], plan)
+        for piece in plan.pieces:
+            out[piece.rows] = self._attend_piece(layer, q[piece.rows], k, v, piece)
+        return out
+
+    def _attend_singles(self, layer: int, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        kv_heads, head_dim = self.shape.kv_heads, self.shape.head_dim
+        shape = (plan.singles, -1, kv_heads, head_dim)
+        keys = self.storage.keys[layer].index_select(0, plan.blocks).view(shape).transpose(1, 2)
+        values = self.storage.values[layer].index_select(0, plan.blocks).view(shape).transpose(1, 2)
+        grouped = q.view(plan.singles, kv_heads, -1, head_dim)
+        attended = F.scaled_dot_product_attention(grouped, keys, values, plan.mask, scale=self.scale)
+        return attended.reshape(q.shape)
+
+    def _attend_piece(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece
+    ) -> torch.Tensor:
+        if piece.blocks is None:
+            keys, values = k[piece.rows], v[piece.rows]
+        else:
+            keys = self.storage.keys[layer].index_select(0, piece.blocks).flatten(0, 1)[: piece.context]
+            values = self.storage.values[layer].index_select(0, piece.blocks).flatten(0, 1)[: piece.context]
+        attended = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
+            piece.mask,
+            is_causal=piece.mask is None,
+            scale=self.scale,
+            enable_gqa=True,
+        )
+        return attended[0].transpose(0, 1)
+
+    def _piece(self, row: int, count: int, context: int, blocks: np.ndarray) -> _Piece:
+        rows = slice(int(row), int(row + count))
+        if count == context:
+            return _Piece(rows, int(context), None, None)
+        needed = -(-int(context) // self.storage.block_size)
+        unseen = np.arange(context)[None] > np.arange(context - count, context)[:, None]
+        return _Piece(rows, int(context), self._tensor(blocks[:needed]), self._bias(unseen))
+
+    def _bias(self, unseen: np.ndarray) -> torch.Tensor:
+        """0 where a query may look, -inf elsewhere, in the cache's dtype."""
+        dtype = self.storage.keys[0].dtype
+        bias = torch.zeros(unseen.shape, dtype=dtype, device=self.storage.keys[0].device)
+        return bias.masked_fill_(self._tensor(unseen), float("-inf"))
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.storage.keys[0].device)
+
+
+def _columns(table: SpanTable) -> tuple[np.ndarray, ...]:
+    return table.row, table.count, table.context, table.blocks

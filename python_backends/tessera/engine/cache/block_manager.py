@@ -1,0 +1,140 @@
+"""Owns the blocks of keys and values: who holds which, which are free, which may be found again by content.
+
+A freed block keeps its content and its place in the prefix index until it is handed out again; the longest free
+go first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+import numpy as np
+
+from tessera.engine.cache.prefix_index import PrefixIndex
+from tessera.engine.sequence import Sequence
+
+
+class BlockManager:
+    """``num_blocks`` blocks of ``block_size`` tokens; ``index`` None reuses nothing."""
+
+    def __init__(self, num_blocks: int, block_size: int, index: PrefixIndex | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._index = index
+        self._holders = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def free(self) -> int:
+        """Blocks that no sequence holds."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def admit(self, sequence: Sequence, reserve: int = 0) -> bool:
+        """Gives a sequence that holds nothing blocks for all its tokens, reusing the longest cached prefix.
+
+        ``computed`` then counts the reused positions; at least one position is left to compute. Returns False, and
+        changes nothing, unless ``reserve`` blocks would stay free.
+        """
+        if sequence.block_table:
+            raise RuntimeError(f"sequence {sequence.number} is admitted while it holds blocks")
+        reused = self._match(sequence)
+        fresh = self.blocks_for(sequence.length) - len(reused)
+        revived = sum(self._holders[block] == 0 for block in reused)
+        if fresh + revived + reserve > len(self._free):
+            return False
+        for block in reused:
+            self._hold(block)
+        sequence.block_table = reused
+        sequence.computed = sequence.cached_tokens = len(reused) * self.block_size
+        sequence.committed = len(reused)
+        return self.grow(sequence, sequence.length)
+
+    def grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Makes the sequence's blocks reach ``tokens`` positions; False, changing nothing, if too few are free."""
+        fresh = self.blocks_for(tokens) - len(sequence.block_table)
+        if fresh > len(self._free):
+            return False
+        for _ in range(fresh):
+            block = next(iter(self._free))
+            if self._index is not None:
+                self._index.forget(block)
+            self._hold(block)
+            sequence.block_table.append(block)
+        return True
+
+    def commit(self, sequence: Sequence) -> None:
+        """Makes the sequence's full, computed blocks findable. The step that writes them must be planned."""
+        if self._index is None:
+            return
+        positions = min(sequence.computed, sequence.known, sequence.cache_limit)
+        for number in range(sequence.committed, positions // self.block_size):
+            parent, key, ids = self._identity(sequence, number)
+            self._index.insert(key, parent, ids, sequence.block_table[number])
+            sequence.committed = number + 1
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes back all blocks; the end of a prefix is reused before its beginning."""
+        for block in reversed(sequence.block_table):
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                self._free[block] = None
+        sequence.block_table = []
+        sequence.computed = sequence.committed = 0
+
+    def reset(self) -> None:
+        """Nobody holds anything and nothing written so far may be found, because a step failed midway."""
+        self._holders = [0] * self.num_blocks
+        self._free = OrderedDict.fromkeys(range(self.num_blocks))
+        if self._index is not None:
+            self._index.clear()
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Raises AssertionError unless the books agree with ``sequences``, all those that may hold blocks."""
+        held = Counter(block for sequence in sequences for block in sequence.block_table)
+        assert all(0 <= block < self.num_blocks for block in held), "a block that does not exist is held"
+        assert {b: n for b, n in enumerate(self._holders) if n} == dict(held), "holder counts are wrong"
+        assert set(self._free) == set(range(self.num_blocks)) - set(held), "free blocks are wrong"
+        for sequence in sequences:
+            table = sequence.block_table
+            assert len(set(table)) == len(table), f"sequence {sequence.number} holds a block twice"
+            assert len(table) * self.block_size >= sequence.computed, f"sequence {sequence.number} outgrew its blocks"
+            assert not table or len(table) <= self.blocks_for(sequence.length), "blocks beyond the sequence's end"
+            # Only what is complete and never written again may have several holders.
+            assert all(held[block] == 1 for block in table[sequence.committed :]), "an open block is shared"
+        if self._index is not None:
+            self._index.check()
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        blocks: list[int] = []
+        if self._index is None:
+            return blocks
+        for number in range(min(sequence.known - 1, sequence.cache_limit) // self.block_size):
+            parent, key, ids = self._identity(sequence, number)
+            block = self._index.find(key, parent, ids)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def _identity(self, sequence: Sequence, number: int) -> tuple[bytes, bytes, np.ndarray]:
+        """(parent key, key, cache ids) of the sequence's block ``number``."""
+        keys, size = sequence.block_keys, self.block_size
+        while len(keys) <= number:
+            at = len(keys)
+            parent = keys[-1] if keys else PrefixIndex.root(sequence.cache_salt)
+            keys.append(PrefixIndex.chain(parent, sequence.cache_ids[at * size : (at + 1) * size]))
+        parent = keys[number - 1] if number else PrefixIndex.root(sequence.cache_salt)
+        return parent, keys[number], sequence.cache_ids[number * size : (number + 1) * size]
+
+    def _hold(self, block: int) -> None:
+        if self._holders[block] == 0:
+            del self._free[block]
+        self._holders[block] += 1

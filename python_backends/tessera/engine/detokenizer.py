@@ -1,0 +1,84 @@
+"""Token ids -> text, piece by piece: complete characters only, and nothing that may become a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceType
+from typing import Protocol
+
+from tessera.engine.request import SamplingParameters
+
+_REPLACEMENT = "\ufffd"
+_MOST_HELD = 16
+
+
+class Decoder(Protocol):
+    """What the engine needs of a tokenizer; ids that it does not know decode to nothing."""
+
+    def decode(self, ids: SequenceType[int], skip_special_tokens: bool) -> str: ...
+
+
+class Detokenizer:
+    """The text of one answer. All its deltas together are the decoded answer, cut at a stop string."""
+
+    def __init__(self, decoder: Decoder, parameters: SamplingParameters) -> None:
+        self.stopped = False
+        self._decoder = decoder
+        self._parameters = parameters
+        self._longest_stop = max(map(len, parameters.stop), default=0)
+        # Ids [window:read] are shown already and give what follows its context (such as a leading space).
+        self._ids: list[int] = []
+        self._window = 0
+        self._read = 0
+        self._held = ""
+
+    def push(self, token: int) -> str:
+        """Takes the next token; returns the text that is certain now. Sets ``stopped`` at a stop string."""
+        self._ids.append(token)
+        return self._release(self._fresh_text(final=False))
+
+    def flush(self) -> str:
+        """The answer has ended: whatever was held back."""
+        if self.stopped:
+            return ""
+        text = self._release(self._fresh_text(final=True))
+        held, self._held = self._held, ""
+        return text + held
+
+    def token_text(self, token: int) -> str:
+        """A token on its own."""
+        return self._decoder.decode([token], skip_special_tokens=False)
+
+    def _fresh_text(self, final: bool) -> str:
+        """Text beyond what was read, or nothing while its last character may be incomplete."""
+        shown = self._decode(self._ids[self._window : self._read])
+        text = self._decode(self._ids[self._window :])
+        # Tokens that never make a character must not be held, and decoded again, forever.
+        patient = not final and len(self._ids) - self._read < _MOST_HELD
+        if patient and (len(text) <= len(shown) or text.endswith(_REPLACEMENT)):
+            return ""
+        self._window, self._read = self._read, len(self._ids)
+        return text[len(shown) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._decoder.decode(ids, self._parameters.skip_special_tokens) if ids else ""
+
+    def _release(self, fresh: str) -> str:
+        if not self._parameters.stop or len(self._ids) <= self._parameters.min_tokens:
+            return fresh
+        text = self._held + fresh
+        found = [(text.find(stop), stop) for stop in self._parameters.stop if stop in text]
+        if found:
+            at, stop = min(found, key=lambda match: match[0])
+            self.stopped, self._held = True, ""
+            return text[: at + len(stop)] if self._parameters.include_stop_str_in_output else text[:at]
+        keep = self._length_of_possible_stop(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _length_of_possible_stop(self, text: str) -> int:
+        """Characters at the end of ``text`` that begin a stop string."""
+        for length in range(min(len(text), self._longest_stop - 1), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._parameters.stop):
+                return length
+        return 0

@@ -1,0 +1,1 @@
+"""Runs a scheduled batch through the model and samples its tokens."""

@@ -1,0 +1,1 @@
+"""The parts that the text models are built of."""

@@ -1,0 +1,72 @@
+"""The one thread that steps an engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from tessera.engine.engine import Engine
+from tessera.engine.request import Request, TokenEvent
+from tessera.engine.sequence import Sequence
+
+_LOG = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Steps ``engine`` while it has work and gives each step's events to ``on_events``, on its own thread.
+
+    ``on_events`` must be quick. A step that raises ends the requests it may have seen with reason "error"; the
+    loop goes on with those that come after.
+    """
+
+    def __init__(self, engine: Engine, on_events: Callable[[list[TokenEvent]], None]) -> None:
+        self.engine = engine
+        self._on_events = on_events
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends all requests with reason "error" and waits for the thread; no event comes afterwards."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, request: Request) -> Sequence:
+        """As Engine.submit; its events may come before this returns."""
+        sequence = self.engine.submit(request)
+        self._wake.set()
+        return sequence
+
+    def abort(self, sequence: Sequence) -> None:
+        self.engine.abort(sequence)
+        self._wake.set()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._wake.clear()  # before looking, so that whatever comes later wakes us
+            if not self.engine.has_work():
+                self._wake.wait()
+                continue
+            self._deliver(self._step())
+        self._deliver(self.engine.close("the language model is stopping"))
+
+    def _step(self) -> list[TokenEvent]:
+        try:
+            return self.engine.step()
+        except Exception as error:
+            _LOG.exception("a step of the language model failed")
+            return self.engine.fail_all(f"a step of the language model failed: {type(error).__name__}: {error}")
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        if not events:
+            return
+        try:
+            self._on_events(events)
+        except Exception:
+            _LOG.exception("delivering %d events failed", len(events))

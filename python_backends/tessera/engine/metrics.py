@@ -1,0 +1,29 @@
+"""What the engine counts. Plain numbers; whoever exports them reads a snapshot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class EngineMetrics:
+    """Counters since the start; gauges describe the moment after the last step."""
+
+    requests: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+    computed_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    waiting: int = 0
+    running: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+
+    def snapshot(self) -> dict[str, int]:
+        """All numbers under flat names; ends of requests as finished_<reason>."""
+        values = {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        return values | {f"finished_{reason}": count for reason, count in self.finished.items()}

@@ -1,0 +1,50 @@
+"""InternLM2: the same decoder as Llama under other names, with q, k and v stored as one grouped matrix.
+
+Source: the checkpoints' ``modeling_internlm2.py`` (its rule is written down in our notes on reference semantics).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tessera.engine.models.qwen2 import DecoderLayer, LayerNames, Qwen2
+from tessera.engine.models.weights import Target
+from tessera.errors import CheckpointError
+
+
+class InternLM2(Qwen2):
+    """InternLM2ForCausalLM: w1 is the gate, w3 up, w2 down."""
+
+    names = LayerNames(
+        input_norm="attention_norm",
+        post_norm="ffn_norm",
+        output="attention.wo",
+        gate="feed_forward.w1",
+        up="feed_forward.w3",
+        down="feed_forward.w2",
+    )
+    embedding_name = "model.tok_embeddings.weight"
+    head_name = "output"
+
+    def _qkv_targets(self, prefix: str, layer: DecoderLayer) -> dict[str, Target]:
+        scheme = layer.qkv.scheme
+
+        def target(name: str) -> Target:
+            def load(tensor: torch.Tensor) -> None:
+                for part, rows in self._split(tensor).items():
+                    scheme.load(layer.qkv, part, name, rows)
+
+            return load
+
+        return {f"{prefix}.attention.wqkv.{name}": target(name) for name in scheme.tensor_names(layer.qkv)}
+
+    def _split(self, fused: torch.Tensor) -> dict[str, torch.Tensor]:
+        """wqkv's rows are grouped by key head: the group's queries, then its key, then its value."""
+        shape = self.heads
+        per_group = shape.heads // shape.kv_heads + 2
+        expected = shape.kv_heads * per_group * shape.head_dim
+        if len(fused) != expected:
+            raise CheckpointError(f"{len(fused)} rows, expected {expected}")
+        groups = fused.unflatten(0, (shape.kv_heads, per_group, shape.head_dim))
+        parts = {"q": groups[:, :-2], "k": groups[:, -2:-1], "v": groups[:, -1:]}
+        return {name: rows.flatten(0, 2) for name, rows in parts.items()}

@@ -1,0 +1,27 @@
+"""Architecture name -> model class, imported only when asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from tessera.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from tessera.engine.models.qwen2 import Qwen2
+
+_MODELS = {
+    "Qwen2ForCausalLM": ("tessera.engine.models.qwen2", "Qwen2"),
+    "LlamaForCausalLM": ("tessera.engine.models.qwen2", "Qwen2"),
+    "InternLM2ForCausalLM": ("tessera.engine.models.internlm2", "InternLM2"),
+}
+
+
+def model_class(architecture: str) -> type[Qwen2]:
+    """The class that runs a text architecture; CheckpointError names those that are supported."""
+    if architecture not in _MODELS:
+        raise CheckpointError(
+            f"text architecture {architecture!r} is not supported; supported are {', '.join(_MODELS)}"
+        )
+    module, attribute = _MODELS[architecture]
+    return getattr(import_module(module), attribute)

@@ -1,0 +1,83 @@
+"""Fills a model from named tensors: every name once, none left over, every shape as expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from tessera.engine.layers.linear import Linear
+from tessera.errors import CheckpointError
+
+Target = Callable[[torch.Tensor], None]
+_SHOWN = 10
+
+
+class Loadable(Protocol):
+    """A model that says where each checkpoint tensor goes."""
+
+    def weight_targets(self) -> Mapping[str, Target]:
+        """Checkpoint name -> what to do with the tensor; a target raises CheckpointError for a wrong shape."""
+
+    def modules(self) -> Iterable[nn.Module]: ...
+
+
+def load_weights(model: Loadable, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Fills ``model``. Raises CheckpointError naming missing, left-over, repeated or misshapen weights."""
+    targets = dict(model.weight_targets())
+    missing = dict.fromkeys(targets)
+    faults: list[str] = []
+    for name, tensor in tensors:
+        if name not in missing:
+            faults.append(f"{name}: {'given twice' if name in targets else 'left over'}")
+            continue
+        del missing[name]
+        try:
+            targets[name](tensor)
+        except CheckpointError as error:
+            faults.append(f"{name}: {error}")
+    faults += [f"{name}: missing" for name in missing]
+    if faults:
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise CheckpointError(f"weights of the text model: {'; '.join(faults[:_SHOWN])}{more}")
+    _finish(model)
+
+
+def randomize(model: Loadable, seed: int) -> None:
+    """Fills ``model`` as if loaded from a checkpoint of small random numbers (norms: one)."""
+    for name, buffer in model.named_buffers():  # type: ignore[attr-defined]
+        generator = torch.Generator(buffer.device).manual_seed(seed)
+        seed += 1
+        if name.endswith("norm.weight"):
+            buffer.fill_(1)
+        else:
+            buffer.normal_(0, 0.02, generator=generator)
+    _finish(model)
+
+
+def copy_into(target: torch.Tensor) -> Target:
+    """A target that fills a whole tensor."""
+
+    def load(tensor: torch.Tensor) -> None:
+        if tensor.shape != target.shape:
+            raise CheckpointError(f"shape {list(tensor.shape)}, expected {list(target.shape)}")
+        target.copy_(tensor)
+
+    return load
+
+
+def linear_targets(prefix: str, layer: Linear, part: str) -> dict[str, Target]:
+    """Targets of one part of a linear layer: ``prefix``.weight and whatever else its scheme wants."""
+
+    def target(name: str) -> Target:
+        return lambda tensor: layer.scheme.load(layer, part, name, tensor)
+
+    return {f"{prefix}.{name}": target(name) for name in layer.scheme.tensor_names(layer)}
+
+
+def _finish(model: Loadable) -> None:
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.scheme.finish(module)

@@ -1,0 +1,57 @@
+"""How a linear layer stores, loads and applies its weights. A quantization is one file with one scheme."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tessera.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from tessera.engine.layers.linear import Linear
+
+
+class LinearScheme(ABC):
+    """Owns the tensors of a :class:`Linear`, whose parts (such as q, k and v) are stored fused.
+
+    A part's tensors are named as in the checkpoint after the module's name: "weight", "bias", "scales".
+    """
+
+    @abstractmethod
+    def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> None:
+        """Registers the layer's empty tensors."""
+
+    @abstractmethod
+    def tensor_names(self, layer: Linear) -> tuple[str, ...]:
+        """The tensors that a checkpoint must hold for each part."""
+
+    @abstractmethod
+    def load(self, layer: Linear, part: str, name: str, tensor: torch.Tensor) -> None:
+        """Copies one tensor of one part in; CheckpointError if its shape is wrong."""
+
+    @abstractmethod
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        """x [n, in_features] -> [n, out_features]."""
+
+    def finish(self, layer: Linear) -> None:  # noqa: B027 - most schemes need nothing here
+        """Called once when everything is loaded, for instance to repack."""
+
+
+SchemeSelector = Callable[[str], LinearScheme]
+
+
+def scheme_selector(quantization: Mapping[str, Any] | None) -> SchemeSelector:
+    """From a checkpoint's quantization_config to the scheme of each module, by the module's exact name.
+
+    Raises CheckpointError for a method that is not supported.
+    """
+    if quantization is None:
+        from tessera.engine.quantization.unquantized import Unquantized
+
+        scheme = Unquantized()
+        return lambda module_name: scheme
+    method = quantization.get("quant_method")
+    raise CheckpointError(f"quantization method {method!r} is not supported; use an unquantized checkpoint")

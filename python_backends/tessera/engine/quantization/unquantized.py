@@ -1,0 +1,36 @@
+"""Plain weights in the model's dtype."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from tessera.engine.quantization.scheme import LinearScheme
+from tessera.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from tessera.engine.layers.linear import Linear
+
+
+class Unquantized(LinearScheme):
+    """``weight`` [out, in] and, where the layer has one, ``bias`` [out]; parts are ranges of rows."""
+
+    def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (layer.out_features, layer.in_features)
+        layer.register_buffer("weight", torch.empty(shape, dtype=dtype, device=device))
+        bias = torch.empty(layer.out_features, dtype=dtype, device=device) if layer.has_bias else None
+        layer.register_buffer("bias", bias)
+
+    def tensor_names(self, layer: Linear) -> tuple[str, ...]:
+        return ("weight", "bias") if layer.has_bias else ("weight",)
+
+    def load(self, layer: Linear, part: str, name: str, tensor: torch.Tensor) -> None:
+        target = layer.get_buffer(name)[layer.rows(part)]
+        if target.shape != tensor.shape:
+            raise CheckpointError(f"shape {list(tensor.shape)}, expected {list(target.shape)}")
+        target.copy_(tensor)
+
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, layer.weight, layer.bias)  # type: ignore[arg-type]

@@ -1,0 +1,238 @@
+"""What goes into the engine and what comes out: requests, sampling parameters, token events."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tessera.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import torch
+
+    from tessera.engine.sequence import Sequence
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+
+
+@dataclass(frozen=True)
+class SamplingParameters:
+    """How to choose and end the answer; names and ranges are vLLM's, the defaults are greedy and short.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and -1 mean all tokens. ``seed`` None draws one. ``logprobs`` n returns,
+    for every token, its own log probability and those of the n likeliest (True: 0; None: nothing). They are taken
+    before temperature, top_k and top_p.
+    """
+
+    max_tokens: int = 64
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    @classmethod
+    def parse(cls, given: str | bytes | Mapping[str, Any] | None) -> SamplingParameters:
+        """From JSON text or a mapping; strings that hold numbers count as numbers.
+
+        Raises InvalidRequest naming the key that is unknown, of a wrong type or out of range.
+        """
+        if isinstance(given, (str, bytes)):
+            try:
+                given = json.loads(given) if given.strip() else {}
+            except ValueError as error:
+                raise InvalidRequest(f"sampling_parameters is not valid JSON: {error}") from error
+        if given is None:
+            given = {}
+        if not isinstance(given, Mapping):
+            raise InvalidRequest(f"sampling_parameters must be a JSON object, not {type(given).__name__}")
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(str(name) for name in given if name not in known)
+        if unknown:
+            raise InvalidRequest(
+                f"sampling_parameters: unknown key {', '.join(map(repr, unknown))}; "
+                f"known keys are {', '.join(sorted(known))}"
+            )
+        values = {name: _READERS[name](name, value) for name, value in given.items() if value is not None}
+        parameters = cls(**values)
+        if parameters.min_tokens > parameters.max_tokens:
+            raise InvalidRequest(
+                f"sampling_parameters: min_tokens {parameters.min_tokens} exceeds max_tokens {parameters.max_tokens}"
+            )
+        return parameters
+
+
+class Usage(NamedTuple):
+    """Tokens of one request; image rows count as prompt tokens too."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    image_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One prompt.
+
+    ``input_ids`` int32 [L]. ``spans`` int32 [k, 2]: start and length of each picture's rows in ``input_ids``; the
+    ids that stand there are ignored. ``embeddings`` [sum of span lengths, hidden], any float dtype, on any device,
+    or None without pictures. ``digest`` int64 [2k]: the content key of each picture. ``positions`` int [axes, L],
+    None for 0..L-1. ``arrival_ns`` is on time.monotonic_ns's clock.
+    """
+
+    request_id: str
+    input_ids: np.ndarray
+    spans: np.ndarray
+    embeddings: torch.Tensor | None
+    digest: np.ndarray
+    sampling: SamplingParameters = field(default_factory=SamplingParameters)
+    stream: bool = True
+    arrival_ns: int = field(default_factory=time.monotonic_ns)
+    positions: np.ndarray | None = None
+
+    def validate(self, vocab_size: int, hidden_size: int) -> None:
+        """Raises InvalidRequest when the parts of the request do not fit each other or the model."""
+        ids, spans = np.asarray(self.input_ids), np.asarray(self.spans).reshape(-1, 2)
+        if ids.ndim != 1 or not len(ids):
+            raise InvalidRequest(f"input_ids must be a non-empty row of tokens, not of shape {ids.shape}")
+        starts, lengths = spans[:, 0].astype(np.int64), spans[:, 1].astype(np.int64)
+        ends = starts + lengths
+        if len(spans) and (
+            starts[0] < 0 or (lengths <= 0).any() or (starts[1:] < ends[:-1]).any() or ends[-1] > len(ids)
+        ):
+            raise InvalidRequest(f"spans {spans.tolist()} must ascend without overlap inside 0..{len(ids)}")
+        is_text = np.ones(len(ids), bool)
+        for start, end in zip(starts, ends):
+            is_text[start:end] = False
+        wrong = is_text & ((ids < 0) | (ids >= vocab_size))
+        if wrong.any():
+            where = int(wrong.argmax())
+            raise InvalidRequest(f"input_ids[{where}] is {int(ids[where])}; the model knows 0..{vocab_size - 1}")
+        rows = (0, hidden_size) if self.embeddings is None else tuple(self.embeddings.shape)
+        if rows != (int(lengths.sum()), hidden_size):
+            raise InvalidRequest(
+                f"embeddings has shape {list(rows)}; spans ask for [{int(lengths.sum())}, {hidden_size}]"
+            )
+        if np.size(self.digest) != 2 * len(spans):
+            raise InvalidRequest(f"digest holds {np.size(self.digest)} numbers; {len(spans)} pictures need two each")
+        if self.positions is not None and (
+            np.ndim(self.positions) != 2 or self.positions.shape[1] != len(ids) or self.positions.min() < 0
+        ):
+            raise InvalidRequest(f"positions must be [axes, {len(ids)}] and not negative")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenEvent:
+    """News of one request: a delta of text and tokens, or its end, or both.
+
+    Exactly one event of a request has a ``finish_reason`` ("stop", "length", "cancelled" or "error", the last with
+    ``error``), and it is the last. ``logprobs``: one JSON-ready dict a token: token_id, text, logprob and top, a
+    list of {token_id, text, logprob}. Times are on time.monotonic_ns's clock, 0 where it did not happen.
+    """
+
+    sequence: Sequence
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[str, Any]] | None
+    finish_reason: str | None
+    usage: Usage
+    cached_tokens: int
+    scheduled_ns: int
+    first_token_ns: int
+    emitted_ns: int
+    error: str | None = None
+
+    @property
+    def request(self) -> Request:
+        return self.sequence.request
+
+
+def _integer(low: int, high: float = math.inf) -> Callable[[str, Any], int]:
+    def read(name: str, value: Any) -> int:
+        number = _number(name, value)
+        if number != int(number):
+            raise InvalidRequest(f"sampling_parameters: {name} must be a whole number, not {value!r}")
+        return int(_within(name, number, low, high))
+
+    return read
+
+
+def _real(low: float, high: float, above: bool = False) -> Callable[[str, Any], float]:
+    def read(name: str, value: Any) -> float:
+        number = float(_within(name, _number(name, value), low, high))
+        if above and number == low:
+            raise InvalidRequest(f"sampling_parameters: {name} must be above {low}")
+        return number
+
+    return read
+
+
+def _number(name: str, value: Any) -> int | float:
+    if isinstance(value, str):
+        try:
+            value = int(value)
+        except ValueError:
+            try:
+                value = float(value)
+            except ValueError:
+                value = None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InvalidRequest(f"sampling_parameters: {name} must be a number")
+    return value
+
+
+def _within(name: str, number: float, low: float, high: float) -> float:
+    if not low <= number <= high:
+        bounds = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+        raise InvalidRequest(f"sampling_parameters: {name} is {number}; it must be {bounds}")
+    return number
+
+
+def _flag(name: str, value: Any) -> bool:
+    named = {"true": True, "1": True, "false": False, "0": False}
+    flag = named.get(str(value).strip().lower())
+    if flag is None or not isinstance(value, (bool, int, str)):
+        raise InvalidRequest(f"sampling_parameters: {name} must be true or false, not {value!r}")
+    return flag
+
+
+def _logprobs(name: str, value: Any) -> int | None:
+    if isinstance(value, bool):
+        return 0 if value else None
+    return _integer(0, MAX_LOGPROBS)(name, value)
+
+
+def _stop(name: str, value: Any) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) and s for s in strings):
+        raise InvalidRequest(f"sampling_parameters: {name} must be a non-empty string or a list of them")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"sampling_parameters: {name} holds {len(strings)} strings; {MAX_STOP_STRINGS} fit")
+    return tuple(strings)
+
+
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    "max_tokens": _integer(1),
+    "min_tokens": _integer(0),
+    "temperature": _real(0, math.inf),
+    "top_p": _real(0, 1, above=True),
+    "top_k": _integer(-1),
+    "seed": _integer(-(2**63), 2**63 - 1),
+    "stop": _stop,
+    "ignore_eos": _flag,
+    "logprobs": _logprobs,
+    "skip_special_tokens": _flag,
+    "include_stop_str_in_output": _flag,
+}

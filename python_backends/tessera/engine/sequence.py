@@ -1,0 +1,116 @@
+"""One request on its way through the engine: tokens known so far, keys and values computed so far."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection
+
+import numpy as np
+
+from tessera.engine.request import Request, Usage
+
+
+class Sequence:
+    """The state of one request; compared and hashed by identity.
+
+    Positions count from 0 over prompt and answer. ``computed`` positions have keys and values in ``block_table``
+    (counted when their step is planned). ``in_flight`` tokens were planned to be sampled but are not known yet, so
+    that a step may be planned while the one before it still runs.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        number: int,
+        cache_limit: int | None = None,
+        image_cache_ids: np.ndarray | None = None,
+        cache_salt: int = 0,
+        stop_ids: Collection[int] = (),
+    ) -> None:
+        """``number`` orders sequences by arrival. ``image_cache_ids`` int64: one id a picture row, which stands for
+        the row wherever prefixes are compared. ``cache_limit``: positions that may be reused by others; None is
+        all. ``cache_salt`` keeps apart prefixes whose keys and values differ though their tokens agree.
+        ``stop_ids`` are the tokens that end the answer.
+        """
+        prompt = np.asarray(request.input_ids)
+        spans = np.asarray(request.spans).reshape(-1, 2)
+        self.request = request
+        self.number = number
+        self.prompt_length = len(prompt)
+        self.max_tokens = request.sampling.max_tokens
+        seed = request.sampling.seed
+        self.seed = secrets.randbits(63) if seed is None else seed
+        self.stop_ids = frozenset() if request.sampling.ignore_eos else frozenset(stop_ids)
+        self.image_positions = np.concatenate(
+            [np.arange(start, start + length) for start, length in spans] or [np.zeros(0, np.int64)]
+        )
+        self.embeddings = request.embeddings
+        self.ids = np.zeros(self.prompt_length + self.max_tokens, np.int64)
+        self.ids[: self.prompt_length] = prompt
+        self.ids[self.image_positions] = 0  # their rows come from embeddings; the ids need not be valid
+        self.cache_ids = self.ids.copy()
+        if image_cache_ids is not None:
+            self.cache_ids[self.image_positions] = image_cache_ids
+        self.cache_limit = len(self.ids) if cache_limit is None else cache_limit
+        self.cache_salt = cache_salt
+        self._position_offset = 0
+        if request.positions is not None:
+            self._position_offset = int(request.positions.max()) + 1 - self.prompt_length
+
+        self.outputs: list[int] = []
+        self.in_flight = 0
+        self.computed = 0
+        self.block_table: list[int] = []
+        self.block_keys: list[bytes] = []  # chain hashes of the full blocks at the front, filled as needed
+        self.committed = 0  # blocks at the front of the table that were offered to the prefix index
+        self.cached_tokens = 0  # positions reused from the cache when the sequence was last admitted
+        self.finish_reason: str | None = None
+        self.scheduled_ns = 0
+        self.first_token_ns = 0
+
+    @property
+    def known(self) -> int:
+        """Positions whose token is known."""
+        return self.prompt_length + len(self.outputs)
+
+    @property
+    def length(self) -> int:
+        """Positions planned: known ones and those whose token is being sampled."""
+        return self.known + self.in_flight
+
+    @property
+    def pending(self) -> int:
+        """Positions that a step could run now."""
+        if self.in_flight and len(self.outputs) + self.in_flight >= self.max_tokens:
+            return 0
+        return self.length - self.computed
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.prompt_length, len(self.outputs), len(self.image_positions))
+
+    def append(self, token: int) -> None:
+        """Takes the token that a step sampled, and ends the sequence if it was the last one."""
+        self.ids[self.known] = self.cache_ids[self.known] = token
+        self.outputs.append(token)
+        if token in self.stop_ids and len(self.outputs) >= self.request.sampling.min_tokens:
+            self.finish_reason = "stop"
+        elif len(self.outputs) >= self.max_tokens:
+            self.finish_reason = "length"
+
+    def positions(self, start: int, end: int) -> np.ndarray:
+        """Rotary positions of [start, end), int64 [axes, end - start]."""
+        given = self.request.positions
+        if given is None:
+            return np.arange(start, end)[None]
+        after = np.arange(max(start, self.prompt_length), end) + self._position_offset
+        return np.concatenate([given[:, start:end], np.broadcast_to(after, (len(given), len(after)))], axis=1)
+
+    def image_rows(self, start: int, end: int) -> tuple[np.ndarray, slice]:
+        """Picture rows inside [start, end): their positions, and which of ``embeddings``' rows they are."""
+        low, high = np.searchsorted(self.image_positions, (start, end))
+        return self.image_positions[low:high], slice(int(low), int(high))

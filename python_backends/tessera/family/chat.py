@@ -1,0 +1,162 @@
+"""A request's text or OpenAI-style messages, checked, with every image's place and source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tessera.errors import InvalidRequest
+
+MARKER = "<image>"
+ROLES = ("system", "user", "assistant")
+MAX_TURNS = 1024
+MAX_PARTS = 1024
+
+
+class ImagePlace:
+    """A content part that is an image; the chat template decides how it looks."""
+
+
+IMAGE = ImagePlace()
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn: text, or parts that are text or IMAGE. ``<image>`` in a user's text is an image's place too."""
+
+    role: str
+    content: str | tuple[str | ImagePlace, ...]
+
+    @property
+    def texts(self) -> list[str]:
+        parts = (self.content,) if isinstance(self.content, str) else self.content
+        return [part for part in parts if isinstance(part, str)]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """``sources`` in order of appearance: an index into the request's images, or a URL that a message holds."""
+
+    messages: tuple[Message, ...]
+    sources: tuple[int | str, ...]
+
+
+def parse_chat(text: str | None, messages: Any, images: int) -> Chat:
+    """Check a request and say which image stands where.
+
+    ``text`` alone is one user turn. ``{"type": "image"}`` parts and ``<image>`` markers take the next of the
+    request's ``images`` (their number); without either, all stand in front of the only user turn. Raises
+    InvalidRequest that says both numbers when places and images differ.
+    """
+    if messages is None and not text and not images:
+        raise InvalidRequest("the request has no text, no messages and no image; send text_input or messages")
+    if text and messages is not None:
+        raise InvalidRequest("the request has both text_input and messages; send one of them")
+    turns: list[Message] = []
+    sources: list[int | str | None] = []
+    for index, message in enumerate(_turns(messages, text)):
+        turn, found = _turn(message, f"message {index}")
+        turns.append(turn)
+        sources += found
+    places = sum(source is None for source in sources)
+    if images and not sources:
+        return Chat(_in_front(turns, images), tuple(range(images)))
+    if places != images:
+        raise InvalidRequest(
+            f"the prompt has {places} places for images ({MARKER} markers and image parts) but the request has "
+            f"{images} images; give one {MARKER} for each image, or none to put them first"
+        )
+    numbers = iter(range(images))
+    return Chat(tuple(turns), tuple(next(numbers) if source is None else source for source in sources))
+
+
+def _turns(messages: Any, text: str | None) -> Sequence[Any]:
+    if messages is None:
+        return [{"role": "user", "content": text or ""}]
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise InvalidRequest("messages must be a list of at least one {role, content} object")
+    if len(messages) > MAX_TURNS:
+        raise InvalidRequest(f"{len(messages)} messages are above the limit of {MAX_TURNS}")
+    return messages
+
+
+def _turn(message: Any, where: str) -> tuple[Message, list[str | None]]:
+    """The turn, and for each image in it its URL, or None where it takes the next of the request's images."""
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{where} must be an object with role and content, not {type(message).__name__}")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise InvalidRequest(f"{where}: role must be one of {', '.join(ROLES)}, not {role!r:.50}")
+    if isinstance(content, str):
+        text = _text(content, where)
+        return Message(role, text), [None] * _markers(role, text)
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise InvalidRequest(f"{where}: content must be text or a list of parts, not {type(content).__name__}")
+    if len(content) > MAX_PARTS:
+        raise InvalidRequest(f"{where}: {len(content)} parts are above the limit of {MAX_PARTS}")
+    parts: list[str | ImagePlace] = []
+    sources: list[str | None] = []
+    for index, part in enumerate(content):
+        for item, source in _part(part, role, f"{where}, part {index}"):
+            parts.append(item)
+            sources += source
+    return Message(role, tuple(parts)), sources
+
+
+def _part(part: Any, role: str, where: str) -> Iterator[tuple[str | ImagePlace, list[str | None]]]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text":
+        text = _text(part.get("text"), where)
+        yield text, [None] * _markers(role, text)
+        return
+    if kind not in ("image", "image_url"):
+        raise InvalidRequest(f"{where}: type must be text, image or image_url, not {kind!r:.50}")
+    if role != "user":
+        raise InvalidRequest(f"{where}: images belong in user turns, not in a turn of role {role}")
+    if kind == "image_url":
+        yield IMAGE, [_url(part.get("image_url"), where)]
+    elif len(part) > 1:
+        raise InvalidRequest(
+            f"{where}: an image part has no key but type; it takes the next of the request's images. "
+            "Use image_url with a data: URL to send one inside the message"
+        )
+    else:
+        yield IMAGE, [None]
+
+
+def _url(value: Any, where: str) -> str:
+    if isinstance(value, Mapping):
+        if value.get("detail", "auto") != "auto":
+            raise InvalidRequest(f"{where}: detail is not supported; choose the tiles with tile_policy")
+        value = value.get("url")
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{where}: image_url needs a url that is text")
+    return value
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{where}: text must be a string, not {type(value).__name__}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{where}: text has a lone surrogate at character {error.start}") from None
+    return value
+
+
+def _markers(role: str, text: str) -> int:
+    return text.count(MARKER) if role == "user" else 0
+
+
+def _in_front(turns: Sequence[Message], images: int) -> tuple[Message, ...]:
+    users = [index for index, turn in enumerate(turns) if turn.role == "user"]
+    if len(users) != 1:
+        raise InvalidRequest(
+            f"the request has {images} images, 0 places for them and {len(users)} user turns; "
+            f"mark each image's place with {MARKER}"
+        )
+    turn = turns[users[0]]
+    rest = (turn.content,) if isinstance(turn.content, str) else turn.content
+    marked = Message(turn.role, (IMAGE,) * images + rest)
+    return tuple(marked if index == users[0] else other for index, other in enumerate(turns))

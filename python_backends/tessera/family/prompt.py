@@ -1,0 +1,193 @@
+"""Chat messages to token ids, with the places of the image rows.
+
+A user's text can spell no special token: each one found in it is broken up by a private-use character before the
+chat template sees it, so that all special tokens of the rendered prompt are the template's own. What lies between
+them is freed of that character and encoded by a tokenizer that knows no special token. Ordinary text gets the ids that
+transformers gives the rendered prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tessera.errors import CheckpointError, InvalidRequest
+from tessera.family.chat import MARKER, ImagePlace, Message
+from tessera.family.chat_template import find_chat_template, template_renderer
+from tessera.family.conversation import conversation_for, conversation_renderer, system_message
+from tessera.family.family import ImagePlan, ModelFamily
+from tessera.family.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tessera.checkpoint.config import CheckpointConfig
+
+PRIVATE_USE = range(0xE000, 0xF900)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``input_ids`` int32 [L]; ``spans`` int32 [k, 2]: (start, length) of each image's rows, in order."""
+
+    input_ids: np.ndarray
+    spans: np.ndarray
+
+
+class PromptBuilder:
+    """Builds prompts for one checkpoint; safe to share between threads.
+
+    ``context_length`` in tokens and the ``system`` message of chats without one default to the checkpoint's own.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        family: ModelFamily,
+        tokenizer: Tokenizer,
+        context_length: int | None = None,
+        system: str | None = None,
+    ) -> None:
+        self.family = family
+        self.tokenizer = tokenizer
+        self.context_length = context_length or config.text.max_position_embeddings
+        if config.layout == "internvl_chat":
+            conversation = conversation_for(config.raw)
+            source = conversation.opening + conversation.separator
+            self._render = conversation_renderer(conversation, family.image_token)
+            self._system = system or system_message(config.folder, config.raw)
+        else:
+            source = find_chat_template(config, tokenizer)
+            self._render = template_renderer(source, tokenizer)
+            self._system = system
+        self._control_ids = {token: self._id_of(token) for token in family.control_tokens}
+        if family.image_token_id not in (None, self._control_ids[family.image_token]):
+            raise CheckpointError(
+                f"the image token {family.image_token} has id {self._control_ids[family.image_token]} in the "
+                f"tokenizer, {family.image_token_id} in config.json"
+            )
+        # What turns and image rows are made of is guarded even if the tokenizer's files do not call it special.
+        for content, token in tokenizer.added_tokens.items():
+            if token.special or content in source:
+                self._control_ids[content] = self._id_of(content)
+        self._controls = frozenset(self._control_ids)
+        self._control_pattern = _any_of(self._controls)
+        self._guarded_pattern = _any_of(self._controls - set(family.user_tokens))
+
+    def build(self, messages: Sequence[Message], plans: Sequence[ImagePlan]) -> Prompt:
+        """Token ids of a chat whose images, in order of appearance, have these ``plans``.
+
+        Raises InvalidRequest when the prompt leaves no room in the context or the chat template refuses the chat;
+        CheckpointError when the template loses or doubles an image.
+        """
+        if self._system and all(message.role != "system" for message in messages):
+            messages = [Message("system", self._system), *messages]
+        self._check_text_length(messages)
+        breaker = _unused_character(messages)
+        rendered = self._render([self._guarded(message, breaker) for message in messages])
+        ids: list[int] = []
+        spans: list[tuple[int, int]] = []
+        for piece in self._pieces(rendered, breaker):
+            if piece == self.family.image_token:
+                if len(spans) < len(plans):
+                    self._append_image(ids, spans, plans[len(spans)])
+                else:
+                    spans.append((len(ids), 0))
+            elif piece in self._controls:
+                ids.append(self._control_ids[piece])
+            else:
+                ids += self.tokenizer.plain(self._controls, first=not ids).encode(piece, add_special_tokens=False).ids
+        if len(spans) != len(plans):
+            raise CheckpointError(
+                f"the checkpoint's chat template wrote {len(spans)} image tokens for {len(plans)} images"
+            )
+        bos = self.tokenizer.named.get("bos_token")
+        if not (bos and rendered.startswith(bos)):
+            ids = self.tokenizer.prefix_ids + ids + self.tokenizer.suffix_ids
+            spans = [(start + len(self.tokenizer.prefix_ids), length) for start, length in spans]
+        self._check_length(len(ids), plans)
+        return Prompt(np.array(ids, dtype=np.int32), np.array(spans, dtype=np.int32).reshape(-1, 2))
+
+    def _guarded(self, message: Message, breaker: str) -> Message:
+        def guard(text: str) -> str:
+            text = self._guarded_pattern.sub(lambda match: breaker + breaker.join(match[0]) + breaker, text)
+            # Inside the outer whitespace, which templates may trim: no token can form across a text's ends.
+            core = text.strip()
+            return text.replace(core, breaker + core + breaker, 1) if core else text
+
+        def place(text: str) -> str:
+            if message.role != "user":
+                return guard(text)
+            return self.family.image_token.join(guard(part) for part in text.split(MARKER))
+
+        if isinstance(message.content, str):
+            return Message(message.role, place(message.content))
+        parts = tuple(part if isinstance(part, ImagePlace) else place(part) for part in message.content)
+        return Message(message.role, parts)
+
+    def _pieces(self, rendered: str, breaker: str) -> Iterator[str]:
+        """Control tokens and the plain text between them, whitespace taken off where a token's flags say so."""
+        flags = self.tokenizer.added_tokens
+        pieces = [piece for piece in self._control_pattern.split(rendered) if piece]
+        for index, piece in enumerate(pieces):
+            if piece in self._controls:
+                yield piece
+                continue
+            before = flags.get(pieces[index - 1]) if index else None
+            after = flags.get(pieces[index + 1]) if index + 1 < len(pieces) else None
+            text = piece.replace(breaker, "")
+            text = text.lstrip() if before and before.rstrip else text
+            text = text.rstrip() if after and after.lstrip else text
+            if text:
+                yield text
+
+    def _append_image(self, ids: list[int], spans: list[tuple[int, int]], plan: ImagePlan) -> None:
+        for token, count in self.family.pieces(plan):
+            if token == self.family.image_token:
+                spans.append((len(ids), count))
+            ids += [self._control_ids[token]] * count
+
+    def _id_of(self, token: str) -> int:
+        index = self.tokenizer.token_id(token)
+        if index is None:
+            raise CheckpointError(f"the tokenizer has no token {token}, which the model's prompts need")
+        return index
+
+    def _check_text_length(self, messages: Sequence[Message]) -> None:
+        """Refuse what cannot fit even if every token were the longest there is, before time goes into encoding it."""
+        characters = sum(len(text) for message in messages for text in message.texts)
+        most = self.context_length * self.tokenizer.longest_token
+        if characters > most:
+            raise InvalidRequest(
+                f"the prompt's text has {characters} characters; the context of {self.context_length} tokens holds "
+                f"fewer than {most}. Shorten it"
+            )
+
+    def _check_length(self, length: int, plans: Sequence[ImagePlan]) -> None:
+        if length < self.context_length:
+            return
+        rows = sum(plan.tokens for plan in plans)
+        raise InvalidRequest(
+            f"the prompt has {length} tokens ({rows} of them for {len(plans)} images); the context of "
+            f"{self.context_length} leaves no room for an answer. Shorten the text or lower tile_policy's max_tiles"
+        )
+
+
+def _any_of(tokens: frozenset[str]) -> re.Pattern[str]:
+    """Matches any of ``tokens``, the longest first, as one group."""
+    return re.compile("(" + "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) + ")")
+
+
+def _unused_character(messages: Sequence[Message]) -> str:
+    used = set().union(*(text for message in messages for text in message.texts))
+    return next(chr(code) for code in PRIVATE_USE if chr(code) not in used)
+
+
+def stop_token_ids(config: CheckpointConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that end an answer: those the checkpoint states and, for the original layout, its template's separator."""
+    ids: set[int | None] = set(config.eos_token_ids)
+    if config.layout == "internvl_chat":
+        ids.add(tokenizer.token_id(conversation_for(config.raw).stop_token))
+    return tuple(sorted(index for index in ids or {tokenizer.eos_id} if index is not None))

@@ -1,0 +1,261 @@
+"""Text to token ids and back, from whichever tokenizer files a checkpoint has.
+
+``tokenizer.json`` as it is; else a sentencepiece ``tokenizer.model`` or ``vocab.json`` + ``merges.txt``, made into the
+same kind of object here. Special tokens come from tokenizer_config.json (added_tokens_decoder), added_tokens.json
+and special_tokens_map.json. No code of the checkpoint is run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from tessera.errors import CheckpointError
+from tessera.family.checkpoint_files import read_json
+from tessera.family.sentencepiece_model import SPACE, SentencePieceModel, spm_decoder
+
+# How Qwen2 splits text into words (transformers tokenization_qwen2.py); vocab.json + merges.txt do not say.
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+# Whose tokenizers put the bos token in front unless tokenizer_config.json says otherwise.
+BOS_BY_DEFAULT = ("LlamaTokenizer", "InternLM2Tokenizer")
+
+
+class Tokenizer:
+    """Thread-safe for reading. ``vocab_size`` counts ids, so that every id below it may occur."""
+
+    def __init__(self, backend: Backend, settings: dict[str, Any], affixes: tuple[list[int], list[int]]) -> None:
+        self.backend = backend
+        self.settings = settings
+        self.prefix_ids, self.suffix_ids = affixes
+        self._plain: dict[tuple[frozenset[str], bool], Backend] = {}
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.named = {name: content for name in NAMED_TOKENS if (content := _content(settings.get(name))) is not None}
+
+    @staticmethod
+    def from_folder(folder: Path, bos: bool | None = None) -> Tokenizer:
+        """Load what lies in ``folder``. ``bos``: whether a bos token leads, where the files do not state it."""
+        settings = {**read_json(folder, "special_tokens_map.json"), **read_json(folder, "tokenizer_config.json")}
+        backend = _load_backend(folder, settings)
+        _add_tokens(backend, _stated_tokens(folder, settings))
+        return Tokenizer(backend, settings, _affixes(backend, settings, bos))
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Ids of ``text``; special tokens written in it count as such only if ``special``. Nothing is put in front."""
+        if special:
+            return self.backend.encode(text, add_special_tokens=False).ids
+        return self.plain(self.special_tokens, first=True).encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``; ids beyond the vocabulary (a model's padding rows) give nothing."""
+        known = [int(index) for index in ids if 0 <= index < self.vocab_size]
+        return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        return self.backend.token_to_id(token)
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._named_id("bos_token")
+
+    @property
+    def eos_id(self) -> int | None:
+        return self._named_id("eos_token")
+
+    def _named_id(self, name: str) -> int | None:
+        return self.token_id(self.named[name]) if name in self.named else None
+
+    @cached_property
+    def added_tokens(self) -> dict[str, AddedToken]:
+        """Every added token by its text; ``.special`` tells the ones with a meaning of their own."""
+        return {token.content: token for token in self.backend.get_added_tokens_decoder().values()}
+
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:
+        return frozenset(content for content, token in self.added_tokens.items() if token.special)
+
+    @cached_property
+    def special_names(self) -> dict[str, str]:
+        """What a chat template may ask for by name: bos_token, eos_token, and any other ``*_token`` of the settings."""
+        return {
+            name: content
+            for name, value in self.settings.items()
+            if name.endswith("_token") and (content := _content(value)) is not None
+        }
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters (bytes for byte-level vocabularies) of the longest piece: no token stands for more text."""
+        return max(len(piece) for piece in self.backend.get_vocab(with_added_tokens=True))
+
+    def plain(self, controls: frozenset[str], first: bool) -> Backend:
+        """A tokenizer to which ``controls`` are ordinary text; all other added tokens stay whole.
+
+        ``first`` tells whether the text begins the prompt: some tokenizers treat only a prompt's first word as if a
+        space stood before it.
+        """
+        key = (controls, first)
+        if key not in self._plain:
+            content = json.loads(self.backend.to_str())
+            for token in content["added_tokens"]:
+                token["special"] = token["content"] in controls
+            for step in _pre_tokenizer_steps(content["pre_tokenizer"]):
+                if step["type"] == "Metaspace" and step.get("prepend_scheme") == "first":
+                    step["prepend_scheme"] = "always" if first else "never"
+            backend = Backend.from_str(json.dumps(content))
+            backend.encode_special_tokens = True
+            self._plain[key] = backend
+        return self._plain[key]
+
+
+def _pre_tokenizer_steps(content: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if content is None:
+        return []
+    return content["pretokenizers"] if content["type"] == "Sequence" else [content]
+
+
+def _load_backend(folder: Path, settings: dict[str, Any]) -> Backend:
+    if (folder / "tokenizer.json").is_file():
+        try:
+            backend = Backend.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"tokenizer.json of the checkpoint cannot be read: {error}") from None
+        backend.no_padding()
+        backend.no_truncation()
+        return backend
+    if (folder / "tokenizer.model").is_file():
+        return SentencePieceModel.parse((folder / "tokenizer.model").read_bytes()).to_tokenizer()
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return _from_vocab_and_merges(folder, settings)
+    raise CheckpointError(
+        "the checkpoint has no tokenizer: put tokenizer.json, tokenizer.model or vocab.json + merges.txt "
+        "beside config.json"
+    )
+
+
+def _from_vocab_and_merges(folder: Path, settings: dict[str, Any]) -> Backend:
+    """Byte-level BPE (GPT-2's words, or Qwen2's by class name), or llama-style if the vocabulary has byte pieces."""
+    vocabulary = read_json(folder, "vocab.json")
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    broken = next((pair for pair in pairs if len(pair) != 2 or not all(part in vocabulary for part in pair)), None)
+    if broken is not None:
+        raise CheckpointError(f"merges.txt of the checkpoint: {' '.join(broken)!r} is not two pieces of vocab.json")
+    merges = [(pair[0], pair[1]) for pair in pairs]
+    if "<0x0A>" in vocabulary:
+        unknown = _content(settings.get("unk_token")) or "<unk>"
+        backend = Backend(
+            models.BPE(
+                vocab=vocabulary,
+                merges=merges,
+                unk_token=unknown if unknown in vocabulary else None,
+                fuse_unk=True,
+                byte_fallback=True,
+            )
+        )
+        prefix = settings.get("add_prefix_space", True) is not False
+        steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
+        backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+        backend.decoder = spm_decoder(prefix)
+        return backend
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
+    if settings.get("tokenizer_class", "").startswith("Qwen2"):
+        backend.normalizer = normalizers.NFC()
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(QWEN2_WORDS), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    else:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(settings.get("add_prefix_space", False)))
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _stated_tokens(folder: Path, settings: dict[str, Any]) -> dict[int | str, AddedToken]:
+    """Added tokens that the side files state, by id where they state one, else by their text."""
+    named = [settings.get(name) for name in NAMED_TOKENS]
+    named += settings.get("additional_special_tokens") or []
+    extra = settings.get("extra_special_tokens") or []
+    named += list(extra.values()) if isinstance(extra, dict) else extra
+    special = {content for token in named if (content := _content(token)) is not None}
+    tokens: dict[int | str, AddedToken] = {
+        int(index): _added(token, special) for index, token in (settings.get("added_tokens_decoder") or {}).items()
+    }
+    for content, index in read_json(folder, "added_tokens.json").items():
+        tokens.setdefault(int(index), _added(content, special))
+    with_id = {token.content for token in tokens.values()}
+    tokens.update({content: _added(content, special) for content in sorted(special - with_id)})
+    return tokens
+
+
+def _added(token: str | dict[str, Any], special: set[str]) -> AddedToken:
+    flags = token if isinstance(token, dict) else {}
+    content = str(flags["content"] if flags else token)
+    return AddedToken(
+        content,
+        single_word=flags.get("single_word", False),
+        lstrip=flags.get("lstrip", False),
+        rstrip=flags.get("rstrip", False),
+        normalized=flags.get("normalized", False),
+        special=flags.get("special", False) or content in special,
+    )
+
+
+def _add_tokens(backend: Backend, stated: dict[int | str, AddedToken]) -> None:
+    """Register the stated tokens under their own ids; raises CheckpointError where an id means something else."""
+    present = {token.content for token in backend.get_added_tokens_decoder().values()}
+    missing: dict[str, int] = {}
+    for key, token in stated.items():
+        known = backend.token_to_id(token.content)
+        if isinstance(key, int) and known is None:
+            other = backend.id_to_token(key)
+            if other is not None:
+                raise CheckpointError(f"the checkpoint gives token id {key} to both {token.content!r} and {other!r}")
+            missing[token.content] = key
+        elif isinstance(key, int) and known != key:
+            raise CheckpointError(f"token {token.content!r} has id {known} in the vocabulary, {key} in the settings")
+    if missing:
+        # The library numbers new tokens itself; a token that is in the model's vocabulary keeps its number.
+        content = json.loads(backend.to_str())
+        content["model"]["vocab"].update(missing)
+        fresh = Backend.from_str(json.dumps(content))
+        backend.model = fresh.model
+    # A special token the settings name without an id, that no vocabulary has, does not exist.
+    tokens = [
+        token
+        for _, token in sorted(stated.items(), key=lambda item: str(item[0]).zfill(12))
+        if token.content not in present and backend.token_to_id(token.content) is not None
+    ]
+    backend.add_special_tokens([token for token in tokens if token.special])
+    backend.add_tokens([token for token in tokens if not token.special])
+
+
+def _affixes(backend: Backend, settings: dict[str, Any], bos: bool | None) -> tuple[list[int], list[int]]:
+    """Ids that go round a prompt: as the settings state, else as tokenizer.json's own post-processor does."""
+    bare = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a", add_special_tokens=True).ids
+    at = next(i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare)
+    prefix, suffix = whole[:at], whole[at + len(bare) :]
+    stated = [settings.get("add_bos_token"), settings.get("add_eos_token")]
+    if backend.post_processor is None and stated[0] is None:
+        stated[0] = settings.get("tokenizer_class", "").removesuffix("Fast") in BOS_BY_DEFAULT if bos is None else bos
+    elif stated == [None, None]:
+        return prefix, suffix
+    ids = [backend.token_to_id(_content(settings.get(name)) or "") for name in ("bos_token", "eos_token")]
+    return tuple([index] if on and index is not None else [] for on, index in zip(stated, ids))  # type: ignore[return-value]
+
+
+def _content(token: Any) -> str | None:
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) and token else None

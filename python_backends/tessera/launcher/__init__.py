@@ -1,0 +1,1 @@
+"""`tessera serve`: finds tritonserver, runs it on a model repository, and leaves nothing behind."""

@@ -1,0 +1,131 @@
+"""``tessera serve``: one command that runs the server until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import tessera
+from tessera.errors import TesseraError
+from tessera.launcher.options import ServerOptions
+from tessera.launcher.process import Server
+
+
+class StopRequested(BaseException):
+    """SIGTERM or SIGINT arrived; not an Exception, so that no handler on the way swallows it."""
+
+
+def serve_main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``tessera serve``. Returns 0 after a stop by signal, 1 when the server failed (2: wrong usage)."""
+    options, verbose = parse(list(sys.argv[1:] if argv is None else argv))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, request_stop)
+    server = Server(options)
+    try:
+        started = time.monotonic()
+        if verbose:
+            threading.Thread(target=follow_log, args=(server,), daemon=True).start()
+        with server:
+            say(
+                f"ready in {time.monotonic() - started:.1f} s: grpc {server.grpc_url}, http {server.http_url}, "
+                f"metrics {server.metrics_url}, models {' '.join(server.models)}, log {server.log_path}"
+            )
+            reason = watch(server)
+        say(f"stopped: {reason} (log: {server.log_path})", error=True)
+        return 1
+    except StopRequested:
+        say("stopped")
+        return 0
+    except TesseraError as error:
+        say(str(error), error=True)
+        return 1
+
+
+def watch(server: Server, interval_s: float = 0.5) -> str:
+    """Returns the reason when the server can no longer serve. A supervisor that starts anew goes here."""
+    while (reason := server.failure()) is None:
+        time.sleep(interval_s)
+    return reason
+
+
+def request_stop(number: int, frame: FrameType | None) -> None:
+    """Signal handler: the first signal stops the server, later ones must not cut its clean-up short."""
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+    raise StopRequested
+
+
+def parse(argv: list[str]) -> tuple[ServerOptions, bool]:
+    """Command line -> (options, verbose). What follows ``--`` goes to tritonserver as it is."""
+    ours, passed_on = argv, []
+    if "--" in argv:
+        split = argv.index("--")
+        ours, passed_on = argv[:split], argv[split + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="tessera serve",
+        description="Run tritonserver on a model repository until SIGTERM or Ctrl-C.",
+        epilog="Flags after -- are passed on to tritonserver. A port of 0 picks a free one.",
+    )
+    add = parser.add_argument
+    add("--model-repository", type=Path, metavar="DIR", help="default: model_repository here or in the source tree")
+    add("--checkpoint", type=Path, metavar="DIR", help="model folder, handed to the stages as TESSERA_CHECKPOINT")
+    add("--host", default=ServerOptions.host, help="address to listen on (default %(default)s: this machine only)")
+    add("--http-port", type=int, default=ServerOptions.http_port, metavar="N", help="default %(default)s")
+    add("--grpc-port", type=int, default=ServerOptions.grpc_port, metavar="N", help="default %(default)s")
+    add("--metrics-port", type=int, default=ServerOptions.metrics_port, metavar="N", help="default %(default)s")
+    add("--model-config-name", metavar="NAME", help="use configs/NAME.pbtxt of each model that has it")
+    add("--ready-timeout", type=float, default=ServerOptions.ready_timeout_s, metavar="S", help="default %(default)s")
+    add("--shm-bytes", type=int, metavar="N", help="shared memory that each Python process starts with")
+    add("--log", type=Path, metavar="FILE", help="the server's log (default: in the cache folder)")
+    add("--log-verbose", type=int, default=0, metavar="N", help="tritonserver's verbosity")
+    add("--verbose", action="store_true", help="show the server's log here as well")
+    known = parser.parse_args(ours)
+    options = ServerOptions(
+        model_repository=known.model_repository or default_repository(),
+        checkpoint=known.checkpoint,
+        host=known.host,
+        http_port=known.http_port,
+        grpc_port=known.grpc_port,
+        metrics_port=known.metrics_port,
+        model_config_name=known.model_config_name,
+        log_verbose=known.log_verbose,
+        ready_timeout_s=known.ready_timeout,
+        log_path=known.log,
+        shm_bytes=known.shm_bytes,
+        extra_flags=tuple(passed_on),
+    )
+    return options, known.verbose
+
+
+def default_repository() -> Path:
+    """./model_repository if it is there, else the one beside this package's source."""
+    here = Path("model_repository")
+    return here if here.is_dir() else Path(tessera.__file__).resolve().parents[2] / "model_repository"
+
+
+def follow_log(server: Server) -> None:
+    """Copies the server's log to standard error as it grows; runs in a daemon thread."""
+    position = 0
+    while True:
+        if server.pid and server.log_path.exists():
+            with open(server.log_path, "rb") as log:
+                log.seek(position)
+                block = log.read()
+            position += len(block)
+            sys.stderr.write(block.decode("utf-8", "replace"))
+            sys.stderr.flush()
+        time.sleep(0.1)
+
+
+def say(message: str, error: bool = False) -> None:
+    print(f"tessera: {message}", file=sys.stderr if error else sys.stdout, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(serve_main())

@@ -1,0 +1,228 @@
+"""The process between the launcher and tritonserver: it outlives the launcher just long enough to clean up.
+
+Run as a file by a bare interpreter (standard library only, nothing of ours imported). One JSON line on standard
+input says what to run; the end of standard input means "stop", whether the launcher closed it or was killed.
+
+Why a process of its own: tritonserver forks its Python stubs, and a stub whose server is gone lives on for seconds,
+or for good if it is blocked. As their *subreaper* the guard inherits every such orphan, so it can end exactly its
+own and never has to match by name. It has one thread, so the kernel's parent-death signal, which follows the thread
+that spawned the child, is safe to use here: if the guard itself is killed, tritonserver goes too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import glob
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+# tritonserver makes one such folder a run, under this fixed name, and removes it only when it exits by itself.
+ENVIRONMENTS = "/tmp/python_env_*"
+
+
+class Guard:
+    """Runs one server; ``run`` returns when the server and everything it started are gone."""
+
+    def __init__(self, job: dict[str, Any]):
+        self.command = job["command"]
+        self.environment = job["environment"]
+        self.folder = job["folder"]
+        self.shm_prefix = job["shm_prefix"]
+        self.grace_s = job["grace_s"]
+        self.launcher = os.getppid()
+        self.server = 0
+        self.status: int | None = None
+        self.temporary: str | None = None
+        self.told_to_stop = False
+        self.wake, self.waker = os.pipe()
+        self.libc = ctypes.CDLL(None, use_errno=True)
+
+    def run(self) -> None:
+        """Starts the server, waits for its end or for the order to stop, and cleans up."""
+        self.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        os.set_blocking(self.waker, False)
+        signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self.stop_soon)
+        try:
+            with start_lock():
+                before = set(glob.glob(ENVIRONMENTS))
+                self.start()
+                self.wait_for_environment(before)
+            while self.status is None and not self.told_to_stop:
+                self.wait(1.0)
+            if self.status is None:
+                self.stop()
+        finally:
+            self.kill_everything()
+            removed = remove_shared_memory(self.shm_prefix)
+            if self.temporary and os.path.isdir(self.temporary):
+                shutil.rmtree(self.temporary, ignore_errors=True)
+                removed.append(self.temporary)
+        tell({"status": self.status, "removed": removed})
+
+    def stop_soon(self, *_: object) -> None:
+        self.told_to_stop = True
+
+    def start(self) -> None:
+        def die_with_guard() -> None:
+            self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+        process = subprocess.Popen(
+            self.command,
+            env=self.environment,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            start_new_session=True,
+            preexec_fn=die_with_guard,
+        )
+        process.returncode = 0  # reaped here, not by Popen
+        self.server = process.pid
+        tell({"pid": self.server})
+
+    def wait_for_environment(self, before: set[str]) -> None:
+        """Notices the server's temporary folder: the only new one, while no other start can be under way."""
+        deadline = time.monotonic() + 2.0
+        while self.status is None and not self.told_to_stop and time.monotonic() < deadline:
+            self.wait(0.02)
+            new = [path for path in set(glob.glob(ENVIRONMENTS)) - before if os.stat(path).st_uid == os.getuid()]
+            if new:
+                # Two mean that a server was started by hand at the same moment: neither is surely ours.
+                self.temporary = new[0] if len(new) == 1 else None
+                return
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps until something happens: a child ended, standard input closed, a signal, or the time is up."""
+        watched = [self.wake] if self.told_to_stop else [self.wake, 0]
+        ready, _, _ = select.select(watched, [], [], seconds)
+        if self.wake in ready:
+            os.read(self.wake, 512)
+        # A fork of the launcher may hold the pipe open; a changed parent shows its death all the same.
+        if (0 in ready and not os.read(0, 512)) or os.getppid() != self.launcher:
+            self.told_to_stop = True
+        self.reap()
+
+    def reap(self) -> bool:
+        """Collects ended children, adopted ones too. Returns False once none is left."""
+        try:
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return True
+                if pid == self.server:
+                    self.status = status
+        except ChildProcessError:
+            return False
+
+    def stop(self) -> None:
+        """Asks the server to end and gives it ``grace_s``: it waits for open connections, some for ever."""
+        os.kill(self.server, signal.SIGTERM)
+        deadline = time.monotonic() + self.grace_s
+        while self.status is None and time.monotonic() < deadline:
+            self.wait(0.2)
+
+    def kill_everything(self) -> None:
+        """SIGKILL to all our descendants until none is left."""
+        deadline = time.monotonic() + 2.0
+        while self.reap() and time.monotonic() < deadline:
+            for pid in descendants(os.getpid()):
+                kill(pid)
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def start_lock() -> Iterator[None]:
+    """Held while the temporary folder of a starting server is still unknown; a lock on /tmp leaves no file."""
+    folder = os.open(os.path.dirname(ENVIRONMENTS), os.O_RDONLY)
+    deadline = time.monotonic() + 5.0
+    try:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(folder)
+
+
+def processes() -> dict[int, tuple[int, int]]:
+    """Process id -> (parent, session) of every process that /proc shows."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, IndexError), open(f"/proc/{entry}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+                found[int(entry)] = int(fields[1]), int(fields[3])
+    return found
+
+
+def descendants(root: int) -> list[int]:
+    """All processes below ``root``."""
+    children: dict[int, list[int]] = {}
+    for pid, (parent, _) in processes().items():
+        children.setdefault(parent, []).append(pid)
+    found, todo = [], [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def kill_session(session: int) -> None:
+    """SIGKILL to the server of this session and its stubs: for when the guard itself was killed."""
+    for pid, (_, its_session) in processes().items():
+        if its_session == session:
+            kill(pid)
+
+
+def remove_shared_memory(prefix: str) -> list[str]:
+    """Removes the regions of the server that was started with ``prefix``; returns their paths."""
+    removed = glob.glob("/dev/shm/" + glob.escape(prefix) + "*")
+    for path in removed:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    return removed
+
+
+def tell(message: dict[str, Any]) -> None:
+    """One JSON line to the launcher, which may be gone."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def read_job() -> dict[str, Any]:
+    line = b""
+    while not line.endswith(b"\n"):
+        block = os.read(0, 65536)
+        if not block:
+            raise SystemExit("guard: standard input ended before the job was read")
+        line += block
+    job: dict[str, Any] = json.loads(line)
+    return job
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    Guard(read_job()).run()

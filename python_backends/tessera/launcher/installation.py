@@ -1,0 +1,199 @@
+"""Where tritonserver is, and what it needs to run with this Python interpreter.
+
+Two sources: a ``tritonserver`` on PATH (NVIDIA's container), else the PyPI wheel nvidia-pytriton, which carries the
+binary, the Python backend and one stub per Python version, but not in the layout that the binary expects.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tessera.errors import TesseraError
+
+STUB = "triton_python_backend_stub"
+
+
+class InstallationError(TesseraError):
+    """No usable tritonserver; the message says what is missing and how to get it."""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A tritonserver that can be started.
+
+    ``backend_directory`` and ``cache_directory`` are None where the binary's own defaults are right.
+    ``library_path`` goes in front of LD_LIBRARY_PATH, ``python_bin`` in front of PATH: the stub takes the
+    environment of the ``python3`` it finds there.
+    """
+
+    origin: str
+    binary: Path
+    backend_directory: Path | None
+    cache_directory: Path | None
+    library_path: tuple[Path, ...]
+    python_bin: Path
+
+
+def find_installation(cache: Path | None = None) -> Installation:
+    """The tritonserver on PATH, else the wheel's, made ready under ``cache``. Raises InstallationError."""
+    on_path = shutil.which("tritonserver")
+    if on_path:
+        return installation_on_path(Path(on_path))
+    package = wheel_package()
+    if package is None:
+        raise InstallationError(
+            "no tritonserver: none on PATH, and the package nvidia-pytriton is not installed for "
+            f"{sys.executable}; install it (pip install --no-deps nvidia-pytriton==0.7.0) or use NVIDIA's container"
+        )
+    version = importlib.metadata.version("nvidia-pytriton")
+    return installation_from_wheel(package, version, cache or cache_folder())
+
+
+def cache_folder() -> Path:
+    """Our folder for things that can be made again: $XDG_CACHE_HOME/tessera or ~/.cache/tessera."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
+
+
+def python_version() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def wheel_package() -> Path | None:
+    """Folder of the package ``pytriton``, found without importing it (its imports may fail under --no-deps)."""
+    spec = importlib.util.find_spec("pytriton")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def installation_on_path(binary: Path) -> Installation:
+    """An installed server: its folders are where it expects them; only the stub's Python must be ours."""
+    root = binary.resolve().parent.parent
+    backends = root / "backends"
+    stub = backends / "python" / STUB
+    built_for = stub_python(stub) if stub.is_file() else None
+    if built_for and built_for != python_version():
+        raise InstallationError(
+            f"the Python stub of {binary} is built for Python {built_for}, but this is Python {python_version()} "
+            f"({sys.executable}); run tessera with Python {built_for}"
+        )
+    # Release 24.10 is server 2.51; later stubs were not tried with numpy 2, so only this one is refused.
+    if os.environ.get("TRITON_SERVER_VERSION", "").startswith("2.51"):
+        check_numpy()
+    return Installation(
+        origin=str(binary),
+        binary=binary,
+        backend_directory=backends if backends.is_dir() else None,
+        cache_directory=root / "caches" if (root / "caches").is_dir() else None,
+        library_path=(),
+        python_bin=Path(sys.executable).parent,
+    )
+
+
+def stub_python(stub: Path) -> str | None:
+    """The Python version X.Y a stub is linked against, read from the file; None if it does not say."""
+    found = re.search(rb"libpython(3\.\d+)\.so", stub.read_bytes())
+    return found.group(1).decode() if found else None
+
+
+def installation_from_wheel(package: Path, version: str, cache: Path) -> Installation:
+    """Lays the wheel's files out under ``cache`` as the binary expects them. Raises InstallationError."""
+    server = package / "tritonserver"
+    stub = server / "python_backend_stubs" / python_version() / STUB
+    if not stub.is_file():
+        there = sorted(path.parent.name for path in server.glob(f"python_backend_stubs/*/{STUB}"))
+        raise InstallationError(
+            f"nvidia-pytriton {version} has no Python stub for Python {python_version()} ({sys.executable}); it has "
+            f"stubs for Python {', '.join(there) or '(none)'}: run tessera with one of those"
+        )
+    libraries = package.parent / "nvidia_pytriton.libs"
+    for needed in (server / "bin" / "tritonserver", server / "backends" / "python", libraries):
+        if not needed.exists():
+            raise InstallationError(f"nvidia-pytriton {version} is incomplete: no {needed}; reinstall it")
+    check_numpy()
+    place = hashlib.sha256(str(package.resolve()).encode()).hexdigest()[:8]
+    runtime = cache / "runtime" / f"pytriton-{version}-python{python_version()}-{place}"
+    lay_out(runtime, lambda folder: link_runtime(folder, server, stub))
+    return Installation(
+        origin=f"nvidia-pytriton {version}",
+        binary=runtime / "bin" / "tritonserver",
+        backend_directory=runtime / "backends",
+        cache_directory=runtime / "caches",
+        library_path=(libraries, *libpython_folder()),
+        python_bin=Path(sys.executable).parent,
+    )
+
+
+def link_runtime(folder: Path, server: Path, stub: Path) -> None:
+    """Symlinks only: the stub must lie among the Python backend's files, and that folder be writable."""
+    for name in ("bin", "caches"):
+        (folder / name).symlink_to(server / name)
+    backend = folder / "backends" / "python"
+    backend.mkdir(parents=True)
+    for path in (*(server / "backends" / "python").iterdir(), stub):
+        if path.name != "__pycache__":
+            (backend / path.name).symlink_to(path)
+
+
+def lay_out(target: Path, fill: Callable[[Path], None]) -> None:
+    """Makes ``target`` by filling a folder beside it and renaming, so that two starts at once are harmless."""
+    if all((target / part).exists() for part in ("bin/tritonserver", f"backends/python/{STUB}")):
+        return
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise InstallationError(f"cannot write {target.parent} ({error.strerror}); set XDG_CACHE_HOME") from error
+    try:
+        fill(fresh)
+        if target.exists():  # dangling links: the wheel was removed and installed elsewhere
+            target.rename(fresh / "replaced")
+        fresh.rename(target)
+    except OSError:
+        if not (target / "backends" / "python" / STUB).exists():
+            raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(target / "replaced", ignore_errors=True)
+
+
+def libpython_folder() -> tuple[Path, ...]:
+    """Folder of this interpreter's shared library, which the stub is linked against; () if the system has it."""
+    name = f"libpython{python_version()}.so.1.0"
+    for folder in (Path(sysconfig.get_config_var("LIBDIR") or sys.base_prefix), Path(sys.base_prefix) / "lib"):
+        if (folder / name).is_file():
+            return (folder,)
+    # The 3.13 stub of the wheel brings its own copy.
+    if sys.version_info >= (3, 13) or ctypes.util.find_library(f"python{python_version()}"):
+        return ()
+    raise InstallationError(
+        f"{name} was not found: the server's Python stub needs an interpreter with a shared library "
+        f"(built with --enable-shared), and {sys.executable} has none; install libpython{python_version()} or "
+        "use another build of Python"
+    )
+
+
+def check_numpy() -> None:
+    """This server's stub reads numpy 1's dtype layout: with numpy 2 it dies at the first BYTES tensor."""
+    try:
+        version = importlib.metadata.version("numpy")
+    except importlib.metadata.PackageNotFoundError:
+        raise InstallationError(f"numpy is not installed for {sys.executable}; install numpy 1.26") from None
+    if int(version.split(".")[0]) >= 2:
+        raise InstallationError(
+            f"numpy {version} is installed for {sys.executable}, but tritonserver 2.51's Python stub crashes on text "
+            "tensors with numpy 2; install numpy 1.26.4 there (or make a small environment that holds it and a .pth "
+            "file to this one's packages)"
+        )

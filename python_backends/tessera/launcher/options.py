@@ -1,0 +1,144 @@
+"""What one server is started with, and the tritonserver flags that follow from it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tessera.errors import ConfigError
+from tessera.launcher.installation import Installation
+
+SHARED_MEMORY = Path("/dev/shm")
+
+# The launcher gives these flags itself and relies on their values; a second one would win silently.
+RESERVED_FLAGS = {
+    "--model-repository": "--model-repository",
+    "--model-store": "--model-repository",
+    "--http-port": "--http-port",
+    "--grpc-port": "--grpc-port",
+    "--metrics-port": "--metrics-port",
+    "--http-address": "--host",
+    "--grpc-address": "--host",
+    "--metrics-address": "--host",
+    "--model-config-name": "--model-config-name",
+    "--log-verbose": "--log-verbose",
+    "--log-file": "--log",
+    "--exit-timeout-secs": None,
+    "--allow-http": None,
+}
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Settings of one server. A port of 0 means: pick a free one."""
+
+    model_repository: Path
+    checkpoint: Path | None = None
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    model_config_name: str | None = None
+    log_verbose: int = 0
+    ready_timeout_s: float = 300.0
+    exit_timeout_s: int = 5
+    """How long tritonserver waits for open connections and requests in flight when told to stop."""
+    log_path: Path | None = None
+    shm_bytes: int | None = None
+    """Shared memory a Python stub starts with, in bytes; None chooses by what /dev/shm has free."""
+    cuda_pool_bytes: int = 4 << 30
+    """Pool for tensors that stay on the GPU between stages; ignored without a GPU."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    extra_flags: tuple[str, ...] = ()
+
+    def validate(self) -> None:
+        """Raises ConfigError for settings that cannot work, before anything is started."""
+        for flag in self.extra_flags:
+            name = flag.partition("=")[0]
+            if name in RESERVED_FLAGS:
+                ours = RESERVED_FLAGS[name]
+                raise ConfigError(
+                    f"{name} cannot be passed on to tritonserver: the launcher sets it"
+                    + (f"; use tessera serve {ours}" if ours else "")
+                )
+        if self.checkpoint is not None and not self.checkpoint.is_dir():
+            raise ConfigError(f"--checkpoint: no folder {self.checkpoint}")
+        for name in ("http_port", "grpc_port", "metrics_port"):
+            if not 0 <= getattr(self, name) < 65536:
+                raise ConfigError(f"--{name.replace('_', '-')}: {getattr(self, name)} is not in 0..65535")
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA GPU is here and not hidden; looks at the driver's files only, touches no device."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "none"):
+        return False
+    return any(Path("/proc/driver/nvidia/gpus").glob("*")) or Path("/dev/nvidia0").exists()
+
+
+def stub_shared_memory(wanted: int | None) -> tuple[int, int]:
+    """(start, growth) in bytes of one stub's shared memory region.
+
+    A larger start saves growing at the first big picture; a small /dev/shm (64 MB is Docker's default) must
+    still hold a dozen stubs.
+    """
+    if wanted is not None:
+        return wanted, max(1 << 20, min(wanted, 32 << 20))
+    roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= 2 << 30
+    return (64 << 20, 32 << 20) if roomy else (1 << 20, 1 << 20)
+
+
+def server_flags(
+    options: ServerOptions, installation: Installation, ports: tuple[int, int, int], shm_prefix: str
+) -> list[str]:
+    """The command line of tritonserver after the program's name. ``ports``: HTTP, gRPC, metrics."""
+    http, grpc, metrics = ports
+    start, growth = stub_shared_memory(options.shm_bytes)
+    flags = [
+        f"--model-repository={options.model_repository.resolve()}",
+        # Explicit mode is what lets a model be unloaded and loaded again while the server runs.
+        "--model-control-mode=explicit",
+        # Auto-complete imports every model.py twice; our configurations are complete.
+        "--disable-auto-complete-config",
+        f"--exit-timeout-secs={options.exit_timeout_s}",
+        f"--http-address={options.host}",
+        f"--grpc-address={options.host}",
+        f"--metrics-address={options.host}",
+        f"--http-port={http}",
+        f"--grpc-port={grpc}",
+        f"--metrics-port={metrics}",
+        f"--log-verbose={options.log_verbose}",
+        f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
+        f"--backend-config=python,shm-default-byte-size={start}",
+        f"--backend-config=python,shm-growth-byte-size={growth}",
+    ]
+    if not any(flag.startswith("--load-model") for flag in options.extra_flags):
+        flags.append("--load-model=*")
+    if installation.backend_directory:
+        flags.append(f"--backend-directory={installation.backend_directory}")
+    if installation.cache_directory:
+        flags.append(f"--cache-directory={installation.cache_directory}")
+    if has_gpu():
+        flags.append(f"--cuda-memory-pool-byte-size=0:{options.cuda_pool_bytes}")
+    else:
+        flags += ["--pinned-memory-pool-byte-size=0", "--allow-gpu-metrics=false"]
+    if options.model_config_name:
+        flags.append(f"--model-config-name={options.model_config_name}")
+    return flags + list(options.extra_flags)
+
+
+def server_environment(options: ServerOptions, installation: Installation) -> dict[str, str]:
+    """The environment of tritonserver and its stubs: ours, with the interpreter first in PATH."""
+    environment = {**os.environ, **options.environment}
+    if options.checkpoint is not None:
+        environment["TESSERA_CHECKPOINT"] = str(options.checkpoint.resolve())
+    for name, folders in (
+        ("PATH", (installation.python_bin,)),
+        ("LD_LIBRARY_PATH", installation.library_path),
+    ):
+        parts = [str(folder) for folder in folders] + [environment.get(name, "")]
+        if value := os.pathsep.join(part for part in parts if part):
+            environment[name] = value
+    return environment

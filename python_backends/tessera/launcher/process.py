@@ -1,0 +1,303 @@
+"""One running tritonserver: start, wait until it is ready, watch, stop.
+
+The child process is :mod:`tessera.launcher.guard`, which runs the server and cleans up behind it however this
+process ends. Here is what a caller sees: addresses, process ids, and one clear reason when something fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from types import TracebackType
+
+import tessera
+from tessera.errors import ConfigError, TesseraError
+from tessera.launcher import guard
+from tessera.launcher.diagnosis import check_repository, explain_log, failed_models
+from tessera.launcher.installation import STUB, Installation, cache_folder, find_installation
+from tessera.launcher.options import ServerOptions, server_environment, server_flags
+
+PORT_NAMES = ("http_port", "grpc_port", "metrics_port")
+# tritonserver ends one second after its exit timeout at the latest, if it ends by itself at all.
+GRACE_BEYOND_EXIT_TIMEOUT_S = 1.5
+KEPT_LOGS = 20
+
+
+class ServerStartError(TesseraError):
+    """The server did not become ready; the message is one line that says why."""
+
+
+class Server:
+    """A tritonserver and its stubs, as a context manager.
+
+    ``with Server(ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)) as server:`` gives a server
+    whose models are all ready, and leaves no process, shared memory or temporary folder behind. Not thread-safe.
+    """
+
+    def __init__(self, options: ServerOptions, installation: Installation | None = None):
+        self.options = options
+        self.installation = installation
+        self.models: tuple[str, ...] = ()
+        self.http_port = self.grpc_port = self.metrics_port = 0
+        self.pid = 0
+        """Process id of tritonserver."""
+        self.removed: tuple[str, ...] = ()
+        """What tritonserver left behind and the last stop removed: shared memory, its temporary folder."""
+        self.log_path = options.log_path or cache_folder() / "logs" / f"tritonserver-{os.getpid()}.log"
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._status: int | None = None
+        self._shm_prefix = ""
+        self._stubs: dict[int, str] = {}
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def host(self) -> str:
+        """The host a client on this machine connects to."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.options.host, self.options.host)
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{self.host}:{self.grpc_port}"
+
+    @property
+    def http_url(self) -> str:
+        """Base address for HTTP, with scheme and without a slash at the end."""
+        return f"http://{self.host}:{self.http_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{self.host}:{self.metrics_port}/metrics"
+
+    def start(self) -> Server:
+        """Starts the server and returns when every model is ready.
+
+        Raises ConfigError or InstallationError before anything runs, ServerStartError (after cleaning up) when the
+        server fails to become ready within ``ready_timeout_s``.
+        """
+        self.options.validate()
+        check_repository(self.options.model_repository, self.options.model_config_name)
+        if self.installation is None:
+            self.installation = find_installation()
+        picked = any(getattr(self.options, name) == 0 for name in PORT_NAMES)
+        for attempt in range(3):
+            try:
+                self._spawn(self.installation, choose_ports(self.options))
+                self._wait_ready()
+                return self
+            except ServerStartError as error:
+                # A picked port was free a moment ago; whoever took it since will not take the next one too.
+                if not picked or "already in use" not in str(error) or attempt == 2:
+                    raise
+            except BaseException:  # a signal's exception too
+                self.stop()
+                raise
+        raise AssertionError("unreachable")
+
+    def stop(self) -> None:
+        """Stops the server; returns when it and all it started are gone (10 s at most). Harmless when stopped."""
+        process, self._guard = self._guard, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(self._grace_s + 3.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._read_end(process)
+        if process.returncode and self.pid:  # the guard was killed, so its work is done here
+            guard.kill_session(self.pid)
+            self.removed = tuple(guard.remove_shared_memory(self._shm_prefix))
+        self.pid = 0
+
+    def stub_pids(self) -> dict[int, str]:
+        """Process ids of the living Python stubs, each with its model instance ("preprocess_0_1")."""
+        found = {}
+        for pid in guard.descendants(self.pid) if self.pid else ():
+            arguments = command_line(pid)
+            if arguments and Path(arguments[0]).name == STUB:
+                found[pid] = instance_name(arguments)
+        return found
+
+    def failure(self) -> str | None:
+        """Why this server can no longer serve, or None while it can. Cheap: meant to be called twice a second.
+
+        A stub that died is never restarted by this server, and its model stays "ready": so it counts as failure.
+        """
+        if self._guard is None:
+            return "not started"
+        if self._guard.poll() is not None:
+            return f"tritonserver ended: {self._last_words(self._guard)}"
+        gone = [(pid, name) for pid, name in self._stubs.items() if not command_line(pid)]
+        if gone:
+            living = self.stub_pids()
+            missing = [f"{name!r} (process {pid})" for pid, name in gone if name not in living.values()]
+            if missing:
+                return f"the Python process of {', '.join(missing)} died"
+            self._stubs = living  # unloaded and loaded again
+        return None
+
+    @property
+    def _grace_s(self) -> float:
+        return self.options.exit_timeout_s + GRACE_BEYOND_EXIT_TIMEOUT_S
+
+    def _spawn(self, installation: Installation, ports: tuple[int, int, int]) -> None:
+        self.http_port, self.grpc_port, self.metrics_port = ports
+        self._shm_prefix = f"tessera-{uuid.uuid4().hex[:12]}-"
+        self._status = None
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        if self.options.log_path is None:
+            for old in sorted(self.log_path.parent.glob("*.log"), key=os.path.getmtime)[:-KEPT_LOGS]:
+                old.unlink(missing_ok=True)
+        job = {
+            "command": [
+                str(installation.binary),
+                *server_flags(self.options, installation, ports, self._shm_prefix),
+            ],
+            "environment": server_environment(self.options, installation),
+            # The stubs have the server's folder on sys.path: so model.py finds this package, installed or not.
+            "folder": str(Path(tessera.__file__).resolve().parent.parent),
+            "shm_prefix": self._shm_prefix,
+            "grace_s": self._grace_s,
+        }
+        with open(self.log_path, "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", guard.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert process.stdin is not None and process.stdout is not None
+        self._guard = process
+        process.stdin.write(json.dumps(job).encode() + b"\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            raise ServerStartError(self._fail(f"could not run {installation.binary}"))
+        self.pid = json.loads(line)["pid"]
+
+    def _wait_ready(self) -> None:
+        """Polls until all models are ready; raises ServerStartError and cleans up when that will not happen."""
+        assert self._guard is not None
+        deadline = time.monotonic() + self.options.ready_timeout_s
+        while time.monotonic() < deadline:
+            if self._guard.poll() is not None:
+                raise ServerStartError(self._fail(f"tritonserver ended: {self._last_words(self._guard)}"))
+            # A model that fails can hang the server in its start for ever, so its log is watched as well.
+            if failed_models(self.read_log()):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._guard.wait(1.0)  # others may fail too
+                raise ServerStartError(self._fail("a model failed to load"))
+            if self._answer("GET", "/v2/health/ready") is not None and not self._models_not_ready():
+                self._stubs = self.stub_pids()
+                return
+            time.sleep(0.05)
+        raise ServerStartError(self._fail(f"not ready after {self.options.ready_timeout_s:g} s (--ready-timeout)"))
+
+    def _models_not_ready(self) -> list[str]:
+        """Names of the models that were to be loaded and do not answer as ready; fills ``models``."""
+        index = json.loads(self._answer("POST", "/v2/repository/index") or b"[]")
+        names = sorted({entry["name"] for entry in index if entry.get("state")})
+        waiting = [name for name in names if self._answer("GET", f"/v2/models/{name}/ready") is None]
+        self.models = tuple(name for name in names if name not in waiting)
+        return waiting or ([] if names else ["(none listed)"])
+
+    def _answer(self, method: str, path: str) -> bytes | None:
+        """Body of a 200 answer, else None. One connection a call: an idle one would delay the server's end."""
+        connection = http.client.HTTPConnection(self.host, self.http_port, timeout=5.0)
+        try:
+            connection.request(method, path, headers={"Connection": "close"})
+            response = connection.getresponse()
+            body = response.read()
+            return body if response.status == 200 else None
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+    def read_log(self) -> str:
+        """What the server has written so far, on standard output and error."""
+        return self.log_path.read_text("utf-8", "replace") if self.log_path.exists() else ""
+
+    def _fail(self, otherwise: str) -> str:
+        """Stops the server and returns the one line: the log's reason, or ``otherwise``."""
+        self.stop()
+        return f"{explain_log(self.read_log()) or otherwise} (log: {self.log_path})"
+
+    def _last_words(self, process: subprocess.Popen[bytes]) -> str:
+        """How the server ended, for a guard that has ended."""
+        self._read_end(process)
+        if self._status is None:
+            return "its guard process was killed"
+        code = os.waitstatus_to_exitcode(self._status)
+        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+    def _read_end(self, process: subprocess.Popen[bytes]) -> None:
+        """Takes the guard's last line, once."""
+        assert process.stdout is not None
+        if not process.stdout.closed:
+            for line in process.stdout:
+                end = json.loads(line)
+                self._status, self.removed = end["status"], tuple(end["removed"])
+            process.stdout.close()
+
+
+def choose_ports(options: ServerOptions) -> tuple[int, int, int]:
+    """(HTTP, gRPC, metrics): as asked, or free ones for 0. Raises ConfigError for one that is taken."""
+    held: list[socket.socket] = []
+    try:
+        ports = []
+        for name in PORT_NAMES:
+            family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+            bound = socket.socket(family, socket.SOCK_STREAM)
+            held.append(bound)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            port = getattr(options, name)
+            try:
+                bound.bind((options.host, port))
+                bound.listen()  # the port of a connection that just closed may be taken again, a listener's not
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    flag = "--" + name.replace("_", "-")
+                    raise ConfigError(
+                        f"port {port} on {options.host} is already in use ({flag}): stop what listens there, or "
+                        "choose another port (0 picks a free one)"
+                    ) from error
+                raise ConfigError(f"cannot listen on {options.host}:{port}: {error.strerror} (--host)") from error
+            ports.append(bound.getsockname()[1])
+        return ports[0], ports[1], ports[2]
+    finally:
+        for bound in held:
+            bound.close()
+
+
+def command_line(pid: int) -> list[str]:
+    """Arguments of a living process; [] if it is gone or a zombie."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text("utf-8", "replace").split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def instance_name(arguments: list[str]) -> str:
+    """Model instance of a stub's command line: the argument before the last in this server's order."""
+    return arguments[-2] if len(arguments) >= 2 else "?"

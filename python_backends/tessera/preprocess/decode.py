@@ -1,0 +1,108 @@
+"""Encoded pictures to upright uint8 RGB, with every limit checked before a pixel is decoded."""
+
+from __future__ import annotations
+
+import base64
+import re
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+
+from tessera.errors import InvalidRequest
+from tessera.preprocess.headers import Header, image_format, plain_png, read_header
+
+# A progressive JPEG redraws the picture in every scan; a hostile one has thousands.
+FULL_SIZE_PASSES = 16
+URL = re.compile(rb"(?i)(https?|file|[a-z][a-z0-9+.-]{1,15}(?=://)):")
+# How JPEG, PNG and WebP begin in base64.
+BASE64_MAGIC = (b"/9j/", b"iVBORw0KGgo", b"UklGR")
+FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for. ``max_pixels`` is for each picture, ``max_request_bytes`` for all together."""
+
+    max_images: int = 8
+    max_tiles: int = 104
+    max_pixels: int = 50_000_000
+    max_request_bytes: int = 64 << 20
+
+
+def encoded_bytes(image: bytes | str, name: str = "image") -> bytes:
+    """JPEG, PNG or WebP bytes from themselves, from base64 text or from a data: URL.
+
+    Raises InvalidRequest that calls the picture ``name``; also for http, https, file and other URLs.
+    """
+    data = image.encode("utf-8", "replace") if isinstance(image, str) else bytes(image)
+    if not data:
+        raise InvalidRequest(f"{name} is empty (0 bytes)")
+    if image_format(data):
+        return data
+    start = data[:64].lstrip()
+    if start[:5].lower() == b"data:":
+        head, comma, data = data.lstrip().partition(b",")
+        if not comma or not head.lower().endswith(b";base64"):
+            raise InvalidRequest(f"{name} is a data: URL without ';base64,'; send data:image/jpeg;base64,...")
+    elif match := URL.match(start):
+        scheme = match[1].decode()
+        raise InvalidRequest(f"{name} is a {scheme}: URL, which is never fetched; send the bytes or a data: URL")
+    elif not start.startswith(BASE64_MAGIC):
+        # Not a picture in any known form: read_header says what it is, if it knows.
+        return data
+    try:
+        return base64.b64decode(b"".join(data.split()), validate=True)
+    except ValueError as error:
+        raise InvalidRequest(f"{name} is damaged base64 text: {error}") from None
+
+
+def read_checked_header(data: bytes, limits: Limits, name: str = "image") -> Header:
+    """Format, size and orientation, without decoding. Raises InvalidRequest above ``limits.max_pixels``."""
+    try:
+        header = read_header(data)
+    except ValueError as error:
+        raise InvalidRequest(f"{name} {error}") from None
+    pixels = header.width * header.height
+    if pixels > limits.max_pixels:
+        raise InvalidRequest(
+            f"{name} has {header.width}x{header.height} = {pixels / 1e6:.1f} megapixels; the limit is "
+            f"{limits.max_pixels / 1e6:g}. Send it smaller"
+        )
+    if pixels * header.passes > FULL_SIZE_PASSES * limits.max_pixels:
+        raise InvalidRequest(f"{name} is a JPEG of {header.passes} scans; save it as a baseline JPEG")
+    return header
+
+
+def probe_size(data: bytes, limits: Limits = Limits(), name: str = "image") -> tuple[int, int]:
+    """(width, height) in pixels after EXIF rotation, from the header alone. Raises InvalidRequest."""
+    return read_checked_header(data, limits, name).upright_size
+
+
+def decode(data: bytes, limits: Limits = Limits(), name: str = "image") -> np.ndarray:
+    """Upright RGB pixels, uint8 [H, W, 3]; raises InvalidRequest.
+
+    As Pillow's ``convert("RGB")`` after ``exif_transpose``: alpha is dropped, palettes, grey and CMYK are converted.
+    16-bit samples keep their high byte (Pillow clips 16-bit grey at 255 instead).
+    """
+    header = read_checked_header(data, limits, name)
+    if header.format == "PNG":
+        data = plain_png(data)
+    try:
+        pixels = cv2.imdecode(np.frombuffer(data, dtype=np.uint8), FLAGS)
+    except cv2.error:
+        pixels = None
+    if pixels is None or pixels.shape != (header.height, header.width, 3) or pixels.dtype != np.uint8:
+        raise InvalidRequest(f"{name} is a damaged or truncated {header.format}; its pixels cannot be decoded")
+    return upright(pixels, header.orientation)
+
+
+def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """Undo an EXIF orientation (1..8) on [H, W, C]."""
+    if orientation >= 5:
+        pixels = pixels.transpose(1, 0, 2)
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    return np.ascontiguousarray(pixels)

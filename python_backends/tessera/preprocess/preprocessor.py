@@ -1,0 +1,157 @@
+"""One request to everything the later stages need: limits, plans, prompt and digests first, pixels last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tessera.checkpoint.config import read_config
+from tessera.errors import ConfigError, InvalidRequest
+from tessera.family.chat import Chat, parse_chat
+from tessera.family.conversation import conversation_for
+from tessera.family.digest import checkpoint_id, digest
+from tessera.family.family import ImagePlan, ModelFamily, TilePolicy
+from tessera.family.prompt import PromptBuilder
+from tessera.family.registry import family_for
+from tessera.family.tokenizer import Tokenizer
+from tessera.preprocess.decode import Limits, decode, encoded_bytes, probe_size
+from tessera.preprocess.resize_cpu import resize_reference
+
+# Part of every digest: raise it when the same bytes and plan would give other pixels than before.
+PIXELS_VERSION = "1"
+
+
+@dataclass(frozen=True)
+class PreprocessSettings:
+    """A deployment's settings. None means the checkpoint's own: tile policy, context length in tokens, system text."""
+
+    limits: Limits = field(default_factory=Limits)
+    resize: str = "reference"
+    tile_policy: TilePolicy | dict[str, Any] | str | None = None
+    context_length: int | None = None
+    system: str | None = None
+
+
+@dataclass(frozen=True)
+class PreprocessRequest:
+    """``text`` (one user turn) or OpenAI-style ``messages``; ``images`` as encoded bytes or base64 text."""
+
+    text: str | None = None
+    messages: list[Any] | None = None
+    images: Sequence[bytes] = ()
+    tile_policy: dict[str, Any] | str | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """``pixels`` uint8 [bytes of all images]; ``plan`` int32 [4k]; ``digest`` int64 [2k]; ``input_ids`` int32 [L];
+    ``spans`` int32 [k, 2] of (start, length). ``plans`` are the same k images' plans as objects."""
+
+    pixels: np.ndarray
+    plan: np.ndarray
+    digest: np.ndarray
+    input_ids: np.ndarray
+    spans: np.ndarray
+    plans: tuple[ImagePlan, ...]
+
+
+RESIZES = {"reference": resize_reference}
+
+
+class Preprocessor:
+    """Stateless between requests; several threads may share one."""
+
+    def __init__(
+        self, family: ModelFamily, prompts: PromptBuilder, checkpoint: bytes, settings: PreprocessSettings
+    ) -> None:
+        if settings.resize not in RESIZES:
+            raise ConfigError(f"resize mode {settings.resize!r} is unknown; known are {sorted(RESIZES)}")
+        self.family = family
+        self.prompts = prompts
+        self.limits = settings.limits
+        self.policy = TilePolicy.parse(settings.tile_policy, default=family.default_policy())
+        self._resize = RESIZES[settings.resize]
+        self._checkpoint = checkpoint
+        self._digest_settings = f"pixels {PIXELS_VERSION}, resize {settings.resize}"
+
+    @staticmethod
+    def from_checkpoint(folder: Path | str, settings: PreprocessSettings | None = None) -> Preprocessor:
+        """Read tokenizer, templates and configuration of a checkpoint folder; its weights are only sampled."""
+        settings = settings or PreprocessSettings()
+        config = read_config(folder)
+        family = family_for(config)
+        bos = conversation_for(config.raw).bos if config.layout == "internvl_chat" else None
+        tokenizer = Tokenizer.from_folder(config.folder, bos)
+        prompts = PromptBuilder(config, family, tokenizer, settings.context_length, settings.system)
+        return Preprocessor(family, prompts, checkpoint_id(config.folder), settings)
+
+    def __call__(self, request: PreprocessRequest) -> Prepared:
+        """Raises InvalidRequest that names the image by its place in the prompt (from 0)."""
+        chat = parse_chat(request.text, request.messages, len(request.images))
+        images = self._encoded(chat, request.images)
+        policy = TilePolicy.parse(request.tile_policy, default=self.policy)
+        plans = self._plans(images, policy)
+        prompt = self.prompts.build(chat.messages, plans)
+        digests = [
+            digest(image, plan, self._digest_settings, self._checkpoint)
+            for image, plan in zip(images, plans, strict=True)
+        ]
+        return Prepared(
+            pixels=self._pixels(images, plans),
+            plan=np.array([plan.wire() for plan in plans], dtype=np.int32).reshape(-1),
+            digest=np.concatenate(digests) if digests else np.empty(0, dtype=np.int64),
+            input_ids=prompt.input_ids,
+            spans=prompt.spans,
+            plans=plans,
+        )
+
+    def _encoded(self, chat: Chat, images: Sequence[bytes]) -> list[bytes]:
+        sources = [images[source] if isinstance(source, int) else source for source in chat.sources]
+        if len(sources) > self.limits.max_images:
+            raise InvalidRequest(f"the request has {len(sources)} images; the limit is {self.limits.max_images}")
+        size = sum(len(source) for source in sources) + sum(
+            len(text) for message in chat.messages for text in message.texts
+        )
+        if size > self.limits.max_request_bytes:
+            raise InvalidRequest(f"the request has {size} bytes; the limit is {self.limits.max_request_bytes}")
+        return [encoded_bytes(source, f"image {index}") for index, source in enumerate(sources)]
+
+    def _plans(self, images: Sequence[bytes], policy: TilePolicy) -> tuple[ImagePlan, ...]:
+        most = self.limits.max_tiles
+        if policy.max_tiles > most:
+            raise InvalidRequest(
+                f"tile policy: max_tiles {policy.max_tiles} is above this server's limit of {most} tiles a request"
+            )
+        plans = tuple(
+            self.family.plan(*probe_size(image, self.limits, f"image {index}"), policy)
+            for index, image in enumerate(images)
+        )
+        tiles = sum(plan.t for plan in plans)
+        if tiles > most:
+            raise InvalidRequest(
+                f"{len(plans)} images make {tiles} tiles; the limit is {most}. Send fewer images, "
+                "or a tile_policy with a lower max_tiles"
+            )
+        return plans
+
+    def _pixels(self, images: Sequence[bytes], plans: Sequence[ImagePlan]) -> np.ndarray:
+        sizes = [int(np.prod(plan.pixel_shape)) for plan in plans]
+        pixels = np.empty(sum(sizes), dtype=np.uint8)
+        ends = np.cumsum(sizes)
+        for index, (image, plan, size, end) in enumerate(zip(images, plans, sizes, ends, strict=True)):
+            decoded = decode(image, self.limits, f"image {index}")
+            self._write_tiles(decoded, plan, pixels[end - size : end].reshape(plan.pixel_shape))
+        return pixels
+
+    def _write_tiles(self, image: np.ndarray, plan: ImagePlan, out: np.ndarray) -> None:
+        """Fill ``out`` [t, h, w, 3]: the whole image resized to the grid and cut row by row, the thumbnail last."""
+        grid = self._resize(image, plan.columns * plan.w, plan.rows * plan.h)
+        cut = grid.reshape(plan.rows, plan.h, plan.columns, plan.w, 3).transpose(0, 2, 1, 3, 4)
+        count = plan.rows * plan.columns
+        out[:count].reshape(plan.rows, plan.columns, plan.h, plan.w, 3)[:] = cut
+        if plan.thumbnail:
+            out[count] = self._resize(image, plan.w, plan.h)

@@ -1,0 +1,491 @@
+"""Complete checkpoint folders with tiny random weights, one builder for each supported layout.
+
+:func:`hf_native` writes what transformers' ``InternVLForConditionalGeneration.save_pretrained`` would;
+:func:`as_internvl_chat` rewrites such a folder in the original InternVLChatModel layout, so that the two hold the same
+model under different names (``text="internlm2"`` needs a Llama body). Nothing here imports transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
+IMAGE_TOKEN = "<IMG_CONTEXT>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] in ['image', 'image_url'] %}<IMG_CONTEXT>\n{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CORPUS = (
+    "Is there a socket in the picture? Yes, there is one socket near the door.",
+    "Is there an exposed wire? No. What hazard do you see: damp, a crack, a gas bottle, or a blocked exit?",
+    "Describe the room. The room has a table, two chairs and a window; a smoke detector is on the ceiling.",
+    "What colour is the chair? Red, green, blue, white, brown or grey. How many doors are there? Two.",
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a tiny model; the defaults load in milliseconds and take 448-pixel tiles as real models do."""
+
+    text: str = "qwen2"  # or "llama"
+    image_size: int = 448
+    patch_size: int = 56
+    vision_hidden: int = 32
+    vision_heads: int = 2
+    vision_layers: int = 2
+    vision_mlp: int = 48
+    norm_type: str = "layer_norm"
+    qk_norm: bool = False
+    attention_bias: bool = True
+    hidden_act: str = "gelu"
+    feature_layer: int = -1
+    mean_pooling: bool = True
+    text_hidden: int = 64
+    text_heads: int = 4
+    text_kv_heads: int = 2
+    head_dim: int = 16
+    text_layers: int = 2
+    text_mlp: int = 96
+    text_bias: bool = False  # Llama's attention_bias; Qwen2 always has q/k/v biases
+    tie: bool = False
+    max_position: int = 4096
+    rope: tuple[tuple[str, Any], ...] = (("rope_type", "default"), ("rope_theta", 10000.0))
+
+    @property
+    def tokens_per_tile(self) -> int:
+        return (self.image_size // self.patch_size // 2) ** 2
+
+
+DEFAULT_MODEL_SHAPE = Shape(
+    patch_size=28,
+    vision_hidden=256,
+    vision_heads=4,
+    vision_layers=4,
+    vision_mlp=512,
+    text_hidden=256,
+    text_heads=4,
+    text_kv_heads=2,
+    head_dim=64,
+    text_layers=2,
+    text_mlp=512,
+    tie=True,
+)
+
+
+def hf_native(
+    folder: Path, shape: Shape = Shape(), seed: int = 0, dtype: torch.dtype = torch.float32, prefix: str = ""
+) -> Path:
+    """Write an HF-native folder. ``prefix`` "" gives the names transformers 5 saves, "model." those of 4.52."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = _byte_level_tokenizer()
+    vocab_size = tokenizer.get_vocab_size()
+    _write(folder / "config.json", _hf_config(shape, tokenizer, dtype))
+    eos, pad = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")
+    _write(folder / "generation_config.json", {"eos_token_id": eos, "pad_token_id": pad})
+    _write_processor(folder, shape, tokenizer)
+    weights = {**_vision_weights(shape), **_text_weights(shape, vocab_size)}
+    generator = torch.Generator().manual_seed(seed)
+    filled = {name: _filled(name, size, generator).to(dtype) for name, size in weights.items()}
+    if prefix:
+        filled = {_old_name(name): tensor for name, tensor in filled.items()}
+    save_file(filled, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def as_internvl_chat(
+    source: Path, folder: Path, text: str = "internlm2", template: str | None = None, ps_version: str = "v2"
+) -> Path:
+    """Rewrite the HF-native folder ``source`` (transformers-5 names) as InternVLChatModel.
+
+    ``text``: "internlm2" (from a Llama body; wqkv packed, sentencepiece tokenizer), or "qwen2" / "llama" as the
+    source has it (vocab.json and merges.txt). The InternLM2 vocabulary has its own ids in the source's range.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    native = json.loads((source / "config.json").read_text())
+    tower, body = native["vision_config"], native["text_config"]
+    tensors = load_file(source / "model.safetensors")
+    renamed = _chat_vision(tensors)
+    if text == "internlm2":
+        renamed.update(_internlm2_text(tensors, body))
+        _write_sentencepiece(folder, body["vocab_size"])
+        architecture = "InternLM2ForCausalLM"
+    else:
+        renamed.update({name: value for name, value in tensors.items() if name.startswith("language_model.")})
+        _write_vocab_and_merges(folder)
+        architecture = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[text]
+    theta = body["rope_parameters"]["rope_theta"]
+    rule = {name: value for name, value in body["rope_parameters"].items() if name != "rope_theta"}
+    scaling = None if rule["rope_type"] == "default" else {"type": rule.pop("rope_type"), **rule}
+    llm = {name: value for name, value in body.items() if name not in ("rope_parameters", "attention_bias", "dtype")}
+    llm |= {
+        "architectures": [architecture],
+        "model_type": text,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "bias" if text == "internlm2" else "attention_bias": body.get("attention_bias", False),
+        "auto_map": {"AutoModelForCausalLM": "modeling_internlm2.InternLM2ForCausalLM"},
+    }
+    config = {
+        "architectures": ["InternVLChatModel"],
+        "auto_map": {"AutoModel": "modeling_internvl_chat.InternVLChatModel"},
+        "model_type": "internvl_chat",
+        "downsample_ratio": native["downsample_ratio"],
+        "dynamic_image_size": True,
+        "force_image_size": tower["image_size"][0],
+        "min_dynamic_patch": 1,
+        "max_dynamic_patch": 12,
+        "use_thumbnail": True,
+        "ps_version": ps_version,
+        "select_layer": native["vision_feature_layer"],
+        "template": template or ("internlm2-chat" if text == "internlm2" else "internvl2_5"),
+        "torch_dtype": native["dtype"],
+        "llm_config": llm,
+        "vision_config": {
+            "architectures": ["InternVisionModel"],
+            "model_type": "intern_vit_6b",
+            "hidden_size": tower["hidden_size"],
+            "intermediate_size": tower["intermediate_size"],
+            "num_hidden_layers": tower["num_hidden_layers"],
+            "num_attention_heads": tower["num_attention_heads"],
+            "image_size": tower["image_size"][0],
+            "patch_size": tower["patch_size"][0],
+            "hidden_act": tower["hidden_act"],
+            "norm_type": tower["norm_type"],
+            "layer_norm_eps": tower["layer_norm_eps"],
+            "qkv_bias": tower["attention_bias"],
+            "qk_normalization": tower["use_qk_norm"],
+        },
+    }
+    _write(folder / "config.json", config)
+    save_file({k: v.contiguous() for k, v in renamed.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _hf_config(shape: Shape, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
+    text: dict[str, Any] = {
+        "architectures": [{"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[shape.text]],
+        "model_type": shape.text,
+        "hidden_size": shape.text_hidden,
+        "intermediate_size": shape.text_mlp,
+        "num_hidden_layers": shape.text_layers,
+        "num_attention_heads": shape.text_heads,
+        "num_key_value_heads": shape.text_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": shape.max_position,
+        "rope_parameters": dict(shape.rope),
+        "vocab_size": tokenizer.get_vocab_size(),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+        "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
+        "tie_word_embeddings": shape.tie,
+    }
+    if shape.text == "llama":
+        text |= {"attention_bias": shape.text_bias, "mlp_bias": False}
+    else:
+        text |= {"use_sliding_window": False, "sliding_window": None}
+    return {
+        "architectures": ["InternVLForConditionalGeneration"],
+        "model_type": "internvl",
+        "downsample_ratio": 0.5,
+        "dtype": str(dtype).removeprefix("torch."),
+        "image_seq_length": shape.tokens_per_tile,
+        "image_token_id": tokenizer.token_to_id(IMAGE_TOKEN),
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": shape.feature_layer,
+        "vision_feature_select_strategy": "default",
+        "tie_word_embeddings": shape.tie,
+        "text_config": text,
+        "vision_config": {
+            "model_type": "internvl_vision",
+            "hidden_size": shape.vision_hidden,
+            "intermediate_size": shape.vision_mlp,
+            "num_hidden_layers": shape.vision_layers,
+            "num_attention_heads": shape.vision_heads,
+            "image_size": [shape.image_size] * 2,
+            "patch_size": [shape.patch_size] * 2,
+            "hidden_act": shape.hidden_act,
+            "norm_type": shape.norm_type,
+            "layer_norm_eps": 1e-6,
+            "attention_bias": shape.attention_bias,
+            "use_qk_norm": shape.qk_norm,
+            "use_mean_pooling": shape.mean_pooling,
+            "use_absolute_position_embeddings": True,
+            "layer_scale_init_value": 0.1,
+        },
+    }
+
+
+def _vision_weights(shape: Shape) -> dict[str, tuple[int, ...]]:
+    size, patches = shape.vision_hidden, (shape.image_size // shape.patch_size) ** 2
+    weights: dict[str, tuple[int, ...]] = {
+        "vision_tower.embeddings.cls_token": (1, 1, size),
+        "vision_tower.embeddings.position_embeddings": (1, patches + 1, size),
+        **_linear("vision_tower.embeddings.patch_embeddings.projection", size, 3, shape.patch_size, shape.patch_size),
+        **_norm("multi_modal_projector.layer_norm", 4 * size),
+        **_linear("multi_modal_projector.linear_1", shape.text_hidden, 4 * size),
+        **_linear("multi_modal_projector.linear_2", shape.text_hidden, shape.text_hidden),
+    }
+    if not shape.mean_pooling:
+        weights |= _norm("vision_tower.layernorm", size)
+    for number in range(shape.vision_layers):
+        layer = f"vision_tower.encoder.layer.{number}"
+        for part in "qkv":
+            weights |= _linear(f"{layer}.attention.{part}_proj", size, size, bias=shape.attention_bias)
+            if shape.qk_norm and part != "v":
+                weights[f"{layer}.attention.{part}_norm.weight"] = (size,)
+        weights |= _linear(f"{layer}.attention.projection_layer", size, size)
+        weights |= _linear(f"{layer}.mlp.fc1", shape.vision_mlp, size)
+        weights |= _linear(f"{layer}.mlp.fc2", size, shape.vision_mlp)
+        for name in ("layernorm_before", "layernorm_after"):
+            weights |= _norm(f"{layer}.{name}", size, bias=shape.norm_type == "layer_norm")
+        weights |= {f"{layer}.lambda_1": (size,), f"{layer}.lambda_2": (size,)}
+    return weights
+
+
+def _text_weights(shape: Shape, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    size, body = shape.text_hidden, "language_model.model"
+    queries, keys = shape.text_heads * shape.head_dim, shape.text_kv_heads * shape.head_dim
+    qwen2 = shape.text == "qwen2"
+    weights: dict[str, tuple[int, ...]] = {
+        f"{body}.embed_tokens.weight": (vocab_size, size),
+        f"{body}.norm.weight": (size,),
+    }
+    for number in range(shape.text_layers):
+        layer = f"{body}.layers.{number}"
+        for part, rows in (("q", queries), ("k", keys), ("v", keys)):
+            weights |= _linear(f"{layer}.self_attn.{part}_proj", rows, size, bias=qwen2 or shape.text_bias)
+        weights |= _linear(f"{layer}.self_attn.o_proj", size, queries, bias=not qwen2 and shape.text_bias)
+        weights |= _linear(f"{layer}.mlp.gate_proj", shape.text_mlp, size, bias=False)
+        weights |= _linear(f"{layer}.mlp.up_proj", shape.text_mlp, size, bias=False)
+        weights |= _linear(f"{layer}.mlp.down_proj", size, shape.text_mlp, bias=False)
+        weights[f"{layer}.input_layernorm.weight"] = (size,)
+        weights[f"{layer}.post_attention_layernorm.weight"] = (size,)
+    if not shape.tie:
+        weights["language_model.lm_head.weight"] = (vocab_size, size)
+    return weights
+
+
+def _linear(name: str, rows: int, *columns: int, bias: bool = True) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (rows, *columns)} | ({f"{name}.bias": (rows,)} if bias else {})
+
+
+def _norm(name: str, size: int, bias: bool = True) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (size,)} | ({f"{name}.bias": (size,)} if bias else {})
+
+
+def _filled(name: str, size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Values of a trained model's order of size: nothing is zero or one, so that no weight can go unnoticed."""
+    noise = torch.randn(size, generator=generator)
+    if "norm" in name and name.endswith("weight"):
+        return 1 + 0.1 * noise
+    if "lambda" in name:
+        return 0.5 + 0.1 * noise
+    if len(size) > 1 and "embed" not in name:
+        return noise * (1.5 / noise[0].numel() ** 0.5)
+    if name.endswith("patch_embeddings.projection.weight"):
+        return noise / noise[0].numel() ** 0.5
+    return 0.2 * noise
+
+
+def _old_name(name: str) -> str:
+    """A name as transformers 4.52 saved it."""
+    if name.startswith("language_model.lm_head"):
+        return name.removeprefix("language_model.")
+    return "model." + name.replace("language_model.model.", "language_model.")
+
+
+def _chat_vision(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    fixed = {
+        "vision_tower.embeddings.cls_token": "vision_model.embeddings.class_embedding",
+        "vision_tower.embeddings.position_embeddings": "vision_model.embeddings.position_embedding",
+    }
+    parts = (
+        ("vision_tower.embeddings.patch_embeddings.projection", "vision_model.embeddings.patch_embedding"),
+        ("vision_tower.encoder.layer", "vision_model.encoder.layers"),
+        ("attention.projection_layer", "attn.proj"),
+        ("attention.", "attn."),
+        ("layernorm_before", "norm1"),
+        ("layernorm_after", "norm2"),
+        ("lambda_", "ls"),
+        ("multi_modal_projector.layer_norm", "mlp1.0"),
+        ("multi_modal_projector.linear_1", "mlp1.1"),
+        ("multi_modal_projector.linear_2", "mlp1.3"),
+    )
+    renamed: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("language_model.") or ".k_proj" in name or ".v_proj" in name:
+            continue
+        if ".q_proj" in name:
+            tensor = torch.cat([tensors[name.replace(".q_proj", f".{part}_proj")] for part in "qkv"])
+            name = name.replace(".q_proj", ".qkv")
+        ours = fixed.get(name, name)
+        for old, new in parts:
+            ours = ours.replace(old, new)
+        renamed[ours] = tensor
+    return renamed
+
+
+def _internlm2_text(tensors: dict[str, torch.Tensor], body: dict[str, Any]) -> dict[str, torch.Tensor]:
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    groups, size = body["num_key_value_heads"], body["head_dim"]
+    old, new = "language_model.model", "language_model.model"
+    out = {
+        f"{new}.tok_embeddings.weight": tensors[f"{old}.embed_tokens.weight"],
+        f"{new}.norm.weight": tensors[f"{old}.norm.weight"],
+    }
+    if "language_model.lm_head.weight" in tensors:
+        out["language_model.output.weight"] = tensors["language_model.lm_head.weight"]
+    for number in range(body["num_hidden_layers"]):
+        layer = f"layers.{number}"
+        for leaf in ("weight", "bias") if body.get("attention_bias") else ("weight",):
+            parts = [
+                tensors[f"{old}.{layer}.self_attn.{part}_proj.{leaf}"].unflatten(0, (groups, -1, size))
+                for part in "qkv"
+            ]
+            out[f"{new}.{layer}.attention.wqkv.{leaf}"] = torch.cat(parts, dim=1).flatten(0, 2)
+            out[f"{new}.{layer}.attention.wo.{leaf}"] = tensors[f"{old}.{layer}.self_attn.o_proj.{leaf}"]
+        for theirs, ours in names.items():
+            out[f"{new}.{layer}.feed_forward.{ours}.weight"] = tensors[f"{old}.{layer}.mlp.{theirs}.weight"]
+        out[f"{new}.{layer}.attention_norm.weight"] = tensors[f"{old}.{layer}.input_layernorm.weight"]
+        out[f"{new}.{layer}.ffn_norm.weight"] = tensors[f"{old}.{layer}.post_attention_layernorm.weight"]
+    return out
+
+
+def _byte_level_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def _write_processor(folder: Path, shape: Shape, tokenizer: Tokenizer) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write(
+        folder / "tokenizer_config.json",
+        {
+            "backend": "tokenizers",
+            "tokenizer_class": "TokenizersBackend",
+            "processor_class": "InternVLProcessor",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": IMAGE_TOKEN,
+            "video_token": "<video>",
+            "extra_special_tokens": [],
+            "model_max_length": shape.max_position,
+        },
+    )
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    side = {"height": shape.image_size, "width": shape.image_size}
+    image = {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "crop_to_patches": True,
+        "do_convert_rgb": True,
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+        "min_patches": 1,
+        "max_patches": 12,
+        "resample": 3,
+        "rescale_factor": 1 / 255,
+        "size": side,
+    }
+    video = {"video_processor_type": "InternVLVideoProcessor", "size": side}
+    _write(
+        folder / "processor_config.json",
+        {
+            "processor_class": "InternVLProcessor",
+            "image_seq_length": shape.tokens_per_tile,
+            "image_processor": image,
+            "video_processor": video,
+        },
+    )
+
+
+def _write_vocab_and_merges(folder: Path) -> None:
+    model = json.loads(_byte_level_tokenizer().to_str())["model"]
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
+    ordinary = {token: number for token, number in model["vocab"].items() if token not in SPECIAL_TOKENS}
+    _write(folder / "vocab.json", ordinary)
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n", encoding="utf-8")
+    added = {token: model["vocab"][token] for token in SPECIAL_TOKENS}
+    _write_added_tokens(folder, added, {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"})
+
+
+def _write_sentencepiece(folder: Path, vocab_size: int) -> None:
+    """``tokenizer.model`` with byte fallback, all letters, some merged pieces, and the special tokens added after."""
+    words = sorted({f"▁{word}" for line in CORPUS for word in line.split()}, key=lambda word: (len(word), word))
+    letters = sorted({*"▁", *(chr(code) for code in range(33, 127))})
+    grown = {word[:end] for word in words for end in range(2, len(word) + 1)} - set(letters)
+    # A piece can only be built from two shorter ones, so every prefix of a word is a piece.
+    merged = sorted(grown, key=lambda piece: (len(piece), piece))
+    room = vocab_size - 3 - 256 - len(letters) - 8
+    pieces = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
+    pieces += [(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]
+    pieces += [(piece, -float(rank), 1) for rank, piece in enumerate([*merged[: max(room, 0)], *letters])]
+    if len(pieces) + 8 > vocab_size:
+        raise ValueError(f"a sentencepiece vocabulary needs {len(pieces) + 8} ids, the model has {vocab_size}")
+    (folder / "tokenizer.model").write_bytes(_sentencepiece_model(pieces))
+    special = ("<|im_start|>", "<|im_end|>", "<img>", "</img>", IMAGE_TOKEN)
+    added = {token: len(pieces) + number for number, token in enumerate(special)}
+    settings = {"tokenizer_class": "InternLM2Tokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    _write_added_tokens(folder, added, {**settings, "add_bos_token": True, "add_eos_token": False})
+
+
+def _write_added_tokens(folder: Path, added: dict[str, int], settings: dict[str, Any]) -> None:
+    _write(folder / "added_tokens.json", added)
+    decoder = {str(number): {"content": token, "special": True} for token, number in added.items()}
+    _write(folder / "tokenizer_config.json", {**settings, "added_tokens_decoder": decoder})
+
+
+def _sentencepiece_model(pieces: list[tuple[str, float, int]]) -> bytes:
+    """A serialised sentencepiece ``ModelProto`` (field numbers of sentencepiece_model.proto)."""
+    import struct
+
+    def varint(value: int) -> bytes:
+        out = bytearray()
+        while value > 127:
+            out.append(value & 127 | 128)
+            value >>= 7
+        return bytes([*out, value])
+
+    def message(field: int, content: bytes) -> bytes:
+        return varint(field << 3 | 2) + varint(len(content)) + content
+
+    def number(field: int, value: int) -> bytes:
+        return varint(field << 3) + varint(value)
+
+    encoded = b""
+    for piece, score, kind in pieces:
+        body = message(1, piece.encode()) + varint(2 << 3 | 5) + struct.pack("<f", score) + number(3, kind)
+        encoded += message(1, body)
+    trainer = number(3, 2) + number(4, len(pieces)) + number(35, 1)  # model_type BPE, vocab_size, byte_fallback
+    normalizer = message(1, b"identity") + number(3, 1) + number(4, 0) + number(5, 1)
+    return encoded + message(2, trainer) + message(3, normalizer)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
