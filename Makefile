@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 ONNX := model_repository/vision_encoder/1/model.onnx
 CHECKPOINT := build/default_model/checkpoint
 
-.PHONY: env demo serve test lint types test-gpu bench-cpu record clean
+.PHONY: env demo serve test lint types test-gpu bench-cpu parity record report clean
 
 env: $(VENV)/.ready
 
@@ -39,6 +39,13 @@ types: $(VENV)/.ready
 
 bench-cpu: $(ONNX)
 	$(PY) loadtest/bench_cpu.py
+
+# greedy tokens against transformers on 200 held-out pictures
+parity: $(ONNX)
+	$(PY) loadtest/parity.py
+
+report: $(VENV)/.ready
+	$(PY) loadtest/report.py
 
 clean:
 	rm -rf $(VENV) $(ONNX)

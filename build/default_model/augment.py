@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -42,7 +41,10 @@ class Layout:
 @lru_cache(maxsize=256)
 def _grids(min_tiles: int, max_tiles: int) -> list[tuple[int, int]]:
     pairs = [
-        (w, h) for w in range(1, max_tiles + 1) for h in range(1, max_tiles + 1) if min_tiles <= w * h <= max_tiles
+        (w, h)
+        for w in range(1, max_tiles + 1)
+        for h in range(1, max_tiles + 1)
+        if min_tiles <= w * h <= max_tiles
     ]
     return sorted(pairs, key=lambda grid: grid[0] * grid[1])
 
@@ -71,29 +73,68 @@ def random_policy(rng: random.Random) -> Policy:
     return Policy(1, rng.randint(1, 12), rng.choice(("auto", "auto", "never", "always")))
 
 
-def cut(picture: torch.Tensor, plan: Layout, gain: torch.Tensor | None = None) -> torch.Tensor:
-    """uint8 [H,W,3] to uint8 [tiles,3,448,448], row by row, the thumbnail last.  `gain` [2,3]: colour factor and offset."""
+def cut(picture: torch.Tensor, plan: Layout) -> torch.Tensor:
+    """uint8 [H,W,3] to uint8 [tiles,3,448,448], row by row, the thumbnail last; resized as Pillow's BICUBIC does."""
     chw = picture.permute(2, 0, 1)[None].float()
 
     def resized(height: int, width: int) -> torch.Tensor:
         out = chw
         if chw.shape[2:] != (height, width):
             out = F.interpolate(chw, (height, width), mode="bicubic", antialias=True, align_corners=False)
-        if gain is not None:
-            out = out * gain[0][None, :, None, None] + gain[1][None, :, None, None]
-        return out.round_().clamp_(0, 255).to(torch.uint8)
+        return out.round().clamp(0, 255).to(torch.uint8)
 
     whole = resized(TILE * plan.rows, TILE * plan.columns)
-    tiles = whole.view(3, plan.rows, TILE, plan.columns, TILE).permute(1, 3, 0, 2, 4).reshape(-1, 3, TILE, TILE)
+    tiles = (
+        whole.view(3, plan.rows, TILE, plan.columns, TILE).permute(1, 3, 0, 2, 4).reshape(-1, 3, TILE, TILE)
+    )
     return torch.cat([tiles, resized(TILE, TILE)]) if plan.thumbnail else tiles
 
 
+class QuickCutter:
+    """`cut` as two half-precision matrix products a picture: within one grey level, and several times as fast on a GPU.
+
+    The matrices are kept: pictures come in few sizes.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._matrices: dict[tuple[int, int], torch.Tensor] = {}
+
+    def matrix(self, size: int, target: int) -> torch.Tensor:
+        """[target, size], the antialiased bicubic resize of a line (a = -0.5)."""
+        if (size, target) not in self._matrices:
+            scale = size / target
+            spread = max(scale, 1.0)
+            places = torch.arange(size, device=self._device) + 0.5
+            centres = (torch.arange(target, device=self._device) + 0.5) * scale
+            x = ((places[None] - centres[:, None]) / spread).abs()
+            near, far = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
+            weights = torch.where(x < 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
+            self._matrices[size, target] = (weights / weights.sum(1, keepdim=True)).half()
+        return self._matrices[size, target]
+
+    def __call__(self, picture: torch.Tensor, plan: Layout, out: torch.Tensor) -> None:
+        """Writes uint8 [tiles, 3, 448, 448] into `out`."""
+        height, width = picture.shape[:2]
+        chw = picture.permute(2, 0, 1).half()
+
+        def resized(rows: int, columns: int) -> torch.Tensor:
+            shrunk = self.matrix(height, TILE * rows) @ chw
+            whole = shrunk @ self.matrix(width, TILE * columns).mT
+            whole = whole.add_(0.5).clamp_(0, 255)  # the copy below truncates
+            return whole.view(3, rows, TILE, columns, TILE).permute(1, 3, 0, 2, 4)
+
+        area = plan.rows * plan.columns
+        out[:area].view(plan.rows, plan.columns, 3, TILE, TILE).copy_(resized(plan.rows, plan.columns))
+        if plan.thumbnail:
+            out[area:].view(1, 1, 3, TILE, TILE).copy_(resized(1, 1))
+
+
 def random_gain(rng: random.Random) -> list[list[float]]:
-    """A mild change of brightness and white balance, too small to turn one colour's name into another's."""
+    """A mild change of brightness and white balance, too small to turn one colour's name into another's: factors, offsets."""
     contrast = rng.uniform(0.9, 1.1)
     factors = [contrast * rng.uniform(0.96, 1.04) for _ in range(3)]
-    offset = rng.uniform(-10, 10)
-    return [factors, [offset] * 3]
+    return [factors, [rng.uniform(-10, 10)] * 3]
 
 
 def tile_windows(plan: Layout) -> list[tuple[float, float, float, float]]:
@@ -103,7 +144,9 @@ def tile_windows(plan: Layout) -> list[tuple[float, float, float, float]]:
     return windows + [(0.0, 0.0, 1.0, 1.0)] * plan.thumbnail
 
 
-def patch_targets(boxes: torch.Tensor, windows: torch.Tensor, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+def patch_targets(
+    boxes: torch.Tensor, windows: torch.Tensor, classes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What lies on each patch of each tile.
 
     boxes [tiles, boxes, 5]: class number (negative = padding) and x0, y0, x1, y1 as fractions of the tile's picture; windows
@@ -126,10 +169,3 @@ def patch_targets(boxes: torch.Tensor, windows: torch.Tensor, classes: int) -> t
         return torch.einsum("tbyx,tbc->tyxc", where.to(boxes.dtype), kind) > 0
 
     return per_class(covered), per_class(centred)
-
-
-def stack(tiles: Sequence[torch.Tensor], total: int) -> torch.Tensor:
-    """All tiles in one uint8 [total, 3, 448, 448]; the places left over are grey."""
-    joined = torch.cat(list(tiles))
-    missing = total - joined.shape[0]
-    return torch.cat([joined, joined.new_full((missing, *joined.shape[1:]), 128)]) if missing else joined

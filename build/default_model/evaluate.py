@@ -57,7 +57,11 @@ def render_all(items: Sequence[Any], workers: int) -> list[np.ndarray]:
 
 @torch.inference_mode()
 def answer_batch(
-    model: InternVLForConditionalGeneration, chat: ChatTokens, tiles: torch.Tensor, questions: Sequence[str], limit: int
+    model: InternVLForConditionalGeneration,
+    chat: ChatTokens,
+    tiles: torch.Tensor,
+    questions: Sequence[str],
+    limit: int,
 ) -> list[str]:
     """Greedy answers of at most `limit` tokens; `tiles` uint8 [n, 3, 448, 448], equally many for each question, in order."""
     device, count = tiles.device, len(questions)
@@ -65,6 +69,7 @@ def answer_batch(
     rows = torch.cat([image_rows(model, patch_states(model, chunk)) for chunk in tiles.split(256)])
     rows = rows.view(count, -1, rows.shape[-1])
     asked = [chat.question(question) for question in questions]
+    prefix = torch.tensor(chat.prefix(per_picture), device=device)
     answers: list[list[int]] = [[] for _ in asked]
     open_ = set(range(count))
     for _ in range(limit):
@@ -73,7 +78,7 @@ def answer_batch(
         ids = torch.tensor([line + [0] * (width - len(line)) for line in lines], device=device)
         number = torch.tensor([[0] * len(line) + [-1] * (width - len(line)) for line in lines], device=device)
         position = torch.arange(width, device=device).expand(count, -1)
-        states = text_states(model, chat.prefix(per_picture), rows, ids, number, position, len(chat.head))
+        states = text_states(model, prefix, rows, ids, number, position, len(chat.head))
         last = torch.tensor([len(line) - 1 for line in lines], device=device)
         chosen = model.lm_head(states[torch.arange(count, device=device), last]).argmax(-1).tolist()
         for i in sorted(open_):
@@ -108,7 +113,9 @@ def answers(
             for i in part:
                 height, width = pictures[i].shape[:2]
                 tiles.append(cut(torch.from_numpy(pictures[i]).to(device), layout(width, height, policy)))
-            texts = answer_batch(model, chat, torch.cat(tiles), [items[i].question for i in part], 100 if long else 8)
+            texts = answer_batch(
+                model, chat, torch.cat(tiles), [items[i].question for i in part], 100 if long else 8
+            )
             found.update(zip(part, texts, strict=True))
     return [found[i] for i in range(len(items))]
 
@@ -161,13 +168,17 @@ def load(folder: str | Path, device: torch.device) -> tuple[InternVLForCondition
 def main() -> None:
     import scene
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkpoint", default="checkpoint")
     parser.add_argument("--pictures", type=int, default=4524)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--policies", default="reference", help=f"comma-separated, of {', '.join(POLICIES)}")
-    parser.add_argument("--mistakes", help="write each wrong answer to this file, a JSON line each (first policy)")
+    parser.add_argument(
+        "--mistakes", help="write each wrong answer to this file, a JSON line each (first policy)"
+    )
     arguments = parser.parse_args()
     items = scene.heldout(arguments.pictures)
     pictures = render_all(items, arguments.workers)

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from augment import Layout, Policy, layout, random_gain, random_policy, tile_windows
-from sequences import Branch, ChatTokens, PackedBranches, pack
+from sequences import IGNORE, Branch, ChatTokens, PackedBranches, pack
 
-MAX_PICTURE_BYTES = 1920 * 1440 * 3
+MAX_PICTURE_BYTES = 1920 * 1920 * 3
 MAX_BOXES = 64
+VARIANTS = 3  # choices of questions that come with each picture
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Picture:
     height: int
     width: int
     boxes: np.ndarray
-    asked: list[Asked]
+    branches: PackedBranches  # VARIANTS rows
 
     @property
     def end(self) -> int:
@@ -46,18 +47,55 @@ class Picture:
 
 
 def group_of(question: Any) -> tuple[str, ...]:
-    return ("description",) if question.kind == "description" else (question.kind, question.cls, question.answer)
+    return (
+        ("description",) if question.kind == "description" else (question.kind, question.cls, question.answer)
+    )
+
+
+@dataclass
+class Balance:
+    """Chooses which questions of a picture to train on so that every group has been asked about equally often.
+
+    `share` weighs a group; "yes" and "no" about one class are two groups, so each class ends up half yes, half no.
+    """
+
+    share: Callable[[tuple[str, ...]], float]
+    asked: dict[tuple[str, ...], float] = field(default_factory=dict)
+
+    def choose(self, candidates: Sequence[Asked], count: int, rng: random.Random) -> list[Asked]:
+        def due(asked: Asked) -> float:
+            return (self.asked.get(asked.group, 0) + 1) / self.share(asked.group) * rng.uniform(0.5, 2.0)
+
+        chosen = sorted(candidates, key=due)[:count]
+        for asked in chosen:
+            self.asked[asked.group] = self.asked.get(asked.group, 0) + 1
+        rng.shuffle(chosen)
+        return chosen
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How pictures' questions become token rows: how many are tried and into how many places they must fit."""
+
+    tokens: ChatTokens
+    share: Callable[[tuple[str, ...]], float]
+    questions: int
+    length: int
 
 
 def _render_forever(
-    world: Any, tokens: ChatTokens, classes: Sequence[str], slots: mmap.mmap, free: Any, ready: Any, seeds: range
+    world: Any, asking: Asking, classes: Sequence[str], slots: mmap.mmap, free: Any, ready: Any, seeds: range
 ) -> None:
-    """One renderer process: picture into a free shared slot, its boxes and questions through the queue."""
+    """One renderer process: each picture into a free shared slot, its boxes and token rows through the queue.
+
+    Choosing and packing questions happens here, where there are cores to spare; each process balances what it asks itself.
+    """
     import cv2
 
     cv2.setNumThreads(1)
     torch.set_num_threads(1)
     index = {name: i for i, name in enumerate(classes)}
+    balance, rng = Balance(asking.share), random.Random(seeds.start)
     for seed in seeds:
         drawn = world.sample(seed, "train")
         # The pixels a server sees have been through a JPEG file, so those of training are too.
@@ -69,17 +107,19 @@ def _render_forever(
             for name, x0, y0, x1, y1 in world.boxes(drawn)
             if name in index
         ][:MAX_BOXES]
-        asked = [Asked(group_of(q), tokens.branch(q.text, q.answer)) for q in world.questions(drawn)]
+        asked = [Asked(group_of(q), asking.tokens.branch(q.text, q.answer)) for q in world.questions(drawn)]
+        chosen = [balance.choose(asked, asking.questions, rng) for _ in range(VARIANTS)]
+        branches = pack([[a.branch for a in row] for row in chosen], asking.length)
         slot = free.get()
         start = slot * MAX_PICTURE_BYTES
         slots[start : start + pixels.size] = pixels.tobytes()
-        ready.put((slot, height, width, np.array(boxes, np.float32).reshape(-1, 5), asked))
+        ready.put((slot, height, width, np.array(boxes, np.float32).reshape(-1, 5), branches))
 
 
 class Renderers:
     """`workers` forked processes that render training scenes without end.  Start it before CUDA is touched."""
 
-    def __init__(self, world: Any, tokens: ChatTokens, classes: Sequence[str], workers: int, first_seed: int):
+    def __init__(self, world: Any, asking: Asking, classes: Sequence[str], workers: int, first_seed: int):
         context = multiprocessing.get_context("fork")
         count = 4 * workers
         self.slots = mmap.mmap(-1, count * MAX_PICTURE_BYTES)  # anonymous and shared: needs no /dev/shm
@@ -91,7 +131,7 @@ class Renderers:
                 target=_render_forever,
                 args=(
                     world,
-                    tokens,
+                    asking,
                     classes,
                     self.slots,
                     self.free,
@@ -129,7 +169,7 @@ class Store:
         stream = torch.cuda.Stream() if self.memory.is_cuda else None
         while not self._stop.is_set():
             try:
-                slot, height, width, boxes, asked = self._renderers.ready.get(timeout=0.5)
+                slot, height, width, boxes, branches = self._renderers.ready.get(timeout=0.5)
             except queue.Empty:
                 continue
             size = 3 * height * width
@@ -144,7 +184,7 @@ class Store:
                 stream.synchronize()
             self._renderers.free.put(slot)
             with self._lock:
-                self.pictures.append(Picture(start, height, width, boxes, asked))
+                self.pictures.append(Picture(start, height, width, boxes, branches))
                 self.received += 1
             self._head = end
 
@@ -182,46 +222,27 @@ class Batch:
 
     pictures: list[Picture]
     layouts: list[Layout]
-    gains: torch.Tensor  # [pictures, 2, 3]
-    boxes: torch.Tensor  # [pictures, MAX_BOXES, 5]
-    windows: torch.Tensor  # [pictures * tiles, 4]
-    branches: PackedBranches
+    tensors: dict[str, torch.Tensor]
+    """gains [pictures,2,3]; boxes [pictures,64,5]; windows [pictures*tiles,4]; ids, number, position [pictures,length] of the
+    branches; asked [n] flat places whose next token is an answer's, with labels [n] and weights [n]."""
 
     @property
     def tiles(self) -> int:
         return self.layouts[0].tiles
 
 
-@dataclass
-class Balance:
-    """Chooses which questions of a picture to train on so that every group has been asked about equally often.
-
-    `share` weighs a group; "yes" and "no" about one class are two groups, so each class ends up half yes, half no.
-    """
-
-    share: Callable[[tuple[str, ...]], float]
-    asked: dict[tuple[str, ...], float] = field(default_factory=dict)
-
-    def choose(self, candidates: Sequence[Asked], count: int, rng: random.Random) -> list[Asked]:
-        def due(asked: Asked) -> float:
-            return (self.asked.get(asked.group, 0) + 1) / self.share(asked.group) * rng.uniform(0.5, 2.0)
-
-        chosen = sorted(candidates, key=due)[:count]
-        for asked in chosen:
-            self.asked[asked.group] = self.asked.get(asked.group, 0) + 1
-        rng.shuffle(chosen)
-        return chosen
-
-
 class Batches:
     """Fills one waiting list per tile count with freshly drawn pictures and hands out whichever is full first."""
 
     def __init__(
-        self, store: Store, balance: Balance, tiles: int, length: int, questions: int, seed: int,
+        self,
+        store: Store,
+        tiles: int,
+        seed: int,
         policy: Callable[[random.Random], Policy] = random_policy,
-    ):  # fmt: skip
-        self._store, self._balance, self._policy = store, balance, policy
-        self._tiles, self._length, self._questions = tiles, length, questions
+        pinned: bool = False,
+    ):
+        self._store, self._policy, self._tiles, self._pinned = store, policy, tiles, pinned
         self._rng = random.Random(seed)
         self._waiting: dict[int, list[tuple[Picture, Layout]]] = {}
         self._ready: queue.Queue[Batch] = queue.Queue(maxsize=4)
@@ -247,19 +268,29 @@ class Batches:
 
     def _assemble(self, entries: list[tuple[Picture, Layout]]) -> Batch:
         boxes = np.full((len(entries), MAX_BOXES, 5), -1, np.float32)
-        rows = []
         for i, (picture, _) in enumerate(entries):
             boxes[i, : len(picture.boxes)] = picture.boxes
-            chosen = self._balance.choose(picture.asked, self._questions, self._rng)
-            rows.append([asked.branch for asked in chosen])
-        return Batch(
-            [picture for picture, _ in entries],
-            [plan for _, plan in entries],
-            torch.tensor([random_gain(self._rng) for _ in entries]),
-            torch.from_numpy(boxes),
-            torch.tensor([window for _, plan in entries for window in tile_windows(plan)]),
-            pack(rows, self._length),
-        )
+        rows = [(picture.branches, self._rng.randrange(VARIANTS)) for picture, _ in entries]
+
+        def stacked(name: str) -> np.ndarray:
+            return np.stack([getattr(branches, name)[variant] for branches, variant in rows])
+
+        labels, weights = stacked("label"), stacked("weight")
+        asked = np.flatnonzero(labels != IGNORE)
+        tensors = {
+            "gains": torch.tensor([random_gain(self._rng) for _ in entries]),
+            "boxes": torch.from_numpy(boxes),
+            "windows": torch.tensor([window for _, plan in entries for window in tile_windows(plan)]),
+            "ids": torch.from_numpy(stacked("ids")),
+            "number": torch.from_numpy(stacked("number")),
+            "position": torch.from_numpy(stacked("position")),
+            "asked": torch.from_numpy(asked),
+            "labels": torch.from_numpy(labels.reshape(-1)[asked]),
+            "weights": torch.from_numpy(weights.reshape(-1)[asked]),
+        }
+        if self._pinned:
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        return Batch([picture for picture, _ in entries], [plan for _, plan in entries], tensors)
 
     def next(self) -> Batch:
         return self._ready.get()

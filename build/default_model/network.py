@@ -16,11 +16,19 @@ from augment import GRID
 from sequences import attention_mask
 
 
-def patch_states(model: InternVLForConditionalGeneration, tiles: torch.Tensor) -> torch.Tensor:
-    """uint8 [n,3,448,448] to the ViT's last states without CLS, [n, 256, hidden]."""
+def patch_states(
+    model: InternVLForConditionalGeneration, tiles: torch.Tensor, gain: torch.Tensor | None = None
+) -> torch.Tensor:
+    """uint8 [n,3,448,448] to the ViT's last states without CLS, [n, 256, hidden].
+
+    `gain` [n,2,3] recolours for training: factors and offsets, in grey levels.
+    """
     tower = model.model.vision_tower
     mean, std = (torch.tensor(v, device=tiles.device).view(1, 3, 1, 1) for v in (IMAGE_MEAN, IMAGE_STD))
-    pixels = (tiles.float() / 255 - mean) / std
+    levels = tiles.float()
+    if gain is not None:
+        levels = (levels * gain[:, 0, :, None, None] + gain[:, 1, :, None, None]).clamp(0, 255)
+    pixels = (levels / 255 - mean) / std
     projection = tower.embeddings.patch_embeddings.projection
     patches = pixels.view(-1, 3, GRID, PATCH, GRID, PATCH).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
     states = F.linear(patches, projection.weight.flatten(1), projection.bias)
@@ -45,7 +53,7 @@ def image_rows(model: InternVLForConditionalGeneration, states: torch.Tensor) ->
 
 def text_states(
     model: InternVLForConditionalGeneration,
-    prefix: list[int],
+    prefix: torch.Tensor,
     rows: torch.Tensor,
     branch_ids: torch.Tensor,
     branch_number: torch.Tensor,
@@ -54,15 +62,18 @@ def text_states(
 ) -> torch.Tensor:
     """Last hidden states [pictures, length, hidden] of the branches, given image rows [pictures, 64*tiles, hidden].
 
-    `prefix` are the shared ids with placeholders from place `rows_at` on.
+    `prefix` int64 [length] are the shared ids with placeholders from place `rows_at` on.
     """
     embed = model.model.language_model.embed_tokens
     pictures, length = branch_ids.shape
-    shared = embed(torch.tensor(prefix, device=rows.device))[None].expand(pictures, -1, -1)
+    shared = embed(prefix)[None].expand(pictures, -1, -1)
     after = rows_at + rows.shape[1]
-    embeddings = torch.cat([shared[:, :rows_at], rows.to(shared.dtype), shared[:, after:], embed(branch_ids)], dim=1)
+    embeddings = torch.cat(
+        [shared[:, :rows_at], rows.to(shared.dtype), shared[:, after:], embed(branch_ids)], dim=1
+    )
     positions = torch.cat(
-        [torch.arange(len(prefix), device=rows.device).expand(pictures, -1), branch_position + len(prefix)], dim=1
+        [torch.arange(len(prefix), device=rows.device).expand(pictures, -1), branch_position + len(prefix)],
+        dim=1,
     )
     out = model.model.language_model(
         inputs_embeds=embeddings,
@@ -79,6 +90,7 @@ class DenseHead(nn.Module):
     def __init__(self, hidden: int, classes: int):
         super().__init__()
         self.linear = nn.Linear(hidden, 2 * classes)
+        nn.init.constant_(self.linear.bias, -4.0)  # nearly every class is absent from nearly every patch
 
     def forward(
         self, states: torch.Tensor, covered: torch.Tensor, centred: torch.Tensor, valid: torch.Tensor
@@ -86,6 +98,8 @@ class DenseHead(nn.Module):
         """Mean over valid tiles' patches of the summed class losses; covered, centred [n,16,16,classes]; valid [n]."""
         logits = self.linear(states).float()
         targets = torch.cat([covered, centred], dim=-1).flatten(1, 2).float()
-        loss = F.binary_cross_entropy_with_logits(logits, targets, reduction="none", pos_weight=logits.new_tensor(4.0))
+        loss = F.binary_cross_entropy_with_logits(
+            logits, targets, reduction="none", pos_weight=logits.new_tensor(4.0)
+        )
         per_tile = loss.sum(-1).mean(-1)
         return (per_tile * valid).sum() / valid.sum()

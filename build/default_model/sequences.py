@@ -74,9 +74,9 @@ def pack(rows: Sequence[Sequence[Branch]], length: int, long_weight: float = 0.2
     """
     shape = (len(rows), length)
     packed = PackedBranches(
-        np.full(shape, PAD, np.int64),
-        np.full(shape, -1, np.int64),
-        np.zeros(shape, np.int64),
+        np.full(shape, PAD, np.int32),
+        np.full(shape, -1, np.int8),
+        np.zeros(shape, np.int32),
         np.full(shape, IGNORE, np.int64),
         np.zeros(shape, np.float32),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,11 +21,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import InternVLForConditionalGeneration
 
-from architecture import build_model, save_model
-from augment import cut, patch_targets, stack
-from feed import Balance, Batch, Batches, Renderers, Store
+from architecture import TILE, build_model, save_model
+from augment import QuickCutter, patch_targets
+from feed import Asking, Batch, Batches, Renderers, Store
+from muon import StackedMuon
 from network import DenseHead, image_rows, patch_states, text_states
-from sequences import IGNORE, ChatTokens
+from sequences import ChatTokens
 
 SHARE = {"hazard": 1.5, "count": 0.4, "colour": 0.12, "position": 0.25, "description": 3.0}
 
@@ -50,70 +51,94 @@ def question_share(hazards: Iterable[str]) -> Any:
 class Trainer:
     """Model, dense head, optimizers and the running average of the weights."""
 
-    def __init__(self, chat: ChatTokens, classes: int, tiles: int, device: torch.device, lr: float, compiled: bool):
-        self.chat, self.classes, self.tiles, self.device, self.lr = chat, classes, tiles, device, lr
+    def __init__(
+        self,
+        chat: ChatTokens,
+        classes: int,
+        tiles: int,
+        device: torch.device,
+        lr: float,
+        compiled: bool = False,
+    ):
+        self.chat, self.classes, self.tiles, self.device = chat, classes, tiles, device
         self.model: InternVLForConditionalGeneration = build_model().to(device).train()
         self.dense = DenseHead(self.model.config.vision_config.hidden_size, classes).to(device)
         self.average = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self.step, self.seconds = 0, 0.0
-        inner = [
-            *self.model.model.vision_tower.encoder.parameters(),
-            *self.model.model.language_model.layers.parameters(),
-            *self.model.model.multi_modal_projector.parameters(),
+        inside = (
+            self.model.model.vision_tower,
+            self.model.model.language_model.layers,
+            self.model.model.multi_modal_projector,
+        )
+        # Position and CLS tables are lists of vectors, not maps between them, so their update stays element by element.
+        matrices = [
+            p for part in inside for n, p in part.named_parameters() if n.endswith("weight") and p.ndim >= 2
         ]
-        matrices = [p for p in inner if p.ndim == 2]
         taken = {id(p) for p in matrices}
         others = [p for p in [*self.model.parameters(), *self.dense.parameters()] if id(p) not in taken]
-        decayed, plain = [p for p in others if p.ndim >= 2], [p for p in others if p.ndim < 2]
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=lr, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+            StackedMuon(matrices, lr=lr, weight_decay=0.02),
             torch.optim.AdamW(
-                [{"params": decayed, "weight_decay": 0.02}, {"params": plain, "weight_decay": 0.0}],
-                lr=lr,
-                betas=(0.9, 0.98),
+                others, lr=lr / 2, betas=(0.9, 0.98), weight_decay=0.0, fused=device.type == "cuda"
             ),
         ]
+        self._rates = [lr, lr / 2]
+        self._cutter = QuickCutter(device)
+        self._prefixes: dict[int, torch.Tensor] = {}
         self._see = torch.compile(self._look) if compiled else self._look
 
     def _look(
-        self, tiles: torch.Tensor, covered: torch.Tensor, centred: torch.Tensor, valid: torch.Tensor
+        self,
+        tiles: torch.Tensor,
+        gain: torch.Tensor,
+        covered: torch.Tensor,
+        centred: torch.Tensor,
+        valid: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        states = patch_states(self.model, tiles)
+        states = patch_states(self.model, tiles, gain)
         return image_rows(self.model, states), self.dense(states, covered, centred, valid)
 
+    def _prefix(self, tiles: int) -> torch.Tensor:
+        if tiles not in self._prefixes:
+            self._prefixes[tiles] = torch.tensor(self.chat.prefix(tiles), device=self.device)
+        return self._prefixes[tiles]
+
     def losses(self, batch: Batch, store: Store) -> tuple[torch.Tensor, torch.Tensor]:
-        """(answer loss, dense loss) of a batch."""
-        count = len(batch.pictures)
-        used = count * batch.tiles
-        gains = batch.gains.to(self.device, non_blocking=True)
-        pieces = [
-            cut(store.pixels(p), plan, gain) for p, plan, gain in zip(batch.pictures, batch.layouts, gains, strict=True)
-        ]
-        tiles = stack(pieces, self.tiles)
-        boxes = batch.boxes.to(self.device).repeat_interleave(batch.tiles, 0)
-        covered, centred = patch_targets(boxes, batch.windows.to(self.device), self.classes)
-        missing = (0, 0) * 3 + (0, self.tiles - used)
+        """(answer loss, dense loss) of a batch.  Waits for the device nowhere, so that launches run ahead of it."""
+        count, per_picture = len(batch.pictures), batch.tiles
+        used = count * per_picture
+        held = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.tensors.items()}
+        tiles = torch.empty((self.tiles, 3, TILE, TILE), dtype=torch.uint8, device=self.device)
+        tiles[used:] = 128
+        for i, (picture, plan) in enumerate(zip(batch.pictures, batch.layouts, strict=True)):
+            self._cutter(store.pixels(picture), plan, tiles[i * per_picture : (i + 1) * per_picture])
+        boxes = held["boxes"].repeat_interleave(per_picture, 0, output_size=used)
+        covered, centred = patch_targets(boxes, held["windows"], self.classes)
+        gain = held["gains"].repeat_interleave(per_picture, 0, output_size=used)
+        spare = self.tiles - used
         valid = torch.arange(self.tiles, device=self.device) < used
-        packed = {k: torch.from_numpy(v).to(self.device) for k, v in vars(batch.branches).items()}
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-            rows, dense = self._see(tiles, F.pad(covered, missing), F.pad(centred, missing), valid)
-            rows = rows[:used].reshape(count, -1, rows.shape[-1])
+            rows, dense = self._see(
+                tiles,
+                F.pad(gain, (0, 0) * 2 + (0, spare)),
+                F.pad(covered, (0, 0) * 3 + (0, spare)),
+                F.pad(centred, (0, 0) * 3 + (0, spare)),
+                valid,
+            )
             states = text_states(
-                self.model, self.chat.prefix(batch.tiles), rows,
-                packed["ids"], packed["number"], packed["position"], len(self.chat.head),
+                self.model, self._prefix(per_picture), rows[:used].reshape(count, -1, rows.shape[-1]),
+                held["ids"], held["number"], held["position"], len(self.chat.head),
             )  # fmt: skip
-            asked = packed["label"] != IGNORE
-            logits = self.model.lm_head(states[asked])
-        weight = packed["weight"][asked]
-        each = F.cross_entropy(logits.float(), packed["label"][asked], reduction="none")
-        return (each * weight).sum() / weight.sum(), dense
+            logits = self.model.lm_head(states.flatten(0, 1)[held["asked"]])
+        each = F.cross_entropy(logits.float(), held["labels"], reduction="none")
+        return (each * held["weights"]).sum() / held["weights"].sum(), dense
 
     def train_step(self, batch: Batch, store: Store, progress: float) -> tuple[torch.Tensor, torch.Tensor]:
         """One update; `progress` 0..1 sets the learning rate."""
-        rate = self.lr * min(1.0, (self.step + 1) / 200) * min(1.0, max(0.01, (1 - progress) / 0.6))
-        for optimizer in self.optimizers:
+        factor = min(1.0, (self.step + 1) / 300) * min(1.0, max(0.01, (1 - progress) / 0.6))
+        for optimizer, rate in zip(self.optimizers, self._rates, strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * factor
         answer, dense = self.losses(batch, store)
         (answer + dense).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -124,7 +149,9 @@ class Trainer:
         keep = min(0.998, self.step / (self.step + 10))
         with torch.no_grad():
             current = self.model.state_dict()
-            torch._foreach_lerp_(list(self.average.values()), [current[name] for name in self.average], 1 - keep)
+            torch._foreach_lerp_(
+                list(self.average.values()), [current[name] for name in self.average], 1 - keep
+            )
         return answer.detach(), dense.detach()
 
     def save_state(self, folder: Path) -> None:
@@ -158,13 +185,15 @@ class Trainer:
 
 def run(arguments: argparse.Namespace, world: Any) -> dict[str, Any]:
     """Train until the budget is used; returns the summary."""
+    sys.setswitchinterval(5e-4)  # the feeding threads must not hold up kernel launches
     out, state = Path(arguments.out), Path(arguments.state)
     chat = ChatTokens(out / "tokenizer.json")
     classes = class_names(world)
     progress_file = state / "progress.json"
     resumed = json.loads(progress_file.read_text())["step"] if progress_file.exists() else 0
     # A resumed run goes on with scenes that the earlier one cannot have reached.
-    renderers = Renderers(world, chat, classes, arguments.workers, first_seed=1000 + resumed * 1000)
+    asking = Asking(chat, question_share(world.HAZARDS), arguments.questions, arguments.length)
+    renderers = Renderers(world, asking, classes, arguments.workers, first_seed=1000 + resumed * 1000)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = True
     trainer = Trainer(chat, len(classes), arguments.tiles, device, arguments.lr, arguments.compile)
@@ -175,8 +204,7 @@ def run(arguments: argparse.Namespace, world: Any) -> dict[str, Any]:
     while len(store.pictures) < arguments.warm_pictures:
         time.sleep(0.1)
     print(f"{store.received} pictures after {time.monotonic() - started:.0f} s", flush=True)
-    balance = Balance(question_share(world.HAZARDS))
-    batches = Batches(store, balance, arguments.tiles, arguments.length, arguments.questions, seed=trainer.step)
+    batches = Batches(store, arguments.tiles, seed=trainer.step, pinned=device.type == "cuda")
     earlier, began, drawn, steps = trainer.seconds, started, 0, 0
     reported = saved = time.monotonic()
     sums = torch.zeros(2, device=device)
@@ -184,8 +212,12 @@ def run(arguments: argparse.Namespace, world: Any) -> dict[str, Any]:
     try:
         while True:
             trainer.seconds = earlier + time.monotonic() - began
-            progress = trainer.step / arguments.steps if arguments.steps else trainer.seconds / 60 / arguments.minutes
-            if progress >= 1:
+            progress = (
+                trainer.step / arguments.steps
+                if arguments.steps
+                else trainer.seconds / 60 / arguments.minutes
+            )
+            if progress >= 1 or (arguments.stop_minutes and trainer.seconds / 60 >= arguments.stop_minutes):
                 break
             before = time.monotonic()
             batch = batches.next()
@@ -222,20 +254,31 @@ def run(arguments: argparse.Namespace, world: Any) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="checkpoint", help="checkpoint folder; its tokenizer must be there already")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", default="checkpoint", help="checkpoint folder; its tokenizer must be there already"
+    )
     parser.add_argument("--state", default="training-state", help="folder of the resumable state")
     parser.add_argument(
         "--minutes", type=float, default=13.0, help="wall-clock budget of all runs on this state together"
     )
     parser.add_argument("--steps", type=int, default=0, help="budget in steps instead of minutes")
+    parser.add_argument(
+        "--stop-minutes", type=float, default=0.0, help="stop here; a later run on this state goes on"
+    )
     parser.add_argument("--workers", type=int, default=15, help="renderer processes")
-    parser.add_argument("--tiles", type=int, default=1040, help="tiles per step")
-    parser.add_argument("--length", type=int, default=254, help="places for questions and answers per picture")
-    parser.add_argument("--questions", type=int, default=14, help="questions per picture and step")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--tiles", type=int, default=520, help="tiles per step")
+    parser.add_argument(
+        "--length", type=int, default=254, help="places for questions and answers per picture"
+    )
+    parser.add_argument("--questions", type=int, default=13, help="questions per picture and step")
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--store-gb", type=float, default=70.0, help="replay store on the device")
-    parser.add_argument("--warm-pictures", type=int, default=3000, help="pictures rendered before the first step")
+    parser.add_argument(
+        "--warm-pictures", type=int, default=3000, help="pictures rendered before the first step"
+    )
     parser.add_argument("--report-seconds", type=float, default=15.0)
     parser.add_argument("--compile", action="store_true", help="compile the vision half")
     return parser.parse_args(argv)

@@ -65,16 +65,14 @@ class ProtocolError(TesseraClientError):
 
 _PREFIXES = re.compile(r"^(?:in ensemble '[^']*', *|\[request id: [^\]]*\] *)+")
 _TRACE = re.compile(r"\s*\n\s*At:\n.*", re.DOTALL)
+_STATUS = re.compile(r"^([A-Z]+(?:_[A-Z]+)*): ")
 _BUSY_REMEDY = "the server is busy: lower the concurrency or try again later"
+_SLOW_REMEDY = "give a longer timeout or lower the load"
 
-# Recognised by their words, whatever status came with them: tritonserver's generate endpoints answer every fault
-# with a bare 400, and a dead stage is reported as INTERNAL although another attempt may find it restarted.
+# Recognised by their words, whatever status came with them: a dead stage, say, is reported as INTERNAL although
+# another attempt may find it restarted.
 _BY_WORDS: tuple[tuple[re.Pattern[str], type[TesseraClientError], str], ...] = (
-    (
-        re.compile(r"deadline exceeded|request timeout expired", re.I),
-        DeadlineExceeded,
-        "give a longer timeout or lower the load",
-    ),
+    (re.compile(r"deadline exceeded|request timeout expired", re.I), DeadlineExceeded, _SLOW_REMEDY),
     (
         re.compile(r"stub process .* is not healthy", re.I),
         Unavailable,
@@ -86,6 +84,12 @@ _BY_WORDS: tuple[tuple[re.Pattern[str], type[TesseraClientError], str], ...] = (
         Unavailable,
         "the server is shutting down",
     ),
+    (re.compile(r"^(the )?(request )?(was )?cancell?ed\b", re.I), Cancelled, ""),
+    (
+        re.compile(r"request for unknown model", re.I),
+        InvalidRequest,
+        "see `tessera status` for the models this server has",
+    ),
     (
         re.compile(r"generate expects model to produce exactly 1 response", re.I),
         ProtocolError,
@@ -93,26 +97,27 @@ _BY_WORDS: tuple[tuple[re.Pattern[str], type[TesseraClientError], str], ...] = (
     ),
 )
 
-# Only asked when no status came along (generate endpoints, error events inside a stream).
+# Only asked when no status came along: gRPC streams give none, the generate endpoints answer each fault with 400.
 _WITHOUT_STATUS: tuple[tuple[re.Pattern[str], type[TesseraClientError], str], ...] = (
+    (re.compile(r"try(ing)? again|queue is full|too many requests|in flight", re.I), Unavailable, _BUSY_REMEDY),
     (
-        re.compile(r"try(ing)? again|queue is full|too many requests|in flight", re.I),
-        Unavailable,
-        _BUSY_REMEDY,
+        re.compile(r"^failed to process the request|server's log says why|^unexpected deadlock", re.I),
+        ServerError,
+        "",
     ),
-    (re.compile(r"^(request )?(was )?cancell?ed", re.I), Cancelled, ""),
-    (re.compile(r"^failed to process the request|^internal|^unexpected deadlock", re.I), ServerError, ""),
 )
 
 _BY_CODE: dict[str, tuple[type[TesseraClientError], str]] = {
     "INVALID_ARGUMENT": (InvalidRequest, ""),
     "OUT_OF_RANGE": (InvalidRequest, ""),
     "FAILED_PRECONDITION": (InvalidRequest, ""),
-    "NOT_FOUND": (InvalidRequest, "see `tessera status` for the models this server has"),
+    "NOT_FOUND": (InvalidRequest, ""),
     "ALREADY_EXISTS": (InvalidRequest, ""),
+    "INTERNAL": (ServerError, ""),
+    "UNKNOWN": (ServerError, ""),
     "UNAVAILABLE": (Unavailable, _BUSY_REMEDY),
     "RESOURCE_EXHAUSTED": (Unavailable, _BUSY_REMEDY),
-    "DEADLINE_EXCEEDED": (DeadlineExceeded, "give a longer timeout or lower the load"),
+    "DEADLINE_EXCEEDED": (DeadlineExceeded, _SLOW_REMEDY),
     "CANCELLED": (Cancelled, ""),
     "UNIMPLEMENTED": (ProtocolError, "is this a Tessera server, and the address its gRPC port (8001)?"),
 }
@@ -127,20 +132,23 @@ def from_server(message: str, code: str = "") -> TesseraClientError:
     """The error for a fault reported by the server.
 
     Args:
-        message: the server's text, prefixes and all.
+        message: the server's text, prefixes and all. A status name in front (``UNAVAILABLE: ...``) is taken as
+            the code where none came with it.
         code: the gRPC status name that came with it; empty where the endpoint gives none.
     """
     text = clean(message) or "the server gave no reason"
+    if (status := _STATUS.match(text)) and status[1] in _BY_CODE:
+        code, text = code or status[1], text[status.end() :]
     for pattern, kind, remedy in _BY_WORDS:
         if pattern.search(text):
             return kind(text, remedy, code)
-    if not code:
-        for pattern, kind, remedy in _WITHOUT_STATUS:
-            if pattern.search(text):
-                return kind(text, remedy)
-        return InvalidRequest(text)
-    kind, remedy = _BY_CODE.get(code, (ServerError, ""))
-    return kind(text, remedy, code)
+    if code:
+        kind, remedy = _BY_CODE.get(code, (ServerError, ""))
+        return kind(text, remedy, code)
+    for pattern, kind, remedy in _WITHOUT_STATUS:
+        if pattern.search(text):
+            return kind(text, remedy)
+    return InvalidRequest(text)
 
 
 def connection_failed(url: str, detail: str) -> ConnectionFailed:

@@ -1,8 +1,9 @@
 """Many requests on one long-lived bidirectional call, told apart by their ids: :class:`Line` and its asyncio twin.
 
-Why not one call a request: tritonserver 2.51 crashes, now and then, when a client cancels a ModelStreamInfer call
-with a response on its way, and when a call asks for true statuses (header ``triton_grpc_error``) and fails. A line
-is never cancelled while requests are on it: who loses interest stops listening and sends a control request.
+Why not one call a request: tritonserver 2.51 crashes, now and then, when a client that has closed its own direction
+cancels a ModelStreamInfer call with a response on its way, and when a call asks for true statuses (header
+``triton_grpc_error``) and fails. A line is not cancelled while requests are on it: who loses interest stops listening
+and sends a control request.
 
 A line that was idle for a moment closes itself, because the server cannot shut down while one is open. This file
 knows nothing of the messages beyond "a response has ``infer_response.id``, ``error_message`` and a final flag".
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +87,15 @@ class Line:
         return list(self._listeners.inboxes)
 
     def close(self, seconds: float) -> None:
-        """Lets the server end the call and waits for it that long."""
-        self._shut()
-        self._reader.join(seconds)
+        """Ends the call in order: takes no new request, waits for those on it, then lets the server end it."""
+        with self._lock:
+            self._open = False
+        deadline = time.monotonic() + seconds
+        while self._listeners.inboxes and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if not self._listeners.inboxes:  # else the channel's end cancels the call, with our direction still open
+            self._outgoing.put(None)
+            self._reader.join(seconds)
         self._listeners.fail(Cancelled("the client was closed"))
 
     def _shut(self) -> None:
@@ -179,8 +187,13 @@ class AsyncLine:
     async def close(self, seconds: float) -> None:
         import asyncio
 
-        self._shut()
-        await asyncio.wait([self._reader], timeout=seconds)
+        self._open = False
+        deadline = time.monotonic() + seconds
+        while self._listeners.inboxes and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        if not self._listeners.inboxes:
+            self._outgoing.put_nowait(None)
+            await asyncio.wait([self._reader], timeout=seconds)
         self._listeners.fail(Cancelled("the client was closed"))
 
     def _shut(self) -> None:

@@ -212,7 +212,7 @@ class GrpcTransport:
         line, self._line = self._line, None
         if line is not None:
             for request_id in line.waiting():
-                line.send("", self._grpc.cancel_message("", request_id), None)
+                line.send(control := f"cancel-{request_id}", self._grpc.cancel_message(control, request_id), None)
             line.close(CONTROL_SECONDS)
         self._grpc.channel.close()
 
@@ -285,7 +285,7 @@ class AsyncGrpcTransport:
         if opened is not None and not self._closed:
             if line is not None:
                 for request_id in line.waiting():
-                    line.send("", opened.cancel_message("", request_id), None)
+                    line.send(control := f"cancel-{request_id}", opened.cancel_message(control, request_id), None)
                 await line.close(CONTROL_SECONDS)
             await opened.channel.close()
         self._closed = True

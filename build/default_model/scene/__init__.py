@@ -5,9 +5,10 @@
 """
 
 from .heldout import HeldoutItem, heldout
+from .parameters import HAZARDS, Scene
 from .questions import KINDS, ORDINARY, Question, ask, boxes, describe, questions
 from .renderer import encode_jpeg, render
-from .sampler import HAZARDS, Scene, sample
+from .sampler import sample
 
 __all__ = [
     "HAZARDS",

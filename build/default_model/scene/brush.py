@@ -49,10 +49,6 @@ class Brush:
         turn = 2 * math.pi / n
         self.poly([(s + rs * math.cos(i * turn), t + rt * math.sin(i * turn), d) for i in range(n)], rgb)
 
-    def line(self, points: Iterable[Sequence[float]], rgb: Colour, width: float) -> None:
-        """A line through points; `width` is in pixels (fractions blend into a thinner look at 1 pixel)."""
-        cv2.polylines(self.image, [self._fixed(points)], False, rgb, max(round(width), 1), cv2.LINE_AA, _BITS)
-
     def ribbon(self, points: Sequence[tuple[float, float]], rgb: Colour, width: float) -> None:
         """A line of exact, possibly fractional width in pixels, tapering to half at its end."""
         flat = [self.at(*p) for p in points]
@@ -108,10 +104,10 @@ class Brush:
         if x1 <= x0 or y1 <= y0:
             return
         mask = np.zeros((y1 - y0, x1 - x0), np.uint8)
-        fixed = fixed - np.array([x0 << _BITS, y0 << _BITS], np.int32)
-        cv2.fillPoly(mask, [fixed], round(255 * strength), cv2.LINE_AA, _BITS)
+        local: np.ndarray = fixed - np.array([x0 << _BITS, y0 << _BITS], np.int32)
+        cv2.fillPoly(mask, [local], (round(255 * strength),), cv2.LINE_AA, _BITS)
         if soft > 0.3:
-            mask = cv2.GaussianBlur(mask, (0, 0), soft)
+            cv2.GaussianBlur(mask, (0, 0), soft, mask)
         part = self.image[y0:y1, x0:x1]
         alpha = mask[..., None].astype(np.uint16)
         part[:] = ((part * (255 - alpha) + alpha * np.array(rgb, np.uint16)) // 255).astype(np.uint8)

@@ -7,7 +7,7 @@ from functools import lru_cache
 import cv2
 import numpy as np
 
-from .sampler import Scene
+from .parameters import Scene
 
 _UNIT = 200  # the light map's value for "as drawn"
 _SHEET = 2048

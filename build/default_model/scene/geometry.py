@@ -14,7 +14,7 @@ Colour = tuple[int, int, int]
 Box = tuple[float, float, float, float]
 
 TILE = 448
-SMALLEST_ON_TILES = 30.0  # pixels of the 12-tile picture: the least extent of anything a label rests on
+SMALLEST_ON_TILES = 34.0  # pixels of the 12-tile picture: the least extent of anything a label rests on
 SMALLEST_IN_SOURCE = 16.0  # pixels of the picture itself
 LARGE = 1280  # a picture is large from this longer side on
 

@@ -47,7 +47,7 @@ def crack(brush: Brush) -> None:
         across = along + (dice.uniform(-0.26, 0.26) if 0 < i < n - 1 else 0.0)
         across = min(max(across if down else 1 - across, 0.0), 1.0)
         path.append((across, along) if tall else (along, across))
-    width = max(item.extent * dice.uniform(0.085, 0.12), 2.2)
+    width = max(item.extent * dice.uniform(0.1, 0.13), 2.4)
     brush.ribbon(path, dark, width)
     for _ in range(1 + dice.integer(3)):
         k = 1 + dice.integer(n - 3)

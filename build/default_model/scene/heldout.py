@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from functools import lru_cache
 
 from .dice import Dice
+from .parameters import HAZARDS
 from .questions import COLOURED, COUNTED, ORDINARY, Question, questions
-from .sampler import HAZARDS, sample
+from .sampler import sample
 
 PICTURES = 4524
 FIRST_SEED = 7_000_000
@@ -56,37 +58,24 @@ def _slots(count: int) -> list[_Slot]:
 @lru_cache(maxsize=2)
 def heldout(n: int = PICTURES) -> list[HeldoutItem]:
     """The first n pictures of the set. Slots are filled from scenes in seed order; a scene serves once."""
-    waiting: list[tuple[int, int, int, dict[tuple[str, str], Question]]] = []
+    waiting: dict[_Slot, deque[tuple[int, int, int, Question]]] = defaultdict(deque)
+    served: set[int] = set()
     items: list[HeldoutItem] = []
     seed = FIRST_SEED
     for slot in _slots(n)[:n]:
-        while True:
-            match = next(((i, q) for i, w in enumerate(waiting) if (q := _match(w[3], slot))), None)
-            if match:
-                break
+        queue = waiting[slot]
+        while not queue or queue[0][0] in served:
+            if queue:
+                queue.popleft()
+                continue
             scene = sample.__wrapped__(seed, "heldout")
-            asked = {(q.kind, q.cls): q for q in questions(scene)}
-            waiting.append((seed, scene.width, scene.height, asked))
+            for question in questions(scene):
+                for answer in (question.answer, None):
+                    entry = (seed, scene.width, scene.height, question)
+                    waiting[question.kind, question.cls, answer].append(entry)
             seed += 1
-        index, question = match
-        scene_seed, width, height, _ = waiting.pop(index)
-        items.append(
-            HeldoutItem(
-                len(items),
-                scene_seed,
-                question.text,
-                question.answer,
-                question.kind,
-                question.cls,
-                width,
-                height,
-            )
-        )
+        scene_seed, width, height, question = queue.popleft()
+        served.add(scene_seed)
+        asked = (question.text, question.answer, question.kind, question.cls)
+        items.append(HeldoutItem(len(items), scene_seed, *asked, width, height))
     return items
-
-
-def _match(asked: dict[tuple[str, str], Question], slot: _Slot) -> Question | None:
-    """The scene's question that fills the slot."""
-    kind, cls, answer = slot
-    question = asked.get((kind, cls))
-    return question if question and answer in (None, question.answer) else None

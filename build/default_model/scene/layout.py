@@ -147,13 +147,13 @@ class Layout:
     def _admit(self, item: Item) -> bool:
         """Adds the item unless that hides too much of it or of another."""
         mine, covered = 0.0, {}
-        size = overlap(item.box, item.box)
+        left, top, right, bottom = item.box
+        size = (right - left) * (bottom - top)
         for index, other in enumerate(self.items):
-            if other.plane == "mark":
+            x0, y0, x1, y1 = other.box
+            if x0 >= right or x1 <= left or y0 >= bottom or y1 <= top or other.plane == "mark":
                 continue
             shared = overlap(item.box, other.box)
-            if not shared:
-                continue
             if self.freed and other.kind in ("door", "box"):
                 continue
             if item.kind in _STRICT or other.kind in _STRICT:

@@ -39,9 +39,17 @@ GAS_BOTTLES = ("blue", "grey", "orange", "green", "yellow")
 
 def jitter(dice: Dice, rgb: Colour, amount: float = 10.0) -> Colour:
     """The colour moved a little in brightness and hue."""
-    shift = dice.uniform(-amount, amount)
-    r, g, b = (int(min(max(c + shift + dice.uniform(-amount, amount) / 2, 8), 250)) for c in rgb)
-    return r, g, b
+    shift, hue = dice.uniform(-amount, amount), amount / 2
+    r, g, b = rgb
+    return (
+        _level(r + shift + dice.uniform(-hue, hue)),
+        _level(g + shift + dice.uniform(-hue, hue)),
+        _level(b + shift + dice.uniform(-hue, hue)),
+    )
+
+
+def _level(value: float) -> int:
+    return 8 if value < 8 else 250 if value > 250 else int(value)
 
 
 def distance(a: Colour, b: Colour) -> int:

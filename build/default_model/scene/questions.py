@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from .dice import Dice
 from .geometry import Item
+from .parameters import HAZARDS, Scene
 from .phrasings import COLOUR, COUNT, DESCRIPTION, HAZARD, POSITION, PRESENCE, article, plural
-from .sampler import HAZARDS, Scene
 
 KINDS = ("presence", "hazard", "count", "colour", "position", "description")
 ORDINARY = (
@@ -43,8 +43,8 @@ class Question:
 
 
 def boxes(scene: Scene) -> list[tuple[str, float, float, float, float]]:
-    """(class, x0, y0, x1, y1) of all labelled things, in pixels."""
-    return [(item.kind, *item.box) for item in scene.items if item.kind in HAZARDS + ORDINARY]
+    """(class, x0, y0, x1, y1) of all things but shadows, in pixels; a blocked exit has the box of its door."""
+    return [(item.kind, *item.box) for item in scene.items if item.kind != "shadow"]
 
 
 def questions(scene: Scene) -> list[Question]:

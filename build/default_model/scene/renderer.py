@@ -6,7 +6,7 @@ import numpy as np
 
 from . import doubles, effects, furniture, hazards, objects, room
 from .brush import Brush
-from .sampler import Scene
+from .parameters import Scene
 
 _DRAW = {**objects.DRAW, **furniture.DRAW, **doubles.DRAW, **hazards.DRAW}
 

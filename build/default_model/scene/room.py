@@ -14,7 +14,7 @@ from .brush import blob
 from .dice import Dice
 from .geometry import Colour
 from .palette import shade
-from .sampler import Scene
+from .parameters import Scene
 
 _SIDE = 256  # pixels of a texture's repeating square
 _DETAIL = 800  # the longer side up to which the background is drawn at full resolution
@@ -65,8 +65,8 @@ def pattern(kind: str, seed: int) -> np.ndarray:
         part = ((y + shift) % 1 < 0.5).astype(int)
         tone = random.standard_normal((n, 2))[row, part]
         grain = random.standard_normal((8, _SIDE)).astype(np.float32)
-        grain = cv2.resize(np.vstack([grain, grain[:1]]), (_SIDE, _SIDE), interpolation=cv2.INTER_LINEAR)
-        out += np.where(joint, -40, tone * 9 + grain * 4)
+        wood = cv2.resize(np.vstack([grain, grain[:1]]), (_SIDE, _SIDE), interpolation=cv2.INTER_LINEAR)
+        out += np.where(joint, -40, tone * 9 + wood * 4)
     return cv2.cvtColor(np.clip(out, 0, 255).astype(np.uint8), cv2.COLOR_GRAY2RGB)
 
 
@@ -92,16 +92,23 @@ def background(scene: Scene) -> np.ndarray:
         return u / reduce, v / reduce
 
     wide, tall = room.wide, room.tall
-    surfaces = (
-        ("ceiling", "plain", look.ceiling_rgb, 1.0, ((0, tall, near), (wide, tall, near), (wide, tall, far), (0, tall, far))),
-        ("floor", look.floor_pattern, look.floor_rgb, 1.0, ((0, 0, far), (wide, 0, far), (wide, 0, near), (0, 0, near))),
-        ("left", look.wall_pattern, look.wall_rgb, 0.92, ((0, tall, near), (0, tall, far), (0, 0, far), (0, 0, near))),
-        ("right", look.wall_pattern, look.wall_rgb, 0.86, ((wide, tall, far), (wide, tall, near), (wide, 0, near), (wide, 0, far))),
-        ("back", look.wall_pattern, look.wall_rgb, 1.0, ((0, tall, far), (wide, tall, far), (wide, 0, far), (0, 0, far))),
-    )  # fmt: skip
+    corners = {  # left or right, top or bottom, near or far
+        a + b + c: corner(x, y, z)
+        for a, x in (("l", 0.0), ("r", wide))
+        for b, y in (("t", tall), ("b", 0.0))
+        for c, z in (("n", near), ("f", far))
+    }
+    wall = (look.wall_pattern, look.wall_rgb)
+    surfaces = (  # name, pattern, colour, light, corners clockwise from the texture's top left
+        ("ceiling", "plain", look.ceiling_rgb, 1.0, "ltn rtn rtf ltf"),
+        ("floor", look.floor_pattern, look.floor_rgb, 1.0, "lbf rbf rbn lbn"),
+        ("left", *wall, 0.92, "ltn ltf lbf lbn"),
+        ("right", *wall, 0.86, "rtf rtn rbn rbf"),
+        ("back", *wall, 1.0, "ltf rtf rbf lbf"),
+    )
     depth = far - near
-    for name, kind, rgb, light, corners in surfaces:
-        target = np.array([corner(*c) for c in corners], np.float32)
+    for name, kind, rgb, light, around in surfaces:
+        target = np.array([corners[key] for key in around.split()], np.float32)
         rgb = shade(rgb, light)
         if kind == "plain":
             cv2.fillConvexPoly(image, np.round(target * 16).astype(np.int32), rgb, cv2.LINE_AA, 4)
@@ -113,9 +120,9 @@ def background(scene: Scene) -> np.ndarray:
     if look.skirting:
         _skirting(image, scene, corner)
     _shadows(image, scene, reduce)
-    if reduce > 1:
-        image = cv2.resize(image, (room.width, room.height), interpolation=cv2.INTER_LINEAR)
-    return image
+    if reduce == 1:
+        return image
+    return np.asarray(cv2.resize(image, (room.width, room.height), interpolation=cv2.INTER_LINEAR))
 
 
 def _lay(image: np.ndarray, texture: np.ndarray, target: np.ndarray) -> None:
@@ -133,7 +140,7 @@ def _lay(image: np.ndarray, texture: np.ndarray, target: np.ndarray) -> None:
         texture, matrix, (x1 - x0, y1 - y0), flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE
     )
     mask = np.zeros(part.shape[:2], np.uint8)
-    cv2.fillConvexPoly(mask, np.round((target - (x0, y0)) * 16).astype(np.int32), 255, cv2.LINE_8, 4)
+    cv2.fillConvexPoly(mask, np.round((target - (x0, y0)) * 16).astype(np.int32), (255,), cv2.LINE_8, 4)
     cv2.copyTo(warped, mask, part)
 
 
@@ -160,7 +167,7 @@ def _shadows(image: np.ndarray, scene: Scene, reduce: float) -> None:
 
     def fill(points: list[tuple[float, float]], level: int) -> None:
         flat = np.array([(round(u * k * 16), round(v * k * 16)) for u, v in points], np.int32)
-        cv2.fillPoly(shadow, [flat], level, cv2.LINE_AA, 4)
+        cv2.fillPoly(shadow, [flat], (level,), cv2.LINE_AA, 4)
 
     for item in scene.items:
         if item.kind == "shadow":
@@ -170,6 +177,6 @@ def _shadows(image: np.ndarray, scene: Scene, reduce: float) -> None:
         elif item.plane == "stand":
             foot = [item.point(s, 1.0, d) for s, d in ((-0.06, -0.05), (1.06, -0.05), (1.1, 1.0), (-0.1, 1.0))]
             fill([room.project(x, 0.0, min(max(z, 0.2), room.deep)) for x, _, z in foot], 140)
-    shadow = cv2.GaussianBlur(shadow, (0, 0), max(width / small / 110, 0.8))
-    shadow = cv2.resize(shadow, (width, height), interpolation=cv2.INTER_LINEAR)
-    cv2.multiply(image, cv2.cvtColor(shadow, cv2.COLOR_GRAY2RGB), image, 1 / 255)
+    cv2.GaussianBlur(shadow, (0, 0), max(width / small / 110, 0.8), shadow)
+    full = cv2.resize(shadow, (width, height), interpolation=cv2.INTER_LINEAR)
+    cv2.multiply(image, cv2.cvtColor(full, cv2.COLOR_GRAY2RGB), image, 1 / 255)

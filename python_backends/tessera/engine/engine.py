@@ -6,7 +6,8 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Sequence as SequenceType
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceType
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,7 +87,7 @@ class Engine:
         if tokenizer is None:
             from tessera.family.tokenizer import Tokenizer
 
-            tokenizer = Tokenizer.from_folder(folder)
+            tokenizer = Tokenizer.from_folder(Path(folder))
         trained = checkpoint.text.max_position_embeddings
         max_model_len = config.max_model_len or trained
         if max_model_len > trained and (checkpoint.text.rope_scaling or {}).get("rope_type") != "dynamic":
@@ -199,6 +200,7 @@ class Engine:
         for span in batch.spans:
             if not span.sequence.scheduled_ns:
                 span.sequence.scheduled_ns = now
+                span.sequence.cached_tokens = span.start
                 self.metrics.prompt_tokens += span.sequence.prompt_length
                 self.metrics.cached_tokens += span.sequence.cached_tokens
 

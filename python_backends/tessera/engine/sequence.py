@@ -63,7 +63,7 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_keys: list[bytes] = []  # chain hashes of the full blocks at the front, filled as needed
         self.committed = 0  # blocks at the front of the table that were offered to the prefix index
-        self.cached_tokens = 0  # positions reused from the cache when the sequence was last admitted
+        self.cached_tokens = 0  # prompt positions reused from the cache when the sequence first ran
         self.finish_reason: str | None = None
         self.scheduled_ns = 0
         self.first_token_ns = 0

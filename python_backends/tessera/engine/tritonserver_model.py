@@ -17,7 +17,7 @@ from tessera.engine.request import Request, SamplingParameters, TokenEvent
 from tessera.engine.sequence import Sequence
 from tessera.errors import InvalidRequest
 from tessera.tritonserver import tensors
-from tessera.tritonserver.failures import error_response
+from tessera.tritonserver.failures import error_response, failure
 from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.settings import StageSettings
@@ -144,8 +144,7 @@ class Reply:
 
         last = events[-1]
         if last.finish_reason == "error":
-            failure = pb_utils.TritonError(last.error or "the engine failed; the server's log says why")
-            self.responder.send(pb_utils.InferenceResponse(output_tensors=[], error=failure), final=True)
+            self.responder.send(failure("INTERNAL", "language_model failed; the server's log says why"), final=True)
             return
         text, self._prefix = self._prefix + "".join(event.text for event in events), ""
         entries = [entry for event in events for entry in event.logprobs or []]

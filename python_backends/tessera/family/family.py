@@ -33,7 +33,7 @@ class TilePolicy:
         for key in ("min_tiles", "max_tiles"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidRequest(f"tile policy: {key} must be a whole number of at least 1, not {value!r}")
+                raise InvalidRequest(f"tile policy: {key} must be a whole number of at least 1, not {value!r:.50}")
         if self.min_tiles > self.max_tiles:
             raise InvalidRequest(
                 f"tile policy: min_tiles {self.min_tiles} is above max_tiles {self.max_tiles}; raise max_tiles"
@@ -55,12 +55,12 @@ class TilePolicy:
             raise InvalidRequest(f"tile policy must be a name or an object, not {type(value).__name__}")
         keys = dict(value)
         name = keys.pop("name", None)
-        if name is None:
+        if name is None or name == default.name:
             base = default
-        elif name in TILE_POLICIES:
+        elif isinstance(name, str) and name in TILE_POLICIES:
             base = TILE_POLICIES[name]
         else:
-            raise InvalidRequest(f"tile policy {name!r} is unknown; known are {sorted(TILE_POLICIES)}")
+            raise InvalidRequest(f"tile policy name {name!r:.50} is unknown; known are {sorted(TILE_POLICIES)}")
         unknown = sorted(str(key) for key in keys if key not in ("min_tiles", "max_tiles", "thumbnail"))
         if unknown:
             raise InvalidRequest(

@@ -18,8 +18,8 @@ class TritonPythonModel(Front):
 
         for response in responses:
             if response.has_error():
-                failure = pb_utils.InferenceResponse(output_tensors=[], error=response.error())
-                responder.send(failure, final=True)
+                error = pb_utils.InferenceResponse(output_tensors=[], error=response.error())
+                responder.send(error, final=True)
             elif response.output_tensors():
                 responder.send(pb_utils.InferenceResponse(output_tensors=own_tensors(response)), final=False)
         responder.finish()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tessera.fronts.front import OUTPUTS, Front
+from tessera.tritonserver.failures import failure
 from tessera.tritonserver.responder import Responder
 
 
@@ -30,8 +31,7 @@ class TritonPythonModel(Front):
             elif response.output_tensors():
                 answer = pb_utils.InferenceResponse(output_tensors=own_tensors(response))
         if answer is None:
-            failure = pb_utils.TritonError("the request was cancelled", pb_utils.TritonError.CANCELLED)
-            answer = pb_utils.InferenceResponse(output_tensors=[], error=failure)
+            answer = failure("CANCELLED", "the request was cancelled")
         responder.send(answer, final=True)
 
 

@@ -12,7 +12,7 @@ from tessera.launcher.options import SHARED_MEMORY
 FAILED_MODEL = re.compile(r"failed to load '([^']+)' version \d+: (?:\w+(?: \w+)?: )?(.*)")
 MISSING_FILE = re.compile(r"Failed to preinitialize Python stub: (.*'([^']*?)/\d+/[^/']+'.*)")
 POLL_FAILED = re.compile(r"Poll failed for model directory '([^']+)': (.*)")
-LOCATION = re.compile(r"\bAt:\s*(\S+\(\d+\): \w+)")
+LOCATION = re.compile(r"\bAt:\s*(\S+\(\d+\): \S+)")
 SHARED_MEMORY_FULL = re.compile(r"(?:initialize shared memory key|increase the shared memory pool size)")
 IN_USE = re.compile(r"failed to start (\w+) service: .*Socket '([^']+)' already in use")
 FAULT = re.compile(r'^(?:error: |E\d{4} \S+ \d+ \S+\] (?="failed))')

@@ -54,8 +54,9 @@ class Server:
         """What tritonserver left behind and the last stop removed: shared memory, its temporary folder."""
         self.log_path = options.log_path or cache_folder() / "logs" / f"tritonserver-{os.getpid()}.log"
         self._guard: subprocess.Popen[bytes] | None = None
+        self.shm_prefix = ""
+        """What the names of this server's files in /dev/shm begin with."""
         self._status: int | None = None
-        self._shm_prefix = ""
         self._stubs: dict[int, str] = {}
 
     def __enter__(self) -> Server:
@@ -125,7 +126,7 @@ class Server:
         self._read_end(process)
         if process.returncode and self.pid:  # the guard was killed, so its work is done here
             guard.kill_session(self.pid)
-            self.removed = tuple(guard.remove_shared_memory(self._shm_prefix))
+            self.removed = tuple(guard.remove_shared_memory(self.shm_prefix))
         self.pid = 0
 
     def stub_pids(self) -> dict[int, str]:
@@ -144,6 +145,9 @@ class Server:
         """
         if self._guard is None:
             return "not started"
+        if not command_line(self.pid):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._guard.wait(5.0)  # it is cleaning up; the stubs it ends are not the reason
         if self._guard.poll() is not None:
             return f"tritonserver ended: {self._last_words(self._guard)}"
         gone = [(pid, name) for pid, name in self._stubs.items() if not command_line(pid)]
@@ -161,7 +165,7 @@ class Server:
 
     def _spawn(self, installation: Installation, ports: tuple[int, int, int]) -> None:
         self.http_port, self.grpc_port, self.metrics_port = ports
-        self._shm_prefix = f"tessera-{uuid.uuid4().hex[:12]}-"
+        self.shm_prefix = f"tessera-{uuid.uuid4().hex[:12]}-"
         self._status = None
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self.options.log_path is None:
@@ -170,12 +174,12 @@ class Server:
         job = {
             "command": [
                 str(installation.binary),
-                *server_flags(self.options, installation, ports, self._shm_prefix),
+                *server_flags(self.options, installation, ports, self.shm_prefix),
             ],
             "environment": server_environment(self.options, installation),
             # The stubs have the server's folder on sys.path: so model.py finds this package, installed or not.
             "folder": str(Path(tessera.__file__).resolve().parent.parent),
-            "shm_prefix": self._shm_prefix,
+            "shm_prefix": self.shm_prefix,
             "grace_s": self._grace_s,
         }
         with open(self.log_path, "wb") as log:
@@ -207,11 +211,19 @@ class Server:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._guard.wait(1.0)  # others may fail too
                 raise ServerStartError(self._fail("a model failed to load"))
-            if self._answer("GET", "/v2/health/ready") is not None and not self._models_not_ready():
+            if self._services_answer() and not self._models_not_ready():
                 self._stubs = self.stub_pids()
                 return
             time.sleep(0.05)
         raise ServerStartError(self._fail(f"not ready after {self.options.ready_timeout_s:g} s (--ready-timeout)"))
+
+    def _services_answer(self) -> bool:
+        """Whether the server says it is ready; the metrics service starts last, and its failure ends the server."""
+        if self._answer("GET", "/v2/health/ready") is None:
+            return False
+        if "--allow-metrics=false" in self.options.extra_flags:
+            return True
+        return self._answer("GET", "/metrics", self.metrics_port) is not None
 
     def _models_not_ready(self) -> list[str]:
         """Names of the models that were to be loaded and do not answer as ready; fills ``models``."""
@@ -221,9 +233,9 @@ class Server:
         self.models = tuple(name for name in names if name not in waiting)
         return waiting or ([] if names else ["(none listed)"])
 
-    def _answer(self, method: str, path: str) -> bytes | None:
+    def _answer(self, method: str, path: str, port: int = 0) -> bytes | None:
         """Body of a 200 answer, else None. One connection a call: an idle one would delay the server's end."""
-        connection = http.client.HTTPConnection(self.host, self.http_port, timeout=5.0)
+        connection = http.client.HTTPConnection(self.host, port or self.http_port, timeout=2.0)
         try:
             connection.request(method, path, headers={"Connection": "close"})
             response = connection.getresponse()

@@ -10,9 +10,18 @@ from torch.nn.functional import interpolate
 def resize_reference(image: np.ndarray, width: int, height: int) -> np.ndarray:
     """``image`` uint8 [H, W, 3] resized to uint8 [height, width, 3]; the result may be the image itself.
 
-    torch's antialiased uint8 bicubic (a = -0.5) works as Pillow's BICUBIC does: two passes in fixed point. On a
-    channels-last view no copy is made. It uses the calling thread only.
+    Equals Pillow's BICUBIC but for the rounding of its weights: a = -0.5, antialiased, two passes with a uint8 picture
+    between them. The order of the passes shows where the first one clips. It is Pillow 13's: vertical first where the
+    height shrinks by more than twice what the width does (older Pillow: horizontal first, always).
     """
+    rows, columns = image.shape[:2]
+    if height < rows and rows - height > 2 * (columns - width):
+        image = _bicubic(image, columns, height)
+    return _bicubic(image, width, height)
+
+
+def _bicubic(image: np.ndarray, width: int, height: int) -> np.ndarray:
+    """torch's own order: horizontal first. The permuted view is channels-last, its fast path; nothing is copied."""
     if image.shape[:2] == (height, width):
         return image
     pixels = torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0)

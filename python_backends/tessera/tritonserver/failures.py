@@ -12,16 +12,29 @@ def error_response(stage: str, error: BaseException) -> Any:
 
     The traceback of an unexpected error goes to the server's log.
     """
+    if isinstance(error, InvalidRequest):
+        return failure("INVALID_ARG", str(error))
+    if isinstance(error, Unavailable):
+        return failure("UNAVAILABLE", str(error))
+    log_exception(stage, error)
+    return failure("INTERNAL", f"{stage} failed on this request; the server's log says why")
+
+
+def failure(code: str, message: str) -> Any:
+    """An InferenceResponse with one error.
+
+    A gRPC stream and the generate endpoints hand on an error's words but not its code, so the words begin with the
+    code, except for the client's own faults, which are the default.
+
+    Args:
+        code: the name of one of TritonError's codes.
+        message: what the client reads.
+    """
     import triton_python_backend_utils as pb_utils
 
-    if isinstance(error, InvalidRequest):
-        failure = pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG)
-    elif isinstance(error, Unavailable):
-        failure = pb_utils.TritonError(str(error), pb_utils.TritonError.UNAVAILABLE)
-    else:
-        log_exception(stage, error)
-        failure = pb_utils.TritonError(f"{stage} failed on this request; the server's log says why")
-    return pb_utils.InferenceResponse(output_tensors=[], error=failure)
+    words = message if code == "INVALID_ARG" else f"{code}: {message}"
+    error = pb_utils.TritonError(words, getattr(pb_utils.TritonError, code))
+    return pb_utils.InferenceResponse(output_tensors=[], error=error)
 
 
 def log_exception(stage: str, error: BaseException) -> None:

@@ -9,7 +9,9 @@ is a reshape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import cast
 
 import torch
 from torch import nn
@@ -31,7 +33,7 @@ def _tanh_gelu(x: torch.Tensor) -> torch.Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
     "gelu_new": _tanh_gelu,
     "gelu_pytorch_tanh": _tanh_gelu,
@@ -85,12 +87,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.activation_name = config.hidden_act
         self.linear1 = nn.Linear(config.hidden_size, config.intermediate_size)
         self.linear2 = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear2(self.activation(self.linear1(x)))
+        return self.linear2(ACTIVATIONS[self.activation_name](self.linear1(x)))
 
 
 class Layer(nn.Module):
@@ -126,13 +128,13 @@ class Projector(nn.Module):
 
     def __init__(self, size: int, text_size: int, activation: str) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        self.activation_name = activation
         self.norm = nn.LayerNorm(size)
         self.linear1 = nn.Linear(size, text_size)
         self.linear2 = nn.Linear(text_size, text_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear2(self.activation(self.linear1(self.norm(x))))
+        return self.linear2(ACTIVATIONS[self.activation_name](self.linear1(self.norm(x))))
 
 
 class InternViT(nn.Module):
@@ -160,9 +162,13 @@ class InternViT(nn.Module):
             vision.hidden_size * self.merge**2, config.text.hidden_size, config.projector_hidden_act
         )
 
+    @property
+    def blocks(self) -> list[Layer]:
+        return cast("list[Layer]", list(self.layers))
+
     def forward(self, tiles: torch.Tensor) -> torch.Tensor:
         x = self.embed(tiles)
-        for layer in self.layers[: self.depth]:
+        for layer in self.blocks[: self.depth]:
             x = layer(x)
         if self.final_norm is not None and self.normed:
             x = self.final_norm(x)
@@ -196,7 +202,7 @@ class InternViT(nn.Module):
         wide = weight.double().unflatten(1, (-1, len(std))) / channels[0]
         bias.copy_(bias.double() - (wide * channels[1]).sum((1, 2)))
         weight.copy_(wide.flatten(1) / 255)
-        for layer in self.layers:
+        for layer in self.blocks:
             layer.fold_scales()
 
 
@@ -217,6 +223,17 @@ def load_vision(
         load_strict(tower, mapping, source, lambda name, tensor: _place(tower, name, tensor))
     tower.fold_constants(*pixel_statistics(config))
     return tower.to(dtype)
+
+
+def vision_fingerprint(config: CheckpointConfig) -> str:
+    """A hex digest of the vision weights as stored and of the settings that shape their use."""
+    source = SafetensorsFolder(config.folder)
+    settings = (config.vision, config.ps_version, config.downsample_ratio, config.vision_feature_layer)
+    digest = blake2b(repr((settings, pixel_statistics(config))).encode(), digest_size=16)
+    for name in sorted(split_names(source.names(), config)["vision"]):
+        digest.update(name.encode())
+        digest.update(source.get(name).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def pixel_statistics(config: CheckpointConfig) -> tuple[Sequence[float], Sequence[float]]:
@@ -254,11 +271,10 @@ def _fit_positions(stored: torch.Tensor, side: int) -> torch.Tensor:
 
 
 def _draw(tower: InternViT) -> None:
+    """Random matrices from a fixed seed, no biases; norms keep their initial values."""
     generator = torch.Generator().manual_seed(0)
-    for parameter in _matrices(tower):
-        parameter.normal_(std=0.02, generator=generator)
-
-
-def _matrices(tower: InternViT) -> Iterator[nn.Parameter]:
-    """Everything but norms and biases, which keep their initial values."""
-    return (parameter for parameter in tower.parameters() if parameter.dim() > 1)
+    for name, parameter in tower.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=0.02, generator=generator)
+        elif name.endswith("bias"):
+            parameter.zero_()

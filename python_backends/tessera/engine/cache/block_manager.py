@@ -53,7 +53,7 @@ class BlockManager:
         for block in reused:
             self._hold(block)
         sequence.block_table = reused
-        sequence.computed = sequence.cached_tokens = len(reused) * self.block_size
+        sequence.computed = len(reused) * self.block_size
         sequence.committed = len(reused)
         return self.grow(sequence, sequence.length)
 

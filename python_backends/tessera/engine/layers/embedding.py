@@ -19,4 +19,4 @@ class Embedding(nn.Module):
     ) -> torch.Tensor:
         """ids int64 [n] -> [n, hidden]; ``image_rows`` [r, hidden] replace the rows ``image_index`` [r]."""
         rows = F.embedding(ids, self.weight)  # type: ignore[arg-type]
-        return rows if image_index is None else rows.index_copy_(0, image_index, image_rows)
+        return rows if image_index is None or image_rows is None else rows.index_copy_(0, image_index, image_rows)

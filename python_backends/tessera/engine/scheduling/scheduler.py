@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence as SequenceType
+
 from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
 from tessera.engine.sequence import Sequence

@@ -1,0 +1,102 @@
+"""Compare an exported vision graph with torch in float32, layer by layer where they part.
+
+    python build/check_export.py --checkpoint DIR --onnx FILE
+
+Prints one JSON line; exit code 0 only if the least cosine over all rows and tiles is at least ``--cosine``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends"))
+
+from tessera.checkpoint.config import read_config
+from tessera.errors import CheckpointError, TesseraError
+from tessera.vision.intern_vit import InternViT, load_vision, vision_fingerprint
+from tessera.vision.onnx_graph import FINGERPRINT
+
+
+def test_tiles(side: int, seed: int = 0) -> np.ndarray:
+    """uint8 [6, side, side, 3]: black, white, noise, and smooth random fields as pictures have them."""
+    generator = np.random.default_rng(seed)
+    noise = generator.integers(0, 256, (1, side, side, 3), dtype=np.uint8)
+    coarse = torch.from_numpy(generator.random((3, 3, 9, 9), dtype=np.float32))
+    smooth = torch.nn.functional.interpolate(coarse, size=(side, side), mode="bicubic").clamp(0, 1) * 255
+    flat = [np.full((1, side, side, 3), value, np.uint8) for value in (0, 255)]
+    return np.concatenate([*flat, noise, smooth.permute(0, 2, 3, 1).to(torch.uint8).numpy()])
+
+
+@torch.inference_mode()
+def torch_states(tower: InternViT, tiles: np.ndarray) -> dict[str, np.ndarray]:
+    """Every tensor that the graph names, in order of computation."""
+    x = tower.embed(torch.from_numpy(tiles))
+    states = {"embedded": x}
+    for number, layer in enumerate(tower.blocks[: tower.depth]):
+        x = layer(x)
+        states[f"layers.{number}"] = x
+    states["embeddings"] = tower(torch.from_numpy(tiles))
+    return {name: state.numpy() for name, state in states.items()}
+
+
+def graph_states(model: onnx.ModelProto, names: list[str], tiles: np.ndarray) -> dict[str, np.ndarray]:
+    """Run the graph with its inner tensors ``names`` as further outputs."""
+    present = {output.name for output in model.graph.output}
+    model.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names if name not in present
+    )
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return dict(zip(names, session.run(names, {"tiles": tiles}), strict=True))
+
+
+def compare(expected: np.ndarray, actual: np.ndarray) -> dict[str, float]:
+    """Least cosine over the rows, and the greatest absolute difference."""
+    a, b = (array.reshape(-1, array.shape[-1]).astype(np.float64) for array in (expected, actual))
+    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    cosine = (a * b).sum(1) / np.maximum(norms, np.finfo(np.float64).tiny)
+    return {"cosine": float(cosine.min()), "max_difference": float(np.abs(a - b).max())}
+
+
+def check(checkpoint: Path, onnx_file: Path, bound: float) -> dict[str, Any]:
+    """The comparison as a plain dict; ``layers`` is filled only if the result is below the bound."""
+    config = read_config(checkpoint)
+    model = onnx.load(str(onnx_file))
+    if {prop.key: prop.value for prop in model.metadata_props}.get(FINGERPRINT) != vision_fingerprint(config):
+        raise CheckpointError(f"{onnx_file} was not exported from the weights of {checkpoint}")
+    tiles = test_tiles(config.vision.image_size)
+    expected = torch_states(load_vision(config), tiles)
+    actual = graph_states(model, ["embeddings"], tiles)["embeddings"]
+    result: dict[str, Any] = dict(compare(expected["embeddings"], actual))
+    result["passed"] = result["cosine"] >= bound
+    if not result["passed"]:
+        states = graph_states(model, list(expected), tiles)
+        result["layers"] = {name: compare(expected[name], states[name]) for name in expected}
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compare an exported vision graph with torch in float32.")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="checkpoint folder")
+    parser.add_argument("--onnx", type=Path, required=True, help="the exported file")
+    parser.add_argument("--cosine", type=float, default=0.9999, help="least cosine that passes")
+    args = parser.parse_args()
+    try:
+        result = check(args.checkpoint, args.onnx, args.cosine)
+    except TesseraError as error:
+        print(f"check_export: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(result))
+    return 0 if result["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""Questions with known answers: this project's held-out set, or a labelled folder of the user's own.
+
+A dataset is a list of :class:`Item`; whatever makes one can be measured by :mod:`tessera_client.recall`.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import os
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tessera_client.errors import InvalidRequest
+
+SCENE_FOLDER = Path("build", "default_model")
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One picture, one question, one right answer.
+
+    kind: ``presence`` for a yes/no question about ``cls``, else any name; accuracy is given per kind.
+    scored: whether a presence question counts towards the figures per class.
+    width, height: pixels, 0 if unknown.
+    """
+
+    picture: Path
+    question: str
+    answer: str
+    kind: str
+    cls: str
+    width: int = 0
+    height: int = 0
+    scored: bool = True
+
+
+def heldout_items(
+    limit: int | None,
+    folder: Path,
+    *,
+    root: Path | None = None,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Item]:
+    """The first ``limit`` items of the held-out set (all if None), their pictures rendered into ``folder``.
+
+    Each stretch of the set is even over classes and answers. Rendering runs in ``workers`` low-priority processes
+    (one a core if None) and is complete when this returns, so that it takes nothing from a server being measured.
+    Pictures that are in the folder already, drawn by the same renderer, are kept.
+
+    Raises InvalidRequest where the project's repository is not to be found.
+    """
+    scene_folder = find_scene_folder(root)
+    sys.path.insert(0, str(scene_folder))
+    try:
+        import scene
+    except ImportError as error:
+        raise InvalidRequest(
+            f"the renderer in {SCENE_FOLDER} cannot be imported: {error}", "pip install numpy opencv-python-headless"
+        ) from error
+    finally:
+        sys.path.remove(str(scene_folder))
+    heldout = scene.heldout() if limit is None else scene.heldout(limit)
+    folder = folder / f"heldout-{_fingerprint(scene_folder)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    items = [
+        Item(
+            picture=folder / f"{item.scene_seed}.jpg",
+            question=item.question,
+            answer=item.answer,
+            kind=item.kind,
+            cls=item.cls,
+            width=item.width,
+            height=item.height,
+            scored=item.cls in scene.HAZARDS,
+        )
+        for item in heldout
+    ]
+    missing = [(item.scene_seed, str(to.picture)) for item, to in zip(heldout, items, strict=True)]
+    missing = [task for task in missing if not os.path.exists(task[1])]
+    for done, _ in enumerate(_rendered(missing, scene_folder, workers), 1):
+        if progress is not None:
+            progress(done, len(missing))
+    return items
+
+
+def find_scene_folder(root: Path | None = None) -> Path:
+    """The folder that holds the package ``scene``: in ``root``, the working folder or above it, or this checkout."""
+    here = Path(__file__).resolve()
+    candidates = [root] if root else [Path.cwd(), *Path.cwd().parents, *here.parents]
+    for candidate in candidates:
+        if (candidate / SCENE_FOLDER / "scene" / "__init__.py").is_file():
+            return candidate / SCENE_FOLDER
+    raise InvalidRequest(
+        f"the held-out set is rendered by {SCENE_FOLDER}/scene, which is not here",
+        "run inside a checkout of the Tessera repository, or measure your own pictures with --folder",
+    )
+
+
+def _rendered(tasks: Sequence[tuple[int, str]], scene_folder: Path, workers: int | None) -> Iterator[None]:
+    if not tasks:
+        return
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    count = max(1, min(workers or os.cpu_count() or 1, len(tasks)))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, spawn, initializer=_prepare_worker, initargs=(str(scene_folder),)) as pool:
+        yield from pool.map(_render, tasks, chunksize=4)
+
+
+def _prepare_worker(scene_folder: str) -> None:
+    sys.path.insert(0, scene_folder)
+    if hasattr(os, "nice"):
+        os.nice(10)
+    import cv2
+
+    cv2.setNumThreads(1)
+
+
+def _render(task: tuple[int, str]) -> None:
+    import scene
+
+    seed, path = task
+    unfinished = f"{path}.{os.getpid()}"
+    with open(unfinished, "wb") as file:
+        file.write(scene.encode_jpeg(scene.sample(seed, "heldout")))
+    os.replace(unfinished, path)
+
+
+def _fingerprint(scene_folder: Path) -> str:
+    digest = hashlib.blake2b(digest_size=6)
+    for source in sorted((scene_folder / "scene").glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def folder_items(folder: Path, limit: int | None = None) -> list[Item]:
+    """The items of a labelled folder: ``labels.csv`` with a header and the columns file, question, answer and,
+    optionally, class and kind.
+
+    Questions answered by yes or no are presence questions unless ``kind`` says otherwise. With ``limit`` the items
+    are picked evenly over classes and answers. Raises InvalidRequest that names the line at fault.
+    """
+    table = folder / "labels.csv"
+    try:
+        with open(table, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            missing = {"file", "question", "answer"} - set(reader.fieldnames or ())
+            if missing:
+                raise InvalidRequest(
+                    f"{table} lacks the column {' and '.join(sorted(missing))}", "file,question,answer[,class][,kind]"
+                )
+            items = [_labelled(folder, row, f"{table}:{reader.line_num}") for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InvalidRequest(f"cannot read {table}: {error}", "file,question,answer[,class][,kind]") from error
+    if not items:
+        raise InvalidRequest(f"{table} has no rows")
+    return evenly(items, limit)
+
+
+def _labelled(folder: Path, row: dict[str, str | None], where: str) -> Item:
+    name, question, answer = row["file"], row["question"], row["answer"]
+    if not name or not question or not answer:
+        raise InvalidRequest(f"{where}: file, question and answer must not be empty")
+    picture = folder / name
+    if not picture.is_file():
+        raise InvalidRequest(f"{where}: no such picture: {picture}")
+    yes_no = answer.strip().lower() in ("yes", "no")
+    kind = row.get("kind") or ("presence" if yes_no else "other")
+    width, height = picture_size(picture)
+    return Item(picture, question, answer, kind, row.get("class") or "all", width, height)
+
+
+def evenly(items: Sequence[Item], limit: int | None) -> list[Item]:
+    """At most ``limit`` items, taken in turn from each (kind, class, answer of a presence question), in order."""
+    if limit is None or limit >= len(items):
+        return list(items)
+    groups: dict[tuple[str, str, str], deque[int]] = defaultdict(deque)
+    for index, item in enumerate(items):
+        groups[item.kind, item.cls, item.answer if item.kind == "presence" else ""].append(index)
+    picked: list[int] = []
+    while len(picked) < limit:
+        for group in groups.values():
+            if group and len(picked) < limit:
+                picked.append(group.popleft())
+    return [items[index] for index in sorted(picked)]
+
+
+def picture_size(path: Path) -> tuple[int, int]:
+    """(width, height) in pixels from a JPEG's or PNG's header; (0, 0) for anything else."""
+    with open(path, "rb") as file:
+        head = file.read(24)
+        if head.startswith(b"\x89PNG\r\n\x1a\n"):
+            return int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
+        if not head.startswith(b"\xff\xd8"):
+            return 0, 0
+        file.seek(2)
+        while len(marker := file.read(4)) == 4 and marker[0] == 0xFF:
+            if 0xC0 <= marker[1] <= 0xCF and marker[1] not in (0xC4, 0xC8, 0xCC):  # a frame header
+                frame = file.read(5)
+                return int.from_bytes(frame[3:5], "big"), int.from_bytes(frame[1:3], "big")
+            file.seek(int.from_bytes(marker[2:4], "big") - 2, 1)
+    return 0, 0

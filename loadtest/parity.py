@@ -1,0 +1,136 @@
+"""`make parity`: our greedy tokens against `transformers`' on held-out pictures (fp32, CPU, default checkpoint).
+
+Twice: on identical pixels (our preprocessor's uint8 tiles given to both), and through each side's own processor. Ours
+is the same chain as the server's, in one process: Preprocessor -> VisionEncoder (ONNX) -> Engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import figures
+import numpy as np
+import torch
+from rich.progress import track
+
+from tessera.engine.config import EngineConfig
+from tessera.engine.engine import Engine
+from tessera.engine.request import Request, SamplingParameters
+from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
+from tessera.vision.encoder import VisionEncoder, VisionItem, VisionSettings
+
+sys.path.insert(0, str(figures.ROOT / "build" / "default_model"))
+CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"
+ONNX = figures.ROOT / "model_repository" / "vision_encoder" / "1" / "model.onnx"
+MAX_TOKENS = 8
+
+
+@dataclass
+class Ours:
+    """The server's chain in one process."""
+
+    preprocessor: Preprocessor
+    encoder: VisionEncoder
+    engine: Engine
+
+    @classmethod
+    def load(cls, checkpoint: Path = CHECKPOINT) -> Ours:
+        return cls(
+            Preprocessor.from_checkpoint(checkpoint, PreprocessSettings()),
+            VisionEncoder.from_checkpoint(checkpoint, VisionSettings(runner="onnx", onnx_path=ONNX, threads=2)),
+            Engine.from_checkpoint(checkpoint, EngineConfig(dtype="float32", threads=2)),
+        )
+
+    def tokens(self, jpeg: bytes, question: str) -> tuple[Prepared, list[int]]:
+        """The prepared request and the greedy token ids of its answer."""
+        prepared = self.preprocessor(PreprocessRequest(text=question, messages=None, images=[jpeg], tile_policy=None))
+        (rows,) = self.encoder.encode([VisionItem(prepared.pixels, prepared.plan, prepared.digest)])
+        self.engine.submit(
+            Request(
+                request_id="",
+                input_ids=prepared.input_ids,
+                spans=prepared.spans,
+                embeddings=rows,
+                digest=prepared.digest,
+                sampling=SamplingParameters(max_tokens=MAX_TOKENS),
+            )
+        )
+        tokens: list[int] = []
+        while self.engine.has_work():
+            for event in self.engine.step():
+                tokens += event.token_ids
+        return prepared, tokens
+
+
+@dataclass
+class Theirs:
+    """`transformers`: model, and its own processor."""
+
+    model: Any
+    processor: Any
+
+    @classmethod
+    def load(cls, checkpoint: Path = CHECKPOINT) -> Theirs:
+        from architecture import load_processor
+        from transformers import AutoModelForImageTextToText
+
+        model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        return cls(model, load_processor(checkpoint))
+
+    def tokens(self, inputs: dict[str, torch.Tensor]) -> list[int]:
+        with torch.inference_mode():
+            output = self.model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)
+        return output[0, inputs["input_ids"].shape[1] :].tolist()
+
+    def from_prepared(self, prepared: Prepared) -> dict[str, torch.Tensor]:
+        """Inputs for transformers from our token ids and uint8 tiles, normalised in float32."""
+        tiles = torch.from_numpy(prepared.pixels.reshape(-1, 448, 448, 3).copy()).permute(0, 3, 1, 2)
+        settings = self.processor.image_processor
+        mean = torch.tensor(settings.image_mean).view(1, 3, 1, 1)
+        std = torch.tensor(settings.image_std).view(1, 3, 1, 1)
+        ids = torch.from_numpy(prepared.input_ids.astype(np.int64))[None]
+        pixels = (tiles.float() / 255 - mean) / std
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+
+    def from_picture(self, jpeg: bytes, question: str) -> dict[str, torch.Tensor]:
+        """Inputs made by the processor itself: Pillow decode and resize, chat template, tokenizer."""
+        from PIL import Image
+
+        content = [{"type": "image"}, {"type": "text", "text": question}]
+        prompt = self.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        picture = Image.open(io.BytesIO(jpeg)).convert("RGB")
+        return dict(self.processor(images=[picture], text=prompt, return_tensors="pt"))
+
+
+def pictures(count: int) -> list[tuple[bytes, str]]:
+    """Held-out pictures, spread over the whole set, with their questions."""
+    import scene
+
+    items = scene.heldout()
+    chosen = items[:: len(items) // count][:count]
+    return [(scene.encode_jpeg(scene.sample(item.scene_seed, "heldout")), item.question) for item in chosen]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pictures", type=int, default=200)
+    count = parser.parse_args().pictures
+    torch.set_num_threads(2)
+    ours, theirs = Ours.load(), Theirs.load()
+    same_pixels = own_processor = 0
+    for jpeg, question in track(pictures(count), "comparing", transient=True):
+        prepared, tokens = ours.tokens(jpeg, question)
+        same_pixels += tokens == theirs.tokens(theirs.from_prepared(prepared))
+        own_processor += tokens == theirs.tokens(theirs.from_picture(jpeg, question))
+    for name, same in (("same_pixels", same_pixels), ("own_processor", own_processor)):
+        figures.emit(f"parity.{name}", same / count, "share equal", command="make parity", ceiling=1, pictures=count)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

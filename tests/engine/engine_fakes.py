@@ -1,0 +1,200 @@
+"""A tokenizer of bytes, a runner without a model that notices wrong key/value blocks, and a tiny real model."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from tessera.checkpoint.config import TextConfig
+from tessera.engine.config import EngineConfig
+from tessera.engine.engine import Engine
+from tessera.engine.execution.model_runner import ModelRunner
+from tessera.engine.models.registry import model_class
+from tessera.engine.models.weights import randomize
+from tessera.engine.quantization.scheme import scheme_selector
+from tessera.engine.request import Request, SamplingParameters
+from tessera.engine.scheduling.batch import SampledToken
+
+EOS = 256
+VOCABULARY = 300
+
+
+class ByteTokenizer:
+    """Ids 0..255 are bytes, 256 is the special token <eos>; ids beyond it are not the tokenizer's."""
+
+    def decode(self, ids, skip_special_tokens):
+        pieces = []
+        for token in ids:
+            if token < 256:
+                pieces.append(bytes([token]))
+            elif token == EOS and not skip_special_tokens:
+                pieces.append(b"<eos>")
+        return b"".join(pieces).decode("utf-8", errors="replace")
+
+
+class BookkeepingRunner:
+    """Keeps, slot by slot, what a real cache would hold, and chooses tokens by hashing what a query would see.
+
+    So a block that was shared wrongly, overwritten or never written changes the answer. A picture row's content is
+    the first number of its embedding row. ``script`` fixes the answer of a request instead.
+    """
+
+    hidden_size = 1
+    vocab_size = VOCABULARY
+
+    def __init__(self, num_blocks, block_size, salt=lambda length: 0, tokens=range(VOCABULARY)):
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.cache_salt = salt
+        self.cache = {}
+        self.script = {}
+        self.batches = []
+        self._tokens = tokens
+        self._sampled = {}
+
+    def run(self, batch):
+        assert batch.spans, "an empty batch ran"
+        self.batches.append([(span.sequence, span.start, span.end, span.samples) for span in batch.spans])
+        singles = [span.count == 1 for span in batch.spans]
+        assert singles == sorted(singles, reverse=True), "single tokens come first"
+        assert len({span.sequence for span in batch.spans}) == len(batch.spans)
+        for span in batch.spans:
+            for position in range(span.start, span.end):
+                self.cache[self._slot(span.sequence, position)] = self._content(span.sequence, position)
+        return [self._choose(span) for span in batch.spans if span.samples]
+
+    def _choose(self, span):
+        seen = [self.cache[self._slot(span.sequence, position)] for position in range(span.end)]
+        token = next_token(seen, self._tokens)
+        answered = span.end - span.sequence.prompt_length
+        script = self.script.get(span.sequence.request.request_id)
+        if script is not None:
+            token = script[answered % len(script)]
+        self._sampled[span.sequence, span.end] = token
+        return SampledToken(token)
+
+    def _slot(self, sequence, position):
+        return sequence.block_table[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _content(self, sequence, position):
+        if position >= sequence.known:  # sampled by a step that is not applied yet
+            return self._sampled[sequence, position]
+        where = np.flatnonzero(sequence.image_positions == position)
+        if len(where):
+            return int(sequence.embeddings[int(where[0]), 0])
+        return int(sequence.ids[position])
+
+
+def next_token(contents, tokens=range(VOCABULARY)):
+    """What BookkeepingRunner answers to a context."""
+    digest = hashlib.blake2b(np.array(contents, np.int64).tobytes(), digest_size=8).digest()
+    return tokens[int.from_bytes(digest, "little") % len(tokens)]
+
+
+def expected_answer(contents, max_tokens, stop_ids=(EOS,), tokens=range(VOCABULARY)):
+    """BookkeepingRunner's greedy answer to a prompt, computed without blocks or batches."""
+    contents, answer = list(contents), []
+    while len(answer) < max_tokens and not (answer and answer[-1] in stop_ids):
+        answer.append(next_token(contents, tokens))
+        contents.append(answer[-1])
+    return answer
+
+
+def make_request(ids, name="r", pictures=(), **sampling):
+    """``pictures``: (start, rows, content) each; equal contents have equal digests."""
+    spans = np.array([[start, rows] for start, rows, _ in pictures], np.int32).reshape(-1, 2)
+    digest = np.array([[content, ~content] for *_, content in pictures], np.int64).reshape(-1)
+    rows = [torch.full((rows, 1), float(content)) for _, rows, content in pictures]
+    return Request(
+        name,
+        np.array(ids, np.int32),
+        spans,
+        torch.cat(rows) if rows else None,
+        digest,
+        SamplingParameters.parse(sampling),
+    )
+
+
+def contents_of(request):
+    """What stands at each prompt position: token ids, and the pictures' contents."""
+    contents = [int(token) for token in request.input_ids]
+    row = 0
+    for start, length in request.spans:
+        for position in range(start, start + length):
+            contents[position] = int(request.embeddings[row, 0])
+            row += 1
+    return contents
+
+
+def make_engine(num_blocks=64, block_size=4, max_model_len=200, tokens=range(VOCABULARY), salt=lambda length: 0, **settings):
+    """An engine on a BookkeepingRunner."""
+    defaults = dict(max_batched_tokens=64, max_sequences=8)
+    config = EngineConfig(block_size=block_size, **(defaults | settings))
+    runner = BookkeepingRunner(num_blocks, block_size, salt, tokens)
+    return Engine(runner, ByteTokenizer(), config, max_model_len, (EOS,)), runner
+
+
+def run(engine, limit=2000):
+    """Steps until nothing is left; returns all events."""
+    events = []
+    for _ in range(limit):
+        if not engine.has_work():
+            return events
+        events += engine.step()
+        engine.scheduler.check()
+    raise AssertionError("the engine does not come to an end")
+
+
+def ends(events):
+    return {e.request.request_id: e.finish_reason for e in events if e.finish_reason}
+
+
+def tokens_of(events, name="r"):
+    return [token for e in events if e.request.request_id == name for token in e.token_ids]
+
+
+def text_of(events, name="r"):
+    return "".join(e.text for e in events if e.request.request_id == name)
+
+
+def tiny_config(**changes):
+    values = dict(
+        architecture="Qwen2ForCausalLM",
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        attention_bias=True,
+        output_bias=False,
+        mlp_bias=False,
+        tie_word_embeddings=True,
+        hidden_act="silu",
+    )
+    return TextConfig(**(values | changes))
+
+
+def tiny_model(seed=3, **changes):
+    """A random model whose answers depend strongly on the whole prompt."""
+    torch.set_num_threads(1)
+    config = tiny_config(**changes)
+    model = model_class(config.architecture)(config, scheme_selector(None), torch.float32, torch.device("cpu"))
+    randomize(model, seed)
+    for name, buffer in model.named_buffers():
+        if buffer.ndim > 1 and "embedding" not in name:
+            buffer.mul_(15)
+    return model
+
+
+def tiny_engine(model, max_model_len=256, eos=(), **settings):
+    """An engine on a real tiny model."""
+    defaults = dict(block_size=4, max_batched_tokens=512, max_sequences=16)
+    config = EngineConfig(**(defaults | settings))
+    runner = ModelRunner.of_model(model, config, max_model_len)
+    return Engine(runner, ByteTokenizer(), config, max_model_len, eos)

@@ -1,0 +1,92 @@
+"""The backends agree on random batches, and the oracle with attention written without a cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tessera.engine.attention.backend import AttentionStep, HeadShape, SpanTable, create_backend, rotate
+from tessera.engine.cache.kv_storage import KvStorage
+from tessera.errors import ConfigError
+
+SHAPE = HeadShape(heads=6, kv_heads=2, head_dim=8)
+BLOCK, BLOCKS = 4, 40
+
+
+def random_batch(seed, spans):
+    """``spans``: (start, count) of each sequence; returns storage, table, slots and the fused new rows."""
+    generator = torch.Generator().manual_seed(seed)
+    storage = KvStorage(1, BLOCKS, BLOCK, SHAPE.kv_heads, SHAPE.head_dim, torch.float32, torch.device("cpu"))
+    for cache in (storage.keys[0], storage.values[0]):
+        cache.normal_(generator=generator)
+    start, count = np.array(spans).T
+    context = start + count
+    order = torch.randperm(BLOCKS, generator=generator).numpy()
+    blocks, slots = np.zeros((len(spans), 8), np.int64), []
+    for line, (first, number) in zip(blocks, spans):
+        used = -(-(first + number) // BLOCK)
+        line[:used], order = order[:used], order[used:]
+        positions = np.arange(first, first + number)
+        slots.append(line[positions // BLOCK] * BLOCK + positions % BLOCK)
+    table = SpanTable(np.cumsum(count) - count, count, context, blocks)
+    width = (SHAPE.heads + 2 * SHAPE.kv_heads) * SHAPE.head_dim
+    qkv = torch.randn(int(count.sum()), width, generator=generator)
+    return storage, table, torch.from_numpy(np.concatenate(slots)), qkv
+
+
+def step_of(backend, table, slots, rows=None):
+    generator = torch.Generator().manual_seed(9)
+    angles = torch.randn(len(slots), SHAPE.head_dim // 2, generator=generator)
+    return AttentionStep(angles.cos(), angles.sin(), slots, rows, backend.plan(table))
+
+
+BATCHES = {
+    "decodes": [(5, 1), (0, 1), (17, 1)],
+    "prompts": [(0, 7), (0, 12)],
+    "pieces": [(4, 5), (8, 8), (3, 2)],
+    "mixed": [(9, 1), (31, 1), (0, 6), (6, 7)],
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_sdpa_equals_the_oracle(batch):
+    results = []
+    for name in ("torch", "sdpa"):
+        storage, table, slots, qkv = random_batch(1, BATCHES[batch])
+        backend = create_backend(name, SHAPE, storage)
+        results.append((backend.attend(0, qkv, step_of(backend, table, slots)), storage.keys[0], storage.values[0]))
+    for ours, oracle in zip(results[1], results[0]):
+        torch.testing.assert_close(ours, oracle, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["torch", "sdpa"])
+def test_last_rows_only(name):
+    spans = BATCHES["mixed"]
+    which = np.array([True, True, False, True])
+    rows = torch.tensor([0, 1, 14])
+    storage, table, slots, qkv = random_batch(2, spans)
+    backend = create_backend(name, SHAPE, storage)
+    every = backend.attend(0, qkv, step_of(backend, table, slots))
+    some = backend.attend(0, qkv, step_of(backend, table.last_rows(which), slots, rows))
+    torch.testing.assert_close(some, every[rows], atol=1e-5, rtol=1e-5)
+
+
+def test_oracle_equals_attention_without_a_cache():
+    storage, table, slots, qkv = random_batch(3, [(0, 11)])
+    backend = create_backend("torch", SHAPE, storage)
+    step = step_of(backend, table, slots)
+    heads = qkv.view(11, -1, SHAPE.head_dim)
+    q, k = (rotate(x, step.cos, step.sin) for x in (heads[:, :6], heads[:, 6:8]))
+    expected = torch.zeros(11, 6, SHAPE.head_dim)
+    for query in range(11):
+        for head in range(6):
+            group = head // 3
+            scores = torch.stack([q[query, head] @ k[key, group] for key in range(query + 1)])
+            weights = (scores / SHAPE.head_dim**0.5).softmax(0)
+            expected[query, head] = weights @ heads[: query + 1, 8 + group]
+    torch.testing.assert_close(backend.attend(0, qkv, step), expected.flatten(1), atol=1e-5, rtol=1e-5)
+
+
+def test_unknown_backend():
+    with pytest.raises(ConfigError, match="'flash'"):
+        create_backend("flash", SHAPE, None)

@@ -1,0 +1,86 @@
+"""Deltas of text: whole characters, stop strings held back, nothing lost."""
+
+from __future__ import annotations
+
+from engine_fakes import ByteTokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tessera.engine.detokenizer import Detokenizer
+from tessera.engine.request import SamplingParameters
+
+
+def deltas(tokens, **parameters):
+    """Each push's text, then the flush's; ends at a stop string as the engine does."""
+    detokenizer = Detokenizer(ByteTokenizer(), SamplingParameters.parse(parameters))
+    texts = []
+    for token in tokens:
+        texts.append(detokenizer.push(token))
+        if detokenizer.stopped:
+            break
+    return [*texts, detokenizer.flush()], detokenizer.stopped
+
+
+def test_incomplete_characters_are_held_back():
+    texts, _ = deltas("aä€😀b".encode())
+    assert texts == ["a", "", "ä", "", "", "€", "", "", "", "😀", "b", ""]
+
+
+def test_incomplete_end_is_flushed():
+    texts, _ = deltas("ok€".encode()[:-1])
+    assert texts == ["o", "k", "", "", "\ufffd"]
+
+
+def test_tokens_that_never_make_a_character_do_not_pile_up():
+    texts, _ = deltas([0xFF] * 40 + list(b"end"))
+    assert "".join(texts) == "\ufffd" * 40 + "end"
+    assert texts[15] == "\ufffd" * 16
+
+
+def test_ids_beyond_the_tokenizer_are_silent():
+    texts, _ = deltas([5000, *b"a", *[9999] * 40, *b"b"])
+    assert "".join(texts) == "ab"
+
+
+def test_special_tokens():
+    assert "".join(deltas([*b"a", 256, *b"b"])[0]) == "ab"
+    assert "".join(deltas([*b"a", 256, *b"b"], skip_special_tokens=False)[0]) == "a<eos>b"
+
+
+def test_stop_string_across_deltas():
+    texts, stopped = deltas(b"say STOP now", stop="STOP")
+    assert stopped and "".join(texts) == "say "
+    assert texts == ["s", "a", "y", " ", "", "", "", "", ""]
+
+
+def test_stop_string_included():
+    texts, stopped = deltas(b"say STOP now", stop=["STOP"], include_stop_str_in_output=True)
+    assert stopped and "".join(texts) == "say STOP"
+
+
+def test_held_text_is_released_when_no_stop_comes():
+    texts, stopped = deltas(b"a STO a ST", stop="STOP")
+    assert not stopped and "".join(texts) == "a STO a ST"
+    assert texts[4:6] == ["", "STO "] if texts[5] else texts[4:6] == ["", ""]
+
+
+def test_first_stop_string_wins():
+    assert "".join(deltas(b"xabyabc", stop=["abc", "by"])[0]) == "xa"
+
+
+def test_stop_strings_count_only_after_min_tokens():
+    texts, stopped = deltas(b"END and END", stop="END", min_tokens=3)
+    assert stopped and "".join(texts) == "END and "
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=40), st.lists(st.sampled_from(["ab", "b\u20ac", "aab", "\ufffda"]), max_size=2))
+def test_deltas_are_the_decoded_answer_cut_at_the_first_stop(data, stops):
+    data = data + "aab€ab".encode() + data
+    texts, stopped = deltas(data, stop=stops)
+    found = [stop for stop in stops if stop in "".join(texts)]
+    assert not found, "a stop string was shown"
+    # Bytes are shown in runs of at most 16 when they make no character, so compare what is unaffected by that.
+    whole = ByteTokenizer().decode(list(data), True)
+    if not stops:
+        assert "".join(texts).replace("\ufffd", "") == whole.replace("\ufffd", "")
+    assert stopped == any(stop in whole for stop in stops) or "\ufffda" in stops

@@ -1,0 +1,139 @@
+"""Ends, deltas and refusals, on a runner without a model."""
+
+from __future__ import annotations
+
+import pytest
+from engine_fakes import EOS, ends, make_engine, make_request, run, text_of, tokens_of
+from tessera.errors import Unavailable
+
+
+def answer(script, **sampling):
+    """Events of one request whose answer is ``script``, repeated."""
+    engine, runner = make_engine()
+    runner.script["r"] = list(script)
+    engine.submit(make_request([1, 2, 3], **sampling))
+    return run(engine)
+
+
+def test_max_tokens_ends_with_length():
+    events = answer(b"abcdef", max_tokens=4)
+    assert (text_of(events), ends(events)) == ("abcd", {"r": "length"})
+    assert [e.finish_reason for e in events] == [None, None, None, "length"]
+    assert events[-1].usage == (3, 4, 0)
+
+
+def test_eos_ends_with_stop_and_is_not_shown():
+    events = answer([*b"ab", EOS], max_tokens=9, skip_special_tokens=False)
+    assert (text_of(events), tokens_of(events), ends(events)) == ("ab", [*b"ab", EOS], {"r": "stop"})
+
+
+def test_eos_is_shown_when_stops_are_included():
+    events = answer([*b"ab", EOS], max_tokens=9, skip_special_tokens=False, include_stop_str_in_output=True)
+    assert text_of(events) == "ab<eos>"
+
+
+def test_ignore_eos():
+    events = answer([*b"ab", EOS], max_tokens=5, ignore_eos=True)
+    assert (tokens_of(events), ends(events)) == ([*b"ab", EOS, *b"ab"], {"r": "length"})
+
+
+def test_stop_string_ends_the_request():
+    events = answer(b"yes. no", max_tokens=50, stop=". ")
+    assert (text_of(events), ends(events)) == ("yes", {"r": "stop"})
+    assert events[-1].usage.completion_tokens == 5
+
+
+def test_stop_string_in_the_last_token_is_a_stop():
+    assert ends(answer(b"abc", max_tokens=3, stop="c")) == {"r": "stop"}
+
+
+def test_held_text_comes_with_the_end():
+    assert text_of(answer(b"abcd", max_tokens=3, stop="cdx")) == "abc"
+    assert text_of(answer("a€".encode()[:3], max_tokens=3)) == "a\ufffd"
+
+
+def test_events_carry_times_and_counts():
+    engine, _ = make_engine()
+    engine.submit(make_request([1, 2] + [0] * 6, pictures=[(2, 6, 9)], max_tokens=2, ignore_eos=True))
+    last = run(engine)[-1]
+    assert last.usage == (8, 2, 6)
+    times = [last.request.arrival_ns, last.scheduled_ns, last.first_token_ns, last.emitted_ns]
+    assert times == sorted(times) and times[0] > 0
+
+
+def test_cancelling_a_queued_request_ends_it_at_once():
+    engine, runner = make_engine(max_sequences=1)
+    engine.submit(make_request([1], "running", max_tokens=50, ignore_eos=True))
+    queued = engine.submit(make_request([2], "queued", max_tokens=5))
+    engine.step()
+    engine.abort(queued)
+    assert ends(engine.step()) == {"queued": "cancelled"}
+    assert all(sequence.request.request_id == "running" for batch in runner.batches for sequence, *_ in batch)
+
+
+def test_cancelling_a_running_request_frees_its_blocks_in_one_step():
+    engine, _ = make_engine()
+    sequence = engine.submit(make_request([1] * 20, max_tokens=50, ignore_eos=True))
+    engine.step()
+    assert engine.scheduler.blocks.used > 0
+    engine.abort(sequence)
+    engine.abort(sequence)
+    events = engine.step()
+    assert ends(events) == {"r": "cancelled"} and len(events) == 1
+    assert engine.scheduler.blocks.used == 0 and not engine.has_work()
+    engine.abort(sequence)
+    assert not engine.has_work()
+
+
+def test_cancelling_before_the_first_step():
+    engine, runner = make_engine()
+    engine.abort(engine.submit(make_request([1])))
+    assert ends(engine.step()) == {"r": "cancelled"} and not runner.batches
+
+
+def test_too_many_in_flight():
+    engine, _ = make_engine(max_in_flight=3, max_sequences=1)
+    for _ in range(3):
+        engine.submit(make_request([1], max_tokens=2, ignore_eos=True))
+    with pytest.raises(Unavailable, match="3 requests are in flight, 3 of them queued"):
+        engine.submit(make_request([1]))
+    engine.step()
+    with pytest.raises(Unavailable, match="3 requests are in flight, 2 of them queued"):
+        engine.submit(make_request([1]))
+    run(engine)
+    engine.submit(make_request([1]))
+
+
+def test_failing_ends_every_request_and_the_engine_goes_on():
+    engine, runner = make_engine(max_sequences=2)
+    for number in range(4):
+        engine.submit(make_request([number], f"{number}", max_tokens=5, ignore_eos=True))
+    engine.step()
+    late = engine.submit(make_request([9], "late", max_tokens=1))
+    events = engine.fail_all("the card melted")
+    assert ends(events) == {f"{number}": "error" for number in range(4)}
+    assert {event.error for event in events} == {"the card melted"}
+    engine.scheduler.check()
+    assert engine.scheduler.blocks.used == 0
+    assert ends(run(engine)) == {"late": "length"} and late.finished
+
+
+def test_closing_ends_everything_and_refuses_more():
+    engine, _ = make_engine()
+    engine.submit(make_request([1]))
+    assert ends(engine.close("bye")) == {"r": "error"}
+    with pytest.raises(Unavailable, match="bye"):
+        engine.submit(make_request([1]))
+    assert not engine.has_work()
+
+
+def test_metrics():
+    engine, _ = make_engine()
+    for _ in range(2):
+        engine.submit(make_request(list(range(10)), max_tokens=3, ignore_eos=True))
+        run(engine)
+    numbers = engine.metrics.snapshot()
+    assert numbers["requests"] == numbers["finished_length"] == 2
+    assert (numbers["prompt_tokens"], numbers["cached_tokens"], numbers["generated_tokens"]) == (20, 8, 6)
+    assert numbers["computed_tokens"] == 20 - 8 + 4
+    assert (numbers["running"], numbers["waiting"], numbers["blocks_used"]) == (0, 0, 0)

@@ -1,0 +1,153 @@
+"""A tiny real model answers the same however its work is cut up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from engine_fakes import EOS, make_request, run, tiny_engine, tiny_model, tokens_of
+from tessera.engine.request import Request, SamplingParameters
+
+MODEL = tiny_model()
+ROWS = torch.randn(3, 12, 32, generator=torch.Generator().manual_seed(4))
+
+
+def requests(count=9, **sampling):
+    """Prompts of many lengths that begin alike, every third with one of two pictures."""
+    made = []
+    for number in range(count):
+        ids = [7, 8, 9] * 6 + [number + 20, 30 - number] * (1 + 3 * (number % 4))
+        pictures = number % 3 == 0
+        spans = np.array([[4, 12]] if pictures else [], np.int32).reshape(-1, 2)
+        picture = number % 2
+        made.append(
+            Request(
+                f"{number}",
+                np.array(ids, np.int32),
+                spans,
+                ROWS[picture] if pictures else None,
+                np.array([picture, 0] if pictures else [], np.int64),
+                SamplingParameters.parse(dict(max_tokens=12, ignore_eos=True) | sampling),
+            )
+        )
+    return made
+
+
+def answers(engine, made, together=True):
+    """Tokens of each request, all in flight at once or one after the other."""
+    events = []
+    for request in made:
+        engine.submit(request)
+        if not together:
+            events += run(engine)
+    events += run(engine)
+    return [tokens_of(events, request.request_id) for request in made]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Each request in an engine of its own: the plainest way."""
+    return [answers(tiny_engine(MODEL, prefix_cache="off"), [request])[0] for request in requests()]
+
+
+WAYS = {
+    "oracle": dict(attention="torch", prefix_cache="off"),
+    "cached": dict(),
+    "uncached": dict(prefix_cache="off"),
+    "exclude": dict(prefix_cache="exclude"),
+    "pieces": dict(max_batched_tokens=17, max_sequences=8),
+    "small pieces": dict(max_batched_tokens=5, max_sequences=4, prefix_cache="off"),
+    "other blocks": dict(block_size=7),
+    "few at once": dict(max_sequences=2),
+}
+
+
+def test_answers_vary(alone):
+    assert len({tuple(answer) for answer in alone}) == len(alone)
+    assert all(len(set(answer)) > 3 for answer in alone)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("together", [True, False])
+def test_same_tokens(way, together, alone):
+    assert answers(tiny_engine(MODEL, **WAYS[way]), requests(), together) == alone
+
+
+def test_same_tokens_after_preemption(alone):
+    block = 2 * 2 * 4 * 2 * 8 * 4
+    engine = tiny_engine(MODEL, kv_cache_bytes=28 * block)
+    assert answers(engine, requests()) == alone
+    assert engine.metrics.preemptions > 0
+
+
+def test_pictures_matter(alone):
+    swapped = requests()
+    for request in swapped[::3]:
+        request.embeddings.data  # noqa: B018 - shared rows stay as they are
+    blank = [
+        Request(r.request_id, r.input_ids, r.spans, torch.zeros_like(r.embeddings), r.digest, r.sampling)
+        for r in swapped[::3]
+    ]
+    assert all(a != b for a, b in zip(answers(tiny_engine(MODEL), blank), alone[::3]))
+
+
+def test_second_run_is_served_from_the_cache_with_the_same_tokens(alone):
+    engine = tiny_engine(MODEL)
+    assert answers(engine, requests()) == alone
+    before = engine.metrics.cached_tokens
+    assert answers(engine, requests()) == alone
+    assert engine.metrics.cached_tokens - before > 200
+
+
+@pytest.mark.parametrize("way", ["cached", "pieces", "few at once"])
+def test_a_seed_draws_the_same_tokens_in_any_company(way):
+    sampling = dict(temperature=1.5, top_p=0.95, seed=11)
+    lonely = [answers(tiny_engine(MODEL), [request])[0] for request in requests(**sampling)]
+    assert answers(tiny_engine(MODEL, **WAYS[way]), requests(**sampling)) == lonely
+    assert lonely != [answers(tiny_engine(MODEL), [r])[0] for r in requests(temperature=1.5, seed=12)]
+
+
+def test_without_a_seed_draws_differ():
+    made = [make_request([1, 2, 3], f"{n}", max_tokens=8, temperature=2, ignore_eos=True) for n in range(5)]
+    assert len({tuple(answer) for answer in answers(tiny_engine(MODEL), made)}) > 1
+
+
+def test_logprobs_are_the_model_s():
+    engine = tiny_engine(MODEL)
+    engine.submit(make_request([5, 6, 7], max_tokens=3, logprobs=2, ignore_eos=True))
+    entries = [entry for event in run(engine) for entry in event.logprobs]
+    assert len(entries) == 3
+    for entry in entries:
+        assert set(entry) == {"token_id", "text", "logprob", "top"}
+        assert entry["top"][0]["token_id"] == entry["token_id"]  # greedy
+        assert entry["top"][0]["logprob"] == pytest.approx(entry["logprob"])
+        assert entry["top"][0]["logprob"] >= entry["top"][1]["logprob"]
+    # The probability of a sampled continuation does not depend on how its prompt was cut up.
+    other = tiny_engine(MODEL, max_batched_tokens=2, max_sequences=1, attention="torch")
+    other.submit(make_request([5, 6, 7], max_tokens=3, logprobs=2, ignore_eos=True))
+    again = [entry["logprob"] for event in run(other) for entry in event.logprobs or []]
+    assert again == pytest.approx([entry["logprob"] for entry in entries], abs=1e-4)
+
+
+def test_min_tokens_keeps_eos_away():
+    first = answers(tiny_engine(MODEL), [make_request([5, 6], max_tokens=1, ignore_eos=True)])[0][0]
+    stopping = dict(max_tokens=6, min_tokens=3)
+    found = answers(tiny_engine(MODEL, eos=(first,)), [make_request([5, 6], **stopping)])[0]
+    assert first not in found[:3] and len(found) >= 4
+    assert answers(tiny_engine(MODEL, eos=(first,)), [make_request([5, 6], max_tokens=6)])[0] == [first]
+    assert first != EOS
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_and_stays_close(dtype):
+    model = tiny_model()
+    for name, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(key, buffer.to(getattr(torch, dtype)))
+        assert name is not None
+    entry = []
+    for candidate in (MODEL, model):
+        engine = tiny_engine(candidate)
+        engine.submit(requests(1, max_tokens=1, logprobs=0)[0])
+        entry.append(run(engine)[0].logprobs[0])
+    assert entry[0]["logprob"] == pytest.approx(entry[1]["logprob"], abs=0.3)

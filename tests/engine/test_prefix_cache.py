@@ -1,0 +1,185 @@
+"""Reuse by content: which prefixes share blocks, and which must not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine_fakes import contents_of, expected_answer, make_engine, make_request, run, tokens_of
+from tessera.engine.cache.block_manager import BlockManager
+from tessera.engine.cache.prefix_index import PrefixIndex, image_cache_ids
+from tessera.engine.sequence import Sequence
+
+QUESTION = [11, 12, 13, 14, 15]
+
+
+def picture_prompt(content, name, question=QUESTION, rows=16):
+    """Two text tokens, a picture, a question."""
+    return make_request([1, 2] + [0] * rows + question, name, [(2, rows, content)], max_tokens=4, ignore_eos=True)
+
+
+def serve(engine, *requests):
+    """One after the other; returns the cached positions of each, and checks the answers."""
+    cached = []
+    for request in requests:
+        engine.submit(request)
+        events = run(engine)
+        assert tokens_of(events, request.request_id) == expected_answer(contents_of(request), 4, ())
+        cached.append(events[-1].cached_tokens)
+    return cached
+
+
+def test_two_pictures_of_equal_size_and_prompt_never_share():
+    engine, _ = make_engine()
+    assert serve(engine, picture_prompt(7, "a"), picture_prompt(8, "b")) == [0, 0]
+
+
+def test_same_picture_with_another_question_shares_up_to_the_question():
+    engine, _ = make_engine()
+    cached = serve(engine, picture_prompt(7, "a"), picture_prompt(7, "b", [21, 22, 23]))
+    assert cached == [0, 16]  # 18 positions are equal, in blocks of 4
+
+
+def test_same_request_again_leaves_one_position_to_compute():
+    engine, runner = make_engine()
+    request = make_request(list(range(16)), "a", max_tokens=4, ignore_eos=True)
+    assert serve(engine, request, request) == [0, 12]
+    assert runner.batches[4][0][1:] == (12, 16, True)
+
+
+def test_answers_are_reused_in_the_next_turn():
+    engine, _ = make_engine()
+    first = make_request(list(range(10)), "a", max_tokens=4, ignore_eos=True)
+    engine.submit(first)
+    answer = tokens_of(run(engine), "a")
+    turn = make_request([*range(10), *answer, 5, 6], "b", max_tokens=4, ignore_eos=True)
+    assert serve(engine, turn) == [12]
+
+
+def test_shared_within_one_step():
+    engine, runner = make_engine()
+    for name in ("a", "b"):
+        engine.submit(picture_prompt(7, name))
+    events = run(engine)
+    assert [(start, end) for _, start, end, _ in runner.batches[0]] == [(0, 23), (20, 23)]
+    for name in ("a", "b"):
+        assert tokens_of(events, name) == expected_answer(contents_of(picture_prompt(7, name)), 4, ())
+
+
+def test_policy_exclude_stops_at_the_first_picture():
+    engine, _ = make_engine(prefix_cache="exclude")
+    text = [[*range(30, 40)] + [0] * 8 + QUESTION] * 2
+    requests = [make_request(t, str(i), [(10, 8, 7)], max_tokens=4, ignore_eos=True) for i, t in enumerate(text)]
+    assert serve(engine, *requests) == [0, 8]
+    pure = make_request(list(range(20)), "text", max_tokens=4, ignore_eos=True)
+    assert serve(engine, pure, pure) == [0, 16]
+
+
+def test_policy_off_reuses_nothing():
+    engine, _ = make_engine(prefix_cache="off")
+    assert serve(engine, picture_prompt(7, "a"), picture_prompt(7, "b")) == [0, 0]
+
+
+def test_salt_keeps_prompts_apart():
+    engine, _ = make_engine(salt=lambda length: length if length > 18 else 0)
+    tokens = list(range(24))
+    lengths = [(16, 0), (17, 16), (24, 0), (20, 0), (20, 16)]
+    requests = [make_request(tokens[:n], f"{i}", max_tokens=4, ignore_eos=True) for i, (n, _) in enumerate(lengths)]
+    assert serve(engine, *requests) == [cached for _, cached in lengths]
+
+
+def test_evicted_blocks_are_not_found_and_the_oldest_go_first():
+    engine, _ = make_engine(num_blocks=12)
+    first, second = ([start] * 12 for start in (1, 2))
+    requests = [make_request(ids, str(ids[0]), max_tokens=4, ignore_eos=True) for ids in (first, second)]
+    assert serve(engine, *requests) == [0, 0]
+    other = make_request([3] * 24, "3", max_tokens=4, ignore_eos=True)  # takes 7 of 12 blocks
+    assert serve(engine, other, requests[1], requests[0]) == [0, 8, 0]
+
+
+def test_cancel_in_the_middle_of_a_prompt_leaves_sound_blocks():
+    engine, _ = make_engine(max_batched_tokens=10)
+    sequence = engine.submit(picture_prompt(7, "a"))
+    engine.step()
+    engine.abort(sequence)
+    assert [event.finish_reason for event in engine.step()] == ["cancelled"]
+    assert engine.scheduler.blocks.used == 0
+    assert serve(engine, picture_prompt(7, "b")) == [8]
+
+
+def test_failed_step_makes_everything_written_unfindable():
+    engine, _ = make_engine()
+    serve(engine, picture_prompt(7, "a"))
+    engine.fail_all("broken")
+    assert serve(engine, picture_prompt(7, "b")) == [0]
+
+
+def test_image_ids_depend_on_digest_row_and_secret():
+    digest = np.array([5, 6, 7, 8], np.int64)
+    ids = image_cache_ids(digest, np.array([300, 200]), b"s" * 16)
+    assert ids.dtype == np.int64 and len(set(ids.tolist())) == 500
+    assert (ids >> 62 == 1).all()
+    alone = image_cache_ids(digest[:2], np.array([100]), b"s" * 16)
+    assert (alone == ids[:100]).all(), "a row's id depends on its place in its picture only"
+    assert not np.isin(image_cache_ids(digest[:2], np.array([100]), b"t" * 16), ids).any()
+    assert len(image_cache_ids(np.zeros(0, np.int64), np.zeros(0, int), b"s")) == 0
+
+
+def test_equal_keys_are_not_enough():
+    """Where two prefixes collide in their key, the ids decide."""
+    index = PrefixIndex()
+    ids = np.arange(4)
+    key = index.chain(index.root(0), ids)
+    index.insert(key, index.root(0), ids, 3)
+    assert index.find(key, index.root(0), ids) == 3
+    assert index.find(key, index.root(0), ids + 1) is None
+    assert index.find(key, index.root(1), ids) is None
+
+
+def held_manager():
+    manager = BlockManager(8, 4, PrefixIndex())
+    sequence = Sequence(make_request(list(range(10)), max_tokens=2), 0)
+    assert manager.admit(sequence)
+    sequence.computed = 10
+    manager.commit(sequence)
+    manager.check([sequence])
+    return manager, sequence
+
+
+def break_holder(manager, sequence):
+    manager._holders[sequence.block_table[0]] += 1
+
+
+def break_free(manager, sequence):
+    manager._free[sequence.block_table[1]] = None
+
+
+def break_leak(manager, sequence):
+    sequence.block_table.pop()
+
+
+def break_repeat(manager, sequence):
+    sequence.block_table[1] = sequence.block_table[0]
+
+
+def break_computed(manager, sequence):
+    sequence.computed = 40
+
+
+def break_index(manager, sequence):
+    manager._index._key_of.pop(sequence.block_table[0])
+
+
+def break_content(manager, sequence):
+    entry = next(iter(manager._index._by_key.values()))
+    object.__setattr__(entry, "ids", np.arange(1, 5).tobytes())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [break_holder, break_free, break_leak, break_repeat, break_computed, break_index, break_content],
+)
+def test_check_notices(damage):
+    manager, sequence = held_manager()
+    damage(manager, sequence)
+    with pytest.raises(AssertionError):
+        manager.check([sequence])

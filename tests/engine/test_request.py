@@ -1,0 +1,139 @@
+"""Sampling parameters and request validation."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from engine_fakes import VOCABULARY, make_engine, make_request
+from tessera.engine.config import EngineConfig
+from tessera.engine.request import Request, SamplingParameters
+from tessera.errors import ConfigError, InvalidRequest
+
+
+def test_defaults_are_greedy_and_short():
+    parameters = SamplingParameters.parse("")
+    assert parameters == SamplingParameters.parse(None) == SamplingParameters.parse({}) == SamplingParameters()
+    assert (parameters.temperature, parameters.max_tokens) == (0, 64)
+
+
+def test_all_names_in_json_and_as_strings():
+    given = {
+        "max_tokens": "8",
+        "min_tokens": 2.0,
+        "temperature": "0.7",
+        "top_p": "0.9",
+        "top_k": -1,
+        "seed": "42",
+        "stop": "END",
+        "ignore_eos": "true",
+        "logprobs": "3",
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": 1,
+    }
+    expected = SamplingParameters(8, 2, 0.7, 0.9, -1, 42, ("END",), True, 3, False, True)
+    assert SamplingParameters.parse(json.dumps(given)) == expected
+    assert isinstance(SamplingParameters.parse({"max_tokens": 8.0}).max_tokens, int)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(True, 0), (False, None), (None, None), (5, 5)])
+def test_logprobs_is_a_number_or_a_switch(value, expected):
+    assert SamplingParameters.parse({"logprobs": value}).logprobs == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": "many"},
+        {"max_tokens": 1.5},
+        {"max_tokens": True},
+        {"min_tokens": -1},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_k": -2},
+        {"seed": 2**64},
+        {"stop": ""},
+        {"stop": [1]},
+        {"stop": ["a"] * 17},
+        {"logprobs": 21},
+        {"ignore_eos": "maybe"},
+        {"ignore_eos": [True]},
+        {"beam_width": 2},
+    ],
+)
+def test_wrong_values_name_their_key(given):
+    with pytest.raises(InvalidRequest, match=next(iter(given))):
+        SamplingParameters.parse(given)
+
+
+@pytest.mark.parametrize("given", ["{", "[]", "3", '{"max_tokens": 2, "min_tokens": 3}'])
+def test_malformed_parameters(given):
+    with pytest.raises(InvalidRequest, match="sampling_parameters"):
+        SamplingParameters.parse(given)
+
+
+def request(ids=(1, 2, 3, 4), spans=((1, 2),), rows=(2, 1), digest=2, positions=None):
+    embeddings = None if rows is None else torch.zeros(rows)
+    spans = np.array(spans, np.int32).reshape(-1, 2)
+    return Request("r", np.array(ids), spans, embeddings, np.zeros(digest, np.int64), positions=positions)
+
+
+def test_a_sound_request_passes():
+    request().validate(VOCABULARY, 1)
+    request(ids=(1, -1, 10**6, 4)).validate(VOCABULARY, 1)  # ids under pictures do not matter
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(ids=()), "input_ids"),
+        (dict(ids=((1, 2), (3, 4))), "input_ids"),
+        (dict(ids=(1, 2, 3, VOCABULARY)), "input_ids.3."),
+        (dict(ids=(-1, 2, 3, 4)), "input_ids.0."),
+        (dict(spans=((3, 2),)), "spans"),
+        (dict(spans=((-1, 2),)), "spans"),
+        (dict(spans=((1, 0),), rows=(0, 1)), "spans"),
+        (dict(spans=((0, 2), (1, 2)), rows=(4, 1), digest=4), "spans"),
+        (dict(rows=(3, 1)), "embeddings"),
+        (dict(rows=(2, 5)), "embeddings"),
+        (dict(rows=None), "embeddings"),
+        (dict(spans=(), digest=0), "embeddings"),
+        (dict(digest=0), "digest"),
+        (dict(positions=np.zeros((3, 3), int)), "positions"),
+        (dict(positions=np.full((3, 4), -1)), "positions"),
+    ],
+)
+def test_parts_that_do_not_fit(changes, message):
+    with pytest.raises(InvalidRequest, match=message):
+        request(**changes).validate(VOCABULARY, 1)
+
+
+def test_requests_that_can_never_fit_are_refused_at_once():
+    engine, _ = make_engine(num_blocks=10, block_size=4, max_model_len=60)
+    engine.submit(make_request([1] * 30, max_tokens=10))
+    with pytest.raises(InvalidRequest, match="cache of 40"):
+        engine.submit(make_request([1] * 30, max_tokens=11))
+    with pytest.raises(InvalidRequest, match="context of 60"):
+        engine.submit(make_request([1] * 30, max_tokens=31))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(block_size=0),
+        dict(max_model_len=1),
+        dict(kv_cache_bytes=-1),
+        dict(max_sequences=64, max_batched_tokens=64),
+        dict(dtype="int8"),
+        dict(prefix_cache="always"),
+        dict(weights="none"),
+    ],
+)
+def test_contradictory_settings(settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        EngineConfig(**settings)

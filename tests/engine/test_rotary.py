@@ -1,0 +1,69 @@
+"""Angles by rules of their own; the scalings of whole models are in tests/parity."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tessera.engine.attention.backend import rotate
+from tessera.engine.layers.rotary import Rotary
+from tessera.errors import CheckpointError
+
+
+def rotary(scaling=None, head_dim=8, theta=100.0, trained=16):
+    return Rotary(head_dim, theta, scaling, trained, torch.device("cpu"))
+
+
+def angles(module, positions, lengths=None):
+    positions = torch.tensor(positions)
+    positions = positions[None] if positions.ndim == 1 else positions
+    lengths = torch.ones(positions.shape[1], dtype=torch.long) if lengths is None else torch.tensor(lengths)
+    cos, sin = module.angles(positions, lengths)
+    return torch.atan2(sin, cos)
+
+
+def test_half_rotation():
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
+    a, b = 0.3, 0.4
+    cos, sin = torch.tensor([[math.cos(a), math.cos(b)]]), torch.tensor([[math.sin(a), math.sin(b)]])
+    expected = [
+        math.cos(a) - 3 * math.sin(a),
+        2 * math.cos(b) - 4 * math.sin(b),
+        3 * math.cos(a) + math.sin(a),
+        4 * math.cos(b) + 2 * math.sin(b),
+    ]
+    torch.testing.assert_close(rotate(x, cos, sin)[0, 0], torch.tensor(expected))
+
+
+def test_sections_follow_their_axis():
+    module = rotary({"rope_type": "mrope", "mrope_section": [1, 2, 1]})
+    found = angles(module, [[1, 0], [2, 0], [3, 1]])
+    frequency = [100.0 ** (-2 * i / 8) for i in range(4)]
+    expected = [[1 * frequency[0], 2 * frequency[1], 2 * frequency[2], 3 * frequency[3]], [0, 0, 0, frequency[3]]]
+    torch.testing.assert_close(found, torch.tensor(expected))
+    torch.testing.assert_close(angles(module, [2]), angles(rotary(), [2]))
+
+
+def test_dynamic_base_depends_on_the_token_s_sequence_only():
+    module = rotary({"rope_type": "dynamic", "factor": 3.0})
+    found = angles(module, [1, 1, 1], [16, 32, 8])
+    base = 100.0 * (3.0 * 32 / 16 - 2.0) ** (8 / 6)
+    torch.testing.assert_close(found[1], torch.tensor([base ** (-2 * i / 8) for i in range(4)]))
+    for short in (0, 2):
+        torch.testing.assert_close(found[short], angles(rotary(), [1])[0])
+    assert (module.salt(16), module.salt(17), rotary().salt(1000)) == (0, 17, 0)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": "yarn", "factor": 2.0}, "'yarn'"),
+        ({"type": "su"}, "'su'"),
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "mrope", "mrope_section": [2, 3, 4]}, "mrope_section"),
+    ],
+)
+def test_what_is_not_understood_is_named(scaling, message):
+    with pytest.raises(CheckpointError, match=message):
+        rotary(scaling)

@@ -1,0 +1,70 @@
+"""Order, budget, preemption and starvation."""
+
+from __future__ import annotations
+
+from engine_fakes import contents_of, ends, expected_answer, make_engine, make_request, run, tokens_of
+
+
+def spans_of(runner, step):
+    return [(sequence.request.request_id, start, end) for sequence, start, end, _ in runner.batches[step]]
+
+
+def test_prompt_is_read_in_pieces_while_others_decode():
+    engine, runner = make_engine(max_batched_tokens=10)
+    engine.submit(make_request([1, 2, 3], "short", max_tokens=6, ignore_eos=True))
+    engine.step()
+    engine.submit(make_request(list(range(40)), "long", max_tokens=2, ignore_eos=True))
+    run(engine)
+    assert spans_of(runner, 1) == [("short", 3, 4), ("long", 0, 9)]
+    assert spans_of(runner, 2) == [("short", 4, 5), ("long", 9, 18)]
+    assert all(sum(end - start for _, start, end, _ in batch) <= 10 for batch in runner.batches)
+
+
+def test_decodes_run_in_every_step_beside_long_prompts():
+    engine, runner = make_engine(max_batched_tokens=10, num_blocks=200)
+    engine.submit(make_request([5], "decode", max_tokens=30, ignore_eos=True))
+    for number in range(6):
+        engine.submit(make_request([number] * 60, f"long {number}", max_tokens=1))
+    run(engine)
+    steps = [step for step in range(len(runner.batches)) if "decode" in {s[0] for s in spans_of(runner, step)}]
+    assert steps == list(range(30))
+
+
+def test_preempted_sequences_answer_as_if_alone():
+    engine, runner = make_engine(num_blocks=12, prefix_cache="off")
+    requests = [make_request([n, n, n, n, n, n], f"{n}", max_tokens=20, ignore_eos=True) for n in range(4)]
+    for request in requests:
+        engine.submit(request)
+    events = run(engine)
+    assert engine.metrics.preemptions > 0
+    for request in requests:
+        assert tokens_of(events, request.request_id) == expected_answer(contents_of(request), 20, ())
+
+
+def test_first_come_first_served_when_memory_is_short():
+    engine, _ = make_engine(num_blocks=10, max_sequences=4, prefix_cache="off")
+    for number in range(5):
+        engine.submit(make_request([number] * 20, f"{number}", max_tokens=4, ignore_eos=True))
+    events = run(engine)
+    assert list(ends(events)) == ["0", "1", "2", "3", "4"]
+
+
+def test_head_of_the_queue_is_not_overtaken():
+    engine, runner = make_engine(num_blocks=12, prefix_cache="off")
+    engine.submit(make_request([1] * 20, "running", max_tokens=8, ignore_eos=True))
+    engine.step()
+    engine.submit(make_request([2] * 36, "large", max_tokens=1))
+    engine.submit(make_request([3], "small", max_tokens=1))
+    run(engine)
+    first_run = {}
+    for step, batch in enumerate(runner.batches):
+        for sequence, *_ in batch:
+            first_run.setdefault(sequence.request.request_id, step)
+    assert first_run["large"] <= first_run["small"]
+
+
+def test_only_sampling_positions_sample():
+    engine, runner = make_engine(max_batched_tokens=10)
+    engine.submit(make_request(list(range(25)), max_tokens=3, ignore_eos=True))
+    run(engine)
+    assert [samples for batch in runner.batches for *_, samples in batch] == [False, False, True, True, True]

@@ -1,0 +1,133 @@
+"""Random arrivals, cancels and preemptions: exact books, one end each, and the answer that the prompt deserves."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from engine_fakes import (
+    EOS,
+    BookkeepingRunner,
+    contents_of,
+    ends,
+    expected_answer,
+    make_engine,
+    make_request,
+    run,
+    tokens_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tessera.engine.cache.block_manager import BlockManager
+from tessera.engine.cache.prefix_index import PrefixIndex
+from tessera.engine.scheduling.scheduler import Scheduler
+from tessera.engine.sequence import Sequence
+
+TOKENS = range(240, 262)  # few, so that <eos> comes up
+
+
+@st.composite
+def prompts(draw):
+    """Prompts that often begin alike, with up to two pictures out of three."""
+    ids = list(range(draw(st.integers(0, 2)), 24))[: draw(st.integers(1, 24))]
+    pictures, at = [], draw(st.integers(0, 6))
+    for content in draw(st.lists(st.integers(1000, 1002), max_size=2)):
+        rows = draw(st.sampled_from([3, 8]))
+        if at + rows <= len(ids):
+            pictures.append((at, rows, content))
+        at += rows + draw(st.integers(0, 2))
+    return ids, pictures, draw(st.integers(1, 12))
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), prompts()),
+        st.tuples(st.just("abort"), st.integers(0, 30)),
+        st.tuples(st.just("step"), st.integers(1, 4)),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    actions,
+    st.sampled_from(["content", "exclude", "off"]),
+    st.integers(9, 30),
+    st.integers(5, 40),
+    st.integers(1, 4),
+)
+def test_engine_under_random_load(script, policy, num_blocks, budget, sequences):
+    engine, _ = make_engine(
+        num_blocks, tokens=TOKENS, prefix_cache=policy, max_batched_tokens=budget, max_sequences=sequences
+    )
+    submitted, events, aborted = [], [], set()
+    for action, value in script:
+        if action == "submit":
+            ids, pictures, max_tokens = value
+            request = make_request(ids, f"{len(submitted)}", pictures, max_tokens=max_tokens)
+            submitted.append(engine.submit(request))
+        elif action == "abort" and submitted:
+            sequence = submitted[value % len(submitted)]
+            aborted.add(sequence.request.request_id)
+            engine.abort(sequence)
+        elif action == "step":
+            for _ in range(value):
+                events += engine.step()
+                engine.scheduler.check()
+    events += run(engine)
+
+    last = Counter(event.request.request_id for event in events if event.finish_reason)
+    assert last == Counter(sequence.request.request_id for sequence in submitted), "each request ends once"
+    assert engine.scheduler.blocks.used == 0
+    reasons = ends(events)
+    for sequence in submitted:
+        request = sequence.request
+        answer = expected_answer(contents_of(request), sequence.max_tokens, tokens=TOKENS)
+        given_tokens = tokens_of(events, request.request_id)
+        if reasons[request.request_id] == "cancelled":
+            assert request.request_id in aborted
+            assert given_tokens == answer[: len(given_tokens)]
+        else:
+            assert given_tokens == answer
+            assert reasons[request.request_id] == ("stop" if answer[-1] == EOS else "length")
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(prompts(), min_size=1, max_size=10),
+    st.lists(st.integers(0, 25), max_size=3),
+    st.integers(9, 24),
+    st.integers(1, 3),
+)
+def test_steps_may_be_planned_ahead(requests, cancels, num_blocks, depth):
+    """The next steps are planned while the results of earlier ones are still out, as with a GPU."""
+    scheduler = Scheduler(BlockManager(num_blocks, 4, PrefixIndex()), 20, 4)
+    runner = BookkeepingRunner(num_blocks, 4, tokens=TOKENS)
+    sequences = []
+    for number, (ids, pictures, max_tokens) in enumerate(requests):
+        request = make_request(ids, str(number), pictures, max_tokens=max_tokens)
+        keys = [pictures[i][2] * 100 + row for i in range(len(pictures)) for row in range(pictures[i][1])]
+        sequences.append(Sequence(request, number, image_cache_ids=keys or None, stop_ids=(EOS,)))
+        scheduler.add(sequences[-1])
+    out, steps = deque(), 0
+    while scheduler.has_work or out:
+        batch = scheduler.schedule()
+        scheduler.check()
+        if batch.spans:
+            out.append((batch, [token.token_id for token in runner.run(batch)]))
+        if out and (len(out) > depth or not batch.spans):
+            scheduler.apply(*out.popleft())
+            scheduler.check()
+        steps += 1
+        if steps in cancels:
+            for sequence in sequences[: steps % 3]:
+                if not sequence.finished:
+                    scheduler.finish(sequence, "cancelled")
+        assert steps < 2000
+    assert scheduler.blocks.used == 0
+    for sequence in sequences:
+        answer = expected_answer(contents_of(sequence.request), sequence.max_tokens, tokens=TOKENS)
+        if sequence.finish_reason == "cancelled":
+            answer = answer[: len(sequence.outputs)]
+        assert sequence.outputs == answer

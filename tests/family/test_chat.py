@@ -1,0 +1,108 @@
+"""Requests to turns: roles, parts, markers and their numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tessera.errors import InvalidRequest
+from tessera.family.chat import IMAGE, Message, parse_chat
+
+
+def test_text_alone_is_one_user_turn() -> None:
+    chat = parse_chat("Hello?", None, 0)
+    assert chat.messages == (Message("user", "Hello?"),)
+    assert chat.sources == ()
+
+
+def test_images_without_places_stand_in_front() -> None:
+    chat = parse_chat("Compare them.", None, 2)
+    assert chat.messages == (Message("user", (IMAGE, IMAGE, "Compare them.")),)
+    assert chat.sources == (0, 1)
+
+
+def test_markers_stay_where_they_are() -> None:
+    chat = parse_chat("First <image>, second <image>.", None, 2)
+    assert chat.messages == (Message("user", "First <image>, second <image>."),)
+    assert chat.sources == (0, 1)
+
+
+def test_parts_markers_and_urls_are_taken_in_order() -> None:
+    url = "data:image/jpeg;base64,AAAA"
+    messages = [
+        {"role": "system", "content": "An <image> here is text."},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Like <image>?"}]},
+        {"role": "assistant", "content": "No, not <image>."},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url, "detail": "auto"}}]},
+        {"role": "user", "content": "And <image>?"},
+    ]
+    chat = parse_chat(None, messages, 3)
+    assert chat.sources == (0, 1, url, 2)
+    assert [message.role for message in chat.messages] == ["system", "user", "assistant", "user", "user"]
+
+
+@pytest.mark.parametrize(
+    ("text", "images", "numbers"),
+    [
+        ("<image> and <image>", 1, r"2 places.*1 images"),
+        ("<image>", 2, r"1 places.*2 images"),
+        ("<image>", 0, "0 images"),
+    ],
+)
+def test_numbers_that_differ(text: str, images: int, numbers: str) -> None:
+    with pytest.raises(InvalidRequest, match=numbers):
+        parse_chat(text, None, images)
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(
+    ("text", "messages", "images", "word"),
+    [
+        (None, None, 0, "no text"),
+        ("a", user("b"), 0, "both"),
+        (None, [], 0, "at least one"),
+        (None, "hello", 0, "list"),
+        (None, ["hello"], 0, "message 0"),
+        (None, [{"role": "tool", "content": "x"}], 0, "role"),
+        (None, [{"role": ["user"], "content": "x"}], 0, "role"),
+        (None, user(None), 0, "content"),
+        (None, user(5), 0, "content"),
+        (None, user([{"type": "audio"}]), 0, "part 0"),
+        (None, user([{"type": "text"}]), 0, "text must be"),
+        (None, user(["bare"]), 0, "part 0"),
+        (None, user([{"type": "image", "url": "x"}]), 1, "image_url"),
+        (None, user([{"type": "image_url"}]), 0, "url"),
+        (None, user([{"type": "image_url", "image_url": {"url": "data:", "detail": "low"}}]), 0, "detail"),
+        (None, [{"role": "assistant", "content": [{"type": "image"}]}], 1, "user turns"),
+        (None, user("a") + user("b"), 1, "2 user turns"),
+        ("bad \ud800 text", None, 0, "surrogate at character 4"),
+    ],
+)
+def test_wrong_requests_say_what_is_wrong(text: Any, messages: Any, images: int, word: str) -> None:
+    with pytest.raises(InvalidRequest, match=word):
+        parse_chat(text, messages, images)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.sampled_from(["user", "text", "image"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "image_url", "url"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(JSON, st.integers(0, 3))
+def test_any_json_is_a_chat_or_an_invalid_request(messages: Any, images: int) -> None:
+    try:
+        chat = parse_chat(None, messages, images)
+    except InvalidRequest:
+        return
+    assert sorted(source for source in chat.sources if isinstance(source, int)) == list(range(images))

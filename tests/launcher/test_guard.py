@@ -1,0 +1,111 @@
+"""The guard with stand-ins for tritonserver: whatever they do, nothing of them stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tessera.launcher import guard
+from tessera.launcher.process import command_line
+
+# Deaf to SIGTERM, with a child in a session of its own that nobody waits for: the worst a server leaves.
+STUBBORN = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() != 0:
+        os._exit(0)
+pathlib.Path(sys.argv[1] + "-" + str(os.getpid())).touch()
+time.sleep(600)
+"""
+QUICK = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); sys.exit(3)"
+
+
+class Guarded:
+    def __init__(self, code: str, grace_s: float = 0.2):
+        self.prefix = f"tessera-test-{uuid.uuid4().hex}"
+        job = {
+            "command": [sys.executable, "-I", "-S", "-c", code, f"/dev/shm/{self.prefix}"],
+            "environment": dict(os.environ),
+            "folder": "/",
+            "shm_prefix": self.prefix,
+            "grace_s": grace_s,
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(job).encode() + b"\n")
+        self.process.stdin.flush()
+        self.server = json.loads(self.process.stdout.readline())["pid"]
+
+    def files(self) -> list[str]:
+        return [name for name in os.listdir("/dev/shm") if name.startswith(self.prefix)]
+
+    def end(self, stop: bool) -> dict[str, object]:
+        """The guard's last line; with ``stop``, after closing its standard input, which is the order to stop."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        if stop:
+            self.process.stdin.close()
+        end: dict[str, object] = json.loads(self.process.stdout.readline())
+        assert self.process.wait(10) == 0
+        self.process.stdin.close()
+        self.process.stdout.close()
+        return end
+
+
+def test_a_server_that_will_not_stop_goes_with_its_orphans() -> None:
+    running = Guarded(STUBBORN)
+    while len(running.files()) < 2:
+        time.sleep(0.02)
+    pids = guard.descendants(running.process.pid)
+    assert running.server in pids and len(pids) >= 2
+    end = running.end(stop=True)
+    assert end["status"] == signal.SIGKILL
+    assert not any(command_line(pid) for pid in pids) and running.files() == []
+
+
+def test_the_end_of_a_server_is_reported_with_its_status() -> None:
+    running = Guarded(QUICK)
+    end = running.end(stop=False)
+    assert end["status"] == 3 << 8  # as waitpid has it: exit code 3
+    assert end["removed"] == [f"/dev/shm/{running.prefix}"] and running.files() == []
+
+
+def test_files_of_another_server_are_left_alone(tmp_path: Path) -> None:
+    name = f"tessera-test-{uuid.uuid4().hex}"
+    other = Path("/dev/shm") / name
+    other.touch()
+    try:
+        assert guard.remove_shared_memory(name + "x") == [] and other.exists()
+        assert guard.remove_shared_memory(name) == [str(other)] and not other.exists()
+    finally:
+        other.unlink(missing_ok=True)
+
+
+def test_a_job_that_never_came_is_no_start() -> None:
+    done = subprocess.run([sys.executable, "-I", "-S", guard.__file__], input=b"", capture_output=True, timeout=10)
+    assert done.returncode == 1 and b"before the job was read" in done.stderr
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_descendants_are_found_at_any_depth(depth: int) -> None:
+    below = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n" if depth == 2 else ""
+    code = f"import subprocess, sys, time\n{below}print(flush=True)\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        found = guard.descendants(os.getpid())
+        under = guard.descendants(child.pid)
+        assert child.pid in found and len(under) == depth - 1 and set(under) <= set(found)
+        for pid in [*under, child.pid]:
+            guard.kill(pid)

@@ -1,0 +1,76 @@
+"""Command line -> options -> tritonserver's flags and environment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tessera.errors import ConfigError
+from tessera.launcher import options as options_module
+from tessera.launcher.cli import parse
+from tessera.launcher.installation import Installation
+from tessera.launcher.options import ServerOptions, server_environment, server_flags, stub_shared_memory
+
+INSTALLATION = Installation(
+    "test", Path("/s/bin/t"), Path("/s/backends"), None, (Path("/l1"), Path("/l2")), Path("/py")
+)
+
+
+def test_the_command_line_becomes_options_and_flags(tmp_path: Path) -> None:
+    argv = ["--model-repository", str(tmp_path), "--http-port", "0", "--model-config-name", "tensorrt"]
+    options, verbose = parse([*argv, "--verbose", "--", "--load-model=vlm", "--cache-config", "local,size=1"])
+    assert verbose and options.http_port == 0 and options.grpc_port == 8001 and options.host == "127.0.0.1"
+    flags = server_flags(options, INSTALLATION, (1, 2, 3), "prefix-")
+    assert flags[-3:] == ["--load-model=vlm", "--cache-config", "local,size=1"]
+    assert "--load-model=*" not in flags
+    assert {"--http-port=1", "--grpc-port=2", "--metrics-port=3", "--http-address=127.0.0.1"} <= set(flags)
+    assert {"--model-config-name=tensorrt", f"--model-repository={tmp_path}"} <= set(flags)
+    assert "--backend-config=python,shm-region-prefix-name=prefix-" in flags
+    assert "--backend-directory=/s/backends" in flags and not any("--cache-directory" in flag for flag in flags)
+    assert "--load-model=*" in server_flags(parse(argv)[0], INSTALLATION, (1, 2, 3), "p")
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_memory_pools_follow_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
+    monkeypatch.setattr(options_module, "has_gpu", lambda: gpu)
+    flags = server_flags(ServerOptions(tmp_path), INSTALLATION, (1, 2, 3), "p")
+    assert ("--cuda-memory-pool-byte-size=0:4294967296" in flags) == gpu
+    assert ("--pinned-memory-pool-byte-size=0" in flags) == (not gpu)
+
+
+def test_flags_that_the_launcher_owns_are_refused(tmp_path: Path) -> None:
+    for flag in ("--http-port=9", "--grpc-address", "--exit-timeout-secs=30"):
+        with pytest.raises(ConfigError, match=f"{flag.partition('=')[0]} cannot be passed on"):
+            ServerOptions(tmp_path, extra_flags=(flag,)).validate()
+    ServerOptions(tmp_path, extra_flags=("--metrics-interval-ms", "500")).validate()
+
+
+def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--metrics-port: 70000"):
+        ServerOptions(tmp_path, metrics_port=70000).validate()
+    with pytest.raises(ConfigError, match="--checkpoint: no folder"):
+        ServerOptions(tmp_path, checkpoint=tmp_path / "none").validate()
+
+
+def test_the_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    monkeypatch.setenv("TESSERA_LANGUAGE_MODEL_THREADS", "3")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    options = ServerOptions(tmp_path, checkpoint=Path("model"), environment={"TESSERA_X": "1"})
+    environment = server_environment(options, INSTALLATION)
+    assert environment["PATH"] == "/py:/usr/bin" and environment["LD_LIBRARY_PATH"] == "/l1:/l2:/mine"
+    assert environment["TESSERA_CHECKPOINT"] == str(tmp_path / "model")
+    assert environment["TESSERA_LANGUAGE_MODEL_THREADS"] == "3" and environment["TESSERA_X"] == "1"
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    bare = replace(INSTALLATION, library_path=())
+    assert "LD_LIBRARY_PATH" not in server_environment(options, bare)
+
+
+def test_shared_memory_is_modest_where_there_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 << 20}))
+    assert stub_shared_memory(None) == (1 << 20, 1 << 20)
+    assert stub_shared_memory(8 << 20) == (8 << 20, 8 << 20)

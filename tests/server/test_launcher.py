@@ -1,0 +1,335 @@
+"""The launcher against a real tritonserver, on a toy repository that starts in under a second."""
+
+from __future__ import annotations
+
+import glob
+import http.client
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+
+import tessera
+from tessera.errors import ConfigError
+from tessera.launcher import process
+from tessera.launcher.guard import descendants
+from tessera.launcher.options import ServerOptions
+from tessera.launcher.process import Server, ServerStartError, command_line
+
+pytestmark = pytest.mark.server
+
+ECHO = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([
+                pb_utils.Tensor("OUT", pb_utils.get_input_tensor_by_name(request, "IN").as_numpy())
+            ])
+            for request in requests
+        ]
+"""
+# Sends as many answers as asked for; for -1 sends one and never ends the request.
+COUNT = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.open = []
+
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            wanted = int(pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()[0])
+            for i in range(abs(wanted)):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([i], np.int32))]))
+            if wanted < 0:
+                self.open.append(sender)
+            else:
+                sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+BROKEN = """
+class TritonPythonModel:
+    def initialize(self, args):
+        raise ValueError("weights of layer 3 are missing")
+"""
+
+SLOW = """
+import time
+
+class TritonPythonModel:
+    def initialize(self, args):
+        time.sleep(600)
+"""
+
+
+def add_model(repository: Path, name: str, code: str | None, dtype: str, decoupled: bool = False) -> None:
+    (repository / name / "1").mkdir(parents=True)
+    if code is not None:
+        (repository / name / "1" / "model.py").write_text(code)
+    (repository / name / "config.pbtxt").write_text(
+        f'name: "{name}"\nbackend: "python"\nmax_batch_size: 0\n'
+        + f'input [{{ name: "IN" data_type: {dtype} dims: [1] }}]\n'
+        + f'output [{{ name: "OUT" data_type: {dtype} dims: [1] }}]\n'
+        + "instance_group [{ count: 1 kind: KIND_CPU }]\n"
+        + ("model_transaction_policy { decoupled: true }\n" if decoupled else "")
+    )
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    add_model(folder, "echo", ECHO, "TYPE_STRING")
+    add_model(folder, "count", COUNT, "TYPE_INT32", decoupled=True)
+    return folder
+
+
+@pytest.fixture
+def options(repository: Path, tmp_path: Path) -> ServerOptions:
+    return ServerOptions(
+        repository, http_port=0, grpc_port=0, metrics_port=0, log_path=tmp_path / "log", exit_timeout_s=1
+    )
+
+
+class Launched:
+    """`tessera serve` as a process of its own, with what its first line says."""
+
+    def __init__(self, repository: Path, log: Path, wait: bool = True):
+        command = [sys.executable, "-m", "tessera.launcher.cli", "--model-repository", str(repository)]
+        command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--log", str(log)]
+        path = str(Path(tessera.__file__).resolve().parents[1])
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self.ready_line = self.process.stdout.readline() if wait else ""
+        self.pids = descendants(self.process.pid)
+        self.server_pid = next((p for p in self.pids if command_line(p)[0].endswith("tritonserver")), 0)
+
+    def url(self, protocol: str) -> str:
+        return self.ready_line.split(f"{protocol} ")[1].split(",")[0].removeprefix("http://")
+
+    def regions(self) -> list[str]:
+        flag = next(a for a in command_line(self.server_pid) if "shm-region-prefix-name=" in a)
+        return glob.glob(f"/dev/shm/{flag.rpartition('=')[2]}*")
+
+
+@pytest.fixture
+def launched(repository: Path, tmp_path: Path) -> Iterator[Launched]:
+    running = Launched(repository, tmp_path / "log")
+    yield running
+    running.process.kill()
+    running.process.communicate()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def all_gone(pids: list[int]) -> bool:
+    return not any(command_line(pid) for pid in pids)
+
+
+def echo(client: grpcclient.InferenceServerClient, text: str) -> str:
+    tensor = grpcclient.InferInput("IN", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([text.encode()], object))
+    return client.infer("echo", [tensor]).as_numpy("OUT")[0].decode()
+
+
+def ask_count(client: grpcclient.InferenceServerClient, wanted: int) -> None:
+    tensor = grpcclient.InferInput("IN", [1], "INT32")
+    tensor.set_data_from_numpy(np.array([wanted], np.int32))
+    client.async_stream_infer("count", [tensor])
+
+
+def test_a_ready_server_answers_and_a_stopped_one_leaves_nothing(options: ServerOptions) -> None:
+    with Server(options) as server:
+        pids = [server.pid, *server.stub_pids()]
+        assert server.models == ("count", "echo")
+        assert sorted(server.stub_pids().values()) == ["count_0_0", "echo_0_0"]
+        assert server.failure() is None
+        with grpcclient.InferenceServerClient(server.grpc_url) as client:
+            assert echo(client, "Grüße") == "Grüße"
+            answers: queue.Queue[int] = queue.Queue()
+            client.start_stream(lambda result, error: answers.put(int(result.as_numpy("OUT")[0])))
+            ask_count(client, 3)
+            assert [answers.get(timeout=5) for _ in range(3)] == [0, 1, 2]
+        with urllib.request.urlopen(server.metrics_url, timeout=5) as page:
+            assert b'nv_inference_request_success{model="echo"' in page.read()
+        regions = glob.glob(f"/dev/shm/{server.shm_prefix}*")
+        assert len(regions) == 2
+    assert all_gone(pids)
+    assert not any(os.path.exists(path) for path in regions)
+    server.stop()  # once more does no harm
+
+
+def test_sigterm_ends_it_in_ten_seconds_in_spite_of_idle_connections_and_open_streams(launched: Launched) -> None:
+    regions = launched.regions()
+    assert regions and launched.ready_line.startswith("tessera: ready in ")
+    idle = http.client.HTTPConnection(launched.url("http"))
+    idle.request("GET", "/v2/health/ready")
+    assert idle.getresponse().read() == b""
+    client = grpcclient.InferenceServerClient(launched.url("grpc"))
+    answers: queue.Queue[object] = queue.Queue()
+    client.start_stream(lambda result, error: answers.put(result))
+    ask_count(client, -1)
+    answers.get(timeout=5)
+
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.process.wait(10) == 0
+    assert all_gone(launched.pids)
+    assert not any(os.path.exists(path) for path in regions)
+    client.stop_stream(cancel_requests=True)
+    client.close()
+    idle.close()
+
+
+def test_a_killed_launcher_takes_the_server_along(launched: Launched) -> None:
+    regions = launched.regions()
+    assert regions and len(launched.pids) == 4  # guard, tritonserver, two stubs
+    launched.process.kill()
+    assert wait_until(lambda: all_gone(launched.pids))
+    assert wait_until(lambda: not any(os.path.exists(path) for path in regions))
+
+
+def test_a_crashed_server_ends_the_launcher_with_one_line(launched: Launched) -> None:
+    regions = launched.regions()
+    os.kill(launched.server_pid, signal.SIGKILL)
+    _, errors = launched.process.communicate(timeout=10)
+    assert launched.process.returncode == 1
+    assert errors.startswith("tessera: stopped: tritonserver ended: killed by signal 9") and errors.count("\n") == 1
+    assert all_gone(launched.pids)
+    assert not any(os.path.exists(path) for path in regions)
+
+
+def test_what_a_killed_server_leaves_is_removed(options: ServerOptions) -> None:
+    with Server(options) as server:
+        os.kill(server.pid, signal.SIGKILL)
+        assert wait_until(lambda: server.failure() is not None)
+        assert server.failure() == server.failure() == "tritonserver ended: killed by signal 9"
+    kinds = [path[: path.index("-") if "shm" in path else -6] for path in sorted(server.removed)]
+    assert kinds == ["/dev/shm/tessera", "/dev/shm/tessera", "/tmp/python_env_"]
+    assert not any(os.path.exists(path) for path in server.removed)
+
+
+def test_a_killed_guard_leaves_nothing_either(options: ServerOptions) -> None:
+    with Server(options) as server:
+        assert server._guard is not None
+        pids = [server.pid, *server.stub_pids()]
+        server._guard.kill()
+        assert wait_until(lambda: server.failure() == "tritonserver ended: its guard process was killed")
+    assert wait_until(lambda: all_gone(pids))
+    assert not glob.glob(f"/dev/shm/{server.shm_prefix}*")
+
+
+def test_a_dead_stub_is_a_failure_until_its_model_is_loaded_again(options: ServerOptions) -> None:
+    with Server(options) as server:
+        victim = next(pid for pid, name in server.stub_pids().items() if name == "echo_0_0")
+        os.kill(victim, signal.SIGKILL)
+        assert wait_until(lambda: server.failure() is not None)
+        assert server.failure() == f"the Python process of 'echo_0_0' (process {victim}) died"
+        for action in ("unload", "load"):  # works in the control mode that the launcher chooses
+            url = f"{server.http_url}/v2/repository/models/echo/{action}"
+            urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10).close()
+        assert wait_until(lambda: server.failure() is None)
+        with grpcclient.InferenceServerClient(server.grpc_url) as client:
+            assert echo(client, "again") == "again"
+
+
+def test_a_model_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    add_model(folder, "broken", BROKEN, "TYPE_INT32")
+    add_model(folder, "echo", ECHO, "TYPE_STRING")
+    running = Launched(folder, tmp_path / "log")
+    _, errors = running.process.communicate(timeout=10)
+    assert running.process.returncode == 1 and running.ready_line == ""
+    assert errors.startswith("tessera: model 'broken' failed to load: ValueError: weights of layer 3 are missing [")
+    assert errors.count("\n") == 1
+
+
+def test_shared_memory_that_is_too_small_is_said(options: ServerOptions) -> None:
+    # More than any machine has: what a container with a small /dev/shm says, with another number.
+    with pytest.raises(ServerStartError, match=r"shared memory is too small: /dev/shm has \d+ MB free"):
+        Server(replace(options, shm_bytes=1 << 46)).start()
+
+
+def test_an_unknown_flag_is_quoted(options: ServerOptions) -> None:
+    wrong = replace(options, extra_flags=("--no-such-flag",))
+    with pytest.raises(ServerStartError, match="unrecognized option '--no-such-flag'"):
+        Server(wrong).start()
+
+
+def test_a_port_in_use_is_named(options: ServerOptions) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is already in use \(--grpc-port\)"):
+            Server(replace(options, grpc_port=port)).start()
+
+
+def test_two_first_starts_at_once(options: ServerOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    servers = [Server(replace(options, log_path=tmp_path / f"log{i}")) for i in range(2)]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda server: server.start(), servers))
+        assert [server.failure() for server in servers] == [None, None]
+        for server in servers:  # no clean end, so that each must find its own temporary folder
+            os.kill(server.pid, signal.SIGKILL)
+    finally:
+        for server in servers:
+            server.stop()
+    assert not set(servers[0].removed) & set(servers[1].removed)
+    assert all(any("python_env_" in path for path in server.removed) for server in servers)
+
+
+def test_a_picked_port_that_was_taken_meanwhile_is_picked_again(
+    options: ServerOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        picked = process.choose_ports
+        bad = taken.getsockname()[1]
+        choices = iter([(*picked(options)[:2], bad), picked(options)])
+        monkeypatch.setattr(process, "choose_ports", lambda options: next(choices))
+        with Server(options) as server:
+            assert server.metrics_port != bad and server.failure() is None
+
+
+def test_a_server_that_is_not_ready_in_time_is_ended(options: ServerOptions, tmp_path: Path) -> None:
+    add_model(tmp_path / "models", "slow", SLOW, "TYPE_INT32")
+    server = Server(replace(options, model_repository=tmp_path / "models", ready_timeout_s=0.5))
+    with pytest.raises(ServerStartError, match=r"not ready after 0.5 s \(--ready-timeout\)"):
+        server.start()
+    assert server.pid == 0 and not glob.glob(f"/dev/shm/{server.shm_prefix}*")
+
+
+def test_a_stop_during_the_start_leaves_nothing(tmp_path: Path) -> None:
+    add_model(tmp_path / "models", "slow", SLOW, "TYPE_INT32")
+    running = Launched(tmp_path / "models", tmp_path / "log", wait=False)
+    assert wait_until(lambda: len(descendants(running.process.pid)) == 3)  # guard, tritonserver, the stub
+    pids = descendants(running.process.pid)
+    running.process.terminate()
+    assert running.process.wait(10) == 0
+    assert all_gone(pids)
+    running.process.communicate()

@@ -1,0 +1,132 @@
+"""Batching: tiles of many requests share forwards, rows come back to the request they belong to."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tessera.errors import ConfigError, InvalidRequest
+from tessera.vision.encoder import VisionEncoder, VisionItem, VisionSettings
+
+SIDE, TOKENS = 2, 3
+
+
+class CountingRunner:
+    """Rows say which tile they came from: the tile's first byte, then the row's number."""
+
+    def __init__(self):
+        self.batches = []
+
+    def run(self, tiles):
+        assert tiles.dtype == np.uint8
+        assert tiles.shape[1:] == (SIDE, SIDE, 3)
+        self.batches.append(len(tiles))
+        first = torch.from_numpy(tiles[:, 0, 0, 0].astype(np.float32))
+        return torch.stack([first[:, None].expand(-1, TOKENS), torch.arange(TOKENS).expand(len(tiles), -1)], dim=-1)
+
+
+def item(*pictures, side=SIDE):
+    """One request; each picture is a list of tile numbers. Equal pictures get equal digests."""
+    tiles = [np.full((side, side, 3), number, np.uint8) for picture in pictures for number in picture]
+    pixels = np.concatenate([tile.ravel() for tile in tiles]) if tiles else np.empty(0, np.uint8)
+    plan = np.array([[0, len(picture), side, side] for picture in pictures], np.int32).ravel()
+    digest = np.array([[sum(1 << n for n in picture), len(picture)] for picture in pictures], np.int64).ravel()
+    return VisionItem(pixels, plan, digest)
+
+
+def tiles_of(rows):
+    assert rows[:, 1].tolist() == list(range(TOKENS)) * (len(rows) // TOKENS)
+    return rows[::TOKENS, 0].int().tolist()
+
+
+def encoder(batch=4, cache=0):
+    return VisionEncoder(CountingRunner(), SIDE, infer_batch_size=batch, cache_bytes=cache)
+
+
+def test_big_requests_are_split_and_small_ones_merged():
+    vision = encoder(batch=4)
+    rows = vision.encode([item([1, 2, 3, 4, 5, 6]), item(), item([7]), item([8, 9], [10])])
+    assert vision.runner.batches == [4, 4, 2]
+    assert rows[1] is None
+    assert [tiles_of(rows[i]) for i in (0, 2, 3)] == [[1, 2, 3, 4, 5, 6], [7], [8, 9, 10]]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 64])
+def test_every_batch_size_gives_the_same_rows(batch):
+    requests = [item([1, 2, 3]), item([4]), item([5, 6], [7, 8, 9, 10]), item([11])]
+    vision = encoder(batch)
+    rows = vision.encode(requests)
+    assert [tiles_of(r) for r in rows] == [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11]]
+    assert max(vision.runner.batches) <= batch
+    assert sum(vision.runner.batches) == 11
+    assert all(count == batch for count in vision.runner.batches[:-1])
+
+
+def test_a_request_is_answered_before_later_forwards_run():
+    vision = encoder(batch=2)
+    answers = vision.encode_each([item([1, 2, 3]), item([4]), item(), item([5])])
+    seen = [(index, len(vision.runner.batches)) for index, _ in answers]
+    assert seen == [(2, 0), (0, 2), (1, 2), (3, 3)]
+
+
+def test_equal_pictures_of_one_call_are_computed_once():
+    vision = encoder()
+    rows = vision.encode([item([1, 2]), item([1, 2]), item([3], [1, 2], [3])])
+    assert sum(vision.runner.batches) == 3
+    assert [tiles_of(r) for r in rows] == [[1, 2], [1, 2], [3, 1, 2, 3]]
+
+
+def test_the_cache_remembers_across_calls_and_forgets_the_least_recently_used():
+    picture_bytes = TOKENS * 2 * 4
+    vision = encoder(cache=2 * picture_bytes)
+    for picture in ([1], [2], [1], [3], [1], [2]):
+        assert tiles_of(vision.encode([item(picture)])[0]) == picture
+    # 1, 2 computed; 1 found; 3 pushes 2 out; 1 found; 2 computed again.
+    assert len(vision.runner.batches) == 4
+    assert vision.cache.used_bytes == 2 * picture_bytes
+    assert (vision.cache.hits, vision.cache.misses) == (2, 4)
+
+
+def test_without_a_cache_nothing_is_kept():
+    vision = encoder(cache=0)
+    vision.encode([item([1])])
+    vision.encode([item([1])])
+    assert len(vision.runner.batches) == 2
+    assert vision.cache.used_bytes == 0
+
+
+def test_the_same_digest_under_another_plan_is_another_picture():
+    vision = encoder(cache=1 << 20)
+    one, two = item([1]), item([1, 2])
+    two = VisionItem(two.pixels, two.plan, one.digest)
+    assert tiles_of(vision.encode([one])[0]) == [1]
+    assert tiles_of(vision.encode([two])[0]) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (dict(pixels=np.zeros(5, np.uint8)), "PIXELS has 5 bytes; the plan needs 12"),
+        (dict(pixels=np.zeros(13, np.uint8)), "PIXELS has 13 bytes"),
+        (dict(plan=np.array([0, 1, 2], np.int32)), "PLAN has 3 values"),
+        (dict(plan=np.array([1, 1, 2, 2], np.int32)), "kind 1"),
+        (dict(plan=np.array([0, 1, 2, 4], np.int32)), "4x2"),
+        (dict(plan=np.array([0, -1, 2, 2], np.int32)), "with -1"),
+        (dict(digest=np.zeros(1, np.int64)), "DIGEST has 1 values"),
+    ],
+)
+def test_disagreeing_tensors_are_refused(change, complaint):
+    good = item([1])
+    values = {name: change.get(name, getattr(good, name)) for name in ("pixels", "plan", "digest")}
+    with pytest.raises(InvalidRequest, match=complaint):
+        encoder().encode([VisionItem(**values)])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"runner": "tensorflow"}, {"dtype": "int8"}, {"runner": "onnx", "dtype": "bfloat16"}, {"infer_batch_size": 0}],
+)
+def test_contradictory_settings(settings):
+    with pytest.raises(ConfigError):
+        VisionSettings(**settings)

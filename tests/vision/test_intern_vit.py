@@ -1,0 +1,75 @@
+"""Rules of the tower that no transformers checkpoint shows: resized positions, folded constants, strict loading."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import Shape, as_internvl_chat, hf_native
+
+from tessera.checkpoint.config import read_config
+from tessera.errors import CheckpointError
+from tessera.vision.attention import attend
+from tessera.vision.intern_vit import InternViT, load_vision
+
+SMALL = dict(image_size=56, patch_size=14)
+
+
+def change_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_missing_and_left_over_vision_weights_are_named(tmp_path):
+    folder = hf_native(tmp_path, Shape(**SMALL))
+    name = "vision_tower.encoder.layer.1.attention.k_proj.bias"
+    change_weights(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=r"missing: layers\.1\.attention\.qkv\.bias"):
+        load_vision(read_config(folder))
+    change_weights(folder, lambda tensors: tensors.update({name.replace("layer.1", "layer.2"): torch.ones(32)}))
+    with pytest.raises(CheckpointError, match=r"left over: vision_tower\.encoder\.layer\.2\.attention\.k_proj\.bias"):
+        load_vision(read_config(folder))
+
+
+def test_positions_of_another_grid_are_resized_as_the_reference_does(tmp_path):
+    chat = as_internvl_chat(hf_native(tmp_path / "a", Shape(text="llama", **SMALL)), tmp_path / "b")
+    stored = torch.randn(1, 1 + 6 * 6, 32, generator=torch.Generator().manual_seed(3))
+    key = "vision_model.embeddings.position_embedding"
+    change_weights(chat, lambda tensors: tensors.update({key: stored}))
+    tower = load_vision(read_config(chat))
+    square = stored[:, 1:].reshape(1, 6, 6, 32).permute(0, 3, 1, 2)
+    resized = torch.nn.functional.interpolate(square, size=(4, 4), mode="bicubic", align_corners=False)
+    expected = resized.permute(0, 2, 3, 1).reshape(16, 32)
+    assert torch.equal(tower.position_embedding[0, 0], stored[0, 0])
+    torch.testing.assert_close(tower.position_embedding[0, 1:], expected[tower.patch_order()])
+
+
+def test_patches_are_taken_in_blocks_of_the_pixel_shuffle(tmp_path):
+    config = read_config(hf_native(tmp_path, Shape(**SMALL)))
+    assert InternViT(config).patch_order().tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+    # The patch at row 1, column 2 is the fifth block's... third block row-major: position 6 of the order above.
+    tower = load_vision(config)
+    black, lit = torch.zeros(2, 1, 56, 56, 3, dtype=torch.uint8)
+    lit[0, 14:28, 28:42] = 255
+    changed = (tower.embed(lit) - tower.embed(black)).abs().amax(-1)[0].nonzero().flatten().tolist()
+    assert changed == [1 + tower.patch_order().tolist().index(6)]
+
+
+def test_folded_layer_scales_change_nothing_but_rounding(tmp_path):
+    tower = InternViT(read_config(hf_native(tmp_path, Shape(**SMALL)))).requires_grad_(False)
+    for layer in tower.blocks:
+        layer.scale1.normal_()
+        layer.scale2.normal_()
+    x = torch.randn(2, 17, 32)
+    before = tower.blocks[0](x)
+    tower.blocks[0].fold_scales()
+    assert tower.blocks[0].scale1 is None
+    torch.testing.assert_close(tower.blocks[0](x), before, atol=1e-5, rtol=1e-5)
+
+
+def test_attend_is_softmax_attention():
+    query, key, value = torch.randn(3, 2, 5, 4, 8, generator=torch.Generator().manual_seed(0))
+    scores = torch.einsum("nqhd,nkhd->nhqk", query, key) / 8**0.5
+    expected = torch.einsum("nhqk,nkhd->nqhd", scores.softmax(-1), value).flatten(2)
+    torch.testing.assert_close(attend(query, key, value), expected)
