@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 ONNX := model_repository/vision_encoder/1/model.onnx
 CHECKPOINT := build/default_model/checkpoint
 
-.PHONY: env demo serve test lint types test-gpu bench-cpu parity record report clean
+.PHONY: env demo serve test lint types test-gpu bench-cpu bench-recall parity record report clean
 
 env: $(VENV)/.ready
 
@@ -39,6 +39,10 @@ types: $(VENV)/.ready
 
 bench-cpu: $(ONNX)
 	$(PY) loadtest/bench_cpu.py
+
+# recall of the held-out set through the ensemble; N=300 for a part of it, RECALL="..." for other settings
+bench-recall: $(ONNX)
+	$(PY) loadtest/bench_recall.py $(if $(N),--limit $(N)) $(RECALL)
 
 # greedy tokens against transformers on 200 held-out pictures
 parity: $(ONNX)

@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--sheet", type=Path, help="write a picture of the first pictures and answers, as JPEG")
     arguments = parser.parse_args()
-    console = Console(width=132)
+    console = Console(width=180)
     with tempfile.TemporaryDirectory(prefix="tessera-demo-") as folder:
         files = write_pictures(Path(folder), arguments.pictures, console)
         options = ServerOptions(model_repository=ROOT / "model_repository", http_port=0, grpc_port=0, metrics_port=0)
@@ -102,15 +102,15 @@ def write_pictures(folder: Path, count: int, console: Console) -> list[tuple[Pat
 
 def table(files: list[tuple[Path, Any]], answers: list[tuple[str, Answer]]) -> Table:
     """The demo's picture of itself."""
-    view = Table(title="Questions about pictures the model has never seen")
-    for name in ("picture", "over", "question", "answer", "expected", ""):
-        view.add_column(name, overflow="fold")
+    view = Table(title="Questions about pictures the model has never seen; milliseconds per stage")
+    for name, width in (("picture", 14), ("over", 4), ("question", 44), ("answer", 18), ("expected", 18), ("", 1)):
+        view.add_column(name, min_width=width)
     for stage in STAGES:
-        view.add_column(f"{stage.replace('_', ' ')} ms", justify="right")
+        view.add_column(stage.replace("_", " "), justify="right")
     for (path, item), (transport, answer) in zip(files, answers):
         text = answer.text.strip()
         mark = "[green]✓" if is_right(item, answer) else "[red]✗"
-        spent = [f"{getattr(answer.timings, stage):.1f}" for stage in STAGES]
+        spent = [f"{getattr(answer.timings, stage):.0f}" for stage in STAGES]
         view.add_row(path.stem, transport, item.question, text, item.answer, mark, *spent)
     return view
 

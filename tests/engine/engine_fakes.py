@@ -6,6 +6,7 @@ import hashlib
 
 import numpy as np
 import torch
+
 from tessera.checkpoint.config import TextConfig
 from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
@@ -59,6 +60,7 @@ class BookkeepingRunner:
         assert singles == sorted(singles, reverse=True), "single tokens come first"
         assert len({span.sequence for span in batch.spans}) == len(batch.spans)
         for span in batch.spans:
+            assert span.count == 1 or span.end <= span.sequence.known, "only a lone token may be unknown yet"
             for position in range(span.start, span.end):
                 self.cache[self._slot(span.sequence, position)] = self._content(span.sequence, position)
         return [self._choose(span) for span in batch.spans if span.samples]
@@ -126,7 +128,9 @@ def contents_of(request):
     return contents
 
 
-def make_engine(num_blocks=64, block_size=4, max_model_len=200, tokens=range(VOCABULARY), salt=lambda length: 0, **settings):
+def make_engine(
+    num_blocks=64, block_size=4, max_model_len=200, tokens=range(VOCABULARY), salt=lambda length: 0, **settings
+):
     """An engine on a BookkeepingRunner."""
     defaults = dict(max_batched_tokens=64, max_sequences=8)
     config = EngineConfig(block_size=block_size, **(defaults | settings))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from tessera.engine.attention.backend import AttentionStep, HeadShape, SpanTable, create_backend, rotate
 from tessera.engine.cache.kv_storage import KvStorage
 from tessera.errors import ConfigError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_fakes import EOS, ends, make_engine, make_request, run, text_of, tokens_of
+
 from tessera.errors import Unavailable
 
 
@@ -105,17 +106,19 @@ def test_too_many_in_flight():
 
 
 def test_failing_ends_every_request_and_the_engine_goes_on():
-    engine, runner = make_engine(max_sequences=2)
+    engine, _runner = make_engine(max_sequences=2)
     for number in range(4):
         engine.submit(make_request([number], f"{number}", max_tokens=5, ignore_eos=True))
     engine.step()
     late = engine.submit(make_request([9], "late", max_tokens=1))
+    cancelled = engine.submit(make_request([9], "cancelled", max_tokens=1))
+    engine.abort(cancelled)
     events = engine.fail_all("the card melted")
     assert ends(events) == {f"{number}": "error" for number in range(4)}
     assert {event.error for event in events} == {"the card melted"}
     engine.scheduler.check()
     assert engine.scheduler.blocks.used == 0
-    assert ends(run(engine)) == {"late": "length"} and late.finished
+    assert ends(run(engine)) == {"late": "length", "cancelled": "cancelled"} and late.finished
 
 
 def test_closing_ends_everything_and_refuses_more():

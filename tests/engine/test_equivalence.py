@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from engine_fakes import EOS, make_request, run, tiny_engine, tiny_model, tokens_of
+
 from tessera.engine.request import Request, SamplingParameters
 
 MODEL = tiny_model()
@@ -81,12 +82,8 @@ def test_same_tokens_after_preemption(alone):
 
 
 def test_pictures_matter(alone):
-    swapped = requests()
-    for request in swapped[::3]:
-        request.embeddings.data  # noqa: B018 - shared rows stay as they are
     blank = [
-        Request(r.request_id, r.input_ids, r.spans, torch.zeros_like(r.embeddings), r.digest, r.sampling)
-        for r in swapped[::3]
+        Request(r.request_id, r.input_ids, r.spans, torch.zeros(12, 32), r.digest, r.sampling) for r in requests()[::3]
     ]
     assert all(a != b for a, b in zip(answers(tiny_engine(MODEL), blank), alone[::3]))
 
@@ -141,10 +138,9 @@ def test_min_tokens_keeps_eos_away():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_runs_and_stays_close(dtype):
     model = tiny_model()
-    for name, module in model.named_modules():
+    for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
             module.register_buffer(key, buffer.to(getattr(torch, dtype)))
-        assert name is not None
     entry = []
     for candidate in (MODEL, model):
         engine = tiny_engine(candidate)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import tessera.engine
 
 PLAIN = [
     "tessera.engine.config",
@@ -38,6 +37,5 @@ def import_without(blocked, modules):
     ],
 )
 def test_imports_with_the_rest_blocked(blocked, modules):
-    assert tessera.engine.__doc__
     result = import_without(blocked, modules)
     assert result.returncode == 0, result.stderr

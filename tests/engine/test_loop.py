@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 
 import pytest
 from engine_fakes import make_engine, make_request
+
 from tessera.engine.loop import EngineLoop
 from tessera.errors import Unavailable
 
@@ -77,6 +79,15 @@ def test_a_failing_step_ends_its_requests_and_the_next_ones_work(parts):
     runner.run = works
     second = loop.submit(make_request([1], max_tokens=3, ignore_eos=True))
     assert inbox.wait(second) == ["length"]
+
+
+def test_an_idle_loop_sleeps(parts):
+    loop, _, inbox = parts
+    inbox.wait(loop.submit(make_request([1], max_tokens=1)))
+    looks, has_work = [], loop.engine.has_work
+    loop.engine.has_work = lambda: looks.append(1) or has_work()
+    time.sleep(0.1)
+    assert len(looks) <= 1
 
 
 def test_a_failing_listener_does_not_stop_the_loop():

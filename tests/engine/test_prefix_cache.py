@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from engine_fakes import contents_of, expected_answer, make_engine, make_request, run, tokens_of
+
 from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.cache.prefix_index import PrefixIndex, image_cache_ids
 from tessera.engine.sequence import Sequence
@@ -96,6 +97,14 @@ def test_evicted_blocks_are_not_found_and_the_oldest_go_first():
     assert serve(engine, other, requests[1], requests[0]) == [0, 8, 0]
 
 
+def test_the_end_of_a_prefix_goes_before_its_beginning():
+    engine, _ = make_engine(num_blocks=8)
+    request = make_request([1] * 16, "1", max_tokens=4, ignore_eos=True)  # leaves 4 findable blocks, 3 others
+    assert serve(engine, request) == [0]
+    other = make_request([2] * 20, "2", max_tokens=4, ignore_eos=True)  # takes 6 blocks
+    assert serve(engine, other, request) == [0, 8]
+
+
 def test_cancel_in_the_middle_of_a_prompt_leaves_sound_blocks():
     engine, _ = make_engine(max_batched_tokens=10)
     sequence = engine.submit(picture_prompt(7, "a"))
@@ -137,7 +146,7 @@ def test_equal_keys_are_not_enough():
 
 def held_manager():
     manager = BlockManager(8, 4, PrefixIndex())
-    sequence = Sequence(make_request(list(range(10)), max_tokens=2), 0)
+    sequence = Sequence(make_request(list(range(10)), max_tokens=2))
     assert manager.admit(sequence)
     sequence.computed = 10
     manager.commit(sequence)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engine_fakes import VOCABULARY, make_engine, make_request
+
 from tessera.engine.config import EngineConfig
 from tessera.engine.request import Request, SamplingParameters
 from tessera.errors import ConfigError, InvalidRequest

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from tessera.engine.attention.backend import rotate
 from tessera.engine.layers.rotary import Rotary
 from tessera.errors import CheckpointError

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from engine_fakes import make_request
+
 from tessera.engine.execution.sampler import SamplingRow, sample, uniform
 from tessera.engine.request import SamplingParameters
 from tessera.engine.sequence import Sequence
@@ -94,7 +95,7 @@ def test_logprobs_only_where_asked():
 
 def test_min_tokens_forbids_the_end():
     request = make_request([1], max_tokens=8, min_tokens=2)
-    sequence = Sequence(request, 0, stop_ids=(1,))
+    sequence = Sequence(request, stop_ids=(1,))
     forbidden = [SamplingRow.of(sequence, place).forbidden for place in range(4)]
     assert forbidden == [{1}, {1}, set(), set()]
     assert sample(LOGITS[None].clone(), [SamplingRow.of(sequence, 0)])[0].token_id == 4

@@ -31,7 +31,7 @@ def test_decodes_run_in_every_step_beside_long_prompts():
 
 
 def test_preempted_sequences_answer_as_if_alone():
-    engine, runner = make_engine(num_blocks=12, prefix_cache="off")
+    engine, _runner = make_engine(num_blocks=12, prefix_cache="off")
     requests = [make_request([n, n, n, n, n, n], f"{n}", max_tokens=20, ignore_eos=True) for n in range(4)]
     for request in requests:
         engine.submit(request)
@@ -47,6 +47,15 @@ def test_first_come_first_served_when_memory_is_short():
         engine.submit(make_request([number] * 20, f"{number}", max_tokens=4, ignore_eos=True))
     events = run(engine)
     assert list(ends(events)) == ["0", "1", "2", "3", "4"]
+
+
+def test_nobody_is_admitted_into_blocks_that_running_sequences_need_next():
+    engine, runner = make_engine(num_blocks=10, prefix_cache="off")
+    engine.submit(make_request([1] * 32, "running", max_tokens=4, ignore_eos=True))
+    engine.submit(make_request([2] * 7, "next", max_tokens=1))
+    run(engine)
+    assert engine.metrics.preemptions == 0
+    assert [len(batch) for batch in runner.batches] == [1, 1, 1, 1, 1]
 
 
 def test_head_of_the_queue_is_not_overtaken():

@@ -17,6 +17,7 @@ from engine_fakes import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.cache.prefix_index import PrefixIndex
 from tessera.engine.scheduling.scheduler import Scheduler
@@ -108,7 +109,7 @@ def test_steps_may_be_planned_ahead(requests, cancels, num_blocks, depth):
     for number, (ids, pictures, max_tokens) in enumerate(requests):
         request = make_request(ids, str(number), pictures, max_tokens=max_tokens)
         keys = [pictures[i][2] * 100 + row for i in range(len(pictures)) for row in range(pictures[i][1])]
-        sequences.append(Sequence(request, number, image_cache_ids=keys or None, stop_ids=(EOS,)))
+        sequences.append(Sequence(request, image_cache_ids=keys or None, stop_ids=(EOS,)))
         scheduler.add(sequences[-1])
     out, steps = deque(), 0
     while scheduler.has_work or out:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_fakes import ByteTokenizer, ends, make_request, run, tiny_config, tiny_engine, tiny_model, tokens_of
 from safetensors.torch import save_file
+
 from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
 from tessera.engine.models.registry import model_class

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+
 from tessera.checkpoint.config import TextConfig
 from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
@@ -65,9 +66,7 @@ def reference(config: TextConfig) -> torch.nn.Module:
         model = transformers.Qwen2ForCausalLM(settings)
     else:
         biases = dict(attention_bias=config.attention_bias, mlp_bias=config.mlp_bias)
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**shared, **biases, head_dim=config.head_dim)
-        )
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shared, **biases, head_dim=config.head_dim))
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         spread = 0.3 if parameter.ndim > 1 or "bias" in name else 0.2
@@ -185,9 +184,7 @@ BODIES = {
     "qwen2": text_config("Qwen2ForCausalLM"),
     "qwen2 tied": text_config("Qwen2ForCausalLM", tie_word_embeddings=True, rope_theta=1e6),
     "llama": text_config("LlamaForCausalLM"),
-    "llama with biases": text_config(
-        "LlamaForCausalLM", attention_bias=True, output_bias=True, mlp_bias=True
-    ),
+    "llama with biases": text_config("LlamaForCausalLM", attention_bias=True, output_bias=True, mlp_bias=True),
     "llama wide heads": text_config("LlamaForCausalLM", head_dim=16),
     "llama linear": text_config("LlamaForCausalLM", rope_scaling={"rope_type": "linear", "factor": 2.5}),
     "llama3": text_config("LlamaForCausalLM", rope_scaling=LLAMA3),
@@ -212,9 +209,7 @@ def test_picture_rows_replace_embeddings(max_batched_tokens):
     spans = [(3, 9), (14, 5)]
     rows = torch.randn(14, HIDDEN, generator=torch.Generator().manual_seed(1))
     weights = named_weights(model, config)
-    tokens, logits = answer(
-        config, weights, PROMPT, 6, rows, spans, max_batched_tokens=max_batched_tokens
-    )
+    tokens, logits = answer(config, weights, PROMPT, 6, rows, spans, max_batched_tokens=max_batched_tokens)
     expected_tokens, expected_logits = expected(model, PROMPT, 6, rows, spans)
     assert tokens == expected_tokens
     torch.testing.assert_close(logits, expected_logits, atol=TOLERANCE, rtol=0)

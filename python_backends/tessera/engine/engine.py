@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import threading
 import time
@@ -65,7 +64,6 @@ class Engine:
         self._config = config
         self._eos_token_ids = frozenset(eos_token_ids)
         self._cache_secret = secrets.token_bytes(16)
-        self._numbers = itertools.count()
         self._lock = threading.Lock()  # guards the four below
         self._live: dict[Sequence, Detokenizer] = {}  # until the final event exists
         self._arrived: list[Sequence] = []
@@ -140,7 +138,6 @@ class Engine:
         """Ends every request that a step may have seen with reason "error"; the engine then starts afresh."""
         self.scheduler.drop_all()
         with self._lock:
-            self._aborted = []
             arrived = set(self._arrived)
             known = [sequence for sequence in self._live if sequence not in arrived]
         for sequence in known:
@@ -176,7 +173,6 @@ class Engine:
         limit = int(spans[0, 0]) if len(spans) and self._config.prefix_cache == "exclude" else None
         return Sequence(
             request,
-            next(self._numbers),
             cache_limit=limit,
             image_cache_ids=image_cache_ids(request.digest, spans[:, 1], self._cache_secret),
             cache_salt=self._runner.cache_salt(len(request.input_ids)),

@@ -21,13 +21,12 @@ class Sequence:
     def __init__(
         self,
         request: Request,
-        number: int,
         cache_limit: int | None = None,
         image_cache_ids: np.ndarray | None = None,
         cache_salt: int = 0,
         stop_ids: Collection[int] = (),
     ) -> None:
-        """``number`` orders sequences by arrival. ``image_cache_ids`` int64: one id a picture row, which stands for
+        """``image_cache_ids`` int64: one id a picture row, which stands for
         the row wherever prefixes are compared. ``cache_limit``: positions that may be reused by others; None is
         all. ``cache_salt`` keeps apart prefixes whose keys and values differ though their tokens agree.
         ``stop_ids`` are the tokens that end the answer.
@@ -35,7 +34,6 @@ class Sequence:
         prompt = np.asarray(request.input_ids)
         spans = np.asarray(request.spans).reshape(-1, 2)
         self.request = request
-        self.number = number
         self.prompt_length = len(prompt)
         self.max_tokens = request.sampling.max_tokens
         seed = request.sampling.seed

@@ -162,6 +162,6 @@ class Reply:
 
     def _timings(self, event: TokenEvent) -> np.ndarray:
         """Milliseconds from one station to the next: see `timings` in the stage's config.pbtxt."""
-        stations = [*self._stamps, event.scheduled_ns, event.first_token_ns, event.emitted_ns]
-        stations = np.maximum.accumulate(np.array(stations, dtype=np.int64))
+        passed = [*self._stamps, event.scheduled_ns, event.first_token_ns, event.emitted_ns]
+        stations = np.maximum.accumulate(np.array(passed, dtype=np.int64))
         return (np.diff(stations) / 1e6).astype(np.float32)

@@ -32,7 +32,7 @@ class VisionSettings:
     """
 
     runner: str = "onnx"
-    infer_batch_size: int = 8
+    infer_batch_size: int = 4
     threads: int = 1
     dtype: str = "float32"
     device: str = "cpu"
@@ -79,7 +79,7 @@ class _Picture:
 class VisionEncoder:
     """Turns items into embeddings; used by one thread at a time."""
 
-    def __init__(self, runner: Runner, tile_side: int, infer_batch_size: int = 8, cache_bytes: int = 0) -> None:
+    def __init__(self, runner: Runner, tile_side: int, infer_batch_size: int = 4, cache_bytes: int = 0) -> None:
         self.runner = runner
         self.tile_side = tile_side
         self.infer_batch_size = infer_batch_size

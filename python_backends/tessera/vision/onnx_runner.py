@@ -22,7 +22,6 @@ class OnnxRunner:
         options.inter_op_num_threads = 1
         # The stages share the cores: a thread that spins while it waits takes them from another stage.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.add_session_config_entry("session.set_denormal_as_zero", "1")
         options.log_severity_level = 3
         source = model if isinstance(model, bytes) else str(model)
         self._session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])

@@ -24,14 +24,17 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         settings = StageSettings(args)
+        runner = settings.text("runner")
         self._encoder = VisionEncoder.from_checkpoint(
             settings.checkpoint,
             VisionSettings(
-                runner=settings.text("runner"),
+                runner=runner,
                 device=settings.text("device"),
+                dtype=settings.text("dtype"),
                 infer_batch_size=settings.integer("visual_infer_batch_size"),
                 threads=settings.integer("threads"),
-                onnx_path=settings.version_folder / "model.onnx",
+                onnx_path=settings.version_folder / "model.onnx" if runner == "onnx" else None,
+                cache_bytes=settings.integer("cache_bytes"),
             ),
         )
 

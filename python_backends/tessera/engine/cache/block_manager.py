@@ -44,7 +44,7 @@ class BlockManager:
         changes nothing, unless ``reserve`` blocks would stay free.
         """
         if sequence.block_table:
-            raise RuntimeError(f"sequence {sequence.number} is admitted while it holds blocks")
+            raise RuntimeError(f"request {sequence.request.request_id!r} is admitted while it holds blocks")
         reused = self._match(sequence)
         fresh = self.blocks_for(sequence.length) - len(reused)
         revived = sum(self._holders[block] == 0 for block in reused)
@@ -104,11 +104,12 @@ class BlockManager:
         assert set(self._free) == set(range(self.num_blocks)) - set(held), "free blocks are wrong"
         for sequence in sequences:
             table = sequence.block_table
-            assert len(set(table)) == len(table), f"sequence {sequence.number} holds a block twice"
-            assert len(table) * self.block_size >= sequence.computed, f"sequence {sequence.number} outgrew its blocks"
-            assert not table or len(table) <= self.blocks_for(sequence.length), "blocks beyond the sequence's end"
+            name = f"request {sequence.request.request_id!r}"
+            assert len(set(table)) == len(table), f"{name} holds a block twice"
+            assert len(table) * self.block_size >= sequence.computed, f"{name} outgrew its blocks"
+            assert not table or len(table) <= self.blocks_for(sequence.length), f"{name} holds blocks beyond its end"
             # Only what is complete and never written again may have several holders.
-            assert all(held[block] == 1 for block in table[sequence.committed :]), "an open block is shared"
+            assert all(held[block] == 1 for block in table[sequence.committed :]), f"{name} shares an open block"
         if self._index is not None:
             self._index.check()
 

@@ -1,14 +1,14 @@
 """Which tokens run in the next step.
 
-First every running sequence, those that decode before those whose prompt is still being read; then, with what is
-left of the budget, sequences that wait, in order of arrival. When blocks run out, the last one in that order gives
-its blocks back and waits to be computed again. Whoever was preempted arrived before everything that waits behind
-it, and nothing overtakes the head of the queue, so every sequence gets its turn.
+First every running sequence in order of arrival, then, with what is left of the budget, those that wait. Nothing
+overtakes, so of the running sequences at most the last is still reading its prompt, and a long prompt takes only
+what decoding leaves. When blocks run out, the last running sequence gives its own back and waits, first in the
+queue, to be computed again: the first one always gets on, so every sequence gets its turn.
 """
 
 from __future__ import annotations
 
-import bisect
+from collections import deque
 from collections.abc import Sequence as SequenceType
 
 from tessera.engine.cache.block_manager import BlockManager
@@ -24,7 +24,7 @@ class Scheduler:
 
     def __init__(self, blocks: BlockManager, max_batched_tokens: int, max_sequences: int) -> None:
         self.blocks = blocks
-        self.waiting: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._max_batched_tokens = max_batched_tokens
@@ -35,15 +35,13 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        bisect.insort(self.waiting, sequence, key=lambda s: s.number)
+        self.waiting.append(sequence)
 
     def schedule(self) -> ScheduledBatch:
         """Plans the next step; it is empty when nothing can run before a batch in flight is applied."""
         spans: list[ScheduledSpan] = []
-        preempted = self.preemptions
         budget = self._plan_running(spans, self._max_batched_tokens)
-        if self.preemptions == preempted:  # else the blocks that came free are needed where they are
-            self._plan_waiting(spans, budget)
+        self._plan_waiting(spans, budget)
         spans.sort(key=lambda span: span.count > 1)
         return ScheduledBatch(spans)
 
@@ -66,7 +64,7 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: str) -> None:
         """Ends a sequence that has not ended, wherever it is."""
         if sequence.finished:
-            raise RuntimeError(f"sequence {sequence.number} ended twice")
+            raise RuntimeError(f"request {sequence.request.request_id!r} ended twice")
         sequence.finish_reason = reason
         self._remove(sequence)
 
@@ -74,7 +72,7 @@ class Scheduler:
         """Forgets every sequence and everything cached, whatever state a failed step left behind."""
         for sequence in (*self.waiting, *self.running):
             sequence.block_table = []
-        self.waiting, self.running = [], []
+        self.waiting, self.running = deque(), []
         self.blocks.reset()
 
     def check(self) -> None:
@@ -83,27 +81,29 @@ class Scheduler:
         assert len(set(everyone)) == len(everyone), "a sequence is queued twice"
         assert not any(sequence.finished for sequence in everyone), "a finished sequence is queued"
         assert not any(sequence.block_table for sequence in self.waiting), "a waiting sequence holds blocks"
-        numbers = [sequence.number for sequence in self.waiting]
-        assert numbers == sorted(numbers), "the queue is out of order"
+        reading = [sequence for sequence in self.running if sequence.pending > 1]
+        assert reading in ([], self.running[-1:]), "a sequence overtook one that reads its prompt"
         assert len(self.running) <= self._max_sequences, "too many sequences run"
         self.blocks.check(everyone)
 
     def _plan_running(self, spans: list[ScheduledSpan], budget: int) -> int:
-        order = sorted(self.running, key=lambda sequence: (sequence.pending > 1, sequence.number))
-        while order and budget:
-            sequence = order.pop(0)
+        """Returns what is left of the budget."""
+        place = 0
+        while place < len(self.running):  # which shrinks from its end when blocks run out
+            sequence = self.running[place]
             count = min(sequence.pending, budget)
-            if not count:
-                continue
-            while not self.blocks.grow(sequence, sequence.computed + count):
-                victim = order.pop() if order else sequence
-                self._preempt(victim)
-                if victim is sequence:
-                    break
-            else:
+            if count and self._make_room(sequence, sequence.computed + count):
                 spans.append(self._plan(sequence, count))
                 budget -= count
+            place += 1
         return budget
+
+    def _make_room(self, sequence: Sequence, tokens: int) -> bool:
+        """Grows a running sequence, at the cost of those behind it; False if it was itself preempted."""
+        while not self.blocks.grow(sequence, tokens):
+            if self._preempt_last() is sequence:
+                return False
+        return True
 
     def _plan_waiting(self, spans: list[ScheduledSpan], budget: int) -> None:
         while self.waiting and budget and len(self.running) < self._max_sequences:
@@ -111,7 +111,7 @@ class Scheduler:
             # A preempted sequence may still await a token; and each running one may soon want a block.
             if sequence.in_flight or not self.blocks.admit(sequence, reserve=len(self.running)):
                 return
-            self.running.append(self.waiting.pop(0))
+            self.running.append(self.waiting.popleft())
             count = min(sequence.pending, budget)
             spans.append(self._plan(sequence, count))
             budget -= count
@@ -124,13 +124,13 @@ class Scheduler:
         sequence.in_flight += samples
         return ScheduledSpan(sequence, start, start + count, samples)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt_last(self) -> Sequence:
         self.preemptions += 1
-        self.running.remove(sequence)
-        self.blocks.release(sequence)
-        self.add(sequence)
+        victim = self.running.pop()
+        self.blocks.release(victim)
+        self.waiting.appendleft(victim)
+        return victim
 
     def _remove(self, sequence: Sequence) -> None:
-        queue = self.running if sequence in self.running else self.waiting
-        queue.remove(sequence)
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.blocks.release(sequence)

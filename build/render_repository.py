@@ -1,0 +1,95 @@
+"""Writes a model repository with other settings than the tracked one, whose files stay untouched.
+
+    python build/render_repository.py --out DIR --instances preprocess=8 --set vision_encoder.runner=torch
+
+Copies model_repository/, changes instance counts and stage parameters, and refuses names that do not exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def render(source: Path, out: Path, instances: dict[str, int], parameters: dict[str, str]) -> None:
+    """Copies `source` to `out` and applies the changes.
+
+    Args:
+        source: a model repository.
+        out: the folder to write; must not exist.
+        instances: model -> number of instances.
+        parameters: "model.parameter" -> value; the parameter must be in the model's config.pbtxt.
+
+    Raises:
+        ValueError: a model or a parameter does not exist, or `out` does.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists already")
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("__pycache__"))
+    for model, count in instances.items():
+        config = _read(out, model)
+        del config.instance_group[1:]
+        config.instance_group[0].count = count
+        _write(out, model, config)
+    for name, value in parameters.items():
+        model, _, parameter = name.partition(".")
+        config = _read(out, model)
+        if parameter not in config.parameters:
+            known = ", ".join(sorted(config.parameters))
+            raise ValueError(f"{model} has no parameter {parameter!r}; it has {known}")
+        config.parameters[parameter].string_value = value
+        _write(out, model, config)
+    # A relative checkpoint counts from the repository, which lies elsewhere now.
+    for file in out.glob("*/config.pbtxt"):
+        config = _read(out, file.parent.name)
+        if "checkpoint" in config.parameters:
+            checkpoint = config.parameters["checkpoint"].string_value
+            config.parameters["checkpoint"].string_value = str((source / checkpoint).resolve())
+            _write(out, file.parent.name, config)
+
+
+def _read(repository: Path, model: str) -> model_config_pb2.ModelConfig:
+    file = repository / model / "config.pbtxt"
+    if not file.is_file():
+        known = ", ".join(sorted(path.parent.name for path in repository.glob("*/config.pbtxt")))
+        raise ValueError(f"there is no model {model!r}; there are {known}")
+    return text_format.Parse(file.read_text(), model_config_pb2.ModelConfig())
+
+
+def _write(repository: Path, model: str, config: model_config_pb2.ModelConfig) -> None:
+    (repository / model / "config.pbtxt").write_text(text_format.MessageToString(config))
+
+
+def _pairs(given: list[str]) -> dict[str, str]:
+    pairs = [item.partition("=") for item in given]
+    wrong = [item for item, (_, equals, value) in zip(given, pairs) if not equals or not value]
+    if wrong:
+        raise ValueError(f"expected NAME=VALUE, got {wrong[0]!r}")
+    return {name: value for name, _, value in pairs}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, default=ROOT / "model_repository")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--instances", nargs="*", default=[], metavar="MODEL=N")
+    parser.add_argument("--set", nargs="*", default=[], metavar="MODEL.PARAMETER=VALUE", dest="parameters")
+    arguments = parser.parse_args()
+    try:
+        instances = {model: int(count) for model, count in _pairs(arguments.instances).items()}
+        render(arguments.source, arguments.out, instances, _pairs(arguments.parameters))
+    except ValueError as error:
+        print(f"render_repository: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,104 @@
+"""`make bench-recall`: the held-out set through the running ensemble, at the default tile policy and at one tile.
+
+`--instances` and `--set` change the repository first, for instance on a GPU:
+    python loadtest/bench_recall.py --instances preprocess=10 --set vision_encoder.runner=torch \
+        vision_encoder.device=cuda language_model.device=cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import figures
+from rich.console import Console
+from rich.progress import Progress
+
+from tessera.launcher.options import ServerOptions
+from tessera.launcher.process import Server
+from tessera_client import Client, recall
+from tessera_client.datasets import Item, heldout_items
+
+sys.path.insert(0, str(figures.ROOT / "build"))
+import render_repository
+
+MAX_TOKENS = 96  # enough for a description
+
+
+@contextmanager
+def bar(what: str) -> Iterator[Any]:
+    """A progress bar on standard error; call the result with (done, total)."""
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def measure(client: Client, items: list[Item], concurrency: int, **options: Any) -> dict[str, Any]:
+    """Asks all questions and returns recall.figures()."""
+    with bar("asking") as advance:
+        outcomes, seconds = recall.run(
+            client,
+            items,
+            concurrency=concurrency,
+            progress=lambda done: advance(done, len(items)),
+            max_tokens=MAX_TOKENS,
+            **options,
+        )
+    result = recall.figures(outcomes, seconds)
+    recall.print_table(result, Console(stderr=True))
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=int, help="only the first N questions, even over the classes")
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--instances", nargs="*", default=[], metavar="MODEL=N")
+    parser.add_argument("--set", nargs="*", default=[], metavar="MODEL.PARAMETER=VALUE", dest="parameters")
+    parser.add_argument("--json", type=Path, help="write all figures of both runs here")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tessera-recall-") as folder:
+        repository = Path(folder) / "model_repository"
+        instances = dict(pair.split("=", 1) for pair in arguments.instances)
+        render_repository.render(
+            figures.ROOT / "model_repository",
+            repository,
+            {model: int(count) for model, count in instances.items()},
+            dict(pair.split("=", 1) for pair in arguments.parameters),
+        )
+        with bar("rendering") as advance:
+            items = heldout_items(arguments.limit, Path(folder), root=figures.ROOT, progress=advance)
+        large = [item for item in items if max(item.width, item.height) >= recall.LARGE]
+        options = ServerOptions(model_repository=repository, http_port=0, grpc_port=0, metrics_port=0)
+        with Server(options) as server, Client(server.grpc_url) as client:
+            client.ask(items[0].picture, "Is there a door?", max_tokens=1)
+            default = measure(client, items, arguments.concurrency)
+            one_tile = measure(client, large, arguments.concurrency, max_tiles=1)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"default": default, "large_at_one_tile": one_tile}, indent=1))
+    command = "make bench-recall" + (f" N={arguments.limit}" if arguments.limit else "")
+    notes = {"pictures": len(items), "settings": [*arguments.instances, *arguments.parameters]}
+    for name in ("recall.macro", "recall.min_class", "recall.precision"):
+        figures.emit(name, round(default[name], 4), "share", command=command, ceiling=1, **notes)
+    loss = 100 * (macro(default["large"]) - macro(one_tile["large"]))
+    figures.emit("recall.max_tiles_1_loss", round(loss, 2), "points", command=command, large_pictures=len(large))
+    figures.emit("recall.qpm", default["qpm"], "questions/min", command=command, **notes)
+    failed = default["errors"] + one_tile["errors"]
+    if failed:
+        print(f"{failed} questions ended in an error", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def macro(large: dict[str, Any]) -> float:
+    """Balanced accuracy of hazard presence over the large pictures."""
+    return large["presence"]["balanced_accuracy"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

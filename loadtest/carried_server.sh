@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# For a machine without a package registry (our H200): builds an environment from a carried archive and runs a command
+# in it. The archive holds site-packages for that machine's Python: nvidia-pytriton, numpy 1.26.4 (the stub needs
+# numpy 1), tritonclient and python-rapidjson; everything else comes from the machine's own Python.
+#   bash loadtest/carried_server.sh ARCHIVE.tar.xz COMMAND...
+set -euo pipefail
+archive=$1
+shift
+env=${TMPDIR:-/tmp}/tessera-env
+if [ ! -e "$env/.ready" ]; then
+    base=$(python3 -c 'import site; print(site.getsitepackages()[0])')
+    python3 -m venv --without-pip "$env"
+    site=$("$env/bin/python" -c 'import site; print(site.getsitepackages()[0])')
+    tar -C "$site" -xf "$archive"
+    echo "$base" > "$site/machine.pth"
+    touch "$env/.ready"
+fi
+root=$(cd "$(dirname "$0")/.." && pwd)
+export PATH="$env/bin:$PATH" PYTHONPATH="$root/python_backends:$root/clients"
+exec "$@"

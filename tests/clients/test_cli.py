@@ -1,0 +1,160 @@
+"""The command line: output, exit codes, faults in one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_transport import READY, FakeTransport, final
+
+from tessera_client import (
+    ConnectionFailed,
+    DeadlineExceeded,
+    Delta,
+    InvalidRequest,
+    ModelStatus,
+    ServerError,
+    ServerStatus,
+    client,
+)
+from tessera_client.cli import main
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> str:
+    path = tmp_path / "room.jpg"
+    path.write_bytes(b"jpeg")
+    return str(path)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def install(*script: Sequence[Any], fake: FakeTransport | None = None) -> FakeTransport:
+        fake = fake or FakeTransport(script)
+        monkeypatch.setattr(client, "open_transport", lambda url, models: fake)
+        return fake
+
+    return install
+
+
+def test_ask_prints_the_answer(serve: Any, picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = serve([final("yes")])
+    assert main(["ask", picture, picture, "A crack?", "--max-tokens", "5", "--max-tiles", "2"]) == 0
+    assert capsys.readouterr().out == "yes\n"
+    request = fake.requests[0][0]
+    assert request.text == "A crack?" and request.images == (b"jpeg", b"jpeg")
+    assert json.loads(request.sampling or "") == {"max_tokens": 5, "tile_policy": {"max_tiles": 2}}
+    assert fake.closed
+
+
+def test_ask_streams(serve: Any, picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = serve([Delta("a "), Delta("room"), final()])
+    assert main(["ask", picture, "What?", "--stream"]) == 0
+    assert capsys.readouterr().out == "a room\n" and fake.requests[0][0].stream
+
+
+def test_ask_prints_json(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    serve([final("ja")])
+    assert main(["ask", "only a question", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["text"] == "ja" and answer["usage"]["image_tokens"] == 4
+    assert answer["timings"]["first_token"] == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidRequest("max_tokens\nis wrong"), 2),
+        (ConnectionFailed("refused"), 3),
+        (DeadlineExceeded("late"), 4),
+        (ServerError("broken"), 1),
+    ],
+)
+def test_faults_are_one_line_and_an_exit_code(
+    serve: Any, capsys: pytest.CaptureFixture[str], error: Exception, code: int
+) -> None:
+    serve(*[[error]] * 9)
+    assert main(["ask", "q"]) == code
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1 and shown.err.startswith("tessera ask: ")
+
+
+def test_a_missing_picture(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    serve()
+    assert main(["ask", "nowhere.jpg", "q"]) == 2
+    assert "nowhere.jpg" in capsys.readouterr().err
+
+
+def test_interrupt(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    class Interrupts(FakeTransport):
+        def send(self, *_: Any) -> Any:
+            raise KeyboardInterrupt
+
+    serve(fake=Interrupts())
+    assert main(["ask", "q"]) == 130
+    assert capsys.readouterr().err == "tessera ask: interrupted\n"
+
+
+def test_wrong_usage_exits_2() -> None:
+    for arguments in ([], ["ask"], ["ask", "q", "--max-tokens", "0"], ["dance"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+
+
+def test_status(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = serve([final("x")])
+    assert main(["status", "--probe"]) == 0
+    out = capsys.readouterr().out
+    assert "ready, tritonserver 2.51.0" in out and "vlm" in out and len(fake.requests) == 1
+    broken = ServerStatus(True, "2.51.0", (ModelStatus("vlm", "1", "UNAVAILABLE", "no weights"),))
+    serve(fake=FakeTransport(status=broken))
+    assert main(["status"]) == 3
+    out = capsys.readouterr().out
+    assert "not ready" in out and "no weights" in out
+    serve(fake=FakeTransport(status=ConnectionFailed("refused")))
+    assert main(["status", "--json"]) == 3
+
+
+def test_serve_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[list[str]] = []
+    module = types.ModuleType("tessera.launcher.cli")
+    module.serve_main = lambda argv: got.append(argv) or 7  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tessera.launcher", types.ModuleType("tessera.launcher"))
+    monkeypatch.setitem(sys.modules, "tessera.launcher.cli", module)
+    assert main(["serve", "--http-port", "1"]) == 7 and got == [["--http-port", "1"]]
+
+
+def test_recall_on_a_folder(serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "file,question,answer,class\n" + "".join(f"a.jpg,q{i},{'yes' if i % 2 else 'no'},damp\n" for i in range(8))
+    (tmp_path / "a.jpg").write_bytes(b"jpeg")
+    (tmp_path / "labels.csv").write_text(rows)
+
+    class AlwaysYes(FakeTransport):
+        def answer_to(self, request: Any) -> Any:
+            return [InvalidRequest("seven")] if request.text == "q7" else [final("yes")]
+
+    fake = AlwaysYes(status=READY)
+    serve(fake=fake)
+    arguments = ["recall", "--folder", str(tmp_path), "--concurrency", "2", "--max-tiles", "1"]
+    assert main(arguments) == 1  # one question failed
+    shown = capsys.readouterr()
+    result = json.loads(shown.out)
+    assert result["recall.macro"] == pytest.approx(0.375) and result["errors"] == 1
+    assert result["classes"]["damp"]["precision"] == pytest.approx(3 / 7)
+    assert (result["max_tiles"], result["concurrency"]) == (1, 2)
+    assert "seven" in shown.err and "damp" in shown.err
+    assert json.loads(fake.requests[0][0].sampling or "")["tile_policy"] == {"max_tiles": 1}
+    assert main([*arguments, "--limit", "4"]) == 0
+    assert json.loads(capsys.readouterr().out)["questions"] == 4
+
+
+def test_recall_wants_a_ready_server(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    serve(fake=FakeTransport(status=ConnectionFailed("refused")))
+    assert main(["recall", "--limit", "2"]) == 3
+    assert "refused" in capsys.readouterr().err

@@ -1,0 +1,273 @@
+"""The client against a transport that plays scripts: retries, deadlines, cancellation, order."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_transport import TIMINGS, USAGE, FakeTransport, Hang, final
+
+from tessera_client import (
+    Cancelled,
+    Client,
+    ConnectionFailed,
+    DeadlineExceeded,
+    Delta,
+    InvalidRequest,
+    ProtocolError,
+    Retry,
+    ServerError,
+    Unavailable,
+)
+
+QUICK = Retry(attempts=3, first_delay=0.001, max_delay=0.002)
+
+
+def client(*script: Sequence[Any], **options: Any) -> tuple[Client, FakeTransport]:
+    fake = FakeTransport(script)
+    return Client(transport=fake, retry=options.pop("retry", QUICK), **options), fake
+
+
+def test_ask_gives_a_typed_answer() -> None:
+    asker, fake = client([final("yes")])
+    answer = asker.ask(b"jpeg", "Is there a crack?", max_tokens=5, max_tiles=2, temperature=0.5)
+    assert (answer.text, answer.finish_reason, answer.usage, answer.timings) == ("yes", "stop", USAGE, TIMINGS)
+    assert answer.attempts == 1 and str(answer) == "yes"
+    request, request_id, timeout = fake.requests[0]
+    assert request.text == "Is there a crack?" and request.images == (b"jpeg",)
+    assert not request.stream and request.exclude_input
+    assert json.loads(request.sampling or "") == {
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "tile_policy": {"max_tiles": 2},
+    }
+    assert answer.request_id == request_id
+    assert timeout is not None and 119 < timeout <= 120
+    assert fake.cancelled == []
+
+
+def test_stream_hands_out_deltas_and_then_the_answer() -> None:
+    asker, fake = client([Delta("a "), Delta("b", logprobs=[1]), final("", "length")])
+    with asker.stream(None, "q") as stream:
+        assert [delta.text for delta in stream] == ["a ", "b", ""]
+        answer = stream.answer()
+    assert (answer.text, answer.finish_reason, answer.logprobs) == ("a b", "length", [1])
+    assert fake.requests[0][0].stream and fake.cancelled == []
+
+
+@pytest.mark.parametrize("error", [Unavailable("queue is full"), ConnectionFailed("refused")])
+def test_unavailable_is_retried_with_a_new_id(error: Exception) -> None:
+    asker, fake = client([error], [error], [final("yes")])
+    answer = asker.ask(None, "q")
+    assert answer.text == "yes" and answer.attempts == 3
+    ids = [request_id for _, request_id, _ in fake.requests]
+    assert len(set(ids)) == 3 and answer.request_id == ids[-1]
+
+
+def test_retries_end_with_the_last_error() -> None:
+    asker, fake = client(*[[Unavailable(f"full {i}")] for i in range(5)])
+    with pytest.raises(Unavailable, match="full 2"):
+        asker.ask(None, "q")
+    assert len(fake.requests) == 3
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("no"), ServerError("broken"), ProtocolError("what")])
+def test_other_errors_are_not_retried(error: Exception) -> None:
+    asker, fake = client([error], [final("yes")])
+    with pytest.raises(type(error)):
+        asker.ask(None, "q")
+    assert len(fake.requests) == 1
+
+
+def test_no_retry_after_a_token_was_given_out() -> None:
+    asker, fake = client([Delta("a"), Unavailable("stopping")], [final("b")])
+    with asker.stream(None, "q") as stream:
+        assert next(stream).text == "a"
+        with pytest.raises(Unavailable):
+            next(stream)
+    assert len(fake.requests) == 1
+
+
+def test_retry_waits_grow_and_are_capped() -> None:
+    retry = Retry(attempts=9, first_delay=0.1, max_delay=1.0)
+    for failed, whole in ((1, 0.1), (2, 0.2), (3, 0.4), (8, 1.0)):
+        waits = [retry.delay(failed, Unavailable("x")) or 0 for _ in range(50)]
+        assert whole / 2 <= min(waits) and max(waits) <= whole and len(set(waits)) > 1
+    assert retry.delay(9, Unavailable("x")) is None
+    assert retry.delay(1, ServerError("x")) is None
+
+
+def test_retrying_stops_at_the_deadline() -> None:
+    asker, fake = client(*[[Unavailable("full")]] * 50, retry=Retry(attempts=50, first_delay=0.1, max_delay=0.1))
+    started = time.monotonic()
+    with pytest.raises(Unavailable):
+        asker.ask(None, "q", timeout=0.3)
+    assert time.monotonic() - started < 1
+    assert 2 <= len(fake.requests) < 10
+    timeouts = [timeout for _, _, timeout in fake.requests]
+    assert timeouts == sorted(timeouts, reverse=True) and timeouts[-1] < 0.3  # each attempt gets what is left
+
+
+def test_deadline_names_its_length_and_cancels_on_the_server() -> None:
+    asker, fake = client([Hang()])
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.1 s"):
+        asker.ask(None, "q", timeout=0.1)
+    assert fake.cancelled == [fake.requests[0][1]]
+
+
+def test_the_servers_own_deadline_keeps_its_words() -> None:
+    asker, _ = client([DeadlineExceeded("deadline exceeded after 50 ms")])
+    with pytest.raises(DeadlineExceeded, match="50 ms"):
+        asker.ask(None, "q")
+
+
+def test_finish_reason_deadline_is_an_answer() -> None:
+    asker, _ = client([final("half an ans", "deadline")])
+    assert asker.ask(None, "q").finish_reason == "deadline"
+
+
+def test_leaving_a_stream_early_cancels_on_the_server() -> None:
+    asker, fake = client([Delta("a"), Delta("b"), final()])
+    with asker.stream(None, "q") as stream:
+        next(stream)
+    assert fake.cancelled == [fake.requests[0][1]]
+    with pytest.raises(Cancelled):
+        next(stream)
+    stream.close()  # again: nothing more
+    assert len(fake.cancelled) == 1
+
+
+def test_an_exception_in_the_block_cancels_too() -> None:
+    asker, fake = client([Delta("a"), final()])
+    with pytest.raises(ZeroDivisionError), asker.stream(None, "q") as stream:
+        next(stream)
+        raise ZeroDivisionError
+    assert len(fake.cancelled) == 1
+
+
+def test_a_stream_never_started_or_complete_is_not_cancelled() -> None:
+    asker, fake = client([final("yes")])
+    with asker.stream(None, "q"):
+        pass
+    with asker.stream(None, "q") as stream:
+        stream.answer()
+    assert fake.cancelled == []
+
+
+def test_close_from_another_thread_wakes_the_reader() -> None:
+    asker, fake = client([Delta("a"), Hang()], timeout=30)
+    with asker.stream(None, "q") as stream:
+        next(stream)
+        threading.Timer(0.05, stream.close).start()
+        started = time.monotonic()
+        with pytest.raises(Cancelled):
+            next(stream)
+    assert time.monotonic() - started < 5
+    assert len(fake.cancelled) == 1
+
+
+def test_a_stream_without_an_end_is_a_protocol_error() -> None:
+    asker, _ = client([Delta("a")])
+    with pytest.raises(ProtocolError, match="finish reason"):
+        asker.ask(None, "q")
+
+
+def test_finish_reason_error_is_raised() -> None:
+    asker, _ = client([Delta("a"), final("", "error")])
+    with pytest.raises(ServerError):
+        asker.ask(None, "q")
+
+
+class SlowFirst(FakeTransport):
+    """Answers the earlier questions later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = self.most = 0
+
+    def answer_to(self, request: Any) -> Sequence[Any]:
+        return [final(request.text)]
+
+    def send(self, request: Any, request_id: str, timeout: float | None) -> Any:
+        with self._lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        time.sleep(0.02 if int(request.text) % 4 == 0 else 0.001)
+        with self._lock:
+            self.running -= 1
+        return super().send(request, request_id, timeout)
+
+
+def test_ask_many_keeps_order_and_concurrency() -> None:
+    fake = SlowFirst()
+    seen: list[int] = []
+    asker = Client(transport=fake)
+    answers = asker.ask_many(((None, str(i)) for i in range(60)), concurrency=4, progress=seen.append)
+    assert [answer.text for answer in answers] == [str(i) for i in range(60)]
+    assert seen == list(range(1, 61))
+    assert 2 <= fake.most <= 4
+
+
+def test_ask_many_reads_only_a_little_ahead() -> None:
+    read: list[int] = []
+
+    def endless() -> Any:
+        i = 0
+        while True:
+            read.append(i)
+            yield None, str(i)
+            i += 1
+
+    answers = Client(transport=FakeTransport()).ask_many(endless(), concurrency=2)
+    assert [next(answers).text for _ in range(3)] == [f"answer to {i}" for i in range(3)]
+    answers.close()
+    assert len(read) <= 3 + 4 * 2
+
+
+class FailsOnThree(FakeTransport):
+    def answer_to(self, request: Any) -> Sequence[Any]:
+        return [InvalidRequest("three is wrong")] if request.text == "3" else [final(request.text)]
+
+
+def test_ask_many_raises_or_returns_errors() -> None:
+    asker = Client(transport=FailsOnThree())
+    items = [(None, str(i)) for i in range(6)]
+    results = list(asker.ask_many(items, concurrency=2, errors="return"))
+    assert isinstance(results[3], InvalidRequest)
+    assert [str(r) for i, r in enumerate(results) if i != 3] == ["0", "1", "2", "4", "5"]
+    got = []
+    with pytest.raises(InvalidRequest, match="three"):
+        for answer in asker.ask_many(items, concurrency=2):
+            got.append(answer.text)
+    assert got == ["0", "1", "2"]
+
+
+def test_ask_many_puts_a_bad_picture_in_its_place(tmp_path: Path) -> None:
+    picture = tmp_path / "a.jpg"
+    picture.write_bytes(b"jpeg")
+    items = [(picture, "q"), (tmp_path / "missing.jpg", "q"), (picture, "q")]
+    results = list(Client(transport=FakeTransport()).ask_many(items, errors="return"))
+    assert isinstance(results[1], InvalidRequest) and "missing.jpg" in results[1].message
+    assert results[0].text == results[2].text == "answer to q"
+
+
+def test_ready_is_false_when_nobody_answers() -> None:
+    assert Client(transport=FakeTransport()).ready()
+    assert not Client(transport=FakeTransport(status=ConnectionFailed("refused"))).ready()
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, tessera_client, tessera_client.cli;"
+        "heavy = {'numpy', 'tritonclient', 'grpc', 'asyncio', 'rich', 'cv2', 'tessera'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    folder = Path(__file__).resolve().parents[2] / "clients"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(folder), "PATH": ""})

@@ -1,0 +1,61 @@
+"""Server faults become the right error, with the server's words and without tritonserver's prefixes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tessera_client import errors
+
+QUEUE = "in ensemble 'vlm', [request id: 17] Exceeds maximum queue size"
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "kind", "text"),
+    [
+        ("in ensemble 'vlm', not a picture", "INVALID_ARGUMENT", errors.InvalidRequest, "not a picture"),
+        ("in ensemble 'a', in ensemble 'b', [request id: <id_unknown>] x", "", errors.InvalidRequest, "x"),
+        (QUEUE, "UNAVAILABLE", errors.Unavailable, "Exceeds maximum queue size"),
+        (QUEUE, "", errors.Unavailable, "Exceeds maximum queue size"),
+        ("in ensemble 'vlm', UNAVAILABLE: 512 requests", "", errors.Unavailable, "512 requests"),
+        ("INTERNAL: vision broke", "", errors.ServerError, "vision broke"),
+        ("INTERNAL: vision broke", "INTERNAL", errors.ServerError, "vision broke"),
+        ("NOTE: this is text", "", errors.InvalidRequest, "NOTE: this is text"),
+        ("512 requests are in flight", "", errors.Unavailable, "512 requests are in flight"),
+        ("words about in flight", "INVALID_ARGUMENT", errors.InvalidRequest, "words about in flight"),
+        (
+            "Stub process 'pre_0_0' is not healthy.",
+            "INTERNAL",
+            errors.Unavailable,
+            "Stub process 'pre_0_0' is not healthy.",
+        ),
+        (
+            "deadline exceeded after 50 ms",
+            "UNAVAILABLE",
+            errors.DeadlineExceeded,
+            "deadline exceeded after 50 ms",
+        ),
+        ("in ensemble 'e', cancelled", "", errors.Cancelled, "cancelled"),
+        ("the request was cancelled", "", errors.Cancelled, "the request was cancelled"),
+        ("vision failed; the server's log says why", "", errors.ServerError, None),
+        (
+            "in ensemble 'vlm', Failed to process the request(s) for model 'pre_0_0', message: ValueError: boom"
+            "\n\nAt:\n  /secret/model.py(13): execute\n",
+            "INTERNAL",
+            errors.ServerError,
+            "Failed to process the request(s) for model 'pre_0_0', message: ValueError: boom",
+        ),
+        ("", "INTERNAL", errors.ServerError, "the server gave no reason"),
+        ("never heard of", "DATA_LOSS", errors.ServerError, "never heard of"),
+    ],
+)
+def test_mapping(message: str, code: str, kind: type[errors.TesseraClientError], text: str | None) -> None:
+    error = errors.from_server(message, code)
+    assert type(error) is kind
+    if text is not None:
+        assert error.message == text
+
+
+def test_the_remedy_is_shown_beside_the_message() -> None:
+    error = errors.from_server(QUEUE)
+    assert error.remedy and str(error) == f"{error.message} ({error.remedy})"
+    assert str(errors.from_server("plain")) == "plain"

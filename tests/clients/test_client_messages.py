@@ -1,0 +1,149 @@
+"""Requests are built as the contract has them, whatever form the pictures come in."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tessera_client import wire
+from tessera_client.errors import InvalidRequest, ProtocolError
+from tessera_client.messages import Timings, Usage, chat_request, encode_image, question_request
+
+
+def test_pictures_from_path_bytes_file_and_data_url(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    path.write_bytes(b"jpeg")
+    url = "data:image/jpeg;base64," + base64.b64encode(b"jpeg").decode()
+    for image in (path, str(path), b"jpeg", bytearray(b"jpeg"), io.BytesIO(b"jpeg"), url):
+        assert encode_image(image) == b"jpeg"
+    assert question_request([path, b"png"], "q").images == (b"jpeg", b"png")
+    assert question_request(None, "q").images == ()
+
+
+def test_an_array_becomes_a_lossless_picture() -> None:
+    cv2 = pytest.importorskip("cv2")
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
+    decoded = cv2.imdecode(np.frombuffer(encode_image(pixels), np.uint8), cv2.IMREAD_COLOR)[:, :, ::-1]
+    assert np.array_equal(decoded, pixels)
+
+
+def test_a_pillow_image_is_taken_too() -> None:
+    image = pytest.importorskip("PIL.Image").new("L", (4, 3), 128)
+    assert encode_image(image).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("image", "words"),
+    [
+        (np.zeros((4, 4), np.uint8), r"uint8 \[4, 4\]"),
+        (np.zeros((4, 4, 3), np.float32), "float32"),
+        (b"", "zero bytes"),
+        ("nowhere.jpg", "nowhere.jpg"),
+        ("data:image/png,xx", "base64"),
+        ("data:image/png;base64,@@", "invalid base64"),
+        (io.StringIO("text"), "binary mode"),
+        (17, "cannot be a int"),
+    ],
+)
+def test_what_is_no_picture_is_refused(image: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        encode_image(image)
+
+
+def test_chat_moves_pictures_out_of_the_messages_in_order() -> None:
+    url = "data:image/png;base64," + base64.b64encode(b"second").decode()
+    request = chat_request(
+        [
+            {"role": "system", "content": "short"},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image"},
+                    {"type": "image_url", "image_url": {"url": url}},
+                    {"type": "image", "image": b"third"},
+                    {"type": "text", "text": "which?"},
+                ],
+            },
+        ],
+        images=[b"first"],
+        max_tokens=3,
+    )
+    assert request.images == (b"first", b"second", b"third") and request.text is None
+    assert json.loads(request.messages or "") == [
+        {"role": "system", "content": "short"},
+        {"role": "user", "content": [{"type": "image"}] * 3 + [{"type": "text", "text": "which?"}]},
+    ]
+
+
+def test_chat_leaves_what_it_does_not_know_to_the_server() -> None:
+    part = {"type": "image_url", "image_url": {"url": "http://somewhere/a.jpg"}}
+    request = chat_request([{"role": "user", "content": [part]}])
+    assert json.loads(request.messages or "")[0]["content"] == [part]
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "empty"),
+        (["hello"], "role and content"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "more image parts"),
+    ],
+)
+def test_broken_messages_are_refused(messages: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        chat_request(messages)
+
+
+def test_sampling_that_is_not_json_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="JSON"):
+        question_request(None, "q", stop=object())
+    assert question_request(None, "q", max_tokens=None).sampling is None
+
+
+def test_tensors_as_the_contract_names_them() -> None:
+    request = question_request([b"abc", b""[:0] or b"z"], "é", seed=1)
+    tensors = {t.name: t for t in wire.request_tensors(request)}
+    assert set(tensors) == {"text_input", "image", "sampling_parameters", "stream", "exclude_input_in_output"}
+    assert tensors["text_input"].data == b"\x02\x00\x00\x00\xc3\xa9"
+    assert tensors["image"].shape == (2,) and tensors["image"].data == b"\x03\0\0\0abc\x01\0\0\0z"
+    assert (tensors["stream"].datatype, tensors["stream"].data) == ("BOOL", b"\0")
+    assert tensors["exclude_input_in_output"].data == b"\1"
+
+
+def test_outputs_become_a_delta() -> None:
+    usage = np.array([9, 2, 4], "<i4").tobytes()
+    timings = np.arange(6, dtype="<f4").tobytes()
+
+    def text(value: bytes) -> bytes:
+        return len(value).to_bytes(4, "little") + value
+
+    last = wire.delta_from_raw(
+        [
+            ("text_output", text("né".encode())),
+            ("finish_reason", text(b"stop")),
+            ("usage", usage),
+            ("timings", timings),
+            ("logprobs", text(b'[{"token": 1}]')),
+        ]
+    )
+    assert (last.text, last.finish_reason, last.usage) == ("né", "stop", Usage(9, 2, 4))
+    assert last.timings == Timings(0, 1, 2, 3, 4, 5) and last.logprobs == [{"token": 1}]
+    middle = wire.delta_from_raw(
+        [("text_output", text(b"a")), ("finish_reason", text(b"")), ("usage", bytes(12)), ("logprobs", text(b""))]
+    )
+    assert (middle.usage, middle.timings, middle.logprobs) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [[("other", b"")], [("text_output", b"\1\0")], [("text_output", b""), ("logprobs", b"\3\0\0\0{{{")]],
+)
+def test_outputs_of_another_model_are_a_protocol_error(outputs: Any) -> None:
+    with pytest.raises(ProtocolError):
+        wire.delta_from_raw(outputs)

@@ -1,0 +1,257 @@
+"""The gRPC transports against a small gRPC server in this process that speaks tritonserver's protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from tessera_client import (
+    AsyncClient,
+    Client,
+    ConnectionFailed,
+    DeadlineExceeded,
+    InvalidRequest,
+    Retry,
+    TesseraClientError,
+    Unavailable,
+    lines,
+)
+
+
+def element(text: str) -> bytes:
+    return struct.pack("<I", len(text.encode())) + text.encode()
+
+
+class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Echoes the question word by word; answers out of order, since each request has a thread."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+        self.calls = 0
+        self.open_calls = 0
+        self.metadata: list[Any] = []
+        self.parameters: dict[str, Any] = {}
+        self._server: Any = None
+        self.address = ""
+        self.start(0)
+
+    def start(self, port: int) -> None:
+        self._server = grpc.server(concurrent.futures.ThreadPoolExecutor(8))
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.address = f"127.0.0.1:{port}"
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop(0).wait()
+
+    def ServerReady(self, request: Any, context: Any) -> Any:
+        return pb.ServerReadyResponse(ready=True)
+
+    def ServerMetadata(self, request: Any, context: Any) -> Any:
+        return pb.ServerMetadataResponse(name="fake", version="9")
+
+    def RepositoryIndex(self, request: Any, context: Any) -> Any:
+        model = pb.RepositoryIndexResponse.ModelIndex(name="vlm", version="1", state="READY")
+        return pb.RepositoryIndexResponse(models=[model])
+
+    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:
+        import queue
+
+        self.calls += 1
+        self.open_calls += 1
+        self.metadata.append(context.invocation_metadata())
+        out: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        workers = []
+
+        def read() -> None:
+            try:
+                for request in requests:
+                    worker = threading.Thread(target=self.work, args=(request, out.put))
+                    worker.start()
+                    workers.append(worker)
+            except Exception:
+                pass
+            for worker in workers:
+                worker.join()
+            out.put(None)
+
+        threading.Thread(target=read).start()
+        while (response := out.get()) is not None:
+            yield response
+        self.open_calls -= 1
+
+    def work(self, request: Any, put: Any) -> None:
+        inputs = {i.name: raw for i, raw in zip(request.inputs, request.raw_input_contents, strict=True)}
+        if "CANCEL" in inputs:
+            assert request.model_name == "language_model"
+            self.cancelled.append(inputs["CANCEL"][4:].decode())
+            put(self.response(request, {}, last=True))
+            return
+        self.parameters = dict(request.parameters)
+        words = inputs["text_input"][4:].decode().split()
+        if words[0] == "fail":
+            message = pb.ModelStreamInferResponse(error_message="in ensemble 'vlm', " + " ".join(words[1:]))
+            message.infer_response.id = request.id
+            put(message)
+            return
+        for i, word in enumerate(words):
+            if word == "hang":
+                time.sleep(0.3)
+            if word.isdigit():
+                time.sleep(int(word) / 1000)
+            reason = "stop" if i == len(words) - 1 else ""
+            put(self.response(request, {"text_output": word, "finish_reason": reason}, last=False))
+        put(self.response(request, {}, last=True))
+
+    def response(self, request: Any, outputs: dict[str, str], last: bool) -> Any:
+        message = pb.ModelStreamInferResponse()
+        message.infer_response.id = request.id
+        message.infer_response.parameters["triton_final_response"].bool_param = last
+        for name, value in outputs.items():
+            message.infer_response.outputs.add(name=name, datatype="BYTES", shape=[1])
+            message.infer_response.raw_output_contents.append(element(value))
+        return message
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.stop()
+
+
+def test_requests_share_one_call_and_answers_find_their_way(server: Server) -> None:
+    with Client(server.address) as client:
+        questions = [f"{(7 * i) % 30} q{i}" for i in range(40)]
+        answers = list(client.ask_many(((None, q) for q in questions), concurrency=8))
+    assert [answer.text for answer in answers] == [q.replace(" ", "") for q in questions]
+    assert server.calls == 1
+    assert not any(key == "triton_grpc_error" for key, _ in server.metadata[0])  # it can kill tritonserver
+
+
+def test_stream_ready_and_timeout_parameter(server: Server) -> None:
+    with Client(server.address, timeout=7) as client:
+        assert client.ready() and client.status().version == "9"
+        with client.stream(None, "a b c") as stream:
+            assert [delta.text for delta in stream] == ["a", "b", "c"]
+    assert 6e6 < server.parameters["timeout"].int64_param <= 7e6
+
+
+def test_a_failed_request_harms_no_other(server: Server) -> None:
+    with Client(server.address, retry=Retry(attempts=1)) as client, client.stream(None, "50 50 50") as stream:
+        next(stream)
+        with pytest.raises(InvalidRequest) as caught:
+            client.ask(None, "fail this is wrong")
+        assert caught.value.message == "this is wrong"
+        with pytest.raises(Unavailable):
+            client.ask(None, "fail UNAVAILABLE: full")
+        assert stream.answer().text == "505050"
+    assert server.calls == 1
+
+
+def test_leaving_early_sends_a_control_request_and_keeps_the_line(server: Server) -> None:
+    with Client(server.address) as client:
+        with client.stream(None, "a hang b") as stream:
+            next(stream)
+        assert len(server.cancelled) == 1
+        assert client.ask(None, "still here").text == "stillhere"
+    assert server.calls == 1
+
+
+def test_deadline_is_kept_here_and_told_there(server: Server) -> None:
+    with Client(server.address) as client:
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            client.ask(None, "hang", timeout=0.05)
+        assert time.monotonic() - started < 0.25
+        assert len(server.cancelled) == 1
+        assert client.ask(None, "next").text == "next"  # the late answer to the first is dropped
+
+
+def test_a_restarted_server_is_found_again(server: Server) -> None:
+    with Client(server.address, retry=Retry(attempts=12, first_delay=0.05, max_delay=0.2)) as client:
+        assert client.ask(None, "one").text == "one"
+        port = int(server.address.rpartition(":")[2])
+        server.stop()
+        threading.Timer(0.2, server.start, (port,)).start()
+        assert client.ask(None, "two").text == "two"
+
+
+def test_nobody_there(server: Server) -> None:
+    server.stop()
+    with Client(server.address, retry=Retry(attempts=1)) as client:
+        with pytest.raises(ConnectionFailed, match=r"127\.0\.0\.1"):
+            client.ask(None, "q")
+        assert not client.ready()
+        with pytest.raises(ConnectionFailed):
+            client.status()
+
+
+def test_an_idle_line_closes_itself_and_opens_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "IDLE_SECONDS", 0.05)
+    with Client(server.address) as client:
+        client.ask(None, "one")
+        deadline = time.monotonic() + 5
+        while server.open_calls and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.open_calls == 0
+        assert client.ask(None, "two").text == "two"
+        assert client.ask(None, "100 100").text == "100100"  # longer than idle, but not idle
+    assert server.calls >= 2
+
+
+def test_closing_the_client_cancels_what_runs(server: Server) -> None:
+    client = Client(server.address)
+    stream = client.stream(None, "a hang b")
+    next(stream)
+    client.close()
+    assert len(server.cancelled) == 1
+    with pytest.raises(TesseraClientError, match="closed"):
+        client.ask(None, "q")
+
+
+def test_asyncio_twin(server: Server) -> None:
+    async def run() -> None:
+        async with AsyncClient(server.address, retry=Retry(attempts=1)) as client:
+            assert await client.ready()
+            questions = [f"{(7 * i) % 30} q{i}" for i in range(40)]
+            texts = [a.text async for a in client.ask_many(((None, q) for q in questions), concurrency=8)]
+            assert texts == [q.replace(" ", "") for q in questions]
+            with pytest.raises(Unavailable):
+                await client.ask(None, "fail UNAVAILABLE: full")
+            with pytest.raises(DeadlineExceeded):
+                await client.ask(None, "hang", timeout=0.05)
+            async with client.stream(None, "a hang b") as stream:
+                assert (await stream.__anext__()).text == "a"
+            assert len(server.cancelled) == 2
+            assert (await client.ask(None, "still here")).text == "stillhere"
+        assert server.calls == 1
+
+    asyncio.run(run())
+
+
+def test_asyncio_idle_line_and_lost_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "IDLE_SECONDS", 0.05)
+
+    async def run() -> None:
+        async with AsyncClient(server.address, retry=Retry(attempts=1)) as client:
+            assert (await client.ask(None, "one")).text == "one"
+            await asyncio.sleep(0.3)
+            assert server.open_calls == 0
+            assert (await client.ask(None, "two")).text == "two"
+            server.stop()
+            with pytest.raises(ConnectionFailed):
+                await client.ask(None, "three")
+
+    asyncio.run(run())

@@ -1,0 +1,226 @@
+"""The HTTP transport against a small HTTP server in this process that speaks tritonserver's protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tessera_client import (
+    AsyncClient,
+    Cancelled,
+    Client,
+    ConnectionFailed,
+    DeadlineExceeded,
+    InvalidRequest,
+    ProtocolError,
+    Retry,
+    ServerError,
+    Unavailable,
+)
+from tessera_client.http_transport import LENGTH_HEADER
+
+ONCE = Retry(attempts=1)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.reply(200, b'{"version": "9"}' if self.path == "/v2" else b"")
+
+    def do_POST(self) -> None:
+        server: Any = self.server
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        server.connections.add(self.client_address)
+        if self.path == "/v2/repository/index":
+            self.reply(200, b'[{"name": "vlm", "version": "1", "state": "READY"}]')
+        elif self.path == "/v2/models/language_model/generate_stream":
+            server.cancelled.append(json.loads(body)["CANCEL"])
+            self.reply(200, b"")
+        elif self.path == "/v2/models/vlm_unary/infer":
+            self.infer(body)
+        elif self.path == "/v2/models/vlm/generate_stream":
+            self.generate(json.loads(body))
+        else:
+            self.reply(404, b'{"error": "no such thing"}')
+
+    def infer(self, body: bytes) -> None:
+        head = json.loads(body[: (at := int(self.headers[LENGTH_HEADER]))])
+        inputs = {}
+        for tensor in head["inputs"]:
+            size = tensor["parameters"]["binary_data_size"]
+            inputs[tensor["name"]] = body[at : at + size]
+            at += size
+        assert at == len(body)
+        text = inputs["text_input"][4:].decode()
+        if text.startswith("fail"):
+            _, status, message = text.split(" ", 2)
+            self.reply(int(status), json.dumps({"error": f"in ensemble 'vlm', {message}"}).encode())
+            return
+        if text == "hang":
+            time.sleep(0.5)
+        self.server.seen = (head, inputs)  # type: ignore[attr-defined]
+        outputs = {
+            "text_output": struct.pack("<I", len(text)) + text.encode(),
+            "finish_reason": b"\4\0\0\0stop",
+            "usage": struct.pack("<3i", 5, 6, 7),
+        }
+        described = [{"name": n, "parameters": {"binary_data_size": len(d)}} for n, d in outputs.items()]
+        answer = json.dumps({"outputs": described}).encode()
+        self.reply(200, answer + b"".join(outputs.values()), {LENGTH_HEADER: str(len(answer))})
+
+    def generate(self, body: dict[str, Any]) -> None:
+        self.server.seen = body  # type: ignore[attr-defined]
+        words = body["text_input"].split()
+        if words[0] == "fail":
+            self.reply(400, b'data: {"error":"in ensemble \'vlm\', %s"}\n\n' % " ".join(words[1:]).encode())
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        try:
+            for i, word in enumerate(words):
+                event: dict[str, Any] = {"text_output": word, "finish_reason": "", "usage": [0, 0, 0]}
+                if word == "hang":
+                    time.sleep(0.5)
+                if word == "broken":
+                    event = {"error": "INTERNAL: it broke"}
+                elif i == len(words) - 1:
+                    event |= {"finish_reason": "stop", "usage": [1, 2, 3], "timings": [0.0] * 6, "logprobs": ""}
+                data = b"data: " + json.dumps(event).encode() + b"\n\n"
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+            self.wfile.write(b"0\r\n\r\n")
+        except OSError:
+            self.close_connection = True
+
+    def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the client has left
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.cancelled, server.connections = [], set()
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_ask_sends_raw_bytes_and_reads_typed_outputs(server: Any) -> None:
+    with Client(server.url, timeout=9) as client:
+        answer = client.ask([b"\xff\xd8one", b"two"], "hello", max_tokens=2)
+    assert (answer.text, answer.finish_reason, answer.usage.prompt_tokens) == ("hello", "stop", 5)  # type: ignore[union-attr]
+    head, inputs = server.seen
+    assert inputs["image"] == b"\5\0\0\0\xff\xd8one\3\0\0\0two"
+    assert json.loads(inputs["sampling_parameters"][4:]) == {"max_tokens": 2}
+    assert head["id"] == answer.request_id and 8e6 < head["parameters"]["timeout"] <= 9e6
+
+
+def test_connections_are_reused(server: Any) -> None:
+    with Client(server.url) as client:
+        for i in range(20):
+            assert client.ask(None, f"q{i}").text == f"q{i}"
+            with client.stream(None, f"a {i}") as stream:
+                stream.answer()
+        assert len(server.connections) == 1
+        answers = list(client.ask_many(((None, f"q{i}") for i in range(40)), concurrency=4))
+    assert [a.text for a in answers] == [f"q{i}" for i in range(40)]
+    assert len(server.connections) <= 5
+
+
+def test_stream_reads_events(server: Any) -> None:
+    with Client(server.url) as client, client.stream(b"jpeg", "a b c") as stream:
+        assert [delta.text for delta in stream] == ["a", "b", "c"]
+        assert stream.answer().usage.image_tokens == 3  # type: ignore[union-attr]
+    assert server.seen["image"] == [base64.b64encode(b"jpeg").decode()] and server.seen["stream"] is True
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, InvalidRequest), (404, InvalidRequest), (500, ServerError), (503, Unavailable), (501, ProtocolError)],
+)
+def test_statuses_of_infer(server: Any, status: int, kind: type[Exception]) -> None:
+    with Client(server.url, retry=ONCE) as client:
+        with pytest.raises(kind) as caught:
+            client.ask(None, f"fail {status} so it is")
+        assert caught.value.message == "so it is"  # type: ignore[attr-defined]
+
+
+def test_faults_of_a_stream_are_told_by_their_words(server: Any) -> None:
+    with Client(server.url, retry=ONCE) as client:
+        with pytest.raises(InvalidRequest, match="wrong"), client.stream(None, "fail wrong") as stream:
+            stream.answer()
+        with pytest.raises(Unavailable), client.stream(None, "fail UNAVAILABLE: full") as stream:
+            stream.answer()
+        with client.stream(None, "a broken b") as stream:
+            assert next(stream).text == "a"
+            with pytest.raises(ServerError, match="it broke"):
+                next(stream)
+
+
+def test_deadlines(server: Any) -> None:
+    with Client(server.url) as client:
+        for call in (client.ask, lambda *a, **k: client.stream(*a, **k).answer()):
+            started = time.monotonic()
+            with pytest.raises(DeadlineExceeded, match=r"0\.1 s"):
+                call(None, "hang", timeout=0.1)
+            assert time.monotonic() - started < 0.45
+    assert len(server.cancelled) == 2
+
+
+def test_close_from_another_thread(server: Any) -> None:
+    with Client(server.url) as client, client.stream(None, "a hang b") as stream:
+        assert next(stream).text == "a"
+        closer = threading.Timer(0.05, stream.close)
+        closer.start()
+        with pytest.raises(Cancelled):
+            next(stream)
+        closer.join()
+    assert len(server.cancelled) == 1
+
+
+def test_status_and_nobody_there(server: Any) -> None:
+    with Client(server.url) as client:
+        assert client.ready() and client.status().version == "9"
+    server.shutdown()
+    server.server_close()
+    with Client(server.url, retry=ONCE) as client:
+        with pytest.raises(ConnectionFailed):
+            client.ask(None, "q")
+        assert not client.ready()
+
+
+def test_asyncio_twin(server: Any) -> None:
+    async def run() -> None:
+        async with AsyncClient(server.url, retry=ONCE) as client:
+            assert await client.ready()
+            assert (await client.ask(None, "hello")).text == "hello"
+            async with client.stream(None, "a b") as stream:
+                assert [delta.text async for delta in stream] == ["a", "b"]
+            with pytest.raises(DeadlineExceeded):
+                await client.ask(None, "hang", timeout=0.1)
+
+    asyncio.run(run())
