@@ -132,13 +132,13 @@ def from_server(message: str, code: str = "") -> TesseraClientError:
     """The error for a fault reported by the server.
 
     Args:
-        message: the server's text, prefixes and all. A status name in front (``UNAVAILABLE: ...``) is taken as
-            the code where none came with it.
+        message: the server's text, prefixes and all. A status name in front (``UNAVAILABLE: ...``) is the code,
+            whatever came with the message: a front that relays an error may have lost its status.
         code: the gRPC status name that came with it; empty where the endpoint gives none.
     """
     text = clean(message) or "the server gave no reason"
     if (status := _STATUS.match(text)) and status[1] in _BY_CODE:
-        code, text = code or status[1], text[status.end() :]
+        code, text = status[1], text[status.end() :]
     for pattern, kind, remedy in _BY_WORDS:
         if pattern.search(text):
             return kind(text, remedy, code)

@@ -17,6 +17,7 @@ QUEUE = "in ensemble 'vlm', [request id: 17] Exceeds maximum queue size"
         (QUEUE, "UNAVAILABLE", errors.Unavailable, "Exceeds maximum queue size"),
         (QUEUE, "", errors.Unavailable, "Exceeds maximum queue size"),
         ("in ensemble 'vlm', UNAVAILABLE: 512 requests", "", errors.Unavailable, "512 requests"),
+        ("UNAVAILABLE: 512 requests", "INTERNAL", errors.Unavailable, "512 requests"),
         ("INTERNAL: vision broke", "", errors.ServerError, "vision broke"),
         ("INTERNAL: vision broke", "INTERNAL", errors.ServerError, "vision broke"),
         ("NOTE: this is text", "", errors.InvalidRequest, "NOTE: this is text"),

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from engine_fakes import contents_of, ends, expected_answer, make_engine, make_request, run, tokens_of
+from engine_fakes import (
+    BookkeepingRunner,
+    contents_of,
+    ends,
+    expected_answer,
+    make_engine,
+    make_request,
+    run,
+    tokens_of,
+)
+
+from tessera.engine.cache.block_manager import BlockManager
+from tessera.engine.scheduling.scheduler import Scheduler
+from tessera.engine.sequence import Sequence
 
 
 def spans_of(runner, step):
@@ -70,6 +83,40 @@ def test_head_of_the_queue_is_not_overtaken():
         for sequence, *_ in batch:
             first_run.setdefault(sequence.request.request_id, step)
     assert first_run["large"] <= first_run["small"]
+
+
+def test_a_preempted_sequence_comes_before_those_that_wait():
+    engine, runner = make_engine(num_blocks=9, prefix_cache="off")
+    for name in ("first", "second"):
+        engine.submit(make_request([1] * 12, name, max_tokens=12, ignore_eos=True))
+    engine.step()
+    engine.submit(make_request([2] * 12, "late", max_tokens=1))
+    run(engine)
+    assert engine.metrics.preemptions == 1
+    starts = [sequence.request.request_id for batch in runner.batches for sequence, start, *_ in batch if not start]
+    assert starts == ["first", "second", "second", "late"]
+
+
+def test_a_preempted_sequence_waits_for_the_tokens_it_was_promised():
+    """Steps are planned ahead; a token that is not known yet cannot be computed again."""
+    scheduler = Scheduler(BlockManager(5, 4), 20, 4)
+    runner = BookkeepingRunner(5, 4)
+    sequences = [Sequence(make_request([n] * 7, max_tokens=4, ignore_eos=True)) for n in range(2)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    out = []
+    for _ in range(3):
+        batch = scheduler.schedule()
+        out.append((batch, [token.token_id for token in runner.run(batch)]))
+    assert scheduler.preemptions == 1 and sequences[1].in_flight == 2
+    scheduler.finish(sequences[0], "cancelled")
+    assert scheduler.schedule().spans == []
+    for batch, tokens in out:
+        scheduler.apply(batch, tokens)
+    while scheduler.has_work:
+        batch = scheduler.schedule()
+        scheduler.apply(batch, [token.token_id for token in runner.run(batch)])
+    assert sequences[1].outputs == expected_answer([1] * 7, 4, ())
 
 
 def test_only_sampling_positions_sample():

@@ -30,7 +30,10 @@ class TritonError(Exception):
 
     def __init__(self, message: str, code: str = "INTERNAL") -> None:
         super().__init__(message)
-        self.code = code
+        self._code = code
+
+    def code(self) -> str:
+        return self._code
 
     def message(self) -> str:
         return str(self)

@@ -63,14 +63,15 @@ def test_stream_relays_every_response_and_then_ends(backend):
 
 @pytest.mark.parametrize(("kind", "name"), [(unary, "vlm_unary"), (stream, "vlm_stream")])
 def test_an_error_of_the_ensemble_reaches_the_client_once(backend, kind, name):
-    failure = TritonError("too many tiles", TritonError.INVALID_ARG)
+    # The call between models loses the code; the words keep it.
+    failure = TritonError("in ensemble 'vlm', INVALID_ARGUMENT: too many tiles", TritonError.INTERNAL)
     InferenceRequest.calls = lambda call: iter([InferenceResponse([], failure), InferenceResponse([])])
     front = started(kind, name)
     request = InferenceRequest([])
     front.execute([request])
     front.finalize()
     (response,) = request.sender.responses
-    assert response.error().code == "INVALID_ARG"
+    assert response.error().code() == "INVALID_ARG"
     assert request.sender.final
 
 
@@ -98,3 +99,14 @@ def test_a_client_that_goes_away_cancels_its_request_by_id(backend, kind, name):
     wait_until(lambda: request.sender.final)
     front.finalize()
     assert cancelled == [b"theirs"]
+
+
+@pytest.mark.parametrize(("kind", "name", "responses"), [(unary, "vlm_unary", 1), (stream, "vlm_stream", 0)])
+def test_a_ping_is_answered_by_the_front_itself(backend, kind, name, responses):
+    InferenceRequest.calls = lambda call: pytest.fail("a ping went on to the ensemble")
+    front = started(kind, name)
+    request = InferenceRequest([strings("PING", b"?")])
+    front.execute([request])
+    front.finalize()
+    assert request.sender.final
+    assert len(request.sender.responses) == responses

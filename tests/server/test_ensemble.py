@@ -238,3 +238,27 @@ def test_clients_in_threads_get_their_own_answers(client, picture):
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         assert all(n == tokens for n, tokens in pool.map(ask, range(1, 25)))
+
+
+def test_every_stage_answers_a_ping(server):
+    for model in ("preprocess", "vision_encoder", "vlm_unary"):
+        shape = [1, 1] if model == "vision_encoder" else [1]
+        ping = {"inputs": [{"name": "PING", "datatype": "BYTES", "shape": shape, "data": ["?"]}]}
+        status, text = post(f"{server.http_url}/v2/models/{model}/infer", ping)
+        assert status == 200, text
+    for model in ("language_model", "vlm_stream"):
+        status, text = post(f"{server.http_url}/v2/models/{model}/generate_stream", {"PING": "?"})
+        assert (status, text) == (200, "")
+    assert server.failure() is None
+
+
+def test_the_unary_front_keeps_an_errors_code(server, picture):
+    body = {
+        "inputs": [
+            {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": [QUESTION]},
+            {"name": "sampling_parameters", "datatype": "BYTES", "shape": [1], "data": ['{"beams": 4}']},
+        ]
+    }
+    status, text = post(f"{server.http_url}/v2/models/vlm_unary/infer", body)
+    assert status == 400
+    assert "beams" in text

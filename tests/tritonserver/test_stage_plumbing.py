@@ -66,7 +66,7 @@ def test_text_inputs_must_be_single_and_utf8(backend):
 )
 def test_errors_keep_their_code_and_leak_nothing(backend, error, code, words):
     failure = error_response("preprocess", error).error()
-    assert failure.code == code
+    assert failure.code() == code
     assert words in failure.message()
     assert "secret" not in failure.message()
     assert any("secret" in line for line in backend.logged) == isinstance(error, OSError)

@@ -60,6 +60,9 @@ class TritonPythonModel:
         self._outbox.close()
 
     def _take(self, request: Any, responder: Responder) -> None:
+        if tensors.text(request, "PING") is not None:
+            responder.finish()
+            return
         cancel = tensors.text(request, "CANCEL")
         if cancel is not None:
             for sequence in self._replies.sequences_of(cancel):

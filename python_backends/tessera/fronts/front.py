@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tessera.tritonserver import tensors
 from tessera.tritonserver.failures import error_response, log_exception
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.settings import StageSettings
@@ -41,6 +42,9 @@ class Front:
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
             responder = Responder(request)
+            if tensors.text(request, "PING") is not None:
+                self.pong(responder)
+                continue
             inputs = self.inputs(request)
             # An id of our own where the client gave none: it is what a control request names.
             request_id = responder.request_id or uuid.uuid4().hex
@@ -56,6 +60,10 @@ class Front:
     def inputs(self, request: Any) -> list[Any]:
         """The tensors to forward; a front may replace some."""
         return [tensor for tensor in request.inputs() if tensor.name() in INPUTS]
+
+    def pong(self, responder: Responder) -> None:
+        """Answers a ping."""
+        raise NotImplementedError
 
     def relay(self, responses: Iterator[Any], responder: Responder) -> None:
         """Sends on what the ensemble answers; must end the request."""

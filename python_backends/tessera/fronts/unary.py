@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from tessera.fronts.front import OUTPUTS, Front
-from tessera.tritonserver.failures import failure
+from tessera.tritonserver import tensors
+from tessera.tritonserver.failures import failure, relayed
 from tessera.tritonserver.responder import Responder
 
 
@@ -21,13 +22,18 @@ class TritonPythonModel(Front):
         kept = [tensor for tensor in super().inputs(request) if tensor.name() != "stream"]
         return [*kept, pb_utils.Tensor("stream", np.array([False]))]
 
+    def pong(self, responder: Responder) -> None:
+        import triton_python_backend_utils as pb_utils
+
+        responder.send(pb_utils.InferenceResponse([tensors.text_output("finish_reason", "")]), final=True)
+
     def relay(self, responses: Iterator[Any], responder: Responder) -> None:
         import triton_python_backend_utils as pb_utils
 
         answer = None
         for response in responses:
             if response.has_error():
-                answer = pb_utils.InferenceResponse(output_tensors=[], error=response.error())
+                answer = relayed(response.error().message())
             elif response.output_tensors():
                 answer = pb_utils.InferenceResponse(output_tensors=own_tensors(response))
         if answer is None:

@@ -40,6 +40,8 @@ class TritonPythonModel:
 
     def _answer(self, request: Any) -> Any:
         received = time.monotonic_ns()
+        if tensors.text(request, "PING") is not None:
+            return _pong(received)
         try:
             prepared = self._preprocessor(read_request(request))
         except Exception as error:
@@ -61,6 +63,12 @@ class TritonPythonModel:
                 tensors.output("SPANS", prepared.spans),
             ]
         )
+
+
+def _pong(now: int) -> Any:
+    import triton_python_backend_utils as pb_utils
+
+    return pb_utils.InferenceResponse(output_tensors=[tensors.output("STAMPS", np.array([[now]], dtype=np.int64))])
 
 
 def read_request(request: Any) -> PreprocessRequest:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from tessera.errors import InvalidRequest, Unavailable
+
+# gRPC's status names -> TritonError's.
+CODES = {
+    "INVALID_ARGUMENT": "INVALID_ARG",
+    "UNAVAILABLE": "UNAVAILABLE",
+    "CANCELLED": "CANCELLED",
+    "INTERNAL": "INTERNAL",
+}
+_STATUS = re.compile(rf"\b({'|'.join(CODES)}): ")
 
 
 def error_response(stage: str, error: BaseException) -> Any:
@@ -13,27 +23,35 @@ def error_response(stage: str, error: BaseException) -> Any:
     The traceback of an unexpected error goes to the server's log.
     """
     if isinstance(error, InvalidRequest):
-        return failure("INVALID_ARG", str(error))
+        return failure("INVALID_ARGUMENT", str(error))
     if isinstance(error, Unavailable):
         return failure("UNAVAILABLE", str(error))
     log_exception(stage, error)
     return failure("INTERNAL", f"{stage} failed on this request; the server's log says why")
 
 
-def failure(code: str, message: str) -> Any:
-    """An InferenceResponse with one error.
+def failure(status: str, message: str) -> Any:
+    """An InferenceResponse with one error, whose words begin with its status.
 
-    A gRPC stream and the generate endpoints hand on an error's words but not its code, so the words begin with the
-    code, except for the client's own faults, which are the default.
+    gRPC streams, the generate endpoints and calls between models hand on an error's words but not its code.
 
     Args:
-        code: the name of one of TritonError's codes.
+        status: one of CODES.
         message: what the client reads.
     """
+    return _response(status, f"{status}: {message}")
+
+
+def relayed(message: str) -> Any:
+    """Another model's error as a response of one's own; its code, lost on the way, is read from its words."""
+    found = _STATUS.search(message)
+    return _response(found[1] if found else "INTERNAL", message)
+
+
+def _response(status: str, words: str) -> Any:
     import triton_python_backend_utils as pb_utils
 
-    words = message if code == "INVALID_ARG" else f"{code}: {message}"
-    error = pb_utils.TritonError(words, getattr(pb_utils.TritonError, code))
+    error = pb_utils.TritonError(words, getattr(pb_utils.TritonError, CODES[status]))
     return pb_utils.InferenceResponse(output_tensors=[], error=error)
 
 

@@ -45,15 +45,21 @@ class TritonPythonModel:
         try:
             items = [read_item(request) for request in requests]
             for index, rows in self._encoder.encode_each(items):
-                stamps = [*tensors.array(requests[index], "STAMPS").reshape(-1), started, time.monotonic_ns()]  # type: ignore[union-attr]
-                waiting.pop(index).send(_response(rows, stamps), final=True)
+                earlier = tensors.array(requests[index], "STAMPS")
+                stamps = [] if earlier is None else earlier.reshape(-1).tolist()
+                waiting.pop(index).send(_response(rows, [*stamps, started, time.monotonic_ns()]), final=True)
         except Exception as error:
             for responder in waiting.values():
                 responder.send(error_response("vision_encoder", error), final=True)
 
 
 def read_item(request: Any) -> VisionItem:
-    """One request's pixels, plan and digest; views of the server's memory, valid while the request is held."""
+    """One request's pixels, plan and digest; views of the server's memory, valid while the request is held.
+
+    A ping is a request without pictures: it goes the way of all others.
+    """
+    if tensors.text(request, "PING") is not None:
+        return VisionItem(np.zeros(0, np.uint8), np.zeros(0, np.int32), np.zeros(0, np.int64))
     pixels = tensors.array(request, "PIXELS")
     plan = tensors.array(request, "PLAN")
     digest = tensors.array(request, "DIGEST")
