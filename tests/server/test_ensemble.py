@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import concurrent.futures
 import json
+import time
 import urllib.error
 import urllib.request
 
@@ -262,3 +263,30 @@ def test_the_unary_front_keeps_an_errors_code(server, picture):
     status, text = post(f"{server.http_url}/v2/models/vlm_unary/infer", body)
     assert status == 400
     assert "beams" in text
+
+
+def test_the_metrics_page_shows_the_engine(server, client, picture):
+    def page() -> dict[str, float]:
+        with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    def total(metrics: dict[str, float], family: str) -> float:
+        return sum(value for name, value in metrics.items() if name.split("{")[0] == family)
+
+    before = page()
+    answer = client.ask(picture, QUESTION, max_tokens=3, ignore_eos=True)
+    deadline = time.monotonic() + 10
+    while total(page(), "tessera_requests_total") == total(before, "tessera_requests_total"):
+        assert time.monotonic() < deadline, "the page is renewed every second"
+        time.sleep(0.2)
+    after = page()
+    grown = {
+        f: total(after, f) - total(before, f) for f in ("tessera_prompt_tokens_total", "tessera_generated_tokens_total")
+    }
+    assert grown["tessera_prompt_tokens_total"] >= answer.usage.prompt_tokens
+    assert grown["tessera_generated_tokens_total"] >= 3
+    assert total(after, "tessera_time_to_first_token_seconds_count") > total(
+        before, "tessera_time_to_first_token_seconds_count"
+    )
+    assert total(after, "tessera_kv_blocks_total") > 0

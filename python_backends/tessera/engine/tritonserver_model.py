@@ -13,6 +13,7 @@ import torch
 from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
 from tessera.engine.loop import EngineLoop
+from tessera.engine.metrics_page import MetricsPage
 from tessera.engine.request import Request, SamplingParameters, TokenEvent
 from tessera.engine.sequence import Sequence
 from tessera.errors import InvalidRequest
@@ -45,6 +46,7 @@ class TritonPythonModel:
         self._outbox = Outbox("language_model", settings.integer("sender_threads"))
         self._loop = EngineLoop(engine, self._on_events)
         self._replies = Replies()
+        self._page = MetricsPage(engine.metrics)
         self._loop.start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -58,6 +60,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._loop.stop()
         self._outbox.close()
+        self._page.close()
 
     def _take(self, request: Any, responder: Responder) -> None:
         if tensors.text(request, "PING") is not None:
@@ -69,7 +72,7 @@ class TritonPythonModel:
                 self._loop.abort(sequence)
             responder.finish()
             return
-        reply = Reply(request, responder)
+        reply = Reply(request, responder, self._page)
         with self._replies.adding():
             sequence = self._loop.submit(read_request(request, reply.stream))
             self._replies.add(sequence, reply)
@@ -133,8 +136,9 @@ class Replies:
 class Reply:
     """Turns one request's token events into responses."""
 
-    def __init__(self, request: Any, responder: Responder) -> None:
+    def __init__(self, request: Any, responder: Responder, page: MetricsPage) -> None:
         self.responder = responder
+        self._page = page
         self.stream = tensors.flag(request, "stream", True)
         echo = not tensors.flag(request, "exclude_input_in_output", False)
         self._prefix = (tensors.text(request, "text_input") or "") if echo else ""
@@ -146,6 +150,8 @@ class Reply:
         import triton_python_backend_utils as pb_utils
 
         last = events[-1]
+        if last.finish_reason is not None:
+            self._page.observe(last)
         if last.finish_reason == "error":
             self.responder.send(failure("INTERNAL", "language_model failed; the server's log says why"), final=True)
             return

@@ -1,0 +1,82 @@
+"""The engine's counters on the server's metrics page, renewed every second."""
+
+from __future__ import annotations
+
+import threading
+
+from tessera.engine.metrics import EngineMetrics
+from tessera.engine.request import TokenEvent
+from tessera.tritonserver.metrics import Counter, Gauge, Histogram
+
+RENEW_SECONDS = 1.0
+SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
+
+
+class MetricsPage:
+    """Publishes an EngineMetrics; one thread of its own, ended by close()."""
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self._metrics = metrics
+        self._gauges = {
+            "requests_running": Gauge("tessera_requests_running", "Requests in the running batch"),
+            "requests_waiting": Gauge("tessera_requests_waiting", "Requests that wait for room in the batch"),
+            "requests_in_flight": Gauge("tessera_requests_in_flight", "Requests accepted and not yet ended"),
+            "kv_blocks_used": Gauge("tessera_kv_blocks_used", "Blocks of the key/value cache in use"),
+            "kv_blocks_total": Gauge("tessera_kv_blocks_total", "Blocks of the key/value cache"),
+        }
+        self._counters = {
+            "prompt_tokens": Counter("tessera_prompt_tokens_total", "Tokens of prompts, image rows included"),
+            "cached_tokens": Counter("tessera_cached_tokens_total", "Prompt tokens taken from the prefix cache"),
+            "generated_tokens": Counter("tessera_generated_tokens_total", "Tokens generated"),
+            "preemptions": Counter("tessera_preemptions_total", "Sequences put back for lack of cache blocks"),
+            "steps": Counter("tessera_steps_total", "Steps of the engine"),
+        }
+        self._ended = Counter("tessera_requests_total", "Requests ended, by reason")
+        self._first_token = Histogram(
+            "tessera_time_to_first_token_seconds",
+            "From arrival at the language model to the first token",
+            SECONDS_BUCKETS,
+        )
+        self._per_token = Histogram(
+            "tessera_time_per_output_token_seconds", "Mean time between the tokens of one answer", TOKEN_BUCKETS
+        )
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def observe(self, event: TokenEvent) -> None:
+        """Takes the times of a request from its last event."""
+        if not event.first_token_ns:
+            return
+        self._first_token.observe((event.first_token_ns - event.request.arrival_ns) / 1e9)
+        if event.usage.completion_tokens > 1:
+            spent = (event.emitted_ns - event.first_token_ns) / 1e9
+            self._per_token.observe(spent / (event.usage.completion_tokens - 1))
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._renew()
+            if self._stop.wait(RENEW_SECONDS):
+                return
+
+    def _renew(self) -> None:
+        now = self._metrics
+        ended = dict(now.finished)
+        values = {
+            "requests_running": now.running,
+            "requests_waiting": now.waiting,
+            "requests_in_flight": now.requests - sum(ended.values()),
+            "kv_blocks_used": now.blocks_used,
+            "kv_blocks_total": now.blocks_total,
+        }
+        for name, value in values.items():
+            self._gauges[name].set(value)
+        for name, counter in self._counters.items():
+            counter.raise_to(getattr(now, name))
+        for reason, count in ended.items():
+            self._ended.raise_to(count, reason=reason)
