@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from engine_fakes import EOS, ends, make_engine, make_request, run, text_of, tokens_of
 
@@ -140,3 +142,23 @@ def test_metrics():
     assert (numbers["prompt_tokens"], numbers["cached_tokens"], numbers["generated_tokens"]) == (20, 8, 6)
     assert numbers["computed_tokens"] == 20 - 8 + 4
     assert (numbers["running"], numbers["waiting"], numbers["blocks_used"]) == (0, 0, 0)
+
+
+def test_a_deadline_ends_a_running_and_a_waiting_request_and_nobody_else(monkeypatch):
+    clock = [1_000]
+    monkeypatch.setattr("tessera.engine.engine.time.monotonic_ns", lambda: clock[0])
+    engine, runner = make_engine(max_sequences=2)
+    for name, deadline in (("first", 5_000), ("free", None), ("queued", 5_000)):
+        runner.script[name] = list(b"abc")
+        request = make_request([1, 2, 3], name, max_tokens=40)
+        engine.submit(replace(request, deadline_ns=deadline))
+    events = engine.step() + engine.step()
+    assert ends(events) == {}
+    clock[0] = 5_000
+    late = engine.step()
+    assert ends(late) == {"first": "deadline", "queued": "deadline"}
+    tokens = {e.request.request_id: e.usage.completion_tokens for e in late if e.finish_reason}
+    assert tokens["first"] > 0
+    assert tokens["queued"] == 0
+    assert ends(run(engine)) == {"free": "length"}
+    assert engine.scheduler.blocks.used == 0

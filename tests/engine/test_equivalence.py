@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_fakes import EOS, make_request, run, tiny_engine, tiny_model, tokens_of
+from engine_fakes import make_request, run, tiny_engine, tiny_model, tokens_of
 
 from tessera.engine.request import Request, SamplingParameters
 
@@ -132,7 +132,8 @@ def test_min_tokens_keeps_eos_away():
     found = answers(tiny_engine(MODEL, eos=(first,)), [make_request([5, 6], **stopping)])[0]
     assert first not in found[:3] and len(found) >= 4
     assert answers(tiny_engine(MODEL, eos=(first,)), [make_request([5, 6], max_tokens=6)])[0] == [first]
-    assert first != EOS
+    beyond = tiny_engine(MODEL, eos=(10**6,))  # an id that the model does not have
+    assert len(answers(beyond, [make_request([5, 6], **stopping)])[0]) == 6
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

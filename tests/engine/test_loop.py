@@ -90,6 +90,21 @@ def test_an_idle_loop_sleeps(parts):
     assert len(looks) <= 1
 
 
+def test_leaked_blocks_are_found_when_idle(monkeypatch):
+    monkeypatch.setattr("tessera.engine.loop._IDLE_SECONDS", 0.01)
+    engine, _ = make_engine()
+    engine.scheduler.blocks._holders[3] = 1
+    inbox = Inbox()
+    loop = EngineLoop(engine, inbox)
+    loop.start()
+    deadline = time.monotonic() + PATIENCE
+    while engine.scheduler.blocks._holders[3] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.scheduler.blocks._holders[3] == 0
+    assert inbox.wait(loop.submit(make_request([1], max_tokens=3, ignore_eos=True))) == ["length"]
+    loop.stop()
+
+
 def test_a_failing_listener_does_not_stop_the_loop():
     engine, _ = make_engine()
     inbox, calls = Inbox(), []

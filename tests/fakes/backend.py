@@ -1,4 +1,4 @@
-"""A stand-in for ``triton_python_backend_utils``: tensors, responses, and a sender that is as touchy as the real one."""
+"""A stand-in for ``triton_python_backend_utils``: tensors, responses, a sender as touchy as the real one."""
 
 from __future__ import annotations
 
@@ -83,8 +83,10 @@ class InferenceRequest:
         request_id: str = "",
         model_name: str = "",
         requested_output_names: list[str] | None = None,
+        timeout: int = 0,
     ) -> None:
         self.tensors, self.id, self.model_name = inputs, request_id, model_name
+        self.microseconds = timeout
         self.sender = Sender()
 
     def inputs(self) -> list[Tensor]:
@@ -92,6 +94,9 @@ class InferenceRequest:
 
     def request_id(self) -> str:
         return self.id
+
+    def timeout(self) -> int:
+        return self.microseconds
 
     def get_response_sender(self) -> Sender:
         return self.sender

@@ -110,3 +110,20 @@ def test_a_ping_is_answered_by_the_front_itself(backend, kind, name, responses):
     front.finalize()
     assert request.sender.final
     assert len(request.sender.responses) == responses
+
+
+def test_a_timeout_travels_in_the_sampling_parameters(backend):
+    calls: list[InferenceRequest] = []
+
+    def ensemble(call):
+        calls.append(call)
+        return iter([chunk("yes")])
+
+    InferenceRequest.calls = ensemble
+    front = started(unary, "vlm_unary")
+    front.execute([InferenceRequest([strings("sampling_parameters", b'{"max_tokens": 3}')], timeout=500)])
+    front.execute([InferenceRequest([strings("sampling_parameters", b"not json")], timeout=500)])
+    front.finalize()
+    sent = [{t.name(): t.as_numpy()[0] for t in call.tensors if t.name() != "stream"} for call in calls]
+    found = {values["sampling_parameters"] for values in sent}
+    assert found == {b'{"timeout_us": 500, "max_tokens": 3}', b"not json"}

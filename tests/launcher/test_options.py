@@ -20,10 +20,13 @@ INSTALLATION = Installation(
 
 def test_the_command_line_becomes_options_and_flags(tmp_path: Path) -> None:
     argv = ["--model-repository", str(tmp_path), "--http-port", "0", "--model-config-name", "tensorrt"]
-    options, verbose = parse([*argv, "--verbose", "--", "--load-model=vlm", "--cache-config", "local,size=1"])
+    options, supervision, verbose = parse(
+        [*argv, "--verbose", "--", "--load-model=vlm", "--cache-config", "local,size=1"]
+    )
     assert verbose and options.http_port == 0 and options.grpc_port == 8001 and options.host == "127.0.0.1"
+    assert supervision.restart and supervision.health_port == 8003
     flags = server_flags(options, INSTALLATION, (1, 2, 3), "prefix-")
-    assert flags[-3:] == ["--load-model=vlm", "--cache-config", "local,size=1"]
+    assert flags[-3:] == passed_on
     assert "--load-model=*" not in flags
     assert {"--http-port=1", "--grpc-port=2", "--metrics-port=3", "--http-address=127.0.0.1"} <= set(flags)
     assert {"--model-config-name=tensorrt", f"--model-repository={tmp_path}"} <= set(flags)
@@ -52,6 +55,9 @@ def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
         ServerOptions(tmp_path, metrics_port=70000).validate()
     with pytest.raises(ConfigError, match="--checkpoint: no folder"):
         ServerOptions(tmp_path, checkpoint=tmp_path / "none").validate()
+    for flag, value in (("--health-port", "70000"), ("--max-restarts", "-1"), ("--ping-timeout", "0")):
+        with pytest.raises(ConfigError, match=flag):
+            parse([flag, value])[1].validate()
 
 
 def test_the_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,3 +290,25 @@ def test_the_metrics_page_shows_the_engine(server, client, picture):
         before, "tessera_time_to_first_token_seconds_count"
     )
     assert total(after, "tessera_kv_blocks_total") > 0
+
+
+def test_a_deadline_is_named_with_or_without_tokens(server, picture):
+    """timeout is tritonserver's own parameter, in microseconds; the generate endpoints have no place for it."""
+
+    def ask(microseconds: int, sampling: str) -> tuple[int, str]:
+        texts = {"text_input": QUESTION, "image": base64.b64encode(picture).decode(), "sampling_parameters": sampling}
+        inputs = [{"name": n, "datatype": "BYTES", "shape": [1], "data": [text]} for n, text in texts.items()]
+        body = {"inputs": inputs, "parameters": {"timeout": microseconds}}
+        return post(f"{server.http_url}/v2/models/vlm_unary/infer", body)
+
+    status, text = ask(1000, "{}")
+    assert status == 503
+    assert "UNAVAILABLE: deadline exceeded after" in text
+    status, text = ask(5_000_000, '{"max_tokens": 7000, "ignore_eos": true}')
+    assert status == 200
+    outputs = {output["name"]: output["data"] for output in json.loads(text)["outputs"]}
+    assert outputs["finish_reason"] == ["deadline"]
+    assert 0 < outputs["usage"][1] < 7000
+    body = generate_body(picture, sampling_parameters='{"timeout_us": 1000}')
+    status, text = post(f"{server.http_url}/v2/models/vlm/generate_stream", body)
+    assert "UNAVAILABLE: deadline exceeded after" in text

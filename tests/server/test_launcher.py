@@ -8,11 +8,8 @@ import os
 import queue
 import signal
 import socket
-import subprocess
-import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,75 +17,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from toy_servers import BROKEN, COUNT, ECHO, SLOW, Launched, add_model, all_gone, wait_until
 
-import tessera
 from tessera.errors import ConfigError
 from tessera.launcher import process
 from tessera.launcher.guard import descendants
 from tessera.launcher.options import ServerOptions
-from tessera.launcher.process import Server, ServerStartError, command_line
+from tessera.launcher.process import Server, ServerStartError
 
 pytestmark = pytest.mark.server
-
-ECHO = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [
-            pb_utils.InferenceResponse([
-                pb_utils.Tensor("OUT", pb_utils.get_input_tensor_by_name(request, "IN").as_numpy())
-            ])
-            for request in requests
-        ]
-"""
-# Sends as many answers as asked for; for -1 sends one and never ends the request.
-COUNT = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.open = []
-
-    def execute(self, requests):
-        for request in requests:
-            sender = request.get_response_sender()
-            wanted = int(pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()[0])
-            for i in range(abs(wanted)):
-                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([i], np.int32))]))
-            if wanted < 0:
-                self.open.append(sender)
-            else:
-                sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-"""
-BROKEN = """
-class TritonPythonModel:
-    def initialize(self, args):
-        raise ValueError("weights of layer 3 are missing")
-"""
-
-SLOW = """
-import time
-
-class TritonPythonModel:
-    def initialize(self, args):
-        time.sleep(600)
-"""
-
-
-def add_model(repository: Path, name: str, code: str | None, dtype: str, decoupled: bool = False) -> None:
-    (repository / name / "1").mkdir(parents=True)
-    if code is not None:
-        (repository / name / "1" / "model.py").write_text(code)
-    (repository / name / "config.pbtxt").write_text(
-        f'name: "{name}"\nbackend: "python"\nmax_batch_size: 0\n'
-        + f'input [{{ name: "IN" data_type: {dtype} dims: [1] }}]\n'
-        + f'output [{{ name: "OUT" data_type: {dtype} dims: [1] }}]\n'
-        + "instance_group [{ count: 1 kind: KIND_CPU }]\n"
-        + ("model_transaction_policy { decoupled: true }\n" if decoupled else "")
-    )
 
 
 @pytest.fixture(scope="module")
@@ -106,50 +43,12 @@ def options(repository: Path, tmp_path: Path) -> ServerOptions:
     )
 
 
-class Launched:
-    """`tessera serve` as a process of its own, with what its first line says."""
-
-    def __init__(self, repository: Path, log: Path, wait: bool = True):
-        command = [sys.executable, "-m", "tessera.launcher.cli", "--model-repository", str(repository)]
-        command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--log", str(log)]
-        path = str(Path(tessera.__file__).resolve().parents[1])
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        assert self.process.stdout is not None and self.process.stderr is not None
-        self.ready_line = self.process.stdout.readline() if wait else ""
-        self.pids = descendants(self.process.pid)
-        self.server_pid = next((p for p in self.pids if command_line(p)[0].endswith("tritonserver")), 0)
-
-    def url(self, protocol: str) -> str:
-        return self.ready_line.split(f"{protocol} ")[1].split(",")[0].removeprefix("http://")
-
-    def regions(self) -> list[str]:
-        flag = next(a for a in command_line(self.server_pid) if "shm-region-prefix-name=" in a)
-        return glob.glob(f"/dev/shm/{flag.rpartition('=')[2]}*")
-
-
 @pytest.fixture
 def launched(repository: Path, tmp_path: Path) -> Iterator[Launched]:
     running = Launched(repository, tmp_path / "log")
     yield running
     running.process.kill()
     running.process.communicate()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
-def all_gone(pids: list[int]) -> bool:
-    return not any(command_line(pid) for pid in pids)
 
 
 def echo(client: grpcclient.InferenceServerClient, text: str) -> str:
@@ -214,7 +113,8 @@ def test_a_killed_launcher_takes_the_server_along(launched: Launched) -> None:
     assert wait_until(lambda: not any(os.path.exists(path) for path in regions))
 
 
-def test_a_crashed_server_ends_the_launcher_with_one_line(launched: Launched) -> None:
+def test_without_restarts_a_crashed_server_ends_the_launcher_with_one_line(repository: Path, tmp_path: Path) -> None:
+    launched = Launched(repository, tmp_path / "log", "--no-restart")
     regions = launched.regions()
     os.kill(launched.server_pid, signal.SIGKILL)
     _, errors = launched.process.communicate(timeout=10)

@@ -62,14 +62,14 @@ class Engine:
         self._runner = runner
         self._tokenizer = tokenizer
         self._config = config
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._eos_token_ids = frozenset(token for token in eos_token_ids if token < runner.vocab_size)
         self._cache_secret = secrets.token_bytes(16)
-        self._lock = threading.Lock()  # guards the four below
+        self._events: list[TokenEvent] = []  # of the step under way; only the stepping thread's
+        self._lock = threading.Lock()  # guards what follows
         self._live: dict[Sequence, Detokenizer] = {}  # until the final event exists
         self._arrived: list[Sequence] = []
         self._aborted: list[Sequence] = []
         self._closed = ""
-        self._events: list[TokenEvent] = []
 
     @classmethod
     def from_checkpoint(cls, folder: Path | str, config: EngineConfig, tokenizer: Decoder | None = None) -> Engine:
@@ -105,7 +105,7 @@ class Engine:
             if self._closed:
                 raise Unavailable(self._closed)
             if len(self._live) >= self._config.max_in_flight:
-                queued = len(self._arrived) + self.metrics.waiting
+                queued = len(self._arrived) + len(self.scheduler.waiting)
                 raise Unavailable(f"{len(self._live)} requests are in flight, {queued} of them queued; try again later")
             self._live[sequence] = Detokenizer(self._tokenizer, request.sampling)
             self._arrived.append(sequence)
@@ -180,16 +180,19 @@ class Engine:
         )
 
     def _take_in(self) -> None:
-        """New requests into the queue; aborted ones out, wherever they are."""
+        """New requests into the queue; aborted and overdue ones out, wherever they are."""
+        now = time.monotonic_ns()
         with self._lock:
             arrived, self._arrived = self._arrived, []
             aborted, self._aborted = self._aborted, []
+            overdue = [s for s in self._live if s.request.deadline_ns is not None and s.request.deadline_ns <= now]
         for sequence in arrived:
             self.scheduler.add(sequence)
-        for sequence in aborted:
-            if not sequence.finished:
-                self.scheduler.finish(sequence, "cancelled")
-                self._add_event(sequence)
+        for reason, sequences in (("cancelled", aborted), ("deadline", overdue)):
+            for sequence in sequences:
+                if not sequence.finished:
+                    self.scheduler.finish(sequence, reason)
+                    self._add_event(sequence)
 
     def _mark_scheduled(self, batch: ScheduledBatch) -> None:
         now = time.monotonic_ns()

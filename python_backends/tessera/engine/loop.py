@@ -11,6 +11,7 @@ from tessera.engine.request import Request, TokenEvent
 from tessera.engine.sequence import Sequence
 
 _LOG = logging.getLogger(__name__)
+_IDLE_SECONDS = 5.0
 
 
 class EngineLoop:
@@ -48,12 +49,15 @@ class EngineLoop:
         self._wake.set()
 
     def _run(self) -> None:
+        checked = False
         while not self._stopping:
             self._wake.clear()  # before looking, so that whatever comes later wakes us
-            if not self.engine.has_work():
-                self._wake.wait()
-                continue
-            self._deliver(self._step())
+            if self.engine.has_work():
+                self._deliver(self._step())
+                checked = False
+            elif not self._wake.wait(None if checked else _IDLE_SECONDS):
+                self._check_books()
+                checked = True
         self._deliver(self.engine.close("the language model is stopping"))
 
     def _step(self) -> list[TokenEvent]:
@@ -62,6 +66,14 @@ class EngineLoop:
         except Exception as error:
             _LOG.exception("a step of the language model failed")
             return self.engine.fail_all(f"a step of the language model failed: {type(error).__name__}: {error}")
+
+    def _check_books(self) -> None:
+        """Idle is the time to look for leaked blocks; books found wrong are begun anew."""
+        try:
+            self.engine.scheduler.check()
+        except AssertionError:
+            _LOG.exception("the books of the key/value cache were wrong and are begun anew")
+            self._deliver(self.engine.fail_all("the key/value cache had to be cleared"))
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         if not events:

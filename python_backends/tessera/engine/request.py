@@ -89,7 +89,7 @@ class Request:
     ``input_ids`` int32 [L]. ``spans`` int32 [k, 2]: start and length of each picture's rows in ``input_ids``; the
     ids that stand there are ignored. ``embeddings`` [sum of span lengths, hidden], any float dtype, on any device,
     or None without pictures. ``digest`` int64 [2k]: the content key of each picture. ``positions`` int [axes, L],
-    None for 0..L-1. ``arrival_ns`` is on time.monotonic_ns's clock.
+    None for 0..L-1. ``arrival_ns`` and ``deadline_ns`` (None: never) are on time.monotonic_ns's clock.
     """
 
     request_id: str
@@ -101,6 +101,7 @@ class Request:
     stream: bool = True
     arrival_ns: int = field(default_factory=time.monotonic_ns)
     positions: np.ndarray | None = None
+    deadline_ns: int | None = None
 
     def validate(self, vocab_size: int, hidden_size: int) -> None:
         """Raises InvalidRequest when the parts of the request do not fit each other or the model."""
@@ -137,9 +138,9 @@ class Request:
 class TokenEvent:
     """News of one request: a delta of text and tokens, or its end, or both.
 
-    Exactly one event of a request has a ``finish_reason`` ("stop", "length", "cancelled" or "error", the last with
-    ``error``), and it is the last. ``logprobs``: one JSON-ready dict a token: token_id, text, logprob and top, a
-    list of {token_id, text, logprob}. Times are on time.monotonic_ns's clock, 0 where it did not happen.
+    Exactly one event of a request has a ``finish_reason`` ("stop", "length", "cancelled", "deadline" or "error", the
+    last with ``error``), and it is the last. ``logprobs``: one JSON-ready dict a token: token_id, text, logprob and
+    top, a list of {token_id, text, logprob}. Times are on time.monotonic_ns's clock, 0 where it did not happen.
     """
 
     sequence: Sequence

@@ -26,10 +26,10 @@ class Sequence:
         cache_salt: int = 0,
         stop_ids: Collection[int] = (),
     ) -> None:
-        """``image_cache_ids`` int64: one id a picture row, which stands for
-        the row wherever prefixes are compared. ``cache_limit``: positions that may be reused by others; None is
-        all. ``cache_salt`` keeps apart prefixes whose keys and values differ though their tokens agree.
-        ``stop_ids`` are the tokens that end the answer.
+        """``cache_limit``: positions at the front that may be reused by others; None is all. ``image_cache_ids``
+        int64: one id a picture row, which stands for the row wherever prefixes are compared. ``cache_salt`` keeps
+        apart prefixes whose keys and values differ though their tokens agree. ``stop_ids``: tokens that end the
+        answer.
         """
         prompt = np.asarray(request.input_ids)
         spans = np.asarray(request.spans).reshape(-1, 2)

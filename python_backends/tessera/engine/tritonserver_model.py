@@ -18,6 +18,8 @@ from tessera.engine.request import Request, SamplingParameters, TokenEvent
 from tessera.engine.sequence import Sequence
 from tessera.errors import InvalidRequest
 from tessera.tritonserver import tensors
+from tessera.tritonserver.deadline import KEY as TIMEOUT_KEY
+from tessera.tritonserver.deadline import deadline_exceeded
 from tessera.tritonserver.failures import error_response, failure
 from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.tritonserver.responder import Responder
@@ -74,7 +76,7 @@ class TritonPythonModel:
             return
         reply = Reply(request, responder, self._page)
         with self._replies.adding():
-            sequence = self._loop.submit(read_request(request, reply.stream))
+            sequence = self._loop.submit(read_request(request, reply.stream, reply.deadline_ns))
             self._replies.add(sequence, reply)
         if responder.is_cancelled():  # its client left while an earlier stage ran
             self._loop.abort(sequence)
@@ -86,7 +88,7 @@ class TritonPythonModel:
             self._outbox.post(reply.channel, event, hold=not (reply.stream or ended))
 
 
-def read_request(request: Any, stream: bool) -> Request:
+def read_request(request: Any, stream: bool, deadline_ns: int | None) -> Request:
     """The stage's tensors as the engine's Request."""
     import triton_python_backend_utils as pb_utils
 
@@ -96,7 +98,8 @@ def read_request(request: Any, stream: bool) -> Request:
     digest = tensors.array(request, "DIGEST")
     rows = pb_utils.get_input_tensor_by_name(request, "EMBEDDINGS")
     sampling = json.loads(tensors.text(request, "sampling_parameters") or "{}")
-    sampling.pop("tile_policy", None)  # preprocess took and checked it
+    for taken in ("tile_policy", TIMEOUT_KEY):  # by preprocess, which checked them
+        sampling.pop(taken, None)
     return Request(
         request_id=request.request_id(),
         input_ids=input_ids.copy(),
@@ -106,6 +109,7 @@ def read_request(request: Any, stream: bool) -> Request:
         digest=np.zeros(0, np.int64) if digest is None else digest.reshape(-1).copy(),
         sampling=SamplingParameters.parse(sampling),
         stream=stream,
+        deadline_ns=deadline_ns,
     )
 
 
@@ -143,7 +147,8 @@ class Reply:
         echo = not tensors.flag(request, "exclude_input_in_output", False)
         self._prefix = (tensors.text(request, "text_input") or "") if echo else ""
         stamps = tensors.array(request, "STAMPS")
-        self._stamps = [0] * 4 if stamps is None else [int(stamp) for stamp in stamps.reshape(-1)]
+        deadline, *self._stamps = [0] * 5 if stamps is None else stamps.reshape(-1).tolist()
+        self.deadline_ns = deadline or None
         self.channel: Channel[TokenEvent] = Channel(self._deliver)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
@@ -154,6 +159,9 @@ class Reply:
             self._page.observe(last)
         if last.finish_reason == "error":
             self.responder.send(failure("INTERNAL", "language_model failed; the server's log says why"), final=True)
+            return
+        if last.finish_reason == "deadline" and not last.usage.completion_tokens:
+            self.responder.send(deadline_exceeded(self._stamps[0]), final=True)
             return
         text, self._prefix = self._prefix + "".join(event.text for event in events), ""
         entries = [entry for event in events for entry in event.logprobs or []]

@@ -6,6 +6,7 @@ the language model a control request with the request's id.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import uuid
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tessera.tritonserver import tensors
+from tessera.tritonserver.deadline import KEY as TIMEOUT_KEY
 from tessera.tritonserver.failures import error_response, log_exception
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.settings import StageSettings
@@ -59,7 +61,11 @@ class Front:
 
     def inputs(self, request: Any) -> list[Any]:
         """The tensors to forward; a front may replace some."""
-        return [tensor for tensor in request.inputs() if tensor.name() in INPUTS]
+        forwarded = {tensor.name(): tensor for tensor in request.inputs() if tensor.name() in INPUTS}
+        if request.timeout() > 0:
+            sampling = with_timeout(tensors.text(request, "sampling_parameters"), request.timeout())
+            forwarded["sampling_parameters"] = tensors.text_output("sampling_parameters", sampling)
+        return list(forwarded.values())
 
     def pong(self, responder: Responder) -> None:
         """Answers a ping."""
@@ -116,3 +122,15 @@ class Front:
                 pass
         except Exception as error:
             log_exception(self._name, error)
+
+
+def with_timeout(sampling: str | None, microseconds: int) -> str:
+    """sampling_parameters with the request's timeout, which a call between models would lose.
+
+    What is no JSON object stays as it is: preprocess says what is wrong with it.
+    """
+    try:
+        parsed = json.loads(sampling or "{}")
+    except ValueError:
+        return sampling or ""
+    return json.dumps({TIMEOUT_KEY: microseconds, **parsed}) if isinstance(parsed, dict) else sampling or ""

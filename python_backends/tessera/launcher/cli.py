@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -13,8 +14,10 @@ from types import FrameType
 
 import tessera
 from tessera.errors import TesseraError
+from tessera.launcher.health import Health, HealthPort
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
+from tessera.launcher.supervisor import Supervision, Supervisor
 
 
 class StopRequested(BaseException):
@@ -23,20 +26,21 @@ class StopRequested(BaseException):
 
 def serve_main(argv: Sequence[str] | None = None) -> int:
     """Runs ``tessera serve``. Returns 0 after a stop by signal, 1 when the server failed (2: wrong usage)."""
-    options, verbose = parse(list(sys.argv[1:] if argv is None else argv))
+    options, supervision, verbose = parse(list(sys.argv[1:] if argv is None else argv))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, request_stop)
-    server = Server(options)
+    server, health = Server(options), Health()
+    supervisor = Supervisor(server, supervision, health, say)
     try:
-        started = time.monotonic()
-        if verbose:
-            threading.Thread(target=follow_log, args=(server,), daemon=True).start()
-        with server:
-            say(
-                f"ready in {time.monotonic() - started:.1f} s: grpc {server.grpc_url}, http {server.http_url}, "
-                f"metrics {server.metrics_url}, models {' '.join(server.models)}, log {server.log_path}"
-            )
-            reason = watch(server)
+        supervision.validate()
+        with HealthPort(health, options.host, supervision.health_port):
+            if verbose:
+                threading.Thread(target=follow_log, args=(server,), daemon=True).start()
+            try:
+                reason = supervisor.run()
+            except StopRequested:
+                supervisor.stop()
+                raise
         say(f"stopped: {reason} (log: {server.log_path})", error=True)
         return 1
     except StopRequested:
@@ -45,13 +49,8 @@ def serve_main(argv: Sequence[str] | None = None) -> int:
     except TesseraError as error:
         say(str(error), error=True)
         return 1
-
-
-def watch(server: Server, interval_s: float = 0.5) -> str:
-    """Returns the reason when the server can no longer serve. A supervisor that starts anew goes here."""
-    while (reason := server.failure()) is None:
-        time.sleep(interval_s)
-    return reason
+    finally:
+        server.stop()
 
 
 def request_stop(number: int, frame: FrameType | None) -> None:
@@ -61,15 +60,15 @@ def request_stop(number: int, frame: FrameType | None) -> None:
     raise StopRequested
 
 
-def parse(argv: list[str]) -> tuple[ServerOptions, bool]:
-    """Command line -> (options, verbose). What follows ``--`` goes to tritonserver as it is."""
+def parse(argv: list[str]) -> tuple[ServerOptions, Supervision, bool]:
+    """Command line -> (options, supervision, verbose). What follows ``--`` goes to tritonserver as it is."""
     ours, passed_on = argv, []
     if "--" in argv:
         split = argv.index("--")
         ours, passed_on = argv[:split], argv[split + 1 :]
     parser = argparse.ArgumentParser(
         prog="tessera serve",
-        description="Run tritonserver on a model repository until SIGTERM or Ctrl-C.",
+        description="Run tritonserver on a model repository until SIGTERM or Ctrl-C, and restart it when it dies.",
         epilog="Flags after -- are passed on to tritonserver. A port of 0 picks a free one.",
     )
     add = parser.add_argument
@@ -79,6 +78,24 @@ def parse(argv: list[str]) -> tuple[ServerOptions, bool]:
     add("--http-port", type=int, default=ServerOptions.http_port, metavar="N", help="default %(default)s")
     add("--grpc-port", type=int, default=ServerOptions.grpc_port, metavar="N", help="default %(default)s")
     add("--metrics-port", type=int, default=ServerOptions.metrics_port, metavar="N", help="default %(default)s")
+    add("--health-port", type=int, default=Supervision.health_port, metavar="N", help="default %(default)s")
+    add("--no-restart", action="store_true", help="end when a stage or the server dies")
+    add("--max-restarts", type=int, default=Supervision.max_restarts, metavar="N", help="default %(default)s")
+    add(
+        "--restart-window",
+        type=float,
+        default=Supervision.restart_window_s,
+        metavar="S",
+        help="give up after more than --max-restarts within S seconds (%(default)s)",
+    )
+    add("--ping-interval", type=float, default=Supervision.ping_interval_s, metavar="S", help="default %(default)s")
+    add(
+        "--ping-timeout",
+        type=float,
+        default=Supervision.ping_timeout_s,
+        metavar="S",
+        help="a stage that does nothing for S seconds is dead (%(default)s)",
+    )
     add("--model-config-name", metavar="NAME", help="use configs/NAME.pbtxt of each model that has it")
     add("--ready-timeout", type=float, default=ServerOptions.ready_timeout_s, metavar="S", help="default %(default)s")
     add("--shm-bytes", type=int, metavar="N", help="shared memory that each Python process starts with")
@@ -100,7 +117,15 @@ def parse(argv: list[str]) -> tuple[ServerOptions, bool]:
         shm_bytes=known.shm_bytes,
         extra_flags=tuple(passed_on),
     )
-    return options, known.verbose
+    supervision = Supervision(
+        restart=not known.no_restart,
+        max_restarts=known.max_restarts,
+        restart_window_s=known.restart_window,
+        ping_interval_s=known.ping_interval,
+        ping_timeout_s=known.ping_timeout,
+        health_port=known.health_port,
+    )
+    return options, supervision, known.verbose
 
 
 def default_repository() -> Path:
@@ -111,10 +136,12 @@ def default_repository() -> Path:
 
 def follow_log(server: Server) -> None:
     """Copies the server's log to standard error as it grows; runs in a daemon thread."""
-    position = 0
+    position, file = 0, 0
     while True:
         if server.pid and server.log_path.exists():
             with open(server.log_path, "rb") as log:
+                if (number := os.fstat(log.fileno()).st_ino) != file:  # each start has a new log
+                    position, file = 0, number
                 log.seek(position)
                 block = log.read()
             position += len(block)

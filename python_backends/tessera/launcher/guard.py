@@ -1,7 +1,8 @@
 """The process between the launcher and tritonserver: it outlives the launcher just long enough to clean up.
 
 Run as a file by a bare interpreter (standard library only, nothing of ours imported). One JSON line on standard
-input says what to run; the end of standard input means "stop", whether the launcher closed it or was killed.
+input says what to run; the end of standard input means "stop", whether the launcher closed it or was killed. The
+word "kill" before the end means: at once, for a server whose requests hang.
 
 Why a process of its own: tritonserver forks its Python stubs, and a stub whose server is gone lives on for seconds,
 or for good if it is blocked. As their *subreaper* the guard inherits every such orphan, so it can end exactly its
@@ -46,6 +47,7 @@ class Guard:
         self.status: int | None = None
         self.temporary: str | None = None
         self.told_to_stop = False
+        self.lock = -1
         self.wake, self.waker = os.pipe()
         self.libc = ctypes.CDLL(None, use_errno=True)
 
@@ -60,6 +62,7 @@ class Guard:
         try:
             with start_lock():
                 before = set(glob.glob(ENVIRONMENTS))
+                self.lock = take_lock(self.shm_prefix)
                 self.start()
                 self.wait_for_environment(before)
             while self.status is None and not self.told_to_stop:
@@ -72,6 +75,8 @@ class Guard:
             if self.temporary and os.path.isdir(self.temporary):
                 shutil.rmtree(self.temporary, ignore_errors=True)
                 removed.append(self.temporary)
+            with contextlib.suppress(OSError):
+                os.unlink(lock_path(self.shm_prefix))
         tell({"status": self.status, "removed": removed})
 
     def stop_soon(self, *_: object) -> None:
@@ -103,6 +108,7 @@ class Guard:
             if new:
                 # Two mean that a server was started by hand at the same moment: neither is surely ours.
                 self.temporary = new[0] if len(new) == 1 else None
+                os.pwrite(self.lock, (self.temporary or "").encode(), 0)
                 return
 
     def wait(self, seconds: float) -> None:
@@ -111,8 +117,14 @@ class Guard:
         ready, _, _ = select.select(watched, [], [], seconds)
         if self.wake in ready:
             os.read(self.wake, 512)
+        if 0 in ready:
+            order = os.read(0, 512)
+            if b"kill" in order:
+                self.grace_s = 0.0
+            if not order or b"kill" in order:
+                self.told_to_stop = True
         # A fork of the launcher may hold the pipe open; a changed parent shows its death all the same.
-        if (0 in ready and not os.read(0, 512)) or os.getppid() != self.launcher:
+        if os.getppid() != self.launcher:
             self.told_to_stop = True
         self.reap()
 
@@ -130,6 +142,8 @@ class Guard:
 
     def stop(self) -> None:
         """Asks the server to end and gives it ``grace_s``: it waits for open connections, some for ever."""
+        if not self.grace_s:
+            return
         os.kill(self.server, signal.SIGTERM)
         deadline = time.monotonic() + self.grace_s
         while self.status is None and time.monotonic() < deadline:
@@ -159,6 +173,20 @@ def start_lock() -> Iterator[None]:
         yield
     finally:
         os.close(folder)
+
+
+def lock_path(prefix: str) -> str:
+    """The file whose lock says that the guard of the server with this prefix lives."""
+    return f"/dev/shm/.{prefix}lock"
+
+
+def take_lock(prefix: str) -> int:
+    """Makes the lock file and holds its lock; complete when it appears, so that no sweep finds it unlocked."""
+    path = lock_path(prefix)
+    lock = os.open(path + "-new", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.rename(path + "-new", path)
+    return lock
 
 
 def processes() -> dict[int, tuple[int, int]]:

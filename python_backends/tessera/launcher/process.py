@@ -11,17 +11,19 @@ import errno
 import http.client
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 import tessera
 from tessera.errors import ConfigError, TesseraError
-from tessera.launcher import guard
+from tessera.launcher import guard, leftovers
 from tessera.launcher.diagnosis import check_repository, explain_log, failed_models
 from tessera.launcher.installation import STUB, Installation, cache_folder, find_installation
 from tessera.launcher.options import ServerOptions, server_environment, server_flags
@@ -30,6 +32,7 @@ PORT_NAMES = ("http_port", "grpc_port", "metrics_port")
 # tritonserver ends one second after its exit timeout at the latest, if it ends by itself at all.
 GRACE_BEYOND_EXIT_TIMEOUT_S = 1.5
 KEPT_LOGS = 20
+INSTANCE_NUMBERS = re.compile(r"_\d+_\d+$")
 
 
 class ServerStartError(TesseraError):
@@ -52,12 +55,15 @@ class Server:
         """Process id of tritonserver."""
         self.removed: tuple[str, ...] = ()
         """What tritonserver left behind and the last stop removed: shared memory, its temporary folder."""
+        self.swept: tuple[str, ...] = ()
+        """What the last start found of servers whose launcher and guard were killed, and removed."""
         self.log_path = options.log_path or cache_folder() / "logs" / f"tritonserver-{os.getpid()}.log"
         self._guard: subprocess.Popen[bytes] | None = None
         self.shm_prefix = ""
         """What the names of this server's files in /dev/shm begin with."""
         self._status: int | None = None
         self._stubs: dict[int, str] = {}
+        self._runs = 0
 
     def __enter__(self) -> Server:
         return self.start()
@@ -95,6 +101,7 @@ class Server:
         check_repository(self.options.model_repository, self.options.model_config_name)
         if self.installation is None:
             self.installation = find_installation()
+        self.swept = tuple(leftovers.sweep())
         picked = any(getattr(self.options, name) == 0 for name in PORT_NAMES)
         for attempt in range(3):
             try:
@@ -110,9 +117,23 @@ class Server:
                 raise
         raise AssertionError("unreachable")
 
+    def keep_ports(self) -> None:
+        """Makes the next start use the ports of this one, picked or not."""
+        self.options = replace(
+            self.options, http_port=self.http_port, grpc_port=self.grpc_port, metrics_port=self.metrics_port
+        )
+
+    def kill(self) -> None:
+        """As :meth:`stop`, but at once: the requests of a dead stage hang until the server ends."""
+        if self._guard is not None and self._guard.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._guard.stdin.write(b"kill\n")
+                self._guard.stdin.flush()
+        self.stop()
+
     def stop(self) -> None:
         """Stops the server; returns when it and all it started are gone (10 s at most). Harmless when stopped."""
-        process, self._guard = self._guard, None
+        process = self._guard
         if process is None:
             return
         assert process.stdin is not None
@@ -126,8 +147,9 @@ class Server:
         self._read_end(process)
         if process.returncode and self.pid:  # the guard was killed, so its work is done here
             guard.kill_session(self.pid)
-            self.removed = tuple(guard.remove_shared_memory(self.shm_prefix))
+            self.removed = tuple(leftovers.remove_if_gone(self.shm_prefix))
         self.pid = 0
+        self._guard = None  # last, so that a stop that a signal interrupted can be taken up again
 
     def stub_pids(self) -> dict[int, str]:
         """Process ids of the living Python stubs, each with its model instance ("preprocess_0_1")."""
@@ -138,10 +160,15 @@ class Server:
                 found[pid] = instance_name(arguments)
         return found
 
+    def stages(self) -> dict[str, int]:
+        """Model instance -> process id of the stubs that belong to the ready server, the dead ones too."""
+        return {name: pid for pid, name in self._stubs.items()}
+
     def failure(self) -> str | None:
         """Why this server can no longer serve, or None while it can. Cheap: meant to be called twice a second.
 
         A stub that died is never restarted by this server, and its model stays "ready": so it counts as failure.
+        The stub of a model that somebody unloads or loads anew is missing for a good reason, and does not.
         """
         if self._guard is None:
             return "not started"
@@ -152,11 +179,16 @@ class Server:
             return f"tritonserver ended: {self._last_words(self._guard)}"
         gone = [(pid, name) for pid, name in self._stubs.items() if not command_line(pid)]
         if gone:
-            living = self.stub_pids()
-            missing = [f"{name!r} (process {pid})" for pid, name in gone if name not in living.values()]
+            living, ready = self.stub_pids(), self._models_in_state_ready()
+            missing = [
+                f"{name!r} (process {pid})"
+                for pid, name in gone
+                if name not in living.values() and (ready is None or model_of(name) in ready)
+            ]
             if missing:
                 return f"the Python process of {', '.join(missing)} died"
-            self._stubs = living  # unloaded and loaded again
+            if len(living) >= len(self._stubs):
+                self._stubs = living  # unloaded and loaded again
         return None
 
     @property
@@ -169,7 +201,7 @@ class Server:
         self._status = None
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self.options.log_path is None:
-            for old in sorted(self.log_path.parent.glob("*.log"), key=os.path.getmtime)[:-KEPT_LOGS]:
+            for old in sorted(self.log_path.parent.glob("*.log*"), key=os.path.getmtime)[:-KEPT_LOGS]:
                 old.unlink(missing_ok=True)
         job = {
             "command": [
@@ -182,6 +214,9 @@ class Server:
             "shm_prefix": self.shm_prefix,
             "grace_s": self._grace_s,
         }
+        if self._runs and self.log_path.exists():  # how the last run ended is worth keeping
+            self.log_path.replace(self.log_path.with_name(self.log_path.name + ".1"))
+        self._runs += 1
         with open(self.log_path, "wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", guard.__file__],
@@ -232,6 +267,11 @@ class Server:
         waiting = [name for name in names if self._answer("GET", f"/v2/models/{name}/ready") is None]
         self.models = tuple(name for name in names if name not in waiting)
         return waiting or ([] if names else ["(none listed)"])
+
+    def _models_in_state_ready(self) -> set[str] | None:
+        """The models that the server believes to be ready; None if it does not answer."""
+        index = self._answer("POST", "/v2/repository/index")
+        return None if index is None else {e["name"] for e in json.loads(index) if e.get("state") == "READY"}
 
     def _answer(self, method: str, path: str, port: int = 0) -> bytes | None:
         """Body of a 200 answer, else None. One connection a call: an idle one would delay the server's end."""
@@ -308,6 +348,11 @@ def command_line(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/cmdline").read_text("utf-8", "replace").split("\0")[:-1]
     except OSError:
         return []
+
+
+def model_of(instance: str) -> str:
+    """The model of a model instance: "preprocess_0_1" is one of "preprocess"."""
+    return INSTANCE_NUMBERS.sub("", instance)
 
 
 def instance_name(arguments: list[str]) -> str:

@@ -13,6 +13,7 @@ from tessera.errors import InvalidRequest
 from tessera.preprocess.decode import Limits
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
 from tessera.tritonserver import tensors
+from tessera.tritonserver.deadline import deadline_ns
 from tessera.tritonserver.failures import error_response
 from tessera.tritonserver.settings import StageSettings
 
@@ -43,15 +44,17 @@ class TritonPythonModel:
         if tensors.text(request, "PING") is not None:
             return _pong(received)
         try:
-            prepared = self._preprocessor(read_request(request))
+            sampling = _json(request, "sampling_parameters", dict) or {}
+            deadline = deadline_ns(request, sampling, received)
+            prepared = self._preprocessor(read_request(request, sampling))
         except Exception as error:
             return error_response("preprocess", error)
-        return self._response(prepared, received)
+        return self._response(prepared, deadline, received)
 
-    def _response(self, prepared: Prepared, received: int) -> Any:
+    def _response(self, prepared: Prepared, deadline: int, received: int) -> Any:
         import triton_python_backend_utils as pb_utils
 
-        stamps = np.array([[received, time.monotonic_ns()]], dtype=np.int64)
+        stamps = np.array([[deadline, received, time.monotonic_ns()]], dtype=np.int64)
         return pb_utils.InferenceResponse(
             output_tensors=[
                 # A leading 1: the next stage batches requests along it.
@@ -71,13 +74,13 @@ def _pong(now: int) -> Any:
     return pb_utils.InferenceResponse(output_tensors=[tensors.output("STAMPS", np.array([[now]], dtype=np.int64))])
 
 
-def read_request(request: Any) -> PreprocessRequest:
+def read_request(request: Any, sampling: Mapping[str, Any]) -> PreprocessRequest:
     """The client's tensors as a PreprocessRequest; raises InvalidRequest that names the input at fault."""
     return PreprocessRequest(
         text=tensors.text(request, "text_input"),
         messages=_json(request, "messages", list),
         images=tensors.byte_strings(request, "image"),
-        tile_policy=(_json(request, "sampling_parameters", dict) or {}).get("tile_policy"),
+        tile_policy=sampling.get("tile_policy"),
     )
 
 

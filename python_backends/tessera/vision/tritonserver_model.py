@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tessera.tritonserver import tensors
+from tessera.tritonserver.deadline import deadline_exceeded, is_over
 from tessera.tritonserver.failures import error_response
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.settings import StageSettings
@@ -40,8 +41,8 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         started = time.monotonic_ns()
-        responders = [Responder(request) for request in requests]
-        waiting = dict(enumerate(responders))
+        requests = [request for request in requests if not self._ended_overdue(request)]
+        waiting = {index: Responder(request) for index, request in enumerate(requests)}
         try:
             items = [read_item(request) for request in requests]
             for index, rows in self._encoder.encode_each(items):
@@ -51,6 +52,14 @@ class TritonPythonModel:
         except Exception as error:
             for responder in waiting.values():
                 responder.send(error_response("vision_encoder", error), final=True)
+
+    def _ended_overdue(self, request: Any) -> bool:
+        """Answers a request whose time ran out while it waited here, so that no work goes into it."""
+        stamps = tensors.array(request, "STAMPS")
+        if stamps is None:  # a ping
+            return False
+        deadline, received = stamps.reshape(-1)[:2].tolist()
+        return is_over(deadline) and Responder(request).send(deadline_exceeded(received), final=True)
 
 
 def read_item(request: Any) -> VisionItem:

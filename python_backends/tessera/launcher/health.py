@@ -1,0 +1,138 @@
+"""What load balancers and ``tessera status`` ask: whether this service can take requests, and what is wrong if not.
+
+The page is the launcher's own, because tritonserver itself stays "ready" over dead stages.
+"""
+
+from __future__ import annotations
+
+import errno
+import http.server
+import json
+import socket
+import socketserver
+import threading
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any
+
+from tessera.errors import ConfigError
+
+STATES = ("starting", "ready", "restarting", "failed", "stopping")
+
+
+class Health:
+    """The state of the service, read by the health port's threads while the supervisor changes it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._state = "starting"
+        self._since = now()
+        self._reason = ""
+        self._restarts = 0
+        self.url = ""
+        """Where the page is served."""
+        self.details: Callable[[], dict[str, Any]] = dict
+        """What else the report holds: addresses and stages, looked up when somebody asks."""
+
+    @property
+    def restarts(self) -> int:
+        with self._lock:
+            return self._restarts
+
+    def enter(self, state: str, reason: str | None = None) -> None:
+        """Changes the state. ``reason`` says why, and stays until there is another one."""
+        if state not in STATES:
+            raise ValueError(f"no such state: {state!r}")
+        with self._lock:
+            if state != self._state:
+                self._state, self._since = state, now()
+            self._reason = self._reason if reason is None else reason
+
+    def restarted(self) -> None:
+        with self._lock:
+            self._restarts += 1
+
+    def report(self) -> tuple[bool, dict[str, Any]]:
+        """(whether to send requests here, the page)."""
+        details = self.details()
+        with self._lock:
+            page = {"state": self._state, "since": self._since, "restarts": self._restarts, "reason": self._reason}
+        return page["state"] == "ready", {**page, **details}
+
+
+class HealthPort:
+    """Serves ``/healthz`` (200 or 503, JSON) and ``/livez`` (200 while the launcher lives) as a context manager.
+
+    Raises ConfigError if the address cannot be listened on.
+    """
+
+    def __init__(self, health: Health, host: str, port: int):
+        class Page(PageHandler):
+            report = staticmethod(health.report)
+
+        class Listener(socketserver.ThreadingTCPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            allow_reuse_address = True
+            daemon_threads = True
+            request_queue_size = 64
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                pass  # a client that went away
+
+        try:
+            self._listener = Listener((host, port), Page)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                message = (
+                    f"port {port} on {host} is already in use (--health-port): choose another (0 picks a free one)"
+                )
+            else:
+                message = f"cannot listen on {host}:{port}: {error.strerror} (--host, --health-port)"
+            raise ConfigError(message) from error
+        at = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+        health.url = f"http://{at}:{self._listener.server_address[1]}/healthz"
+
+    def __enter__(self) -> HealthPort:
+        threading.Thread(target=self._listener.serve_forever, args=(0.1,), name="health", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._listener.shutdown()
+        self._listener.server_close()
+
+
+class PageHandler(http.server.BaseHTTPRequestHandler):
+    """One request to the health port."""
+
+    report: Callable[[], tuple[bool, dict[str, Any]]]
+    timeout = 5.0  # a client that says nothing gets nothing
+    server_version, sys_version = "tessera", ""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/healthz":
+            ready, page = self.report()
+            self.answer(200 if ready else 503, page)
+        elif path == "/livez":
+            self.answer(200, {"live": True})
+        else:
+            self.answer(404, {"error": "the pages here are /healthz and /livez"})
+
+    do_HEAD = do_GET
+
+    def answer(self, status: int, page: dict[str, Any]) -> None:
+        body = json.dumps(page).encode() + b"\n"
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """A load balancer asks every few seconds: nothing to log."""
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,171 @@
+"""Keeps one server serving: starts it, watches it, and starts it anew when a stage or the server itself dies."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tessera.errors import ConfigError, TesseraError
+from tessera.launcher.health import Health
+from tessera.launcher.ping import SERVER, NoAnswer, Pinger
+from tessera.launcher.process import Server, command_line, model_of
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """How a server is watched, and how often it may be started anew."""
+
+    restart: bool = True
+    max_restarts: int = 5
+    """More than so many within ``restart_window_s`` are a crash loop, which nobody mends by restarting."""
+    restart_window_s: float = 300.0
+    look_interval_s: float = 0.5
+    ping_interval_s: float = 5.0
+    ping_timeout_s: float = 60.0
+    health_port: int = 8003
+
+    def validate(self) -> None:
+        """Raises ConfigError that names the option."""
+        if self.max_restarts < 0:
+            raise ConfigError(f"--max-restarts: {self.max_restarts} is below 0")
+        for name in ("restart_window", "ping_interval", "ping_timeout"):
+            if getattr(self, f"{name}_s") <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')}: must be above 0 seconds")
+        if not 0 <= self.health_port < 65536:
+            raise ConfigError(f"--health-port: {self.health_port} is not in 0..65535")
+
+
+class Supervisor:
+    """Runs ``server`` until it cannot be kept up; ``say(message, error)`` gets one line for each thing that happens."""
+
+    def __init__(
+        self,
+        server: Server,
+        supervision: Supervision,
+        health: Health,
+        say: Callable[[str, bool], None],
+    ):
+        self.server = server
+        self.supervision = supervision
+        self.health = health
+        self.say = say
+        self._pinger: Pinger | None = None
+        self._restarts: deque[float] = deque()
+        health.details = self.details
+
+    def run(self) -> str:
+        """Returns why it gave up. Raises what Server.start does if even the first start fails."""
+        try:
+            self._start()
+            while True:
+                reason: str | None = self._watch()
+                while reason is not None:
+                    self._kill()
+                    if verdict := self._verdict(reason):
+                        self.health.enter("failed", verdict)
+                        return verdict
+                    reason = self._restart(reason)
+        except TesseraError as error:
+            self.health.enter("failed", str(error))
+            raise
+
+    def stop(self) -> None:
+        """Stops the server in order."""
+        self.health.enter("stopping")
+        if self._pinger is not None:
+            self._pinger.stop()
+        self.server.stop()
+
+    def details(self) -> dict[str, Any]:
+        """The part of the health page that is looked up when asked for."""
+        server, pinger = self.server, self._pinger
+        stages = {SERVER: server.pid, **server.stages()} if server.pid else server.stages()
+        return {
+            "grpc": server.grpc_url,
+            "http": server.http_url,
+            "metrics": server.metrics_url,
+            "stages": {name: stage_report(name, pid, pinger) for name, pid in stages.items()},
+        }
+
+    def _start(self) -> None:
+        began = time.monotonic()
+        server = self.server.start()
+        if server.swept:
+            self.say(f"removed {len(server.swept)} leftovers of a server that was killed", False)
+        server.keep_ports()
+        supervision = self.supervision
+        pinger = Pinger(
+            server.host, server.http_port, server.models, supervision.ping_interval_s, supervision.ping_timeout_s
+        )
+        try:
+            self._pinger = pinger.start()
+        except NoAnswer as error:
+            server.kill()
+            raise TesseraError(f"the server was ready, and then did not answer: {error}") from error
+        self.health.enter("ready")
+        self.say(
+            f"ready in {time.monotonic() - began:.1f} s: grpc {server.grpc_url}, http {server.http_url}, "
+            f"metrics {server.metrics_url}, health {self.health.url}, models {' '.join(server.models)}, "
+            f"log {server.log_path}",
+            False,
+        )
+
+    def _watch(self) -> str:
+        """Returns the reason when the server can no longer serve."""
+        assert self._pinger is not None
+        while (reason := self.server.failure() or self._pinger.failure()) is None:
+            time.sleep(self.supervision.look_interval_s)
+        return reason
+
+    def _kill(self) -> None:
+        # Not "ready" from now on, whatever comes next.
+        self.health.enter("restarting" if self.supervision.restart else "failed")
+        if self._pinger is not None:
+            self._pinger.stop()
+        self.server.kill()
+
+    def _verdict(self, reason: str) -> str | None:
+        """Why not to start anew after this failure; None if there is nothing against it."""
+        if not self.supervision.restart:
+            return reason
+        while self._restarts and self._restarts[0] < time.monotonic() - self.supervision.restart_window_s:
+            self._restarts.popleft()
+        if len(self._restarts) >= self.supervision.max_restarts:
+            return (
+                f"{reason}; giving up after {len(self._restarts)} restarts within "
+                f"{self.supervision.restart_window_s:g} s"
+            )
+        return None
+
+    def _restart(self, reason: str) -> str | None:
+        """One attempt; returns why it failed, or None when the server is ready again."""
+        recent = len(self._restarts)
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (recent - 1)) if recent else 0.0
+        self._restarts.append(time.monotonic())
+        self.health.restarted()
+        self.health.enter("restarting", reason)
+        later = f" in {pause:g} s" if pause else ""
+        self.say(f"{reason}; starting anew{later} (restart {self.health.restarts})", True)
+        time.sleep(pause)
+        try:
+            self._start()
+        except TesseraError as error:
+            return str(error)
+        return None
+
+
+def stage_report(name: str, pid: int, pinger: Pinger | None) -> dict[str, Any]:
+    """One stage on the health page. Instances of a model share its pings, for the server shares these out."""
+    last = pinger.last(name if name == SERVER else model_of(name)) if pinger else None
+    return {
+        "alive": bool(command_line(pid)),
+        "pid": pid,
+        "last_ping_ms": None if last is None else round(last[0], 2),
+        "last_ping_age_s": None if last is None else round(last[1], 1),
+    }

@@ -1,0 +1,157 @@
+"""kill -9 of each stage under load: every client hears of it, the service comes back, a batch job loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from toy_servers import Launched, wait_until
+
+from tessera_client import Client, Models, Retry, TesseraClientError
+from tessera_client.cli import main as tessera
+
+pytestmark = [pytest.mark.server, pytest.mark.faults]
+
+REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
+STAGES = [
+    "preprocess_0_0",
+    "preprocess_0_1",
+    "vision_encoder_0_0",
+    "language_model_0_0",
+    "vlm_unary_0_0",
+    "vlm_stream_0_0",
+]
+HEARD_OF_WITHIN_S = 10.0
+BACK_WITHIN_S = 30.0
+ONCE = Retry(attempts=1)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    """`tessera serve` as users start it; the short window lets it be killed more often than a crash loop may."""
+    log = tmp_path_factory.mktemp("supervised") / "log"
+    running = Launched(REPOSITORY, log, "--restart-window", "15")
+    assert running.ready_line.startswith("tessera: ready in "), running.process.communicate()[1]
+    yield running
+    running.process.terminate()
+    assert running.process.wait(15) == 0
+    running.process.communicate()
+
+
+def health(service: Launched) -> dict:
+    try:
+        with urllib.request.urlopen(f"http://{service.url('health')}/healthz", timeout=5) as page:
+            return json.load(page)
+    except urllib.error.HTTPError as error:
+        assert error.code == 503
+        return json.load(error)
+
+
+def picture(number: int) -> bytes:
+    """A small JPEG unlike all others."""
+    pixels = np.random.default_rng(number).integers(0, 256, (6, 8, 3), np.uint8)
+    return cv2.imencode(".jpg", cv2.resize(pixels, (64, 48)))[1].tobytes()
+
+
+class Crowd:
+    """32 requests in flight, each on its own thread, eight on each of four ways in; none would end by itself soon."""
+
+    def __init__(self, service: Launched):
+        self.clients = {
+            "grpc": Client(service.url("grpc"), retry=ONCE),
+            "grpc front": Client(service.url("grpc"), retry=ONCE, models=Models(vlm="vlm_stream")),
+            "http": Client(f"http://{service.url('http')}", retry=ONCE),
+        }
+        self.started = threading.Semaphore(0)
+        self.ends: dict[str, float] = {}
+        self.errors: dict[str, Exception] = {}
+        ways = [("grpc", self.stream), ("grpc front", self.stream), ("http", self.stream), ("http", self.ask)]
+        self.threads = [
+            threading.Thread(
+                target=self.run, args=(f"{way} {ask.__name__} {i}", self.clients[way], ask, i), daemon=True
+            )
+            for way, ask in ways
+            for i in range(8)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def run(self, name: str, client: Client, ask: Callable[[Client, int], None], number: int) -> None:
+        try:
+            ask(client, number)
+        except TesseraClientError as error:
+            self.errors[name] = error
+        self.ends[name] = time.monotonic()
+
+    def stream(self, client: Client, number: int) -> None:
+        with client.stream(picture(number), "Describe.", max_tokens=7000, ignore_eos=True, max_tiles=1) as stream:
+            for _ in stream:
+                self.started.release()
+
+    def ask(self, client: Client, number: int) -> None:
+        client.ask(picture(number), "Describe.", max_tokens=7000, ignore_eos=True, max_tiles=1)
+
+    def join(self, seconds: float) -> list[str]:
+        """Names of the requests still unanswered after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for client in self.clients.values():
+            client.close()
+        return [thread.name for thread in self.threads if thread.is_alive()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_stage_is_heard_of_and_comes_back(service: Launched, stage: str) -> None:
+    before = health(service)
+    assert before["state"] == "ready" and before["stages"][stage]["alive"]
+    crowd = Crowd(service)
+    for _ in range(24):
+        assert crowd.started.acquire(timeout=20)
+    os.kill(before["stages"][stage]["pid"], signal.SIGKILL)
+    killed = time.monotonic()
+
+    with Client(service.url("grpc"), retry=Retry(attempts=1000, max_delay=0.2), timeout=60) as client:
+        answer = client.ask(picture(99), "Back?", max_tokens=1, max_tiles=1)
+    back = time.monotonic() - killed
+    assert crowd.join(20) == []
+    slowest = max(crowd.ends.values()) - killed
+    assert len(crowd.ends) == 32 and len(crowd.errors) == 32 and answer.attempts > 1
+    assert slowest <= HEARD_OF_WITHIN_S
+    assert back <= BACK_WITHIN_S
+    after = health(service)
+    assert after["state"] == "ready" and after["restarts"] == before["restarts"] + 1
+    assert stage in after["reason"] and after["grpc"] == before["grpc"] and after["http"] == before["http"]
+    print(f"{stage}: last client heard after {slowest:.1f} s, back after {back:.1f} s")
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_batch_job_outlives_a_kill(service: Launched, protocol: str) -> None:
+    """Each answer repeats its question, so that a lost, doubled or exchanged answer shows."""
+    url = service.url("grpc") if protocol == "grpc" else f"http://{service.url('http')}"
+    victim = health(service)["stages"]["language_model_0_0" if protocol == "grpc" else "vision_encoder_0_0"]["pid"]
+    killed: list[int] = []
+
+    def kill_in_the_middle(done: int) -> None:
+        if done == 60 and not killed:
+            killed.append(done)
+            os.kill(victim, signal.SIGKILL)
+
+    questions = [f"Question {i}?" for i in range(200)]
+    items = [(picture(1000 + i), question) for i, question in enumerate(questions)]
+    with Client(url) as client:
+        options = {"max_tokens": 2, "max_tiles": 1, "ignore_eos": True, "exclude_input_in_output": False}
+        answers = list(client.ask_many(items, concurrency=16, progress=kill_in_the_middle, **options))
+    assert killed and health(service)["restarts"] > 0
+    assert [answer.text[: answer.text.index("?") + 1] for answer in answers] == questions
+    assert all(answer.usage.completion_tokens == 2 for answer in answers)
+    assert any(answer.attempts > 1 for answer in answers)

@@ -1,0 +1,116 @@
+"""Small model repositories, and `tessera serve` as a process, for the tests of this folder."""
+
+from __future__ import annotations
+
+import glob
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import tessera
+from tessera.launcher.guard import descendants
+from tessera.launcher.process import command_line
+
+ECHO = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([
+                pb_utils.Tensor("OUT", pb_utils.get_input_tensor_by_name(request, "IN").as_numpy())
+            ])
+            for request in requests
+        ]
+"""
+# Sends as many answers as asked for; for -1 sends one and never ends the request.
+COUNT = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.open = []
+
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            wanted = int(pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()[0])
+            for i in range(abs(wanted)):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([i], np.int32))]))
+            if wanted < 0:
+                self.open.append(sender)
+            else:
+                sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+BROKEN = """
+class TritonPythonModel:
+    def initialize(self, args):
+        raise ValueError("weights of layer 3 are missing")
+"""
+
+SLOW = """
+import time
+
+class TritonPythonModel:
+    def initialize(self, args):
+        time.sleep(600)
+"""
+
+
+def add_model(repository: Path, name: str, code: str | None, dtype: str, decoupled: bool = False) -> None:
+    (repository / name / "1").mkdir(parents=True)
+    if code is not None:
+        (repository / name / "1" / "model.py").write_text(code)
+    (repository / name / "config.pbtxt").write_text(
+        f'name: "{name}"\nbackend: "python"\nmax_batch_size: 0\n'
+        + f'input [{{ name: "IN" data_type: {dtype} dims: [1] }}]\n'
+        + f'output [{{ name: "OUT" data_type: {dtype} dims: [1] }}]\n'
+        + "instance_group [{ count: 1 kind: KIND_CPU }]\n"
+        + ("model_transaction_policy { decoupled: true }\n" if decoupled else "")
+    )
+
+
+class Launched:
+    """`tessera serve` as a process of its own, with what its first line says."""
+
+    def __init__(self, repository: Path, log: Path, *flags: str, wait: bool = True):
+        command = [sys.executable, "-m", "tessera.launcher.cli", "--model-repository", str(repository)]
+        for port in ("http", "grpc", "metrics", "health"):
+            command += [f"--{port}-port", "0"]
+        command += ["--log", str(log), *flags]
+        path = str(Path(tessera.__file__).resolve().parents[1])
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self.ready_line = self.process.stdout.readline() if wait else ""
+        self.pids = descendants(self.process.pid)
+        self.server_pid = next((p for p in self.pids if command_line(p)[0].endswith("tritonserver")), 0)
+
+    def url(self, protocol: str) -> str:
+        """Address from the ready line: "host:port", without a path."""
+        return self.ready_line.split(f"{protocol} ")[1].split(",")[0].removeprefix("http://").partition("/")[0]
+
+    def regions(self) -> list[str]:
+        flag = next(a for a in command_line(self.server_pid) if "shm-region-prefix-name=" in a)
+        return glob.glob(f"/dev/shm/{flag.rpartition('=')[2]}*")
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def all_gone(pids: list[int]) -> bool:
+    return not any(command_line(pid) for pid in pids)
