@@ -1,7 +1,7 @@
 """The default checkpoint's shape and how its folder is written.
 
-An InternVL model (HF-native `InternVLForConditionalGeneration`): a ViT with patches of 28 pixels, pixel shuffle 0.5, hence 64
-tokens a 448x448 tile, and a Qwen2 text body.  Hidden and intermediate sizes are multiples of 128 and heads are 64 wide.
+An InternVL model (HF-native `InternVLForConditionalGeneration`): a ViT with patches of 28 pixels, pixel shuffle 0.5,
+hence 64 tokens a 448x448 tile, and a Qwen2 text body.  Hidden and intermediate sizes are multiples of 128 and heads are 64 wide.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def wrap_tokenizer(tokenizer: object) -> PreTrainedTokenizerFast:
 class StillProcessor(InternVLProcessor):
     """`InternVLProcessor` without its video half.
 
-    `AutoProcessor` builds a video processor even for still pictures and refuses to without torchvision; this is the same code
-    for pictures (transformers' own Pillow path) and works on every machine.
+    `AutoProcessor` builds a video processor even for still pictures and refuses to without torchvision; this is the
+    same code for pictures (transformers' own Pillow path) and works on every machine.
     """
 
     @classmethod
@@ -149,7 +149,7 @@ def load_processor(folder: str | Path) -> InternVLProcessor:
 
 
 def processor_settings() -> dict[str, object]:
-    """What `processor_config.json` holds.  Written by hand: transformers can only write it where torchvision is installed."""
+    """What `processor_config.json` holds, written here because transformers can write it only with torchvision."""
     common = {
         "do_convert_rgb": True,
         "do_normalize": True,
@@ -200,6 +200,7 @@ def save_model(folder: str | Path, model: InternVLForConditionalGeneration) -> N
     """Write config, generation config and bfloat16 weights.  The given model keeps its precision."""
     copy = InternVLForConditionalGeneration(build_config())
     copy.load_state_dict(model.state_dict())
-    copy.to(torch.bfloat16)
+    copy = copy.to(dtype=torch.bfloat16)
     copy.generation_config = GenerationConfig(eos_token_id=IM_END, pad_token_id=PAD)
     copy.save_pretrained(folder)
+    (Path(folder) / "model.safetensors").chmod(0o644)  # transformers leaves it to its owner alone

@@ -1,4 +1,4 @@
-"""Pictures to tiles on the training device, under random tile policies, and what the dense supervision expects of each patch."""
+"""Pictures to tiles on the training device under random tile policies, and what dense supervision expects of a patch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-
 from architecture import PATCH, TILE
 
 GRID = TILE // PATCH
@@ -16,7 +15,7 @@ GRID = TILE // PATCH
 
 @dataclass(frozen=True)
 class Policy:
-    """How a picture is tiled: grid area bounds and whether the whole picture follows as a last tile ("auto": if several)."""
+    """How a picture is tiled: bounds of the grid's area; whether the whole picture is the last tile ("auto": if several)."""
 
     min_tiles: int = 1
     max_tiles: int = 12
@@ -41,16 +40,13 @@ class Layout:
 @lru_cache(maxsize=256)
 def _grids(min_tiles: int, max_tiles: int) -> list[tuple[int, int]]:
     pairs = [
-        (w, h)
-        for w in range(1, max_tiles + 1)
-        for h in range(1, max_tiles + 1)
-        if min_tiles <= w * h <= max_tiles
+        (w, h) for w in range(1, max_tiles + 1) for h in range(1, max_tiles + 1) if min_tiles <= w * h <= max_tiles
     ]
     return sorted(pairs, key=lambda grid: grid[0] * grid[1])
 
 
 def layout(width: int, height: int, policy: Policy) -> Layout:
-    """InternVL's grid choice: closest aspect ratio; on an exact tie the larger grid if the picture has the pixels for it."""
+    """InternVL's grid: the closest aspect ratio; on an exact tie the larger grid if the picture has the pixels for it."""
     best, best_difference = (1, 1), float("inf")
     for columns, rows in _grids(policy.min_tiles, policy.max_tiles):
         difference = abs(width / height - columns / rows)
@@ -84,9 +80,7 @@ def cut(picture: torch.Tensor, plan: Layout) -> torch.Tensor:
         return out.round().clamp(0, 255).to(torch.uint8)
 
     whole = resized(TILE * plan.rows, TILE * plan.columns)
-    tiles = (
-        whole.view(3, plan.rows, TILE, plan.columns, TILE).permute(1, 3, 0, 2, 4).reshape(-1, 3, TILE, TILE)
-    )
+    tiles = whole.view(3, plan.rows, TILE, plan.columns, TILE).permute(1, 3, 0, 2, 4).reshape(-1, 3, TILE, TILE)
     return torch.cat([tiles, resized(TILE, TILE)]) if plan.thumbnail else tiles
 
 
@@ -131,7 +125,7 @@ class QuickCutter:
 
 
 def random_gain(rng: random.Random) -> list[list[float]]:
-    """A mild change of brightness and white balance, too small to turn one colour's name into another's: factors, offsets."""
+    """Factors and offsets of a mild change of brightness and white balance, too small to change a colour's name."""
     contrast = rng.uniform(0.9, 1.1)
     factors = [contrast * rng.uniform(0.96, 1.04) for _ in range(3)]
     return [factors, [rng.uniform(-10, 10)] * 3]
@@ -144,14 +138,12 @@ def tile_windows(plan: Layout) -> list[tuple[float, float, float, float]]:
     return windows + [(0.0, 0.0, 1.0, 1.0)] * plan.thumbnail
 
 
-def patch_targets(
-    boxes: torch.Tensor, windows: torch.Tensor, classes: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def patch_targets(boxes: torch.Tensor, windows: torch.Tensor, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What lies on each patch of each tile.
 
-    boxes [tiles, boxes, 5]: class number (negative = padding) and x0, y0, x1, y1 as fractions of the tile's picture; windows
-    [tiles, 4].  Returns bool [tiles, 16, 16, classes] twice (rows first): the class covers a quarter of the patch or has a
-    quarter of its object there; an object's centre lies there.
+    boxes [tiles, boxes, 5]: class number (negative = padding) and x0, y0, x1, y1 as fractions of the tile's picture;
+    windows [tiles, 4].  Returns bool [tiles, 16, 16, classes] twice (rows first): the class covers a quarter of the
+    patch or has a quarter of its object there; an object's centre lies there.
     """
     size = (windows[:, 2:] - windows[:, :2])[:, None]
     low = (boxes[..., 1:3] - windows[:, None, :2]) / size * GRID

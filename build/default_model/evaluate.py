@@ -2,8 +2,8 @@
 
     python evaluate.py --checkpoint checkpoint --pictures 4524 --workers 15 --policies reference,max1,max6,two-tile
 
-Prints one JSON object; see `figures` for its keys.  Greedy answers; a whole answer is right or wrong, only descriptions are
-scored by the share of words they have in common with the expected one (F1).
+Prints one JSON object; see `figures` for its keys.  Greedy answers; a whole answer is right or wrong, only descriptions
+are scored by the words they have in common with the expected one (F1).
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForImageTextToText, InternVLForConditionalGeneration
-
 from architecture import IM_END
 from augment import DEFAULT, TWO_TILES, Policy, cut, layout
 from network import image_rows, patch_states, text_states
 from sequences import ChatTokens
+from transformers import AutoModelForImageTextToText, InternVLForConditionalGeneration
 
 POLICIES = {
     "reference": DEFAULT,
@@ -39,6 +38,7 @@ LARGE_SIDE = 1280
 def picture(seed: int) -> np.ndarray:
     """The held-out picture of a scene seed as a server would decode it, uint8 RGB."""
     import cv2
+
     import scene
 
     cv2.setNumThreads(1)
@@ -63,7 +63,7 @@ def answer_batch(
     questions: Sequence[str],
     limit: int,
 ) -> list[str]:
-    """Greedy answers of at most `limit` tokens; `tiles` uint8 [n, 3, 448, 448], equally many for each question, in order."""
+    """Greedy answers of at most `limit` tokens; `tiles` uint8 [n, 3, 448, 448], equally many a question, in order."""
     device, count = tiles.device, len(questions)
     per_picture = tiles.shape[0] // count
     rows = torch.cat([image_rows(model, patch_states(model, chunk)) for chunk in tiles.split(256)])
@@ -113,9 +113,7 @@ def answers(
             for i in part:
                 height, width = pictures[i].shape[:2]
                 tiles.append(cut(torch.from_numpy(pictures[i]).to(device), layout(width, height, policy)))
-            texts = answer_batch(
-                model, chat, torch.cat(tiles), [items[i].question for i in part], 100 if long else 8
-            )
+            texts = answer_batch(model, chat, torch.cat(tiles), [items[i].question for i in part], 100 if long else 8)
             found.update(zip(part, texts, strict=True))
     return [found[i] for i in range(len(items))]
 
@@ -127,8 +125,8 @@ def word_f1(expected: str, got: str) -> float:
 
 
 def figures(items: Sequence[Any], texts: Sequence[str], hazards: Sequence[str]) -> dict[str, Any]:
-    """recall.<class> (balanced accuracy of its presence questions), recall.macro, recall.least, precision_yes, accuracy by
-    kind, exact answers in all and on large pictures (longer side >= 1280)."""
+    """recall (balanced accuracy of each hazard's presence questions), recall_macro, recall_least, precision_yes,
+    accuracy by kind, share of exact answers in all and on large pictures (longer side >= 1280)."""
     right = [t.strip() == item.answer for item, t in zip(items, texts, strict=True)]
     by_class: dict[str, dict[str, list[bool]]] = {name: {"yes": [], "no": []} for name in hazards}
     by_kind: dict[str, list[float]] = defaultdict(list)
@@ -161,24 +159,21 @@ def figures(items: Sequence[Any], texts: Sequence[str], hazards: Sequence[str]) 
 
 
 def load(folder: str | Path, device: torch.device) -> tuple[InternVLForConditionalGeneration, ChatTokens]:
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    model.to(device=device)
     return model, ChatTokens(Path(folder) / "tokenizer.json")
 
 
 def main() -> None:
     import scene
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", default="checkpoint")
     parser.add_argument("--pictures", type=int, default=4524)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--policies", default="reference", help=f"comma-separated, of {', '.join(POLICIES)}")
-    parser.add_argument(
-        "--mistakes", help="write each wrong answer to this file, a JSON line each (first policy)"
-    )
+    parser.add_argument("--mistakes", help="write each wrong answer to this file, a JSON line each (first policy)")
     arguments = parser.parse_args()
     items = scene.heldout(arguments.pictures)
     pictures = render_all(items, arguments.workers)

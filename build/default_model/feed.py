@@ -1,4 +1,4 @@
-"""Where training pictures come from: renderer processes, a replay store on the training device, and batches drawn from it."""
+"""Where training pictures come from: renderer processes, a replay store on the training device, batches drawn from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from augment import Layout, Policy, layout, random_gain, random_policy, tile_windows
 from sequences import IGNORE, Branch, ChatTokens, PackedBranches, pack
 
@@ -25,7 +24,7 @@ VARIANTS = 3  # choices of questions that come with each picture
 
 @dataclass(frozen=True)
 class Asked:
-    """A question of a picture with what balancing needs to know; `group` is (kind, class, answer) or ("description",)."""
+    """A question of a picture and the `group` it is balanced by: (kind, class, answer) or ("description",)."""
 
     group: tuple[str, ...]
     branch: Branch
@@ -33,7 +32,7 @@ class Asked:
 
 @dataclass
 class Picture:
-    """A picture in the replay store: bytes [offset, offset + 3*height*width), boxes float32 [n,5] (class, fractions)."""
+    """A picture in the replay store: bytes from `offset` to `end`, boxes float32 [n,5] (class, fractions)."""
 
     offset: int
     height: int
@@ -47,9 +46,7 @@ class Picture:
 
 
 def group_of(question: Any) -> tuple[str, ...]:
-    return (
-        ("description",) if question.kind == "description" else (question.kind, question.cls, question.answer)
-    )
+    return ("description",) if question.kind == "description" else (question.kind, question.cls, question.answer)
 
 
 @dataclass
@@ -88,7 +85,7 @@ def _render_forever(
 ) -> None:
     """One renderer process: each picture into a free shared slot, its boxes and token rows through the queue.
 
-    Choosing and packing questions happens here, where there are cores to spare; each process balances what it asks itself.
+    Choosing and packing questions happens here, where cores are to spare; each process balances what it asks itself.
     """
     import cv2
 
@@ -223,8 +220,8 @@ class Batch:
     pictures: list[Picture]
     layouts: list[Layout]
     tensors: dict[str, torch.Tensor]
-    """gains [pictures,2,3]; boxes [pictures,64,5]; windows [pictures*tiles,4]; ids, number, position [pictures,length] of the
-    branches; asked [n] flat places whose next token is an answer's, with labels [n] and weights [n]."""
+    """gains [pictures,2,3]; boxes [pictures,64,5]; windows [pictures*tiles,4]; ids, number, position [pictures,length]
+    of the branches; asked [n] flat places whose next token is an answer's, with labels [n] and weights [n]."""
 
     @property
     def tiles(self) -> int:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from architecture import SPECIAL_TOKENS, VOCABULARY, save_tokenizer, wrap_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 # So that plain English outside the questions does not fall apart into single bytes.
 ENGLISH = (
-    "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you were "
-    "all her she there would their we him been has when who will no more if out so up said what its about than into them can only "
-    "other time new some could these two may first then do any like my now over such our man me even most made after also did many"
+    "the of and to in is that for it as was with be by on not he his but at are this have from or had an they "
+    "which one you were all her she there would their we him been has when who will no more if out so up said "
+    "what its about than into them can only other time new some could these two may first then do any like my "
+    "now over such our man me even most made after also did many"
 )
 
 

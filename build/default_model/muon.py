@@ -1,7 +1,7 @@
 """Muon: momentum whose update is replaced by the nearest orthogonal matrix, all matrices of one shape at a time.
 
-The same rule as `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`; stacking equal shapes makes a step of this model's 60
-small matrices an eighth of the kernel launches.
+The same rule as `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`; stacking equal shapes makes a step of this
+model's 60 small matrices an eighth of the kernel launches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 class StackedMuon(torch.optim.Optimizer):
-    """Muon with Nesterov momentum for parameters of two or more dimensions (further ones are flattened into the columns)."""
+    """Muon with Nesterov momentum for parameters of two or more dimensions (further ones count as columns)."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class StackedMuon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            shapes: dict[tuple[int, ...], list[torch.nn.Parameter]] = defaultdict(list)
+            shapes: dict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     shapes[tuple(parameter.shape)].append(parameter)
             for shape, parameters in shapes.items():
-                gradients = [p.grad for p in parameters]
+                gradients = [p.grad for p in parameters if p.grad is not None]
                 moments = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in parameters]
                 torch._foreach_lerp_(moments, gradients, 1 - group["momentum"])
                 torch._foreach_lerp_(gradients, moments, group["momentum"])

@@ -1,19 +1,18 @@
 """The training and evaluation forward passes, on the modules (and so the weights) of the transformers model.
 
-Written out rather than called through transformers so that the vision half compiles as one graph and returns the patch states
-that the dense supervision reads; tests hold it equal to transformers' own forward.
+Written out rather than called through transformers so that the vision half compiles as one graph and returns the patch
+states that the dense supervision reads; tests hold it equal to transformers' own forward.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers import InternVLForConditionalGeneration
-
 from architecture import IMAGE_MEAN, IMAGE_STD, PATCH
 from augment import GRID
 from sequences import attention_mask
+from torch import nn
+from transformers import InternVLForConditionalGeneration
 
 
 def patch_states(
@@ -65,12 +64,10 @@ def text_states(
     `prefix` int64 [length] are the shared ids with placeholders from place `rows_at` on.
     """
     embed = model.model.language_model.embed_tokens
-    pictures, length = branch_ids.shape
+    pictures = branch_ids.shape[0]
     shared = embed(prefix)[None].expand(pictures, -1, -1)
     after = rows_at + rows.shape[1]
-    embeddings = torch.cat(
-        [shared[:, :rows_at], rows.to(shared.dtype), shared[:, after:], embed(branch_ids)], dim=1
-    )
+    embeddings = torch.cat([shared[:, :rows_at], rows.to(shared.dtype), shared[:, after:], embed(branch_ids)], dim=1)
     positions = torch.cat(
         [torch.arange(len(prefix), device=rows.device).expand(pictures, -1), branch_position + len(prefix)],
         dim=1,
@@ -98,8 +95,6 @@ class DenseHead(nn.Module):
         """Mean over valid tiles' patches of the summed class losses; covered, centred [n,16,16,classes]; valid [n]."""
         logits = self.linear(states).float()
         targets = torch.cat([covered, centred], dim=-1).flatten(1, 2).float()
-        loss = F.binary_cross_entropy_with_logits(
-            logits, targets, reduction="none", pos_weight=logits.new_tensor(4.0)
-        )
+        loss = F.binary_cross_entropy_with_logits(logits, targets, reduction="none", pos_weight=logits.new_tensor(4.0))
         per_tile = loss.sum(-1).mean(-1)
         return (per_tile * valid).sum() / valid.sum()

@@ -1,7 +1,7 @@
 """Token sequences: one picture, many questions.
 
-A training sequence is the chat up to and including the picture, once, then one branch per question.  A branch sees the picture
-and itself, and its positions continue the picture's, so each branch computes exactly what a chat of its own would.
+A training sequence is the chat up to and including the picture, once, then one branch per question.  A branch sees the
+picture and itself, and its positions continue the picture's, so each computes exactly what a chat of its own would.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
-
 from architecture import IM_END, IMG_CONTEXT, PAD, TOKENS_PER_TILE
+from tokenizers import Tokenizer
 
 IGNORE = -100
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One question's tokens after the picture: `ids`, of which the last `answer_length` (with `<|im_end|>`) are the answer."""
+    """One question's tokens after the picture; the last `answer_length` (with `<|im_end|>`) are the answer."""
 
     ids: tuple[int, ...]
     answer_length: int
@@ -57,8 +56,8 @@ class ChatTokens:
 
 @dataclass(frozen=True)
 class PackedBranches:
-    """Branches of a batch, [pictures, length] each: token ids; branch number (-1 = padding); position from the branch's start;
-    the next token to predict (IGNORE where none); that prediction's weight in the loss."""
+    """Branches of a batch, [pictures, length] each: token ids; branch number (-1 = padding); position from the branch's
+    start; the next token to predict (IGNORE where none); that prediction's weight in the loss."""
 
     ids: np.ndarray
     number: np.ndarray

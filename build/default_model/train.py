@@ -2,8 +2,9 @@
 
     python train.py --state run --out checkpoint --minutes 13 --workers 15 --compile
 
-Resumable: `--state` holds weights, their average, optimizers and progress, and a run started on it goes on from there; the
-learning rate follows the share of `--minutes` (or `--steps`) that all runs on this state have used.  The last line is JSON.
+Resumable: `--state` holds weights, their average, optimizers and progress, and a run started on it goes on from there;
+the learning rate follows the share of `--minutes` (or `--steps`) that all runs on this state have used.  The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers import InternVLForConditionalGeneration
-
 from architecture import TILE, build_model, save_model
 from augment import QuickCutter, patch_targets
 from feed import Asking, Batch, Batches, Renderers, Store
 from muon import StackedMuon
 from network import DenseHead, image_rows, patch_states, text_states
 from sequences import ChatTokens
+from torch import nn
+from transformers import InternVLForConditionalGeneration
 
 SHARE = {"hazard": 1.5, "count": 0.4, "colour": 0.12, "position": 0.25, "description": 3.0}
 
@@ -37,7 +37,7 @@ def class_names(world: Any, scenes: int = 400) -> list[str]:
 
 
 def question_share(hazards: Iterable[str]) -> Any:
-    """How often a question group is asked.  Colours, places and counts have many groups each; hazards' presence weighs most."""
+    """How often a question group is asked.  Colours, places and counts have many groups; hazards' presence weighs most."""
     hazards = set(hazards)
 
     def share(group: tuple[str, ...]) -> float:
@@ -61,7 +61,8 @@ class Trainer:
         compiled: bool = False,
     ):
         self.chat, self.classes, self.tiles, self.device = chat, classes, tiles, device
-        self.model: InternVLForConditionalGeneration = build_model().to(device).train()
+        self.model: InternVLForConditionalGeneration = build_model().train()
+        self.model.to(device=device)
         self.dense = DenseHead(self.model.config.vision_config.hidden_size, classes).to(device)
         self.average = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self.step, self.seconds = 0, 0.0
@@ -71,16 +72,12 @@ class Trainer:
             self.model.model.multi_modal_projector,
         )
         # Position and CLS tables are lists of vectors, not maps between them, so their update stays element by element.
-        matrices = [
-            p for part in inside for n, p in part.named_parameters() if n.endswith("weight") and p.ndim >= 2
-        ]
+        matrices = [p for part in inside for n, p in part.named_parameters() if n.endswith("weight") and p.ndim >= 2]
         taken = {id(p) for p in matrices}
         others = [p for p in [*self.model.parameters(), *self.dense.parameters()] if id(p) not in taken]
         self.optimizers: list[torch.optim.Optimizer] = [
             StackedMuon(matrices, lr=lr, weight_decay=0.02),
-            torch.optim.AdamW(
-                others, lr=lr / 2, betas=(0.9, 0.98), weight_decay=0.0, fused=device.type == "cuda"
-            ),
+            torch.optim.AdamW(others, lr=lr / 2, betas=(0.9, 0.98), weight_decay=0.0, fused=device.type == "cuda"),
         ]
         self._rates = [lr, lr / 2]
         self._cutter = QuickCutter(device)
@@ -149,9 +146,7 @@ class Trainer:
         keep = min(0.998, self.step / (self.step + 10))
         with torch.no_grad():
             current = self.model.state_dict()
-            torch._foreach_lerp_(
-                list(self.average.values()), [current[name] for name in self.average], 1 - keep
-            )
+            torch._foreach_lerp_(list(self.average.values()), [current[name] for name in self.average], 1 - keep)
         return answer.detach(), dense.detach()
 
     def save_state(self, folder: Path) -> None:
@@ -212,11 +207,7 @@ def run(arguments: argparse.Namespace, world: Any) -> dict[str, Any]:
     try:
         while True:
             trainer.seconds = earlier + time.monotonic() - began
-            progress = (
-                trainer.step / arguments.steps
-                if arguments.steps
-                else trainer.seconds / 60 / arguments.minutes
-            )
+            progress = trainer.step / arguments.steps if arguments.steps else trainer.seconds / 60 / arguments.minutes
             if progress >= 1 or (arguments.stop_minutes and trainer.seconds / 60 >= arguments.stop_minutes):
                 break
             before = time.monotonic()
@@ -254,31 +245,21 @@ def run(arguments: argparse.Namespace, world: Any) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--out", default="checkpoint", help="checkpoint folder; its tokenizer must be there already"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="checkpoint", help="checkpoint folder; its tokenizer must be there already")
     parser.add_argument("--state", default="training-state", help="folder of the resumable state")
     parser.add_argument(
         "--minutes", type=float, default=13.0, help="wall-clock budget of all runs on this state together"
     )
     parser.add_argument("--steps", type=int, default=0, help="budget in steps instead of minutes")
-    parser.add_argument(
-        "--stop-minutes", type=float, default=0.0, help="stop here; a later run on this state goes on"
-    )
+    parser.add_argument("--stop-minutes", type=float, default=0.0, help="stop here; a later run on this state goes on")
     parser.add_argument("--workers", type=int, default=15, help="renderer processes")
     parser.add_argument("--tiles", type=int, default=520, help="tiles per step")
-    parser.add_argument(
-        "--length", type=int, default=254, help="places for questions and answers per picture"
-    )
+    parser.add_argument("--length", type=int, default=254, help="places for questions and answers per picture")
     parser.add_argument("--questions", type=int, default=13, help="questions per picture and step")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--store-gb", type=float, default=70.0, help="replay store on the device")
-    parser.add_argument(
-        "--warm-pictures", type=int, default=3000, help="pictures rendered before the first step"
-    )
+    parser.add_argument("--warm-pictures", type=int, default=3000, help="pictures rendered before the first step")
     parser.add_argument("--report-seconds", type=float, default=15.0)
     parser.add_argument("--compile", action="store_true", help="compile the vision half")
     return parser.parse_args(argv)
