@@ -27,6 +27,7 @@ from tessera_client import Answer, Client
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "build" / "default_model"))
 PASS = 0.75
+SHOWN = 48  # characters of an answer
 STAGES = ("preprocess", "vision_queue", "vision", "queue", "first_token", "decode")
 
 
@@ -36,7 +37,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--sheet", type=Path, help="write a picture of the first pictures and answers, as JPEG")
     arguments = parser.parse_args()
-    console = Console(width=180)
+    console = Console(width=170)
     with tempfile.TemporaryDirectory(prefix="tessera-demo-") as folder:
         files = write_pictures(Path(folder), arguments.pictures, console)
         options = ServerOptions(model_repository=ROOT / "model_repository", http_port=0, grpc_port=0, metrics_port=0)
@@ -103,7 +104,7 @@ def write_pictures(folder: Path, count: int, console: Console) -> list[tuple[Pat
 def table(files: list[tuple[Path, Any]], answers: list[tuple[str, Answer]]) -> Table:
     """The demo's picture of itself."""
     view = Table(title="Questions about pictures the model has never seen; milliseconds per stage")
-    for name, width in (("picture", 14), ("over", 4), ("question", 44), ("answer", 18), ("expected", 18), ("", 1)):
+    for name, width in (("picture", 14), ("over", 4), ("question", 40), ("answer", 16), ("expected", 16), ("", 1)):
         view.add_column(name, min_width=width)
     for stage in STAGES:
         view.add_column(stage.replace("_", " "), justify="right")
@@ -111,8 +112,13 @@ def table(files: list[tuple[Path, Any]], answers: list[tuple[str, Answer]]) -> T
         text = answer.text.strip()
         mark = "[green]✓" if is_right(item, answer) else "[red]✗"
         spent = [f"{getattr(answer.timings, stage):.0f}" for stage in STAGES]
-        view.add_row(path.stem, transport, item.question, text, item.answer, mark, *spent)
+        view.add_row(path.stem, transport, item.question, shown(text), shown(item.answer), mark, *spent)
     return view
+
+
+def shown(text: str) -> str:
+    """A description's beginning; everything else whole."""
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,122 @@
+"""The standard workloads as data, and the pictures they are made of.
+
+Every figure of this project, and of what it is compared with, is taken on these: distinct pictures, one fixed
+prompt, greedy, a fixed number of tokens (`ignore_eos`), closed loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import cv2
+import numpy as np
+
+PROMPT = (
+    "You are inspecting a rental flat for safety. Look at the picture and answer with one word: "
+    "is there an exposed electrical wire, yes or no?"
+)
+GRID = 16
+NOISE = 12
+JPEG_QUALITY = 90
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One closed-loop workload. Pictures are ``width`` x ``height`` pixels; every answer has ``tokens`` tokens."""
+
+    name: str
+    width: int
+    height: int
+    tokens: int
+    concurrency: int
+    max_tiles: int | None = None
+    """None is the checkpoint's own tile policy."""
+
+    @property
+    def streamed(self) -> bool:
+        """Whether answers are long enough for streaming to matter."""
+        return self.tokens > 16
+
+    @property
+    def warm_up(self) -> int:
+        """Requests to leave out of the figures: 1.5 times the concurrency."""
+        return -(-self.concurrency * 3 // 2)
+
+    @property
+    def requests(self) -> int:
+        """The fewest requests that make a figure: 5 times the concurrency."""
+        return 5 * self.concurrency
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Keyword arguments for the client's ``ask`` and ``stream``."""
+        tiles = {} if self.max_tiles is None else {"max_tiles": self.max_tiles}
+        return {"temperature": 0, "ignore_eos": True, "max_tokens": self.tokens, **tiles}
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("W1", 448, 448, tokens=4, concurrency=256),
+        Workload("W2", 480, 320, tokens=4, concurrency=256, max_tiles=12),
+        Workload("W3", 1920, 1080, tokens=4, concurrency=192),
+        Workload("W4a", 448, 448, tokens=256, concurrency=64),
+        Workload("W4b", 448, 448, tokens=256, concurrency=10),
+    )
+}
+
+
+def picture(width: int, height: int, seed: tuple[int, ...]) -> bytes:
+    """One JPEG: a smooth random colour field with fine noise on it. Equal seeds give equal bytes, others never.
+
+    Such a picture costs the server what a photograph of its size costs, and no cache can have it.
+    """
+    random = np.random.default_rng(seed)
+    field = random.integers(0, 255, (height // GRID + 1, width // GRID + 1, 3), dtype=np.uint8)
+    smooth = cv2.resize(field, (width, height), interpolation=cv2.INTER_CUBIC)
+    noise = random.integers(0, NOISE, smooth.shape, dtype=np.uint8)
+    encoded, jpeg = cv2.imencode(".jpg", cv2.add(smooth, noise), [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])
+    if not encoded:
+        raise ValueError(f"OpenCV cannot encode a picture of {width} x {height} pixels")
+    return jpeg.tobytes()
+
+
+class Pictures:
+    """Deals out distinct pictures of one workload to any number of threads.
+
+    A stock is made before the load begins, so that making pictures takes no time from it; when the stock is used up,
+    pictures are made on demand.
+
+    Args:
+        workload: gives the size.
+        seed: of this run and this process; two dealers with different seeds never deal the same picture.
+        stock: how many to make in advance.
+    """
+
+    def __init__(self, workload: Workload, seed: int, stock: int = 0) -> None:
+        self._size = (workload.width, workload.height)
+        self._seed = seed
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._stock = deque(self._make() for _ in range(stock))
+
+    @property
+    def left(self) -> int:
+        """Pictures of the stock not yet dealt."""
+        return len(self._stock)
+
+    def deal(self) -> bytes:
+        """A picture that was not dealt before."""
+        try:
+            return self._stock.popleft()
+        except IndexError:
+            return self._make()
+
+    def _make(self) -> bytes:
+        with self._lock:
+            number = next(self._numbers)
+        return picture(*self._size, (self._seed, number))
