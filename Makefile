@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 ONNX := model_repository/vision_encoder/1/model.onnx
 CHECKPOINT := build/default_model/checkpoint
 
-.PHONY: env demo serve test lint types test-gpu bench-cpu bench-recall parity record report clean
+.PHONY: env demo serve test lint types test-faults test-gpu soak fuzz bench-cpu bench-recall parity record report clean
 
 env: $(VENV)/.ready
 
@@ -30,12 +30,28 @@ serve: $(ONNX)
 test: lint types $(ONNX)
 	$(PY) -m pytest
 
+# the kills, the disconnects and the bad input alone
+test-faults: $(ONNX)
+	$(PY) -m pytest -m faults
+
+# 30 minutes of mixed load; memory must stay flat and every request be answered
+soak: $(ONNX)
+	$(PY) loadtest/soak.py
+
+# 10 minutes of new mutated inputs against a running server
+fuzz: $(ONNX)
+	$(PY) loadtest/fuzz.py
+
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
 types: $(VENV)/.ready
 	$(VENV)/bin/mypy
+
+# on a machine with a GPU; these tests skip themselves elsewhere
+test-gpu: $(ONNX)
+	$(PY) -m pytest -m gpu
 
 bench-cpu: $(ONNX)
 	$(PY) loadtest/bench_cpu.py

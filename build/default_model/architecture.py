@@ -1,7 +1,8 @@
 """The default checkpoint's shape and how its folder is written.
 
 An InternVL model (HF-native `InternVLForConditionalGeneration`): a ViT with patches of 28 pixels, pixel shuffle 0.5,
-hence 64 tokens a 448x448 tile, and a Qwen2 text body.  Hidden and intermediate sizes are multiples of 128 and heads are 64 wide.
+hence 64 tokens a 448x448 tile, and a Qwen2 text body.  Hidden and intermediate sizes are multiples of 128 and heads are
+64 wide.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ def save_model(folder: str | Path, model: InternVLForConditionalGeneration) -> N
     """Write config, generation config and bfloat16 weights.  The given model keeps its precision."""
     copy = InternVLForConditionalGeneration(build_config())
     copy.load_state_dict(model.state_dict())
-    copy = copy.to(dtype=torch.bfloat16)
+    copy.bfloat16()
     copy.generation_config = GenerationConfig(eos_token_id=IM_END, pad_token_id=PAD)
     copy.save_pretrained(folder)
     (Path(folder) / "model.safetensors").chmod(0o644)  # transformers leaves it to its owner alone

@@ -1,4 +1,4 @@
-"""Pictures to tiles on the training device under random tile policies, and what dense supervision expects of a patch."""
+"""Pictures to tiles on the training device under random tile policies, and the dense supervision's targets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRID = TILE // PATCH
 
 @dataclass(frozen=True)
 class Policy:
-    """How a picture is tiled: bounds of the grid's area; whether the whole picture is the last tile ("auto": if several)."""
+    """How a picture is tiled: bounds of the grid's area; is the whole picture the last tile ("auto": if several)?"""
 
     min_tiles: int = 1
     max_tiles: int = 12
@@ -46,7 +46,7 @@ def _grids(min_tiles: int, max_tiles: int) -> list[tuple[int, int]]:
 
 
 def layout(width: int, height: int, policy: Policy) -> Layout:
-    """InternVL's grid: the closest aspect ratio; on an exact tie the larger grid if the picture has the pixels for it."""
+    """InternVL's grid: the closest aspect ratio; on an exact tie the larger if the picture has the pixels for it."""
     best, best_difference = (1, 1), float("inf")
     for columns, rows in _grids(policy.min_tiles, policy.max_tiles):
         difference = abs(width / height - columns / rows)
@@ -92,6 +92,7 @@ class QuickCutter:
 
     def __init__(self, device: torch.device):
         self._device = device
+        self._dtype = torch.half if device.type == "cuda" else torch.float  # half is slow on a CPU
         self._matrices: dict[tuple[int, int], torch.Tensor] = {}
 
     def matrix(self, size: int, target: int) -> torch.Tensor:
@@ -104,13 +105,13 @@ class QuickCutter:
             x = ((places[None] - centres[:, None]) / spread).abs()
             near, far = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
             weights = torch.where(x < 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
-            self._matrices[size, target] = (weights / weights.sum(1, keepdim=True)).half()
+            self._matrices[size, target] = (weights / weights.sum(1, keepdim=True)).to(self._dtype)
         return self._matrices[size, target]
 
     def __call__(self, picture: torch.Tensor, plan: Layout, out: torch.Tensor) -> None:
         """Writes uint8 [tiles, 3, 448, 448] into `out`."""
         height, width = picture.shape[:2]
-        chw = picture.permute(2, 0, 1).half()
+        chw = picture.permute(2, 0, 1).to(self._dtype)
 
         def resized(rows: int, columns: int) -> torch.Tensor:
             shrunk = self.matrix(height, TILE * rows) @ chw

@@ -1,4 +1,4 @@
-"""Where training pictures come from: renderer processes, a replay store on the training device, batches drawn from it."""
+"""Where training pictures come from: renderer processes, a replay store on the device, batches drawn from it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,6 @@ def _render_forever(
     import cv2
 
     cv2.setNumThreads(1)
-    torch.set_num_threads(1)
     index = {name: i for i, name in enumerate(classes)}
     balance, rng = Balance(asking.share), random.Random(seeds.start)
     for seed in seeds:
@@ -108,41 +107,40 @@ def _render_forever(
         chosen = [balance.choose(asked, asking.questions, rng) for _ in range(VARIANTS)]
         branches = pack([[a.branch for a in row] for row in chosen], asking.length)
         slot = free.get()
+        if slot is None:
+            return
         start = slot * MAX_PICTURE_BYTES
         slots[start : start + pixels.size] = pixels.tobytes()
         ready.put((slot, height, width, np.array(boxes, np.float32).reshape(-1, 5), branches))
 
 
 class Renderers:
-    """`workers` forked processes that render training scenes without end.  Start it before CUDA is touched."""
+    """`workers` forked processes that render training scenes without end; 0 renders in a thread of this process.
+
+    Start it before CUDA is touched, and before other threads are about: a fork copies the locks that they hold.
+    """
 
     def __init__(self, world: Any, asking: Asking, classes: Sequence[str], workers: int, first_seed: int):
         context = multiprocessing.get_context("fork")
-        count = 4 * workers
+        count = 4 * max(1, workers)
         self.slots = mmap.mmap(-1, count * MAX_PICTURE_BYTES)  # anonymous and shared: needs no /dev/shm
-        self.free, self.ready = context.Queue(), context.Queue()
+        self.free: Any = context.Queue() if workers else queue.Queue()
+        self.ready: Any = context.Queue() if workers else queue.Queue()
         for slot in range(count):
             self.free.put(slot)
-        self.processes = [
-            context.Process(
-                target=_render_forever,
-                args=(
-                    world,
-                    asking,
-                    classes,
-                    self.slots,
-                    self.free,
-                    self.ready,
-                    range(first_seed + i, 1 << 40, workers),
-                ),
-                daemon=True,
-            )
-            for i in range(workers)
-        ]
+
+        def work(first: int) -> tuple[Any, ...]:
+            seeds = range(first_seed + first, 1 << 40, max(1, workers))
+            return (world, asking, classes, self.slots, self.free, self.ready, seeds)
+
+        if not workers:
+            threading.Thread(target=_render_forever, args=work(0), daemon=True).start()
+        self.processes = [context.Process(target=_render_forever, args=work(i), daemon=True) for i in range(workers)]
         for process in self.processes:
             process.start()
 
     def close(self) -> None:
+        self.free.put(None)
         for process in self.processes:
             process.terminate()
 

@@ -37,7 +37,7 @@ def class_names(world: Any, scenes: int = 400) -> list[str]:
 
 
 def question_share(hazards: Iterable[str]) -> Any:
-    """How often a question group is asked.  Colours, places and counts have many groups; hazards' presence weighs most."""
+    """How often a group is asked.  Colours, places and counts have many groups; hazards' presence weighs most."""
     hazards = set(hazards)
 
     def share(group: tuple[str, ...]) -> float:
@@ -181,6 +181,8 @@ class Trainer:
 def run(arguments: argparse.Namespace, world: Any) -> dict[str, Any]:
     """Train until the budget is used; returns the summary."""
     sys.setswitchinterval(5e-4)  # the feeding threads must not hold up kernel launches
+    if arguments.tiles < 13:
+        raise ValueError(f"--tiles must be at least 13 (12 and a thumbnail), got {arguments.tiles}")
     out, state = Path(arguments.out), Path(arguments.state)
     chat = ChatTokens(out / "tokenizer.json")
     classes = class_names(world)
@@ -231,8 +233,8 @@ def run(arguments: argparse.Namespace, world: Any) -> dict[str, Any]:
                     saved = time.monotonic()
     finally:
         batches.close()
+        store.close()  # first, or it could wait for ever on a queue that a dying renderer holds
         renderers.close()
-        store.close()
     trainer.save_state(state)
     trainer.save_checkpoint(out)
     return {

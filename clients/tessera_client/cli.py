@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from tessera_client import health
 from tessera_client.client import Client
 from tessera_client.errors import (
     ConnectionFailed,
@@ -25,6 +27,8 @@ from tessera_client.errors import (
     TesseraClientError,
     Unavailable,
 )
+from tessera_client.messages import ServerStatus
+from tessera_client.transport import parse_url
 
 DEFAULT_URL = "localhost:8001"
 
@@ -89,6 +93,11 @@ def _parser() -> argparse.ArgumentParser:
     status = _command(commands, "status", _status, "say whether the server is ready and which models it has")
     status.add_argument("--probe", action="store_true", help="ask for one token too: ready is not always true")
     status.add_argument("--json", action="store_true")
+    status.add_argument(
+        "--health-url",
+        default=os.environ.get("TESSERA_HEALTH_URL"),
+        help="the health port of `tessera serve` (default: TESSERA_HEALTH_URL, else port 8003 of the same host)",
+    )
     return parser
 
 
@@ -189,18 +198,50 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _status(options: argparse.Namespace) -> int:
+    """Asks the launcher first: tritonserver itself calls a model ready whose process died."""
+    supervised = _supervised(options.url, options.health_url)
+    if supervised is not None and not supervised.ready:
+        _print_status(options, supervised, None, False)
+        return 3
     with Client(options.url, timeout=min(options.timeout, 30.0)) as client:
         status = client.status()
         ready = client.ready()
         if ready and options.probe:
             client.ask(None, "Hello", max_tokens=1)
-    if options.json:
-        print(json.dumps({**asdict(status), "ready": ready}))
-    else:
-        print(f"{options.url}: {'ready' if ready else 'not ready'}, tritonserver {status.version}")
-        for model in status.models:
-            print(f"  {model.name:<20} {model.version or '-':<3} {model.state or 'UNLOADED'} {model.reason}".rstrip())
+    _print_status(options, supervised, status, ready)
     return 0 if ready else 3
+
+
+def _supervised(url: str, health_url: str | None) -> health.Health | None:
+    """The health page for the server at ``url``; None where there is none, or it is another server's."""
+    address = urlsplit(f"//{parse_url(url)[1]}")
+    if health_url:
+        return health.ask(health_url)
+    host = f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname
+    page = health.ask(f"http://{host}:{health.DEFAULT_PORT}")
+    return page if page is not None and page.serves(address.port or 0) else None
+
+
+def _print_status(
+    options: argparse.Namespace, supervised: health.Health | None, status: ServerStatus | None, ready: bool
+) -> None:
+    if options.json:
+        page = {**(asdict(status) if status else {}), "ready": ready}
+        print(json.dumps(page | ({"health": asdict(supervised)} if supervised else {})))
+        return
+    state = "ready" if ready else supervised.state if supervised and supervised.state != "ready" else "not ready"
+    version = f", tritonserver {status.version}" if status else ""
+    print(f"{options.url}: {state}{version}")
+    if supervised is not None:
+        why = f", the last because {supervised.reason}" if supervised.restarts and supervised.reason else ""
+        print(f"  {supervised.state} since {supervised.since}, restarts {supervised.restarts}{why}")
+        if supervised.state == "failed":
+            print(f"  {supervised.reason}")
+        for stage in supervised.stages:
+            ping = "" if stage.last_ping_ms is None else f", answered a ping in {stage.last_ping_ms:.1f} ms"
+            print(f"  {stage.name:<20} {'alive' if stage.alive else 'DEAD'}, process {stage.pid}{ping}")
+    for model in status.models if status else ():
+        print(f"  {model.name:<20} {model.version or '-':<3} {model.state or 'UNLOADED'} {model.reason}".rstrip())
 
 
 if __name__ == "__main__":

@@ -139,8 +139,8 @@ class Client:
         """Answers to many (image, question) pairs, in their order, ``concurrency`` at a time.
 
         ``items`` may be endless: it is read only a little ahead of the answers given out, and picture files only
-        when their turn comes. Unavailability is waited out for about a minute (:meth:`Retry.patient`), so that a
-        job survives a restart of the server.
+        when their turn comes. Unavailability is waited out for about two minutes (:meth:`Retry.patient`) as far as
+        each request's timeout allows, so that a job survives restarts of the server.
 
         Args:
             progress: called with the number of requests that have ended, after each (one thread at a time).

@@ -23,8 +23,8 @@ class Retry:
 
     @classmethod
     def patient(cls) -> Retry:
-        """Sits out a restart of the server (about a minute): for batch jobs, where waiting beats failing."""
-        return cls(attempts=18)
+        """Sits out restarts of the server (about two minutes): for batch jobs, where waiting beats failing."""
+        return cls(attempts=36)
 
     def delay(self, failed: int, error: TesseraClientError) -> float | None:
         """Seconds to wait after the ``failed``-th attempt (from 1) ended with ``error``; None: give up."""

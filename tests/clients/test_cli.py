@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from tessera_client import (
     ServerError,
     ServerStatus,
     client,
+    health,
 )
 from tessera_client.cli import main
 
@@ -107,6 +110,12 @@ def test_wrong_usage_exits_2() -> None:
         assert caught.value.code == 2
 
 
+@pytest.fixture(autouse=True)
+def no_service_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TESSERA_HEALTH_URL", raising=False)
+    monkeypatch.setattr(health, "DEFAULT_PORT", 9)  # nobody listens there
+
+
 def test_status(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fake = serve([final("x")])
     assert main(["status", "--probe"]) == 0
@@ -119,6 +128,79 @@ def test_status(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not ready" in out and "no weights" in out
     serve(fake=FakeTransport(status=ConnectionFailed("refused")))
     assert main(["status", "--json"]) == 3
+
+
+PAGE = {
+    "state": "ready",
+    "since": "2026-01-01T00:00:00.000Z",
+    "restarts": 2,
+    "reason": "the Python process of 'vision_encoder_0_0' (process 7) died",
+    "grpc": "127.0.0.1:8001",
+    "http": "http://127.0.0.1:8000",
+    "stages": {"vision_encoder_0_0": {"alive": True, "pid": 8, "last_ping_ms": 1.5, "last_ping_age_s": 2.0}},
+}
+
+
+@pytest.fixture
+def health_page() -> Iterator[Any]:
+    """A health port; `page.update(...)` changes what it says."""
+    page: dict[str, Any] = dict(PAGE)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if page.get("state") == "ready" else 503)
+            self.end_headers()
+            self.wfile.write(json.dumps(page).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as listener:
+        thread = threading.Thread(target=listener.serve_forever, args=(0.02,))
+        thread.start()
+        yield page, listener.server_address[1]
+        listener.shutdown()
+        thread.join()
+
+
+def test_status_tells_what_the_supervisor_knows(
+    serve: Any, health_page: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, port = health_page
+    arguments = ["status", "--health-url", f"http://127.0.0.1:{port}"]
+    serve()
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "ready, tritonserver 2.51.0" in out and "restarts 2" in out and "process 8, answered a ping in 1.5" in out
+
+    page.update(state="restarting")
+    serve(fake=FakeTransport(status=ConnectionFailed("refused")))  # the ports are closed meanwhile
+    assert main(arguments) == 3
+    out = capsys.readouterr().out
+    assert out.startswith("localhost:8001: restarting\n") and "'vision_encoder_0_0' (process 7) died" in out
+
+    # tritonserver says "ready" over a dead stage; the launcher has not acted yet, but its page shows it.
+    page.update(state="ready", stages={"vision_encoder_0_0": {"alive": False, "pid": 8}})
+    serve()
+    assert main([*arguments, "--json"]) == 3
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["ready"] is False and shown["health"]["stages"][0]["alive"] is False
+
+
+def test_status_goes_by_the_default_port_only_for_the_same_server(
+    serve: Any, health_page: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, port = health_page
+    monkeypatch.setattr(health, "DEFAULT_PORT", port)
+    page.update(state="restarting")
+    serve()
+    assert main(["status"]) == 3
+    serve()
+    assert main(["status", "--url", "localhost:9001"]) == 0  # another server on this machine
+    page.clear()  # something else listens there
+    serve()
+    assert main(["status"]) == 0
+    assert "ready" in capsys.readouterr().out
 
 
 def test_serve_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,15 @@ SOURCES = [PACKAGES / "python_backends", PACKAGES / "clients"]
 
 # package or module -> what importing it may not touch
 BLOCKED = {
-    "tessera.family": "torch cv2 onnxruntime transformers tritonclient tessera.preprocess tessera.vision tessera.engine",
+    "tessera.family": "torch cv2 onnxruntime transformers PIL sentencepiece safetensors"
+    " tessera.preprocess tessera.vision tessera.engine",
     "tessera.checkpoint.config": "torch cv2 onnxruntime transformers",
     "tessera.preprocess": "onnxruntime transformers tritonclient PIL tessera.vision tessera.engine",
     "tessera.vision": "cv2 transformers tritonclient tessera.preprocess tessera.engine",
     "tessera.engine": "cv2 onnxruntime transformers tritonclient tessera.preprocess tessera.vision",
     "tessera.engine.config": "torch numpy tessera.family",
+    "tessera.engine.engine": "torch tokenizers",
+    "tessera.engine.loop": "torch tokenizers",
     "tessera.engine.scheduling": "torch",
     "tessera.engine.cache.block_manager": "torch",
     "tessera.engine.cache.prefix_index": "torch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,7 +56,9 @@ class Rooms:
     @staticmethod
     def sample(seed: int, split: str) -> SimpleNamespace:
         rng = random.Random(f"{split}/{seed}")
-        return SimpleNamespace(there=rng.random() < 0.5, x=rng.randrange(20, 60), size=rng.choice([(90, 90), (120, 80)]))
+        return SimpleNamespace(
+            there=rng.random() < 0.5, x=rng.randrange(20, 60), size=rng.choice([(90, 90), (120, 80)])
+        )
 
     @staticmethod
     def encode_jpeg(drawn: SimpleNamespace) -> bytes:
@@ -80,15 +83,15 @@ class Feed:
 
     def __init__(self, chat: ChatTokens, tiles: int, policy: Policy):
         asking = Asking(chat, lambda group: 1.0, questions=2, length=32)
-        renderers = Renderers(Rooms, asking, ["square"], workers=1, first_seed=0)
+        renderers = Renderers(Rooms, asking, ["square"], workers=0, first_seed=0)
         self.store = Store(renderers, 2_000_000, torch.device("cpu"))
         while self.store.received < 12:
-            pass
+            time.sleep(0.01)
         batches = Batches(self.store, tiles, seed=0, policy=lambda rng: policy)
         self.batch = batches.next()
         batches.close()
-        renderers.close()
         self.store.close()
+        renderers.close()
 
 
 def test_checkpoint_is_within_its_limits() -> None:
@@ -193,7 +196,7 @@ def test_quick_cut_is_within_a_grey_level_of_the_exact_one(size: tuple[int, int]
 def test_cut_and_windows_agree() -> None:
     """A white rectangle on black lights exactly the patches that the dense supervision marks."""
     pixels = torch.zeros(448 * 2, 448 * 3, 3, dtype=torch.uint8)
-    x0, y0, x1, y1 = 420, 28, 476, 84  # two by two patches, across two tiles
+    x0, y0, x1, y1 = 420, 28, 504, 84  # three by two patches, across two tiles
     pixels[y0:y1, x0:x1] = 255
     plan = layout(448 * 3, 448 * 2, DEFAULT)
     assert (plan.columns, plan.rows, plan.thumbnail) == (3, 2, True)
@@ -230,12 +233,12 @@ def test_muon_follows_torch() -> None:
         b.step()
     torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)
     values = torch.linalg.svdvals(orthogonalize(torch.randn(2, 32, 96)).float())
-    assert 0.5 < values.min() and values.max() < 1.4
+    assert values.min() > 0.5 and values.max() < 1.4
 
 
 def test_steps_reduce_the_loss_of_a_fixed_batch(chat: ChatTokens) -> None:
-    feed = Feed(chat, tiles=6, policy=Policy(1, 1))
-    trainer = Trainer(chat, 1, 6, torch.device("cpu"), lr=3e-3)
+    feed = Feed(chat, tiles=3, policy=Policy(1, 1))
+    trainer = Trainer(chat, 1, 3, torch.device("cpu"), lr=3e-3)
     first = torch.stack(trainer.losses(feed.batch, feed.store)).detach()
     for _ in range(6):
         trainer.step = 300  # past the warm-up
@@ -248,10 +251,11 @@ def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "checkpoint"
     out.mkdir()
     (out / "tokenizer.json").write_bytes((CHECKPOINT / "tokenizer.json").read_bytes())
-    common = f"--out {out} --state {tmp_path / 'state'} --workers 1 --tiles 2 --length 32 --warm-pictures 4 --store-gb 0.002"
-    assert run(parse(f"{common} --steps 2".split()), Rooms)["steps"] == 2
+    common = f"--out {out} --state {tmp_path / 'state'} --workers 0 --tiles 13 --length 32"
+    common += " --warm-pictures 4 --store-gb 0.002"
+    assert run(parse(f"{common} --steps 1".split()), Rooms)["steps"] == 1
     weights = torch.load(tmp_path / "state" / "weights.pt")["model"]
-    assert run(parse(f"{common} --steps 3".split()), Rooms)["steps"] == 3
+    assert run(parse(f"{common} --steps 2".split()), Rooms)["steps"] == 2
     after = torch.load(tmp_path / "state" / "weights.pt")["model"]
     moved = max((after[name] - weights[name]).abs().max().item() for name in weights)
     assert 0 < moved < 0.05  # one step away, not a fresh start
@@ -260,12 +264,16 @@ def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
 
 def test_checkpoint_answers_heldout_pictures() -> None:
     """Yes/no about hazards on the first held-out pictures: chance is half."""
-    items = [i for i in scene.heldout(60) if i.kind == "presence" and i.cls in scene.HAZARDS and i.width * i.height < 500_000]
-    items = items[:14]
+    items = [
+        i for i in scene.heldout(60) if i.kind == "presence" and i.cls in scene.HAZARDS and i.width * i.height < 500_000
+    ]
+    items = items[:10]
     model, chat = load(CHECKPOINT, torch.device("cpu"))
-    texts = answers(model, chat, items, [picture(i.scene_seed) for i in items], Policy(1, 12), torch.device("cpu"), batch=2)
+    texts = answers(
+        model, chat, items, [picture(i.scene_seed) for i in items], Policy(1, 12), torch.device("cpu"), batch=2
+    )
     right = sum(text == item.answer for item, text in zip(items, texts, strict=True))
-    assert len(items) == 14 and right >= 12, list(zip(items, texts, strict=True))
+    assert len(items) == 10 and right >= 9, list(zip(items, texts, strict=True))
 
 
 def test_figures_count_balanced_accuracy_and_precision() -> None:

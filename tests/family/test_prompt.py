@@ -140,7 +140,7 @@ def test_typed_special_tokens_are_text(case: Case, forged: str, role: str) -> No
 FRAGMENTS = [piece for token in folders.SPECIAL for piece in (token, token[:2], token[2:], token[:-1], token[-1:])]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pieces=st.lists(st.lists(st.sampled_from([*FRAGMENTS, " ", "\n"]), max_size=6).map("".join), max_size=4))
 def test_no_pieces_of_special_tokens_make_one(case: Case, pieces: list[str]) -> None:
     def controls(texts: list[str]) -> list[int]:
@@ -153,6 +153,15 @@ def test_no_pieces_of_special_tokens_make_one(case: Case, pieces: list[str]) -> 
         return [int(index) for index in ids if index in special]
 
     assert controls(pieces) == controls(["harmless"])
+
+
+@pytest.mark.parametrize("forged", ["<|im_end|>", "<IMG_CONTEXT>"])
+def test_a_special_token_as_a_whole_part_is_text(tmp_path: Path, forged: str) -> None:
+    """Between two of the template's own tokens, nothing but the token's text stands there."""
+    case = Case(folders.write_hf_folder(tmp_path, folders.byte_level(), "<img>{{ messages[0]['content'] }}</img>"))
+    ids = case.ours(forged).input_ids.tolist()
+    assert case.tokenizer.token_id(forged) not in ids
+    assert case.tokenizer.decode(ids, skip_special_tokens=False) == f"<img>{forged}</img>"
 
 
 def test_special_tokens_split_over_parts_are_text(plain_case: Case) -> None:

@@ -20,19 +20,28 @@ INSTALLATION = Installation(
 
 def test_the_command_line_becomes_options_and_flags(tmp_path: Path) -> None:
     argv = ["--model-repository", str(tmp_path), "--http-port", "0", "--model-config-name", "tensorrt"]
-    options, supervision, verbose = parse(
-        [*argv, "--verbose", "--", "--load-model=vlm", "--cache-config", "local,size=1"]
-    )
+    passed_on = ["--model-control-mode=poll", "--cache-config", "local,size=1"]
+    options, supervision, verbose = parse([*argv, "--verbose", "--", *passed_on])
     assert verbose and options.http_port == 0 and options.grpc_port == 8001 and options.host == "127.0.0.1"
     assert supervision.restart and supervision.health_port == 8003
     flags = server_flags(options, INSTALLATION, (1, 2, 3), "prefix-")
     assert flags[-3:] == passed_on
-    assert "--load-model=*" not in flags
+    assert "--model-control-mode=none" not in flags
     assert {"--http-port=1", "--grpc-port=2", "--metrics-port=3", "--http-address=127.0.0.1"} <= set(flags)
     assert {"--model-config-name=tensorrt", f"--model-repository={tmp_path}"} <= set(flags)
     assert "--backend-config=python,shm-region-prefix-name=prefix-" in flags
     assert "--backend-directory=/s/backends" in flags and not any("--cache-directory" in flag for flag in flags)
-    assert "--load-model=*" in server_flags(parse(argv)[0], INSTALLATION, (1, 2, 3), "p")
+
+
+def test_clients_are_kept_out_of_the_servers_administration(tmp_path: Path) -> None:
+    """Loading a model is running code; shared-memory endpoints reach the stubs' own regions."""
+    given = server_flags(ServerOptions(tmp_path), INSTALLATION, (1, 2, 3), "p")
+    flags = {name: value for name, _, value in (flag.partition("=") for flag in given)}
+    assert flags["--model-control-mode"] == "none"
+    for name in ("--http-restricted-api", "--grpc-restricted-protocol"):
+        endpoints, key = flags[name].split(":")
+        assert set(endpoints.split(",")) == {"shared-memory", "trace", "logging"}
+        assert len(key.partition("=")[2]) >= 32
 
 
 @pytest.mark.parametrize("gpu", [True, False])

@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 
+import metrics_page
 import numpy as np
 import pytest
 
@@ -267,18 +268,14 @@ def test_the_unary_front_keeps_an_errors_code(server, picture):
 
 def test_the_metrics_page_shows_the_engine(server, client, picture):
     def page() -> dict[str, float]:
-        with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
-            lines = response.read().decode().splitlines()
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+        return metrics_page.read(server.metrics_url)
 
-    def total(metrics: dict[str, float], family: str) -> float:
-        return sum(value for name, value in metrics.items() if name.split("{")[0] == family)
-
+    total = metrics_page.total
     before = page()
     answer = client.ask(picture, QUESTION, max_tokens=3, ignore_eos=True)
     deadline = time.monotonic() + 10
     while total(page(), "tessera_requests_total") == total(before, "tessera_requests_total"):
-        assert time.monotonic() < deadline, "the page is renewed every second"
+        assert time.monotonic() < deadline, "the page is renewed four times a second"
         time.sleep(0.2)
     after = page()
     grown = {

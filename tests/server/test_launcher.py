@@ -145,12 +145,12 @@ def test_a_killed_guard_leaves_nothing_either(options: ServerOptions) -> None:
 
 
 def test_a_dead_stub_is_a_failure_until_its_model_is_loaded_again(options: ServerOptions) -> None:
-    with Server(options) as server:
+    with Server(replace(options, extra_flags=("--model-control-mode=explicit", "--load-model=*"))) as server:
         victim = next(pid for pid, name in server.stub_pids().items() if name == "echo_0_0")
         os.kill(victim, signal.SIGKILL)
         assert wait_until(lambda: server.failure() is not None)
         assert server.failure() == f"the Python process of 'echo_0_0' (process {victim}) died"
-        for action in ("unload", "load"):  # works in the control mode that the launcher chooses
+        for action in ("unload", "load"):
             url = f"{server.http_url}/v2/repository/models/echo/{action}"
             urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10).close()
         assert wait_until(lambda: server.failure() is None)

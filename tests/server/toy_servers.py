@@ -62,13 +62,45 @@ class TritonPythonModel:
 """
 
 
+# As the stages do, it answers pings; "sleep" takes half a second.
+PINGED = """
+import time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        ping = pb_utils.get_input_tensor_by_name(request, "PING")
+        asked = pb_utils.get_input_tensor_by_name(request, "IN") if ping is None else ping
+        if ping is None and asked.as_numpy()[0] == b"sleep":
+            time.sleep(0.5)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", asked.as_numpy())])
+"""
+DYING = """
+import os, threading
+
+class TritonPythonModel:
+    def initialize(self, args):
+        threading.Timer(1.0, os._exit, [1]).start()
+"""
+
+
 def add_model(repository: Path, name: str, code: str | None, dtype: str, decoupled: bool = False) -> None:
+    """A model with one input and one output; one whose code knows pings gets the input for them."""
     (repository / name / "1").mkdir(parents=True)
     if code is not None:
         (repository / name / "1" / "model.py").write_text(code)
     (repository / name / "config.pbtxt").write_text(
         f'name: "{name}"\nbackend: "python"\nmax_batch_size: 0\n'
-        + f'input [{{ name: "IN" data_type: {dtype} dims: [1] }}]\n'
+        + f'input [{{ name: "IN" data_type: {dtype} dims: [1] optional: true }}]\n'
+        + (
+            'input [{ name: "PING" data_type: TYPE_STRING dims: [1] optional: true }]\n'
+            if "PING" in (code or "")
+            else ""
+        )
         + f'output [{{ name: "OUT" data_type: {dtype} dims: [1] }}]\n'
         + "instance_group [{ count: 1 kind: KIND_CPU }]\n"
         + ("model_transaction_policy { decoupled: true }\n" if decoupled else "")

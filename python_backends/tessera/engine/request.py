@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+LARGEST = 2**63
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class SamplingParameters:
         unknown = sorted(str(name) for name in given if name not in known)
         if unknown:
             raise InvalidRequest(
-                f"sampling_parameters: unknown key {', '.join(map(repr, unknown))}; "
+                f"sampling_parameters: unknown key {_listed(unknown)}; "
                 f"known keys are {', '.join(sorted(known))}"
             )
         values = {name: _READERS[name](name, value) for name, value in given.items() if value is not None}
@@ -160,11 +161,17 @@ class TokenEvent:
         return self.sequence.request
 
 
+def _listed(names: list[str]) -> str:
+    """The first three, shortened: a message stays short whatever was sent."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(f"{name!r:.40}" for name in names[:3]) + more
+
+
 def _integer(low: int, high: float = math.inf) -> Callable[[str, Any], int]:
     def read(name: str, value: Any) -> int:
         number = _number(name, value)
         if number != int(number):
-            raise InvalidRequest(f"sampling_parameters: {name} must be a whole number, not {value!r}")
+            raise InvalidRequest(f"sampling_parameters: {name} must be a whole number, not {value!r:.50}")
         return int(_within(name, number, low, high))
 
     return read
@@ -189,8 +196,8 @@ def _number(name: str, value: Any) -> int | float:
                 value = float(value)
             except ValueError:
                 value = None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidRequest(f"sampling_parameters: {name} must be a number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
+        raise InvalidRequest(f"sampling_parameters: {name} must be a number between -2**63 and 2**63")
     return value
 
 
@@ -205,7 +212,7 @@ def _flag(name: str, value: Any) -> bool:
     named = {"true": True, "1": True, "false": False, "0": False}
     flag = named.get(str(value).strip().lower())
     if flag is None or not isinstance(value, (bool, int, str)):
-        raise InvalidRequest(f"sampling_parameters: {name} must be true or false, not {value!r}")
+        raise InvalidRequest(f"sampling_parameters: {name} must be true or false, not {value!r:.50}")
     return flag
 
 

@@ -25,6 +25,8 @@ from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.settings import StageSettings
 
+STAMPS = 5  # deadline, and when preprocess received and ended, vision began and ended
+
 
 class TritonPythonModel:
     """tritonserver's interface to the engine: execute() only submits, sender threads answer."""
@@ -97,7 +99,7 @@ def read_request(request: Any, stream: bool, deadline_ns: int | None) -> Request
         raise InvalidRequest("language_model wants INPUT_IDS and SPANS; clients talk to the ensemble 'vlm'")
     digest = tensors.array(request, "DIGEST")
     rows = pb_utils.get_input_tensor_by_name(request, "EMBEDDINGS")
-    sampling = json.loads(tensors.text(request, "sampling_parameters") or "{}")
+    sampling = tensors.json_value(request, "sampling_parameters", dict) or {}
     for taken in ("tile_policy", TIMEOUT_KEY):  # by preprocess, which checked them
         sampling.pop(taken, None)
     return Request(
@@ -147,7 +149,9 @@ class Reply:
         echo = not tensors.flag(request, "exclude_input_in_output", False)
         self._prefix = (tensors.text(request, "text_input") or "") if echo else ""
         stamps = tensors.array(request, "STAMPS")
-        deadline, *self._stamps = [0] * 5 if stamps is None else stamps.reshape(-1).tolist()
+        if stamps is not None and stamps.size != STAMPS:
+            raise InvalidRequest(f"STAMPS has {stamps.size} values; language_model wants {STAMPS}")
+        deadline, *self._stamps = [0] * STAMPS if stamps is None else stamps.reshape(-1).tolist()
         self.deadline_ns = deadline or None
         self.channel: Channel[TokenEvent] = Channel(self._deliver)
 

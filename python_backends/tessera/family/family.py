@@ -36,10 +36,11 @@ class TilePolicy:
                 raise InvalidRequest(f"tile policy: {key} must be a whole number of at least 1, not {value!r:.50}")
         if self.min_tiles > self.max_tiles:
             raise InvalidRequest(
-                f"tile policy: min_tiles {self.min_tiles} is above max_tiles {self.max_tiles}; raise max_tiles"
+                f"tile policy: min_tiles {self.min_tiles!r:.20} is above max_tiles {self.max_tiles!r:.20}; "
+                "raise max_tiles"
             )
         if self.thumbnail not in THUMBNAIL_RULES:
-            raise InvalidRequest(f"tile policy: thumbnail must be one of {THUMBNAIL_RULES}, not {self.thumbnail!r}")
+            raise InvalidRequest(f"tile policy: thumbnail must be one of {THUMBNAIL_RULES}, not {self.thumbnail!r:.50}")
 
     @staticmethod
     def parse(value: TilePolicy | Mapping[str, Any] | str | None, default: TilePolicy) -> TilePolicy:
@@ -64,7 +65,7 @@ class TilePolicy:
         unknown = sorted(str(key) for key in keys if key not in ("min_tiles", "max_tiles", "thumbnail"))
         if unknown:
             raise InvalidRequest(
-                f"tile policy: unknown key {unknown[0]!r}; known are name, min_tiles, max_tiles, thumbnail"
+                f"tile policy: unknown key {unknown[0]!r:.50}; known are name, min_tiles, max_tiles, thumbnail"
             )
         return replace(base, **keys)
 
@@ -74,6 +75,8 @@ def _policy_mapping(text: str) -> Any:
         return {"name": text.strip()}
     try:
         return json.loads(text)
+    except RecursionError:
+        raise InvalidRequest("tile policy is JSON nested too deep") from None
     except ValueError as error:
         raise InvalidRequest(f"tile policy is not valid JSON: {error}") from None
 

@@ -89,16 +89,16 @@ class PromptBuilder:
         rendered = self._render([self._guarded(message, breaker) for message in messages])
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
-        for piece in self._pieces(rendered, breaker):
-            if piece == self.family.image_token:
-                if len(spans) < len(plans):
-                    self._append_image(ids, spans, plans[len(spans)])
-                else:
-                    spans.append((len(ids), 0))
-            elif piece in self._controls:
+        for piece, is_control in self._pieces(rendered, breaker):
+            if not is_control:
+                plain = self.tokenizer.plain(self._controls, first=not ids)
+                ids += plain.encode(piece, add_special_tokens=False).ids
+            elif piece != self.family.image_token:
                 ids.append(self._control_ids[piece])
+            elif len(spans) < len(plans):
+                self._append_image(ids, spans, plans[len(spans)])
             else:
-                ids += self.tokenizer.plain(self._controls, first=not ids).encode(piece, add_special_tokens=False).ids
+                spans.append((len(ids), 0))
         if len(spans) != len(plans):
             raise CheckpointError(
                 f"the checkpoint's chat template wrote {len(spans)} image tokens for {len(plans)} images"
@@ -127,13 +127,16 @@ class PromptBuilder:
         parts = tuple(part if isinstance(part, ImagePlace) else place(part) for part in message.content)
         return Message(message.role, parts)
 
-    def _pieces(self, rendered: str, breaker: str) -> Iterator[str]:
-        """Control tokens and the plain text between them, whitespace taken off where a token's flags say so."""
+    def _pieces(self, rendered: str, breaker: str) -> Iterator[tuple[str, bool]]:
+        """Control tokens (True) and the plain text between them (False), which may well read like a control token.
+
+        Whitespace is taken off the text where a neighbouring token's flags say so.
+        """
         flags = self.tokenizer.added_tokens
         pieces = [piece for piece in self._control_pattern.split(rendered) if piece]
         for index, piece in enumerate(pieces):
             if piece in self._controls:
-                yield piece
+                yield piece, True
                 continue
             before = flags.get(pieces[index - 1]) if index else None
             after = flags.get(pieces[index + 1]) if index + 1 < len(pieces) else None
@@ -141,7 +144,7 @@ class PromptBuilder:
             text = text.lstrip() if before and before.rstrip else text
             text = text.rstrip() if after and after.lstrip else text
             if text:
-                yield text
+                yield text, False
 
     def _append_image(self, ids: list[int], spans: list[tuple[int, int]], plan: ImagePlan) -> None:
         for token, count in self.family.pieces(plan):
@@ -182,7 +185,10 @@ def _any_of(tokens: frozenset[str]) -> re.Pattern[str]:
 
 def _unused_character(messages: Sequence[Message]) -> str:
     used = set().union(*(text for message in messages for text in message.texts))
-    return next(chr(code) for code in PRIVATE_USE if chr(code) not in used)
+    unused = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
+    if unused is None:
+        raise InvalidRequest("the prompt's text has every private-use character of Unicode; leave one out")
+    return unused
 
 
 def stop_token_ids(config: CheckpointConfig, tokenizer: Tokenizer) -> tuple[int, ...]:

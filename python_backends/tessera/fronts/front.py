@@ -44,13 +44,10 @@ class Front:
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
             responder = Responder(request)
-            if tensors.text(request, "PING") is not None:
-                self.pong(responder)
-                continue
-            inputs = self.inputs(request)
-            # An id of our own where the client gave none: it is what a control request names.
-            request_id = responder.request_id or uuid.uuid4().hex
-            self._pool.submit(self._serve, responder, inputs, request_id)
+            try:
+                self._take(request, responder)
+            except Exception as error:
+                responder.send(error_response(self._name, error), final=True)
 
     def finalize(self) -> None:
         with self._changed:
@@ -58,6 +55,15 @@ class Front:
             self._changed.notify()
         self._watcher.join()
         self._pool.shutdown(wait=True)
+
+    def _take(self, request: Any, responder: Responder) -> None:
+        if tensors.text(request, "PING") is not None:
+            self.pong(responder)
+            return
+        inputs = self.inputs(request)
+        # An id of our own where the client gave none: it is what a control request names.
+        request_id = responder.request_id or uuid.uuid4().hex
+        self._pool.submit(self._serve, responder, inputs, request_id)
 
     def inputs(self, request: Any) -> list[Any]:
         """The tensors to forward; a front may replace some."""
@@ -131,6 +137,6 @@ def with_timeout(sampling: str | None, microseconds: int) -> str:
     """
     try:
         parsed = json.loads(sampling or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return sampling or ""
     return json.dumps({TIMEOUT_KEY: microseconds, **parsed}) if isinstance(parsed, dict) else sampling or ""

@@ -54,10 +54,18 @@ class Health:
 
     def report(self) -> tuple[bool, dict[str, Any]]:
         """(whether to send requests here, the page)."""
-        details = self.details()
         with self._lock:
-            page = {"state": self._state, "since": self._since, "restarts": self._restarts, "reason": self._reason}
-        return page["state"] == "ready", {**page, **details}
+            page: dict[str, Any] = {
+                "state": self._state,
+                "since": self._since,
+                "restarts": self._restarts,
+                "reason": self._reason,
+            }
+        page |= self.details()
+        dead = [name for name, stage in page.get("stages", {}).items() if not stage["alive"]]
+        if page["state"] == "ready" and dead:  # the supervisor looks twice a second; the page knows at once
+            page |= {"state": "failed", "since": now(), "reason": f"the process of {', '.join(dead)} died"}
+        return page["state"] == "ready", page
 
 
 class HealthPort:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,11 @@ RESERVED_FLAGS = {
     "--log-file": "--log",
     "--exit-timeout-secs": None,
     "--allow-http": None,
+}
+
+RESTRICTED = {
+    "--http-restricted-api": "shared-memory,trace,logging",
+    "--grpc-restricted-protocol": "shared-memory,trace,logging",
 }
 
 
@@ -98,8 +104,6 @@ def server_flags(
     start, growth = stub_shared_memory(options.shm_bytes)
     flags = [
         f"--model-repository={options.model_repository.resolve()}",
-        # Explicit mode is what lets a model be unloaded and loaded again while the server runs.
-        "--model-control-mode=explicit",
         # Auto-complete imports every model.py twice; our configurations are complete.
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={options.exit_timeout_s}",
@@ -114,8 +118,7 @@ def server_flags(
         f"--backend-config=python,shm-default-byte-size={start}",
         f"--backend-config=python,shm-growth-byte-size={growth}",
     ]
-    if not any(flag.startswith("--load-model") for flag in options.extra_flags):
-        flags.append("--load-model=*")
+    flags += closed_doors(options.extra_flags)
     if installation.backend_directory:
         flags.append(f"--backend-directory={installation.backend_directory}")
     if installation.cache_directory:
@@ -127,6 +130,22 @@ def server_flags(
     if options.model_config_name:
         flags.append(f"--model-config-name={options.model_config_name}")
     return flags + list(options.extra_flags)
+
+
+def closed_doors(extra_flags: tuple[str, ...]) -> list[str]:
+    """Flags that keep clients out of the server's administration.
+
+    In explicit model control any client may load a model of its own making, that is, run code here; so models are all
+    loaded at the start and stay. Shared-memory endpoints reach the stubs' own regions, the trace and logging ones
+    change the server: they ask for a key that nobody has. Flags of the user's own on a subject are left to stand.
+    """
+    flags = []
+    if "--model-control-mode" not in {flag.partition("=")[0] for flag in extra_flags}:
+        flags.append("--model-control-mode=none")
+    for name, endpoints in RESTRICTED.items():
+        if name not in {flag.partition("=")[0] for flag in extra_flags}:
+            flags.append(f"{name}={endpoints}:tessera-admin={secrets.token_hex(16)}")
+    return flags
 
 
 def server_environment(options: ServerOptions, installation: Installation) -> dict[str, str]:

@@ -63,6 +63,7 @@ class Server:
         """What the names of this server's files in /dev/shm begin with."""
         self._status: int | None = None
         self._stubs: dict[int, str] = {}
+        self._unloaded: set[str] = set()
         self._runs = 0
 
     def __enter__(self) -> Server:
@@ -177,18 +178,18 @@ class Server:
                 self._guard.wait(5.0)  # it is cleaning up; the stubs it ends are not the reason
         if self._guard.poll() is not None:
             return f"tritonserver ended: {self._last_words(self._guard)}"
-        gone = [(pid, name) for pid, name in self._stubs.items() if not command_line(pid)]
-        if gone:
+        gone = {name: pid for pid, name in self._stubs.items() if not command_line(pid)}
+        if gone or self._unloaded:
             living, ready = self.stub_pids(), self._models_in_state_ready()
             missing = [
                 f"{name!r} (process {pid})"
-                for pid, name in gone
+                for name, pid in gone.items()
                 if name not in living.values() and (ready is None or model_of(name) in ready)
             ]
             if missing:
                 return f"the Python process of {', '.join(missing)} died"
-            if len(living) >= len(self._stubs):
-                self._stubs = living  # unloaded and loaded again
+            self._unloaded = (self._unloaded | gone.keys()) - set(living.values())
+            self._stubs = living
         return None
 
     @property
@@ -247,7 +248,7 @@ class Server:
                     self._guard.wait(1.0)  # others may fail too
                 raise ServerStartError(self._fail("a model failed to load"))
             if self._services_answer() and not self._models_not_ready():
-                self._stubs = self.stub_pids()
+                self._stubs, self._unloaded = self.stub_pids(), set()
                 return
             time.sleep(0.05)
         raise ServerStartError(self._fail(f"not ready after {self.options.ready_timeout_s:g} s (--ready-timeout)"))

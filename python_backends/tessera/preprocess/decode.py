@@ -52,7 +52,7 @@ def encoded_bytes(image: bytes | str, name: str = "image") -> bytes:
         # Not a picture in any known form: read_header says what it is, if it knows.
         return data
     try:
-        return base64.b64decode(b"".join(data.split()), validate=True)
+        return base64.b64decode(data.translate(None, b" \t\r\n\f\v"), validate=True)
     except ValueError as error:
         raise InvalidRequest(f"{name} is damaged base64 text: {error}") from None
 
@@ -105,4 +105,5 @@ def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
         pixels = pixels[:, ::-1]
     if orientation in (3, 4, 7, 8):
         pixels = pixels[::-1]
-    return np.ascontiguousarray(pixels)
+    # A copy: a flipped axis of one pixel counts as contiguous and keeps its negative stride, which torch refuses.
+    return pixels if orientation == 1 else pixels.copy()

@@ -6,10 +6,14 @@ Every function raises ValueError with a short reason when the bytes are not what
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 MAGIC = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG\r\n\x1a\n"}
 OTHERS = {b"GIF8": "GIF", b"BM": "BMP", b"II*\0": "TIFF", b"MM\0*": "TIFF", b"%PDF": "PDF"}
+# Chunks and header segments are walked one by one, and a hostile file has millions.
+MOST_PARTS = 50_000
+UNKNOWN = "is not a JPEG, PNG or WebP picture"
 PNG_KEPT = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 
 
@@ -49,7 +53,7 @@ def read_header(data: bytes) -> Header:
     reader = {"JPEG": _jpeg, "PNG": _png, "WebP": _webp}.get(image_format(data) or "")
     if reader is None:
         found = other_format(data)
-        raise ValueError(f"has the format {found}; send JPEG, PNG or WebP" if found else "is not a JPEG, PNG or WebP picture")
+        raise ValueError(f"has the format {found}; send JPEG, PNG or WebP" if found else UNKNOWN)
     try:
         header = reader(data)
     except (struct.error, IndexError):
@@ -59,10 +63,16 @@ def read_header(data: bytes) -> Header:
     return header
 
 
+def _parts() -> Iterator[int]:
+    """Counts a file's parts; raises ValueError at too many."""
+    yield from range(MOST_PARTS)
+    raise ValueError(f"has more than {MOST_PARTS} segments or chunks; save it anew")
+
+
 def _jpeg(data: bytes) -> Header:
     at, orientation, adobe = 2, 1, False
     frame: tuple[int, int, int, int] | None = None
-    while True:
+    for _ in _parts():
         if data[at] != 0xFF:
             raise ValueError("is a JPEG with a damaged header")
         marker = data[at + 1]
@@ -118,7 +128,7 @@ def _exif_orientation(exif: bytes) -> int:
 def png_chunks(data: bytes) -> list[tuple[bytes, int, int]]:
     """(type, start, end) of each chunk, up to and including IEND."""
     chunks, at = [], 8
-    while True:
+    for _ in _parts():
         length, kind = struct.unpack_from(">I4s", data, at)
         end = at + 12 + length
         if end > len(data):
@@ -127,6 +137,7 @@ def png_chunks(data: bytes) -> list[tuple[bytes, int, int]]:
         if kind == b"IEND":
             return chunks
         at = end
+    raise AssertionError("unreachable")
 
 
 def plain_png(data: bytes) -> bytes:
@@ -153,7 +164,9 @@ def _webp(data: bytes) -> Header:
     canvas: tuple[int, int] | None = None
     picture: tuple[int, int] | None = None
     orientation, at = 1, 12
-    while at + 8 <= size + 8:
+    for _ in _parts():
+        if at + 8 > size + 8:
+            break
         kind, length = struct.unpack_from("<4sI", data, at)
         body = at + 8
         if kind == b"VP8X":

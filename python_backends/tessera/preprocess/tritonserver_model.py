@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from tessera.errors import InvalidRequest
 from tessera.preprocess.decode import Limits
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
 from tessera.tritonserver import tensors
@@ -41,10 +39,10 @@ class TritonPythonModel:
 
     def _answer(self, request: Any) -> Any:
         received = time.monotonic_ns()
-        if tensors.text(request, "PING") is not None:
-            return _pong(received)
         try:
-            sampling = _json(request, "sampling_parameters", dict) or {}
+            if tensors.text(request, "PING") is not None:
+                return _pong(received)
+            sampling = tensors.json_value(request, "sampling_parameters", dict) or {}
             deadline = deadline_ns(request, sampling, received)
             prepared = self._preprocessor(read_request(request, sampling))
         except Exception as error:
@@ -78,22 +76,7 @@ def read_request(request: Any, sampling: Mapping[str, Any]) -> PreprocessRequest
     """The client's tensors as a PreprocessRequest; raises InvalidRequest that names the input at fault."""
     return PreprocessRequest(
         text=tensors.text(request, "text_input"),
-        messages=_json(request, "messages", list),
+        messages=tensors.json_value(request, "messages", list),
         images=tensors.byte_strings(request, "image"),
         tile_policy=sampling.get("tile_policy"),
     )
-
-
-def _json(request: Any, name: str, wanted: type) -> Any:
-    """The input parsed as JSON of the wanted type, or None if absent or empty."""
-    value = tensors.text(request, name)
-    if not value:
-        return None
-    try:
-        parsed = json.loads(value)
-    except ValueError as error:
-        raise InvalidRequest(f"input '{name}' is not valid JSON: {error}") from None
-    if not isinstance(parsed, wanted):
-        kind = "an array" if wanted is list else "an object"
-        raise InvalidRequest(f"input '{name}' must be {kind} in JSON, got {type(parsed).__name__}")
-    return parsed

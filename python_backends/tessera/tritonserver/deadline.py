@@ -14,6 +14,7 @@ from tessera.errors import InvalidRequest
 from tessera.tritonserver.failures import failure
 
 KEY = "timeout_us"
+LONGEST = 10**15  # microseconds: 31 years
 
 
 def deadline_ns(request: Any, sampling: Mapping[str, Any], received_ns: int) -> int:
@@ -25,9 +26,12 @@ def deadline_ns(request: Any, sampling: Mapping[str, Any], received_ns: int) -> 
         received_ns: when it arrived.
     """
     given = sampling.get(KEY, 0)
-    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
-        raise InvalidRequest(f"sampling_parameters: {KEY} must be a whole number of microseconds, not {given!r}")
-    microseconds = request.timeout() or given
+    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= LONGEST:
+        raise InvalidRequest(
+            f"sampling_parameters: {KEY} must be a whole number of microseconds between 0 and {LONGEST}, "
+            f"not {given!r:.50}"
+        )
+    microseconds = min(request.timeout(), LONGEST) or given
     return received_ns + 1000 * microseconds if microseconds else 0
 
 

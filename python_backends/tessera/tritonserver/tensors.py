@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 
 from tessera.errors import InvalidRequest
+
+# What parsing may cost: JSON of small values takes a hundred times its own size in memory.
+JSON_VALUES = 250_000
+JSON_DEPTH = 32
 
 
 def array(request: Any, name: str) -> np.ndarray | None:
@@ -34,6 +39,42 @@ def text(request: Any, name: str) -> str | None:
         return values[0].decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"input '{name}' is not valid UTF-8 (byte {error.start})") from None
+
+
+def json_value(request: Any, name: str, wanted: type) -> Any:
+    """The single element of a BYTES[1] input parsed as JSON; None if absent or empty.
+
+    Args:
+        wanted: list or dict.
+    """
+    value = text(request, name)
+    if not value:
+        return None
+    if sum(map(value.count, "[{,")) > JSON_VALUES:
+        raise InvalidRequest(f"input '{name}' has more than {JSON_VALUES} brackets and commas; send less")
+    try:
+        parsed = json.loads(value)
+        nested = _deeper_than(JSON_DEPTH, parsed)
+    except RecursionError:
+        nested = True
+    except ValueError as error:
+        raise InvalidRequest(f"input '{name}' is not valid JSON: {error}") from None
+    if nested:
+        raise InvalidRequest(f"input '{name}' is nested more than {JSON_DEPTH} levels deep")
+    if not isinstance(parsed, wanted):
+        kind = "an array" if wanted is list else "an object"
+        raise InvalidRequest(f"input '{name}' must be {kind} in JSON, got {type(parsed).__name__}")
+    return parsed
+
+
+def _deeper_than(levels: int, value: Any) -> bool:
+    found = [value]
+    for _ in range(levels):
+        groups = (v.values() if isinstance(v, dict) else v for v in found if isinstance(v, (dict, list)))
+        found = [item for group in groups for item in group]
+        if not found:
+            return False
+    return True
 
 
 def flag(request: Any, name: str, default: bool) -> bool:

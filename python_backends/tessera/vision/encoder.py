@@ -125,6 +125,11 @@ class VisionEncoder:
                     del waiting[index]
                     yield index, (torch.cat(done) if len(done) > 1 else done[0] if done else None)
 
+    def checked(self, item: VisionItem) -> VisionItem:
+        """The item itself. Raises InvalidRequest when its pixels, plan and digest do not agree."""
+        self._pictures(item)
+        return item
+
     def _forwards(self, pictures: list[_Picture]) -> Iterator[None]:
         """Line up all tiles and run them; stops after each forward, with the rows of finished pictures filled in."""
         parts: dict[Hashable, list[torch.Tensor]] = {picture.key: [] for picture in pictures}

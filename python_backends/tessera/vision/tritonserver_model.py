@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from tessera.errors import InvalidRequest
 from tessera.tritonserver import tensors
 from tessera.tritonserver.deadline import deadline_exceeded, is_over
 from tessera.tritonserver.failures import error_response
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.settings import StageSettings
 from tessera.vision.encoder import VisionEncoder, VisionItem, VisionSettings
+
+STAMPS = 3  # deadline, and when preprocess received and ended
 
 
 class TritonPythonModel:
@@ -41,25 +44,36 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         started = time.monotonic_ns()
-        requests = [request for request in requests if not self._ended_overdue(request)]
-        waiting = {index: Responder(request) for index, request in enumerate(requests)}
+        items, stamps, waiting = [], [], {}
+        for request in requests:
+            responder = Responder(request)
+            try:
+                earlier = read_stamps(request)
+                if earlier and is_over(earlier[0]):  # its time ran out while it waited here: no work goes into it
+                    responder.send(deadline_exceeded(earlier[1]), final=True)
+                    continue
+                items.append(self._encoder.checked(read_item(request)))
+            except Exception as error:
+                responder.send(error_response("vision_encoder", error), final=True)
+                continue
+            waiting[len(stamps)] = responder
+            stamps.append(earlier)
         try:
-            items = [read_item(request) for request in requests]
             for index, rows in self._encoder.encode_each(items):
-                earlier = tensors.array(requests[index], "STAMPS")
-                stamps = [] if earlier is None else earlier.reshape(-1).tolist()
-                waiting.pop(index).send(_response(rows, [*stamps, started, time.monotonic_ns()]), final=True)
+                waiting.pop(index).send(_response(rows, [*stamps[index], started, time.monotonic_ns()]), final=True)
         except Exception as error:
             for responder in waiting.values():
                 responder.send(error_response("vision_encoder", error), final=True)
 
-    def _ended_overdue(self, request: Any) -> bool:
-        """Answers a request whose time ran out while it waited here, so that no work goes into it."""
-        stamps = tensors.array(request, "STAMPS")
-        if stamps is None:  # a ping
-            return False
-        deadline, received = stamps.reshape(-1)[:2].tolist()
-        return is_over(deadline) and Responder(request).send(deadline_exceeded(received), final=True)
+
+def read_stamps(request: Any) -> list[int]:
+    """Deadline and times as preprocess gave them; none in a ping."""
+    stamps = tensors.array(request, "STAMPS")
+    if stamps is None:
+        return []
+    if stamps.size != STAMPS:
+        raise InvalidRequest(f"STAMPS has {stamps.size} values; vision_encoder wants {STAMPS}")
+    return stamps.reshape(-1).tolist()
 
 
 def read_item(request: Any) -> VisionItem:
@@ -73,7 +87,7 @@ def read_item(request: Any) -> VisionItem:
     plan = tensors.array(request, "PLAN")
     digest = tensors.array(request, "DIGEST")
     if pixels is None or plan is None or digest is None:
-        raise ValueError("vision_encoder wants PIXELS, PLAN and DIGEST")
+        raise InvalidRequest("vision_encoder wants PIXELS, PLAN and DIGEST; clients talk to the ensemble 'vlm'")
     return VisionItem(pixels=pixels.reshape(-1), plan=plan.reshape(-1), digest=digest.reshape(-1))
 
 

@@ -1,0 +1,46 @@
+# syntax=docker/dockerfile:1
+# Two images: `server`, on NVIDIA's tritonserver 24.10 (tritonserver 2.51, Python 3.10), and `loadtest` (Locust).
+# See docker-compose.yml for how they are run.
+
+FROM nvcr.io/nvidia/tritonserver:24.10-py3 AS server
+ENV PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    PYTHONPATH=/opt/tessera/python_backends:/opt/tessera/clients \
+    XDG_CACHE_HOME=/tmp/cache
+WORKDIR /opt/tessera
+COPY deploy/requirements-container.txt deploy/
+RUN python3 -m pip install --no-cache-dir --disable-pip-version-check -r deploy/requirements-container.txt
+COPY python_backends/ python_backends/
+COPY clients/ clients/
+COPY build/export_vision_onnx.py build/
+COPY build/default_model/checkpoint/ build/default_model/checkpoint/
+COPY model_repository/ model_repository/
+# The vision graph is not tracked: it is made from the checkpoint. Everything belongs to root, so that the server,
+# which is not root, cannot change its models.
+RUN python3 build/export_vision_onnx.py --checkpoint build/default_model/checkpoint \
+        --out model_repository/vision_encoder/1/model.onnx \
+    && chmod -R a+rX,go-w /opt/tessera
+USER 1000:1000
+EXPOSE 8000 8001 8002 8003
+HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 \
+    CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8003/healthz', timeout=4)"]
+STOPSIGNAL SIGTERM
+# In place of NVIDIA's entry point: the launcher starts tritonserver, watches its stages and cleans up after it. In a
+# container it listens on all addresses; which of them the host publishes is for docker-compose.yml to say.
+ENTRYPOINT ["python3", "-m", "tessera.launcher.cli"]
+CMD ["--host", "0.0.0.0", "--model-repository", "/opt/tessera/model_repository", "--log", "/tmp/tritonserver.log", "--verbose"]
+
+FROM python:3.11.10-slim-bookworm AS loadtest
+ENV PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    PYTHONPATH=/opt/tessera/clients
+WORKDIR /opt/tessera
+COPY requirements.txt requirements-loadtest.txt ./
+# Of the server's pins only what the client and the pictures need.
+RUN grep -E '^(numpy|opencv-python-headless|protobuf|tritonclient\[grpc\])==' requirements.txt > requirements-client.txt \
+    && pip install --no-cache-dir --disable-pip-version-check -r requirements-client.txt -r requirements-loadtest.txt
+COPY clients/ clients/
+COPY loadtest/locustfile.py loadtest/users.py loadtest/workloads.py loadtest/
+USER 1000:1000
+EXPOSE 8089
+ENTRYPOINT ["locust", "-f", "loadtest/locustfile.py"]

@@ -1,0 +1,68 @@
+"""The health port of `tessera serve`: what it says of the service, where tritonserver itself only says "ready"."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+DEFAULT_PORT = 8003
+
+
+@dataclass(frozen=True, slots=True)
+class StageHealth:
+    """One process of the server. Times in milliseconds and seconds; None before the first answered ping."""
+
+    name: str
+    alive: bool
+    pid: int
+    last_ping_ms: float | None = None
+    last_ping_age_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What the health page says: ``state`` is starting, ready, restarting, failed or stopping."""
+
+    state: str
+    since: str
+    restarts: int
+    reason: str
+    grpc: str = ""
+    http: str = ""
+    stages: tuple[StageHealth, ...] = field(default=())
+
+    @property
+    def ready(self) -> bool:
+        """Whether the service takes requests: it says so, and every process of it lives."""
+        return self.state == "ready" and all(stage.alive for stage in self.stages)
+
+    def serves(self, port: int) -> bool:
+        """Whether the page is about the server that listens on ``port``."""
+        return any(address.rpartition(":")[2] == str(port) for address in (self.grpc, self.http) if address)
+
+
+def ask(url: str, timeout: float = 2.0) -> Health | None:
+    """The page at ``http://host:port[/healthz]``; None if nobody, or nobody of ours, answers there."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port or DEFAULT_PORT, timeout=timeout)
+        try:
+            connection.request("GET", "/healthz")
+            page = json.loads(connection.getresponse().read())
+        finally:
+            connection.close()
+        return _health(page)
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _health(page: dict[str, Any]) -> Health:
+    stages = tuple(
+        StageHealth(name, bool(s["alive"]), int(s["pid"]), s.get("last_ping_ms"), s.get("last_ping_age_s"))
+        for name, s in page["stages"].items()
+    )
+    texts = {name: str(page.get(name, "")) for name in ("state", "since", "reason", "grpc", "http")}
+    return Health(restarts=int(page["restarts"]), stages=stages, **texts)

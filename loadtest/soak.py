@@ -1,0 +1,370 @@
+"""`make soak`: half an hour of mixed load on the CPU ensemble. Does memory stay flat, is every request answered?
+
+Starts a server through the launcher and keeps a few requests under way: short and long answers, one, two and no
+pictures, streams that are left early, clients that vanish without a word, requests that must be refused; over gRPC,
+HTTP and the fronts. All pictures are distinct. Meanwhile it looks at every process of the server and at its shared
+memory. The first third is warm-up (caches fill); after it, the mean of the last quarter may exceed that of the first
+by 5% at most. And each request the language model took in must have ended exactly once, by its own count and by ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import figures
+from workloads import picture
+
+from tessera.launcher.options import ServerOptions
+from tessera.launcher.process import Server
+from tessera_client import Client, InvalidRequest, Models, Retry, TesseraClientError
+
+ALLOWED_PCT = 5.0
+ALLOWED_DESCRIPTORS = 16
+TIMEOUT_S = 120.0
+DRAIN_S = 60.0
+QUESTION = "Is there an exposed wire?"
+TASK = "Describe the room."
+SHARED_MEMORY = Path("/dev/shm")
+
+# How often each kind of request comes, out of 100.
+MIX = {"short": 40, "long": 12, "text": 10, "two pictures": 6, "cancelled": 12, "vanished": 4, "malformed": 16}
+
+
+class Traffic:
+    """The mixed load: some threads, each with one request under way; counts how every one of them ended."""
+
+    def __init__(self, server: Server, seed: int) -> None:
+        patience = {"timeout": TIMEOUT_S, "retry": Retry(attempts=1)}
+        self._clients = [
+            Client(server.grpc_url, **patience),
+            Client(server.grpc_url, models=Models(vlm="vlm_stream"), **patience),
+            Client(server.http_url, **patience),
+        ]
+        self._http_address = server.http_url.partition("://")[2]
+        self._seed = seed
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self.sent: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()
+        """Ways in which requests ended: answered, left, refused, and whatever should not have happened."""
+        self.faults: Counter[str] = Counter()
+        self.accepted = 0
+        """Requests of which the language model gave at least one token."""
+
+    def start(self, threads: int) -> None:
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,), name=f"soak-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Lets the requests under way end; one that does not within its time stays unanswered."""
+        self._stop.set()
+        deadline = time.monotonic() + TIMEOUT_S + 10
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for client in self._clients:
+            client.close()
+
+    @property
+    def requests(self) -> int:
+        return sum(self.sent.values())
+
+    @property
+    def unanswered(self) -> int:
+        """Requests that had no end, or not the one they should have had."""
+        with self._lock:
+            proper = self.ended["answered"] + self.ended["left"] + self.ended["refused"]
+            return self.requests - proper
+
+    def _run(self, number: int) -> None:
+        dice = random.Random(f"{self._seed} {number}")
+        kinds: dict[str, Callable[[random.Random, Client], str]] = {
+            "short": self._short,
+            "long": self._long,
+            "text": self._text,
+            "two pictures": self._two_pictures,
+            "cancelled": self._cancelled,
+            "vanished": self._vanished,
+            "malformed": self._malformed,
+        }
+        while not self._stop.is_set():
+            (kind,) = dice.choices(list(MIX), weights=list(MIX.values()))
+            with self._lock:
+                self.sent[kind] += 1
+            try:
+                end, fault = kinds[kind](dice, dice.choice(self._clients)), None
+            except Exception as error:
+                end, fault = "failed", f"{kind}: {type(error).__name__}: {error}"
+            with self._lock:
+                self.ended[end] += 1
+                self.accepted += end in ("answered", "left")
+                if fault:
+                    self.faults[fault] += 1
+            if fault:  # a server that is gone must not be asked a million times
+                time.sleep(0.2)
+
+    def _picture(self, dice: random.Random) -> bytes:
+        return picture(dice.randrange(64, 640), dice.randrange(64, 640), (self._seed, dice.getrandbits(63)))
+
+    def _short(self, dice: random.Random, client: Client) -> str:
+        return whole(client.ask(self._picture(dice), QUESTION, max_tokens=4, max_tiles=dice.randint(1, 4)).finish_reason)
+
+    def _long(self, dice: random.Random, client: Client) -> str:
+        length = dice.randrange(80, 200)
+        with client.stream(self._picture(dice), TASK, max_tokens=length, ignore_eos=True, max_tiles=1) as stream:
+            answer = stream.answer()
+        if answer.usage is None or answer.usage.completion_tokens != length:
+            raise AssertionError(f"asked for {length} tokens, got {answer.usage}")
+        return whole(answer.finish_reason)
+
+    def _text(self, dice: random.Random, client: Client) -> str:
+        return whole(client.ask(None, f"{TASK} {dice.random()}", max_tokens=16, temperature=1.0).finish_reason)
+
+    def _two_pictures(self, dice: random.Random, client: Client) -> str:
+        pictures = [self._picture(dice), self._picture(dice)]
+        return whole(client.ask(pictures, QUESTION, max_tokens=4, max_tiles=2).finish_reason)
+
+    def _cancelled(self, dice: random.Random, client: Client) -> str:
+        """Leaves after some tokens; the client tells the server."""
+        with client.stream(self._picture(dice), TASK, max_tokens=2000, ignore_eos=True, max_tiles=1) as stream:
+            for _ in range(dice.randrange(1, 6)):
+                next(stream)
+        return "left"
+
+    def _vanished(self, dice: random.Random, client: Client) -> str:
+        """Breaks the connection off after the first token; the front has to notice by itself."""
+        sampling = json.dumps({"max_tokens": 2000, "ignore_eos": True})
+        connection = http.client.HTTPConnection(self._http_address, timeout=TIMEOUT_S)
+        try:
+            body = json.dumps({"text_input": f"{TASK} {dice.random()}", "sampling_parameters": sampling})
+            connection.request("POST", "/v2/models/vlm_stream/generate_stream", body)
+            response = connection.getresponse()
+            line = response.readline()
+            if response.status != 200 or b'"error"' in line:
+                raise AssertionError(f"HTTP {response.status}: {line[:200]!r}")
+        finally:
+            connection.close()
+        return "left"
+
+    def _malformed(self, dice: random.Random, client: Client) -> str:
+        image = self._picture(dice)
+        url = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.jpg"}}
+        attempts: list[Callable[[], object]] = [
+            lambda: client.ask(image[: len(image) // 2], QUESTION),
+            lambda: client.ask(dice.randbytes(500), QUESTION),
+            lambda: client.ask(image, "<image> or <image>?"),
+            lambda: client.ask(image, QUESTION, temperature=-1),
+            lambda: client.ask(image, QUESTION, beams=4),
+            lambda: client.ask(None, "word " * 20_000),
+            lambda: client.ask([image] * 9, QUESTION),
+            lambda: client.chat([{"role": "user", "content": [url, {"type": "text", "text": QUESTION}]}]),
+        ]
+        number = dice.randrange(len(attempts))
+        try:
+            attempts[number]()
+        except InvalidRequest:
+            return "refused"
+        raise AssertionError(f"malformed request {number} was answered")
+
+
+def whole(reason: str) -> str:
+    """The end of a request that was meant to be answered."""
+    if reason not in ("stop", "length"):
+        raise AssertionError(f"ended with finish_reason {reason!r}")
+    return "answered"
+
+
+class Watch:
+    """Looks at the server's processes and shared memory every ``interval`` seconds, on a thread of its own."""
+
+    def __init__(self, server: Server, interval: float) -> None:
+        self._server = server
+        self._interval = interval
+        self._processes = {server.pid: "tritonserver", **server.stub_pids()}
+        self.rss: dict[str, list[float]] = {name: [] for name in self._processes.values()}
+        self.pss: dict[str, list[float]] = {name: [] for name in self._processes.values()}
+        self.descriptors: dict[str, list[float]] = {name: [] for name in self._processes.values()}
+        """By process: bytes, bytes, open files."""
+        self.shared: list[float] = []
+        """Bytes of this server's files in /dev/shm."""
+        self.lost = ""
+        """Why the watch ended early: a process is gone."""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def look(self) -> None:
+        for pid, name in self._processes.items():
+            rss, pss = memory(pid)
+            self.rss[name].append(rss)
+            self.pss[name].append(pss)
+            self.descriptors[name].append(sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()))
+        files = SHARED_MEMORY.glob(f"{self._server.shm_prefix}*")
+        self.shared.append(sum(file.stat().st_blocks * 512 for file in files))
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            try:
+                self.look()
+            except OSError as error:
+                self.lost = self._server.failure() or f"a process of the server could not be looked at: {error}"
+                return
+
+
+def memory(pid: int) -> tuple[float, float]:
+    """(resident, proportional) memory of a process in bytes."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    return tuple(int(fields[name].split()[0]) * 1024.0 for name in ("Rss", "Pss"))  # type: ignore[return-value]
+
+
+def ends(values: Sequence[float]) -> tuple[float, float]:
+    """Means of the first and of the last quarter of what follows the warm-up (the first third)."""
+    settled = values[len(values) // 3 :]
+    quarter = len(settled) // 4
+    if quarter == 0:
+        raise ValueError(f"{len(values)} samples are too few: make the run longer or --interval shorter")
+    return fmean(settled[:quarter]), fmean(settled[-quarter:])
+
+
+def growth_pct(values: Sequence[float]) -> float:
+    """How much the last quarter exceeds the first, in percent; negative where it shrank."""
+    first, last = ends(values)
+    return 100.0 * (last - first) / first if first else 0.0
+
+
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """The values as a line of bars between their least and their greatest."""
+    bars = "▁▂▃▄▅▆▇█"
+    width = min(width, len(values))
+    means = [fmean(values[len(values) * i // width : len(values) * (i + 1) // width]) for i in range(width)]
+    low, high = min(means), max(means)
+    return "".join(bars[int((value - low) / (high - low) * (len(bars) - 1)) if high > low else 0] for value in means)
+
+
+def counted_by_server(server: Server) -> tuple[int, int]:
+    """(requests that ended in the language model, requests still in it), from the metrics page."""
+    with urllib.request.urlopen(server.metrics_url, timeout=10) as page:
+        lines = [line for line in page.read().decode().splitlines() if line.startswith("tessera_requests_")]
+    values = [(line.split("{")[0].split(" ")[0], float(line.rsplit(" ", 1)[1])) for line in lines]
+    ended = sum(value for name, value in values if name == "tessera_requests_total")
+    return int(ended), int(sum(value for name, value in values if name == "tessera_requests_in_flight"))
+
+
+def drain(server: Server, accepted: int) -> tuple[int, int]:
+    """Waits until the server's books show nothing under way and all our requests; then as counted_by_server."""
+    deadline = time.monotonic() + DRAIN_S
+    while (books := counted_by_server(server)) != (accepted, 0) and time.monotonic() < deadline:
+        time.sleep(1.0)
+    return books
+
+
+def report(watch: Watch) -> list[str]:
+    """Prints what was seen; returns what was not flat."""
+    faults = []
+    print(f"{'':18}{'after warm-up':>14}{'at the end':>12}{'growth':>9}{'PSS':>9}{'files':>11}   MB over the run")
+    for name, values in watch.rss.items():
+        (first, last), growth = ends(values), growth_pct(values)
+        files = ends(watch.descriptors[name])
+        print(
+            f"{name:18}{first / 1e6:11.1f} MB{last / 1e6:9.1f} MB{growth:+8.2f}%{ends(watch.pss[name])[1] / 1e6:6.0f} MB"
+            f"{files[0]:5.0f}>{files[1]:<5.0f}   {sparkline(values)}"
+        )
+        if growth > ALLOWED_PCT:
+            faults.append(f"the memory of {name} grew by {growth:.2f}%")
+        if files[1] - files[0] > ALLOWED_DESCRIPTORS:
+            faults.append(f"the open files of {name} grew from {files[0]:.0f} to {files[1]:.0f}")
+    (first, last), growth = ends(watch.shared), growth_pct(watch.shared)
+    print(f"{'shared memory':18}{first / 1e6:11.1f} MB{last / 1e6:9.1f} MB{growth:+8.2f}%{'':20}   {sparkline(watch.shared)}")
+    if growth > ALLOWED_PCT:
+        faults.append(f"shared memory grew by {growth:.2f}%")
+    return faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--interval", type=float, default=3.0, help="seconds between two looks at the processes")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--checkpoint", type=Path, help="default: the default model")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="the server's environment, for short trials"
+    )
+    arguments = parser.parse_args()
+    options = ServerOptions(
+        figures.ROOT / "model_repository",
+        checkpoint=arguments.checkpoint,
+        http_port=0,
+        grpc_port=0,
+        metrics_port=0,
+        environment=dict(entry.split("=", 1) for entry in arguments.set),
+    )
+    with Server(options) as server:
+        traffic, watch = Traffic(server, arguments.seed), Watch(server, arguments.interval)
+        started = time.monotonic()
+        traffic.start(arguments.concurrency)
+        watch.start()
+        next_word = 60.0
+        while (elapsed := time.monotonic() - started) < 60 * arguments.minutes and not watch.lost:
+            time.sleep(0.5)
+            if elapsed > next_word:
+                next_word += 60.0
+                words = f"{elapsed / 60:.0f} min: {traffic.requests} requests, {dict(traffic.ended)}"
+                print(words, file=sys.stderr, flush=True)
+        watch.stop()
+        traffic.stop()
+        faults = [watch.lost] if watch.lost else []
+        try:
+            ended, in_flight = drain(server, traffic.accepted)
+        except OSError as error:
+            ended, in_flight = 0, 0
+            faults.append(f"the metrics page is gone: {error}")
+        failure = server.failure()
+    minutes = (time.monotonic() - started) / 60
+    faults += report(watch)
+    if failure:
+        faults.append(failure)
+    if (ended, in_flight) != (traffic.accepted, 0):
+        faults.append(
+            f"the language model ended {ended} requests and holds {in_flight}, but {traffic.accepted} were answered or left"
+        )
+    faults += [f"{count} x {fault}" for fault, count in traffic.faults.most_common(10)]
+    if traffic.unanswered and not traffic.faults:
+        faults.append(f"{traffic.unanswered} requests never ended")
+    print(f"{traffic.requests} requests sent: {dict(traffic.sent)}; ended: {dict(traffic.ended)}")
+    command = f"make soak MINUTES={arguments.minutes:g}"
+    notes = {"concurrency": arguments.concurrency, "settings": arguments.set}
+    figures.emit("soak.minutes", round(minutes, 1), "min", command, **notes)
+    figures.emit("soak.requests", traffic.requests, "requests", command, **notes)
+    figures.emit("soak.unanswered", traffic.unanswered, "requests", command, 0, **notes)
+    growth = max(growth_pct(values) for values in watch.rss.values())
+    figures.emit("soak.rss_growth_pct", round(growth, 2), "%", command, ALLOWED_PCT, **notes)
+    figures.emit("soak.shm_growth_pct", round(growth_pct(watch.shared), 2), "%", command, ALLOWED_PCT, **notes)
+    for fault in faults:
+        print(f"soak: {fault}", file=sys.stderr)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

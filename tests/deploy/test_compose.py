@@ -1,0 +1,180 @@
+"""The container files, as far as they can be checked without Docker: what they grant, pin and mount.
+
+Nothing here builds or runs an image. `docker compose config` is asked where the client has compose.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE = ROOT / "docker-compose.yml"
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+TRITON_RELEASE = "24.10"  # tritonserver 2.51.0, which everything else here runs on
+
+FILE = yaml.safe_load(COMPOSE.read_text())
+SERVICES: dict[str, dict[str, Any]] = FILE["services"]
+every_service = pytest.mark.parametrize("name", sorted(SERVICES))
+
+
+def defaulted(value: Any) -> str:
+    """A value with `${NAME:-default}` replaced by its default."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(value))
+
+
+def base_images() -> list[str]:
+    return re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
+
+
+def test_the_services_are_those_promised():
+    assert set(SERVICES) == {"server", "server-gpu", "prometheus", "grafana", "locust"}
+    assert "profiles" not in SERVICES["server"]
+    assert SERVICES["server-gpu"]["profiles"] == ["gpu"]
+    assert "--model-config-name=tensorrt" in SERVICES["server-gpu"]["command"]
+    assert SERVICES["locust"]["profiles"] == ["load"]
+
+
+@every_service
+def test_images_are_pinned(name):
+    images = [SERVICES[name]["image"], *base_images()]
+    for image in images:
+        tag = image.rpartition(":")[2]
+        assert re.fullmatch(r"v?\d+(\.\d+)+[\w.-]*", tag), f"{image} has no version"
+
+
+def test_the_server_stands_on_the_release_everything_was_tested_with():
+    assert f"nvcr.io/nvidia/tritonserver:{TRITON_RELEASE}-py3" in base_images()
+
+
+@every_service
+def test_no_service_is_root_or_can_become_it(name):
+    service = SERVICES[name]
+    user, _, _ = service["user"].partition(":")
+    assert int(user) > 0
+    assert service["cap_drop"] == ["ALL"]
+    assert "cap_add" not in service
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not service.get("privileged")
+    assert not {"pid", "ipc", "network_mode", "devices"} & set(service)
+
+
+def test_both_images_of_our_own_end_as_an_ordinary_user():
+    for stage in re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]:
+        users = re.findall(r"^USER (\S+)", stage, re.MULTILINE)
+        assert users
+        assert int(users[-1].partition(":")[0]) > 0
+        assert stage.rindex("USER ") > stage.rindex("RUN ")
+
+
+@every_service
+def test_the_root_file_system_is_read_only(name):
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    for mount in service.get("volumes", []):
+        source, _, options = mount.split(":")[0], mount.split(":")[1], mount.split(":")[2:]
+        if source.startswith("."):
+            assert options == ["ro"], f"{mount} can be written to"
+        else:
+            assert source in FILE["volumes"]
+    assert any(entry.startswith("/tmp:size=") for entry in service["tmpfs"])
+
+
+def test_the_model_repository_is_part_of_the_read_only_image():
+    stage = DOCKERFILE.partition(" AS server")[2].partition("\nFROM ")[0]
+    assert "COPY model_repository/" in stage
+    assert "chmod -R a+rX,go-w /opt/tessera" in stage
+    assert "--chown" not in stage
+    for name in ("server", "server-gpu"):
+        assert "volumes" not in SERVICES[name]
+
+
+@every_service
+def test_limits_are_set(name):
+    service = SERVICES[name]
+    assert re.fullmatch(r"\d+[mg]", defaulted(service["mem_limit"]))
+    assert float(defaulted(service["cpus"])) > 0
+    assert int(service["pids_limit"]) > 0
+    assert service["logging"]["options"]["max-size"]
+
+
+def test_the_server_has_shared_memory_for_its_stages():
+    for name in ("server", "server-gpu"):
+        assert int(SERVICES[name]["shm_size"].removesuffix("g")) >= 2
+
+
+@every_service
+def test_ports_are_published_on_loopback_only(name):
+    for port in SERVICES[name]["ports"]:
+        assert port.startswith("127.0.0.1:"), port
+
+
+@every_service
+def test_every_service_has_a_health_check(name):
+    assert SERVICES[name]["healthcheck"]["test"][0] == "CMD"
+    if name.startswith("server"):
+        assert "http://127.0.0.1:8003/healthz" in SERVICES[name]["healthcheck"]["test"][-1]
+
+
+@every_service
+def test_no_secret_is_written_down(name):
+    text = str(SERVICES[name])
+    assert not re.search(r"(password|secret|token|api_key)\w*'?: '?[^'{}]+", text, re.IGNORECASE)
+
+
+@every_service
+def test_what_is_mounted_exists(name):
+    for mount in SERVICES[name].get("volumes", []):
+        source = mount.split(":")[0]
+        if source.startswith("."):
+            assert (ROOT / source).exists(), source
+
+
+def test_what_the_dockerfile_copies_exists_and_is_let_through():
+    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    for arguments in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE):
+        *sources, _ = arguments.split()
+        for source in sources:
+            assert (ROOT / source).exists(), source
+            assert any(source.startswith(entry) for entry in allowed), f".dockerignore keeps {source} out"
+
+
+def test_the_server_command_is_one_the_launcher_understands():
+    from tessera.launcher import cli
+
+    default = re.findall(r"^CMD (\[.+\])$", DOCKERFILE, re.MULTILINE)[0]
+    for command in (yaml.safe_load(default), SERVICES["server-gpu"]["command"]):
+        options = cli.parse([str(word) for word in command])[0]
+        assert options.host == "0.0.0.0"
+        assert str(options.model_repository) == "/opt/tessera/model_repository"
+        assert (options.http_port, options.grpc_port, options.metrics_port) == (8000, 8001, 8002)
+
+
+def test_the_containers_pins_are_the_projects():
+    def pins(file: Path) -> dict[str, str]:
+        lines = (line.partition("#")[0].strip() for line in file.read_text().splitlines())
+        return dict(line.split("==") for line in lines if "==" in line and ";" not in line)
+
+    ours, container = pins(ROOT / "requirements.txt"), pins(ROOT / "deploy" / "requirements-container.txt")
+    ours.pop("onnxruntime", None)
+    assert container.pop("onnxruntime") == "1.23.2"  # the last for the container's Python 3.10
+    assert container
+    assert {name: ours.get(name) for name in container} == container
+
+
+def test_docker_compose_accepts_the_file():
+    docker = shutil.which("docker")
+    if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
+        pytest.skip("this docker client has no compose plugin (or there is none): the file was not checked by it")
+    run = subprocess.run(
+        [docker, "compose", "-f", str(COMPOSE), "--profile", "gpu", "--profile", "load", "config", "--quiet"],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr

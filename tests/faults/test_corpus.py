@@ -1,0 +1,176 @@
+"""Thousands of bad requests through the stages' own code, in this process: an answer or a clear refusal, quickly."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.backend import InferenceRequest, Tensor, strings
+from faults.badinputs import Inputs, mutants, named_faults, odd_but_good
+from faults.complaints import complaint
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tessera.engine import tritonserver_model as language_model
+from tessera.errors import InvalidRequest
+from tessera.preprocess.tritonserver_model import TritonPythonModel
+
+pytestmark = pytest.mark.faults
+
+CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
+# Enough for every mutation of a size to be tried on both sides of the limit without decoding for minutes.
+MAX_PIXELS = 4_000_000
+SECONDS = 1.0
+# The memory that one part of the corpus may add at its peak.
+GROWTH_KIB = 256 << 10
+fixed = settings(
+    max_examples=150, deadline=None, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+
+
+def stage_of(max_pixels: int) -> TritonPythonModel:
+    parameters = {
+        "checkpoint": str(CHECKPOINT), "max_images": "8", "max_tiles": "104",
+        "max_pixels": str(max_pixels), "max_request_bytes": str(64 << 20),
+    }  # fmt: skip
+    config = {"parameters": {name: {"string_value": value} for name, value in parameters.items()}}
+    stage = TritonPythonModel()
+    stage.initialize(
+        {"model_name": "preprocess", "model_repository": str(CHECKPOINT), "model_config": json.dumps(config)}
+    )
+    return stage
+
+
+@pytest.fixture(scope="module")
+def stage() -> TritonPythonModel:
+    return stage_of(MAX_PIXELS)
+
+
+def answer(stage: TritonPythonModel, tensors: dict[str, tuple[bytes, ...]]) -> str | None:
+    """The refusal's words, or None where the request goes on to the engine; fails where the answer is no good."""
+    started = time.process_time()
+    refusal = _answer(stage, [strings(name, *items) for name, items in tensors.items()])
+    assert time.process_time() - started < SECONDS
+    if refusal is not None:
+        assert complaint(refusal) is None, complaint(refusal)
+    return refusal
+
+
+def _answer(stage: TritonPythonModel, tensors: list[Tensor]) -> str | None:
+    (response,) = stage.execute([InferenceRequest(tensors)])
+    if response.has_error():
+        assert response.error().code() == "INVALID_ARG", response.error().message()
+        return response.error().message().removeprefix("INVALID_ARGUMENT: ")
+    # What the language model then reads; the vision encoder takes the pixels as they are.
+    kept = [tensor for tensor in response.output_tensors() if tensor.name() in ("INPUT_IDS", "SPANS", "DIGEST")]
+    kept += [tensor for tensor in tensors if tensor.name() in ("text_input", "sampling_parameters")]
+    try:
+        language_model.read_request(InferenceRequest(kept), stream=True, deadline_ns=None)
+    except InvalidRequest as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_mutants_are_answered_or_refused(backend: Any, stage: TritonPythonModel, part: int) -> None:
+    """600 a part."""
+    answer(stage, odd_but_good()["jpeg"])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found: Counter[tuple[str, bool]] = Counter()
+    for inputs in mutants(seed=3, count=600, start=600 * part):
+        print(inputs.name)  # pytest shows the last one if it fails
+        found[inputs.name.split()[0], answer(stage, inputs.tensors) is None] += 1
+    assert not backend.logged
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < GROWTH_KIB
+    for kind in ("picture", "messages", "sampling", "prompt"):
+        assert found[kind, True] and found[kind, False], f"{kind}: {found}"
+
+
+@pytest.mark.parametrize("name", list(named_faults()))
+def test_named_faults_are_named(backend: Any, stage: TritonPythonModel, name: str) -> None:
+    tensors, words = named_faults()[name]
+    refusal = answer(stage, tensors)
+    assert refusal is not None and words in refusal
+
+
+@pytest.mark.parametrize("name", list(odd_but_good()))
+def test_odd_requests_are_answered(backend: Any, stage: TritonPythonModel, name: str) -> None:
+    assert answer(stage, odd_but_good()[name]) is None
+
+
+def test_an_input_is_made_again_from_its_seed_and_kept_as_text() -> None:
+    first, second = (list(mutants(5, 30)) for _ in range(2))
+    assert first == second
+    assert first[7:9] == list(mutants(5, 2, start=7))
+    assert list(mutants(6, 30)) != first
+    assert [Inputs.from_json(inputs.to_json()) for inputs in first] == first
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner))
+PARTS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image", "image_url", "video"]) | LEAVES},
+    optional={"text": st.text(max_size=40) | JSON, "image_url": JSON | st.fixed_dictionaries({"url": st.text()})},
+)
+TURNS = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text() | st.lists(PARTS, max_size=4) | JSON}
+)
+SAMPLING = st.fixed_dictionaries(
+    {},
+    optional={
+        name: LEAVES | st.lists(LEAVES, max_size=3)
+        for name in ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "ignore_eos")
+    }
+    | {"tile_policy": JSON | st.fixed_dictionaries({"min_tiles": LEAVES, "max_tiles": LEAVES}), "timeout_us": LEAVES},
+)
+
+
+def as_json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+@fixed
+@given(st.lists(TURNS | JSON, max_size=3) | JSON)
+def test_any_messages(backend: Any, stage: TritonPythonModel, messages: Any) -> None:
+    answer(stage, {"messages": (as_json(messages),)})
+
+
+@fixed
+@given(SAMPLING | JSON)
+def test_any_sampling_parameters(backend: Any, stage: TritonPythonModel, sampling: Any) -> None:
+    answer(stage, {"text_input": (b"Hello?",), "sampling_parameters": (as_json(sampling),)})
+
+
+@fixed
+@given(st.text(st.characters(codec="utf-8"), max_size=200))
+def test_any_text_without_markers_is_a_prompt(backend: Any, stage: TritonPythonModel, text: str) -> None:
+    text = text.replace("<image>", "") + "?"
+    assert answer(stage, {"text_input": (text.encode(),)}) is None
+
+
+@fixed
+@given(
+    st.dictionaries(
+        st.sampled_from(["text_input", "messages", "image", "sampling_parameters"]),
+        st.lists(st.binary(max_size=60), max_size=3).map(tuple),
+    )
+)
+def test_any_bytes_in_any_input(backend: Any, stage: TritonPythonModel, tensors: dict[str, tuple[bytes, ...]]) -> None:
+    answer(stage, tensors)
+
+
+def test_a_bad_request_leaves_the_others_of_its_batch_alone(backend: Any, stage: TritonPythonModel) -> None:
+    good = [strings(name, *items) for name, items in odd_but_good()["jpeg"].items()]
+    (alone,) = stage.execute([InferenceRequest(good)])
+    bad = [InferenceRequest([strings(n, *i) for n, i in tensors.items()]) for tensors, _ in named_faults().values()]
+    among = stage.execute([request for each in bad[:20] for request in (each, InferenceRequest(good))])
+    for refused, answered in zip(among[::2], among[1::2]):
+        assert refused.has_error()
+        for mine, theirs in zip(answered.output_tensors(), alone.output_tensors(), strict=True):
+            assert mine.name() == "STAMPS" or (mine.as_numpy() == theirs.as_numpy()).all()

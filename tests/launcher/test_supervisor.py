@@ -1,0 +1,158 @@
+"""When a server is started anew, when no longer, and what the health page says meanwhile; without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tessera.errors import ConfigError
+from tessera.launcher import supervisor as supervisor_module
+from tessera.launcher.health import Health
+from tessera.launcher.ping import NoAnswer
+from tessera.launcher.process import ServerStartError
+from tessera.launcher.supervisor import Supervision, Supervisor
+
+
+class Script:
+    """A server that does what it is told: each start succeeds or raises; then it fails with a reason."""
+
+    host, http_port, models, log_path, swept = "127.0.0.1", 1, ("vlm",), "log", ()
+    grpc_url, http_url, metrics_url = "g", "h", "m"
+
+    def __init__(self, starts: list[Any]):
+        self.starts = starts  # an error, or how many seconds the server lives
+        self.done: list[str] = []
+        self.pid = 0
+        self.now = 0.0
+        self.dies_at = 0.0
+
+    def start(self) -> Script:
+        self.done.append("start")
+        step = self.starts.pop(0)
+        if isinstance(step, BaseException):
+            raise step
+        self.dies_at = self.now + step
+        self.pid = 5
+        return self
+
+    def keep_ports(self) -> None:
+        self.done.append("keep")
+
+    def kill(self) -> None:
+        self.done.append("kill")
+        self.pid = 0
+
+    def stop(self) -> None:
+        self.done.append("stop")
+
+    def failure(self) -> str | None:
+        return "a stage died" if self.now >= self.dies_at else None
+
+    def stages(self) -> dict[str, int]:
+        return {"vlm_0_0": 2**30}  # no process has this id
+
+
+class Run:
+    """A supervisor over a script, on a clock of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, starts: list[Any], pings: Any = None, **settings: Any):
+        self.server = Script(starts)
+        self.health = Health()
+        self.lines: list[str] = []
+        self.pauses: list[float] = []
+        self.states: list[str] = []
+
+        class Pings:
+            def __init__(self, *_: Any):
+                pass
+
+            def start(self) -> Pings:
+                if pings:
+                    raise pings
+                return self
+
+            def stop(self) -> None: ...
+            def failure(self) -> None: ...
+            def last(self, stage: str) -> None: ...
+
+        def sleep(seconds: float) -> None:
+            self.server.now += seconds
+            self.pauses.append(seconds)
+            self.states.append(self.health.report()[1]["state"])
+
+        monkeypatch.setattr(supervisor_module, "Pinger", Pings)
+        monkeypatch.setattr(supervisor_module.time, "sleep", sleep)
+        monkeypatch.setattr(supervisor_module.time, "monotonic", lambda: self.server.now)
+        self.supervisor = Supervisor(
+            self.server,  # type: ignore[arg-type]
+            Supervision(look_interval_s=0.25, **settings),
+            self.health,
+            lambda line, error: self.lines.append(line),
+        )
+
+    def restart_pauses(self) -> list[float]:
+        return [pause for pause in self.pauses if pause != 0.25]
+
+
+def test_a_crash_loop_ends_after_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, [1.0] * 20)
+    reason = run.supervisor.run()
+    assert reason == "a stage died; giving up after 5 restarts within 300 s"
+    assert run.restart_pauses() == [0.0, 0.5, 1.0, 2.0, 4.0]
+    assert run.server.done == ["start", "keep", "kill"] * 6
+    ready, page = run.health.report()
+    assert not ready and (page["state"], page["reason"], page["restarts"]) == ("failed", reason, 5)
+    assert [line for line in run.lines if "starting anew" in line][1] == (
+        "a stage died; starting anew in 0.5 s (restart 2)"
+    )
+    assert set(run.states) == {"failed", "restarting"}  # this server's process never lives
+
+
+def test_rare_deaths_are_forgiven_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, [200.0] * 30 + [KeyboardInterrupt()])
+    with pytest.raises(KeyboardInterrupt):
+        run.supervisor.run()
+    assert run.health.restarts == 30 and max(run.restart_pauses()) == 0.5
+
+
+def test_a_start_that_fails_counts_as_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = ServerStartError("port taken")
+    run = Run(monkeypatch, [1.0, busy, busy, 1.0, busy, busy], max_restarts=5)
+    assert run.supervisor.run() == "port taken; giving up after 5 restarts within 300 s"
+    assert run.server.starts == []
+
+
+def test_the_first_start_must_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, [ConfigError("no models")])
+    with pytest.raises(ConfigError, match="no models"):
+        run.supervisor.run()
+    assert run.health.report()[1]["state"] == "failed" and run.server.done == ["start"]
+
+
+def test_without_restarts_the_first_death_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, [1.0], restart=False)
+    assert run.supervisor.run() == "a stage died"
+    assert run.server.done == ["start", "keep", "kill"] and run.health.report()[1]["state"] == "failed"
+
+
+def test_a_server_that_goes_silent_at_once_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, [1.0], pings=NoAnswer("refused"))
+    with pytest.raises(Exception, match="did not answer: refused"):
+        run.supervisor.run()
+    assert run.server.done[-1] == "kill"
+
+
+def test_the_page_shows_a_dead_process_before_anybody_acts(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, [1.0])
+    page = run.health.report()[1]
+    assert page["stages"]["vlm_0_0"] == {
+        "alive": False,
+        "pid": 2**30,
+        "last_ping_ms": None,
+        "last_ping_age_s": None,
+    }
+    assert page["state"] == "starting" and page["grpc"] == "g"
+    run.health.enter("ready")
+    ready, page = run.health.report()
+    assert not ready and (page["state"], page["reason"]) == ("failed", "the process of vlm_0_0 died")

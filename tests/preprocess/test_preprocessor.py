@@ -1,0 +1,132 @@
+"""Whole requests: pixels, plans, digests, prompts, limits, and errors that name the image."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import encoded_pictures as pictures
+import numpy as np
+import pytest
+from PIL import Image
+
+from tessera.errors import ConfigError, InvalidRequest
+from tessera.preprocess.decode import Limits, decode
+from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
+
+CHECKPOINT = Path(__file__).parents[2] / "build" / "default_model" / "checkpoint"
+JPEG = pictures.jpeg(480, 320)
+
+
+@pytest.fixture(scope="module")
+def preprocessor() -> Preprocessor:
+    return Preprocessor.from_checkpoint(CHECKPOINT)
+
+
+def ask(preprocessor: Preprocessor, *images: bytes, text: str | None = "Is there a socket?", **more: Any) -> Prepared:
+    return preprocessor(PreprocessRequest(text=text, images=images, **more))
+
+
+def test_shapes_and_types(preprocessor: Preprocessor) -> None:
+    found = ask(preprocessor, JPEG, pictures.jpeg(100, 100))
+    assert found.pixels.dtype == np.uint8 and found.pixels.shape == ((7 + 1) * 448 * 448 * 3,)
+    assert found.plan.dtype == np.int32 and found.plan.tolist() == [0, 7, 448, 448, 0, 1, 448, 448]
+    assert found.digest.dtype == np.int64 and found.digest.shape == (4,)
+    assert found.input_ids.dtype == np.int32 and found.input_ids.ndim == 1
+    assert found.spans.dtype == np.int32 and found.spans[:, 1].tolist() == [7 * 64, 64]
+
+
+def test_text_alone(preprocessor: Preprocessor) -> None:
+    found = ask(preprocessor)
+    assert [found.pixels.size, found.plan.size, found.digest.size, found.spans.size] == [0, 0, 0, 0]
+    assert found.spans.shape == (0, 2)
+    assert found.digest.dtype == np.int64
+    assert len(found.input_ids)
+
+
+def test_tiles_are_cut_row_by_row_and_the_thumbnail_is_last(preprocessor: Preprocessor) -> None:
+    data = pictures.saved(Image.fromarray(pictures.smooth(1344, 896)), "PNG")
+    tiles = ask(preprocessor, data).pixels.reshape(-1, 448, 448, 3)
+    whole = decode(data)
+    assert len(tiles) == 7
+    for index in range(6):
+        row, column = divmod(index, 3)
+        assert np.array_equal(tiles[index], whole[row * 448 : row * 448 + 448, column * 448 : column * 448 + 448])
+    thumbnail = np.asarray(Image.fromarray(whole).resize((448, 448), Image.Resampling.BICUBIC)).astype(int)
+    assert np.abs(tiles[6] - thumbnail).max() <= 3
+
+
+def test_rotated_pictures_are_planned_upright(preprocessor: Preprocessor) -> None:
+    wide = Image.fromarray(pictures.smooth(896, 448))
+    rotated = pictures.saved(wide, "JPEG", exif=pictures.exif(6))
+    found = ask(preprocessor, rotated, tile_policy={"thumbnail": "never"})
+    tiles = found.pixels.reshape(-1, 448, 448, 3)
+    assert (found.plans[0].columns, found.plans[0].rows) == (1, 2)
+    assert np.array_equal(np.concatenate(list(tiles)), decode(rotated))
+
+
+def test_policies_of_deployment_and_request() -> None:
+    deployment = Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(tile_policy={"max_tiles": 1}))
+    assert ask(deployment, JPEG).plan.tolist() == [0, 1, 448, 448]
+    assert ask(deployment, JPEG, tile_policy="two-tile").plan.tolist() == [0, 2, 448, 448]
+    assert ask(deployment, JPEG, tile_policy={"name": "dense"}).plan.tolist() == [0, 13, 448, 448]
+
+
+def test_digests_depend_on_bytes_and_plan(preprocessor: Preprocessor) -> None:
+    first = ask(preprocessor, JPEG, text="one question").digest
+    assert np.array_equal(first, ask(preprocessor, base64.b64encode(JPEG), text="another").digest)
+    assert not np.array_equal(first, ask(preprocessor, JPEG, tile_policy="two-tile").digest)
+    assert not np.array_equal(first, ask(preprocessor, pictures.jpeg(480, 320, quality=60)).digest)
+
+
+def test_messages_with_data_urls_and_next_images(preprocessor: Preprocessor) -> None:
+    url = "data:image/jpeg;base64," + base64.b64encode(JPEG).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "image"}, {"type": "text", "text": "Alike?"}]
+    messages = [{"role": "user", "content": parts}]
+    found = ask(preprocessor, pictures.jpeg(100, 100), text=None, messages=messages)
+    assert found.plan.tolist() == [0, 7, 448, 448, 0, 1, 448, 448]
+    assert np.array_equal(found.digest[:2], ask(preprocessor, JPEG).digest)
+
+
+def test_limits_say_both_numbers(preprocessor: Preprocessor) -> None:
+    small = Preprocessor.from_checkpoint(
+        CHECKPOINT, PreprocessSettings(limits=Limits(max_tiles=20, max_request_bytes=len(JPEG) + 100))
+    )
+    with pytest.raises(InvalidRequest, match="9 images; the limit is 8"):
+        ask(preprocessor, *[JPEG] * 9)
+    with pytest.raises(InvalidRequest, match=r"3 images make 21 tiles; the limit is 20.*tile_policy"):
+        ask(Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(limits=Limits(max_tiles=20))), *[JPEG] * 3)
+    with pytest.raises(InvalidRequest, match="bytes; the limit is"):
+        ask(small, JPEG, JPEG)
+    with pytest.raises(InvalidRequest, match="max_tiles 21 is above .* 20"):
+        ask(small, JPEG, tile_policy={"max_tiles": 21})
+
+
+def test_context_length_is_a_setting() -> None:
+    short = Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(context_length=300))
+    with pytest.raises(InvalidRequest, match=r"448 of them for 1 images.*context of 300"):
+        ask(short, JPEG)
+    assert len(ask(short, JPEG, tile_policy="two-tile").input_ids) < 300
+
+
+@pytest.mark.parametrize(
+    ("image", "word"),
+    [
+        (b"", "empty"),
+        (b"http://example.com/cat.jpg", "http"),
+        (b"no picture", "not a JPEG"),
+        (JPEG[:-400], "truncated"),
+        (pictures.png_of_size(9000, 9000), "megapixels"),
+    ],
+)
+def test_errors_name_the_image_and_nothing_of_the_server(preprocessor: Preprocessor, image: bytes, word: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^image 1 .*{word}") as caught:
+        ask(preprocessor, JPEG, image)
+    assert "/" not in str(caught.value).replace("image/jpeg", "")
+    assert len(str(caught.value)) < 300
+
+
+def test_an_unknown_resize_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nearest"):
+        Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(resize="nearest"))

@@ -1,0 +1,155 @@
+"""`tessera serve` over toy models that hang, die and leave things behind; each starts in under a second."""
+
+from __future__ import annotations
+
+import glob
+import http.client
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_servers import COUNT, DYING, PINGED, Launched, add_model, all_gone, wait_until
+
+from tessera.launcher import guard, leftovers
+from tessera.launcher.options import ServerOptions
+from tessera.launcher.process import Server
+from tessera_client.cli import main as tessera
+
+pytestmark = [pytest.mark.server, pytest.mark.faults]
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    add_model(folder, "pinged", PINGED, "TYPE_STRING")
+    add_model(folder, "count", COUNT, "TYPE_INT32", decoupled=True)
+    return folder
+
+
+@pytest.fixture
+def launched(repository: Path, tmp_path: Path) -> Iterator[Launched]:
+    # The user's own choice of a control mode, in which models can be unloaded, is left to stand.
+    explicit = ("--", "--model-control-mode=explicit", "--load-model=*")
+    running = Launched(repository, tmp_path / "log", "--ping-interval", "0.1", "--ping-timeout", "1", *explicit)
+    yield running
+    running.process.kill()
+    running.process.communicate()
+
+
+def health(launched: Launched) -> dict[str, Any]:
+    try:
+        with urllib.request.urlopen(f"http://{launched.url('health')}/healthz", timeout=5) as page:
+            return json.load(page)
+    except urllib.error.HTTPError as error:
+        return json.load(error)
+
+
+def post(launched: Launched, path: str, body: bytes = b"") -> bytes:
+    connection = http.client.HTTPConnection(launched.url("http"), timeout=20)
+    connection.request("POST", path, body)
+    response = connection.getresponse()
+    data = response.read()
+    connection.close()
+    assert response.status == 200, data
+    return data
+
+
+def ask(launched: Launched, text: str) -> str:
+    body = {"inputs": [{"name": "IN", "shape": [1], "datatype": "BYTES", "data": [text]}]}
+    answer = json.loads(post(launched, "/v2/models/pinged/infer", json.dumps(body).encode()))
+    return answer["outputs"][0]["data"][0]
+
+
+def test_a_stage_that_hangs_is_restarted_on_the_same_ports(
+    launched: Launched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = ["--url", launched.url("grpc"), "--health-url", launched.url("health")]
+    assert wait_until(lambda: health(launched)["stages"]["pinged_0_0"]["last_ping_ms"] is not None)
+    before = health(launched)
+    assert before["state"] == "ready" and set(before["stages"]) == {"tritonserver", "count_0_0", "pinged_0_0"}
+    os.kill(before["stages"]["pinged_0_0"]["pid"], signal.SIGSTOP)  # alive, and does nothing
+    assert wait_until(lambda: health(launched)["state"] == "restarting")
+    assert tessera(["status", *url]) == 3
+    assert "restarting" in capsys.readouterr().out
+    assert wait_until(lambda: health(launched)["state"] == "ready")
+    assert ask(launched, "again") == "again"  # at the address of the first line
+    after = health(launched)
+    assert after["restarts"] == 1 and after["reason"].startswith("pinged has not answered for 1 s")
+    assert after["stages"]["pinged_0_0"]["pid"] != before["stages"]["pinged_0_0"]["pid"]
+    launched.process.terminate()
+    output, errors = launched.process.communicate(timeout=10)
+    assert launched.process.returncode == 0 and output.count("tessera: ready in") == 1  # and the one read before
+    assert errors.count("\n") == 1 and "starting anew (restart 1)" in errors
+
+
+def test_a_busy_stage_and_an_unloaded_model_are_left_alone(launched: Launched) -> None:
+    with ThreadPoolExecutor(6) as pool:  # three seconds of work before the ping's turn, which has one
+        assert list(pool.map(lambda _: ask(launched, "sleep"), range(6))) == ["sleep"] * 6
+    pid = health(launched)["stages"]["count_0_0"]["pid"]
+    post(launched, "/v2/repository/models/count/unload")
+    assert wait_until(lambda: all_gone([pid]))
+    time.sleep(1.2)  # two looks at the processes
+    post(launched, "/v2/repository/models/count/load")
+    assert wait_until(lambda: health(launched)["stages"].get("count_0_0", {}).get("pid") != pid)
+    page = health(launched)
+    assert page["state"] == "ready" and page["restarts"] == 0 and page["stages"]["count_0_0"]["alive"]
+
+
+def test_while_it_restarts_its_ports_refuse(launched: Launched) -> None:
+    """A client must hear at once that nobody is there; a connection that is accepted and left hanging is worse."""
+    host, port = launched.url("http").split(":")
+    os.kill(launched.server_pid, signal.SIGKILL)
+    refused = 0
+    while not refused or health(launched)["state"] != "ready":
+        connection = http.client.HTTPConnection(host, int(port), timeout=1.0)
+        try:
+            connection.request("GET", "/v2/health/live")
+            connection.getresponse().read()
+        except TimeoutError:
+            pytest.fail("the port neither answered nor refused")
+        except (OSError, http.client.HTTPException):
+            refused += 1
+        finally:
+            connection.close()
+    assert "killed by signal 9" in health(launched)["reason"]
+
+
+def test_a_crash_loop_is_given_up_with_one_clear_line(tmp_path: Path) -> None:
+    add_model(tmp_path / "models", "dying", DYING, "TYPE_INT32")
+    running = Launched(tmp_path / "models", tmp_path / "log", "--max-restarts", "1")
+    _, errors = running.process.communicate(timeout=30)
+    assert running.process.returncode == 1
+    first, last = errors.splitlines()
+    assert first.startswith("tessera: the Python process of 'dying_0_0' (process ") and "(restart 1)" in first
+    assert "died; giving up after 1 restarts within 300 s (log: " in last
+    assert (tmp_path / "log.1").exists()  # the log of the run before the last
+
+
+def test_leftovers_of_a_killed_launcher_and_guard_go_with_the_next_start(repository: Path, tmp_path: Path) -> None:
+    running = Launched(repository, tmp_path / "log")
+    regions = running.regions()
+    prefix = os.path.basename(regions[0]).rpartition("-")[0][:21]
+    lock = guard.lock_path(prefix)
+    assert os.path.exists(lock) and leftovers.remove_if_gone(prefix) == []  # its guard lives
+    folder = Path(lock).read_text()
+    assert os.path.isdir(folder)
+    for pid in (running.pids[0], running.process.pid):  # the guard first, or it would clean up
+        os.kill(pid, signal.SIGKILL)
+    running.process.communicate()
+    assert wait_until(lambda: all_gone(running.pids[:1]))
+
+    options = ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0, log_path=tmp_path / "log2")
+    with Server(options) as server:
+        # Whichever server of this machine started next has removed them: here not necessarily this one.
+        assert not glob.glob(f"/dev/shm/{prefix}*") and not os.path.exists(folder) and not os.path.exists(lock)
+        assert wait_until(lambda: all_gone(running.pids))
+        assert server.failure() is None
+    assert not os.path.exists(guard.lock_path(server.shm_prefix))
