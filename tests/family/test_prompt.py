@@ -183,6 +183,16 @@ def test_context_length(plain_case: Case) -> None:
         plain_case.ours("a" * 50_000_000)
 
 
+def test_long_text_is_refused_early_and_only_if_it_is_too_long(plain_case: Case) -> None:
+    longest = plain_case.tokenizer.longest_token
+    refused = "x y " * (4096 * longest // 5)
+    with pytest.raises(InvalidRequest, match=f"{len(refused)} characters, which are more tokens"):
+        plain_case.ours(refused)
+    dense = "assistant " * 2500
+    assert len(dense) > 4 * 4096
+    assert len(plain_case.ours(dense).input_ids) < 4096
+
+
 def test_templates_that_refuse_or_fail(tmp_path: Path) -> None:
     tokenizer = folders.byte_level()
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"

@@ -35,8 +35,9 @@ class Outcome:
 
     @property
     def fine(self) -> bool:
-        """Answered, or refused as the client's fault."""
-        return self.status in ("OK", "INVALID_ARGUMENT")
+        """Answered, refused as the client's fault, or out of the time that the client set."""
+        overdue = self.status == "UNAVAILABLE" and self.text.startswith("deadline exceeded after")
+        return self.status in ("OK", "INVALID_ARGUMENT") or overdue
 
 
 class GrpcAsker:

@@ -1,4 +1,4 @@
-"""Bad requests, made from a seed: mutated pictures, messages, sampling parameters and prompts; and the named faults.
+"""Bad requests, made from a seed: mutated pictures, messages, sampling parameters and prompts; and named faults.
 
 The tests of this folder and ``loadtest/fuzz.py`` share it. Any one input is made again from its seed and index.
 """

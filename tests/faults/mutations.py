@@ -148,7 +148,13 @@ def _with_exif(dice: np.random.Generator, data: bytes) -> bytes:
     if kind == "PNG":
         first = parts(data)[0][1]
         checked = b"eXIf" + exif
-        return data[:first] + struct.pack(">I", len(exif)) + checked + struct.pack(">I", zlib.crc32(checked)) + data[first:]
+        return (
+            data[:first]
+            + struct.pack(">I", len(exif))
+            + checked
+            + struct.pack(">I", zlib.crc32(checked))
+            + data[first:]
+        )
     chunks = data[12:] + b"EXIF" + struct.pack("<I", len(exif)) + exif + b"\0" * (len(exif) & 1)
     return b"RIFF" + struct.pack("<I", len(chunks) + 4) + b"WEBP" + chunks
 

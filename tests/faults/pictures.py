@@ -20,7 +20,7 @@ ADAM7 = ((0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (
 
 @cache
 def seeds() -> dict[str, bytes]:
-    """One 40x40 picture of each kind."""
+    """One picture of each kind, 40x40 but for the last."""
     rgba = smooth(SIDE, SIDE, 4)
     rgb, alpha = Image.fromarray(rgba[..., :3]), Image.fromarray(rgba)
     return {
@@ -39,6 +39,7 @@ def seeds() -> dict[str, bytes]:
         "webp lossless": saved(rgb, "WEBP", lossless=True),
         "webp alpha": saved(alpha, "WEBP", quality=80),
         "webp rotated": saved(rgb, "WEBP", exif=exif(3)),
+        "one pixel wide, rotated": saved(Image.fromarray(rgba[:, :1, :3]), "PNG", exif=exif(3)),
     }
 
 

@@ -119,13 +119,26 @@ PARTS = st.fixed_dictionaries(
     optional={"text": st.text(max_size=40) | JSON, "image_url": JSON | st.fixed_dictionaries({"url": st.text()})},
 )
 TURNS = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text() | st.lists(PARTS, max_size=4) | JSON}
+    {
+        "role": st.sampled_from(["system", "user", "assistant"]),
+        "content": st.text() | st.lists(PARTS, max_size=4) | JSON,
+    }
 )
 SAMPLING = st.fixed_dictionaries(
     {},
     optional={
         name: LEAVES | st.lists(LEAVES, max_size=3)
-        for name in ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "ignore_eos")
+        for name in (
+            "max_tokens",
+            "min_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "seed",
+            "stop",
+            "logprobs",
+            "ignore_eos",
+        )
     }
     | {"tile_policy": JSON | st.fixed_dictionaries({"min_tiles": LEAVES, "max_tiles": LEAVES}), "timeout_us": LEAVES},
 )

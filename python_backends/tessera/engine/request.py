@@ -63,8 +63,7 @@ class SamplingParameters:
         unknown = sorted(str(name) for name in given if name not in known)
         if unknown:
             raise InvalidRequest(
-                f"sampling_parameters: unknown key {_listed(unknown)}; "
-                f"known keys are {', '.join(sorted(known))}"
+                f"sampling_parameters: unknown key {_listed(unknown)}; known keys are {', '.join(sorted(known))}"
             )
         values = {name: _READERS[name](name, value) for name, value in given.items() if value is not None}
         parameters = cls(**values)

@@ -25,6 +25,11 @@ from tessera.family.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tessera.checkpoint.config import CheckpointConfig
 
+# Text of more characters a context token than this is counted in parts before it is encoded as a whole. Cutting it
+# adds a few tokens at most to each part.
+LIKELY_CHARACTERS = 4
+PART = 16384
+PART_SLACK = 64
 PRIVATE_USE = range(0xE000, 0xF900)
 
 
@@ -159,14 +164,24 @@ class PromptBuilder:
         return index
 
     def _check_text_length(self, messages: Sequence[Message]) -> None:
-        """Refuse what cannot fit even if every token were the longest there is, before time goes into encoding it."""
-        characters = sum(len(text) for message in messages for text in message.texts)
-        most = self.context_length * self.tokenizer.longest_token
-        if characters > most:
-            raise InvalidRequest(
-                f"the prompt's text has {characters} characters; the context of {self.context_length} tokens holds "
-                f"fewer than {most}. Shorten it"
-            )
+        """Refuse hopelessly long text before much time goes into it: by its characters, then by a count of its parts."""
+        texts = [text for message in messages for text in message.texts]
+        characters = sum(len(text) for text in texts)
+        if characters <= LIKELY_CHARACTERS * self.context_length:
+            return
+        least = 0
+        if characters <= self.context_length * self.tokenizer.longest_token:
+            plain = self.tokenizer.plain(self._controls, first=False)
+            for part in (text[at : at + PART] for text in texts for at in range(0, len(text), PART)):
+                least += max(0, len(plain.encode(part, add_special_tokens=False)) - PART_SLACK)
+                if least >= self.context_length:
+                    break
+            else:
+                return
+        raise InvalidRequest(
+            f"the prompt's text has {characters} characters, which are more tokens than the context of "
+            f"{self.context_length} holds. Shorten it"
+        )
 
     def _check_length(self, length: int, plans: Sequence[ImagePlan]) -> None:
         if length < self.context_length:
