@@ -34,7 +34,7 @@ class Fuzz:
 
     def __init__(self, server: Server, seed: int, folder: Path) -> None:
         self.counts: Counter[str] = Counter()
-        self.refused_seconds: list[float] = []
+        self.refused: list[tuple[float, str]] = []
         self.failures = 0
         self.stop = threading.Event()
         self._server, self._seed, self._folder = server, seed, folder
@@ -66,7 +66,7 @@ class Fuzz:
         with self._lock:
             self.counts[outcome.status] += 1
             if outcome.status == "INVALID_ARGUMENT":
-                self.refused_seconds.append(outcome.seconds)
+                self.refused.append((outcome.seconds, inputs.name))
             if wrong is None:
                 return
             self.failures += 1
@@ -82,9 +82,8 @@ class Fuzz:
 def run(server: Server, fuzz: Fuzz, minutes: float, concurrency: int) -> list[str]:
     """Fuzzes for a time, or until a stage dies; returns what else went wrong."""
     before = server.stub_pids()
-    askers = [GrpcAsker(server.grpc_url), HttpAsker(server.http_url)]
     threads = [threading.Thread(target=fuzz.work, args=(number,)) for number in range(concurrency)]
-    with Crowd(askers, GOOD) as crowd:
+    with Crowd([GrpcAsker(server.grpc_url), HttpAsker(server.http_url)], GOOD) as crowd:
         end = time.monotonic() + 60 * minutes
         for thread in threads:
             thread.start()
@@ -98,8 +97,6 @@ def run(server: Server, fuzz: Fuzz, minutes: float, concurrency: int) -> list[st
         fuzz.stop.set()
         for thread in threads:
             thread.join()
-    for asker in askers:
-        asker.close()
     wrong = [f"a good answer changed: {change}" for change in crowd.changed]
     if (failure := server.failure()) or server.stub_pids() != before:
         wrong.append(failure or "a stage was replaced")
@@ -135,9 +132,10 @@ def main() -> int:
         print(line)
     failures = fuzz.failures + len(wrong)
     command = f"make fuzz (--minutes {arguments.minutes:g} --concurrency {arguments.concurrency} --seed {seed})"
-    p99, slowest = np.percentile(fuzz.refused_seconds or [0.0], [99, 100]).round(3).tolist()
+    slowest = max(fuzz.refused, default=(0.0, ""))
+    p99 = float(np.percentile([seconds for seconds, _ in fuzz.refused] or [0.0], 99))
     inputs = sum(fuzz.counts.values())
-    refusals = {"refused_p99_s": p99, "refused_slowest_s": slowest}
+    refusals = {"refused_p99_s": round(p99, 3), "refused_slowest_s": round(slowest[0], 3), "slowest": slowest[1]}
     figures.emit("fuzz.inputs", inputs, "count", command, **refusals, outcomes=dict(fuzz.counts))
     figures.emit("fuzz.failures", failures, "count", command, inputs=inputs)
     return 1 if failures else 0

@@ -188,7 +188,7 @@ def test_long_text_is_refused_early_and_only_if_it_is_too_long(plain_case: Case)
     refused = "x y " * (4096 * longest // 5)
     with pytest.raises(InvalidRequest, match=f"{len(refused)} characters, which are more tokens"):
         plain_case.ours(refused)
-    dense = "assistant " * 2500
+    dense = "assistant\n" * 1900
     assert len(dense) > 4 * 4096
     assert len(plain_case.ours(dense).input_ids) < 4096
 

@@ -27,7 +27,7 @@ HTTP_STATUS = {400: "INVALID_ARGUMENT", 503: "UNAVAILABLE"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """``status``: "OK", gRPC's name of the fault, "" where none came with it, or "HANG". ``text``: answer or message."""
+    """``status``: "OK", gRPC's name of the fault, "" where none came with it, or "HANG". ``text``: answer or error."""
 
     status: str
     text: str
@@ -121,12 +121,15 @@ class HttpAsker:
 
 
 class Crowd:
-    """Threads that ask good requests over and over, to see whether their answers stay what they were."""
+    """Threads that ask good requests over and over, to see whether their answers stay what they were.
+
+    Closes the askers, one for each thread, at its end.
+    """
 
     def __init__(self, askers: Sequence[GrpcAsker | HttpAsker], requests: Sequence[Tensors]) -> None:
         self.asked = 0
         self.changed: list[str] = []
-        self._requests = requests
+        self._askers, self._requests = askers, requests
         self._expected = [askers[0].ask(request) for request in requests]
         assert all(outcome.status == "OK" for outcome in self._expected), self._expected
         self._stop = threading.Event()
@@ -141,6 +144,8 @@ class Crowd:
         self._stop.set()
         for thread in self._threads:
             thread.join()
+        for asker in self._askers:
+            asker.close()
 
     def _run(self, asker: GrpcAsker | HttpAsker) -> None:
         while not self._stop.is_set():

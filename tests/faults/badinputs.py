@@ -143,6 +143,7 @@ def named_faults() -> dict[str, tuple[dict[str, tuple[bytes, ...]], str]]:
         return {"messages": (text,)}
 
     deep = b"[" * 100_000
+    private_use = "".join(map(chr, range(0xE000, 0xF900))).encode()
     return {
         "not an image": (image(b"hello, I am not a picture"), "image 0 is not a JPEG, PNG or WebP"),
         "another format": (image(jpeg, b"GIF89a" + bytes(40)), "image 1 has the format GIF"),
@@ -173,7 +174,7 @@ def named_faults() -> dict[str, tuple[dict[str, tuple[bytes, ...]], str]]:
         "invalid UTF-8 sampling": (sampling(b"\xc0"), "'sampling_parameters' is not valid UTF-8"),
         "prompt longer than the context": ({"text_input": (b"room " * 9000,)}, "context"),
         "prompt far longer than the context": ({"text_input": (b"room " * 2_000_000,)}, "context"),
-        "every private-use character": ({"text_input": ("".join(map(chr, range(0xE000, 0xF900))).encode(),)}, "private-use"),
+        "every private-use character": ({"text_input": (private_use,)}, "private-use"),
         "messages are no JSON": (messages(b"hello"), "'messages' is not valid JSON"),
         "messages are no array": (messages(b'{"role": "user"}'), "'messages' must be an array"),
         "messages nested deep": (messages(deep), "'messages' is nested"),

@@ -59,12 +59,9 @@ def asked(make: Callable[[], GrpcAsker | HttpAsker], requests: list[Any]) -> lis
 def test_bad_requests_are_refused_and_good_ones_beside_them_answered(server: Server, make: Any) -> None:
     names = list(FAULTS)
     others = list(mutants(seed=11, count=MUTANTS))
-    askers = [make(server), make(server)]
-    with Crowd(askers, GOOD) as crowd:
+    with Crowd([make(server), make(server)], GOOD) as crowd:
         refused = asked(lambda: make(server), [FAULTS[name][0] for name in names])
         outcomes = asked(lambda: make(server), [inputs.tensors for inputs in others])
-    for asker in askers:
-        asker.close()
     for name, outcome in zip(names, refused):
         assert outcome.status == "INVALID_ARGUMENT" and FAULTS[name][1] in outcome.text, f"{name}: {outcome}"
         assert complaint(outcome.text) is None, f"{name}: {outcome}"

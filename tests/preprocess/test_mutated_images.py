@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import encoded_pictures as pictures
 import numpy as np
@@ -52,7 +53,7 @@ def outcome(data: bytes) -> str:
         pixels = decode(encoded, LIMITS, "image 0")
     except InvalidRequest as error:
         assert str(error).startswith("image 0 ")
-        assert "/work" not in str(error) and ".py" not in str(error)
+        assert ".py" not in str(error) and str(Path(__file__).parents[2]) not in str(error)
         result = "refused"
     else:
         assert pixels.shape == (height, width, 3) and pixels.dtype == np.uint8

@@ -18,7 +18,6 @@ from tessera.engine.request import Request, SamplingParameters, TokenEvent
 from tessera.engine.sequence import Sequence
 from tessera.errors import InvalidRequest
 from tessera.tritonserver import tensors
-from tessera.tritonserver.deadline import KEY as TIMEOUT_KEY
 from tessera.tritonserver.deadline import deadline_exceeded
 from tessera.tritonserver.failures import error_response, failure
 from tessera.tritonserver.outbox import Channel, Outbox
@@ -99,9 +98,6 @@ def read_request(request: Any, stream: bool, deadline_ns: int | None) -> Request
         raise InvalidRequest("language_model wants INPUT_IDS and SPANS; clients talk to the ensemble 'vlm'")
     digest = tensors.array(request, "DIGEST")
     rows = pb_utils.get_input_tensor_by_name(request, "EMBEDDINGS")
-    sampling = tensors.json_value(request, "sampling_parameters", dict) or {}
-    for taken in ("tile_policy", TIMEOUT_KEY):  # by preprocess, which checked them
-        sampling.pop(taken, None)
     return Request(
         request_id=request.request_id(),
         input_ids=input_ids.copy(),
@@ -109,7 +105,7 @@ def read_request(request: Any, stream: bool, deadline_ns: int | None) -> Request
         # The engine reads the rows after execute() returned, so it gets rows of its own.
         embeddings=None if rows is None else torch.from_dlpack(rows).clone(),
         digest=np.zeros(0, np.int64) if digest is None else digest.reshape(-1).copy(),
-        sampling=SamplingParameters.parse(sampling),
+        sampling=SamplingParameters.parse(tensors.json_value(request, "sampling_parameters", dict)),
         stream=stream,
         deadline_ns=deadline_ns,
     )
@@ -151,7 +147,8 @@ class Reply:
         stamps = tensors.array(request, "STAMPS")
         if stamps is not None and stamps.size != STAMPS:
             raise InvalidRequest(f"STAMPS has {stamps.size} values; language_model wants {STAMPS}")
-        deadline, *self._stamps = [0] * STAMPS if stamps is None else stamps.reshape(-1).tolist()
+        times: list[int] = [0] * STAMPS if stamps is None else stamps.reshape(-1).tolist()
+        deadline, *self._stamps = times
         self.deadline_ns = deadline or None
         self.channel: Channel[TokenEvent] = Channel(self._deliver)
 

@@ -164,7 +164,7 @@ class PromptBuilder:
         return index
 
     def _check_text_length(self, messages: Sequence[Message]) -> None:
-        """Refuse hopelessly long text before much time goes into it: by its characters, then by a count of its parts."""
+        """Refuse far too long text before much time goes into it: by its characters, then by counting its parts."""
         texts = [text for message in messages for text in message.texts]
         characters = sum(len(text) for text in texts)
         if characters <= LIKELY_CHARACTERS * self.context_length:

@@ -21,9 +21,12 @@ def resize_reference(image: np.ndarray, width: int, height: int) -> np.ndarray:
 
 
 def _bicubic(image: np.ndarray, width: int, height: int) -> np.ndarray:
-    """torch's own order: horizontal first. The permuted view is channels-last, its fast path; nothing is copied."""
+    """torch's own order: horizontal first. Channels-last in and out, its fast path: no transposition, no copy.
+
+    The batch axis comes before the permutation: added after it, its stride hides the layout from torch.
+    """
     if image.shape[:2] == (height, width):
         return image
-    pixels = torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0)
+    pixels = torch.from_numpy(image).unsqueeze(0).permute(0, 3, 1, 2)
     resized = interpolate(pixels, size=(height, width), mode="bicubic", align_corners=False, antialias=True)
-    return resized.squeeze(0).permute(1, 2, 0).contiguous().numpy()
+    return resized.permute(0, 2, 3, 1).squeeze(0).contiguous().numpy()

@@ -10,6 +10,7 @@ import numpy as np
 
 from tessera.preprocess.decode import Limits
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
+from tessera.sampling import SamplingParameters
 from tessera.tritonserver import tensors
 from tessera.tritonserver.deadline import deadline_ns
 from tessera.tritonserver.failures import error_response
@@ -44,6 +45,7 @@ class TritonPythonModel:
                 return _pong(received)
             sampling = tensors.json_value(request, "sampling_parameters", dict) or {}
             deadline = deadline_ns(request, sampling, received)
+            SamplingParameters.parse(sampling)  # the engine's, but it would refuse them only after all the other work
             prepared = self._preprocessor(read_request(request, sampling))
         except Exception as error:
             return error_response("preprocess", error)

@@ -44,7 +44,9 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         started = time.monotonic_ns()
-        items, stamps, waiting = [], [], {}
+        items: list[VisionItem] = []
+        stamps: list[list[int]] = []
+        waiting: dict[int, Responder] = {}
         for request in requests:
             responder = Responder(request)
             try:
