@@ -82,16 +82,19 @@ class Engine:
         from tessera.engine.execution.model_runner import ModelRunner
 
         checkpoint = read_config(folder)
+        stop_ids: Iterable[int] = checkpoint.eos_token_ids
         if tokenizer is None:
+            from tessera.family.prompt import stop_token_ids
             from tessera.family.tokenizer import Tokenizer
 
-            tokenizer = Tokenizer.from_folder(Path(folder))
+            tokenizer = own = Tokenizer.from_folder(Path(folder))
+            stop_ids = stop_token_ids(checkpoint, own)
         trained = checkpoint.text.max_position_embeddings
         max_model_len = config.max_model_len or trained
         if max_model_len > trained and (checkpoint.text.rope_scaling or {}).get("rope_type") != "dynamic":
             raise ConfigError(f"engine: max_model_len {max_model_len} exceeds the checkpoint's context of {trained}")
         runner = ModelRunner.from_checkpoint(checkpoint, config, max_model_len)
-        return cls(runner, tokenizer, config, max_model_len, checkpoint.eos_token_ids)
+        return cls(runner, tokenizer, config, max_model_len, stop_ids)
 
     def submit(self, request: Request) -> Sequence:
         """Queues a request.
