@@ -1,1 +1,22 @@
+"""What tests of several folders share: a real tritonserver, and a stand-in for its Python backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from fakes.backend import backend  # noqa: F401
+
+from tessera.launcher.options import ServerOptions
+from tessera.launcher.process import Server
+
+REPOSITORY = Path(__file__).resolve().parents[1] / "model_repository"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The project's own model repository with its default checkpoint, started once for all tests."""
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with Server(ServerOptions(REPOSITORY, http_port=0, grpc_port=0, metrics_port=0, log_path=log)) as running:
+        yield running

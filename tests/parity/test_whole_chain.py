@@ -1,4 +1,4 @@
-"""Preprocessor -> VisionEncoder -> Engine on tiny random checkpoints of each layout: transformers' logits and the twin's."""
+"""Preprocessor -> VisionEncoder -> Engine on tiny random checkpoints of each layout: the logits of transformers."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tessera.errors import InvalidRequest
 from tessera.preprocess.decode import Limits
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
 from tessera.sampling import SamplingParameters
@@ -45,11 +46,21 @@ class TritonPythonModel:
                 return _pong(received)
             sampling = tensors.json_value(request, "sampling_parameters", dict) or {}
             deadline = deadline_ns(request, sampling, received)
-            SamplingParameters.parse(sampling)  # the engine's, but it would refuse them only after all the other work
+            # The engine checks both again, but would refuse only after all the other work.
+            answer = SamplingParameters.parse(sampling).max_tokens
             prepared = self._preprocessor(read_request(request, sampling))
+            self._check_room(len(prepared.input_ids), answer)
         except Exception as error:
             return error_response("preprocess", error)
         return self._response(prepared, deadline, received)
+
+    def _check_room(self, prompt: int, answer: int) -> None:
+        context = self._preprocessor.prompts.context_length
+        if prompt + answer > context:
+            raise InvalidRequest(
+                f"{prompt} prompt tokens and max_tokens {answer} exceed the context of {context} tokens; "
+                "shorten the prompt, use fewer image tiles or lower max_tokens"
+            )
 
     def _response(self, prepared: Prepared, deadline: int, received: int) -> Any:
         import triton_python_backend_utils as pb_utils

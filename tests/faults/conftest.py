@@ -1,1 +1,0 @@
-from server.conftest import server  # noqa: F401
