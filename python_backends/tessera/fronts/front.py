@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,16 @@ from tessera.tritonserver.settings import StageSettings
 INPUTS = ("text_input", "messages", "image", "sampling_parameters", "exclude_input_in_output", "stream")
 OUTPUTS = ("text_output", "finish_reason", "usage", "timings", "logprobs")
 WATCH_SECONDS = 0.02
+CANCEL_AGAIN_SECONDS = 0.5
+
+
+@dataclass
+class Watched:
+    """A request whose client is watched. One cancel may come too early, while the request is not yet at the language
+    model, which knows nothing of it then; so it is sent again until the request ends."""
+
+    request_id: str
+    cancel_at: float = 0.0  # not before this, on time.monotonic's clock
 
 
 class Front:
@@ -35,7 +46,9 @@ class Front:
         self._name = settings.stage
         self._ensemble = settings.text("ensemble")
         self._pool = ThreadPoolExecutor(settings.integer("threads"), thread_name_prefix=self._name)
-        self._watched: dict[Responder, str] = {}
+        # Cancels have a thread of their own: the pool may be full of the very requests to cancel.
+        self._cancels = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-cancel")
+        self._watched: dict[Responder, Watched] = {}
         self._changed = threading.Condition()
         self._stopping = False
         self._watcher = threading.Thread(target=self._watch, name=f"{self._name}-watch", daemon=True)
@@ -55,6 +68,7 @@ class Front:
             self._changed.notify()
         self._watcher.join()
         self._pool.shutdown(wait=True)
+        self._cancels.shutdown(wait=True)
 
     def _take(self, request: Any, responder: Responder) -> None:
         if tensors.text(request, "PING") is not None:
@@ -85,7 +99,7 @@ class Front:
         import triton_python_backend_utils as pb_utils
 
         with self._changed:
-            self._watched[responder] = request_id
+            self._watched[responder] = Watched(request_id)
             self._changed.notify()
         try:
             call = pb_utils.InferenceRequest(
@@ -108,11 +122,11 @@ class Front:
                 if self._stopping:
                     return
                 watched = list(self._watched.items())
-            for responder, request_id in watched:
-                if responder.is_cancelled():
-                    with self._changed:
-                        self._watched.pop(responder, None)
-                    self._pool.submit(self._cancel, request_id)
+            for responder, request in watched:
+                now = time.monotonic()
+                if now >= request.cancel_at and responder.is_cancelled():
+                    request.cancel_at = now + CANCEL_AGAIN_SECONDS
+                    self._cancels.submit(self._cancel, request.request_id)
             time.sleep(WATCH_SECONDS)
 
     def _cancel(self, request_id: str) -> None:
