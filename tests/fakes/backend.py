@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -73,20 +73,10 @@ class Sender:
 
 
 class InferenceRequest:
-    """A request to a stage; or, with `model_name`, a call to another model, answered by `calls`."""
+    """A request as a stage gets it."""
 
-    calls: Callable[[InferenceRequest], Iterator[InferenceResponse]]
-
-    def __init__(
-        self,
-        inputs: list[Tensor],
-        request_id: str = "",
-        model_name: str = "",
-        requested_output_names: list[str] | None = None,
-        timeout: int = 0,
-    ) -> None:
-        self.tensors, self.id, self.model_name = inputs, request_id, model_name
-        self.microseconds = timeout
+    def __init__(self, inputs: list[Tensor], request_id: str = "", timeout: int = 0) -> None:
+        self.tensors, self.id, self.microseconds = inputs, request_id, timeout
         self.sender = Sender()
 
     def inputs(self) -> list[Tensor]:
@@ -101,17 +91,13 @@ class InferenceRequest:
     def get_response_sender(self) -> Sender:
         return self.sender
 
-    def exec(self, decoupled: bool) -> Iterator[InferenceResponse]:
-        assert decoupled
-        return InferenceRequest.calls(self)
-
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """The module, importable for the length of one test; `logged` holds what was written to the server's log."""
     module: Any = types.ModuleType("triton_python_backend_utils")
     module.Tensor, module.TritonError = Tensor, TritonError
-    module.InferenceResponse, module.InferenceRequest = InferenceResponse, InferenceRequest
+    module.InferenceResponse = InferenceResponse
     module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
     module.logged = []
     module.Logger = types.SimpleNamespace(log_error=module.logged.append)

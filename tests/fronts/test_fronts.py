@@ -1,157 +1,180 @@
-"""The fronts against a stand-in ensemble."""
+"""The fronts against a stand-in for the ensemble."""
 
 from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
-from fakes.backend import InferenceRequest, InferenceResponse, Tensor, TritonError, strings, wait_until
+from fakes.backend import InferenceRequest, Tensor, strings, wait_until
 
 from tessera.fronts import stream, unary
+from tessera_client import errors
+from tessera_client.messages import Delta, Request, Timings, Usage
+
+BOTH = [(unary, "vlm_unary"), (stream, "vlm_stream")]
+LAST = Delta("b", "stop", Usage(9, 2, 4), Timings(1, 2, 3, 4, 5, 6), [{"token_id": 7}])
 
 
-def started(kind, name):
+class Ensemble:
+    """A transport that answers with what `answer` yields, and notes what it was asked."""
+
+    def __init__(self, answer: Callable[[str], Iterable[Delta]]) -> None:
+        self.answer = answer
+        self.requests: dict[str, Request] = {}
+        self.cancelled: list[str] = []
+
+    def send(self, request: Request, request_id: str, timeout: float | None) -> Iterator[Delta]:
+        self.requests[request_id] = request
+        return iter(self.answer(request_id))
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+    def close(self) -> None:
+        pass
+
+
+def started(kind, name, ensemble, monkeypatch):
     front = kind.TritonPythonModel()
-    parameters = {"ensemble": {"string_value": "vlm"}, "threads": {"string_value": "4"}}
+    monkeypatch.setattr(front, "open_transport", lambda settings: ensemble)
+    parameters = {"threads": {"string_value": "4"}}
     front.initialize(
         {"model_name": name, "model_config": json.dumps({"parameters": parameters}), "model_repository": "/m"}
     )
     return front
 
 
-def chunk(text: str) -> InferenceResponse:
-    return InferenceResponse([strings("text_output", text.encode())])
+def outputs(response) -> dict[str, list]:
+    return {tensor.name(): tensor.as_numpy().tolist() for tensor in response.output_tensors()}
 
 
-def texts(request: InferenceRequest) -> list[bytes]:
-    return [response.output_tensors()[0].as_numpy()[0] for response in request.sender.responses]
-
-
-def test_unary_asks_for_one_response_and_hands_it_on(backend):
-    seen: list[InferenceRequest] = []
-
-    def ensemble(call):
-        seen.append(call)
-        return iter([chunk("yes"), InferenceResponse([])])
-
-    InferenceRequest.calls = ensemble
-    front = started(unary, "vlm_unary")
-    request = InferenceRequest([strings("text_input", b"?"), Tensor("stream", np.array([True]))], "mine")
+def test_unary_asks_for_one_response_and_hands_all_of_it_on(backend, monkeypatch):
+    ensemble = Ensemble(lambda _: [LAST])
+    front = started(unary, "vlm_unary", ensemble, monkeypatch)
+    given = [
+        strings("text_input", b"?"),
+        strings("image", b"one", b"two"),
+        strings("sampling_parameters", b"{}"),
+        Tensor("stream", np.array([True])),
+        Tensor("exclude_input_in_output", np.array([True])),
+    ]
+    request = InferenceRequest(given, "mine")
     front.execute([request])
     front.finalize()
-    assert texts(request) == [b"yes"]
+    assert ensemble.requests == {"mine": Request("?", None, (b"one", b"two"), "{}", stream=False, exclude_input=True)}
+    (response,) = request.sender.responses
     assert request.sender.final
-    (call,) = seen
-    assert call.model_name == "vlm"
-    assert call.id == "mine"
-    sent = {tensor.name(): tensor.as_numpy() for tensor in call.tensors}
-    assert set(sent) == {"text_input", "stream"}
-    assert sent["stream"].tolist() == [False]
+    assert outputs(response) == {
+        "text_output": [b"b"],
+        "finish_reason": [b"stop"],
+        "usage": [9, 2, 4],
+        "timings": [1, 2, 3, 4, 5, 6],
+        "logprobs": [b'[{"token_id": 7}]'],
+    }
 
 
-def test_stream_relays_every_response_and_then_ends(backend):
-    InferenceRequest.calls = lambda call: iter([chunk("a"), chunk("b"), InferenceResponse([])])
-    front = started(stream, "vlm_stream")
+def test_stream_relays_every_response_and_then_ends(backend, monkeypatch):
+    ensemble = Ensemble(lambda _: [Delta("a"), LAST])
+    front = started(stream, "vlm_stream", ensemble, monkeypatch)
     request = InferenceRequest([strings("text_input", b"?")])
     front.execute([request])
     front.finalize()
-    assert texts(request) == [b"a", b"b"]
+    first, last = (outputs(response) for response in request.sender.responses)
+    assert first["text_output"] == [b"a"] and first["finish_reason"] == [b""] and first["usage"] == [0, 0, 0]
+    assert last["text_output"] == [b"b"]
     assert request.sender.final
+    assert next(iter(ensemble.requests.values())).stream
 
 
-@pytest.mark.parametrize(("kind", "name"), [(unary, "vlm_unary"), (stream, "vlm_stream")])
-def test_an_error_of_the_ensemble_reaches_the_client_once(backend, kind, name):
-    # The call between models loses the code; the words keep it.
-    failure = TritonError("in ensemble 'vlm', INVALID_ARGUMENT: too many tiles", TritonError.INTERNAL)
-    InferenceRequest.calls = lambda call: iter([InferenceResponse([], failure), InferenceResponse([])])
-    front = started(kind, name)
+@pytest.mark.parametrize(("kind", "name"), BOTH)
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.InvalidRequest("too many tiles"), "INVALID_ARG"),
+        (errors.DeadlineExceeded("deadline exceeded after 5 ms"), "UNAVAILABLE"),
+        (errors.ConnectionFailed("the server is stopping"), "UNAVAILABLE"),
+        (errors.ProtocolError("no outputs"), "INTERNAL"),
+    ],
+)
+def test_an_error_of_the_ensemble_reaches_the_client_once_with_its_code(backend, monkeypatch, kind, name, error, code):
+    def fail(_):
+        raise error
+        yield
+
+    front = started(kind, name, Ensemble(fail), monkeypatch)
     request = InferenceRequest([])
     front.execute([request])
     front.finalize()
     (response,) = request.sender.responses
-    assert response.error().code() == "INVALID_ARG"
+    assert response.error().code() == code
+    assert error.message in response.error().message()
     assert request.sender.final
 
 
-@pytest.mark.parametrize(("kind", "name"), [(unary, "vlm_unary"), (stream, "vlm_stream")])
-def test_a_client_that_goes_away_cancels_its_request_by_id(backend, kind, name):
-    cancelled: list[bytes] = []
-    stopped = threading.Event()
+@pytest.mark.parametrize(("kind", "name"), BOTH)
+def test_a_client_that_goes_away_cancels_its_request_until_it_ends(backend, monkeypatch, kind, name):
+    """One cancel may come too early: a picture at the vision stage is nothing the language model knows."""
+    monkeypatch.setattr("tessera.fronts.front.CANCEL_AGAIN_SECONDS", 0.05)
 
-    def server(call):
-        if call.model_name == "language_model":
-            cancelled.append(call.tensors[0].as_numpy()[0])
-            stopped.set()
-            return iter([])
-        return working()
+    def working(_):
+        wait_until(lambda: len(ensemble.cancelled) >= 3)
+        yield Delta("", "cancelled")
 
-    def working():
-        yield chunk("a")
-        assert stopped.wait(5)
-
-    InferenceRequest.calls = server
-    front = started(kind, name)
+    ensemble = Ensemble(working)
+    front = started(kind, name, ensemble, monkeypatch)
     request = InferenceRequest([strings("text_input", b"?")], "theirs")
-    front.execute([request])
     request.sender.cancelled = True
+    front.execute([request])
     wait_until(lambda: request.sender.final)
     front.finalize()
-    assert set(cancelled) == {b"theirs"}
+    assert set(ensemble.cancelled) == {"theirs"}
+
+
+def test_two_requests_under_one_id_are_told_apart(backend, monkeypatch):
+    both = threading.Barrier(2)
+
+    def answer(request_id):
+        both.wait(5)
+        yield Delta(request_id, "stop")
+
+    ensemble = Ensemble(answer)
+    front = started(unary, "vlm_unary", ensemble, monkeypatch)
+    requests = [InferenceRequest([strings("text_input", b"?")], "same") for _ in range(2)]
+    front.execute(requests)
+    front.finalize()
+    answered = [outputs(request.sender.responses[0])["text_output"][0].decode() for request in requests]
+    assert len(set(answered)) == 2 and "same" in answered
+    assert set(answered) == set(ensemble.requests)
 
 
 @pytest.mark.parametrize(("kind", "name", "responses"), [(unary, "vlm_unary", 1), (stream, "vlm_stream", 0)])
-def test_a_ping_is_answered_by_the_front_itself(backend, kind, name, responses):
-    InferenceRequest.calls = lambda call: pytest.fail("a ping went on to the ensemble")
-    front = started(kind, name)
+def test_a_ping_is_answered_by_the_front_itself(backend, monkeypatch, kind, name, responses):
+    ensemble = Ensemble(lambda _: [LAST])
+    front = started(kind, name, ensemble, monkeypatch)
     request = InferenceRequest([strings("PING", b"?")])
     front.execute([request])
     front.finalize()
     assert request.sender.final
     assert len(request.sender.responses) == responses
+    assert not ensemble.requests
 
 
-def test_a_timeout_travels_in_the_sampling_parameters(backend):
-    calls: list[InferenceRequest] = []
-
-    def ensemble(call):
-        calls.append(call)
-        return iter([chunk("yes")])
-
-    InferenceRequest.calls = ensemble
-    front = started(unary, "vlm_unary")
+def test_a_timeout_travels_in_the_sampling_parameters(backend, monkeypatch):
+    ensemble = Ensemble(lambda _: [LAST])
+    front = started(unary, "vlm_unary", ensemble, monkeypatch)
     front.execute([InferenceRequest([strings("sampling_parameters", b'{"max_tokens": 3}')], timeout=500)])
     front.execute([InferenceRequest([strings("sampling_parameters", b"not json")], timeout=500)])
     front.finalize()
-    sent = [{t.name(): t.as_numpy()[0] for t in call.tensors if t.name() != "stream"} for call in calls]
-    found = {values["sampling_parameters"] for values in sent}
-    assert found == {b'{"timeout_us": 500, "max_tokens": 3}', b"not json"}
+    sent = {request.sampling for request in ensemble.requests.values()}
+    assert sent == {'{"timeout_us": 500, "max_tokens": 3}', "not json"}
 
 
-def test_a_cancel_that_came_too_early_is_sent_again(backend, monkeypatch):
-    """While a picture is still at the vision stage the language model does not know its request."""
-    monkeypatch.setattr("tessera.fronts.front.CANCEL_AGAIN_SECONDS", 0.05)
-    cancels: list[bytes] = []
-    stopped = threading.Event()
-
-    def server(call):
-        if call.model_name == "language_model":
-            cancels.append(call.tensors[0].as_numpy()[0])
-            if len(cancels) == 3:
-                stopped.set()
-            return iter([])
-        return working()
-
-    def working():
-        assert stopped.wait(5)
-        yield chunk("a")
-
-    InferenceRequest.calls = server
-    front = started(stream, "vlm_stream")
-    request = InferenceRequest([strings("text_input", b"?")], "theirs")
-    request.sender.cancelled = True
+def test_text_that_is_not_utf8_is_refused_here(backend, monkeypatch):
+    front = started(unary, "vlm_unary", Ensemble(lambda _: [LAST]), monkeypatch)
+    request = InferenceRequest([strings("text_input", b"\xff")])
     front.execute([request])
-    wait_until(lambda: request.sender.final)
     front.finalize()
-    assert cancels[:3] == [b"theirs"] * 3
+    assert request.sender.responses[0].error().code() == "INVALID_ARG"

@@ -76,13 +76,13 @@ def test_the_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     options = ServerOptions(tmp_path, checkpoint=Path("model"), environment={"TESSERA_X": "1"})
-    environment = server_environment(options, INSTALLATION)
+    environment = server_environment(options, INSTALLATION, 8001)
     assert environment["PATH"] == "/py:/usr/bin" and environment["LD_LIBRARY_PATH"] == "/l1:/l2:/mine"
     assert environment["TESSERA_CHECKPOINT"] == str(tmp_path / "model")
     assert environment["TESSERA_LANGUAGE_MODEL_THREADS"] == "3" and environment["TESSERA_X"] == "1"
     monkeypatch.delenv("LD_LIBRARY_PATH")
     bare = replace(INSTALLATION, library_path=())
-    assert "LD_LIBRARY_PATH" not in server_environment(options, bare)
+    assert "LD_LIBRARY_PATH" not in server_environment(options, bare, 8001)
 
 
 def test_shared_memory_is_modest_where_there_is_little(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-"""What both fronts share: forward a request to the ensemble, watch for clients that go away.
+"""What both fronts share: hand a request on to the ensemble, watch for clients that go away.
 
-Cancellation does not reach a step of an ensemble that has begun, so a front, which sees its own client leave, sends
-the language model a control request with the request's id.
+Cancellation does not reach a step of an ensemble that has begun, so a front, which sees its own client leave, sends the
+language model a control request with the request's id.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,24 @@ import numpy as np
 
 from tessera.tritonserver import tensors
 from tessera.tritonserver.deadline import KEY as TIMEOUT_KEY
-from tessera.tritonserver.failures import error_response, log_exception
+from tessera.tritonserver.failures import error_response, failure, log_exception
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.settings import StageSettings
+from tessera_client import errors
+from tessera_client.messages import Delta, Models, Request
+from tessera_client.transport import GrpcTransport, Transport
 
-INPUTS = ("text_input", "messages", "image", "sampling_parameters", "exclude_input_in_output", "stream")
-OUTPUTS = ("text_output", "finish_reason", "usage", "timings", "logprobs")
 WATCH_SECONDS = 0.02
 CANCEL_AGAIN_SECONDS = 0.5
+
+# The client's errors -> the status a front answers with; whatever is not here is INTERNAL.
+STATUS: dict[type[errors.TesseraClientError], str] = {
+    errors.InvalidRequest: "INVALID_ARGUMENT",
+    errors.Unavailable: "UNAVAILABLE",
+    errors.DeadlineExceeded: "UNAVAILABLE",
+    errors.ConnectionFailed: "UNAVAILABLE",
+    errors.Cancelled: "CANCELLED",
+}
 
 
 @dataclass
@@ -39,12 +49,12 @@ class Watched:
 
 
 class Front:
-    """Base of the two fronts: one thread of the pool relays one request; one more thread watches the clients."""
+    """Base of the two fronts: one thread of the pool hands on one request; one more thread watches the clients."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         settings = StageSettings(args)
         self._name = settings.stage
-        self._ensemble = settings.text("ensemble")
+        self._transport = self.open_transport(settings)
         self._pool = ThreadPoolExecutor(settings.integer("threads"), thread_name_prefix=self._name)
         # Cancels have a thread of their own: the pool may be full of the very requests to cancel.
         self._cancels = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-cancel")
@@ -69,46 +79,56 @@ class Front:
         self._watcher.join()
         self._pool.shutdown(wait=True)
         self._cancels.shutdown(wait=True)
+        self._transport.close()
 
-    def _take(self, request: Any, responder: Responder) -> None:
-        if tensors.text(request, "PING") is not None:
-            self.pong(responder)
-            return
-        inputs = self.inputs(request)
-        # An id of our own where the client gave none: it is what a control request names.
-        request_id = responder.request_id or uuid.uuid4().hex
-        self._pool.submit(self._serve, responder, inputs, request_id)
+    def open_transport(self, settings: StageSettings) -> Transport:
+        """The way to the ensemble; the connection itself is made by the first request."""
+        return GrpcTransport(settings.grpc_address, Models(vlm=settings.text("ensemble")))
 
-    def inputs(self, request: Any) -> list[Any]:
-        """The tensors to forward; a front may replace some."""
-        forwarded = {tensor.name(): tensor for tensor in request.inputs() if tensor.name() in INPUTS}
-        if request.timeout() > 0:
-            sampling = with_timeout(tensors.text(request, "sampling_parameters"), request.timeout())
-            forwarded["sampling_parameters"] = tensors.text_output("sampling_parameters", sampling)
-        return list(forwarded.values())
+    def wants_stream(self, request: Any) -> bool:
+        """Whether the ensemble is to answer in parts."""
+        raise NotImplementedError
 
     def pong(self, responder: Responder) -> None:
         """Answers a ping."""
         raise NotImplementedError
 
-    def relay(self, responses: Iterator[Any], responder: Responder) -> None:
+    def relay(self, deltas: Iterable[Delta], responder: Responder) -> None:
         """Sends on what the ensemble answers; must end the request."""
         raise NotImplementedError
 
-    def _serve(self, responder: Responder, inputs: list[Any], request_id: str) -> None:
-        import triton_python_backend_utils as pb_utils
-
+    def _take(self, request: Any, responder: Responder) -> None:
+        if tensors.text(request, "PING") is not None:
+            self.pong(responder)
+            return
+        forwarded = self._read(request)
         with self._changed:
+            # An id of our own where the client gave none, or one that is under way: it is what a control request
+            # names, and what tells the answers apart.
+            taken = {watched.request_id for watched in self._watched.values()}
+            own = responder.request_id and responder.request_id not in taken
+            request_id = responder.request_id if own else uuid.uuid4().hex
             self._watched[responder] = Watched(request_id)
             self._changed.notify()
+        self._pool.submit(self._serve, responder, forwarded, request_id)
+
+    def _read(self, request: Any) -> Request:
+        """The client's tensors, unchecked: that is for preprocess to do."""
+        sampling = tensors.text(request, "sampling_parameters")
+        return Request(
+            text=tensors.text(request, "text_input"),
+            messages=tensors.text(request, "messages"),
+            images=tuple(tensors.byte_strings(request, "image")),
+            sampling=with_timeout(sampling, request.timeout()) if request.timeout() > 0 else sampling,
+            stream=self.wants_stream(request),
+            exclude_input=tensors.flag(request, "exclude_input_in_output", False),
+        )
+
+    def _serve(self, responder: Responder, request: Request, request_id: str) -> None:
         try:
-            call = pb_utils.InferenceRequest(
-                model_name=self._ensemble,
-                requested_output_names=list(OUTPUTS),
-                inputs=inputs,
-                request_id=request_id,
-            )
-            self.relay(call.exec(decoupled=True), responder)
+            self.relay(self._transport.send(request, request_id, timeout=None), responder)
+        except errors.TesseraClientError as error:
+            responder.send(failure(STATUS.get(type(error), "INTERNAL"), error.message), final=True)
         except Exception as error:
             responder.send(error_response(self._name, error), final=True)
         finally:
@@ -130,22 +150,36 @@ class Front:
             time.sleep(WATCH_SECONDS)
 
     def _cancel(self, request_id: str) -> None:
-        import triton_python_backend_utils as pb_utils
-
         try:
-            control = pb_utils.InferenceRequest(
-                model_name="language_model",
-                requested_output_names=[],
-                inputs=[pb_utils.Tensor("CANCEL", np.array([request_id.encode()], dtype=np.object_))],
-            )
-            for _ in control.exec(decoupled=True):
-                pass
+            self._transport.cancel(request_id)
         except Exception as error:
             log_exception(self._name, error)
 
 
+def response(delta: Delta) -> Any:
+    """One response of the ensemble as a response of a front."""
+    import triton_python_backend_utils as pb_utils
+
+    usage, timings = delta.usage, delta.timings
+    spent = (
+        (timings.preprocess, timings.vision_queue, timings.vision, timings.queue, timings.first_token, timings.decode)
+        if timings
+        else (0.0,) * 6
+    )
+    tokens = (usage.prompt_tokens, usage.completion_tokens, usage.image_tokens) if usage else (0, 0, 0)
+    return pb_utils.InferenceResponse(
+        output_tensors=[
+            tensors.text_output("text_output", delta.text),
+            tensors.text_output("finish_reason", delta.finish_reason),
+            tensors.output("usage", np.array(tokens, dtype=np.int32)),
+            tensors.output("timings", np.array(spent, dtype=np.float32)),
+            tensors.text_output("logprobs", json.dumps(delta.logprobs) if delta.logprobs else ""),
+        ]
+    )
+
+
 def with_timeout(sampling: str | None, microseconds: int) -> str:
-    """sampling_parameters with the request's timeout, which a call between models would lose.
+    """sampling_parameters with the request's timeout, which ends the request on the server and not here.
 
     What is no JSON object stays as it is: preprocess says what is wrong with it.
     """

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from tessera.fronts.front import Front
-from tessera.fronts.unary import own_tensors
-from tessera.tritonserver.failures import relayed
+from tessera.fronts.front import Front, response
+from tessera.tritonserver import tensors
 from tessera.tritonserver.responder import Responder
+from tessera_client.messages import Delta
 
 
 class TritonPythonModel(Front):
     """Relays each response as it comes."""
 
+    def wants_stream(self, request: Any) -> bool:
+        return tensors.flag(request, "stream", True)
+
     def pong(self, responder: Responder) -> None:
         responder.finish()
 
-    def relay(self, responses: Iterator[Any], responder: Responder) -> None:
-        import triton_python_backend_utils as pb_utils
-
-        for response in responses:
-            if response.has_error():
-                responder.send(relayed(response.error().message()), final=True)
-            elif response.output_tensors():
-                responder.send(pb_utils.InferenceResponse(output_tensors=own_tensors(response)), final=False)
+    def relay(self, deltas: Iterable[Delta], responder: Responder) -> None:
+        for delta in deltas:
+            responder.send(response(delta), final=False)
         responder.finish()

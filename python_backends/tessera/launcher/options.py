@@ -148,9 +148,12 @@ def closed_doors(extra_flags: tuple[str, ...]) -> list[str]:
     return flags
 
 
-def server_environment(options: ServerOptions, installation: Installation) -> dict[str, str]:
+def server_environment(options: ServerOptions, installation: Installation, grpc_port: int) -> dict[str, str]:
     """The environment of tritonserver and its stubs: ours, with the interpreter first in PATH."""
     environment = {**os.environ, **options.environment}
+    # The fronts reach the ensemble as clients of this same server.
+    host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
+    environment["TESSERA_GRPC_ADDRESS"] = f"{host}:{grpc_port}"
     if options.checkpoint is not None:
         environment["TESSERA_CHECKPOINT"] = str(options.checkpoint.resolve())
     for name, folders in (

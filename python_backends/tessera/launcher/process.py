@@ -209,7 +209,7 @@ class Server:
                 str(installation.binary),
                 *server_flags(self.options, installation, ports, self.shm_prefix),
             ],
-            "environment": server_environment(self.options, installation),
+            "environment": server_environment(self.options, installation, self.grpc_port),
             # The stubs have the server's folder on sys.path: so model.py finds this package, installed or not.
             "folder": str(Path(tessera.__file__).resolve().parent.parent),
             "shm_prefix": self.shm_prefix,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from tessera.errors import InvalidRequest, Unavailable
@@ -14,7 +13,6 @@ CODES = {
     "CANCELLED": "CANCELLED",
     "INTERNAL": "INTERNAL",
 }
-_STATUS = re.compile(rf"\b({'|'.join(CODES)}): ")
 
 
 def error_response(stage: str, error: BaseException) -> Any:
@@ -33,25 +31,15 @@ def error_response(stage: str, error: BaseException) -> Any:
 def failure(status: str, message: str) -> Any:
     """An InferenceResponse with one error, whose words begin with its status.
 
-    gRPC streams, the generate endpoints and calls between models hand on an error's words but not its code.
+    gRPC streams and the generate endpoints hand on an error's words but not its code.
 
     Args:
         status: one of CODES.
         message: what the client reads.
     """
-    return _response(status, f"{status}: {message}")
-
-
-def relayed(message: str) -> Any:
-    """Another model's error as a response of one's own; its code, lost on the way, is read from its words."""
-    found = _STATUS.search(message)
-    return _response(found[1] if found else "INTERNAL", message)
-
-
-def _response(status: str, words: str) -> Any:
     import triton_python_backend_utils as pb_utils
 
-    error = pb_utils.TritonError(words, getattr(pb_utils.TritonError, CODES[status]))
+    error = pb_utils.TritonError(f"{status}: {message}", getattr(pb_utils.TritonError, CODES[status]))
     return pb_utils.InferenceResponse(output_tensors=[], error=error)
 
 

@@ -40,6 +40,11 @@ class StageSettings:
         value = self._environment.get("TESSERA_CHECKPOINT") or self.text("checkpoint")
         return (self._model_folder.parent / value).resolve()
 
+    @property
+    def grpc_address(self) -> str:
+        """host:port of this server's own gRPC service; `tessera serve` says it in the environment."""
+        return self._environment.get("TESSERA_GRPC_ADDRESS") or self.text("grpc_address")
+
     def text(self, name: str) -> str:
         override = self._environment.get(f"TESSERA_{self.stage}_{name}".upper())
         if override is not None:
