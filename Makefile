@@ -36,7 +36,7 @@ test-faults: $(ONNX)
 
 # 30 minutes of mixed load; memory must stay flat and every request be answered
 soak: $(ONNX)
-	$(PY) loadtest/soak.py
+	$(PY) loadtest/soak.py $(if $(MINUTES),--minutes $(MINUTES))
 
 # 10 minutes of new mutated inputs against a running server
 fuzz: $(ONNX)

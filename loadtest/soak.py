@@ -27,7 +27,7 @@ from workloads import picture
 
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
-from tessera_client import Client, InvalidRequest, Models, Retry, TesseraClientError
+from tessera_client import Client, InvalidRequest, Models, Retry
 
 ALLOWED_PCT = 5.0
 ALLOWED_DESCRIPTORS = 16
@@ -122,7 +122,9 @@ class Traffic:
         return picture(dice.randrange(64, 640), dice.randrange(64, 640), (self._seed, dice.getrandbits(63)))
 
     def _short(self, dice: random.Random, client: Client) -> str:
-        return whole(client.ask(self._picture(dice), QUESTION, max_tokens=4, max_tiles=dice.randint(1, 4)).finish_reason)
+        return whole(
+            client.ask(self._picture(dice), QUESTION, max_tokens=4, max_tiles=dice.randint(1, 4)).finish_reason
+        )
 
     def _long(self, dice: random.Random, client: Client) -> str:
         length = dice.randrange(80, 200)
@@ -279,25 +281,53 @@ def drain(server: Server, accepted: int) -> tuple[int, int]:
     return books
 
 
+def row(name: str, values: Sequence[float], rest: str = "") -> str:
+    """One line of the report; ``values`` in bytes."""
+    first, last = ends(values)
+    numbers = f"{first / 1e6:11.1f} MB{last / 1e6:9.1f} MB{growth_pct(values):+8.2f}%"
+    return f"{name:18}{numbers}{rest:20}   {sparkline(values)}"
+
+
 def report(watch: Watch) -> list[str]:
     """Prints what was seen; returns what was not flat."""
     faults = []
     print(f"{'':18}{'after warm-up':>14}{'at the end':>12}{'growth':>9}{'PSS':>9}{'files':>11}   MB over the run")
     for name, values in watch.rss.items():
-        (first, last), growth = ends(values), growth_pct(values)
-        files = ends(watch.descriptors[name])
-        print(
-            f"{name:18}{first / 1e6:11.1f} MB{last / 1e6:9.1f} MB{growth:+8.2f}%{ends(watch.pss[name])[1] / 1e6:6.0f} MB"
-            f"{files[0]:5.0f}>{files[1]:<5.0f}   {sparkline(values)}"
-        )
-        if growth > ALLOWED_PCT:
+        before, after = ends(watch.descriptors[name])
+        print(row(name, values, f"{ends(watch.pss[name])[1] / 1e6:6.0f} MB{before:5.0f}>{after:<5.0f}"))
+        if (growth := growth_pct(values)) > ALLOWED_PCT:
             faults.append(f"the memory of {name} grew by {growth:.2f}%")
-        if files[1] - files[0] > ALLOWED_DESCRIPTORS:
-            faults.append(f"the open files of {name} grew from {files[0]:.0f} to {files[1]:.0f}")
-    (first, last), growth = ends(watch.shared), growth_pct(watch.shared)
-    print(f"{'shared memory':18}{first / 1e6:11.1f} MB{last / 1e6:9.1f} MB{growth:+8.2f}%{'':20}   {sparkline(watch.shared)}")
-    if growth > ALLOWED_PCT:
+        if after - before > ALLOWED_DESCRIPTORS:
+            faults.append(f"the open files of {name} grew from {before:.0f} to {after:.0f}")
+    print(row("shared memory", watch.shared))
+    if (growth := growth_pct(watch.shared)) > ALLOWED_PCT:
         faults.append(f"shared memory grew by {growth:.2f}%")
+    return faults
+
+
+def soak(server: Server, traffic: Traffic, watch: Watch, seconds: float, concurrency: int) -> list[str]:
+    """Runs the load for so long, then lets it drain. Returns what is wrong with the server and the books."""
+    started = time.monotonic()
+    traffic.start(concurrency)
+    watch.start()
+    next_word = 60.0
+    while (elapsed := time.monotonic() - started) < seconds and not watch.lost:
+        time.sleep(0.5)
+        if elapsed > next_word:
+            next_word += 60.0
+            print(f"{elapsed / 60:.0f} min: ended {dict(traffic.ended)}", file=sys.stderr, flush=True)
+    watch.stop()
+    traffic.stop()
+    faults = [watch.lost] if watch.lost else []
+    try:
+        ended, in_flight = drain(server, traffic.accepted)
+        if (ended, in_flight) != (traffic.accepted, 0):
+            books = f"the language model ended {ended} requests and holds {in_flight}"
+            faults.append(f"{books}, but {traffic.accepted} were answered or left")
+    except OSError as error:
+        faults.append(f"the metrics page is gone: {error}")
+    if (failure := server.failure()) and failure not in faults:
+        faults.append(failure)
     return faults
 
 
@@ -320,38 +350,15 @@ def main() -> int:
         metrics_port=0,
         environment=dict(entry.split("=", 1) for entry in arguments.set),
     )
+    started = time.monotonic()
     with Server(options) as server:
         traffic, watch = Traffic(server, arguments.seed), Watch(server, arguments.interval)
-        started = time.monotonic()
-        traffic.start(arguments.concurrency)
-        watch.start()
-        next_word = 60.0
-        while (elapsed := time.monotonic() - started) < 60 * arguments.minutes and not watch.lost:
-            time.sleep(0.5)
-            if elapsed > next_word:
-                next_word += 60.0
-                words = f"{elapsed / 60:.0f} min: {traffic.requests} requests, {dict(traffic.ended)}"
-                print(words, file=sys.stderr, flush=True)
-        watch.stop()
-        traffic.stop()
-        faults = [watch.lost] if watch.lost else []
-        try:
-            ended, in_flight = drain(server, traffic.accepted)
-        except OSError as error:
-            ended, in_flight = 0, 0
-            faults.append(f"the metrics page is gone: {error}")
-        failure = server.failure()
+        faults = soak(server, traffic, watch, 60 * arguments.minutes, arguments.concurrency)
     minutes = (time.monotonic() - started) / 60
     faults += report(watch)
-    if failure:
-        faults.append(failure)
-    if (ended, in_flight) != (traffic.accepted, 0):
-        faults.append(
-            f"the language model ended {ended} requests and holds {in_flight}, but {traffic.accepted} were answered or left"
-        )
     faults += [f"{count} x {fault}" for fault, count in traffic.faults.most_common(10)]
-    if traffic.unanswered and not traffic.faults:
-        faults.append(f"{traffic.unanswered} requests never ended")
+    if traffic.unanswered > sum(traffic.faults.values()):
+        faults.append(f"{traffic.unanswered - sum(traffic.faults.values())} requests never ended")
     print(f"{traffic.requests} requests sent: {dict(traffic.sent)}; ended: {dict(traffic.ended)}")
     command = f"make soak MINUTES={arguments.minutes:g}"
     notes = {"concurrency": arguments.concurrency, "settings": arguments.set}

@@ -27,17 +27,13 @@ def cell(seed: int, split: str, labels: bool) -> np.ndarray:
             x0, y0, x1, y1 = (round(b * scale) for b in box)
             colour = (0, 0, 255) if name in HAZARDS else (0, 160, 0)
             cv2.rectangle(small, (x0, y0), (x1, y1), colour, 1)
-            cv2.putText(
-                small, name, (x0, max(y0 - 2, 8)), cv2.FONT_HERSHEY_PLAIN, 0.7, colour, 1, cv2.LINE_AA
-            )
+            cv2.putText(small, name, (x0, max(y0 - 2, 8)), cv2.FONT_HERSHEY_PLAIN, 0.7, colour, 1, cv2.LINE_AA)
     out = np.full((CELL, CELL, 3), 255, np.uint8)
     out[: size[1], : size[0]] = small
     asked = questions(scene)
     question = asked[seed % len(asked)]
     for i, text in enumerate((f"{seed}: {scene.width}x{scene.height}", f"{question.text} {question.answer}")):
-        cv2.putText(
-            out, text[:80], (2, CELL - 22 + 16 * i), cv2.FONT_HERSHEY_PLAIN, 0.8, (0, 0, 0), 1, cv2.LINE_AA
-        )
+        cv2.putText(out, text[:80], (2, CELL - 22 + 16 * i), cv2.FONT_HERSHEY_PLAIN, 0.8, (0, 0, 0), 1, cv2.LINE_AA)
     return out
 
 
@@ -51,9 +47,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="the PNG file to write")
     given = parser.parse_args()
     cv2.setNumThreads(1)
-    cells = [
-        cell(given.seed + i, given.split, not given.no_labels) for i in range(given.columns * given.rows)
-    ]
+    cells = [cell(given.seed + i, given.split, not given.no_labels) for i in range(given.columns * given.rows)]
     rows = [np.hstack(cells[i : i + given.columns]) for i in range(0, len(cells), given.columns)]
     cv2.imwrite(given.out, np.vstack(rows))
 

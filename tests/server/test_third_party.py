@@ -47,7 +47,17 @@ def generate_body(picture: bytes | None, text: str = QUESTION, **sampling) -> st
 
 def curl(url: str, body: str | None = None) -> tuple[int, str]:
     """Status and body, as curl had them; what is sent goes over its standard input."""
-    command = ["curl", "--silent", "--show-error", "--no-buffer", "--max-time", "60", "--write-out", "\n%{http_code}", url]
+    command = [
+        "curl",
+        "--silent",
+        "--show-error",
+        "--no-buffer",
+        "--max-time",
+        "60",
+        "--write-out",
+        "\n%{http_code}",
+        url,
+    ]
     if body is not None:
         command += ["--header", "Content-Type: application/json", "--data-binary", "@-"]
     run = subprocess.run(command, input=body, capture_output=True, text=True, check=True)
@@ -231,7 +241,9 @@ def test_contents_of_requests_never_reach_the_log(server, picture):
 
 def test_the_server_listens_on_loopback_only(server):
     """By the kernel's table: local addresses of listening sockets, little-endian hexadecimal."""
-    ports = {int(url.rpartition(":")[2].partition("/")[0]) for url in (server.http_url, server.grpc_url, server.metrics_url)}
+    ports = {
+        int(url.rpartition(":")[2].partition("/")[0]) for url in (server.http_url, server.grpc_url, server.metrics_url)
+    }
     found = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -247,7 +259,9 @@ def test_the_server_listens_on_loopback_only(server):
 def test_the_administrative_endpoints_are_closed(server, tmp_path):
     """tritonserver lets whoever may load a model run code of his own: file contents come with the request."""
     witness = tmp_path / "ran"
-    code = f"open({str(witness)!r}, 'w').close()\nclass TritonPythonModel:\n    def execute(self, requests): return []\n"
+    code = (
+        f"open({str(witness)!r}, 'w').close()\nclass TritonPythonModel:\n    def execute(self, requests): return []\n"
+    )
     config = {
         "name": "stranger",
         "backend": "python",

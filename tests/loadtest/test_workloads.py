@@ -1,0 +1,71 @@
+"""The standard workloads: their numbers, and pictures of which no two are alike."""
+
+from __future__ import annotations
+
+import threading
+
+import cv2
+import numpy as np
+import pytest
+from workloads import PROMPT, WORKLOADS, Pictures, Workload, picture
+
+
+def test_the_workloads_are_the_standard_ones():
+    shapes = {name: (w.width, w.height, w.tokens, w.concurrency, w.max_tiles) for name, w in WORKLOADS.items()}
+    assert shapes == {
+        "W1": (448, 448, 4, 256, None),
+        "W2": (480, 320, 4, 256, 12),
+        "W3": (1920, 1080, 4, 192, None),
+        "W4a": (448, 448, 256, 64, None),
+        "W4b": (448, 448, 256, 10, None),
+    }
+    assert PROMPT.startswith("You are inspecting a rental flat for safety.")
+    assert PROMPT.endswith("is there an exposed electrical wire, yes or no?")
+
+
+def test_a_run_is_long_enough_to_count():
+    for workload in WORKLOADS.values():
+        assert workload.requests >= 5 * workload.concurrency
+        assert workload.warm_up >= 1.5 * workload.concurrency
+
+
+def test_answers_have_a_fixed_length_and_are_greedy():
+    assert WORKLOADS["W2"].sampling == {"temperature": 0, "ignore_eos": True, "max_tokens": 4, "max_tiles": 12}
+    assert "max_tiles" not in WORKLOADS["W1"].sampling
+    assert [name for name, workload in WORKLOADS.items() if workload.streamed] == ["W4a", "W4b"]
+
+
+@pytest.mark.parametrize(("width", "height"), [(448, 448), (480, 320), (33, 65)])
+def test_a_picture_is_a_jpeg_of_its_size_smooth_with_noise(width, height):
+    encoded = picture(width, height, (1, 2))
+    assert encoded[:2] == b"\xff\xd8"
+    pixels = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR)
+    assert pixels.shape == (height, width, 3)
+    assert pixels.std() > 20  # something is in it
+    steps = np.abs(np.diff(pixels.astype(np.int16), axis=1))
+    assert 0 < steps.mean() < 15  # neighbours are alike, but not equal
+
+
+def test_equal_seeds_give_equal_pictures_and_others_do_not():
+    assert picture(64, 64, (3, 1)) == picture(64, 64, (3, 1))
+    assert len({picture(64, 64, (seed, number)) for seed in range(8) for number in range(8)}) == 64
+
+
+def test_the_dealer_never_deals_one_twice_whatever_the_threads():
+    small = Workload("small", 48, 32, tokens=1, concurrency=1)
+    pictures = Pictures(small, seed=5, stock=20)
+    assert pictures.left == 20
+    dealt: list[bytes] = []
+
+    def draw() -> None:
+        for _ in range(15):
+            dealt.append(pictures.deal())
+
+    threads = [threading.Thread(target=draw) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pictures.left == 0
+    assert len(set(dealt)) == 60
+    assert not set(dealt) & {Pictures(small, seed=6).deal() for _ in range(10)}
