@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,8 @@ def test_the_heldout_set_is_rendered_by_workers_and_kept(tmp_path: Path, monkeyp
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(textwrap.dedent(SCENE))
     monkeypatch.chdir(package)  # found from anywhere inside the checkout
+    for name in [name for name in sys.modules if name.partition(".")[0] == "scene"]:
+        monkeypatch.delitem(sys.modules, name)  # the real one, which other tests use
     seen: list[tuple[int, int]] = []
 
     def drawn() -> list[Item]:

@@ -38,7 +38,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launched(repository: Path, tmp_path: Path) -> Iterator[Launched]:
     # The user's own choice of a control mode, in which models can be unloaded, is left to stand.
     explicit = ("--", "--model-control-mode=explicit", "--load-model=*")
-    running = Launched(repository, tmp_path / "log", "--ping-interval", "0.1", "--ping-timeout", "1", *explicit)
+    running = Launched(repository, tmp_path / "log", "--ping-interval", "0.1", "--ping-timeout", "2", *explicit)
     yield running
     running.process.kill()
     running.process.communicate()
@@ -82,7 +82,7 @@ def test_a_stage_that_hangs_is_restarted_on_the_same_ports(
     assert wait_until(lambda: health(launched)["state"] == "ready")
     assert ask(launched, "again") == "again"  # at the address of the first line
     after = health(launched)
-    assert after["restarts"] == 1 and after["reason"].startswith("pinged has not answered for 1 s")
+    assert after["restarts"] == 1 and after["reason"].startswith("pinged has not answered for 2 s")
     assert after["stages"]["pinged_0_0"]["pid"] != before["stages"]["pinged_0_0"]["pid"]
     launched.process.terminate()
     output, errors = launched.process.communicate(timeout=10)
