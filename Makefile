@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 ONNX := model_repository/vision_encoder/1/model.onnx
 CHECKPOINT := build/default_model/checkpoint
 
-.PHONY: env demo serve test lint types test-faults test-gpu soak fuzz bench-cpu bench-recall parity record report clean
+.PHONY: env demo serve test lint types test-faults test-gpu soak fuzz bench-cpu bench-serve bench-kernels bench-engine gpu-sharing bench-recall parity record report clean
 
 env: $(VENV)/.ready
 
@@ -55,6 +55,23 @@ test-gpu: $(ONNX)
 
 bench-cpu: $(ONNX)
 	$(PY) loadtest/bench_cpu.py
+
+# the engine alone on one GPU, ceilings beside the figures; ENGINE="--parts decode --quick" for other settings
+bench-engine: $(VENV)/.ready
+	$(PY) loadtest/bench_engine.py $(ENGINE)
+
+# a standard workload through the server on a GPU; W=W4a, SERVE="--gpus 0,1" for other settings
+bench-serve: $(VENV)/.ready
+	$(PY) loadtest/bench_serve.py --workloads $(or $(W),W1) $(SERVE)
+
+# the triton kernels one by one on a GPU
+bench-kernels: $(VENV)/.ready
+	$(PY) loadtest/bench_kernels.py
+	$(PY) loadtest/bench_attention.py
+
+# what two processes lose that share one GPU
+gpu-sharing: $(VENV)/.ready
+	$(PY) loadtest/gpu_sharing.py
 
 # recall of the held-out set through the ensemble; N=300 for a part of it, RECALL="..." for other settings
 bench-recall: $(ONNX)

@@ -1,5 +1,7 @@
 """`make bench-cpu`: the ensemble against a `transformers` loop: same checkpoint, pictures, questions, machine, run.
 
+Two parts: distinct pictures with a question each, and a quarter of the pictures with four questions each, where the
+ensemble's caches may help. Each part has a server of its own.
 The loop is what a user would write: processor, generate (greedy), decode, one picture after the other. It gets whatever
 number of threads is fastest for it on the warm-up pictures (on some machines one thread beats two).
 The ensemble gets the same JPEG bytes over gRPC from `--concurrency` callers at once. Both are warmed up first, and
@@ -14,6 +16,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import figures
 import torch
@@ -30,14 +33,31 @@ MAX_TOKENS = 8
 Job = tuple[bytes, str]
 
 
-def jobs(pictures: int) -> list[Job]:
+def distinct(pictures: int) -> list[Job]:
     """Distinct held-out pictures, spread over the whole set, each with its question (no descriptions)."""
+    return [(picture, item.question) for item, picture in heldout_pictures(pictures)]
+
+
+def four_questions(pictures: int) -> list[Job]:
+    """Distinct held-out pictures, each with four questions of different kinds, one after the other."""
+    import scene
+
+    work = []
+    for item, picture in heldout_pictures(pictures):
+        asked = [q for q in scene.questions(scene.sample(item.scene_seed, "heldout")) if q.kind != "description"]
+        # Questions come in order of their kinds, so that equal strides reach several of them.
+        work += [(picture, asked[len(asked) * place // 4].text) for place in range(4)]
+    return work
+
+
+def heldout_pictures(count: int) -> list[tuple[Any, bytes]]:
+    """So many items spread over the held-out set, and their pictures as JPEG."""
     import scene
 
     items = [item for item in scene.heldout() if item.kind != "description"]
-    chosen = items[:: len(items) // pictures][:pictures]
+    chosen = items[:: len(items) // count][:count]
     return [
-        (scene.encode_jpeg(scene.sample(item.scene_seed, "heldout")), item.question)
+        (item, scene.encode_jpeg(scene.sample(item.scene_seed, "heldout")))
         for item in track(chosen, "rendering pictures", transient=True)
     ]
 
@@ -85,49 +105,55 @@ def load_transformers() -> None:
     PROCESSOR = load_processor(CHECKPOINT)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pictures", type=int, default=128)
-    parser.add_argument("--concurrency", type=int, default=16)
-    arguments = parser.parse_args()
-    work = jobs(arguments.pictures)
-    warm_up = work[: arguments.concurrency]
-    load_transformers()
-
+def compare(metric: str, work: list[Job], concurrency: int) -> None:
+    """Gives the jobs to both and reports how many times faster the ensemble is."""
+    # Caches may help with the jobs themselves only, so the warm-up shows other bytes of the same scenes.
+    warm_up = [(jpeg + b"\0", question) for jpeg, question in work[:concurrency]]
     threads = fastest_threads(warm_up)
     torch.set_num_threads(threads)
     started = time.perf_counter()
     theirs = transformers_loop(work)
     loop_seconds = time.perf_counter() - started
 
-    # Distinct pictures: caches must not help, so the warm-up shows the ensemble other bytes of the same scenes.
     options = ServerOptions(
         model_repository=figures.ROOT / "model_repository", http_port=0, grpc_port=0, metrics_port=0
     )
     with Server(options) as server, Client(server.grpc_url) as client:
-        ensemble(client, [(jpeg + b"\0", question) for jpeg, question in warm_up], arguments.concurrency)
+        ensemble(client, warm_up, concurrency)
         started = time.perf_counter()
-        ours = ensemble(client, work, arguments.concurrency)
+        ours = ensemble(client, work, concurrency)
         ensemble_seconds = time.perf_counter() - started
 
     count = len(work)
     same = sum(a == b for a, b in zip(ours, theirs))
-    print(
-        f"transformers loop {count / loop_seconds:.2f} pictures/s, ensemble {count / ensemble_seconds:.2f} pictures/s,"
-    )
+    print(f"transformers loop {count / loop_seconds:.2f} req/s, ensemble {count / ensemble_seconds:.2f} req/s,")
     print(f"{same} of {count} answers the same")
     figures.emit(
-        "cpu.ratio_distinct",
+        metric,
         round(loop_seconds / ensemble_seconds, 3),
         "ratio",
         command="make bench-cpu",
-        pictures=count,
-        concurrency=arguments.concurrency,
+        pictures=len({jpeg for jpeg, _ in work}),
+        questions=count,
+        concurrency=concurrency,
         transformers_threads=threads,
         transformers_req_s=round(count / loop_seconds, 3),
         ensemble_req_s=round(count / ensemble_seconds, 3),
         same_answers=same,
     )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=("distinct", "4-questions", "both"), default="both")
+    parser.add_argument("--questions", type=int, default=128)
+    parser.add_argument("--concurrency", type=int, default=16)
+    arguments = parser.parse_args()
+    load_transformers()
+    if arguments.part != "4-questions":
+        compare("cpu.ratio_distinct", distinct(arguments.questions), arguments.concurrency)
+    if arguments.part != "distinct":
+        compare("cpu.ratio_4_questions", four_questions(arguments.questions // 4), arguments.concurrency)
     return 0
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "loadtest" / "results" / "metrics.jsonl"
 PACKAGES = (
     "torch",
+    "triton",
     "transformers",
     "onnxruntime",
     "tokenizers",
@@ -52,6 +54,7 @@ def emit(metric: str, value: float, unit: str, command: str, ceiling: float | No
     print(json.dumps(line), flush=True)
 
 
+@cache
 def machine() -> str:
     """The processor, its cores and, where there is one, the GPU."""
     cores = f"{os.cpu_count()} cores"
@@ -69,6 +72,7 @@ def machine() -> str:
     return f"{model}, {cores}"
 
 
+@cache
 def versions() -> dict[str, str]:
     """Python's and the installed packages' versions."""
     found = {"python": platform.python_version()}
@@ -80,6 +84,7 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache
 def commit() -> str | None:
     """The checked-out commit, marked when the tree differs from it; None outside a git checkout."""
     try:

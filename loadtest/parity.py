@@ -46,25 +46,26 @@ class Ours:
             Engine.from_checkpoint(checkpoint, EngineConfig(dtype="float32", threads=2)),
         )
 
-    def tokens(self, jpeg: bytes, question: str) -> tuple[Prepared, list[int]]:
-        """The prepared request and the greedy token ids of its answer."""
+    def request(self, jpeg: bytes, question: str, sampling: SamplingParameters) -> tuple[Prepared, Request]:
+        """What the first two stages make of a picture and a question."""
         prepared = self.preprocessor(PreprocessRequest(text=question, messages=None, images=[jpeg], tile_policy=None))
         (rows,) = self.encoder.encode([VisionItem(prepared.pixels, prepared.plan, prepared.digest)])
-        self.engine.submit(
-            Request(
-                request_id="",
-                input_ids=prepared.input_ids,
-                spans=prepared.spans,
-                embeddings=rows,
-                digest=prepared.digest,
-                sampling=SamplingParameters(max_tokens=MAX_TOKENS),
-            )
+        return prepared, Request(
+            request_id="",
+            input_ids=prepared.input_ids,
+            spans=prepared.spans,
+            embeddings=rows,
+            digest=prepared.digest,
+            sampling=sampling,
         )
-        tokens: list[int] = []
+
+    def tokens(self, jpeg: bytes, question: str) -> tuple[Prepared, list[int]]:
+        """The prepared request and the greedy token ids of its answer."""
+        prepared, request = self.request(jpeg, question, SamplingParameters(max_tokens=MAX_TOKENS))
+        sequence = self.engine.submit(request)
         while self.engine.has_work():
-            for event in self.engine.step():
-                tokens += event.token_ids
-        return prepared, tokens
+            self.engine.step()
+        return prepared, sequence.outputs
 
 
 @dataclass

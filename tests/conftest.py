@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from fakes.backend import backend  # noqa: F401
 
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels then run without a GPU
 
 REPOSITORY = Path(__file__).resolve().parents[1] / "model_repository"
 

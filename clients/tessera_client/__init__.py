@@ -26,7 +26,7 @@ from tessera_client.errors import (
     TesseraClientError,
     Unavailable,
 )
-from tessera_client.messages import Answer, Delta, Models, ModelStatus, ServerStatus, Timings, Usage
+from tessera_client.messages import Answer, Delta, LabelScore, Models, ModelStatus, ServerStatus, Timings, Usage
 from tessera_client.retry import Retry
 from tessera_client.streaming import AsyncStream, Stream
 
@@ -43,6 +43,7 @@ __all__ = [
     "DeadlineExceeded",
     "Delta",
     "InvalidRequest",
+    "LabelScore",
     "ModelStatus",
     "Models",
     "ProtocolError",

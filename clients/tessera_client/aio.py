@@ -41,14 +41,14 @@ class AsyncClient:
 
     def __init__(
         self,
-        url: str = "localhost:8001",
+        url: str | Sequence[str] = "localhost:8001",
         *,
         timeout: float | None = 120.0,
         retry: Retry | None = None,
         models: Models | None = None,
         transport: AsyncTransport | None = None,
     ) -> None:
-        self.url = url
+        self.url = url if isinstance(url, str) else ",".join(url)
         self._timeout = timeout
         self._retry = retry or Retry()
         self._models = models or Models()

@@ -27,8 +27,8 @@ from tessera_client.errors import (
     TesseraClientError,
     Unavailable,
 )
-from tessera_client.messages import ServerStatus
-from tessera_client.transport import parse_url
+from tessera_client.messages import LabelScore, ServerStatus
+from tessera_client.transport import addresses, parse_url
 
 DEFAULT_URL = "localhost:8001"
 
@@ -79,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     _sampling(ask)
     ask.add_argument("--temperature", type=float, help="0, the default, is greedy")
     ask.add_argument("--seed", type=int)
+    ask.add_argument(
+        "--choices", type=_labels, metavar="A,B,...", help="answer with the likeliest of these labels; shows all scores"
+    )
     ask.add_argument("--json", action="store_true", help="print the whole answer with usage and timings as JSON")
 
     recall = _command(commands, "recall", _recall, "measure how often the served model is right")
@@ -107,7 +110,7 @@ def _command(commands: Any, name: str, run: Callable[[Any], int], text: str) -> 
     parser.add_argument(
         "--url",
         default=os.environ.get("TESSERA_URL", DEFAULT_URL),
-        help="host:port for gRPC or http://host:port (default: TESSERA_URL, else %(default)s)",
+        help="host:port for gRPC or http://host:port; several with commas (default: TESSERA_URL, else %(default)s)",
     )
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds a request may take (120)")
     return parser
@@ -125,19 +128,34 @@ def _positive(text: str) -> int:
     return value
 
 
+def _labels(text: str) -> list[str]:
+    return [label.strip() for label in text.split(",")]
+
+
 def _ask(options: argparse.Namespace) -> int:
-    sampling = {name: getattr(options, name) for name in ("max_tokens", "max_tiles", "temperature", "seed")}
+    sampling = {name: getattr(options, name) for name in ("max_tokens", "max_tiles", "temperature", "seed", "choices")}
     question = (options.picture, options.question)
     with Client(options.url, timeout=options.timeout) as client:
         if options.stream and not options.json:
             with client.stream(*question, **sampling) as stream:
                 for delta in stream:
                     print(delta.text, end="", flush=True)
+                answer = stream.answer()
             print()
-            return 0
-        answer = client.ask(*question, **sampling)
-    print(json.dumps(asdict(answer), ensure_ascii=False) if options.json else answer.text)
+        else:
+            answer = client.ask(*question, **sampling)
+            print(json.dumps(asdict(answer), ensure_ascii=False) if options.json else answer.text)
+    if answer.choices and not options.json:
+        print(_table(answer.choices), file=sys.stderr)
     return 0
+
+
+def _table(choices: Sequence[LabelScore]) -> str:
+    width = max(len("label"), *(len(score.label) for score in choices))
+    head = f"{'label':{width}}  probability  normalized"
+    return "\n".join(
+        [head, *(f"{score.label:{width}}  {score.probability:11.4f}  {score.normalized:10.4f}" for score in choices)]
+    )
 
 
 def _recall(options: argparse.Namespace) -> int:
@@ -213,8 +231,9 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _supervised(url: str, health_url: str | None) -> health.Health | None:
-    """The health page for the server at ``url``; None where there is none, or it is another server's."""
-    address = urlsplit(f"//{parse_url(url)[1]}")
+    """The health page for the server at ``url``, or for the first of several; None where there is none, or it is
+    another server's."""
+    address = urlsplit(f"//{parse_url(addresses(url)[0])[1]}")
     if health_url:
         return health.ask(health_url)
     host = f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname

@@ -35,11 +35,13 @@ class Client:
             answer = client.ask("room.jpg", "Is there an exposed wire?", max_tokens=5)
             print(answer.text, answer.timings.vision)
 
-    One client serves any number of threads; it keeps one connection (gRPC) or a small pool (HTTP).
+    One client serves any number of threads; it keeps one connection to a server (gRPC) or a few (HTTP).
 
     Args:
         url: ``host:port`` or ``grpc://host:port`` for gRPC (port 8001 if left out; ``grpcs://`` for TLS),
             ``http://host:port`` for HTTP (8000; or ``https://``). HTTP needs no package beyond Python's own.
+            Several servers as a list or with commas between: each request goes to the one with the fewest of this
+            client's requests under way, and its retries pass over a server that cannot be reached.
         timeout: seconds a request may take in all, retries included; None for ever. Each call may give its own.
         retry: what to do about UNAVAILABLE; ``Retry(attempts=1)`` turns retries off.
         models: the names under which the server's repository has the models.
@@ -50,14 +52,14 @@ class Client:
 
     def __init__(
         self,
-        url: str = "localhost:8001",
+        url: str | Sequence[str] = "localhost:8001",
         *,
         timeout: float | None = 120.0,
         retry: Retry | None = None,
         models: Models | None = None,
         transport: Transport | None = None,
     ) -> None:
-        self.url = url
+        self.url = url if isinstance(url, str) else ",".join(url)
         self._timeout = timeout
         self._retry = retry or Retry()
         self._models = models or Models()
@@ -81,6 +83,7 @@ class Client:
             timeout: seconds for this request, in place of the client's.
             sampling: vLLM's names: min_tokens, temperature, top_p, top_k, seed, stop, ignore_eos, logprobs. And
                 ``max_tiles``, ``min_tiles``, ``thumbnail`` or a whole ``tile_policy``: how finely pictures are cut.
+                ``choices=["yes", "no"]``: the answer is the likeliest of these labels, see :attr:`Answer.choices`.
                 ``exclude_input_in_output=False`` repeats the question before the answer.
         """
         return self._answer(question_request(image, question, max_tokens=max_tokens, **sampling), timeout)

@@ -24,7 +24,11 @@ class StageHealth:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What the health page says: ``state`` is starting, ready, restarting, failed or stopping."""
+    """What the health page says: ``state`` is starting, ready, restarting, failed or stopping.
+
+    Of several servers it is the worst one's, whose name begins ``reason``; ``grpc`` and ``http`` hold their addresses
+    with commas between, and a stage's name begins with its server's.
+    """
 
     state: str
     since: str
@@ -41,7 +45,7 @@ class Health:
 
     def serves(self, port: int) -> bool:
         """Whether the page is about the server that listens on ``port``."""
-        return any(address.rpartition(":")[2] == str(port) for address in (self.grpc, self.http) if address)
+        return any(address.rpartition(":")[2] == str(port) for address in f"{self.grpc},{self.http}".split(","))
 
 
 def ask(url: str, timeout: float = 2.0) -> Health | None:

@@ -54,11 +54,26 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class LabelScore:
+    """How likely one of a question's ``choices`` is.
+
+    ``logprob`` is the natural log of ``probability``, the model's own: over all labels at most 1, and what is missing
+    is its wish to say something else. ``normalized`` is per decision on the way to the label, so that long labels
+    are not at a disadvantage, and adds up to 1.
+    """
+
+    label: str
+    logprob: float
+    probability: float
+    normalized: float
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """One response of a stream: the text that is new in it.
 
     ``finish_reason`` is empty until the last one, which may have no text; ``usage`` and ``timings`` come with it.
-    ``logprobs`` belong to this text, where they were asked for.
+    ``logprobs`` belong to this text, where they were asked for; ``choices`` come with the text that is the best one.
     """
 
     text: str
@@ -66,6 +81,7 @@ class Delta:
     usage: Usage | None = None
     timings: Timings | None = None
     logprobs: Any = None
+    choices: tuple[LabelScore, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +90,7 @@ class Answer:
 
     ``finish_reason``: ``"stop"`` (the model ended, or a stop string), ``"length"`` (max_tokens), ``"deadline"``
     (the server ran out of the request's time after some tokens) or ``"cancelled"``.
+    ``choices``: each label's score, in the order given, if the question had ``choices``; ``text`` is the best label.
     ``seconds`` is the whole time as this side saw it, retries included; ``attempts`` counts them.
     """
 
@@ -85,6 +102,7 @@ class Answer:
     request_id: str
     seconds: float
     attempts: int = 1
+    choices: tuple[LabelScore, ...] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -169,9 +187,9 @@ def sampling(options: Mapping[str, Any]) -> str | None:
     """``sampling_parameters`` as JSON, or None when all is default.
 
     The names are vLLM's (max_tokens, min_tokens, temperature, top_p, top_k, seed, stop, ignore_eos, logprobs) plus
-    ``tile_policy``, a dict such as ``{"name": "reference", "max_tiles": 6, "thumbnail": "auto"}``; ``max_tiles``,
-    ``min_tiles`` and ``thumbnail`` given directly are moved into it. Options that are None are left to the server;
-    names and ranges are checked by the server, which is the one that knows.
+    ``choices``, a list of labels, and ``tile_policy``, a dict such as ``{"name": "reference", "max_tiles": 6,
+    "thumbnail": "auto"}``; ``max_tiles``, ``min_tiles`` and ``thumbnail`` given directly are moved into it. Options
+    that are None are left to the server; names and ranges are checked by the server, which is the one that knows.
     """
     chosen = {name: value for name, value in options.items() if value is not None}
     policy = dict(chosen.pop("tile_policy", {}))

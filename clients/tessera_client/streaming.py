@@ -83,6 +83,7 @@ class Progress:
             request_id=self.request_id,
             seconds=self.deadline.elapsed(),
             attempts=self.attempts,
+            choices=self.last.choices,
         )
 
 

@@ -1,7 +1,8 @@
 """The seam between the clients and the network, and its gRPC side; the only file that imports tritonclient.
 
 A transport sends a :class:`~tessera_client.messages.Request` and gives back the running :class:`Responses`; all
-it raises is of this package's error tree. Clients know nothing else of the network, so tests put a fake here.
+it raises is of this package's error tree. Clients know nothing else of the network, so tests put a fake here. What a
+client gets is always a pool of transports (see :mod:`tessera_client.pool`), one for each server's address.
 
 Over gRPC all requests of a client share one ModelStreamInfer call (see :mod:`tessera_client.lines`), which is opened
 by the first request and again after it broke. tritonserver reports a failed request on such a call by a message
@@ -11,13 +12,14 @@ without a status, so :func:`tessera_client.errors.from_server` goes by the words
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from tessera_client import errors, wire
 from tessera_client.lines import AsyncLine, AsyncLineResponses, Line, LineResponses
 from tessera_client.messages import Delta, Models, ModelStatus, Request, ServerStatus
+from tessera_client.pool import AsyncPooledTransport, PooledTransport
 
 CONTROL_SECONDS = 3.0  # time given to status questions and to the request that cancels another
 
@@ -62,8 +64,18 @@ class AsyncTransport(Protocol):
     async def close(self) -> None: ...
 
 
-def open_transport(url: str, models: Models) -> Transport:
-    """The transport for ``host:port`` or ``grpc://`` (``grpcs://``: TLS), or ``http://`` / ``https://``."""
+def open_transport(url: str | Sequence[str], models: Models) -> PooledTransport:
+    """The transport for one or several servers (see :func:`addresses`), each ``host:port`` or ``grpc://`` (``grpcs://``:
+    TLS), or ``http://`` / ``https://``."""
+    return PooledTransport({each: _open(each, models) for each in addresses(url)})
+
+
+def open_async_transport(url: str | Sequence[str], models: Models) -> AsyncPooledTransport:
+    """As :func:`open_transport`; HTTP runs in threads."""
+    return AsyncPooledTransport({each: _open_async(each, models) for each in addresses(url)})
+
+
+def _open(url: str, models: Models) -> Transport:
     scheme, address = parse_url(url)
     if scheme.startswith("http"):
         from tessera_client.http_transport import HttpTransport
@@ -72,14 +84,22 @@ def open_transport(url: str, models: Models) -> Transport:
     return GrpcTransport(address, models, tls=scheme == "grpcs")
 
 
-def open_async_transport(url: str, models: Models) -> AsyncTransport:
-    """As :func:`open_transport`; HTTP runs in threads."""
+def _open_async(url: str, models: Models) -> AsyncTransport:
     scheme, address = parse_url(url)
     if scheme.startswith("http"):
         from tessera_client.http_transport import AsyncHttpTransport, HttpTransport
 
         return AsyncHttpTransport(HttpTransport(address, models, tls=scheme == "https"))
     return AsyncGrpcTransport(address, models, tls=scheme == "grpcs")
+
+
+def addresses(url: str | Sequence[str]) -> list[str]:
+    """The servers' addresses in a list or in a text with commas; the scheme of the first goes for those without."""
+    found = [each.strip() for each in (url.split(",") if isinstance(url, str) else url)]
+    scheme = found[0].partition("://")[0] if found and "://" in found[0] else "grpc"
+    if not found or "" in found:
+        raise errors.InvalidRequest(f"not server addresses: {url!r}", "use host:port, or several with commas between")
+    return [each if "://" in each else f"{scheme}://{each}" for each in found]
 
 
 def parse_url(url: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from tessera_client.errors import ProtocolError
-from tessera_client.messages import Delta, Request, Timings, Usage
+from tessera_client.messages import Delta, LabelScore, Request, Timings, Usage
 
 
 class Tensor(NamedTuple):
@@ -71,7 +71,7 @@ def delta_from_raw(outputs: Iterable[tuple[str, bytes]]) -> Delta:
     values: dict[str, Any] = {}
     try:
         for name, data in outputs:
-            if name in ("text_output", "finish_reason", "logprobs"):
+            if name in ("text_output", "finish_reason", "logprobs", "choices"):
                 values[name] = _first_element(data).decode("utf-8", "replace")
             elif name == "usage":
                 values[name] = struct.unpack(f"<{len(data) // 4}i", data)
@@ -89,12 +89,14 @@ def delta_from_json(values: Mapping[str, Any]) -> Delta:
         usage = values.get("usage")  # zeros until the last response, as timings are
         timings = values.get("timings")
         logprobs = values.get("logprobs")
+        choices = values.get("choices")
         return Delta(
             text=values["text_output"],
             finish_reason=ended,
             usage=Usage(*usage) if usage and ended else None,
             timings=Timings(*timings) if timings and ended else None,
             logprobs=json.loads(logprobs) if logprobs else None,
+            choices=tuple(LabelScore(**score) for score in json.loads(choices)) if choices else None,
         )
     except KeyError as error:
         raise ProtocolError(

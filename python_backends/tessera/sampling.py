@@ -12,9 +12,13 @@ from tessera.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_CHOICES = 64
+MAX_CHOICE_CHARACTERS = 256
 LARGEST = 2**63
 # Keys of a request's sampling_parameters that are for preprocess alone.
 PREPROCESS_KEYS = ("tile_policy", "timeout_us")
+# What has no meaning where the answer is one of the choices.
+EXCLUDED_BY_CHOICES = ("temperature", "stop", "min_tokens", "ignore_eos", "logprobs")
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,10 @@ class SamplingParameters:
     ``temperature`` 0 is greedy. ``top_k`` 0 and -1 mean all tokens. ``seed`` None draws one. ``logprobs`` n returns,
     for every token, its own log probability and those of the n likeliest (True: 0; None: nothing). They are taken
     before temperature, top_k and top_p.
+
+    ``choices``: the answer is the likeliest of these labels, and every label's scores come with it (see
+    tessera.engine.labels). How much is computed follows from them, so ``max_tokens`` does not limit it; it still
+    counts where prompt and answer must fit the context.
     """
 
     max_tokens: int = 64
@@ -37,13 +45,14 @@ class SamplingParameters:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    choices: tuple[str, ...] | None = None
 
     @classmethod
     def parse(cls, given: str | bytes | Mapping[str, Any] | None) -> SamplingParameters:
         """From JSON text or a mapping; strings that hold numbers count as numbers.
 
         PREPROCESS_KEYS are passed over. Raises InvalidRequest naming the key that is unknown, of a wrong type or
-        out of range.
+        out of range, or both keys where one excludes the other.
         """
         if isinstance(given, (str, bytes)):
             try:
@@ -68,6 +77,12 @@ class SamplingParameters:
             raise InvalidRequest(
                 f"sampling_parameters: min_tokens {parameters.min_tokens} exceeds max_tokens {parameters.max_tokens}"
             )
+        if parameters.choices is not None:
+            for name in EXCLUDED_BY_CHOICES:
+                if getattr(parameters, name) != getattr(cls, name):
+                    raise InvalidRequest(
+                        f"sampling_parameters: choices and {name} exclude each other; send one of them"
+                    )
         return parameters
 
 
@@ -141,6 +156,23 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
     return tuple(strings)
 
 
+def _choices(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(label, str) and label for label in value):
+        raise InvalidRequest(f"sampling_parameters: {name} must be a list of non-empty strings")
+    if not 2 <= len(value) <= MAX_CHOICES:
+        raise InvalidRequest(f"sampling_parameters: {name} holds {len(value)} labels; it takes 2 to {MAX_CHOICES}")
+    for place, label in enumerate(value):
+        if len(label) > MAX_CHOICE_CHARACTERS:
+            raise InvalidRequest(
+                f"sampling_parameters: {name}[{place}] has {len(label)} characters; {MAX_CHOICE_CHARACTERS} fit"
+            )
+        if any("\ud800" <= character <= "\udfff" for character in label):
+            raise InvalidRequest(f"sampling_parameters: {name}[{place}] has a lone surrogate")
+        if label in value[:place]:
+            raise InvalidRequest(f"sampling_parameters: {name} holds {label!r:.50} twice")
+    return tuple(value)
+
+
 _READERS: dict[str, Callable[[str, Any], Any]] = {
     "max_tokens": _integer(1),
     "min_tokens": _integer(0),
@@ -153,4 +185,5 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "logprobs": _logprobs,
     "skip_special_tokens": _flag,
     "include_stop_str_in_output": _flag,
+    "choices": _choices,
 }

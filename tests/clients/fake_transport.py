@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tessera_client.errors import Cancelled, DeadlineExceeded
-from tessera_client.messages import Delta, ModelStatus, Request, ServerStatus, Timings, Usage
+from tessera_client.messages import Delta, LabelScore, ModelStatus, Request, ServerStatus, Timings, Usage
 
 USAGE = Usage(10, 2, 4)
 TIMINGS = Timings(1, 2, 3, 4, 5, 6)
+SCORES = (LabelScore("yes", -0.5, 0.6065, 0.75), LabelScore("not sure", -2.5, 0.0821, 0.25))
 READY = ServerStatus(True, "2.51.0", (ModelStatus("vlm", "1", "READY"),))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_transport import AsyncFakeTransport, FakeTransport, Hang, final
+from fake_transport import SCORES, AsyncFakeTransport, FakeTransport, Hang, final
 
 from tessera_client import AsyncClient, Cancelled, DeadlineExceeded, Delta, InvalidRequest, Retry, Unavailable
 
@@ -20,9 +22,10 @@ def client(*script: Sequence[Any], fake: FakeTransport | None = None) -> tuple[A
 
 
 def test_ask_retries_and_answers() -> None:
-    asker, fake = client([Unavailable("full")], [final("yes")])
-    answer = asyncio.run(asker.ask(b"jpeg", "q", max_tokens=3))
-    assert (answer.text, answer.attempts) == ("yes", 2)
+    asker, fake = client([Unavailable("full")], [replace(final("yes"), choices=SCORES)])
+    answer = asyncio.run(asker.ask(b"jpeg", "q", choices=["yes", "not sure"]))
+    assert (answer.text, answer.attempts, answer.choices) == ("yes", 2, SCORES)
+    assert json.loads(fake.requests[0][0].sampling or "") == {"choices": ["yes", "not sure"]}
     assert fake.requests[0][0].images == (b"jpeg",)
 
 

@@ -7,12 +7,13 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_transport import READY, FakeTransport, final
+from fake_transport import READY, SCORES, FakeTransport, final
 
 from tessera_client import (
     ConnectionFailed,
@@ -67,6 +68,32 @@ def test_ask_prints_json(serve: Any, capsys: pytest.CaptureFixture[str]) -> None
     answer = json.loads(capsys.readouterr().out)
     assert answer["text"] == "ja" and answer["usage"]["image_tokens"] == 4
     assert answer["timings"]["first_token"] == 5
+
+
+def test_ask_among_choices(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = serve(*[[replace(final("yes"), choices=SCORES)]] * 3)
+    arguments = ["ask", "q", "--choices", "yes, not sure"]
+    for more in ([], ["--stream"]):
+        assert main([*arguments, *more]) == 0
+        shown = capsys.readouterr()
+        assert shown.out == "yes\n"
+        assert shown.err.splitlines() == [
+            "label     probability  normalized",
+            "yes            0.6065      0.7500",
+            "not sure       0.0821      0.2500",
+        ]
+    assert main([*arguments, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["choices"][1] == {
+        "label": "not sure",
+        "logprob": -2.5,
+        "probability": 0.0821,
+        "normalized": 0.25,
+    }
+    assert shown.err == ""
+    assert [json.loads(request.sampling or "") for request, *_ in fake.requests] == [
+        {"choices": ["yes", "not sure"]}
+    ] * 3
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_transport import TIMINGS, USAGE, FakeTransport, Hang, final
+from fake_transport import SCORES, TIMINGS, USAGE, FakeTransport, Hang, final
 
 from tessera_client import (
     Cancelled,
@@ -60,6 +61,19 @@ def test_stream_hands_out_deltas_and_then_the_answer() -> None:
         answer = stream.answer()
     assert (answer.text, answer.finish_reason, answer.logprobs) == ("a b", "length", [1])
     assert fake.requests[0][0].stream and fake.cancelled == []
+
+
+def test_choices_travel_as_given_and_come_back_typed() -> None:
+    scored = replace(final("yes"), choices=SCORES)
+    asker, fake = client([scored], [scored], [final("free")])
+    labels = [score.label for score in SCORES]
+    answer = asker.ask(None, "q", choices=labels)
+    assert answer.text == "yes" and answer.choices == SCORES
+    assert json.loads(fake.requests[0][0].sampling or "") == {"choices": labels}
+    with asker.stream(None, "q", choices=labels) as stream:
+        assert [delta.choices for delta in stream] == [SCORES]
+    assert stream.answer().choices == SCORES
+    assert asker.ask(None, "q").choices is None
 
 
 @pytest.mark.parametrize("error", [Unavailable("queue is full"), ConnectionFailed("refused")])

@@ -13,7 +13,7 @@ import pytest
 
 from tessera_client import wire
 from tessera_client.errors import InvalidRequest, ProtocolError
-from tessera_client.messages import Timings, Usage, chat_request, encode_image, question_request
+from tessera_client.messages import LabelScore, Timings, Usage, chat_request, encode_image, question_request
 
 
 def test_pictures_from_path_bytes_file_and_data_url(tmp_path: Path) -> None:
@@ -130,19 +130,28 @@ def test_outputs_become_a_delta() -> None:
             ("usage", usage),
             ("timings", timings),
             ("logprobs", text(b'[{"token": 1}]')),
+            ("choices", text(b'[{"label": "n\xc3\xa9", "logprob": -1, "probability": 0.4, "normalized": 0.6}]')),
         ]
     )
     assert (last.text, last.finish_reason, last.usage) == ("né", "stop", Usage(9, 2, 4))
     assert last.timings == Timings(0, 1, 2, 3, 4, 5) and last.logprobs == [{"token": 1}]
+    assert last.choices == (LabelScore("né", -1, 0.4, 0.6),)
     middle = wire.delta_from_raw(
-        [("text_output", text(b"a")), ("finish_reason", text(b"")), ("usage", bytes(12)), ("logprobs", text(b""))]
+        [("usage", bytes(12)), ("text_output", text(b"a"))]
+        + [(name, text(b"")) for name in ("finish_reason", "logprobs", "choices")]
     )
-    assert (middle.usage, middle.timings, middle.logprobs) == (None, None, None)
+    assert (middle.usage, middle.timings, middle.logprobs, middle.choices) == (None, None, None, None)
 
 
 @pytest.mark.parametrize(
     "outputs",
-    [[("other", b"")], [("text_output", b"\1\0")], [("text_output", b""), ("logprobs", b"\3\0\0\0{{{")]],
+    [
+        [("other", b"")],
+        [("text_output", b"\1\0")],
+        [("text_output", b""), ("logprobs", b"\3\0\0\0{{{")],
+        [("text_output", b""), ("choices", b"\3\0\0\0[1]")],
+        [("text_output", b""), ("choices", b'\x0e\0\0\0[{"label": ""}]')],
+    ],
 )
 def test_outputs_of_another_model_are_a_protocol_error(outputs: Any) -> None:
     with pytest.raises(ProtocolError):

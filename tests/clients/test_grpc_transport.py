@@ -188,6 +188,28 @@ def test_a_restarted_server_is_found_again(server: Server) -> None:
         assert client.ask(None, "two").text == "two"
 
 
+def test_two_servers_share_the_work_and_one_takes_it_all_when_the_other_goes(server: Server) -> None:
+    other = Server()
+    try:
+        with Client([server.address, other.address]) as client:
+            questions = [f"{i % 5} q{i}" for i in range(40)]
+            answers = list(client.ask_many(((None, q) for q in questions), concurrency=4))
+            assert [answer.text for answer in answers] == [q.replace(" ", "") for q in questions]
+            assert server.calls == other.calls == 1
+            with client.stream(None, "a hang b") as left, client.stream(None, "a b") as stays:
+                next(left), next(stays)
+                left.close()
+                assert stays.answer().text == "ab"
+            assert len(server.cancelled) + len(other.cancelled) == 1
+            server.stop()
+            attempts = [client.ask(None, f"again {i}").attempts for i in range(4)]
+            assert sorted(attempts)[:3] == [1, 1, 1] and max(attempts) <= 2
+            with pytest.raises(ConnectionFailed, match=server.address):
+                client.status()
+    finally:
+        other.stop()
+
+
 def test_nobody_there(server: Server) -> None:
     server.stop()
     with Client(server.address, retry=Retry(attempts=1)) as client:

@@ -22,6 +22,7 @@ from tessera_client import (
     ConnectionFailed,
     DeadlineExceeded,
     InvalidRequest,
+    LabelScore,
     ProtocolError,
     Retry,
     ServerError,
@@ -30,6 +31,7 @@ from tessera_client import (
 from tessera_client.http_transport import LENGTH_HEADER
 
 ONCE = Retry(attempts=1)
+CHOICES = '[{"label": "yes", "logprob": -0.5, "probability": 0.6, "normalized": 1}]'
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -78,6 +80,7 @@ class Handler(BaseHTTPRequestHandler):
             "text_output": struct.pack("<I", len(text)) + text.encode(),
             "finish_reason": b"\4\0\0\0stop",
             "usage": struct.pack("<3i", 5, 6, 7),
+            "choices": struct.pack("<I", len(CHOICES)) + CHOICES.encode(),
         }
         described = [{"name": n, "parameters": {"binary_data_size": len(d)}} for n, d in outputs.items()]
         answer = json.dumps({"outputs": described}).encode()
@@ -102,6 +105,7 @@ class Handler(BaseHTTPRequestHandler):
                     event = {"error": "INTERNAL: it broke"}
                 elif i == len(words) - 1:
                     event |= {"finish_reason": "stop", "usage": [1, 2, 3], "timings": [0.0] * 6, "logprobs": ""}
+                    event |= {"choices": CHOICES}
                 data = b"data: " + json.dumps(event).encode() + b"\n\n"
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
             self.wfile.write(b"0\r\n\r\n")
@@ -133,6 +137,7 @@ def test_ask_sends_raw_bytes_and_reads_typed_outputs(server: Any) -> None:
     with Client(server.url, timeout=9) as client:
         answer = client.ask([b"\xff\xd8one", b"two"], "hello", max_tokens=2)
     assert (answer.text, answer.finish_reason, answer.usage.prompt_tokens) == ("hello", "stop", 5)  # type: ignore[union-attr]
+    assert answer.choices == (LabelScore("yes", -0.5, 0.6, 1),)
     head, inputs = server.seen
     assert inputs["image"] == b"\5\0\0\0\xff\xd8one\3\0\0\0two"
     assert json.loads(inputs["sampling_parameters"][4:]) == {"max_tokens": 2}
@@ -155,6 +160,7 @@ def test_stream_reads_events(server: Any) -> None:
     with Client(server.url) as client, client.stream(b"jpeg", "a b c") as stream:
         assert [delta.text for delta in stream] == ["a", "b", "c"]
         assert stream.answer().usage.image_tokens == 3  # type: ignore[union-attr]
+        assert stream.answer().choices == (LabelScore("yes", -0.5, 0.6, 1),)
     assert server.seen["image"] == [base64.b64encode(b"jpeg").decode()] and server.seen["stream"] is True
 
 

@@ -1,13 +1,14 @@
 """A Python model of tritonserver that speaks the wire contract without a network: it echoes words.
 
 The question says how to behave: ``slow ...`` takes 0.1 s a word, ``fail CODE words`` ends with that error. The last
-word of an answer is a JSON object that tells what arrived. Control requests are noted in ``cancelled.txt`` of the
-repository. Runs inside the server only.
+word of an answer is a JSON object that tells what arrived, and at which GPU's server. Control requests are noted in
+``cancelled.txt`` of the repository (``cancelled0.txt`` at the server of GPU 0). Runs inside the server only.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -29,7 +30,7 @@ def config(name: str) -> str:
     outputs = [
         f'{{ name: "{field}" data_type: {kinds.get(field, ("TYPE_STRING", 1))[0]} '
         f"dims: [ {kinds.get(field, ('TYPE_STRING', 1))[1]} ] }}"
-        for field in ("text_output", "finish_reason", "usage", "timings", "logprobs")
+        for field in ("text_output", "finish_reason", "usage", "timings", "logprobs", "choices")
     ]
     decoupled = "false" if name == "vlm_unary" else "true"
     return (
@@ -42,7 +43,8 @@ def config(name: str) -> str:
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         self.decoupled = args["model_name"] != "vlm_unary"
-        self.notes = Path(args["model_repository"]).parent / "cancelled.txt"
+        self.gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        self.notes = Path(args["model_repository"]).parent / f"cancelled{self.gpu}.txt"
 
     def execute(self, requests: list[Any]) -> None:
         import triton_python_backend_utils as pb_utils
@@ -57,7 +59,7 @@ class TritonPythonModel:
                     file.write(got["CANCEL"][0].decode() + "\n")
                 sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
                 continue
-            about = {"id": request.request_id(), "timeout": request.timeout()}
+            about = {"id": request.request_id(), "timeout": request.timeout(), "gpu": self.gpu}
             work = threading.Thread(target=self.answer, args=(sender, got, about))
             work.start()
             if not got["text_input"][0].startswith(b"slow"):
@@ -86,6 +88,7 @@ class TritonPythonModel:
                 pb_utils.Tensor("usage", np.array([7, len(words), 3] if last else [0, 0, 0], np.int32)),
                 pb_utils.Tensor("timings", np.arange(6, dtype=np.float32)),
                 pb_utils.Tensor("logprobs", np.array([b""], np.object_)),
+                pb_utils.Tensor("choices", np.array([b""], np.object_)),
             ]
             sender.send(pb_utils.InferenceResponse(outputs), flags=0 if self.decoupled else final)
         if self.decoupled:

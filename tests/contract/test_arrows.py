@@ -20,6 +20,7 @@ BLOCKED = {
     "tessera.vision": "cv2 transformers tritonclient tessera.preprocess tessera.engine",
     "tessera.engine": "cv2 onnxruntime transformers tritonclient tessera.preprocess tessera.vision",
     "tessera.engine.config": "torch numpy tessera.family",
+    "tessera.engine.labels": "torch numpy tessera.family",
     "tessera.engine.engine": "torch tokenizers",
     "tessera.engine.loop": "torch tokenizers",
     "tessera.engine.scheduling": "torch",

@@ -11,11 +11,12 @@ from tessera.checkpoint.config import TextConfig
 from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
 from tessera.engine.execution.model_runner import ModelRunner
+from tessera.engine.labels import LabelScorer
 from tessera.engine.models.registry import model_class
 from tessera.engine.models.weights import randomize
 from tessera.engine.quantization.scheme import scheme_selector
 from tessera.engine.request import Request, SamplingParameters
-from tessera.engine.scheduling.batch import SampledToken
+from tessera.engine.sequence import SampledToken
 
 EOS = 256
 VOCABULARY = 300
@@ -33,6 +34,19 @@ class ByteTokenizer:
                 pieces.append(b"<eos>")
         return b"".join(pieces).decode("utf-8", errors="replace")
 
+    def encode(self, text, special):
+        return list(text.encode())
+
+
+class Known:
+    """A step whose tokens need no waiting."""
+
+    def __init__(self, tokens):
+        self.tokens = lambda: tokens
+
+    def device_ns(self):
+        return 0
+
 
 class BookkeepingRunner:
     """Keeps, slot by slot, what a real cache would hold, and chooses tokens by hashing what a query would see.
@@ -43,8 +57,10 @@ class BookkeepingRunner:
 
     hidden_size = 1
     vocab_size = VOCABULARY
+    graph_steps = 0
 
-    def __init__(self, num_blocks, block_size, salt=lambda length: 0, tokens=range(VOCABULARY)):
+    def __init__(self, num_blocks, block_size, salt=lambda length: 0, tokens=range(VOCABULARY), overlaps=False):
+        self.overlaps = overlaps
         self.num_blocks, self.block_size = num_blocks, block_size
         self.cache_salt = salt
         self.cache = {}
@@ -52,6 +68,9 @@ class BookkeepingRunner:
         self.batches = []
         self._tokens = tokens
         self._sampled = {}
+
+    def launch(self, batch):
+        return Known(self.run(batch))
 
     def run(self, batch):
         assert batch.spans, "an empty batch ran"
@@ -67,6 +86,9 @@ class BookkeepingRunner:
 
     def _choose(self, span):
         seen = [self.cache[self._slot(span.sequence, position)] for position in range(span.end)]
+        if span.sequence.labels is not None:
+            children = span.sequence.labels.branch.children
+            return SampledToken(0, 0.0, tuple((child, child_logprob(seen, child)) for child in children))
         token = next_token(seen, self._tokens)
         answered = span.end - span.sequence.prompt_length
         script = self.script.get(span.sequence.request.request_id)
@@ -102,6 +124,20 @@ def expected_answer(contents, max_tokens, stop_ids=(EOS,), tokens=range(VOCABULA
     return answer
 
 
+def child_logprob(contents, child):
+    """What BookkeepingRunner reports of a token after a context."""
+    return -1 - next_token([*contents, child], range(1000)) / 100
+
+
+def expected_label(contents, choices):
+    """The tokens of the label that BookkeepingRunner finds best, computed without blocks or batches."""
+    scorer = LabelScorer.encoded(choices, lambda text: list(text.encode()), (EOS,))
+    while not scorer.done:
+        path, children = scorer.branch
+        scorer.observe([child_logprob([*contents, *path], child) for child in children])
+    return list(scorer.best_tokens)
+
+
 def make_request(ids, name="r", pictures=(), **sampling):
     """``pictures``: (start, rows, content) each; equal contents have equal digests."""
     spans = np.array([[start, rows] for start, rows, _ in pictures], np.int32).reshape(-1, 2)
@@ -129,12 +165,18 @@ def contents_of(request):
 
 
 def make_engine(
-    num_blocks=64, block_size=4, max_model_len=200, tokens=range(VOCABULARY), salt=lambda length: 0, **settings
+    num_blocks=64,
+    block_size=4,
+    max_model_len=200,
+    tokens=range(VOCABULARY),
+    salt=lambda length: 0,
+    overlaps=False,
+    **settings,
 ):
     """An engine on a BookkeepingRunner."""
     defaults = dict(max_batched_tokens=64, max_sequences=8)
     config = EngineConfig(block_size=block_size, **(defaults | settings))
-    runner = BookkeepingRunner(num_blocks, block_size, salt, tokens)
+    runner = BookkeepingRunner(num_blocks, block_size, salt, tokens, overlaps)
     return Engine(runner, ByteTokenizer(), config, max_model_len, (EOS,)), runner
 
 
@@ -184,11 +226,11 @@ def tiny_config(**changes):
     return TextConfig(**(values | changes))
 
 
-def tiny_model(seed=3, **changes):
+def tiny_model(seed=3, device="cpu", **changes):
     """A random model whose answers depend strongly on the whole prompt."""
     torch.set_num_threads(1)
     config = tiny_config(**changes)
-    model = model_class(config.architecture)(config, scheme_selector(None), torch.float32, torch.device("cpu"))
+    model = model_class(config.architecture)(config, scheme_selector(None), torch.float32, torch.device(device))
     randomize(model, seed)
     for name, buffer in model.named_buffers():
         if buffer.ndim > 1 and "embedding" not in name:

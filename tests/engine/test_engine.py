@@ -115,7 +115,7 @@ def test_failing_ends_every_request_and_the_engine_goes_on():
     late = engine.submit(make_request([9], "late", max_tokens=1))
     cancelled = engine.submit(make_request([9], "cancelled", max_tokens=1))
     engine.abort(cancelled)
-    events = engine.fail_all("the card melted")
+    events = engine.render(engine.fail_all("the card melted"))
     assert ends(events) == {f"{number}": "error" for number in range(4)}
     assert {event.error for event in events} == {"the card melted"}
     engine.scheduler.check()
@@ -126,7 +126,7 @@ def test_failing_ends_every_request_and_the_engine_goes_on():
 def test_closing_ends_everything_and_refuses_more():
     engine, _ = make_engine()
     engine.submit(make_request([1]))
-    assert ends(engine.close("bye")) == {"r": "error"}
+    assert ends(engine.render(engine.close("bye"))) == {"r": "error"}
     with pytest.raises(Unavailable, match="bye"):
         engine.submit(make_request([1]))
     assert not engine.has_work()

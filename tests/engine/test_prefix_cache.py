@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from engine_fakes import contents_of, expected_answer, make_engine, make_request, run, tokens_of
@@ -131,6 +133,20 @@ def test_image_ids_depend_on_digest_row_and_secret():
     assert (alone == ids[:100]).all(), "a row's id depends on its place in its picture only"
     assert not np.isin(image_cache_ids(digest[:2], np.array([100]), b"t" * 16), ids).any()
     assert len(image_cache_ids(np.zeros(0, np.int64), np.zeros(0, int), b"s")) == 0
+
+
+def test_forged_digests_reach_nobody_else_s_blocks():
+    """Whoever calls the stage itself may send any digest: text, another picture's halves, or its place swapped."""
+    engine, _ = make_engine()
+    cached = serve(
+        engine, picture_prompt(7, "victim"), make_request(list(range(20)), "text", max_tokens=4, ignore_eos=True)
+    )
+    assert cached == [0, 0]
+    for number, digest in enumerate(([~7, 7], [7, 7], [~7, ~7], [0, 0], [1 << 62, 1 << 62], list(range(2)))):
+        forged = replace(picture_prompt(9, f"{number}"), digest=np.array(digest, np.int64))
+        assert serve(engine, forged) == [0]
+    ids = image_cache_ids(np.arange(400), np.full(200, 16), b"secret")
+    assert len(set(ids.tolist())) == 200 * 16 and ids.min() >= 1 << 62
 
 
 def test_equal_keys_are_not_enough():

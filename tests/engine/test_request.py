@@ -44,6 +44,50 @@ def test_logprobs_is_a_number_or_a_switch(value, expected):
     assert SamplingParameters.parse({"logprobs": value}).logprobs == expected
 
 
+def test_choices_are_labels_in_the_order_given():
+    assert SamplingParameters.parse({"choices": ["no", "yes"]}).choices == ("no", "yes")
+    assert SamplingParameters.parse({"choices": None}).choices is None
+    harmless = {
+        "temperature": 0,
+        "max_tokens": 3,
+        "top_p": 0.5,
+        "seed": 1,
+        "min_tokens": 0,
+        "stop": [],
+        "logprobs": None,
+    }
+    assert SamplingParameters.parse({"choices": ["a", "b"], **harmless}).max_tokens == 3
+    most = [f"{i:0256}" for i in range(64)]
+    assert SamplingParameters.parse(json.dumps({"choices": most})).choices == tuple(most)
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ("yes,no", "must be a list"),
+        (["yes", 1], "must be a list"),
+        (["yes", ""], "must be a list"),
+        ([], "holds 0 labels"),
+        (["yes"], "holds 1 labels"),
+        ([f"{i}" for i in range(65)], "holds 65 labels"),
+        (["yes", "no", "yes"], "holds 'yes' twice"),
+        (["yes", "x" * 257], "choices.1. has 257 characters"),
+        (["yes", "\ud800"], "choices.1. has a lone surrogate"),
+    ],
+)
+def test_labels_that_are_no_choice(choices, message):
+    with pytest.raises(InvalidRequest, match=message):
+        SamplingParameters.parse({"choices": choices})
+
+
+@pytest.mark.parametrize(
+    "other", [{"temperature": 0.5}, {"stop": "."}, {"min_tokens": 1}, {"ignore_eos": True}, {"logprobs": 0}]
+)
+def test_choices_exclude_what_shapes_free_text(other):
+    with pytest.raises(InvalidRequest, match=f"choices and {next(iter(other))} exclude each other"):
+        SamplingParameters.parse({"choices": ["yes", "no"], **other})
+
+
 @pytest.mark.parametrize(
     "given",
     [

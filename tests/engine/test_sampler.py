@@ -10,7 +10,8 @@ from engine_fakes import make_request
 
 from tessera.engine.execution.sampler import SamplingRow, sample, uniform
 from tessera.engine.request import SamplingParameters
-from tessera.engine.sequence import Sequence
+from tessera.engine.sequence import SampledToken, Sequence
+from tessera.engine.transfer import Moment
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5]).log_softmax(0)
 
@@ -19,15 +20,19 @@ def row(seed=0, place=0, forbidden=(), **parameters):
     return SamplingRow(SamplingParameters.parse(parameters), seed, place, frozenset(forbidden))
 
 
+def tokens(logits, rows):
+    return sample(logits, rows, Moment(logits.device)).tokens()
+
+
 def draw(count=4000, **parameters):
     """Relative frequencies over many places of one answer."""
     rows = [row(7, place, **parameters) for place in range(count)]
-    tokens = torch.tensor([token.token_id for token in sample(LOGITS.repeat(count, 1), rows)])
-    return tokens.bincount(minlength=5) / count
+    drawn = torch.tensor([token.token_id for token in tokens(LOGITS.repeat(count, 1), rows)])
+    return drawn.bincount(minlength=5) / count
 
 
 def test_greedy_takes_the_likeliest():
-    assert [token.token_id for token in sample(torch.stack([LOGITS, -LOGITS]), [row(), row()])] == [1, 3]
+    assert [token.token_id for token in tokens(torch.stack([LOGITS, -LOGITS]), [row(), row()])] == [1, 3]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -61,25 +66,25 @@ def test_batch_does_not_matter():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(12, 50, generator=generator)
     rows = [row(n, n % 3, temperature=0.5 * (n % 3), top_k=5 * (n % 2), top_p=0.9) for n in range(12)]
-    together = sample(logits.clone(), rows)
-    alone = [sample(logits[n : n + 1].clone(), rows[n : n + 1])[0] for n in range(12)]
+    together = tokens(logits.clone(), rows)
+    alone = [tokens(logits[n : n + 1].clone(), rows[n : n + 1])[0] for n in range(12)]
     assert together == alone
 
 
 def test_seeds_and_places_differ():
     logits = torch.zeros(1, 1000)
-    chosen = {sample(logits, [row(seed, place, temperature=1)])[0].token_id for seed in range(5) for place in range(5)}
+    chosen = {tokens(logits, [row(seed, place, temperature=1)])[0].token_id for seed in range(5) for place in range(5)}
     assert len(chosen) > 20
     values = [uniform(seed, 0) for seed in range(-500, 500)]
     assert 0.45 < sum(values) / 1000 < 0.55 and min(values) >= 0 and max(values) < 1
 
 
 def test_tiny_temperature_is_greedy_without_overflow():
-    assert sample(LOGITS[None] * 1e4, [row(temperature=1e-30)])[0].token_id == 1
+    assert tokens(LOGITS[None] * 1e4, [row(temperature=1e-30)])[0].token_id == 1
 
 
 def test_logprobs_describe_the_model_not_the_sampling():
-    chosen = sample(LOGITS[None].clone() + 3, [row(temperature=0.1, top_k=1, logprobs=2, forbidden=[1])])[0]
+    chosen = tokens(LOGITS[None].clone() + 3, [row(temperature=0.1, top_k=1, logprobs=2, forbidden=[1])])[0]
     assert chosen.token_id == 4
     assert math.isclose(chosen.logprob, float(LOGITS[4]), abs_tol=1e-5)
     assert [token for token, _ in chosen.top] == [1, 4]
@@ -88,7 +93,7 @@ def test_logprobs_describe_the_model_not_the_sampling():
 
 def test_logprobs_only_where_asked():
     rows = [row(), row(logprobs=0), row(logprobs=3)]
-    plain, own, three = sample(LOGITS.repeat(3, 1), rows)
+    plain, own, three = tokens(LOGITS.repeat(3, 1), rows)
     assert (plain.logprob, plain.top, own.top, len(three.top)) == (None, (), (), 3)
     assert own.logprob == three.logprob == pytest.approx(float(LOGITS[1]))
 
@@ -96,6 +101,10 @@ def test_logprobs_only_where_asked():
 def test_min_tokens_forbids_the_end():
     request = make_request([1], max_tokens=8, min_tokens=2)
     sequence = Sequence(request, stop_ids=(1,))
-    forbidden = [SamplingRow.of(sequence, place).forbidden for place in range(4)]
+    sequence.in_flight = 1  # as when its step is planned
+    assert tokens(LOGITS[None].clone(), [SamplingRow.of(sequence)])[0].token_id == 4
+    forbidden = []
+    for _ in range(4):
+        forbidden.append(SamplingRow.of(sequence).forbidden)
+        sequence.take(SampledToken(3))
     assert forbidden == [{1}, {1}, set(), set()]
-    assert sample(LOGITS[None].clone(), [SamplingRow.of(sequence, 0)])[0].token_id == 4

@@ -10,6 +10,7 @@ from engine_fakes import (
     contents_of,
     ends,
     expected_answer,
+    expected_label,
     make_engine,
     make_request,
     run,
@@ -36,7 +37,8 @@ def prompts(draw):
         if at + rows <= len(ids):
             pictures.append((at, rows, content))
         at += rows + draw(st.integers(0, 2))
-    return ids, pictures, draw(st.integers(1, 12))
+    choices = draw(st.none() | st.lists(st.text("ab", min_size=1, max_size=4), min_size=2, max_size=4, unique=True))
+    return ids, pictures, draw(st.integers(1, 12)), choices
 
 
 actions = st.lists(
@@ -57,16 +59,22 @@ actions = st.lists(
     st.integers(9, 30),
     st.integers(5, 40),
     st.integers(1, 4),
+    st.booleans(),
 )
-def test_engine_under_random_load(script, policy, num_blocks, budget, sequences):
+def test_engine_under_random_load(script, policy, num_blocks, budget, sequences, overlaps):
     engine, _ = make_engine(
-        num_blocks, tokens=TOKENS, prefix_cache=policy, max_batched_tokens=budget, max_sequences=sequences
+        num_blocks,
+        tokens=TOKENS,
+        overlaps=overlaps,
+        prefix_cache=policy,
+        max_batched_tokens=budget,
+        max_sequences=sequences,
     )
     submitted, events, aborted = [], [], set()
     for action, value in script:
         if action == "submit":
-            ids, pictures, max_tokens = value
-            request = make_request(ids, f"{len(submitted)}", pictures, max_tokens=max_tokens)
+            ids, pictures, max_tokens, choices = value
+            request = make_request(ids, f"{len(submitted)}", pictures, max_tokens=max_tokens, choices=choices)
             submitted.append(engine.submit(request))
         elif action == "abort" and submitted:
             sequence = submitted[value % len(submitted)]
@@ -84,6 +92,13 @@ def test_engine_under_random_load(script, policy, num_blocks, budget, sequences)
     reasons = ends(events)
     for sequence in submitted:
         request = sequence.request
+        choices = request.sampling.choices
+        if choices is not None:
+            if reasons[request.request_id] == "stop":
+                assert sequence.outputs == expected_label(contents_of(request), choices)
+            else:
+                assert reasons[request.request_id] == "cancelled" and request.request_id in aborted
+            continue
         answer = expected_answer(contents_of(request), sequence.max_tokens, tokens=TOKENS)
         given_tokens = tokens_of(events, request.request_id)
         if reasons[request.request_id] == "cancelled":
@@ -106,7 +121,7 @@ def test_steps_may_be_planned_ahead(requests, cancels, num_blocks, depth):
     scheduler = Scheduler(BlockManager(num_blocks, 4, PrefixIndex()), 20, 4)
     runner = BookkeepingRunner(num_blocks, 4, tokens=TOKENS)
     sequences = []
-    for number, (ids, pictures, max_tokens) in enumerate(requests):
+    for number, (ids, pictures, max_tokens, _) in enumerate(requests):
         request = make_request(ids, str(number), pictures, max_tokens=max_tokens)
         keys = [pictures[i][2] * 100 + row for i in range(len(pictures)) for row in range(pictures[i][1])]
         sequences.append(Sequence(request, image_cache_ids=keys or None, stop_ids=(EOS,)))
@@ -116,7 +131,7 @@ def test_steps_may_be_planned_ahead(requests, cancels, num_blocks, depth):
         batch = scheduler.schedule()
         scheduler.check()
         if batch.spans:
-            out.append((batch, [token.token_id for token in runner.run(batch)]))
+            out.append((batch, runner.run(batch)))
         if out and (len(out) > depth or not batch.spans):
             scheduler.apply(*out.popleft())
             scheduler.check()

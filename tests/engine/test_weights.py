@@ -138,7 +138,7 @@ def test_random_weights_need_no_stored_ones_and_repeat(folder):
 def test_context_and_cache_must_make_sense(folder):
     with pytest.raises(ConfigError, match="max_model_len 300 exceeds"):
         Engine.from_checkpoint(folder, EngineConfig(max_model_len=300, max_sequences=4), ByteTokenizer())
-    with pytest.raises(ConfigError, match="kv_cache_bytes 100"):
+    with pytest.raises(ConfigError, match="a cache of 100 bytes holds no block"):
         Engine.from_checkpoint(folder, EngineConfig(kv_cache_bytes=100, max_sequences=4), ByteTokenizer())
 
 

@@ -100,7 +100,9 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module.InferenceResponse = InferenceResponse
     module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
     module.logged = []
-    module.Logger = types.SimpleNamespace(log_error=module.logged.append)
+    module.Logger = types.SimpleNamespace(
+        **{f"log_{level}": module.logged.append for level in ("info", "warn", "error")}
+    )
 
     def find(holder: Any, name: str) -> Tensor | None:
         tensors = holder.inputs() if isinstance(holder, InferenceRequest) else holder.output_tensors()

@@ -12,23 +12,39 @@ from fakes.backend import InferenceRequest, Tensor, strings, wait_until
 
 from tessera.fronts import stream, unary
 from tessera_client import errors
-from tessera_client.messages import Delta, Request, Timings, Usage
+from tessera_client.messages import Delta, LabelScore, Request, Timings, Usage
 
 BOTH = [(unary, "vlm_unary"), (stream, "vlm_stream")]
-LAST = Delta("b", "stop", Usage(9, 2, 4), Timings(1, 2, 3, 4, 5, 6), [{"token_id": 7}])
+LAST = Delta(
+    "b", "stop", Usage(9, 2, 4), Timings(1, 2, 3, 4, 5, 6), [{"token_id": 7}], (LabelScore("b", -0.5, 0.6, 0.7),)
+)
+
+
+class Responses:
+    def __init__(self, deltas: Iterable[Delta]) -> None:
+        self.deltas = iter(deltas)
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self.deltas
+
+    def cancel(self) -> None:
+        pass
 
 
 class Ensemble:
     """A transport that answers with what `answer` yields, and notes what it was asked."""
 
-    def __init__(self, answer: Callable[[str], Iterable[Delta]]) -> None:
+    def __init__(self, answer: Callable[[str], Iterable[Delta]], servers: int = 1) -> None:
         self.answer = answer
+        self.addresses = tuple(f"server{i}" for i in range(servers))
         self.requests: dict[str, Request] = {}
+        self.bound: list[int | None] = []
         self.cancelled: list[str] = []
 
-    def send(self, request: Request, request_id: str, timeout: float | None) -> Iterator[Delta]:
+    def send(self, request: Request, request_id: str, timeout: float | None, only: int | None = None) -> Responses:
         self.requests[request_id] = request
-        return iter(self.answer(request_id))
+        self.bound.append(only)
+        return Responses(self.answer(request_id))
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
@@ -73,6 +89,7 @@ def test_unary_asks_for_one_response_and_hands_all_of_it_on(backend, monkeypatch
         "usage": [9, 2, 4],
         "timings": [1, 2, 3, 4, 5, 6],
         "logprobs": [b'[{"token_id": 7}]'],
+        "choices": [b'[{"label": "b", "logprob": -0.5, "probability": 0.6, "normalized": 0.7}]'],
     }
 
 
@@ -84,6 +101,7 @@ def test_stream_relays_every_response_and_then_ends(backend, monkeypatch):
     front.finalize()
     first, last = (outputs(response) for response in request.sender.responses)
     assert first["text_output"] == [b"a"] and first["finish_reason"] == [b""] and first["usage"] == [0, 0, 0]
+    assert first["logprobs"] == first["choices"] == [b""]
     assert last["text_output"] == [b"b"]
     assert request.sender.final
     assert next(iter(ensemble.requests.values())).stream
@@ -112,6 +130,54 @@ def test_an_error_of_the_ensemble_reaches_the_client_once_with_its_code(backend,
     assert response.error().code() == code
     assert error.message in response.error().message()
     assert request.sender.final
+
+
+@pytest.mark.parametrize(("kind", "name"), BOTH)
+def test_a_request_without_an_id_goes_on_to_the_next_server_that_takes_it(backend, monkeypatch, kind, name):
+    def answer(_):
+        if len(ensemble.bound) < 3:
+            raise [errors.ConnectionFailed("refused"), errors.Unavailable("stopping")][len(ensemble.bound) - 1]
+        yield LAST
+
+    ensemble = Ensemble(answer, servers=3)
+    front = started(kind, name, ensemble, monkeypatch)
+    request = InferenceRequest([strings("text_input", b"?")])
+    front.execute([request])
+    front.finalize()
+    assert ensemble.bound == [None] * 3 and len(ensemble.requests) == 1
+    assert outputs(request.sender.responses[0])["text_output"] == [b"b"] and request.sender.final
+
+
+@pytest.mark.parametrize(("kind", "name"), BOTH)
+def test_a_request_with_an_id_stays_with_its_server(backend, monkeypatch, kind, name):
+    """Its client may ask this server's language model to cancel the id."""
+
+    def refuse(_):
+        raise errors.Unavailable("the queue is full")
+        yield
+
+    ensemble = Ensemble(refuse, servers=2)
+    front = started(kind, name, ensemble, monkeypatch)
+    request = InferenceRequest([strings("text_input", b"?")], "mine")
+    front.execute([request])
+    front.finalize()
+    assert ensemble.bound == [0] and set(ensemble.requests) == {"mine"}
+    assert request.sender.responses[0].error().code() == "UNAVAILABLE"
+
+
+def test_a_stream_that_breaks_after_its_first_part_is_not_begun_again(backend, monkeypatch):
+    def answer(_):
+        yield Delta("a")
+        raise errors.ConnectionFailed("the line broke")
+
+    ensemble = Ensemble(answer, servers=2)
+    front = started(stream, "vlm_stream", ensemble, monkeypatch)
+    request = InferenceRequest([strings("text_input", b"?")])
+    front.execute([request])
+    front.finalize()
+    assert len(ensemble.bound) == 1
+    first, last = request.sender.responses
+    assert outputs(first)["text_output"] == [b"a"] and last.error().code() == "UNAVAILABLE"
 
 
 @pytest.mark.parametrize(("kind", "name"), BOTH)

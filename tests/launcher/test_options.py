@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from tessera.errors import ConfigError
 from tessera.launcher import options as options_module
 from tessera.launcher.cli import parse
 from tessera.launcher.installation import Installation
-from tessera.launcher.options import ServerOptions, server_environment, server_flags, stub_shared_memory
+from tessera.launcher.options import ServerOptions, has_gpu, server_environment, server_flags, stub_shared_memory
+from tessera.launcher.ports import one_a_gpu, ports_of
+from tessera.launcher.process import log_path
 
 INSTALLATION = Installation(
     "test", Path("/s/bin/t"), Path("/s/backends"), None, (Path("/l1"), Path("/l2")), Path("/py")
@@ -21,8 +24,9 @@ INSTALLATION = Installation(
 def test_the_command_line_becomes_options_and_flags(tmp_path: Path) -> None:
     argv = ["--model-repository", str(tmp_path), "--http-port", "0", "--model-config-name", "tensorrt"]
     passed_on = ["--model-control-mode=poll", "--cache-config", "local,size=1"]
-    options, supervision, verbose = parse([*argv, "--verbose", "--", *passed_on])
-    assert verbose and options.http_port == 0 and options.grpc_port == 8001 and options.host == "127.0.0.1"
+    options, gpus, supervision, verbose = parse([*argv, "--verbose", "--", *passed_on])
+    assert verbose and gpus == ()
+    assert options.http_port == 0 and options.grpc_port == 8001 and options.host == "127.0.0.1"
     assert supervision.restart and supervision.health_port == 8003
     flags = server_flags(options, INSTALLATION, (1, 2, 3), "prefix-")
     assert flags[-3:] == passed_on
@@ -46,7 +50,7 @@ def test_clients_are_kept_out_of_the_servers_administration(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_memory_pools_follow_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
-    monkeypatch.setattr(options_module, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(options_module, "has_gpu", lambda environment: gpu)
     flags = server_flags(ServerOptions(tmp_path), INSTALLATION, (1, 2, 3), "p")
     assert ("--cuda-memory-pool-byte-size=0:4294967296" in flags) == gpu
     assert ("--pinned-memory-pool-byte-size=0" in flags) == (not gpu)
@@ -66,7 +70,7 @@ def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
         ServerOptions(tmp_path, checkpoint=tmp_path / "none").validate()
     for flag, value in (("--health-port", "70000"), ("--max-restarts", "-1"), ("--ping-timeout", "0")):
         with pytest.raises(ConfigError, match=flag):
-            parse([flag, value])[1].validate()
+            parse([flag, value])[2].validate()
 
 
 def test_the_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,3 +93,48 @@ def test_shared_memory_is_modest_where_there_is_little(monkeypatch: pytest.Monke
     monkeypatch.setattr(options_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 << 20}))
     assert stub_shared_memory(None) == (1 << 20, 1 << 20)
     assert stub_shared_memory(8 << 20) == (8 << 20, 8 << 20)
+
+
+def test_one_server_a_gpu_with_ports_and_neighbours_of_its_own(tmp_path: Path) -> None:
+    base = 20000  # outside the range in which this machine picks ports
+    ports = [word for i, kind in enumerate(("http", "grpc", "metrics")) for word in (f"--{kind}-port", str(base + i))]
+    options, gpus, _, _ = parse([*ports, "--model-repository", str(tmp_path), "--gpus", "3, GPU-5ac2-11"])
+    first, second = one_a_gpu(options, gpus)
+    assert (first.http_port, first.grpc_port, first.metrics_port) == (base, base + 1, base + 2)
+    assert (second.http_port, second.grpc_port, second.metrics_port) == (base + 10, base + 11, base + 12)
+    for server, gpu, address in ((first, "3", f"127.0.0.1:{base + 1}"), (second, "GPU-5ac2-11", "127.0.0.1:20011")):
+        environment = server_environment(server, INSTALLATION, server.grpc_port)
+        assert environment["CUDA_VISIBLE_DEVICES"] == gpu and server.name == f"gpu{gpu}"
+        here, there = environment["TESSERA_GRPC_ADDRESS"].split(",")
+        assert here == address and there != here
+    assert log_path(replace(first, log_path=Path("/x/server.log"))) == Path("/x/server-gpu3.log")
+    assert log_path(first).name != log_path(second).name
+
+
+def test_picked_ports_are_all_different(tmp_path: Path) -> None:
+    options = ServerOptions(tmp_path, http_port=0, grpc_port=0, metrics_port=0)
+    ports = [port for each in one_a_gpu(options, ["0", "1", "2"]) for port in ports_of(each)]
+    assert len(set(ports)) == 9 and 0 not in ports
+
+
+def test_ports_of_several_servers_that_collide_or_overflow_are_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ServerOptions(tmp_path, http_port=0, grpc_port=port - 10, metrics_port=0)
+        with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is already in use \(--grpc-port of gpu1\)"):
+            one_a_gpu(options, ["0", "1"])
+    with pytest.raises(ConfigError, match="--http-port of gpu1"):
+        one_a_gpu(ServerOptions(tmp_path, http_port=20000, grpc_port=20010, metrics_port=0), ["0", "1"])
+    with pytest.raises(ConfigError, match="--metrics-port: 65539"):
+        one_a_gpu(ServerOptions(tmp_path, http_port=0, grpc_port=0, metrics_port=65529), ["0", "1"])
+
+
+@pytest.mark.parametrize("text", ["", "0,", "all", "0,0", "-1", "1/2"])
+def test_what_names_no_gpus_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([f"--gpus={text}"])
+    assert "--gpus" in capsys.readouterr().err
+
+
+def test_a_hidden_gpu_is_none() -> None:
+    assert not has_gpu({"CUDA_VISIBLE_DEVICES": ""}) and not has_gpu({"CUDA_VISIBLE_DEVICES": "-1"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -46,6 +47,9 @@ class Script:
     def stop(self) -> None:
         self.done.append("stop")
 
+    def abort(self) -> None:
+        self.done.append("abort")
+
     def failure(self) -> str | None:
         return "a stage died" if self.now >= self.dies_at else None
 
@@ -76,20 +80,23 @@ class Run:
             def failure(self) -> None: ...
             def last(self, stage: str) -> None: ...
 
+        self.pings = Pings
+
         def sleep(seconds: float) -> None:
             self.server.now += seconds
             self.pauses.append(seconds)
             self.states.append(self.health.report()[1]["state"])
 
         monkeypatch.setattr(supervisor_module, "Pinger", Pings)
-        monkeypatch.setattr(supervisor_module.time, "sleep", sleep)
         monkeypatch.setattr(supervisor_module.time, "monotonic", lambda: self.server.now)
         self.supervisor = Supervisor(
             self.server,  # type: ignore[arg-type]
             Supervision(look_interval_s=0.25, **settings),
             self.health,
             lambda line, error: self.lines.append(line),
+            lambda seconds: self.lines.append("ready"),
         )
+        monkeypatch.setattr(self.supervisor, "_sleep", sleep)
 
     def restart_pauses(self) -> list[float]:
         return [pause for pause in self.pauses if pause != 0.25]
@@ -100,7 +107,7 @@ def test_a_crash_loop_ends_after_growing_pauses(monkeypatch: pytest.MonkeyPatch)
     reason = run.supervisor.run()
     assert reason == "a stage died; giving up after 5 restarts within 300 s"
     assert run.restart_pauses() == [0.0, 0.5, 1.0, 2.0, 4.0]
-    assert run.server.done == ["start", "keep", "kill"] * 6
+    assert run.server.done == ["start", "keep", "kill"] * 6 + ["stop"] and run.lines.count("ready") == 6
     ready, page = run.health.report()
     assert not ready and (page["state"], page["reason"], page["restarts"]) == ("failed", reason, 5)
     assert [line for line in run.lines if "starting anew" in line][1] == (
@@ -127,20 +134,50 @@ def test_the_first_start_must_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, [ConfigError("no models")])
     with pytest.raises(ConfigError, match="no models"):
         run.supervisor.run()
-    assert run.health.report()[1]["state"] == "failed" and run.server.done == ["start"]
+    assert run.health.report()[1]["state"] == "failed" and run.server.done == ["start", "stop"]
 
 
 def test_without_restarts_the_first_death_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, [1.0], restart=False)
     assert run.supervisor.run() == "a stage died"
-    assert run.server.done == ["start", "keep", "kill"] and run.health.report()[1]["state"] == "failed"
+    assert run.server.done == ["start", "keep", "kill", "stop"] and run.health.report()[1]["state"] == "failed"
 
 
 def test_a_server_that_goes_silent_at_once_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, [1.0], pings=NoAnswer("refused"))
     with pytest.raises(Exception, match="did not answer: refused"):
         run.supervisor.run()
-    assert run.server.done[-1] == "kill"
+    assert run.server.done[-2:] == ["kill", "stop"]
+
+
+def test_a_stop_ends_the_watch_and_leaves_the_state_at_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, [1e9])
+    monkeypatch.undo()  # the true sleep, which a stop cuts short
+    monkeypatch.setattr(run.server, "failure", lambda: None)
+    thread = threading.Thread(target=lambda: run.lines.append(f"ended: {run.supervisor.run()}"))
+    monkeypatch.setattr(supervisor_module, "Pinger", run.pings)
+    thread.start()
+    while "ready" not in run.lines:
+        thread.join(0.01)
+    run.supervisor.stop()
+    thread.join(10)
+    assert run.lines == ["ready", "ended: None"] and run.server.done == ["start", "keep", "abort", "stop"]
+    assert run.health.report()[1]["state"] == "stopping"
+
+
+def test_a_stop_during_a_restart_is_no_failure_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, [1.0, ServerStartError("stopped during the start")])
+    start = run.server.start
+
+    def stopped_the_second_time() -> Script:
+        if "kill" in run.server.done:
+            run.supervisor.stop()
+        return start()
+
+    monkeypatch.setattr(run.server, "start", stopped_the_second_time)
+    assert run.supervisor.run() is None
+    assert run.lines == ["ready", "a stage died; starting anew (restart 1)"]
+    assert run.health.report()[1]["state"] == "stopping"
 
 
 def test_the_page_shows_a_dead_process_before_anybody_acts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,9 @@ class NoText:
     def decode(self, ids, skip_special_tokens):
         return ""
 
+    def encode(self, text, special):
+        raise NotImplementedError
+
 
 class Recorder:
     """A runner that also keeps the logits of every sampled token."""
@@ -124,13 +127,13 @@ class Recorder:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.num_blocks, self.vocab_size = runner.num_blocks, runner.vocab_size
-        self.hidden_size, self.cache_salt = runner.hidden_size, runner.cache_salt
+        self.hidden_size, self.cache_salt, self.overlaps = runner.hidden_size, runner.cache_salt, False
+        self.graph_steps = 0
         self.logits: list[torch.Tensor] = []
 
-    def run(self, batch):
-        with torch.inference_mode():
-            self.logits.append(self._runner.logits(batch))
-        return self._runner.run(batch)
+    def launch(self, batch):
+        self.logits.append(self._runner.logits(batch))
+        return self._runner.launch(batch)
 
 
 def answer(config, weights, prompt, tokens, embeddings=None, spans=(), max_model_len=64, **engine):

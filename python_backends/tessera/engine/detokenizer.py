@@ -16,6 +16,8 @@ class Decoder(Protocol):
 
     def decode(self, ids: SequenceType[int], skip_special_tokens: bool) -> str: ...
 
+    def encode(self, text: str, special: bool) -> list[int]: ...
+
 
 class Detokenizer:
     """The text of one answer. All its deltas together are the decoded answer, cut at a stop string."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceType
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,31 +20,63 @@ from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.cache.prefix_index import PrefixIndex, image_cache_ids
 from tessera.engine.config import EngineConfig
 from tessera.engine.detokenizer import Decoder, Detokenizer
+from tessera.engine.labels import LabelScorer
 from tessera.engine.metrics import EngineMetrics
-from tessera.engine.request import Request, TokenEvent
-from tessera.engine.scheduling.batch import SampledToken, ScheduledBatch
+from tessera.engine.request import Request, TokenEvent, Usage
+from tessera.engine.scheduling.batch import ScheduledBatch
 from tessera.engine.scheduling.scheduler import Scheduler
-from tessera.engine.sequence import Sequence
+from tessera.engine.sequence import SampledToken, Sequence
 from tessera.errors import ConfigError, InvalidRequest, Unavailable
+
+_LOG = logging.getLogger(__name__)
+
+
+class StepResult(Protocol):
+    """A step that was launched."""
+
+    def tokens(self) -> SequenceType[SampledToken]:
+        """Waits for the step; a token for each of the batch's ``sampling``."""
+
+    def device_ns(self) -> int:
+        """How long the step took the device; call it after :meth:`tokens`."""
 
 
 class Runner(Protocol):
-    """What runs the batches; ModelRunner outside of tests."""
+    """What runs the batches; ModelRunner outside of tests.
+
+    ``overlaps``: whether a step goes on by itself once it was launched, so that the next should be planned meanwhile.
+    ``graph_steps`` counts the steps that ran as CUDA graphs.
+    """
 
     num_blocks: int
     vocab_size: int
     hidden_size: int
+    overlaps: bool
+    graph_steps: int
 
     def cache_salt(self, prompt_length: int) -> int: ...
 
-    def run(self, batch: ScheduledBatch) -> SequenceType[SampledToken]: ...
+    def launch(self, batch: ScheduledBatch) -> StepResult: ...
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a step did to one sequence, still without text: it took a token, or ended, or both."""
+
+    sequence: Sequence
+    usage: Usage
+    token: SampledToken | None
+    reason: str | None
+    error: str | None = None
 
 
 class Engine:
     """Continuous batching over one model.
 
-    :meth:`submit` and :meth:`abort` may be called from any thread, :meth:`step` and :meth:`fail_all` from one.
-    Every request that was submitted ends in exactly one event with a finish_reason.
+    A step has two halves, so that a second thread can do the second: :meth:`advance` plans, runs and applies;
+    :meth:`render` turns what came of it into text and events. :meth:`step` is both. :meth:`submit` and :meth:`abort`
+    may be called from any thread, :meth:`advance`, :meth:`fail_all` and :meth:`close` from one, and :meth:`render`
+    from one, in their order. Every request that was submitted ends in exactly one event with a finish_reason.
     """
 
     def __init__(
@@ -64,11 +100,14 @@ class Engine:
         self._config = config
         self._eos_token_ids = frozenset(token for token in eos_token_ids if token < runner.vocab_size)
         self._cache_secret = secrets.token_bytes(16)
-        self._events: list[TokenEvent] = []  # of the step under way; only the stepping thread's
+        self._under_way: deque[tuple[ScheduledBatch, StepResult]] = deque()  # launched, not yet applied
+        self._progress: list[Progress] = []  # of the step under way
+        self._open: dict[Sequence, None] = {}  # taken in, last progress not made yet
         self._lock = threading.Lock()  # guards what follows
         self._live: dict[Sequence, Detokenizer] = {}  # until the final event exists
         self._arrived: list[Sequence] = []
         self._aborted: list[Sequence] = []
+        self._stopped: list[Sequence] = []  # their text met a stop string
         self._closed = ""
 
     @classmethod
@@ -102,8 +141,8 @@ class Engine:
         Raises InvalidRequest when it is malformed or can never fit, Unavailable when too many are in flight.
         """
         request.validate(self._runner.vocab_size, self._runner.hidden_size)
-        self._check_fits(request)
         sequence = self._new_sequence(request)
+        self._check_fits(sequence)
         with self._lock:
             if self._closed:
                 raise Unavailable(self._closed)
@@ -123,51 +162,77 @@ class Engine:
 
     def has_work(self) -> bool:
         with self._lock:
-            return bool(self._arrived or self._aborted or self._events) or self.scheduler.has_work
+            waiting = self._arrived or self._aborted or self._stopped
+        return bool(waiting or self._under_way) or self.scheduler.has_work
 
     def step(self) -> list[TokenEvent]:
         """Plan, run, apply, emit. If it raises, call :meth:`fail_all`."""
+        return self.render(self.advance())
+
+    def advance(self) -> list[Progress]:
+        """Plan and run a step, apply what is done; the first half of :meth:`step`.
+
+        Where the runner overlaps, a step is launched before the one before it is applied.
+        """
+        began = time.perf_counter_ns() - time.thread_time_ns()
         self._take_in()
         batch = self.scheduler.schedule()
         if batch.spans:
             self._mark_scheduled(batch)
-            sampled = self._runner.run(batch)
-            taken = set(self.scheduler.apply(batch, [token.token_id for token in sampled]))
-            self._emit((s, token) for s, token in zip(batch.sampling, sampled) if s in taken)
+            self._under_way.append((batch, self._runner.launch(batch)))
+        self.metrics.held_up_ns += time.perf_counter_ns() - time.thread_time_ns() - began
+        while len(self._under_way) > bool(batch.spans and self._runner.overlaps):
+            self._apply(*self._under_way.popleft())
         self._count(batch)
-        return self._take_events()
+        return self._take_progress()
 
-    def fail_all(self, message: str) -> list[TokenEvent]:
+    def render(self, steps: list[Progress]) -> list[TokenEvent]:
+        """Text and events of what :meth:`advance`, :meth:`fail_all` or :meth:`close` returned, in their order."""
+        events = []
+        for progress in steps:
+            with self._lock:
+                detokenizer = self._live.get(progress.sequence)
+            if detokenizer is None:  # its text met a stop string before this token
+                continue
+            try:
+                events.append(self._event(progress, detokenizer))
+            except Exception as error:  # one answer that has no text must not silence the others
+                _LOG.exception("request %r has no text", progress.sequence.request.request_id)
+                failed = replace(progress, token=None, reason="error", error=f"{type(error).__name__}: {error}")
+                events.append(self._event(failed, detokenizer))
+        return events
+
+    def fail_all(self, message: str) -> list[Progress]:
         """Ends every request that a step may have seen with reason "error"; the engine then starts afresh."""
+        self._under_way.clear()
         self.scheduler.drop_all()
-        with self._lock:
-            arrived = set(self._arrived)
-            known = [sequence for sequence in self._live if sequence not in arrived]
-        for sequence in known:
+        for sequence in list(self._open):
             sequence.finish_reason = "error"
-            self._add_event(sequence, error=message)
+            self._add_progress(sequence, error=message)
         self._count(ScheduledBatch([]))
-        return self._take_events()
+        return self._take_progress()
 
-    def close(self, message: str) -> list[TokenEvent]:
+    def close(self, message: str) -> list[Progress]:
         """Takes no more requests and ends all there are with reason "error"."""
         with self._lock:
             self._closed = message
-            self._arrived = []
+            arrived, self._arrived = self._arrived, []
+        self._open |= dict.fromkeys(arrived)
         return self.fail_all(message)
 
-    def _check_fits(self, request: Request) -> None:
-        prompt, answer = len(request.input_ids), request.sampling.max_tokens
+    def _check_fits(self, sequence: Sequence) -> None:
+        prompt, answer = sequence.prompt_length, sequence.max_tokens
+        what = "max_tokens" if sequence.labels is None else "choices of up to"
         if prompt + answer > self.max_model_len:
             raise InvalidRequest(
-                f"{prompt} prompt tokens and max_tokens {answer} exceed the context of {self.max_model_len} tokens; "
-                "shorten the prompt, use fewer image tiles or lower max_tokens"
+                f"{prompt} prompt tokens and {what} {answer} exceed the context of {self.max_model_len} tokens; "
+                f"shorten the prompt, use fewer image tiles or ask for less"
             )
         blocks = self.scheduler.blocks
         capacity = blocks.num_blocks * blocks.block_size
         if prompt + answer > capacity:
             raise InvalidRequest(
-                f"{prompt} prompt tokens and max_tokens {answer} can never fit the cache of {capacity} tokens; "
+                f"{prompt} prompt tokens and {what} {answer} can never fit the cache of {capacity} tokens; "
                 "ask for less, or give the server more kv_cache_bytes"
             )
 
@@ -180,22 +245,36 @@ class Engine:
             image_cache_ids=image_cache_ids(request.digest, spans[:, 1], self._cache_secret),
             cache_salt=self._runner.cache_salt(len(request.input_ids)),
             stop_ids=self._eos_token_ids,
+            labels=self._labels(request),
         )
 
+    def _labels(self, request: Request) -> LabelScorer | None:
+        choices = request.sampling.choices
+        if choices is None:
+            return None
+        if not self._eos_token_ids:
+            raise InvalidRequest(
+                "choices need a checkpoint that names the token that ends an answer; this one does not"
+            )
+        encode = partial(self._tokenizer.encode, special=False)
+        return LabelScorer.encoded(choices, encode, self._eos_token_ids)
+
     def _take_in(self) -> None:
-        """New requests into the queue; aborted and overdue ones out, wherever they are."""
+        """New requests into the queue; aborted, stopped and overdue ones out, wherever they are."""
         now = time.monotonic_ns()
         with self._lock:
             arrived, self._arrived = self._arrived, []
             aborted, self._aborted = self._aborted, []
+            stopped, self._stopped = self._stopped, []
             overdue = [s for s in self._live if s.request.deadline_ns is not None and s.request.deadline_ns <= now]
         for sequence in arrived:
+            self._open[sequence] = None
             self.scheduler.add(sequence)
-        for reason, sequences in (("cancelled", aborted), ("deadline", overdue)):
+        for reason, sequences in (("stop", stopped), ("cancelled", aborted), ("deadline", overdue)):
             for sequence in sequences:
                 if not sequence.finished:
                     self.scheduler.finish(sequence, reason)
-                    self._add_event(sequence)
+                    self._add_progress(sequence)
 
     def _mark_scheduled(self, batch: ScheduledBatch) -> None:
         now = time.monotonic_ns()
@@ -206,55 +285,66 @@ class Engine:
                 self.metrics.prompt_tokens += span.sequence.prompt_length
                 self.metrics.cached_tokens += span.sequence.cached_tokens
 
-    def _emit(self, tokens: Iterable[tuple[Sequence, SampledToken]]) -> None:
+    def _apply(self, batch: ScheduledBatch, result: StepResult) -> None:
+        taken = self.scheduler.apply(batch, result.tokens())
+        self.metrics.busy_ns += result.device_ns()
         now = time.monotonic_ns()
-        for sequence, token in tokens:
+        for sequence, token in taken:
             sequence.first_token_ns = sequence.first_token_ns or now
-            detokenizer = self._live[sequence]
-            ended_by_token = sequence.finish_reason == "stop"
-            show = not ended_by_token or sequence.request.sampling.include_stop_str_in_output
-            text = detokenizer.push(token.token_id) if show else ""
-            if sequence.finished:
-                text += detokenizer.flush()
-            if detokenizer.stopped:
-                if not sequence.finished:
-                    self.scheduler.finish(sequence, "stop")
-                sequence.finish_reason = "stop"
-            self._add_event(sequence, text, token)
+            if sequence.labels is None:
+                self._add_progress(sequence, token)
+            elif sequence.finished:
+                self._add_progress(sequence)
 
-    def _add_event(
-        self, sequence: Sequence, text: str = "", token: SampledToken | None = None, error: str | None = None
-    ) -> None:
-        with self._lock:
-            detokenizer = self._live.pop(sequence) if sequence.finished else self._live[sequence]
-        logprobs = None
-        if token is not None and token.logprob is not None:
-            logprobs = [_logprob_entry(detokenizer, token)]
+    def _add_progress(self, sequence: Sequence, token: SampledToken | None = None, error: str | None = None) -> None:
         if sequence.finished:
+            del self._open[sequence]
             sequence.embeddings = None
-            self.metrics.finished[sequence.finish_reason or ""] += 1
-        event = TokenEvent(
+        self._progress.append(Progress(sequence, sequence.usage, token, sequence.finish_reason, error))
+
+    def _take_progress(self) -> list[Progress]:
+        progress, self._progress = self._progress, []
+        return progress
+
+    def _event(self, progress: Progress, detokenizer: Detokenizer) -> TokenEvent:
+        sequence, token, reason = progress.sequence, progress.token, progress.reason
+        text, logprobs, choices = "", None, None
+        if token is not None:
+            show = reason != "stop" or sequence.request.sampling.include_stop_str_in_output
+            text = detokenizer.push(token.token_id) if show else ""
+            if reason is not None:
+                text += detokenizer.flush()
+            if token.logprob is not None:
+                logprobs = [_logprob_entry(detokenizer, token)]
+        if detokenizer.stopped:
+            reason = "stop"
+        if reason == "stop" and sequence.labels is not None:
+            text, choices = sequence.labels.best, [asdict(score) for score in sequence.labels.result()]
+        with self._lock:
+            if reason is not None:
+                del self._live[sequence]
+                self.metrics.finished[reason] += 1
+            if reason is not None and not sequence.finished:
+                self._stopped.append(sequence)
+        return TokenEvent(
             sequence,
             text,
             [] if token is None else [token.token_id],
             logprobs,
-            sequence.finish_reason,
-            sequence.usage,
+            reason,
+            progress.usage,
             sequence.cached_tokens,
             sequence.scheduled_ns,
             sequence.first_token_ns,
             time.monotonic_ns(),
-            error,
+            progress.error,
+            choices,
         )
-        self._events.append(event)
-
-    def _take_events(self) -> list[TokenEvent]:
-        events, self._events = self._events, []
-        return events
 
     def _count(self, batch: ScheduledBatch) -> None:
         metrics, scheduler = self.metrics, self.scheduler
         metrics.steps += bool(batch.spans)
+        metrics.graph_steps = self._runner.graph_steps
         metrics.computed_tokens += batch.tokens
         metrics.generated_tokens += len(batch.sampling)
         metrics.preemptions = scheduler.preemptions

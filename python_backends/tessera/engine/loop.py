@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections.abc import Callable
 
-from tessera.engine.engine import Engine
+from tessera.engine.engine import Engine, Progress
 from tessera.engine.request import Request, TokenEvent
 from tessera.engine.sequence import Sequence
 
@@ -15,10 +16,11 @@ _IDLE_SECONDS = 5.0
 
 
 class EngineLoop:
-    """Steps ``engine`` while it has work and gives each step's events to ``on_events``, on its own thread.
+    """Steps ``engine`` while it has work and gives each step's events to ``on_events``.
 
-    ``on_events`` must be quick. A step that raises ends the requests it may have seen with reason "error"; the
-    loop goes on with those that come after.
+    Two threads: one plans, runs and applies; the other makes text and events of what came of it, so that the first
+    is back at the GPU in time. ``on_events`` must be quick. A step that raises
+    ends the requests it may have seen with reason "error"; the loop goes on with those that come after.
     """
 
     def __init__(self, engine: Engine, on_events: Callable[[list[TokenEvent]], None]) -> None:
@@ -26,10 +28,13 @@ class EngineLoop:
         self._on_events = on_events
         self._wake = threading.Event()
         self._stopping = False
+        self._progress: queue.SimpleQueue[list[Progress] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._renderer = threading.Thread(target=self._render, name="engine-text", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+        self._renderer.start()
 
     def stop(self) -> None:
         """Ends all requests with reason "error" and waits for the thread; no event comes afterwards."""
@@ -37,6 +42,8 @@ class EngineLoop:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
+            self._progress.put(None)
+            self._renderer.join()
 
     def submit(self, request: Request) -> Sequence:
         """As Engine.submit; its events may come before this returns."""
@@ -53,16 +60,16 @@ class EngineLoop:
         while not self._stopping:
             self._wake.clear()  # before looking, so that whatever comes later wakes us
             if self.engine.has_work():
-                self._deliver(self._step())
+                self._progress.put(self._advance())
                 checked = False
             elif not self._wake.wait(None if checked else _IDLE_SECONDS):
                 self._check_books()
                 checked = True
-        self._deliver(self.engine.close("the language model is stopping"))
+        self._progress.put(self.engine.close("the language model is stopping"))
 
-    def _step(self) -> list[TokenEvent]:
+    def _advance(self) -> list[Progress]:
         try:
-            return self.engine.step()
+            return self.engine.advance()
         except Exception as error:
             _LOG.exception("a step of the language model failed")
             return self.engine.fail_all(f"a step of the language model failed: {type(error).__name__}: {error}")
@@ -73,12 +80,16 @@ class EngineLoop:
             self.engine.scheduler.check()
         except AssertionError:
             _LOG.exception("the books of the key/value cache were wrong and are begun anew")
-            self._deliver(self.engine.fail_all("the key/value cache had to be cleared"))
+            self._progress.put(self.engine.fail_all("the key/value cache had to be cleared"))
 
-    def _deliver(self, events: list[TokenEvent]) -> None:
-        if not events:
+    def _render(self) -> None:
+        while (progress := self._progress.get()) is not None:
+            self._deliver(progress)
+
+    def _deliver(self, progress: list[Progress]) -> None:
+        if not progress:
             return
         try:
-            self._on_events(events)
+            self._on_events(self.engine.render(progress))
         except Exception:
-            _LOG.exception("delivering %d events failed", len(events))
+            _LOG.exception("delivering %d events failed", len(progress))

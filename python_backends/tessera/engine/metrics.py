@@ -8,11 +8,16 @@ from dataclasses import dataclass, field
 
 @dataclass
 class EngineMetrics:
-    """Counters since the start; gauges describe the moment after the last step."""
+    """Counters since the start; gauges describe the moment after the last step.
+
+    ``graph_steps``: steps that ran as a CUDA graph; ``busy_ns``: time in which a step ran. ``held_up_ns``: time that
+    planning and launching took beyond what they computed, which on a GPU is waiting for the interpreter's lock.
+    """
 
     requests: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     steps: int = 0
+    graph_steps: int = 0
     computed_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -22,6 +27,8 @@ class EngineMetrics:
     running: int = 0
     blocks_used: int = 0
     blocks_total: int = 0
+    busy_ns: int = 0
+    held_up_ns: int = 0
 
     def snapshot(self) -> dict[str, int]:
         """All numbers under flat names; ends of requests as finished_<reason>."""

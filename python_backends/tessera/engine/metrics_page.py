@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 
+from tessera.engine.cache.embedding_pool import EmbeddingPool
 from tessera.engine.metrics import EngineMetrics
 from tessera.engine.request import TokenEvent
 from tessera.tritonserver.metrics import Counter, Gauge, Histogram
@@ -16,14 +18,19 @@ TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 class MetricsPage:
     """Publishes an EngineMetrics; one thread of its own, ended by close()."""
 
-    def __init__(self, metrics: EngineMetrics) -> None:
+    def __init__(self, metrics: EngineMetrics, pool: EmbeddingPool) -> None:
         self._metrics = metrics
+        self._pool = pool
+        self._seen_busy = (metrics.busy_ns, time.monotonic_ns())
         self._gauges = {
             "requests_running": Gauge("tessera_requests_running", "Requests in the running batch"),
             "requests_waiting": Gauge("tessera_requests_waiting", "Requests that wait for room in the batch"),
             "requests_in_flight": Gauge("tessera_requests_in_flight", "Requests accepted and not yet ended"),
             "kv_blocks_used": Gauge("tessera_kv_blocks_used", "Blocks of the key/value cache in use"),
             "kv_blocks_total": Gauge("tessera_kv_blocks_total", "Blocks of the key/value cache"),
+            "device_busy": Gauge("tessera_device_busy_fraction", "Share of the time in which a step ran"),
+            "embedding_bytes": Gauge("tessera_embedding_bytes", "Rows of pictures held on the device"),
+            "embedding_bytes_spilled": Gauge("tessera_embedding_bytes_spilled", "Rows held in pinned memory"),
         }
         self._counters = {
             "prompt_tokens": Counter("tessera_prompt_tokens_total", "Tokens of prompts, image rows included"),
@@ -31,7 +38,14 @@ class MetricsPage:
             "generated_tokens": Counter("tessera_generated_tokens_total", "Tokens generated"),
             "preemptions": Counter("tessera_preemptions_total", "Sequences put back for lack of cache blocks"),
             "steps": Counter("tessera_steps_total", "Steps of the engine"),
+            "graph_steps": Counter("tessera_graph_steps_total", "Steps that ran as a CUDA graph"),
         }
+        self._held_up = Counter(
+            "tessera_engine_held_up_seconds_total", "Time the engine's thread waited for the interpreter's lock"
+        )
+        self._on_cpu = Counter(
+            "tessera_embeddings_on_cpu_total", "Requests whose rows came over the CPU to an engine on a GPU"
+        )
         self._ended = Counter("tessera_requests_total", "Requests ended, by reason")
         self._first_token = Histogram(
             "tessera_time_to_first_token_seconds",
@@ -73,10 +87,21 @@ class MetricsPage:
             "requests_in_flight": now.requests - sum(ended.values()),
             "kv_blocks_used": now.blocks_used,
             "kv_blocks_total": now.blocks_total,
+            "device_busy": self._busy_since_last(),
+            "embedding_bytes": self._pool.used_bytes,
+            "embedding_bytes_spilled": self._pool.spilled_bytes,
         }
         for name, value in values.items():
             self._gauges[name].set(value)
         for name, counter in self._counters.items():
             counter.raise_to(getattr(now, name))
+        self._held_up.raise_to(now.held_up_ns / 1e9)
+        self._on_cpu.raise_to(self._pool.arrived_on_cpu)
         for reason, count in ended.items():
             self._ended.raise_to(count, reason=reason)
+
+    def _busy_since_last(self) -> float:
+        """Share of the time since the last call; a step counts when it ends, so a long one is capped."""
+        before, then = self._seen_busy
+        self._seen_busy = busy, now = self._metrics.busy_ns, time.monotonic_ns()
+        return min(1.0, (busy - before) / max(1, now - then))

@@ -83,7 +83,8 @@ class TokenEvent:
 
     Exactly one event of a request has a ``finish_reason`` ("stop", "length", "cancelled", "deadline" or "error", the
     last with ``error``), and it is the last. ``logprobs``: one JSON-ready dict a token: token_id, text, logprob and
-    top, a list of {token_id, text, logprob}. Times are on time.monotonic_ns's clock, 0 where it did not happen.
+    top, a list of {token_id, text, logprob}. ``choices``: one JSON-ready dict a label, at the end of a request that
+    scores labels. Times are on time.monotonic_ns's clock, 0 where it did not happen.
     """
 
     sequence: Sequence
@@ -97,6 +98,7 @@ class TokenEvent:
     first_token_ns: int
     emitted_ns: int
     error: str | None = None
+    choices: list[dict[str, Any]] | None = None
 
     @property
     def request(self) -> Request:

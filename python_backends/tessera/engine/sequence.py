@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import numpy as np
 
+from tessera.engine.labels import LabelScorer
 from tessera.engine.request import Request, Usage
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """One chosen token. ``logprob`` and ``top`` (id, log probability) only where they were asked for.
+
+    For a sequence that scores labels the token means nothing, and ``top`` holds its branch's children.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class Sequence:
@@ -25,17 +39,19 @@ class Sequence:
         image_cache_ids: np.ndarray | None = None,
         cache_salt: int = 0,
         stop_ids: Collection[int] = (),
+        labels: LabelScorer | None = None,
     ) -> None:
         """``cache_limit``: positions at the front that may be reused by others; None is all. ``image_cache_ids``
         int64: one id a picture row, which stands for the row wherever prefixes are compared. ``cache_salt`` keeps
         apart prefixes whose keys and values differ though their tokens agree. ``stop_ids``: tokens that end the
-        answer.
+        answer. ``labels``: what to score instead of answering freely; the answer is then the best label's tokens.
         """
         prompt = np.asarray(request.input_ids)
         spans = np.asarray(request.spans).reshape(-1, 2)
         self.request = request
         self.prompt_length = len(prompt)
-        self.max_tokens = request.sampling.max_tokens
+        self.labels = labels
+        self.max_tokens = request.sampling.max_tokens if labels is None else labels.longest_path + 1
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else seed
         self.stop_ids = frozenset() if request.sampling.ignore_eos else frozenset(stop_ids)
@@ -50,12 +66,17 @@ class Sequence:
         if image_cache_ids is not None:
             self.cache_ids[self.image_positions] = image_cache_ids
         self.cache_limit = len(self.ids) if cache_limit is None else cache_limit
+        if labels is not None:  # what follows the prompt is written anew for every branch
+            self.cache_limit = min(self.cache_limit, self.prompt_length)
         self.cache_salt = cache_salt
         self._position_offset = 0
         if request.positions is not None:
             self._position_offset = int(request.positions.max()) + 1 - self.prompt_length
 
         self.outputs: list[int] = []
+        if labels is not None and labels.branch is not None:
+            self.outputs = list(labels.branch.path)
+            self.ids[self.prompt_length : self.known] = self.cache_ids[self.prompt_length : self.known] = self.outputs
         self.in_flight = 0
         self.computed = 0
         self.block_table: list[int] = []
@@ -79,7 +100,7 @@ class Sequence:
     @property
     def pending(self) -> int:
         """Positions that a step could run now."""
-        if self.in_flight and len(self.outputs) + self.in_flight >= self.max_tokens:
+        if self.in_flight and (self.labels is not None or len(self.outputs) + self.in_flight >= self.max_tokens):
             return 0
         return self.length - self.computed
 
@@ -89,16 +110,37 @@ class Sequence:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.prompt_length, len(self.outputs), len(self.image_positions))
+        answered = self.labels is None or self.labels.done  # until then the outputs are a branch's path
+        return Usage(self.prompt_length, len(self.outputs) if answered else 0, len(self.image_positions))
 
-    def append(self, token: int) -> None:
-        """Takes the token that a step sampled, and ends the sequence if it was the last one."""
+    def take(self, sampled: SampledToken) -> None:
+        """Takes what a step sampled, and ends the sequence if it was the last one."""
+        if self.labels is not None:
+            self._score(self.labels, [logprob for _, logprob in sampled.top])
+            return
+        token = sampled.token_id
         self.ids[self.known] = self.cache_ids[self.known] = token
         self.outputs.append(token)
         if token in self.stop_ids and len(self.outputs) >= self.request.sampling.min_tokens:
             self.finish_reason = "stop"
         elif len(self.outputs) >= self.max_tokens:
             self.finish_reason = "length"
+
+    def _score(self, labels: LabelScorer, logprobs: list[float]) -> None:
+        """On to the next branch of the labels: its path takes the place of the one before, as far as they differ."""
+        labels.observe(logprobs)
+        branch = labels.branch
+        path = labels.best_tokens if branch is None else branch.path
+        same = 0
+        while same < min(len(path), len(self.outputs)) and path[same] == self.outputs[same]:
+            same += 1
+        self.outputs = list(path)
+        if branch is None:
+            self.finish_reason = "stop"
+            return
+        self.ids[self.prompt_length : self.known] = self.cache_ids[self.prompt_length : self.known] = path
+        # The branch's last position must run even where its keys are known: its logits are what is asked for.
+        self.computed = min(self.computed, self.prompt_length + same, self.known - 1)
 
     def positions(self, start: int, end: int) -> np.ndarray:
         """Rotary positions of [start, end), int64 [axes, end - start]."""

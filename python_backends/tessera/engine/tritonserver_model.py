@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tessera.engine.cache.embedding_pool import EmbeddingPool
 from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
 from tessera.engine.loop import EngineLoop
@@ -22,8 +23,22 @@ from tessera.tritonserver.deadline import deadline_exceeded
 from tessera.tritonserver.failures import error_response, failure
 from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.tritonserver.responder import Responder
+from tessera.tritonserver.server_log import write_to_server_log
 from tessera.tritonserver.settings import StageSettings
 
+_TEXTS = ("device", "dtype", "weights", "attention", "prefix_cache")
+_NUMBERS = (
+    "threads",
+    "kv_cache_bytes",
+    "memory_bytes",
+    "vision_memory_bytes",
+    "embedding_pool_bytes",
+    "max_batched_tokens",
+    "max_sequences",
+    "max_in_flight",
+    "graph_batch_size",
+)
+HOLD_S = 0.02  # a token after the first waits so long for others to go with
 STAMPS = 5  # deadline, and when preprocess received and ended, vision began and ended
 
 
@@ -31,25 +46,17 @@ class TritonPythonModel:
     """tritonserver's interface to the engine: execute() only submits, sender threads answer."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
+        write_to_server_log("language_model")
         settings = StageSettings(args)
-        engine = Engine.from_checkpoint(
-            settings.checkpoint,
-            EngineConfig(
-                device=settings.text("device"),
-                dtype=settings.text("dtype"),
-                threads=settings.integer("threads"),
-                weights=settings.text("weights"),
-                prefix_cache=settings.text("prefix_cache"),
-                kv_cache_bytes=settings.integer("kv_cache_bytes"),
-                max_batched_tokens=settings.integer("max_batched_tokens"),
-                max_sequences=settings.integer("max_sequences"),
-                max_in_flight=settings.integer("max_in_flight"),
-            ),
-        )
+        texts = {name: settings.text(name) for name in _TEXTS}
+        numbers = {name: settings.integer(name) for name in _NUMBERS}
+        config = EngineConfig(**texts, **numbers)  # type: ignore[arg-type]
+        engine = Engine.from_checkpoint(settings.checkpoint, config)
         self._outbox = Outbox("language_model", settings.integer("sender_threads"))
         self._loop = EngineLoop(engine, self._on_events)
         self._replies = Replies()
-        self._page = MetricsPage(engine.metrics)
+        self._pool = EmbeddingPool(torch.device(config.device), config.embedding_pool_bytes)
+        self._page = MetricsPage(engine.metrics, self._pool)
         self._loop.start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -76,36 +83,48 @@ class TritonPythonModel:
             responder.finish()
             return
         reply = Reply(request, responder, self._page)
-        with self._replies.adding():
-            sequence = self._loop.submit(read_request(request, reply.stream, reply.deadline_ns))
-            self._replies.add(sequence, reply)
+        whole = read_request(request, reply.stream, reply.deadline_ns, self._pool)
+        try:
+            with self._replies.adding():
+                sequence = self._loop.submit(whole)
+                self._replies.add(sequence, reply)
+        except Exception:
+            self._let_go(whole)
+            raise
         if responder.is_cancelled():  # its client left while an earlier stage ran
             self._loop.abort(sequence)
 
     def _on_events(self, events: list[TokenEvent]) -> None:
         for event in events:
             ended = event.finish_reason is not None
+            if ended:
+                self._let_go(event.request)
             reply = self._replies.take(event.sequence, ended)
-            self._outbox.post(reply.channel, event, hold=not (reply.stream or ended))
+            self._outbox.post(reply.channel, event, reply.hold_s(event))
+
+    def _let_go(self, request: Request) -> None:
+        if request.embeddings is not None:
+            self._pool.give_back(request.embeddings)
 
 
-def read_request(request: Any, stream: bool, deadline_ns: int | None) -> Request:
-    """The stage's tensors as the engine's Request."""
+def read_request(request: Any, stream: bool, deadline_ns: int | None, pool: EmbeddingPool) -> Request:
+    """The stage's tensors as the engine's Request; its rows are the pool's, until they are given back."""
     import triton_python_backend_utils as pb_utils
 
     input_ids, spans = tensors.array(request, "INPUT_IDS"), tensors.array(request, "SPANS")
     if input_ids is None or spans is None:
         raise InvalidRequest("language_model wants INPUT_IDS and SPANS; clients talk to the ensemble 'vlm'")
     digest = tensors.array(request, "DIGEST")
+    sampling = SamplingParameters.parse(tensors.json_value(request, "sampling_parameters", dict))
     rows = pb_utils.get_input_tensor_by_name(request, "EMBEDDINGS")
     return Request(
         request_id=request.request_id(),
         input_ids=input_ids.copy(),
         spans=spans.copy(),
         # The engine reads the rows after execute() returned, so it gets rows of its own.
-        embeddings=None if rows is None else torch.from_dlpack(rows).clone(),
+        embeddings=None if rows is None else pool.take(torch.from_dlpack(rows)),
         digest=np.zeros(0, np.int64) if digest is None else digest.reshape(-1).copy(),
-        sampling=SamplingParameters.parse(tensors.json_value(request, "sampling_parameters", dict)),
+        sampling=sampling,
         stream=stream,
         deadline_ns=deadline_ns,
     )
@@ -152,6 +171,14 @@ class Reply:
         self.deadline_ns = deadline or None
         self.channel: Channel[TokenEvent] = Channel(self._deliver)
 
+    def hold_s(self, event: TokenEvent) -> float | None:
+        """How long an event may wait for others: the first and the last not at all, unstreamed ones for the last."""
+        if event.finish_reason is not None:
+            return 0.0
+        if not self.stream:
+            return None
+        return HOLD_S if event.usage.completion_tokens > 1 else 0.0
+
     def _deliver(self, events: list[TokenEvent]) -> None:
         import triton_python_backend_utils as pb_utils
 
@@ -174,6 +201,7 @@ class Reply:
                 tensors.output("usage", np.array(last.usage if final else (0, 0, 0), dtype=np.int32)),
                 tensors.output("timings", self._timings(last) if final else np.zeros(6, np.float32)),
                 tensors.text_output("logprobs", json.dumps(entries) if entries else ""),
+                tensors.text_output("choices", json.dumps(last.choices) if last.choices else ""),
             ]
         )
         self.responder.send(response, final)

@@ -2,6 +2,10 @@
 
 Cancellation does not reach a step of an ensemble that has begun, so a front, which sees its own client leave, sends the
 language model a control request with the request's id.
+
+Where `tessera serve` runs several servers, a front spreads its requests over the ensembles of all of them. A request
+whose client gave it an id stays with this server: it is this server's language model that the client may ask to cancel
+that id.
 """
 
 from __future__ import annotations
@@ -10,9 +14,9 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -24,10 +28,12 @@ from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.settings import StageSettings
 from tessera_client import errors
 from tessera_client.messages import Delta, Models, Request
-from tessera_client.transport import GrpcTransport, Transport
+from tessera_client.pool import NOT_NOW, PooledTransport
+from tessera_client.transport import open_transport
 
 WATCH_SECONDS = 0.02
 CANCEL_AGAIN_SECONDS = 0.5
+THIS_SERVER = 0  # its place among the addresses
 
 # The client's errors -> the status a front answers with; whatever is not here is INTERNAL.
 STATUS: dict[type[errors.TesseraClientError], str] = {
@@ -81,9 +87,9 @@ class Front:
         self._cancels.shutdown(wait=True)
         self._transport.close()
 
-    def open_transport(self, settings: StageSettings) -> Transport:
-        """The way to the ensemble; the connection itself is made by the first request."""
-        return GrpcTransport(settings.grpc_address, Models(vlm=settings.text("ensemble")))
+    def open_transport(self, settings: StageSettings) -> PooledTransport:
+        """The way to the ensembles of this machine; the connections themselves are made by the first requests."""
+        return open_transport(settings.grpc_address, Models(vlm=settings.text("ensemble")))
 
     def wants_stream(self, request: Any) -> bool:
         """Whether the ensemble is to answer in parts."""
@@ -110,7 +116,7 @@ class Front:
             request_id = responder.request_id if own else uuid.uuid4().hex
             self._watched[responder] = Watched(request_id)
             self._changed.notify()
-        self._pool.submit(self._serve, responder, forwarded, request_id)
+        self._pool.submit(self._serve, responder, forwarded, request_id, THIS_SERVER if own else None)
 
     def _read(self, request: Any) -> Request:
         """The client's tensors, unchecked: that is for preprocess to do."""
@@ -124,9 +130,9 @@ class Front:
             exclude_input=tensors.flag(request, "exclude_input_in_output", False),
         )
 
-    def _serve(self, responder: Responder, request: Request, request_id: str) -> None:
+    def _serve(self, responder: Responder, request: Request, request_id: str, only: int | None) -> None:
         try:
-            self.relay(self._transport.send(request, request_id, timeout=None), responder)
+            self.relay(self._deltas(request, request_id, only), responder)
         except errors.TesseraClientError as error:
             responder.send(failure(STATUS.get(type(error), "INTERNAL"), error.message), final=True)
         except Exception as error:
@@ -134,6 +140,24 @@ class Front:
         finally:
             with self._changed:
                 self._watched.pop(responder, None)
+
+    def _deltas(self, request: Request, request_id: str, only: int | None) -> Iterator[Delta]:
+        """What the ensemble answers: the server ``only``, else the first that takes the request."""
+        untried = 1 if only is not None else len(self._transport.addresses)
+        begun = False
+        while True:
+            responses = self._transport.send(request, request_id, timeout=None, only=only)
+            untried -= 1
+            try:
+                for delta in responses:
+                    begun = True
+                    yield delta
+                return
+            except NOT_NOW:
+                if begun or not untried:
+                    raise
+            finally:
+                responses.cancel()
 
     def _watch(self) -> None:
         while True:
@@ -174,6 +198,7 @@ def response(delta: Delta) -> Any:
             tensors.output("usage", np.array(tokens, dtype=np.int32)),
             tensors.output("timings", np.array(spent, dtype=np.float32)),
             tensors.text_output("logprobs", json.dumps(delta.logprobs) if delta.logprobs else ""),
+            tensors.text_output("choices", json.dumps(list(map(asdict, delta.choices))) if delta.choices else ""),
         ]
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,10 +15,14 @@ from types import FrameType
 
 import tessera
 from tessera.errors import TesseraError
-from tessera.launcher.health import Health, HealthPort
+from tessera.launcher.fleet import Fleet
+from tessera.launcher.health import HealthPort
 from tessera.launcher.options import ServerOptions
+from tessera.launcher.ports import one_a_gpu
 from tessera.launcher.process import Server
-from tessera.launcher.supervisor import Supervision, Supervisor
+from tessera.launcher.supervisor import Supervision
+
+GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z-]+")
 
 
 class StopRequested(BaseException):
@@ -26,22 +31,21 @@ class StopRequested(BaseException):
 
 def serve_main(argv: Sequence[str] | None = None) -> int:
     """Runs ``tessera serve``. Returns 0 after a stop by signal, 1 when the server failed (2: wrong usage)."""
-    options, supervision, verbose = parse(list(sys.argv[1:] if argv is None else argv))
+    options, gpus, supervision, verbose = parse(list(sys.argv[1:] if argv is None else argv))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, request_stop)
-    server, health = Server(options), Health()
-    supervisor = Supervisor(server, supervision, health, say)
     try:
         supervision.validate()
-        with HealthPort(health, options.host, supervision.health_port):
+        fleet = Fleet(one_a_gpu(options, gpus) if gpus else [options], supervision, say)
+        with HealthPort(fleet.health, options.host, supervision.health_port):
             if verbose:
-                threading.Thread(target=follow_log, args=(server,), daemon=True).start()
+                for server in fleet.servers:
+                    threading.Thread(target=follow_log, args=(server,), daemon=True).start()
             try:
-                reason = supervisor.run()
-            except StopRequested:
-                supervisor.stop()
-                raise
-        say(f"stopped: {reason} (log: {server.log_path})", error=True)
+                reason = fleet.run()
+            finally:
+                fleet.stop()
+        say(f"stopped: {reason}", error=True)
         return 1
     except StopRequested:
         say("stopped")
@@ -49,8 +53,6 @@ def serve_main(argv: Sequence[str] | None = None) -> int:
     except TesseraError as error:
         say(str(error), error=True)
         return 1
-    finally:
-        server.stop()
 
 
 def request_stop(number: int, frame: FrameType | None) -> None:
@@ -60,8 +62,8 @@ def request_stop(number: int, frame: FrameType | None) -> None:
     raise StopRequested
 
 
-def parse(argv: list[str]) -> tuple[ServerOptions, Supervision, bool]:
-    """Command line -> (options, supervision, verbose). What follows ``--`` goes to tritonserver as it is."""
+def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision, bool]:
+    """Command line -> (options, GPUs, supervision, verbose). What follows ``--`` goes to tritonserver as it is."""
     ours, passed_on = argv, []
     if "--" in argv:
         split = argv.index("--")
@@ -74,6 +76,14 @@ def parse(argv: list[str]) -> tuple[ServerOptions, Supervision, bool]:
     add = parser.add_argument
     add("--model-repository", type=Path, metavar="DIR", help="default: model_repository here or in the source tree")
     add("--checkpoint", type=Path, metavar="DIR", help="model folder, handed to the stages as TESSERA_CHECKPOINT")
+    add(
+        "--gpus",
+        type=gpu_names,
+        default=(),
+        metavar="N,N,...",
+        help="one server for each of these GPUs (numbers or UUIDs, as in CUDA_VISIBLE_DEVICES); each server's ports "
+        "are the ones before plus 10",
+    )
     add("--host", default=ServerOptions.host, help="address to listen on (default %(default)s: this machine only)")
     add("--http-port", type=int, default=ServerOptions.http_port, metavar="N", help="default %(default)s")
     add("--grpc-port", type=int, default=ServerOptions.grpc_port, metavar="N", help="default %(default)s")
@@ -125,7 +135,18 @@ def parse(argv: list[str]) -> tuple[ServerOptions, Supervision, bool]:
         ping_timeout_s=known.ping_timeout,
         health_port=known.health_port,
     )
-    return options, supervision, known.verbose
+    return options, known.gpus, supervision, known.verbose
+
+
+def gpu_names(text: str) -> tuple[str, ...]:
+    """The value of --gpus."""
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if not GPU_NAME.fullmatch(name):
+            raise argparse.ArgumentTypeError(f"{name!r} is no GPU: give numbers with commas between, such as 0,1")
+        if names.count(name) > 1:
+            raise argparse.ArgumentTypeError(f"GPU {name} is named twice")
+    return names
 
 
 def default_repository() -> Path:

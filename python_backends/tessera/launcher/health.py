@@ -11,17 +11,18 @@ import json
 import socket
 import socketserver
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
 from tessera.errors import ConfigError
 
 STATES = ("starting", "ready", "restarting", "failed", "stopping")
+BY_GRAVITY = ("ready", "starting", "restarting", "failed", "stopping")
 
 
 class Health:
-    """The state of the service, read by the health port's threads while the supervisor changes it."""
+    """The state of one server, read by the health port's threads while its supervisor changes it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,8 +30,6 @@ class Health:
         self._since = now()
         self._reason = ""
         self._restarts = 0
-        self.url = ""
-        """Where the page is served."""
         self.details: Callable[[], dict[str, Any]] = dict
         """What else the report holds: addresses and stages, looked up when somebody asks."""
 
@@ -40,10 +39,12 @@ class Health:
             return self._restarts
 
     def enter(self, state: str, reason: str | None = None) -> None:
-        """Changes the state. ``reason`` says why, and stays until there is another one."""
+        """Changes the state, but "stopping" for no other. ``reason`` says why, and stays until there is another one."""
         if state not in STATES:
             raise ValueError(f"no such state: {state!r}")
         with self._lock:
+            if self._state == "stopping":
+                return
             if state != self._state:
                 self._state, self._since = state, now()
             self._reason = self._reason if reason is None else reason
@@ -68,13 +69,44 @@ class Health:
         return page["state"] == "ready", page
 
 
+class ServiceHealth:
+    """What all servers of one launcher are together: ready if each of them is. One server alone is the service."""
+
+    def __init__(self, servers: Mapping[str, Health]):
+        self.servers = servers
+        """By name."""
+        self.url = ""
+        """Where the page is served."""
+
+    def report(self) -> tuple[bool, dict[str, Any]]:
+        """As :meth:`Health.report`. State, since and reason are those of the server that is worst off, whose name
+        begins the reason; ``servers`` has each server's own."""
+        pages = {name: health.report()[1] for name, health in self.servers.items()}
+        if len(pages) == 1:
+            (page,) = pages.values()
+            return page["state"] == "ready", page
+        worst = max(pages, key=lambda name: (BY_GRAVITY.index(pages[name]["state"]), pages[name]["since"]))
+        page = {
+            "state": pages[worst]["state"],
+            "since": pages[worst]["since"],
+            "restarts": sum(page["restarts"] for page in pages.values()),
+            "reason": f"{worst}: {pages[worst]['reason']}" if pages[worst]["reason"] else "",
+        }
+        for address in ("grpc", "http", "metrics"):
+            page[address] = ",".join(each.get(address, "") for each in pages.values())
+        page["stages"] = {
+            f"{name}/{stage}": about for name, each in pages.items() for stage, about in each.pop("stages", {}).items()
+        }
+        return page["state"] == "ready", page | {"servers": pages}
+
+
 class HealthPort:
     """Serves ``/healthz`` (200 or 503, JSON) and ``/livez`` (200 while the launcher lives) as a context manager.
 
     Raises ConfigError if the address cannot be listened on.
     """
 
-    def __init__(self, health: Health, host: str, port: int):
+    def __init__(self, health: ServiceHealth, host: str, port: int):
         class Page(PageHandler):
             report = staticmethod(health.report)
 

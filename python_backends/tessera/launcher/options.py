@@ -42,6 +42,8 @@ class ServerOptions:
     """Settings of one server. A port of 0 means: pick a free one."""
 
     model_repository: Path
+    name: str = ""
+    """What tells it from the others, where there are several ("gpu1"): in messages and in its log's name."""
     checkpoint: Path | None = None
     host: str = "127.0.0.1"
     http_port: int = 8000
@@ -58,6 +60,8 @@ class ServerOptions:
     cuda_pool_bytes: int = 4 << 30
     """Pool for tensors that stay on the GPU between stages; ignored without a GPU."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    neighbours: tuple[str, ...] = ()
+    """gRPC addresses of the other servers of this launcher; the fronts spread their requests over them too."""
     extra_flags: tuple[str, ...] = ()
 
     def validate(self) -> None:
@@ -76,10 +80,19 @@ class ServerOptions:
             if not 0 <= getattr(self, name) < 65536:
                 raise ConfigError(f"--{name.replace('_', '-')}: {getattr(self, name)} is not in 0..65535")
 
+    @property
+    def local_host(self) -> str:
+        """The host a client on this machine connects to."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
 
-def has_gpu() -> bool:
+    def local(self, port: int) -> str:
+        """The address of that port for a client on this machine."""
+        return f"[{self.local_host}]:{port}" if ":" in self.local_host else f"{self.local_host}:{port}"
+
+
+def has_gpu(environment: Mapping[str, str]) -> bool:
     """Whether an NVIDIA GPU is here and not hidden; looks at the driver's files only, touches no device."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "none"):
+    if environment.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "none"):
         return False
     return any(Path("/proc/driver/nvidia/gpus").glob("*")) or Path("/dev/nvidia0").exists()
 
@@ -123,7 +136,7 @@ def server_flags(
         flags.append(f"--backend-directory={installation.backend_directory}")
     if installation.cache_directory:
         flags.append(f"--cache-directory={installation.cache_directory}")
-    if has_gpu():
+    if has_gpu({**os.environ, **options.environment}):
         flags.append(f"--cuda-memory-pool-byte-size=0:{options.cuda_pool_bytes}")
     else:
         flags += ["--pinned-memory-pool-byte-size=0", "--allow-gpu-metrics=false"]
@@ -151,9 +164,8 @@ def closed_doors(extra_flags: tuple[str, ...]) -> list[str]:
 def server_environment(options: ServerOptions, installation: Installation, grpc_port: int) -> dict[str, str]:
     """The environment of tritonserver and its stubs: ours, with the interpreter first in PATH."""
     environment = {**os.environ, **options.environment}
-    # The fronts reach the ensemble as clients of this same server.
-    host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
-    environment["TESSERA_GRPC_ADDRESS"] = f"{host}:{grpc_port}"
+    # The fronts reach the ensemble as clients of this same server, and of its neighbours.
+    environment["TESSERA_GRPC_ADDRESS"] = ",".join((options.local(grpc_port), *options.neighbours))
     if options.checkpoint is not None:
         environment["TESSERA_CHECKPOINT"] = str(options.checkpoint.resolve())
     for name, folders in (

@@ -7,28 +7,26 @@ process ends. Here is what a caller sees: addresses, process ids, and one clear 
 from __future__ import annotations
 
 import contextlib
-import errno
 import http.client
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 import tessera
-from tessera.errors import ConfigError, TesseraError
+from tessera.errors import TesseraError
 from tessera.launcher import guard, leftovers
 from tessera.launcher.diagnosis import check_repository, explain_log, failed_models
 from tessera.launcher.installation import STUB, Installation, cache_folder, find_installation
 from tessera.launcher.options import ServerOptions, server_environment, server_flags
+from tessera.launcher.ports import choose_ports, ports_of, with_ports
 
-PORT_NAMES = ("http_port", "grpc_port", "metrics_port")
 # tritonserver ends one second after its exit timeout at the latest, if it ends by itself at all.
 GRACE_BEYOND_EXIT_TIMEOUT_S = 1.5
 KEPT_LOGS = 20
@@ -43,7 +41,8 @@ class Server:
     """A tritonserver and its stubs, as a context manager.
 
     ``with Server(ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)) as server:`` gives a server
-    whose models are all ready, and leaves no process, shared memory or temporary folder behind. Not thread-safe.
+    whose models are all ready, and leaves no process, shared memory or temporary folder behind. It belongs to one
+    thread; others may call :meth:`abort` and look at the properties.
     """
 
     def __init__(self, options: ServerOptions, installation: Installation | None = None):
@@ -57,7 +56,7 @@ class Server:
         """What tritonserver left behind and the last stop removed: shared memory, its temporary folder."""
         self.swept: tuple[str, ...] = ()
         """What the last start found of servers whose launcher and guard were killed, and removed."""
-        self.log_path = options.log_path or cache_folder() / "logs" / f"tritonserver-{os.getpid()}.log"
+        self.log_path = log_path(options)
         self._guard: subprocess.Popen[bytes] | None = None
         self.shm_prefix = ""
         """What the names of this server's files in /dev/shm begin with."""
@@ -65,6 +64,7 @@ class Server:
         self._stubs: dict[int, str] = {}
         self._unloaded: set[str] = set()
         self._runs = 0
+        self._aborted = threading.Event()
 
     def __enter__(self) -> Server:
         return self.start()
@@ -77,33 +77,33 @@ class Server:
     @property
     def host(self) -> str:
         """The host a client on this machine connects to."""
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.options.host, self.options.host)
+        return self.options.local_host
 
     @property
     def grpc_url(self) -> str:
-        return f"{self.host}:{self.grpc_port}"
+        return self.options.local(self.grpc_port)
 
     @property
     def http_url(self) -> str:
         """Base address for HTTP, with scheme and without a slash at the end."""
-        return f"http://{self.host}:{self.http_port}"
+        return f"http://{self.options.local(self.http_port)}"
 
     @property
     def metrics_url(self) -> str:
-        return f"http://{self.host}:{self.metrics_port}/metrics"
+        return f"http://{self.options.local(self.metrics_port)}/metrics"
 
     def start(self) -> Server:
         """Starts the server and returns when every model is ready.
 
         Raises ConfigError or InstallationError before anything runs, ServerStartError (after cleaning up) when the
-        server fails to become ready within ``ready_timeout_s``.
+        server fails to become ready within ``ready_timeout_s``, or :meth:`abort` was called.
         """
         self.options.validate()
         check_repository(self.options.model_repository, self.options.model_config_name)
         if self.installation is None:
             self.installation = find_installation()
         self.swept = tuple(leftovers.sweep())
-        picked = any(getattr(self.options, name) == 0 for name in PORT_NAMES)
+        picked = 0 in ports_of(self.options)
         for attempt in range(3):
             try:
                 self._spawn(self.installation, choose_ports(self.options))
@@ -120,9 +120,11 @@ class Server:
 
     def keep_ports(self) -> None:
         """Makes the next start use the ports of this one, picked or not."""
-        self.options = replace(
-            self.options, http_port=self.http_port, grpc_port=self.grpc_port, metrics_port=self.metrics_port
-        )
+        self.options = with_ports(self.options, (self.http_port, self.grpc_port, self.metrics_port))
+
+    def abort(self) -> None:
+        """Ends a start that is under way in another thread, and any later one. A running server runs on."""
+        self._aborted.set()
 
     def kill(self) -> None:
         """As :meth:`stop`, but at once: the requests of a dead stage hang until the server ends."""
@@ -202,8 +204,7 @@ class Server:
         self._status = None
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self.options.log_path is None:
-            for old in sorted(self.log_path.parent.glob("*.log*"), key=os.path.getmtime)[:-KEPT_LOGS]:
-                old.unlink(missing_ok=True)
+            remove_old_logs(self.log_path.parent)
         job = {
             "command": [
                 str(installation.binary),
@@ -240,6 +241,9 @@ class Server:
         assert self._guard is not None
         deadline = time.monotonic() + self.options.ready_timeout_s
         while time.monotonic() < deadline:
+            if self._aborted.is_set():
+                self.kill()
+                raise ServerStartError("stopped during the start")
             if self._guard.poll() is not None:
                 raise ServerStartError(self._fail(f"tritonserver ended: {self._last_words(self._guard)}"))
             # A model that fails can hang the server in its start for ever, so its log is watched as well.
@@ -276,6 +280,8 @@ class Server:
 
     def _answer(self, method: str, path: str, port: int = 0) -> bytes | None:
         """Body of a 200 answer, else None. One connection a call: an idle one would delay the server's end."""
+        if self._aborted.is_set():
+            return None
         connection = http.client.HTTPConnection(self.host, port or self.http_port, timeout=2.0)
         try:
             connection.request(method, path, headers={"Connection": "close"})
@@ -314,33 +320,17 @@ class Server:
             process.stdout.close()
 
 
-def choose_ports(options: ServerOptions) -> tuple[int, int, int]:
-    """(HTTP, gRPC, metrics): as asked, or free ones for 0. Raises ConfigError for one that is taken."""
-    held: list[socket.socket] = []
-    try:
-        ports = []
-        for name in PORT_NAMES:
-            family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-            bound = socket.socket(family, socket.SOCK_STREAM)
-            held.append(bound)
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            port = getattr(options, name)
-            try:
-                bound.bind((options.host, port))
-                bound.listen()  # the port of a connection that just closed may be taken again, a listener's not
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    flag = "--" + name.replace("_", "-")
-                    raise ConfigError(
-                        f"port {port} on {options.host} is already in use ({flag}): stop what listens there, or "
-                        "choose another port (0 picks a free one)"
-                    ) from error
-                raise ConfigError(f"cannot listen on {options.host}:{port}: {error.strerror} (--host)") from error
-            ports.append(bound.getsockname()[1])
-        return ports[0], ports[1], ports[2]
-    finally:
-        for bound in held:
-            bound.close()
+def log_path(options: ServerOptions) -> Path:
+    """Where a server with these options logs; servers of one launcher differ by their names."""
+    path = options.log_path or cache_folder() / "logs" / f"tritonserver-{os.getpid()}.log"
+    return path.with_name(f"{path.stem}-{options.name}{path.suffix}") if options.name else path
+
+
+def remove_old_logs(folder: Path) -> None:
+    """Leaves the newest in the folder of logs that nobody asked for."""
+    with contextlib.suppress(FileNotFoundError):  # another start removes them at this moment
+        for old in sorted(folder.glob("*.log*"), key=os.path.getmtime)[:-KEPT_LOGS]:
+            old.unlink()
 
 
 def command_line(pid: int) -> list[str]:

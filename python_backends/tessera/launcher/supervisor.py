@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -41,8 +42,16 @@ class Supervision:
             raise ConfigError(f"--health-port: {self.health_port} is not in 0..65535")
 
 
+class Stopped(Exception):
+    """Somebody called :meth:`Supervisor.stop`."""
+
+
 class Supervisor:
-    """Runs ``server`` until it cannot be kept up; ``say(message, error)`` gets one line for each thing that happens."""
+    """Runs ``server`` until it cannot be kept up or is told to stop, in the thread that calls :meth:`run`.
+
+    ``say(message, error)`` gets one line for each thing that happens but a start that worked: for each of these
+    ``ready(seconds)`` is called.
+    """
 
     def __init__(
         self,
@@ -50,17 +59,23 @@ class Supervisor:
         supervision: Supervision,
         health: Health,
         say: Callable[[str, bool], None],
+        ready: Callable[[float], None],
     ):
         self.server = server
         self.supervision = supervision
         self.health = health
         self.say = say
+        self.ready = ready
+        self._stopped = threading.Event()
         self._pinger: Pinger | None = None
         self._restarts: deque[float] = deque()
         health.details = self.details
 
-    def run(self) -> str:
-        """Returns why it gave up. Raises what Server.start does if even the first start fails."""
+    def run(self) -> str | None:
+        """Returns why it gave up, or None after :meth:`stop`; nothing of the server is left then.
+
+        Raises what Server.start does if even the first start fails.
+        """
         try:
             self._start()
             while True:
@@ -71,16 +86,23 @@ class Supervisor:
                         self.health.enter("failed", verdict)
                         return verdict
                     reason = self._restart(reason)
+        except Stopped:
+            return None
         except TesseraError as error:
+            if self._stopped.is_set():
+                return None
             self.health.enter("failed", str(error))
             raise
+        finally:
+            if self._pinger is not None:
+                self._pinger.stop()
+            self.server.stop()
 
     def stop(self) -> None:
-        """Stops the server in order."""
+        """Makes :meth:`run`, in its own thread, stop the server in order and return."""
         self.health.enter("stopping")
-        if self._pinger is not None:
-            self._pinger.stop()
-        self.server.stop()
+        self._stopped.set()
+        self.server.abort()
 
     def details(self) -> dict[str, Any]:
         """The part of the health page that is looked up when asked for."""
@@ -109,19 +131,18 @@ class Supervisor:
             server.kill()
             raise TesseraError(f"the server was ready, and then did not answer: {error}") from error
         self.health.enter("ready")
-        self.say(
-            f"ready in {time.monotonic() - began:.1f} s: grpc {server.grpc_url}, http {server.http_url}, "
-            f"metrics {server.metrics_url}, health {self.health.url}, models {' '.join(server.models)}, "
-            f"log {server.log_path}",
-            False,
-        )
+        self.ready(time.monotonic() - began)
 
     def _watch(self) -> str:
         """Returns the reason when the server can no longer serve."""
         assert self._pinger is not None
         while (reason := self.server.failure() or self._pinger.failure()) is None:
-            time.sleep(self.supervision.look_interval_s)
+            self._sleep(self.supervision.look_interval_s)
         return reason
+
+    def _sleep(self, seconds: float) -> None:
+        if self._stopped.wait(seconds):
+            raise Stopped
 
     def _kill(self) -> None:
         # Not "ready" from now on, whatever comes next.
@@ -152,10 +173,12 @@ class Supervisor:
         self.health.enter("restarting", reason)
         later = f" in {pause:g} s" if pause else ""
         self.say(f"{reason}; starting anew{later} (restart {self.health.restarts})", True)
-        time.sleep(pause)
+        self._sleep(pause)
         try:
             self._start()
         except TesseraError as error:
+            if self._stopped.is_set():
+                raise Stopped from error
             return str(error)
         return None
 

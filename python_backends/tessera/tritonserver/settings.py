@@ -42,7 +42,10 @@ class StageSettings:
 
     @property
     def grpc_address(self) -> str:
-        """host:port of this server's own gRPC service; `tessera serve` says it in the environment."""
+        """host:port of this server's own gRPC service, then those of its neighbours with commas between.
+
+        `tessera serve` says it in the environment.
+        """
         return self._environment.get("TESSERA_GRPC_ADDRESS") or self.text("grpc_address")
 
     def text(self, name: str) -> str:

@@ -39,6 +39,7 @@ class TritonPythonModel:
                 threads=settings.integer("threads"),
                 onnx_path=settings.version_folder / "model.onnx" if runner == "onnx" else None,
                 cache_bytes=settings.integer("cache_bytes"),
+                random_weights=settings.text("weights") == "random",
             ),
         )
 

@@ -75,6 +75,16 @@ class AttentionBackend(ABC):
     def plan(self, table: SpanTable) -> Any:
         """What all layers share for these queries and contexts."""
 
+    def captured_plan(self, context: torch.Tensor, blocks: torch.Tensor) -> Any:
+        """A plan for one query a sequence that reads ``context`` int64 [s] and ``blocks`` [most, s] on the device.
+
+        A CUDA graph may hold it: whatever stands in them at a replay counts. A sequence of context 0 is a dummy, and
+        its slot is -1. Raises ConfigError in backends that need to know the numbers beforehand.
+        """
+        raise ConfigError(
+            f"engine: attention {type(self).__name__} cannot run in CUDA graphs; set graph_batch_size to 0"
+        )
+
     @abstractmethod
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         """q [m, heads, head_dim] -> the same shape.
@@ -108,12 +118,14 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 _BACKENDS = {
     "torch": ("tessera.engine.attention.torch_backend", "TorchBackend"),
     "sdpa": ("tessera.engine.attention.sdpa_backend", "SdpaBackend"),
+    "triton": ("tessera.engine.attention.triton_backend", "TritonBackend"),
 }
 
 
 def create_backend(name: str, shape: HeadShape, storage: KvStorage) -> AttentionBackend:
-    """The backend called ``name``; "auto" is the fastest that runs everywhere. ConfigError for unknown names."""
-    name = "sdpa" if name == "auto" else name
+    """The backend called ``name``; "auto" is triton on a GPU, sdpa elsewhere. ConfigError for unknown names."""
+    if name == "auto":
+        name = "triton" if storage.keys[0].is_cuda else "sdpa"
     if name not in _BACKENDS:
         raise ConfigError(f"engine: attention {name!r} is not known; known are auto, {', '.join(_BACKENDS)}")
     module, attribute = _BACKENDS[name]

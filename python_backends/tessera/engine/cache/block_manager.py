@@ -82,12 +82,19 @@ class BlockManager:
 
     def release(self, sequence: Sequence) -> None:
         """Takes back all blocks; the end of a prefix is reused before its beginning."""
-        for block in reversed(sequence.block_table):
+        self._give_back(sequence, 0)
+        sequence.computed = sequence.committed = 0
+
+    def shrink(self, sequence: Sequence) -> None:
+        """Takes back the blocks beyond a sequence's end, which labels may move back."""
+        self._give_back(sequence, self.blocks_for(sequence.length))
+
+    def _give_back(self, sequence: Sequence, kept: int) -> None:
+        while len(sequence.block_table) > kept:
+            block = sequence.block_table.pop()
             self._holders[block] -= 1
             if self._holders[block] == 0:
                 self._free[block] = None
-        sequence.block_table = []
-        sequence.computed = sequence.committed = 0
 
     def reset(self) -> None:
         """Nobody holds anything and nothing written so far may be found, because a step failed midway."""

@@ -1,7 +1,8 @@
-"""A scheduled batch as tensors."""
+"""A scheduled batch as arrays, then as tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,30 +10,47 @@ import torch
 
 from tessera.engine.attention.backend import SpanTable
 from tessera.engine.scheduling.batch import ScheduledBatch
+from tessera.engine.sequence import Sequence
+from tessera.engine.transfer import to_device
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One step on the host; n packed tokens, s sequences, m of them sampling.
+
+    ``ids`` int64 [n]; ``source`` int64 [n]: which token of the step before stands there, -1 where ``ids`` knows it;
+    ``positions`` int64 [axes, n]; ``rope_lengths`` int64 [n], the sequence length that rules each token's rotary
+    base; ``slots`` int64 [n]; ``sample_rows`` int64 [m]; ``table`` and ``sampling`` (bool [s]) describe the sequences.
+    """
+
+    ids: np.ndarray
+    source: np.ndarray
+    positions: np.ndarray
+    rope_lengths: np.ndarray
+    slots: np.ndarray
+    sample_rows: np.ndarray
+    table: SpanTable
+    sampling: np.ndarray
 
 
 @dataclass(frozen=True)
 class BatchInputs:
-    """The tensors of one step; n packed tokens, s sequences, m of them sampling.
+    """The tensors of one step, shaped as in PackedBatch.
 
-    ``ids`` int64 [n]; ``positions`` int64 [axes, n]; ``rope_lengths`` int64 [n], the sequence length that rules each
-    token's rotary base; ``slots`` int64 [n]; ``image_index`` int64 [r] rows of the batch that ``image_rows``
-    [r, hidden] replace; ``sample_rows`` int64 [m]; ``table`` and ``sampling`` (bool [s]) describe the sequences.
+    ``image_index`` int64 [r] are the rows of the batch that ``image_rows`` [r, hidden] replace.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     rope_lengths: torch.Tensor
     slots: torch.Tensor
+    sample_rows: torch.Tensor
     image_index: torch.Tensor | None
     image_rows: torch.Tensor | None
-    sample_rows: torch.Tensor
-    table: SpanTable
-    sampling: np.ndarray
 
 
-def build_inputs(batch: ScheduledBatch, block_size: int, device: torch.device, dtype: torch.dtype) -> BatchInputs:
-    """Packs the batch's spans; pictures' rows are cast to ``dtype``."""
+def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[Sequence, int]) -> PackedBatch:
+    """Packs the batch's spans. ``previous``: each sequence's place among the tokens of the step before this."""
     spans = batch.spans
     start = np.array([span.start for span in spans])
     context = np.array([span.end for span in spans])
@@ -40,32 +58,57 @@ def build_inputs(batch: ScheduledBatch, block_size: int, device: torch.device, d
     row = np.cumsum(count) - count
     sampling = np.array([span.samples for span in spans])
 
-    most = max(len(span.sequence.block_table) for span in spans)
-    blocks = np.zeros((len(spans), most), np.int64)
-    for line, span in zip(blocks, spans):
-        line[: len(span.sequence.block_table)] = span.sequence.block_table
+    tables = [span.sequence.block_table for span in spans]
+    blocks = np.zeros((len(spans), max(map(len, tables))), np.int64)
+    for line, table in zip(blocks, tables):
+        line[: len(table)] = table
 
     owner = np.repeat(np.arange(len(spans)), count)
     index = np.arange(len(owner)) - np.repeat(row - start, count)
-    slots = blocks[owner, index // block_size] * block_size + index % block_size
+    source = np.full(len(owner), -1)
+    for span, last in zip(spans, row + count - 1):
+        if span.end > span.sequence.known:  # its token is still being sampled
+            source[last] = previous[span.sequence]
     prompt = np.array([span.sequence.prompt_length for span in spans])
-    image_index, image_rows = _image_rows(batch, row, device, dtype)
-
-    def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
-    return BatchInputs(
-        ids=tensor(np.concatenate([span.sequence.ids[span.start : span.end] for span in spans])),
-        positions=tensor(_positions(batch, index)),
+    return PackedBatch(
+        ids=np.concatenate([span.sequence.ids[span.start : span.end] for span in spans]),
+        source=source,
+        positions=_positions(batch, index),
         # A prompt is rotated as a whole; what follows grows the length one by one.
-        rope_lengths=tensor(np.maximum(prompt[owner], index + 1)),
-        slots=tensor(slots),
-        image_index=image_index,
-        image_rows=image_rows,
-        sample_rows=tensor((row + count - 1)[sampling]),
+        rope_lengths=np.maximum(prompt[owner], index + 1),
+        slots=blocks[owner, index // block_size] * block_size + index % block_size,
+        sample_rows=(row + count - 1)[sampling],
         table=SpanTable(row, count, context, blocks),
         sampling=sampling,
     )
+
+
+def to_inputs(
+    packed: PackedBatch, batch: ScheduledBatch, last_sampled: torch.Tensor, dtype: torch.dtype
+) -> BatchInputs:
+    """The batch on ``last_sampled``'s device, without waiting for it; pictures' rows are cast to ``dtype``.
+
+    ``last_sampled`` int64: the tokens of the step before.
+    """
+    device = last_sampled.device
+    ids = to_device(packed.ids, device)
+    if (packed.source >= 0).any():
+        ids = fill_in(ids, to_device(packed.source, device), last_sampled)
+    image_index, image_rows = _image_rows(batch, packed.table.row, device, dtype)
+    return BatchInputs(
+        ids=ids,
+        positions=to_device(packed.positions, device),
+        rope_lengths=to_device(packed.rope_lengths, device),
+        slots=to_device(packed.slots, device),
+        sample_rows=to_device(packed.sample_rows, device),
+        image_index=image_index,
+        image_rows=image_rows,
+    )
+
+
+def fill_in(ids: torch.Tensor, source: torch.Tensor, last_sampled: torch.Tensor) -> torch.Tensor:
+    """``ids``, and where ``source`` >= 0 the token of the step before that it names; all int64 [n]."""
+    return torch.where(source < 0, ids, last_sampled[source.clamp(min=0)])
 
 
 def _positions(batch: ScheduledBatch, index: np.ndarray) -> np.ndarray:
@@ -81,10 +124,15 @@ def _image_rows(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     indices, rows = [], []
     for span, first in zip(batch.spans, row):
+        embeddings = span.sequence.embeddings
+        if embeddings is None:
+            continue
         positions, which = span.sequence.image_rows(span.start, span.end)
-        if len(positions) and span.sequence.embeddings is not None:
+        if len(positions):
             indices.append(positions - span.start + first)
-            rows.append(span.sequence.embeddings[which].to(device, dtype, non_blocking=True))
+            rows.append(embeddings[which].to(device, dtype, non_blocking=True))
+            if embeddings.is_cuda:  # the request may end, and its rows be reused, before this step has read them
+                embeddings.record_stream(torch.cuda.current_stream(device))
     if not rows:
         return None, None
-    return torch.from_numpy(np.concatenate(indices)).to(device), torch.cat(rows)
+    return to_device(np.concatenate(indices), device), torch.cat(rows)

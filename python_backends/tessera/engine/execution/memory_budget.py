@@ -1,25 +1,116 @@
-"""How many key/value blocks fit the configured bytes."""
+"""How many key/value blocks fit the engine's share of the memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from tessera.engine.attention.backend import HeadShape
+from tessera.engine.cache.kv_storage import KvStorage
+from tessera.engine.config import EngineConfig
+from tessera.engine.request import Request, SamplingParameters
+from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
+from tessera.engine.sequence import Sequence
 from tessera.errors import ConfigError
 
-_DEFAULT_BYTES = 1 << 30
+_CPU_CACHE_BYTES = 1 << 30
+# What the driver, libraries and recorded graphs take besides torch's tensors.
+_RESERVE_BYTES = 3 << 30
+
+Forward = Callable[[int, ScheduledBatch], object]
 
 
-def count_blocks(
-    kv_cache_bytes: int, bytes_per_block: int, block_size: int, max_model_len: int, max_sequences: int
-) -> int:
-    """Blocks of the cache; ``kv_cache_bytes`` 0 takes what every sequence at full length needs, at most 1 GiB.
+class MemoryBudget:
+    """The engine's part of a device that it shares with the vision stage and the rows of waiting pictures.
 
-    Raises ConfigError when not even one block fits. A context longer than the cache is no error here: requests
-    that can never fit are refused one by one.
+    On a GPU the cache gets what ``memory_bytes`` leaves beside the weights and the largest step, which is measured
+    by running one. On the CPU, and with ``kv_cache_bytes``, nothing is measured.
     """
-    full = max_sequences * -(-max_model_len // block_size)
-    blocks = (kv_cache_bytes or _DEFAULT_BYTES) // bytes_per_block
-    if blocks < 1:
-        raise ConfigError(
-            f"engine: kv_cache_bytes {kv_cache_bytes or _DEFAULT_BYTES} holds no block; "
-            f"one of {block_size} tokens takes {bytes_per_block} bytes"
+
+    def __init__(
+        self, config: EngineConfig, layers: int, heads: HeadShape, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._bytes_per_block = KvStorage.bytes_per_block(
+            layers, config.block_size, heads.kv_heads, heads.head_dim, dtype
         )
-    return min(blocks, full)
+
+    def count_blocks(self, max_model_len: int, forward: Forward) -> int:
+        """Blocks of the cache: what fits, at most what every sequence at full length needs.
+
+        ``forward`` runs a batch on a cache of so many blocks. Raises ConfigError when the shares exceed the card or
+        leave no room for one full context.
+        """
+        block_size = self._config.block_size
+        one = -(-max_model_len // block_size)
+        cache_bytes = self._cache_bytes(max_model_len, forward)
+        blocks = cache_bytes // self._bytes_per_block
+        if blocks < 1:
+            raise ConfigError(
+                f"engine: a cache of {cache_bytes} bytes holds no block of {block_size} tokens, which takes "
+                f"{self._bytes_per_block}; raise kv_cache_bytes or memory_bytes"
+            )
+        if self._device.type == "cuda" and blocks < one:
+            raise ConfigError(
+                f"engine: the cache holds {blocks * block_size} tokens, less than one context of {max_model_len}; "
+                "raise memory_bytes, or lower max_model_len, max_batched_tokens or the vision stage's share"
+            )
+        return min(blocks, self._config.max_sequences * one)
+
+    def _cache_bytes(self, max_model_len: int, forward: Forward) -> int:
+        if self._config.kv_cache_bytes:
+            return self._config.kv_cache_bytes
+        if self._device.type != "cuda":
+            return _CPU_CACHE_BYTES
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        share = engine_share(self._config, total)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        batch, blocks = self._largest_step(max_model_len)
+        forward(blocks, batch)
+        torch.cuda.synchronize(self._device)
+        used = torch.cuda.max_memory_allocated(self._device) - blocks * self._bytes_per_block
+        torch.cuda.empty_cache()
+        if used + _RESERVE_BYTES >= share:
+            raise ConfigError(
+                f"engine: weights and the largest step take {used / 2**30:.1f} GiB and {_RESERVE_BYTES >> 30} GiB are "
+                f"kept back; that is all of the engine's {share / 2**30:.1f} GiB; raise memory_bytes"
+            )
+        return share - used - _RESERVE_BYTES
+
+    def _largest_step(self, max_model_len: int) -> tuple[ScheduledBatch, int]:
+        """A step of all the tokens one may have, each prompt's last token sampled, and the blocks that it needs."""
+        left, first, spans = self._config.max_batched_tokens, 0, []
+        for _ in range(self._config.max_sequences):
+            length = min(left, max(max_model_len - 1, 1), max(1, self._config.max_batched_tokens // 16))
+            if not length:
+                break
+            sequence = Sequence(_blank_request(length))
+            count = -(-length // self._config.block_size)
+            sequence.block_table = list(range(first, first + count))
+            spans.append(ScheduledSpan(sequence, 0, length, True))
+            left, first = left - length, first + count
+        return ScheduledBatch(sorted(spans, key=lambda span: span.count > 1)), first
+
+
+def engine_share(config: EngineConfig, total: int) -> int:
+    """Bytes of a card of ``total`` for the language model: ``memory_bytes``, or all that the others leave.
+
+    Raises ConfigError when the shares together exceed the card.
+    """
+    others = config.vision_memory_bytes + config.embedding_pool_bytes
+    share = config.memory_bytes or total - others
+    if share <= 0 or share + others > total:
+        raise ConfigError(
+            f"engine: {config.vision_memory_bytes / 2**30:.1f} GiB for the vision stage, "
+            f"{config.embedding_pool_bytes / 2**30:.1f} GiB for waiting pictures and {share / 2**30:.1f} GiB for the "
+            f"language model exceed the card's {total / 2**30:.1f} GiB; lower one of them"
+        )
+    return share
+
+
+def _blank_request(length: int) -> Request:
+    none = np.zeros((0, 2), np.int32)
+    return Request("", np.zeros(length, np.int32), none, None, none, SamplingParameters(max_tokens=1))

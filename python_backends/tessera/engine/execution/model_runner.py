@@ -10,14 +10,17 @@ import torch
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, create_backend
 from tessera.engine.cache.kv_storage import KvStorage
 from tessera.engine.config import EngineConfig
-from tessera.engine.execution.batch_inputs import BatchInputs, build_inputs
-from tessera.engine.execution.memory_budget import count_blocks
-from tessera.engine.execution.sampler import SamplingRow, sample
+from tessera.engine.execution.batch_inputs import BatchInputs, PackedBatch, pack, to_inputs
+from tessera.engine.execution.decode_graphs import DecodeGraphs, graph_sizes
+from tessera.engine.execution.memory_budget import MemoryBudget
+from tessera.engine.execution.sampler import SampledRows, SamplingRow, sample
 from tessera.engine.models.qwen2 import Qwen2
 from tessera.engine.models.registry import model_class
 from tessera.engine.models.weights import load_weights, randomize
 from tessera.engine.quantization.scheme import scheme_selector
-from tessera.engine.scheduling.batch import SampledToken, ScheduledBatch
+from tessera.engine.scheduling.batch import ScheduledBatch
+from tessera.engine.sequence import Sequence
+from tessera.engine.transfer import Moment
 
 if TYPE_CHECKING:
     from tessera.checkpoint.config import CheckpointConfig
@@ -28,14 +31,20 @@ _LOG = logging.getLogger(__name__)
 class ModelRunner:
     """One model, one attention backend on one cache, one device."""
 
-    def __init__(self, model: Qwen2, attention: AttentionBackend, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: Qwen2, attention: AttentionBackend, max_sequences: int) -> None:
+        weight = model.embedding.get_buffer("weight")
         self.vocab_size = model.config.vocab_size
         self.hidden_size = model.config.hidden_size
         self.num_blocks = attention.storage.keys[0].shape[0]
+        self.overlaps = weight.is_cuda
+        self.graph_steps = 0
         self._model = model
         self._attention = attention
-        self._dtype = dtype
-        self._device = device
+        self._dtype = weight.dtype
+        self._graphs: DecodeGraphs | None = None
+        # The tokens of the step before, and whose they are: the next step is launched before the host knows them.
+        self._last_sampled = torch.zeros(max_sequences, dtype=torch.int64, device=weight.device)
+        self._previous: dict[Sequence, int] = {}
 
     @classmethod
     def from_checkpoint(cls, checkpoint: CheckpointConfig, config: EngineConfig, max_model_len: int) -> ModelRunner:
@@ -61,46 +70,94 @@ class ModelRunner:
 
     @classmethod
     def of_model(cls, model: Qwen2, config: EngineConfig, max_model_len: int) -> ModelRunner:
-        """A runner of a filled model, with a cache as ``config`` asks."""
+        """A runner of a filled model, with a cache and graphs as ``config`` asks."""
         weight = model.embedding.get_buffer("weight")
-        heads, layers = model.heads, len(model.layers)
-        sizes = (config.block_size, heads.kv_heads, heads.head_dim, weight.dtype)
-        num_blocks = count_blocks(
-            config.kv_cache_bytes,
-            KvStorage.bytes_per_block(layers, *sizes),
-            config.block_size,
-            max_model_len,
-            config.max_sequences,
-        )
+        heads = model.heads
+        budget = MemoryBudget(config, len(model.layers), heads, weight.dtype, weight.device)
+
+        def runner(num_blocks: int) -> ModelRunner:
+            sizes = (config.block_size, heads.kv_heads, heads.head_dim, weight.dtype, weight.device)
+            storage = KvStorage(len(model.layers), num_blocks, *sizes)
+            return cls(model, create_backend(config.attention, heads, storage), config.max_sequences)
+
+        num_blocks = budget.count_blocks(max_model_len, lambda blocks, batch: runner(blocks).logits(batch))
         _LOG.info("cache: %d blocks of %d tokens", num_blocks, config.block_size)
-        storage = KvStorage(layers, num_blocks, *sizes, weight.device)
-        return cls(model, create_backend(config.attention, heads, storage), weight.dtype, weight.device)
+        whole = runner(num_blocks)
+        if whole.overlaps:
+            with torch.inference_mode():
+                whole.tune()
+        largest = min(config.graph_batch_size, config.max_sequences)
+        if largest and whole.overlaps:
+            whole.capture_graphs(graph_sizes(largest), min(num_blocks, -(-max_model_len // config.block_size)))
+        return whole
+
+    def tune(self) -> None:
+        """Chooses kernels by measuring them on this GPU; answers found before are read from disk."""
+        from tessera.engine.execution.tuning import tune
+
+        tune(self._model, self._attention, self._last_sampled.device)
+
+    def capture_graphs(self, sizes: list[int], most_blocks: int) -> None:
+        """Records decode steps of the batch ``sizes`` whose sequences hold at most ``most_blocks``."""
+        with torch.inference_mode():
+            self._graphs = DecodeGraphs(self._model, self._attention, sizes, most_blocks, self._last_sampled)
+            report = self._graphs.capture()
+        _LOG.info(
+            "decode graphs: %d batch sizes up to %d in %.1f s, %.0f MiB",
+            len(report.sizes),
+            report.sizes[-1],
+            report.seconds,
+            report.memory_bytes / 2**20,
+        )
 
     def cache_salt(self, prompt_length: int) -> int:
         """What keeps apart the keys and values of prompts that begin with the same tokens; usually 0."""
         return self._model.rotary.salt(prompt_length)
 
-    def run(self, batch: ScheduledBatch) -> list[SampledToken]:
-        """Runs the step; returns a token for each of ``batch.sampling``."""
+    def launch(self, batch: ScheduledBatch) -> SampledRows:
+        """Starts the step; the result waits for a token for each of ``batch.sampling``."""
         with torch.inference_mode():
-            logits = self.logits(batch)
-            rows = [SamplingRow.of(sequence, len(sequence.outputs)) for sequence in batch.sampling]
-            return sample(logits, rows) if rows else []
+            started = Moment(self._last_sampled.device)
+            packed = self._pack(batch)
+            rows = [SamplingRow.of(sequence) for sequence in batch.sampling]
+            if self._graphs is not None and _decodes(batch, rows) and self._graphs.fits(packed):
+                self.graph_steps += 1
+                sampled = SampledRows(self._graphs.run(packed), started)
+            else:
+                sampled = sample(self._forward(packed, batch), rows, started)
+                self._last_sampled[: len(rows)].copy_(sampled.ids)
+        self._previous = {sequence: place for place, sequence in enumerate(batch.sampling)}
+        return sampled
 
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
         """Writes the batch's keys and values; float32 [m, vocabulary] for the sequences that sample."""
-        inputs = build_inputs(batch, self._attention.storage.block_size, self._device, self._dtype)
-        step, last_step = self._attention_steps(inputs)
+        with torch.inference_mode():
+            return self._forward(self._pack(batch), batch)
+
+    def _pack(self, batch: ScheduledBatch) -> PackedBatch:
+        return pack(batch, self._attention.storage.block_size, self._previous)
+
+    def _forward(self, packed: PackedBatch, batch: ScheduledBatch) -> torch.Tensor:
+        inputs = to_inputs(packed, batch, self._last_sampled, self._dtype)
+        step, last_step = self._attention_steps(packed, inputs)
         hidden = self._model(inputs.ids, inputs.image_index, inputs.image_rows, self._attention, step, last_step)
         return self._model.logits(hidden)
 
-    def _attention_steps(self, inputs: BatchInputs) -> tuple[AttentionStep, AttentionStep]:
+    def _attention_steps(self, packed: PackedBatch, inputs: BatchInputs) -> tuple[AttentionStep, AttentionStep]:
         cos, sin = self._model.rotary.angles(inputs.positions, inputs.rope_lengths)
-        step = AttentionStep(cos, sin, inputs.slots, None, self._attention.plan(inputs.table))
-        if len(inputs.sample_rows) == len(inputs.ids):
+        step = AttentionStep(cos, sin, inputs.slots, None, self._attention.plan(packed.table))
+        if len(packed.sample_rows) == len(packed.ids):
             return step, step
-        plan = self._attention.plan(inputs.table.last_rows(inputs.sampling))
+        plan = self._attention.plan(packed.table.last_rows(packed.sampling))
         return step, AttentionStep(cos, sin, inputs.slots, inputs.sample_rows, plan)
+
+
+def _decodes(batch: ScheduledBatch, rows: list[SamplingRow]) -> bool:
+    """Whether each sequence continues its answer by the likeliest token."""
+    return len(rows) == len(batch.spans) and all(
+        span.count == 1 and span.start >= span.sequence.prompt_length and row.plain
+        for span, row in zip(batch.spans, rows)
+    )
 
 
 def model_dtype(name: str, device: torch.device) -> torch.dtype:

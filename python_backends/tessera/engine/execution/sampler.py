@@ -13,30 +13,79 @@ from dataclasses import dataclass
 import torch
 
 from tessera.engine.request import SamplingParameters
-from tessera.engine.scheduling.batch import SampledToken
-from tessera.engine.sequence import Sequence
+from tessera.engine.sequence import SampledToken, Sequence
+from tessera.engine.transfer import Moment, to_host
 
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """What one token needs: parameters, the seed, its place in the answer, and tokens that it may not be."""
+    """What one token needs: parameters, the seed, its place in the answer, and tokens that it may not be.
+
+    ``children``: tokens whose log probabilities are asked for instead, where labels are scored.
+    """
 
     parameters: SamplingParameters
     seed: int
     place: int
     forbidden: frozenset[int] = frozenset()
+    children: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, sequence: Sequence, place: int) -> SamplingRow:
-        """The row of a sequence's next token; while it is short of min_tokens it may not stop."""
+    def of(cls, sequence: Sequence) -> SamplingRow:
+        """The row of a sequence's token that is in flight; while it is short of min_tokens it may not stop."""
         parameters = sequence.request.sampling
+        place = len(sequence.outputs) + sequence.in_flight - 1
         forbidden = sequence.stop_ids if place < parameters.min_tokens else frozenset()
-        return cls(parameters, sequence.seed, place, forbidden)
+        branch = sequence.labels.branch if sequence.labels is not None else None
+        return cls(parameters, sequence.seed, place, forbidden, () if branch is None else tuple(branch.children))
+
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest token is all that is asked for."""
+        wants = self.parameters.temperature > 0 or self.parameters.logprobs is not None
+        return not (wants or self.forbidden or self.children)
 
 
-def sample(logits: torch.Tensor, rows: SequenceType[SamplingRow]) -> list[SampledToken]:
+class SampledRows:
+    """Chosen tokens, int64 ``ids`` [m], on their way to the host; nothing waits before :meth:`tokens`.
+
+    ``started``: when the step that chose them began.
+    """
+
+    def __init__(self, ids: torch.Tensor, started: Moment) -> None:
+        self.ids = ids
+        self._started = started
+        self._rows: list[int] = []  # those that report log probabilities
+        self._counts: list[int] = []
+        self._on_host: list[torch.Tensor] = [to_host(ids)]
+        self._arrived = Moment(ids.device)
+
+    def report(self, rows: list[int], logprobs: torch.Tensor, counts: list[int], wanted: torch.Tensor) -> None:
+        """Log probabilities [r, vocabulary] of ``rows``: of the chosen tokens, and ``counts`` of ``wanted`` [r, w]."""
+        self._rows, self._counts = rows, counts
+        own = logprobs.gather(1, self.ids[rows][:, None])[:, 0]
+        self._on_host += [to_host(own), to_host(logprobs.gather(1, wanted)), to_host(wanted)]
+        self._arrived = Moment(self.ids.device)
+
+    def tokens(self) -> list[SampledToken]:
+        """Waits until the tokens are there."""
+        self._arrived.wait()
+        ids = self._on_host[0].tolist()
+        chosen = [SampledToken(token) for token in ids]
+        if self._rows:
+            own, values, wanted = (tensor.tolist() for tensor in self._on_host[1:])
+            for row, logprob, line, names, count in zip(self._rows, own, values, wanted, self._counts):
+                chosen[row] = SampledToken(ids[row], logprob, tuple(zip(names[:count], line[:count])))
+        return chosen
+
+    def device_ns(self) -> int:
+        """From ``started`` until the tokens were there; call it after :meth:`tokens`."""
+        return self._arrived.since(self._started)
+
+
+def sample(logits: torch.Tensor, rows: SequenceType[SamplingRow], started: Moment) -> SampledRows:
     """logits float32 [m, vocabulary], m rows -> m tokens. Forbidden tokens are masked in ``logits`` itself."""
-    reported = [i for i, row in enumerate(rows) if row.parameters.logprobs is not None]
+    reported = [i for i, row in enumerate(rows) if row.parameters.logprobs is not None or row.children]
     logprobs = logits[reported].log_softmax(dim=-1) if reported else None
     for i, row in enumerate(rows):
         if row.forbidden:
@@ -45,14 +94,24 @@ def sample(logits: torch.Tensor, rows: SequenceType[SamplingRow]) -> list[Sample
     drawn = [i for i, row in enumerate(rows) if row.parameters.temperature > 0]
     if drawn:
         tokens[drawn] = _draw(logits[drawn], [rows[i] for i in drawn])
-    ids = tokens.tolist()
-    chosen = [SampledToken(token) for token in ids]
+    sampled = SampledRows(tokens, started)
     if logprobs is not None:
-        own = logprobs.gather(1, tokens[reported][:, None])[:, 0].tolist()
-        tops = _tops(logprobs, [rows[i].parameters.logprobs or 0 for i in reported])
-        for i, logprob, top in zip(reported, own, tops):
-            chosen[i] = SampledToken(ids[i], logprob, top)
-    return chosen
+        counts, wanted = _wanted(logprobs, [rows[i] for i in reported])
+        sampled.report(reported, logprobs, counts, wanted)
+    return sampled
+
+
+def _wanted(logprobs: torch.Tensor, rows: list[SamplingRow]) -> tuple[list[int], torch.Tensor]:
+    """How many tokens each row reports besides its own, and which: int64 [r, most], the likeliest or its children."""
+    counts = [len(row.children) or min(row.parameters.logprobs or 0, logprobs.shape[1]) for row in rows]
+    most = max(counts)
+    if not most:
+        return counts, torch.zeros((len(rows), 0), dtype=torch.int64, device=logprobs.device)
+    ids = logprobs.topk(most, dim=-1).indices
+    for i, row in enumerate(rows):
+        if row.children:
+            ids[i, : len(row.children)] = torch.tensor(row.children, device=ids.device)
+    return counts, ids
 
 
 def uniform(seed: int, place: int) -> float:
@@ -83,14 +142,3 @@ def _draw(logits: torch.Tensor, rows: SequenceType[SamplingRow]) -> torch.Tensor
     place = torch.searchsorted(cumulative, target, right=True)
     kept = (probabilities > 0).sum(dim=-1, keepdim=True)
     return order.gather(1, place.minimum(kept - 1))[:, 0]
-
-
-def _tops(logprobs: torch.Tensor, counts: list[int]) -> list[tuple[tuple[int, float], ...]]:
-    most = max(counts)
-    if not most:
-        return [()] * len(counts)
-    values, ids = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
-    return [
-        tuple(zip(line_ids[:count], line_values[:count]))
-        for line_ids, line_values, count in zip(ids.tolist(), values.tolist(), counts)
-    ]

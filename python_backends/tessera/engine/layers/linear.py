@@ -13,7 +13,8 @@ from tessera.engine.quantization.scheme import LinearScheme
 class Linear(nn.Module):
     """y = x W^T + b over one or several fused parts.
 
-    ``parts`` maps each part's name to its output features, in the order of the fused output.
+    ``parts`` maps each part's name to its output features, in the order of the fused output. ``skinny_rows``: up to
+    so many rows a product for few rows is the fastest, which only measuring tells.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Linear(nn.Module):
         self.in_features = in_features
         self.out_features = sum(parts.values())
         self.has_bias = bias
+        self.skinny_rows = 0
         self._rows: dict[str, slice] = {}
         start = 0
         for name, features in parts.items():
@@ -43,3 +45,7 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scheme.apply(self, x)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """Of a layer whose two parts are gate and up: silu(gate) * up [n, out_features / 2]."""
+        return self.scheme.apply_gated(self, x)

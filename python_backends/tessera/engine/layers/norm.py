@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from tessera.engine.kernels.selection import layer_kernels
 
 
 class RmsNorm(nn.Module):
@@ -14,14 +15,8 @@ class RmsNorm(nn.Module):
         super().__init__()
         self.register_buffer("weight", torch.empty(size, dtype=dtype, device=device))
         self._eps = eps
+        self._add_and_normalise = layer_kernels(device.type).add_rms_norm
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """x [n, size] and residual [n, size] or None -> (normalised sum, sum); residual may be overwritten."""
-        residual = x if residual is None else residual.add_(x)
-        return self._normalise(residual), residual
-
-    def _normalise(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self._eps)  # type: ignore[arg-type]
-        # As the reference: statistics in float32, rounded before the weight is applied.
-        return self.weight * F.rms_norm(x.float(), (x.shape[-1],), None, self._eps).to(x.dtype)  # type: ignore[operator]
+        return self._add_and_normalise(x, residual, self.get_buffer("weight"), self._eps)

@@ -52,6 +52,7 @@ class Rotary:
         self._exponents = exponents.to(device)
         self._frequencies = frequencies.to(device)
         self._axis = _axis_of_frequency(scaling.get("mrope_section"), head_dim, device)
+        self.axes = len(scaling.get("mrope_section") or (1,))
 
     def salt(self, prompt_length: int) -> int:
         """What prompts must share, besides their tokens, for equal keys: the length if that rules their rotation."""
@@ -65,7 +66,7 @@ class Rotary:
         if self._axis is None:
             angles = positions[0].float()[:, None] * frequencies
         else:
-            axes = positions.expand(int(self._axis.max()) + 1, -1) if len(positions) == 1 else positions
+            axes = positions.expand(self.axes, -1) if len(positions) == 1 else positions
             angles = axes[self._axis].T.float() * frequencies
         return angles.cos(), angles.sin()
 

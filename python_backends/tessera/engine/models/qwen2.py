@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, HeadShape
-from tessera.engine.layers.activation import silu_and_multiply
 from tessera.engine.layers.embedding import Embedding
 from tessera.engine.layers.linear import Linear
 from tessera.engine.layers.norm import RmsNorm
@@ -24,6 +23,9 @@ from tessera.errors import CheckpointError
 
 if TYPE_CHECKING:
     from tessera.checkpoint.config import TextConfig
+
+
+_HEAD_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class DecoderLayer(nn.Module):
         if step.rows is not None:
             residual = residual[step.rows]
         x, residual = self.post_norm(self.output(x), residual)
-        return self.down(silu_and_multiply(self.gate_up(x))), residual
+        return self.down(self.gate_up.gated(x)), residual
 
 
 class Qwen2(nn.Module):
@@ -90,14 +92,16 @@ class Qwen2(nn.Module):
         self.rotary = Rotary(
             config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings, device
         )
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        # Matrix units want whole tiles: the head's rows are padded, and what they give is cut off.
+        padded = -(-config.vocab_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+        self.embedding = Embedding(padded, config.hidden_size, dtype, device)
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, schemes, dtype, device) for index in range(config.num_hidden_layers)
         )
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.head: Linear | None = None
         if not config.tie_word_embeddings:
-            parts = {"head": config.vocab_size}
+            parts = {"head": config.vocab_size, "padding": padded - config.vocab_size}
             self.head = Linear(config.hidden_size, parts, False, schemes(self.head_name), dtype, device)
 
     def forward(
@@ -122,12 +126,12 @@ class Qwen2(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, hidden] -> float32 [m, vocabulary]."""
         rows = F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)  # type: ignore[arg-type]
-        return rows.float()
+        return rows[:, : self.config.vocab_size].float()
 
     def weight_targets(self) -> dict[str, Target]:
         """Where each tensor of the checkpoint goes, by its exact name."""
         targets = {
-            self.embedding_name: copy_into(self.embedding.get_buffer("weight")),
+            self.embedding_name: copy_into(self.embedding.get_buffer("weight")[: self.config.vocab_size]),
             "model.norm.weight": copy_into(self.norm.get_buffer("weight")),
         }
         if self.head is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tessera.engine.kernels.selection import layer_kernels
 from tessera.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ class LinearScheme(ABC):
     @abstractmethod
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """x [n, in_features] -> [n, out_features]."""
+
+    def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        """x [n, in_features] -> silu(first half of the outputs) * second half [n, out_features / 2]."""
+        return layer_kernels(x.device.type).silu_and_multiply(self.apply(layer, x))
 
     def finish(self, layer: Linear) -> None:  # noqa: B027 - most schemes need nothing here
         """Called once when everything is loaded, for instance to repack."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from tessera.engine.kernels.selection import layer_kernels
 from tessera.engine.quantization.scheme import LinearScheme
 from tessera.errors import CheckpointError
 
@@ -33,4 +34,12 @@ class Unquantized(LinearScheme):
         target.copy_(tensor)
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, layer.weight, layer.bias)  # type: ignore[arg-type]
+        weight, bias = layer.get_buffer("weight"), layer.bias
+        if 0 < x.shape[0] <= layer.skinny_rows:
+            return layer_kernels(x.device.type).skinny_linear(x, weight, bias)
+        return F.linear(x, weight, bias)  # type: ignore[arg-type]
+
+    def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        if 0 < x.shape[0] <= layer.skinny_rows:
+            return layer_kernels(x.device.type).skinny_gate_up(x, layer.get_buffer("weight"))
+        return super().apply_gated(layer, x)

@@ -35,12 +35,3 @@ class ScheduledBatch:
     def sampling(self) -> list[Sequence]:
         """The sequences that get a token, in the batch's order."""
         return [span.sequence for span in self.spans if span.samples]
-
-
-@dataclass(frozen=True)
-class SampledToken:
-    """One chosen token. ``logprob`` and ``top`` (id, log probability) only where they were asked for."""
-
-    token_id: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()

@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceType
 
 from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
-from tessera.engine.sequence import Sequence
+from tessera.engine.sequence import SampledToken, Sequence
 
 
 class Scheduler:
@@ -45,20 +45,22 @@ class Scheduler:
         spans.sort(key=lambda span: span.count > 1)
         return ScheduledBatch(spans)
 
-    def apply(self, batch: ScheduledBatch, tokens: SequenceType[int]) -> list[Sequence]:
+    def apply(self, batch: ScheduledBatch, sampled: SequenceType[SampledToken]) -> list[tuple[Sequence, SampledToken]]:
         """Gives the batch's sampling sequences their tokens, and releases the sequences that ended by them.
 
-        Returns the sequences that took a token: those that ended meanwhile did not.
+        Returns the tokens that were taken: a sequence that ended meanwhile takes none.
         """
         taken = []
-        for sequence, token in zip(batch.sampling, tokens, strict=True):
+        for sequence, token in zip(batch.sampling, sampled, strict=True):
             sequence.in_flight -= 1
             if sequence.finished:
                 continue
-            sequence.append(token)
-            taken.append(sequence)
+            sequence.take(token)
+            taken.append((sequence, token))
             if sequence.finished:
                 self._remove(sequence)
+            else:
+                self.blocks.shrink(sequence)
         return taken
 
     def finish(self, sequence: Sequence, reason: str) -> None:
@@ -81,7 +83,7 @@ class Scheduler:
         assert len(set(everyone)) == len(everyone), "a sequence is queued twice"
         assert not any(sequence.finished for sequence in everyone), "a finished sequence is queued"
         assert not any(sequence.block_table for sequence in self.waiting), "a waiting sequence holds blocks"
-        reading = [sequence for sequence in self.running if sequence.pending > 1]
+        reading = [sequence for sequence in self.running if sequence.labels is None and sequence.pending > 1]
         assert reading in ([], self.running[-1:]), "a sequence overtook one that reads its prompt"
         assert len(self.running) <= self._max_sequences, "too many sequences run"
         self.blocks.check(everyone)

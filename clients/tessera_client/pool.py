@@ -1,0 +1,239 @@
+"""Several servers behind one client: which of them gets a request, and a transport that goes by it.
+
+:class:`ServerPool` decides and knows no network; :class:`PooledTransport` and its asyncio twin put it behind the seam
+of :mod:`tessera_client.transport`. A client of one server takes the same way, with a pool of one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tessera_client.errors import ConnectionFailed, TesseraClientError, Unavailable
+from tessera_client.messages import Delta, ModelStatus, Request, ServerStatus
+
+if TYPE_CHECKING:
+    from tessera_client.transport import AsyncResponses, AsyncTransport, Responses, Transport
+
+REST_SECONDS = 1.0
+NOT_NOW = (Unavailable, ConnectionFailed)  # the errors that say so, which are the retried ones
+REMEMBERED = 1024  # ended requests whose server is still known: the control request that cancels one comes after it
+
+
+class ServerPool:
+    """Deals requests out to ``servers`` servers, numbered from 0: to the one with the fewest under way, in turn
+    where several have as few. Thread-safe.
+
+    A server that refused a request or broke off gets none for REST_SECONDS, and then one at a time until it has
+    answered: without that, a dead server, which never has any under way, would draw all of them. Where every server
+    is in that state, the one that failed longest ago is next.
+    """
+
+    def __init__(self, servers: int, clock: Callable[[], float] = time.monotonic) -> None:
+        if servers < 1:
+            raise ValueError(f"a pool needs a server, got {servers}")
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._counts = [0] * servers
+        self._rest_ends: list[float | None] = [None] * servers  # None: it is in order
+        self._under_way: dict[str, int] = {}
+        self._ended: dict[str, int] = {}
+        self._turn = 0
+
+    @property
+    def under_way(self) -> tuple[int, ...]:
+        """How many requests each server has under way."""
+        with self._lock:
+            return tuple(self._counts)
+
+    def pick(self, request_id: str, only: int | None = None) -> int:
+        """The server for a new request, which counts as under way from now on.
+
+        ``only``: the server it has to be. Raises ValueError if a request with this id is under way.
+        """
+        with self._lock:
+            if request_id in self._under_way:
+                raise ValueError(f"request {request_id!r} is under way already")
+            server = self._next() if only is None else only
+            self._counts[server] += 1
+            self._under_way[request_id] = server
+            return server
+
+    def answered(self, request_id: str) -> None:
+        """The request's server has sent something: if it has rested, it is in order again."""
+        server = self._under_way.get(request_id)
+        if server is None or self._rest_ends[server] is None:  # nearly always; a lock a token would be waste
+            return
+        with self._lock:
+            rest_ends = self._rest_ends[server]
+            if rest_ends is not None and self._clock() >= rest_ends:
+                self._rest_ends[server] = None
+
+    def end(self, request_id: str, error: BaseException | None = None) -> None:
+        """The request is over, by ``error`` if there was one. A second end does nothing."""
+        with self._lock:
+            server = self._under_way.pop(request_id, None)
+            if server is None:
+                return
+            self._counts[server] -= 1
+            if isinstance(error, NOT_NOW):
+                self._rest_ends[server] = self._clock() + REST_SECONDS
+            self._ended[request_id] = server
+            if len(self._ended) > REMEMBERED:
+                del self._ended[next(iter(self._ended))]
+
+    def server_of(self, request_id: str) -> int | None:
+        """The server a request was given to; None for one that is unknown or ended long ago."""
+        with self._lock:
+            return self._under_way.get(request_id, self._ended.get(request_id))
+
+    def _next(self) -> int:
+        now, servers = self._clock(), range(len(self._counts))
+        usable = [i for i in servers if (end := self._rest_ends[i]) is None or (end <= now and not self._counts[i])]
+        if usable:
+            server = min(usable, key=lambda i: (self._counts[i], (i - self._turn) % len(servers)))
+        else:
+            server = min(servers, key=lambda i: self._rest_ends[i] or 0.0)
+        self._turn = server + 1
+        return server
+
+
+class PooledTransport:
+    """A :class:`~tessera_client.transport.Transport` over those of several servers, by their addresses."""
+
+    def __init__(self, transports: Mapping[str, Transport]) -> None:
+        self.addresses = tuple(transports)
+        self._transports = tuple(transports.values())
+        self._pool = ServerPool(len(transports))
+
+    def send(
+        self, request: Request, request_id: str, timeout: float | None, only: int | None = None
+    ) -> _PooledResponses:
+        """As the protocol has it; ``only`` names the server by its place among ``addresses``."""
+        server = self._pool.pick(request_id, only)
+        try:
+            return _PooledResponses(self._transports[server].send(request, request_id, timeout), self._pool, request_id)
+        except BaseException as error:
+            self._pool.end(request_id, error)
+            raise
+
+    def cancel(self, request_id: str) -> None:
+        """Tells the server that has the request; a request that was never sent needs no cancelling."""
+        if (server := self._pool.server_of(request_id)) is not None:
+            self._transports[server].cancel(request_id)
+
+    def status(self) -> ServerStatus:
+        """What holds of all servers together; raises for the first that does not answer."""
+        return merged({a: t.status() for a, t in zip(self.addresses, self._transports, strict=True)})
+
+    def close(self) -> None:
+        for transport in self._transports:
+            transport.close()
+
+
+class _PooledResponses:
+    def __init__(self, responses: Responses, pool: ServerPool, request_id: str) -> None:
+        self._responses = responses
+        self._pool = pool
+        self._id = request_id
+
+    def __iter__(self) -> _PooledResponses:
+        return self
+
+    def __next__(self) -> Delta:
+        try:
+            delta = next(self._responses)
+        except StopIteration:
+            self._pool.end(self._id)
+            raise
+        except TesseraClientError as error:
+            self._pool.end(self._id, error)
+            raise
+        self._pool.answered(self._id)
+        return delta
+
+    def cancel(self) -> None:
+        self._responses.cancel()
+        self._pool.end(self._id)
+
+
+class AsyncPooledTransport:
+    """As :class:`PooledTransport`, for one event loop."""
+
+    def __init__(self, transports: Mapping[str, AsyncTransport]) -> None:
+        self.addresses = tuple(transports)
+        self._transports = tuple(transports.values())
+        self._pool = ServerPool(len(transports))
+
+    def send(self, request: Request, request_id: str, timeout: float | None) -> _AsyncPooledResponses:
+        server = self._pool.pick(request_id)
+        try:
+            return _AsyncPooledResponses(
+                self._transports[server].send(request, request_id, timeout), self._pool, request_id
+            )
+        except BaseException as error:
+            self._pool.end(request_id, error)
+            raise
+
+    async def cancel(self, request_id: str) -> None:
+        if (server := self._pool.server_of(request_id)) is not None:
+            await self._transports[server].cancel(request_id)
+
+    async def status(self) -> ServerStatus:
+        return merged({a: await t.status() for a, t in zip(self.addresses, self._transports, strict=True)})
+
+    async def close(self) -> None:
+        for transport in self._transports:
+            await transport.close()
+
+
+class _AsyncPooledResponses:
+    def __init__(self, responses: AsyncResponses, pool: ServerPool, request_id: str) -> None:
+        self._responses = responses
+        self._pool = pool
+        self._id = request_id
+
+    def __aiter__(self) -> _AsyncPooledResponses:
+        return self
+
+    async def __anext__(self) -> Delta:
+        try:
+            delta = await self._responses.__anext__()
+        except StopAsyncIteration:
+            self._pool.end(self._id)
+            raise
+        except TesseraClientError as error:
+            self._pool.end(self._id, error)
+            raise
+        self._pool.answered(self._id)
+        return delta
+
+    def cancel(self) -> None:
+        self._responses.cancel()
+        self._pool.end(self._id)
+
+
+def merged(statuses: Mapping[str, ServerStatus]) -> ServerStatus:
+    """One status for the servers at these addresses: ready, and a model READY, where that is so on all of them."""
+    if len(statuses) == 1:
+        return next(iter(statuses.values()))
+    names = dict.fromkeys(model.name for status in statuses.values() for model in status.models)
+    return ServerStatus(
+        ready=all(status.ready for status in statuses.values()),
+        version=", ".join(dict.fromkeys(status.version for status in statuses.values())),
+        models=tuple(_worst([_model(name, at, status) for at, status in statuses.items()]) for name in names),
+    )
+
+
+def _model(name: str, address: str, status: ServerStatus) -> ModelStatus:
+    for model in status.models:
+        if model.name == name:
+            return model if model.state == "READY" else replace(model, reason=f"{address}: {model.reason}")
+    return ModelStatus(name, "", "", f"{address}: not in this server's repository")
+
+
+def _worst(models: Sequence[ModelStatus]) -> ModelStatus:
+    return next((model for model in models if model.state != "READY"), models[0])

@@ -1,0 +1,163 @@
+"""Our own kernels: rotate and store in one launch, split-K decoding, prefill over cached prefixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from tessera.engine.attention.backend import AttentionBackend, AttentionStep, HeadShape, SpanTable
+from tessera.engine.cache.kv_storage import KvStorage
+from tessera.engine.kernels.paged_decode import choose_splits, decode_attention
+from tessera.engine.kernels.rotate_and_store import rotate_and_store
+from tessera.engine.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
+from tessera.engine.transfer import to_device
+
+# Contexts that the number of splits is chosen for where a CUDA graph cannot know them.
+_USUAL_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class _Singles:
+    """Sequences of one query: context int64 [s], blocks int64 [most, s]."""
+
+    context: torch.Tensor
+    blocks: torch.Tensor
+    splits: int
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Pieces of prompts: rows, counts, contexts int64 [p], blocks int64 [most, p], tiles [t, 2]."""
+
+    rows: torch.Tensor
+    counts: torch.Tensor
+    contexts: torch.Tensor
+    blocks: torch.Tensor
+    tiles: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Single queries come first in the batch, pieces after them; any may be missing.
+
+    ``whole``: rows of the long prompts that begin in this step, which torch's own attention does faster.
+    """
+
+    singles: _Singles | None
+    pieces: _Pieces | None
+    whole: list[slice]
+
+    @property
+    def first_piece(self) -> int:
+        return 0 if self.singles is None else len(self.singles.context)
+
+
+class TritonBackend(AttentionBackend):
+    """The default on a GPU.
+
+    ``whole_from``: prompts of so many tokens or more that begin in a step go through torch's attention, None never.
+    """
+
+    def __init__(self, shape: HeadShape, storage: KvStorage) -> None:
+        super().__init__(shape, storage)
+        self._device = storage.keys[0].device
+        plan = default_plan(shape.head_dim, storage.keys[0].dtype)
+        self._tile_queries = plan.queries(shape.heads // shape.kv_heads)
+        self.whole_from: int | None = None
+        self._processors = 1
+        if self._device.type == "cuda":
+            self._processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+
+    def plan(self, table: SpanTable) -> _Plan:
+        single = table.count == 1  # they come first
+        whole = ~single & (table.count == table.context) & (table.count >= (self.whole_from or np.inf))
+        pieces = ~single & ~whole
+        return _Plan(
+            self._singles(table, single) if single.any() else None,
+            self._pieces(table, pieces) if pieces.any() else None,
+            [slice(int(row), int(row + count)) for row, count in zip(table.row[whole], table.count[whole])],
+        )
+
+    def captured_plan(self, context: torch.Tensor, blocks: torch.Tensor) -> _Plan:
+        most = min(blocks.shape[0] * self.storage.block_size, _USUAL_CONTEXT)
+        return _Plan(_Singles(context, blocks, self._splits(len(context), most)), None, [])
+
+    def attend(self, layer: int, qkv: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        """Rotates the queries in ``qkv`` itself."""
+        keys, values = self.storage.keys[layer], self.storage.values[layer]
+        heads = self.shape.heads
+        rotate_and_store(qkv, step.cos, step.sin, step.slots, keys, values, heads)
+        q = qkv.view(qkv.shape[0], heads + 2 * self.shape.kv_heads, self.shape.head_dim)[:, :heads]
+        if step.rows is not None:
+            q = q[step.rows]
+        return self._attend(layer, q, qkv, qkv, step.plan).flatten(1)
+
+    def _attend_whole(self, q: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        """q [n, heads, head_dim] of a prompt that begins here, its rotated keys and values in ``qkv``."""
+        heads, kv_heads = self.shape.heads, self.shape.kv_heads
+        split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
+        keys, values = split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
+        q, keys, values = (part.transpose(0, 1)[None] for part in (q, keys, values))
+        attended = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=self.scale, enable_gqa=True)
+        return attended[0].transpose(0, 1)
+
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+        keys, values = self.storage.keys[layer], self.storage.values[layer]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        first, singles, pieces = plan.first_piece, plan.singles, plan.pieces
+        if singles is not None:
+            decode_attention(
+                q[:first],
+                keys,
+                values,
+                singles.blocks,
+                singles.context,
+                self.scale,
+                singles.splits,
+                out=out[:first],
+            )
+        if pieces is not None:
+            prefill_attention(
+                q,
+                keys,
+                values,
+                pieces.rows,
+                pieces.counts,
+                pieces.contexts,
+                pieces.blocks,
+                pieces.tiles,
+                self.scale,
+                out,
+            )
+        for rows in plan.whole:
+            out[rows] = self._attend_whole(q[rows], k[rows])
+        return out
+
+    def _singles(self, table: SpanTable, which: np.ndarray) -> _Singles:
+        context, blocks = table.context[which], self._blocks(table, which)
+        splits = self._splits(len(context), int(context.max()))
+        return _Singles(self._tensor(context), self._tensor(blocks), splits)
+
+    def _pieces(self, table: SpanTable, which: np.ndarray) -> _Pieces:
+        return _Pieces(
+            self._tensor(table.row[which]),
+            self._tensor(table.count[which]),
+            self._tensor(table.context[which]),
+            self._tensor(self._blocks(table, which)),
+            self._tensor(prefill_tiles(table.count[which], table.context[which], self._tile_queries)),
+        )
+
+    def _blocks(self, table: SpanTable, which: np.ndarray) -> np.ndarray:
+        """Block numbers int64 [most, s]: the sequences' tables as columns, as the kernels want them."""
+        most = -(-int(table.context[which].max()) // self.storage.block_size)
+        return table.blocks[which, :most].T
+
+    def _splits(self, sequences: int, most_tokens: int) -> int:
+        return choose_splits(sequences, self.shape.kv_heads, most_tokens, self._processors)
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return to_device(array, self._device)

@@ -1,0 +1,70 @@
+"""Which of several ways is the fastest on this machine: measured once, kept on disk, and printed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+_LOG = logging.getLogger(__name__)
+
+Clock = Callable[[Callable[[], object]], float]
+
+
+class MeasuredChoices:
+    """Answers questions of speed; a question must name everything that its answer depends on.
+
+    ``path``: a JSON file of question -> milliseconds of each way; one that cannot be read or written costs time and
+    nothing else. ``clock`` takes a way and returns how many milliseconds it takes.
+    """
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self._path = path
+        self._clock = clock
+        self._known: dict[str, dict[str, float]] = _read(path)
+
+    def fastest(self, question: str, ways: Mapping[str, Callable[[], object]]) -> str:
+        """The name of the fastest way; on a tie, or where one cannot run, the first of the rest."""
+        times = self._known.get(question)
+        if times is None or set(times) != set(ways):
+            times = {name: self._time(question, name, way) for name, way in ways.items()}
+            self._known[question] = times
+            self._write()
+        best = min(times, key=times.__getitem__)
+        listed = ", ".join(f"{name} {milliseconds:.4f} ms" for name, milliseconds in times.items())
+        _LOG.info("%s: %s -> %s", question, listed, best)
+        return best
+
+    def _time(self, question: str, name: str, way: Callable[[], object]) -> float:
+        try:
+            return self._clock(way)
+        except Exception as error:  # a library that cannot do it is no reason to fail: there are other ways
+            _LOG.warning("%s: %s cannot run here: %s", question, name, error)
+            return float("inf")
+
+    def _write(self) -> None:
+        """All of the file at once, so that a reader never sees half of it."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            draft = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+            draft.write_text(json.dumps(self._known, indent=1, sort_keys=True))
+            draft.replace(self._path)
+        except OSError as error:
+            _LOG.warning("measured choices are not kept: %s", error)
+
+
+def choices_path() -> Path:
+    """Where this user's choices are kept: in TESSERA_CACHE, else in ~/.cache/tessera."""
+    return Path(os.environ.get("TESSERA_CACHE") or Path.home() / ".cache" / "tessera") / "choices.json"
+
+
+def _read(path: Path) -> dict[str, dict[str, float]]:
+    try:
+        known = json.loads(path.read_text())
+        return {
+            str(question): {str(name): float(ms) for name, ms in times.items()} for question, times in known.items()
+        }
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}

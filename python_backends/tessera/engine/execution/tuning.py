@@ -1,0 +1,141 @@
+"""Which kernels a model uses on this GPU: measured on its own weights and shapes before the first request.
+
+Two kinds of questions are asked. For each shape of linear layer: up to how many rows is our skinny product faster
+than cuBLAS? And for prompts that begin in a step: from what length on is torch's attention faster than ours?
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import numpy as np
+import torch
+
+from tessera.engine.attention.backend import AttentionBackend, AttentionStep, SpanTable
+from tessera.engine.attention.triton_backend import TritonBackend
+from tessera.engine.execution.measured_choices import MeasuredChoices, choices_path
+from tessera.engine.kernels.skinny_linear import K_MULTIPLE, MAX_ROWS
+from tessera.engine.layers.linear import Linear
+from tessera.engine.models.qwen2 import DecoderLayer, Qwen2
+from tessera.engine.quantization.unquantized import Unquantized
+
+_ROWS = (16, 32, MAX_ROWS)  # the kernel pads to these, so no other number needs an answer
+_LENGTHS = (512, 1024, 2048, 4096)
+_STEP_TOKENS = 8192
+_MOST_LAYERS = 8  # enough weights of one shape that the GPU's cache holds few of them
+
+
+def tune(model: Qwen2, attention: AttentionBackend, device: torch.device) -> None:
+    """Sets the layers' ``skinny_rows`` and the triton backend's ``whole_from``, on a GPU."""
+    choices = MeasuredChoices(choices_path(), graph_milliseconds)
+    machine = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    for shape, layers in layers_by_shape(model).items():
+        tune_linears(shape, layers, choices, machine)
+    if isinstance(attention, TritonBackend):
+        tune_prefill(attention, choices, machine)
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """What the speed of a linear layer depends on; ``gated``: it is followed by the gated activation."""
+
+    outputs: int
+    inputs: int
+    bias: bool
+    gated: bool
+    dtype: torch.dtype
+
+
+def layers_by_shape(model: Qwen2) -> dict[LinearShape, list[Linear]]:
+    """The layers that a skinny product can do."""
+    gated = {layer.gate_up for layer in model.layers if isinstance(layer, DecoderLayer)}
+    groups: dict[LinearShape, list[Linear]] = defaultdict(list)
+    for layer in model.modules():
+        if isinstance(layer, Linear) and isinstance(layer.scheme, Unquantized):
+            dtype = layer.get_buffer("weight").dtype
+            # The kernel's own limits; it has no bias where it ends in the activation.
+            if dtype.itemsize == 2 and layer.in_features % K_MULTIPLE == 0 and not (layer in gated and layer.has_bias):
+                shape = LinearShape(layer.out_features, layer.in_features, layer.has_bias, layer in gated, dtype)
+                groups[shape].append(layer)
+    return groups
+
+
+def tune_linears(shape: LinearShape, layers: list[Linear], choices: MeasuredChoices, machine: str) -> None:
+    """Gives all ``layers``, of one shape, the most rows up to which the skinny product wins."""
+    device = layers[0].get_buffer("weight").device
+    measured = layers[:_MOST_LAYERS]
+
+    def run(x: torch.Tensor, skinny_rows: int) -> None:
+        for layer in measured:
+            layer.skinny_rows = skinny_rows
+            layer.gated(x) if shape.gated else layer(x)
+
+    best = 0
+    for rows in _ROWS:
+        x = torch.randn(rows, shape.inputs, dtype=shape.dtype, device=device)
+        question = (
+            f"linear{' + gate' * shape.gated}{' + bias' * shape.bias} {shape.outputs} x {shape.inputs}, {rows} rows, "
+            f"{shape.dtype}, {len(measured)} layers, {machine}"
+        )
+        ways = {"cublas": partial(run, x, 0), "skinny": partial(run, x, rows)}
+        if choices.fastest(question, ways) != "skinny":
+            break
+        best = rows
+    for layer in layers:
+        layer.skinny_rows = best
+
+
+def tune_prefill(backend: TritonBackend, choices: MeasuredChoices, machine: str) -> None:
+    """Finds the shortest of some lengths from which on torch's attention wins at every length."""
+    shape, keys = backend.shape, backend.storage.keys[0]
+    width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    whole_from = None
+    for length in reversed([length for length in _LENGTHS if length <= len(keys) * backend.storage.block_size]):
+        prompts = max(1, min(_STEP_TOKENS, len(keys) * backend.storage.block_size) // length)
+        tokens = prompts * length
+        qkv = torch.randn(tokens, width, dtype=keys.dtype, device=keys.device)
+        angles = torch.zeros(tokens, shape.head_dim // 2, device=keys.device)
+        nowhere = torch.full((tokens,), -1, dtype=torch.int64, device=keys.device)
+        table = _equal_prompts(prompts, length, backend.storage.block_size)
+        ways = {}
+        for name, backend.whole_from in (("triton", None), ("sdpa", length)):
+            step = AttentionStep(angles, angles, nowhere, None, backend.plan(table))
+            ways[name] = partial(backend.attend, 0, qkv, step)
+        question = (
+            f"attention, {prompts} prompts of {length}, {shape.heads} x {shape.head_dim} over {shape.kv_heads} heads, "
+            f"{keys.dtype}, {machine}"
+        )
+        if choices.fastest(question, ways) != "sdpa":
+            break
+        whole_from = length
+    backend.whole_from = whole_from
+
+
+def graph_milliseconds(way: Callable[[], object]) -> float:
+    """The median time of one run in a CUDA graph: the GPU's own, without the host's launches."""
+    way()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        way()
+    times = []
+    for _ in range(7):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times)
+
+
+def _equal_prompts(prompts: int, length: int, block_size: int) -> SpanTable:
+    """Whole prompts of one length, each on blocks of its own."""
+    each = -(-length // block_size)
+    lengths = np.full(prompts, length, np.int64)
+    blocks = np.arange(prompts * each, dtype=np.int64).reshape(prompts, each)
+    return SpanTable(np.arange(prompts) * length, lengths, lengths, blocks)

@@ -1,0 +1,55 @@
+"""What the kernels compute, in plain torch: the same names, arguments and roundings."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, residual [n, size], weight [size] -> (normalised, residual); residual is changed in place, None means x."""
+    residual = x if residual is None else residual.add_(x)
+    normalised = F.rms_norm(residual.float(), (x.shape[-1],), None, eps).to(x.dtype)
+    return weight * normalised, residual
+
+
+def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+    """[n, 2 * size], gate first -> silu(gate) * up [n, size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    heads: int,
+) -> None:
+    """Rotates q and k inside qkv [n, (heads + 2 * kv_heads) * d], stores k and v at slots int64 [n] unless negative.
+
+    cos, sin float32 [n, d / 2]; keys, values [blocks, block_size, kv_heads, d].
+    """
+    kv_heads, size = keys.shape[2:]
+    split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, size)
+    rotated = split[:, : heads + kv_heads]
+    first, second = rotated.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    rotated.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
+    stored = slots >= 0
+    keys.view(-1, kv_heads, size)[slots[stored]] = split[stored, heads : heads + kv_heads]
+    values.view(-1, kv_heads, size)[slots[stored]] = split[stored, heads + kv_heads :]
+
+
+def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [m, k], weight [n, k], bias [n] -> [m, n]."""
+    return F.linear(x, weight, bias)
+
+
+def skinny_gate_up(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [m, k], weight [2 * size, k], gate first -> silu(gate) * up [m, size]."""
+    return silu_and_multiply(F.linear(x, weight))

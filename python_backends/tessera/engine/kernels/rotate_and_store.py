@@ -1,0 +1,99 @@
+"""Rotary embedding of fused q, k, v and the write to the paged cache, in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    heads: int,
+) -> None:
+    """Rotates q and k in place in qkv, and copies the rotated k and the v to their slots of the cache.
+
+    qkv [n, (heads + 2 * kv_heads) * d]; cos, sin float32 [n, d / 2] rotate the first half of a head against its
+    second; slots int64 [n], each ``block * block_size + offset``, negative where nothing is to be stored (a padded
+    graph's dummy rows); keys, values [blocks, block_size, kv_heads, d] of qkv's dtype. All are contiguous, else
+    ValueError, as for a qkv of another width. The rotation is float32 and rounded once.
+    """
+    n, (kv_heads, size) = len(qkv), keys.shape[2:]
+    if qkv.shape[1] != (heads + 2 * kv_heads) * size:
+        raise ValueError(f"rotate_and_store: {qkv.shape[1]} values a row are not {heads} + 2 * {kv_heads} of {size}")
+    if not all(tensor.is_contiguous() for tensor in (qkv, cos, sin, slots, keys, values)):
+        raise ValueError("rotate_and_store: every tensor must be contiguous")
+    if n:
+        _rotate_and_store[(n,)](
+            qkv,
+            cos,
+            sin,
+            slots,
+            keys,
+            values,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HALF=size // 2,
+            ROTATED_BLOCK=triton.next_power_of_2(heads + kv_heads),
+            KV_BLOCK=triton.next_power_of_2(kv_heads),
+            HALF_BLOCK=triton.next_power_of_2(size // 2),
+            num_warps=4,
+        )
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv,
+    cos,
+    sin,
+    slots,
+    keys,
+    values,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    ROTATED_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    """One program a token: its angles are read once, and q, k and v are neighbours in memory."""
+    token = tl.program_id(0).to(tl.int64)
+    row = qkv + token * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
+    slot = tl.load(slots + token)
+    stored = slot >= 0
+    cache_row = slot * (KV_HEADS * 2 * HALF)
+
+    angle = tl.arange(0, HALF_BLOCK)
+    cosine = tl.load(cos + token * HALF + angle, mask=angle < HALF, other=0.0)[None, :]
+    sine = tl.load(sin + token * HALF + angle, mask=angle < HALF, other=0.0)[None, :]
+
+    head = tl.arange(0, ROTATED_BLOCK)[:, None]
+    inside = (head < HEADS + KV_HEADS) & (angle < HALF)[None, :]
+    at = head * (2 * HALF) + angle[None, :]
+    first = tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(row + at + HALF, mask=inside, other=0.0).to(tl.float32)
+
+    kv_head = tl.arange(0, KV_BLOCK)[:, None]
+    v_inside = (kv_head < KV_HEADS) & (angle < HALF)[None, :]
+    v_at = kv_head * (2 * HALF) + angle[None, :]
+    v_row = row + (HEADS + KV_HEADS) * 2 * HALF
+    v_first = tl.load(v_row + v_at, mask=v_inside)
+    v_second = tl.load(v_row + v_at + HALF, mask=v_inside)
+
+    rotated_first = (first * cosine - second * sine).to(qkv.dtype.element_ty)
+    rotated_second = (second * cosine + first * sine).to(qkv.dtype.element_ty)
+    tl.store(row + at, rotated_first, mask=inside)
+    tl.store(row + at + HALF, rotated_second, mask=inside)
+
+    k_at = keys + cache_row + at - HEADS * 2 * HALF
+    k_inside = inside & (head >= HEADS) & stored
+    tl.store(k_at, rotated_first, mask=k_inside)
+    tl.store(k_at + HALF, rotated_second, mask=k_inside)
+    v_cache = values + cache_row + v_at
+    tl.store(v_cache, v_first, mask=v_inside & stored)
+    tl.store(v_cache + HALF, v_second, mask=v_inside & stored)

@@ -1,0 +1,240 @@
+"""Linear layers for few rows (decode): the weights are streamed once, and their bytes are the whole cost.
+
+The product is computed transposed, weight tile [BLOCK_N, BLOCK_K] times x^T, so that the long side of the tensor
+cores' tile lies along the weights and the 1 to 64 rows of x lie along its short side. Loads are pipelined over
+``stages`` tiles; about two programs a multiprocessor with 48 KB each on their way keep an H200's memory busy. Where
+the rows of the weights are too few for that, k is split: each program writes a float32 partial, and a second small
+kernel adds the partials in a fixed order (so that equal inputs give equal outputs, which atomics would not).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from tessera.engine.kernels.silu_multiply import gated
+
+MAX_ROWS = 64
+K_MULTIPLE = 64
+_STAGES = 4
+_STAGE_BYTES = 24 * 1024  # four of them and their like from a second program fit into the shared memory
+_SUM_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class SkinnyPlan:
+    """A program multiplies ``block_n`` rows of the weights, ``block_k`` columns at a time, ``stages`` in flight.
+
+    Both blocks are powers of two, ``block_k`` divides k; ``splits`` programs share a row block's k. From
+    ``block_n`` 64 with 4 ``warps`` on, Hopper's wgmma reads both tiles straight from shared memory.
+    """
+
+    block_n: int
+    block_k: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = _STAGES
+
+
+def padded_rows(m: int) -> int:
+    """The rows of x that are computed for m of them: 16, 32 or 64."""
+    return max(16, triton.next_power_of_2(m))
+
+
+@cache
+def plan_skinny(m: int, n: int, k: int, sms: int) -> SkinnyPlan:
+    """How to multiply x [m, k] by weights [n, k] on ``sms`` multiprocessors; a pure function.
+
+    Wide blocks read x less often (it comes from the L2 cache once a program); splits make up for few blocks until
+    the float32 partials, written and read, would come to an eighth of the weights' bytes. 64 rows want one deeply
+    pipelined program a multiprocessor (swept on an H200 by loadtest/bench_kernels.py).
+    """
+    if padded_rows(m) == MAX_ROWS:
+        return _plan_64_rows(n, k, sms)
+    rows = padded_rows(m)
+    most_splits = max(1, k // (32 * rows))
+    for block_n in (128, 64, 32) if rows == 64 else (64, 32):
+        blocks = triton.cdiv(n, block_n)
+        block_k = _block_k(block_n, rows, k)
+        splits = max(1, min(most_splits, 2 * sms // blocks, k // block_k))
+        plan = SkinnyPlan(block_n, block_k, splits)
+        if blocks * splits >= 0.8 * sms:
+            break
+    return plan
+
+
+@cache
+def plan_skinny_gate_up(m: int, size: int, k: int, sms: int) -> SkinnyPlan:
+    """The same for the 2 * size rows of gate and up, without splits; ``block_n`` counts rows of both."""
+    rows = padded_rows(m)
+    if rows == MAX_ROWS and 2 * size >= 2 * sms * 128:
+        return SkinnyPlan(128, _divisor(k), warps=8)
+    narrow = 2 * size < 2 * sms * 64
+    block_n = 32 if narrow else 128 if rows == 64 else 64
+    return SkinnyPlan(block_n, _block_k(block_n, rows, k))
+
+
+def _plan_64_rows(n: int, k: int, sms: int) -> SkinnyPlan:
+    if n >= 2 * sms * 128:
+        return SkinnyPlan(128, _divisor(k), warps=8)
+    splits = max(1, min(sms // triton.cdiv(n, 64), k // (32 * MAX_ROWS)))
+    return SkinnyPlan(64, _divisor(k), splits, stages=5)
+
+
+def _divisor(k: int) -> int:
+    """128 columns at a time where they divide k, else 64."""
+    return 128 if k % 128 == 0 else K_MULTIPLE
+
+
+def _block_k(block_n: int, rows: int, k: int) -> int:
+    """The most columns, a power of two that divides k, whose tiles of weights and x fit into a stage."""
+    block_k = K_MULTIPLE
+    while 4 * block_k * (block_n + rows) <= _STAGE_BYTES and k % (2 * block_k) == 0:
+        block_k *= 2
+    return block_k
+
+
+def skinny_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, plan: SkinnyPlan | None = None
+) -> torch.Tensor:
+    """x [m, k], weight [n, k], bias [n], contiguous, bfloat16 or float16 -> x W^T + b [m, n]; sums in float32.
+
+    ``plan`` replaces :func:`plan_skinny`'s choice. ValueError for m over 64, a k that is no multiple of 64, and
+    other shapes, dtypes or plans that the kernel cannot take.
+    """
+    (m, k), n = _check(x, weight), len(weight)
+    plan = plan or plan_skinny(m, n, k, _multiprocessors(x.device))
+    _check_plan(plan, k)
+    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(n, plan.block_n), plan.splits)
+    if plan.splits == 1:
+        _linear[grid](x, weight, bias, out, m, n, k, **_options(plan, m))
+        return out
+    partials = torch.empty((plan.splits, m, n), dtype=torch.float32, device=x.device)
+    _linear[grid](x, weight, None, partials, m, n, k, **_options(plan, m))
+    _add_partials[(triton.cdiv(m * n, _SUM_BLOCK),)](
+        partials, bias, out, m * n, n, SPLITS=plan.splits, BLOCK=_SUM_BLOCK, num_warps=2
+    )
+    return out
+
+
+def skinny_gate_up(x: torch.Tensor, weight: torch.Tensor, plan: SkinnyPlan | None = None) -> torch.Tensor:
+    """x [m, k], weight [2 * size, k] with the gate's rows first -> silu(gate) * up [m, size].
+
+    As :func:`skinny_linear` followed by silu_and_multiply, with the same roundings, in one launch. ``plan`` replaces
+    :func:`plan_skinny_gate_up`'s choice and must not split. ValueError as there.
+    """
+    (m, k), size = _check(x, weight), len(weight) // 2
+    plan = plan or plan_skinny_gate_up(m, size, k, _multiprocessors(x.device))
+    _check_plan(plan, k)
+    if plan.splits != 1:
+        raise ValueError("skinny_gate_up: a plan with splits cannot end in the activation")
+    out = torch.empty((m, size), dtype=x.dtype, device=x.device)
+    _gate_up[(triton.cdiv(size, plan.block_n // 2),)](x, weight, out, m, size, k, **_options(plan, m))
+    return out
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int]:
+    """m and k."""
+    m, k = x.shape
+    if not 1 <= m <= MAX_ROWS or weight.shape[1] != k or k % K_MULTIPLE:
+        raise ValueError(
+            f"skinny: x [1..{MAX_ROWS}, k] and weight [n, k], k a multiple of {K_MULTIPLE}, "
+            f"not {list(x.shape)} and {list(weight.shape)}"
+        )
+    if x.dtype != weight.dtype or x.dtype.itemsize != 2:
+        raise ValueError(f"skinny: x and weight both bfloat16 or both float16, not {x.dtype} and {weight.dtype}")
+    if not (x.is_contiguous() and weight.is_contiguous()):
+        raise ValueError("skinny: x and weight must be contiguous")
+    return m, k
+
+
+def _check_plan(plan: SkinnyPlan, k: int) -> None:
+    if k % plan.block_k or plan.splits > k // plan.block_k:
+        raise ValueError(f"skinny: {plan} does not fit k = {k}: block_k must divide it into at least splits steps")
+
+
+def _options(plan: SkinnyPlan, m: int) -> dict[str, int]:
+    return {
+        "BLOCK_M": padded_rows(m),
+        "BLOCK_N": plan.block_n,
+        "BLOCK_K": plan.block_k,
+        "num_warps": plan.warps,
+        "num_stages": plan.stages,
+    }
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    """How many ``device`` has; the interpreter plans as for an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@triton.jit
+def _product(
+    x, weight, weight_rows, m, k, first, last, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """weight[weight_rows] x^T over the blocks [first, last) of k -> float32 [BLOCK_N, BLOCK_M]."""
+    # Rows past the end repeat the last one: loads without masks, and nothing that is not a number is ever multiplied.
+    x_rows = tl.minimum(tl.arange(0, BLOCK_M), m - 1)
+    columns = first * BLOCK_K + tl.arange(0, BLOCK_K)
+    weight_at = weight + weight_rows.to(tl.int64)[:, None] * k + columns[None, :]
+    x_at = x + x_rows[None, :] * k + columns[:, None]
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for _ in range(first, last):
+        total = tl.dot(tl.load(weight_at), tl.load(x_at), total)
+        weight_at += BLOCK_K
+        x_at += BLOCK_K
+    return total
+
+
+@triton.jit
+def _store(out, total, m, n, column, BLOCK_M: tl.constexpr):
+    """total [columns, BLOCK_M] -> out [m, n]."""
+    row = tl.arange(0, BLOCK_M)
+    inside = (column < n)[:, None] & (row < m)[None, :]
+    tl.store(out + row[None, :] * n + column[:, None], total, mask=inside)
+
+
+# m is every batch size there is: one compiled kernel serves all that pad to the same.
+@triton.jit(do_not_specialize=["m"])
+def _linear(x, weight, bias, out, m, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """One program a block of weight rows and a split of k; ``out`` is [m, n], or float32 partials [splits, m, n]."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_rows = tl.minimum(column, n - 1)
+    split, splits, steps = tl.program_id(1), tl.num_programs(1), k // BLOCK_K
+    first, last = steps * split // splits, steps * (split + 1) // splits
+    total = _product(x, weight, weight_rows, m, k, first, last, BLOCK_M, BLOCK_N, BLOCK_K)
+    if bias is not None:
+        total += tl.load(bias + weight_rows).to(tl.float32)[:, None]
+    _store(out + split * m * n, total.to(out.dtype.element_ty), m, n, column, BLOCK_M)
+
+
+@triton.jit
+def _add_partials(partials, bias, out, size, n, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """partials float32 [SPLITS, size] -> out [size] of rows of n, always in the order of the splits."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    total = tl.load(partials + at, mask=inside)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(partials + split * size + at, mask=inside)
+    if bias is not None:
+        total += tl.load(bias + at % n, mask=inside).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["m"])
+def _gate_up(x, weight, out, m, size, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """One program BLOCK_N / 2 gates and their ups, rows of one tile in turn: gate, up, gate, up, ..."""
+    HALF: tl.constexpr = BLOCK_N // 2
+    start = tl.program_id(0) * HALF
+    tile_row = tl.arange(0, BLOCK_N)
+    weight_rows = tl.minimum(start + tile_row // 2, size - 1) + tile_row % 2 * size
+    total = _product(x, weight, weight_rows, m, k, 0, k // BLOCK_K, BLOCK_M, BLOCK_N, BLOCK_K)
+    total = total.to(out.dtype.element_ty)
+    gate, up = total.reshape(HALF, 2, BLOCK_M).permute(0, 2, 1).split()
+    _store(out, gated(gate, up), m, size, start + tl.arange(0, HALF), BLOCK_M)

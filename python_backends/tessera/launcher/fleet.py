@@ -1,0 +1,101 @@
+"""All servers of one launcher: each has a supervisor on a thread of its own, and is started anew without the others."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from tessera.errors import TesseraError
+from tessera.launcher.health import Health, ServiceHealth
+from tessera.launcher.options import ServerOptions
+from tessera.launcher.process import Server
+from tessera.launcher.supervisor import Supervision, Supervisor
+
+
+class Fleet:
+    """Runs a server for each of ``options``, which are one or have names; ``say(message, error)`` gets its lines."""
+
+    def __init__(self, options: Sequence[ServerOptions], supervision: Supervision, say: Callable[[str, bool], None]):
+        self.servers = [Server(each) for each in options]
+        self.health = ServiceHealth({server.options.name: Health() for server in self.servers})
+        self._supervision = supervision
+        self._say = say
+        self._supervisors = [self._supervisor(server) for server in self.servers]
+        self._threads: list[threading.Thread] = []
+        self._ends: queue.SimpleQueue[tuple[Server, str | Exception]] = queue.SimpleQueue()
+        self._began = 0.0
+        self._lock = threading.Lock()
+        self._starting = set(self.health.servers)
+
+    def run(self) -> str:
+        """Starts all servers at once and returns why none, or without restarts one, can be kept up.
+
+        Raises TesseraError if the first start of any fails. However it ends, :meth:`stop` is to follow.
+        """
+        self._began = time.monotonic()
+        for supervisor in self._supervisors:
+            name = supervisor.server.options.name
+            thread = threading.Thread(target=self._keep, args=(supervisor,), name=f"supervisor-{name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        running = len(self._supervisors)
+        while True:
+            server, end = self._ends.get()
+            if isinstance(end, TesseraError):
+                raise TesseraError(named(server, str(end))) from end
+            if isinstance(end, Exception):
+                raise end
+            reason = f"{named(server, end)} (log: {server.log_path})"
+            running -= 1
+            if not running or not self._supervision.restart:
+                return reason
+            self._say(f"stopped: {reason}; the other servers go on", True)
+
+    def stop(self) -> None:
+        """Stops all servers, at the same time (10 s at most)."""
+        for supervisor in self._supervisors:
+            supervisor.stop()
+        for thread in self._threads:
+            if thread.ident is not None:  # a signal may have come before it was started
+                thread.join()
+
+    def _supervisor(self, server: Server) -> Supervisor:
+        return Supervisor(
+            server,
+            self._supervision,
+            self.health.servers[server.options.name],
+            lambda message, error: self._say(named(server, message), error),
+            lambda seconds: self._ready(server, seconds),
+        )
+
+    def _keep(self, supervisor: Supervisor) -> None:
+        try:
+            if (reason := supervisor.run()) is not None:
+                self._ends.put((supervisor.server, reason))
+        except Exception as error:  # to the thread that waits in run()
+            self._ends.put((supervisor.server, error))
+
+    def _ready(self, server: Server, seconds: float) -> None:
+        """One line when all are ready for the first time, then one for each that is ready again."""
+        with self._lock:
+            again = not self._starting
+            self._starting.discard(server.options.name)
+            if again:
+                self._say(named(server, self._addresses([server], seconds)), False)
+            elif not self._starting:
+                self._say(self._addresses(self.servers, time.monotonic() - self._began), False)
+
+    def _addresses(self, servers: Sequence[Server], seconds: float) -> str:
+        return (
+            f"ready in {seconds:.1f} s: grpc {','.join(each.grpc_url for each in servers)}, "
+            f"http {','.join(each.http_url for each in servers)}, "
+            f"metrics {','.join(each.metrics_url for each in servers)}, health {self.health.url}, "
+            f"models {' '.join(servers[0].models)}, log {','.join(str(each.log_path) for each in servers)}"
+        )
+
+
+def named(server: Server, message: str) -> str:
+    """The message with the server's name in front, if it has one."""
+    return f"{server.options.name}: {message}" if server.options.name else message

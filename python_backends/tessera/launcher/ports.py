@@ -1,0 +1,72 @@
+"""The three ports of each server: asked for, derived, or picked."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from tessera.errors import ConfigError
+from tessera.launcher.options import ServerOptions
+
+FLAGS = ("--http-port", "--grpc-port", "--metrics-port")
+APART = 10
+
+
+def choose_ports(options: ServerOptions) -> tuple[int, int, int]:
+    """(HTTP, gRPC, metrics): as asked, or free ones for 0. Raises ConfigError for one that is taken."""
+    with ExitStack() as held:
+        return hold_ports(options, held)
+
+
+def one_a_gpu(options: ServerOptions, gpus: Sequence[str]) -> list[ServerOptions]:
+    """The options of one server for each GPU, which sees no other.
+
+    The first has the ports asked for, each next one those plus 10 (and where 0 was asked for, free ones); each is told
+    the gRPC addresses of the others. Raises ConfigError for a port that is taken, by another of these servers too.
+    """
+    each = []
+    with ExitStack() as held:
+        for number, gpu in enumerate(gpus):
+            environment = {**options.environment, "CUDA_VISIBLE_DEVICES": gpu}
+            own = replace(options, name=f"gpu{gpu}", environment=environment)
+            own = with_ports(own, [port and port + APART * number for port in ports_of(options)])
+            own.validate()
+            each.append(with_ports(own, hold_ports(own, held)))
+    urls = [own.local(own.grpc_port) for own in each]
+    return [replace(own, neighbours=(*urls[:i], *urls[i + 1 :])) for i, own in enumerate(each)]
+
+
+def ports_of(options: ServerOptions) -> tuple[int, int, int]:
+    """(HTTP, gRPC, metrics), 0 for free ones."""
+    return options.http_port, options.grpc_port, options.metrics_port
+
+
+def with_ports(options: ServerOptions, ports: Sequence[int]) -> ServerOptions:
+    """The same with these (HTTP, gRPC, metrics)."""
+    http, grpc, metrics = ports
+    return replace(options, http_port=http, grpc_port=grpc, metrics_port=metrics)
+
+
+def hold_ports(options: ServerOptions, held: ExitStack) -> tuple[int, int, int]:
+    """As :func:`choose_ports`; nobody else can have them until ``held`` is closed."""
+    ports = []
+    for flag, port in zip(FLAGS, ports_of(options), strict=True):
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        bound = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((options.host, port))
+            bound.listen()  # the port of a connection that just closed may be taken again, a listener's not
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                whose = f" of {options.name}" if options.name else ""
+                raise ConfigError(
+                    f"port {port} on {options.host} is already in use ({flag}{whose}): stop what listens there, or "
+                    "choose another port (0 picks a free one)"
+                ) from error
+            raise ConfigError(f"cannot listen on {options.host}:{port}: {error.strerror} (--host)") from error
+        ports.append(bound.getsockname()[1])
+    return ports[0], ports[1], ports[2]

@@ -1,0 +1,31 @@
+"""This package's log lines in the server's own log."""
+
+from __future__ import annotations
+
+import logging
+
+
+class ServerLog(logging.Handler):
+    """Hands records to the Python backend's logger, by level."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        import triton_python_backend_utils as pb_utils
+
+        logger = pb_utils.Logger
+        if record.levelno >= logging.ERROR:
+            write = logger.log_error
+        elif record.levelno >= logging.WARNING:
+            write = logger.log_warn
+        else:
+            write = logger.log_info
+        write(self.format(record))
+
+
+def write_to_server_log(stage: str) -> None:
+    """From now on everything that ``tessera`` logs, from INFO on, appears in the server's log as the stage's."""
+    handler = ServerLog()
+    handler.setFormatter(logging.Formatter(f"{stage}: %(message)s"))
+    logger = logging.getLogger("tessera")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [handler]
+    logger.propagate = False

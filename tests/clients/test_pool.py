@@ -1,0 +1,265 @@
+"""Which server gets a request: fewest under way, in turn, past those that failed; and the transports over it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fake_transport import READY, AsyncFakeTransport, FakeTransport, Hang, final
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tessera_client import (
+    AsyncClient,
+    Client,
+    ConnectionFailed,
+    Delta,
+    InvalidRequest,
+    ModelStatus,
+    Retry,
+    ServerStatus,
+    TesseraClientError,
+    Unavailable,
+    pool,
+)
+from tessera_client.pool import AsyncPooledTransport, PooledTransport, ServerPool, merged
+from tessera_client.transport import addresses
+
+REFUSED = ConnectionFailed("refused")
+QUICK = Retry(attempts=3, first_delay=0.001, max_delay=0.002)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_ties_go_in_turn_and_then_to_the_fewest() -> None:
+    servers = ServerPool(3)
+    assert [servers.pick(f"r{i}") for i in range(4)] == [0, 1, 2, 0]
+    servers.end("r1")
+    servers.end("r2")
+    assert servers.under_way == (2, 0, 0)
+    assert [servers.pick(f"s{i}") for i in range(4)] == [1, 2, 1, 2]
+    assert servers.pick("bound", only=0) == 0 and servers.under_way == (3, 2, 2)
+
+
+def test_one_at_a_time_goes_round() -> None:
+    servers = ServerPool(2)
+    seen = []
+    for i in range(4):
+        seen.append(servers.pick(str(i)))
+        servers.end(str(i))
+    assert seen == [0, 1, 0, 1]
+
+
+def test_an_id_stays_known_until_long_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "REMEMBERED", 2)
+    servers = ServerPool(2)
+    servers.pick("a")
+    servers.pick("b")
+    with pytest.raises(ValueError, match="'b' is under way"):
+        servers.pick("b")
+    servers.end("b")
+    servers.end("b")  # harmless
+    assert (servers.server_of("a"), servers.server_of("b"), servers.server_of("c")) == (0, 1, None)
+    for name in "cd":
+        servers.pick(name)
+        servers.end(name)
+    assert servers.server_of("b") is None and servers.server_of("d") is not None and servers.server_of("a") == 0
+
+
+def test_a_server_that_failed_rests_then_gets_one_request_until_it_answers() -> None:
+    clock = Clock()
+    servers = ServerPool(2, clock)
+    assert servers.pick("first") == 0
+    servers.end("first", REFUSED)
+    assert {servers.pick(f"a{i}") for i in range(5)} == {1}
+    clock.now = pool.REST_SECONDS
+    assert [servers.pick(f"b{i}") for i in range(3)] == [0, 1, 1]  # one to try, the rest elsewhere
+    servers.end("b0", REFUSED)
+    assert servers.pick("c") == 1
+    clock.now *= 2
+    assert servers.pick("d") == 0
+    servers.answered("d")
+    assert [servers.pick(f"e{i}") for i in range(3)] == [0, 0, 0]
+
+
+def test_an_answer_to_an_older_request_does_not_end_the_rest_of_a_full_server() -> None:
+    clock = Clock()
+    servers = ServerPool(2, clock)
+    for name, server in (("old", 0), ("new", 0), ("other", 1)):
+        servers.pick(name, only=server)
+    servers.end("new", Unavailable("the queue is full"))
+    servers.answered("old")
+    assert servers.pick("a") == 1 and servers.pick("b") == 1
+    clock.now = pool.REST_SECONDS
+    servers.answered("old")
+    assert servers.pick("c") == 0
+
+
+def test_errors_that_are_the_requests_own_do_not_count_against_the_server() -> None:
+    servers = ServerPool(2)
+    for i, error in enumerate((InvalidRequest("wrong"), None, KeyboardInterrupt())):
+        servers.pick(str(i), only=0)
+        servers.end(str(i), error)
+    assert servers.pick("x", only=1) == 1 and servers.pick("y") == 0
+
+
+def test_where_all_failed_the_one_that_failed_first_is_next_and_one_server_is_always_it() -> None:
+    clock = Clock()
+    servers = ServerPool(3, clock)
+    for now, server in enumerate((1, 2, 0)):
+        clock.now = now / 100
+        servers.pick(str(server), only=server)
+        servers.end(str(server), REFUSED)
+    assert servers.pick("a") == 1
+    alone = ServerPool(1)
+    for i in range(3):
+        assert alone.pick(str(i)) == 0
+        alone.end(str(i), REFUSED)
+
+
+STEP = st.tuples(st.sampled_from(["pick", "end", "refuse", "answer", "wait"]), st.integers(0, 7))
+
+
+@given(servers=st.integers(1, 4), steps=st.lists(STEP, max_size=40))
+@settings(max_examples=50, deadline=None)
+def test_counts_are_exact_and_no_server_in_order_with_fewer_is_passed_over(
+    servers: int, steps: list[tuple[str, int]]
+) -> None:
+    clock = Clock()
+    chosen = ServerPool(servers, clock)
+    where: dict[str, int] = {}
+    failed: set[int] = set()
+    for number, (step, which) in enumerate(steps):
+        request = sorted(where)[which % len(where)] if where else ""
+        if step == "pick":
+            before = chosen.under_way
+            server = chosen.pick(str(number))
+            assert all(before[server] <= before[i] for i in range(servers) if i not in failed)
+            where[str(number)] = server
+        elif step == "wait":
+            clock.now += which / 4
+        elif request and step == "answer":
+            chosen.answered(request)
+        elif request:
+            chosen.end(request, REFUSED if step == "refuse" else None)
+            if step == "refuse":
+                failed.add(where[request])
+            del where[request]
+        assert all(chosen.server_of(name) == server for name, server in where.items())
+        assert chosen.under_way == tuple(list(where.values()).count(i) for i in range(servers))
+
+
+def served(*scripts: Any, **options: Any) -> tuple[Client, list[FakeTransport]]:
+    fakes = [FakeTransport(script) for script in scripts]
+    transport = PooledTransport({f"server{i}": fake for i, fake in enumerate(fakes)})
+    return Client(transport=transport, retry=QUICK, **options), fakes
+
+
+def texts(fake: FakeTransport) -> list[str | None]:
+    return [request.text for request, _, _ in fake.requests]
+
+
+def test_requests_are_spread_and_a_stream_under_way_counts() -> None:
+    asker, (first, second) = served((), ())
+    for i in range(4):
+        asker.ask(None, f"q{i}")
+    assert (texts(first), texts(second)) == (["q0", "q2"], ["q1", "q3"])
+    first.script.append([Delta("a"), final("b")])
+    with asker.stream(None, "s") as stream:
+        next(stream)
+        for i in range(3):
+            asker.ask(None, f"r{i}")
+        stream.answer()
+    assert texts(first)[2:] == ["s"] and texts(second)[2:] == ["r0", "r1", "r2"]
+
+
+@pytest.mark.parametrize("error", [REFUSED, Unavailable("stopping")])
+def test_a_retry_passes_over_the_server_that_failed_and_so_do_later_requests(error: TesseraClientError) -> None:
+    asker, (first, second) = served([[error], [error]], ())
+    answer = asker.ask(None, "q")
+    assert answer.attempts == 2 and len(first.requests) == len(second.requests) == 1
+    assert asker.ask(None, "r").attempts == 1 and texts(second) == ["q", "r"]
+
+
+def test_a_cancel_goes_where_its_request_went() -> None:
+    asker, (first, second) = served((), [[Delta("a"), Hang()]])
+    asker.ask(None, "q")
+    with asker.stream(None, "s") as stream:
+        next(stream)
+    assert (first.cancelled, second.cancelled) == ([], [second.requests[0][1]])
+
+
+def test_a_request_left_or_failed_at_once_is_under_way_no_longer() -> None:
+    class Closed(FakeTransport):
+        def send(self, *_: Any) -> Any:
+            raise TesseraClientError("closed")
+
+    fake = FakeTransport([[Delta("a"), Hang()]])
+    transport = PooledTransport({"a": fake, "b": Closed()})
+    asker = Client(transport=transport)
+    with asker.stream(None, "q") as stream:
+        next(stream)
+        with pytest.raises(TesseraClientError, match="closed"):
+            asker.ask(None, "r")
+        assert transport._pool.under_way == (1, 0)
+    assert transport._pool.under_way == (0, 0)
+    asker.close()
+    assert fake.closed
+    transport.cancel("never sent")
+    assert len(fake.cancelled) == 1
+
+
+def test_asyncio_twin() -> None:
+    async def run() -> None:
+        fakes = [FakeTransport(), FakeTransport([[REFUSED], [Delta("a"), Hang()]])]
+        asker = AsyncClient(
+            transport=AsyncPooledTransport({str(i): AsyncFakeTransport(fake) for i, fake in enumerate(fakes)}),
+            retry=QUICK,
+        )
+        assert [(await asker.ask(None, f"q{i}")).attempts for i in range(3)] == [1, 2, 1]
+        assert (texts(fakes[0]), texts(fakes[1])) == (["q0", "q1", "q2"], ["q1"])
+        assert await asker.ready()
+        await asker.close()
+        assert all(fake.closed for fake in fakes)
+
+    asyncio.run(run())
+
+
+def test_a_status_of_several_names_the_server_where_a_model_is_not_ready() -> None:
+    broken = ServerStatus(True, "2.51.0", (ModelStatus("vlm", "1", "UNAVAILABLE", "no weights"),))
+    status = merged({"a:1": READY, "b:2": broken})
+    assert status.ready and status.version == "2.51.0"
+    assert status.models == (ModelStatus("vlm", "1", "UNAVAILABLE", "b:2: no weights"),)
+    assert merged({"a:1": READY, "b:2": ServerStatus(False, "2.52.0", ())}) == ServerStatus(
+        False, "2.51.0, 2.52.0", (ModelStatus("vlm", "", "", "b:2: not in this server's repository"),)
+    )
+    assert merged({"a:1": READY}) is READY
+    fakes = {"a": FakeTransport(), "b": FakeTransport(status=REFUSED)}
+    assert not Client(transport=PooledTransport(fakes)).ready()
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("host:8001", ["grpc://host:8001"]),
+        ("a:1, b:2", ["grpc://a:1", "grpc://b:2"]),
+        ("http://a:1,b:2", ["http://a:1", "http://b:2"]),
+        (["a:1", "https://b"], ["grpc://a:1", "https://b"]),
+    ],
+)
+def test_addresses(url: Any, expected: list[str]) -> None:
+    assert addresses(url) == expected
+
+
+@pytest.mark.parametrize("make", [Client, AsyncClient])
+@pytest.mark.parametrize("url", ["", "a:1,", [], "a:1,ftp://b"])
+def test_what_is_no_address_is_refused(make: Callable[[Any], Any], url: Any) -> None:
+    with pytest.raises(InvalidRequest, match="not (a )?server address"):
+        make(url)

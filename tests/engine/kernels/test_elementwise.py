@@ -1,0 +1,129 @@
+"""The elementwise kernels against their twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tessera.engine.kernels import reference
+
+pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
+
+from tessera.engine.kernels.add_rms_norm import add_rms_norm
+from tessera.engine.kernels.rotate_and_store import rotate_and_store
+from tessera.engine.kernels.silu_multiply import silu_and_multiply
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+EPS = 1e-6
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Two roundings in the tensors' own dtype apart at most; the sums' order is the kernel's own."""
+    step = torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual, expected, rtol=max(2 * step, 2e-6), atol=2e-6)
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 16), (3, 3584), (5, 100), (2, 8192)])
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_add_rms_norm(dtype, device, generator, n, size, has_residual):
+    x, residual = torch.randn((2, n, size), dtype=dtype, device=device, generator=generator) * 3
+    weight = torch.randn(size, dtype=dtype, device=device, generator=generator)
+    given = residual.clone() if has_residual else None
+    expected, expected_sum = reference.add_rms_norm(x.clone(), given.clone() if has_residual else None, weight, EPS)
+    actual, total = add_rms_norm(x, given, weight, EPS)
+    assert total is (given if has_residual else x)
+    assert torch.equal(total, expected_sum)
+    close(actual, expected)
+
+
+def test_add_rms_norm_rounds_the_sum_first(half, device):
+    # 2048 + 1 is not a number of either dtype: statistics of the unrounded sum would differ in every digit.
+    residual = torch.full((1, 16), 2048.0, dtype=half, device=device)
+    x = torch.ones_like(residual)
+    normalised, total = add_rms_norm(x, residual, torch.ones(16, dtype=half, device=device), 2048.0**2)
+    assert torch.equal(total, torch.full_like(total, 2048))
+    close(normalised, torch.full_like(normalised, 0.5**0.5))
+
+
+def test_add_rms_norm_of_no_rows(device):
+    x = torch.empty((0, 16), device=device)
+    normalised, residual = add_rms_norm(x, None, torch.ones(16, device=device), EPS)
+    assert normalised.shape == (0, 16) and residual is x
+
+
+@pytest.mark.parametrize(
+    ("x", "residual", "message"),
+    [
+        (torch.ones(2, 8193), None, "at most 8192"),
+        (torch.ones(16, 2).T, None, "contiguous"),
+        (torch.ones(2, 16), torch.ones(16, 2).T, "contiguous"),
+    ],
+)
+def test_add_rms_norm_refuses(x, residual, message):
+    with pytest.raises(ValueError, match=message):
+        add_rms_norm(x, residual, torch.ones(x.shape[1]), EPS)
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 1), (3, 2048), (2, 2049), (4, 100), (0, 8)])
+def test_silu_and_multiply(dtype, device, generator, n, size):
+    gate_up = torch.randn((n, 2 * size), dtype=dtype, device=device, generator=generator) * 4
+    close(silu_and_multiply(gate_up), reference.silu_and_multiply(gate_up))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's numpy; it is meant to
+def test_silu_of_large_values_stays_finite(dtype, device):
+    gate_up = torch.tensor([[-1024.0, 1024.0, 3.0, 2.0]], dtype=dtype, device=device)
+    assert silu_and_multiply(gate_up).tolist() == [[0, 2048]]
+
+
+def test_silu_refuses_a_strided_tensor():
+    with pytest.raises(ValueError, match="contiguous"):
+        silu_and_multiply(torch.ones(4, 2).T)
+
+
+def rows(dtype, device, generator, n, heads, kv_heads, size):
+    """qkv and the angles of n tokens."""
+    qkv = torch.randn((n, (heads + 2 * kv_heads) * size), dtype=dtype, device=device, generator=generator)
+    angles = torch.rand((n, size // 2), device=device, generator=generator) * 6
+    return qkv, angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize(
+    ("n", "heads", "kv_heads", "size"), [(1, 28, 4, 128), (5, 3, 1, 16), (4, 2, 2, 80), (3, 7, 3, 64)]
+)
+def test_rotate_and_store(dtype, device, generator, n, heads, kv_heads, size):
+    qkv, cos, sin = rows(dtype, device, generator, n, heads, kv_heads, size)
+    blocks, block_size = 3, 4
+    slots = torch.randperm(blocks * block_size, device=device, generator=generator)[:n]
+    slots[1::3] = -1
+    before = torch.full((2, blocks, block_size, kv_heads, size), 7.0, dtype=dtype, device=device)
+    (keys, values), (expected_keys, expected_values) = before.clone(), before.clone()
+    expected = qkv.clone()
+    reference.rotate_and_store(expected, cos, sin, slots, expected_keys, expected_values, heads)
+    rotate_and_store(qkv, cos, sin, slots, keys, values, heads)
+    close(qkv, expected)
+    close(keys, expected_keys)
+    assert torch.equal(values, expected_values)
+
+
+def test_the_twin_rotates_as_the_backends_do(device, generator):
+    from tessera.engine.attention.backend import rotate
+
+    qkv, cos, sin = rows(torch.float32, device, generator, 2, 2, 1, 8)
+    keys, values = torch.zeros((2, 1, 4, 1, 8), device=device)
+    expected = rotate(qkv.view(2, 4, 8)[:, :3], cos, sin)
+    v = qkv.view(2, 4, 8)[:, 3].clone()
+    reference.rotate_and_store(qkv, cos, sin, torch.tensor([2, -1], device=device), keys, values, 2)
+    close(qkv.view(2, 4, 8)[:, :3], expected)
+    close(keys[0, 2], expected[0, 2:])
+    assert torch.equal(values[0, 2, 0], v[0])
+    assert values[0, [0, 1, 3]].abs().sum() == 0
+
+
+def test_rotate_and_store_refuses_another_width():
+    keys = torch.zeros((1, 4, 1, 8))
+    angles, slots = torch.zeros((2, 4)), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="40 values"):
+        rotate_and_store(torch.ones(2, 40), angles, angles, slots, keys, keys, heads=2)
+    with pytest.raises(ValueError, match="contiguous"):
+        rotate_and_store(torch.ones(32, 2).T, angles, angles, slots, keys, keys, heads=2)

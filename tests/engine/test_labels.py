@@ -1,0 +1,199 @@
+"""Label scoring against a brute-force oracle and by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tessera.engine.labels import IMPOSSIBLE, Branch, LabelScorer, label_token_ids
+from tessera.errors import InvalidRequest
+from tessera.family.tokenizer import Tokenizer
+
+CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
+ORDINARY, ENDS = 3, (3, 4)  # tokens 0, 1, 2 are words, 3 and 4 end an answer, 5 is one that no label has
+VOCABULARY = 6
+LABELS = st.lists(
+    st.lists(st.integers(0, ORDINARY - 1), min_size=1, max_size=5), min_size=2, max_size=9, unique_by=tuple
+)
+
+
+def language_model(seed):
+    """Log probabilities of the whole vocabulary after a path; the same for the same path."""
+
+    def after(path):
+        dice = random.Random(f"{seed} {tuple(path)}")
+        logits = [dice.gauss(0, 3) for _ in range(VOCABULARY)]
+        total = math.log(sum(map(math.exp, logits)))
+        return [logit - total for logit in logits]
+
+    return after
+
+
+def scored(token_ids, after, ends=ENDS):
+    """The scorer once all is known, and the branches it asked for."""
+    scorer, branches = LabelScorer([str(ids) for ids in token_ids], token_ids, ends), []
+    while not scorer.done:
+        branches.append(scorer.branch)
+        row = after(scorer.branch.path)
+        scorer.observe([row[token] for token in scorer.branch.children])
+    assert scorer.branch is None
+    return scorer, branches
+
+
+def oracle(token_ids, after):
+    """Each label's (log probability, decisions), token by token against all the other labels."""
+    found = []
+    for label in token_ids:
+        logprob, decisions = 0.0, 0
+        for place in range(len(label) + 1):
+            path = label[:place]
+            others = [other for other in token_ids if other != label and other[:place] == path]
+            token = label[place] if place < len(label) else None
+            if any(place == len(other) or other[place] != token for other in others):
+                row = after(path)
+                ways = ENDS if token is None else [token]
+                logprob += math.log(sum(math.exp(row[way]) for way in ways))
+                decisions += 1
+        found.append((logprob, decisions))
+    return found
+
+
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(LABELS, st.integers(0, 2**32))
+def test_scores_are_those_of_the_oracle(token_ids, seed):
+    after = language_model(seed)
+    scorer, _ = scored(token_ids, after)
+    scores, expected = scorer.result(), oracle(token_ids, after)
+    assert [score.logprob for score in scores] == pytest.approx([logprob for logprob, _ in expected])
+    assert [score.probability for score in scores] == pytest.approx([math.exp(logprob) for logprob, _ in expected])
+    assert sum(score.probability for score in scores) <= 1 + 1e-9
+    means = [math.exp(logprob / decisions) for logprob, decisions in expected]
+    assert [score.normalized for score in scores] == pytest.approx([mean / sum(means) for mean in means])
+    likeliest = max(range(len(scores)), key=lambda place: expected[place][0])
+    assert (scorer.best, scorer.best_tokens) == (scores[likeliest].label, tuple(token_ids[likeliest]))
+    assert [score.label for score in scores] == [str(ids) for ids in token_ids]
+
+
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(LABELS)
+def test_only_branches_are_asked_for_and_nothing_is_computed_twice(token_ids):
+    after = language_model(0)
+    scorer, branches = scored(token_ids, after)
+    ways = {}
+    for label in token_ids:
+        for place in range(len(label) + 1):
+            ways.setdefault(tuple(label[:place]), set()).update(label[place : place + 1] or ENDS)
+    branching = {path: tokens for path, tokens in ways.items() if tokens > set(ENDS) or len(tokens - set(ENDS)) > 1}
+    assert len(branches) == len(branching) < len(token_ids)
+    assert {branch.path: set(branch.children) for branch in branches} == branching
+    assert scorer.longest_path == max(map(len, branching))
+    # A runner that keeps the keys and values of the path before runs every position of the trie once, never none.
+    ran, before = 0, ()
+    for path, _ in branches:
+        same = next(
+            (at for at, (one, other) in enumerate(zip(path, before)) if one != other), min(len(path), len(before))
+        )
+        assert same < len(path) or not path
+        ran, before = ran + len(path) - same, path
+    assert ran == len({path[:end] for path in branching for end in range(1, len(path) + 1)})
+
+
+@settings(deadline=None, max_examples=50, derandomize=True)
+@given(LABELS, st.randoms(use_true_random=False))
+def test_the_order_of_the_labels_changes_nothing_else(token_ids, dice):
+    after, shuffled = language_model(1), list(token_ids)
+    dice.shuffle(shuffled)
+    one, other = (scored(ids, after)[0].result() for ids in (token_ids, shuffled))
+    one, other = ({score.label: [score.logprob, score.normalized] for score in scores} for scores in (one, other))
+    assert set(one) == set(other)
+    assert all(one[label] == pytest.approx(other[label]) for label in one)
+
+
+def test_labels_of_different_first_tokens_need_the_prompt_alone():
+    scorer, branches = scored([[0, 1, 1], [1], [2, 0]], language_model(2))
+    assert branches == [Branch((), (0, 1, 2))] and scorer.longest_path == 0
+
+
+def test_a_label_that_begins_another_ends_there_by_any_stop_token():
+    """ "no", "no wire" and "yes": a quarter wants "no" of which half ends, by two tokens; the rest is forced."""
+    scorer = LabelScorer(["no", "no wire", "yes"], [[7], [7, 8, 9], [5]], [2, 1])
+    assert scorer.branch == Branch((), (5, 7))
+    scorer.observe([math.log(0.1), math.log(0.25)])
+    assert scorer.branch == Branch((7,), (1, 2, 8))
+    scorer.observe([math.log(0.3), math.log(0.2), math.log(0.4)])
+    assert [score.probability for score in scorer.result()] == pytest.approx([0.125, 0.1, 0.1])
+    roots = [math.sqrt(0.125), math.sqrt(0.1), 0.1]
+    assert [score.normalized for score in scorer.result()] == pytest.approx([root / sum(roots) for root in roots])
+    assert (scorer.best, scorer.best_tokens) == ("no", (7,))
+
+
+def test_the_first_of_equals_is_the_best():
+    for ids in ([[0], [1]], [[1], [0]]):
+        assert scored(ids, lambda path: [-1.0] * VOCABULARY)[0].best == str(ids[0])
+
+
+@pytest.mark.parametrize("odd", [-math.inf, math.nan])
+def test_what_the_model_rules_out_stays_a_number(odd):
+    scorer, _ = scored([[0], [1]], lambda path: [odd, odd])
+    assert [score.logprob for score in scorer.result()] == [IMPOSSIBLE] * 2
+    assert [score.normalized for score in scorer.result()] == [0.5] * 2
+    without_stop, _ = scored([[0], [0, 1]], lambda path: [-0.5, -0.5], ends=())
+    assert [score.probability for score in without_stop.result()] == [0, pytest.approx(math.exp(-0.5))]
+
+
+def test_results_before_the_end_and_answers_that_do_not_fit():
+    scorer = LabelScorer(["a", "b"], [[0], [1]], ENDS)
+    for early in (scorer.result, lambda: scorer.best):
+        with pytest.raises(RuntimeError, match="1 branches"):
+            early()
+    with pytest.raises(ValueError):
+        scorer.observe([-1.0])
+    scorer.observe([-1.0, -2.0])
+    with pytest.raises(IndexError):
+        scorer.observe([-1.0, -2.0])
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [
+        ([[0, 1], [0, 1]], "'first' and 'second' have the same tokens"),
+        ([[0], []], "'second' has no tokens"),
+        ([[0], [1, 3]], "'second' holds a token that ends an answer"),
+    ],
+)
+def test_labels_that_cannot_be_told_apart(token_ids, message):
+    with pytest.raises(InvalidRequest, match=message):
+        LabelScorer(["first", "second"], token_ids, ENDS)
+
+
+def test_labels_are_tokenized_as_an_answer_begins():
+    """The model writes after a line break, where no tokenizer puts a space before the first word."""
+
+    def llama(text):  # a space in front of the whole text
+        return [ord(character) for character in ("▁" + text)]
+
+    assert label_token_ids("yes", llama) == [ord(character) for character in "yes"]
+
+    def merging(text):  # the line break and what follows become one token
+        return [sum(map(ord, text))]
+
+    assert label_token_ids("yes", merging) == merging("yes")
+
+
+def test_labels_of_the_default_checkpoint():
+    tokenizer = Tokenizer.from_folder(CHECKPOINT)
+    labels = ["yes", "no", "no wire", "<|im_end|>", "a\nb"]
+    ids = [label_token_ids(label, lambda text: tokenizer.encode(text, special=False)) for label in labels]
+    assert [tokenizer.decode(row) for row in ids] == labels  # a special token's name is text like any other
+    scorer = LabelScorer.encoded(labels, lambda text: tokenizer.encode(text, special=False), [2])
+    asked = []
+    while not scorer.done:
+        asked.append(scorer.branch)
+        scorer.observe([-9.0] * len(scorer.branch.children))
+    no, wire = ids[2]
+    assert asked == [Branch((), tuple(sorted({row[0] for row in ids}))), Branch((no,), (2, wire))]

@@ -1,0 +1,44 @@
+"""Speed is asked once: the answer is kept, and a way that cannot run loses."""
+
+from __future__ import annotations
+
+from tessera.engine.execution.measured_choices import MeasuredChoices
+
+
+def test_the_fastest_way_is_measured_once_and_read_by_the_next(tmp_path):
+    path = tmp_path / "cache" / "choices.json"
+    times = {"slow": 3.0, "fast": 1.0}
+    asked = []
+
+    def clock(way):
+        asked.append(way())
+        return times[asked[-1]]
+
+    ways = {name: lambda name=name: name for name in times}
+    choices = MeasuredChoices(path, clock)
+    assert choices.fastest("on this card", ways) == "fast"
+    assert choices.fastest("on this card", ways) == "fast"
+    assert asked == ["slow", "fast"]
+    assert MeasuredChoices(path, clock).fastest("on this card", ways) == "fast"
+    assert asked == ["slow", "fast"]
+    times["slow"] = 0.5
+    assert choices.fastest("on another card", ways) == "slow"
+    assert choices.fastest("on this card", ways | {"new": lambda: "slow"}) in ("slow", "new")
+
+
+def test_a_way_that_fails_is_not_chosen(tmp_path, caplog):
+    def broken():
+        raise RuntimeError("not on this card")
+
+    choices = MeasuredChoices(tmp_path / "choices.json", lambda way: (way(), 5.0)[1])
+    assert choices.fastest("?", {"broken": broken, "works": lambda: None}) == "works"
+    assert "not on this card" in caplog.text
+
+
+def test_a_file_that_cannot_be_read_or_written_costs_only_time(tmp_path):
+    path = tmp_path / "choices.json"
+    path.write_text("{nonsense")
+    assert MeasuredChoices(path, lambda way: 1.0).fastest("?", {"only": lambda: None}) == "only"
+    (tmp_path / "file").write_text("")
+    nowhere = tmp_path / "file" / "choices.json"
+    assert MeasuredChoices(nowhere, lambda way: 1.0).fastest("?", {"only": lambda: None}) == "only"

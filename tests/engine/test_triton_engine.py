@@ -1,0 +1,117 @@
+"""The engine on the GPU's path: our attention kernels, steps planned ahead, decode steps from static buffers.
+
+Without a GPU the kernels run in triton's interpreter and a graph's replay runs its steps one by one.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from engine_fakes import ByteTokenizer, run, tiny_model, tokens_of
+
+from tessera.engine.config import EngineConfig
+from tessera.engine.engine import Engine
+from tessera.engine.execution.decode_graphs import graph_sizes
+from tessera.engine.execution.model_runner import ModelRunner
+from tessera.engine.request import Request, SamplingParameters
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+BLOCK = 16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MODEL = tiny_model(device=DEVICE, hidden_size=64, head_dim=16, num_hidden_layers=1)
+ROWS = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(4))
+
+
+def make_engine(graphs=(), overlaps=True, **settings):
+    defaults = dict(block_size=BLOCK, max_batched_tokens=256, max_sequences=4, attention="triton", graph_batch_size=0)
+    config = EngineConfig(**(defaults | settings))
+    runner = ModelRunner.of_model(MODEL, config, 128)
+    runner.overlaps = overlaps
+    if graphs:
+        runner.capture_graphs(list(graphs), 128 // BLOCK)
+    return Engine(runner, ByteTokenizer(), config, 128, ())
+
+
+def requests(count=4, **sampling):
+    """Prompts that begin alike, every second with one of two pictures."""
+    made = []
+    for number in range(count):
+        ids = [7, 8, 9] * 8 + [number + 20] * (1 + 3 * number)
+        picture = number // 2 % 2
+        with_picture = number % 2 == 0
+        made.append(
+            Request(
+                f"{number}",
+                np.array(ids, np.int32),
+                np.array([[3, 20]] if with_picture else [], np.int32).reshape(-1, 2),
+                ROWS[picture] if with_picture else None,
+                np.array([picture, 0] if with_picture else [], np.int64),
+                SamplingParameters.parse(dict(max_tokens=3 + number, ignore_eos=True) | sampling),
+            )
+        )
+    return made
+
+
+def answers(engine, made):
+    for request in made:
+        engine.submit(request)
+    events = run(engine)
+    assert engine.scheduler.blocks.used == 0
+    return [tokens_of(events, request.request_id) for request in made]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Each request alone on the readable backend."""
+    settings = dict(attention="torch", prefix_cache="off", overlaps=False)
+    return [answers(make_engine(**settings), [request])[0] for request in requests()]
+
+
+WAYS = {
+    "eager": dict(),
+    "graphs": dict(graphs=(1, 2, 4)),
+    "graphs with dummies": dict(graphs=(4,)),
+    "graphs for few": dict(graphs=(1, 2)),
+    "one after the other": dict(graphs=(1, 2, 4), overlaps=False),
+    "uncached pieces": dict(graphs=(1, 2, 4), max_batched_tokens=23, prefix_cache="off"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_same_tokens(way, expected):
+    engine = make_engine(**WAYS[way])
+    assert answers(engine, requests()) == expected
+    assert (engine.metrics.graph_steps > 0) == ("graphs" in WAYS[way])
+
+
+def test_same_tokens_after_preemption():
+    block = 2 * BLOCK * 2 * 16 * 4
+    made = requests(max_tokens=9)
+    plain = answers(make_engine(attention="torch", overlaps=False, prefix_cache="off"), made)
+    engine = make_engine(graphs=(1, 2, 4), kv_cache_bytes=8 * block, prefix_cache="off")
+    assert answers(engine, made) == plain
+    assert engine.metrics.preemptions > 0
+
+
+def test_a_step_with_anything_but_greedy_choice_is_no_graph(expected):
+    engine = make_engine(graphs=(1, 2, 4))
+    entries = []
+    for request in requests(2, logprobs=0):
+        engine.submit(request)
+    entries = [entry for event in run(engine) for entry in event.logprobs or []]
+    assert len(entries) == len(expected[0]) + len(expected[1]) and engine.metrics.graph_steps == 0
+    seeded = dict(temperature=1.5, seed=7)
+    assert answers(make_engine(graphs=(1, 2, 4)), requests(3, **seeded)) == answers(
+        make_engine(attention="torch", overlaps=False), requests(3, **seeded)
+    )
+
+
+def test_graph_sizes():
+    assert graph_sizes(5) == [1, 2, 3, 4, 5]
+    assert graph_sizes(256)[-1] == 256 and graph_sizes(300)[-1] == 300
+    sizes = graph_sizes(500)
+    assert all(b <= 1.51 * a or b <= 4 for a, b in pairwise(sizes))

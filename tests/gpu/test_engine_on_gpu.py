@@ -1,0 +1,110 @@
+"""The engine on a GPU: graphs, kernels and planning ahead change no token (`make test-gpu`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parity import CHECKPOINT, Ours, pictures
+
+from tessera.engine.cache.embedding_pool import EmbeddingPool
+from tessera.engine.config import EngineConfig
+from tessera.engine.engine import Engine
+from tessera.engine.request import Request
+from tessera.errors import ConfigError
+from tessera.sampling import SamplingParameters
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+KV_BYTES_A_TOKEN = 2 * 4 * 1 * 64 * 4  # the default checkpoint's, in float32
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    """Questions and descriptions of 12 held-out pictures, prepared and encoded on the CPU."""
+    ours = Ours.load()
+    return [
+        ours.request(jpeg, question, SamplingParameters(max_tokens=4 + 5 * number, ignore_eos=True))[1]
+        for number, (jpeg, question) in enumerate(pictures(12))
+    ]
+
+
+def answers(requests: list[Request], **settings) -> tuple[list[list[int]], dict[str, int]]:
+    config = EngineConfig(**(dict(device="cuda", dtype="float32", kv_cache_bytes=1 << 28) | settings))
+    engine = Engine.from_checkpoint(CHECKPOINT, config)
+    sequences = [engine.submit(request) for request in requests]
+    while engine.has_work():
+        engine.step()
+        engine.scheduler.check()
+    return [sequence.outputs for sequence in sequences], engine.metrics.snapshot()
+
+
+@pytest.fixture(scope="module")
+def expected(requests) -> list[list[int]]:
+    return answers(requests, device="cpu", attention="torch", prefix_cache="off")[0]
+
+
+WAYS = {
+    "graphs": dict(),
+    "eager": dict(graph_batch_size=0),
+    "few graphs": dict(graph_batch_size=4),
+    "pieces": dict(max_batched_tokens=100, max_sequences=16),
+    "sdpa": dict(attention="sdpa", graph_batch_size=0),
+    "uncached": dict(prefix_cache="off"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_same_tokens(way, requests, expected):
+    found, counted = answers(requests, **WAYS[way])
+    assert found == expected
+    assert (counted["graph_steps"] > 0) == (WAYS[way].get("graph_batch_size", 1) > 0)
+
+
+def test_same_tokens_after_preemption(requests, expected):
+    longest = max(len(request.input_ids) + request.sampling.max_tokens for request in requests)
+    preemptions = 0
+    for blocks in (72, 77, 82, 87, 117):  # a little too few for two prompts and their answers
+        room = 16 * blocks * KV_BYTES_A_TOKEN
+        found, counted = answers(requests, kv_cache_bytes=room, prefix_cache="off", max_model_len=longest)
+        assert found == expected
+        preemptions += counted["preemptions"]
+    assert preemptions > 0
+
+
+def test_bfloat16_differs_by_ties_alone(requests, expected):
+    found, _ = answers(requests, dtype="bfloat16")
+    same = sum(a == b for a, b in zip(found, expected))
+    first = sum(a[0] == b[0] for a, b in zip(found, expected))
+    print(f"bfloat16: {same} of {len(expected)} answers and {first} first tokens as in float32")
+    assert first == len(expected)
+
+
+def test_a_share_that_does_not_fit_the_card_is_refused():
+    with pytest.raises(ConfigError, match="exceed the card"):
+        Engine.from_checkpoint(CHECKPOINT, EngineConfig(device="cuda", memory_bytes=1 << 50))
+    with pytest.raises(ConfigError, match="raise memory_bytes"):
+        Engine.from_checkpoint(CHECKPOINT, EngineConfig(device="cuda", memory_bytes=1 << 30))
+
+
+def test_the_cache_gets_what_the_share_leaves():
+    share = 5 << 30
+    engine = Engine.from_checkpoint(CHECKPOINT, EngineConfig(device="cuda", memory_bytes=share, graph_batch_size=0))
+    blocks = engine.metrics.blocks_total
+    assert blocks > 0 and torch.cuda.memory_allocated() < share
+
+
+def test_rows_beyond_the_pool_wait_in_pinned_memory():
+    rows = torch.randn(8, 16, device="cuda")
+    pool = EmbeddingPool(torch.device("cuda"), rows.nbytes)
+    first, second = pool.take(rows), pool.take(rows)
+    assert first.is_cuda and not second.is_cuda and second.is_pinned()
+    assert torch.equal(first, rows) and torch.equal(second, rows.cpu())
+    assert (pool.used_bytes, pool.spilled_bytes, pool.arrived_on_cpu) == (rows.nbytes, rows.nbytes, 0)
+    pool.give_back(first)
+    pool.give_back(second)
+    assert (pool.used_bytes, pool.spilled_bytes) == (0, 0)
+    assert pool.take(rows.cpu()).is_cuda and pool.arrived_on_cpu == 1

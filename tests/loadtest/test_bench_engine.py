@@ -1,0 +1,126 @@
+"""The engine's bench: ceilings as measured, requests that share nothing, and its measures on a small engine."""
+
+from __future__ import annotations
+
+import json
+
+import bench_engine
+import numpy as np
+import pytest
+from bench_engine import SHAPE, Report, Shape
+from engine_load import ClosedLoop, Load, Prompts, check, decode_step_s, prefill_tokens_per_s
+
+from tessera.checkpoint.config import read_config
+from tessera.engine.config import EngineConfig
+from tessera.engine.engine import Engine
+
+SMALL = bench_engine.figures.ROOT / "build" / "default_model" / "checkpoint"
+
+
+@pytest.fixture
+def small():
+    """(engine, prompts) of the default model with random weights."""
+    config = EngineConfig(weights="random", max_batched_tokens=1024, max_sequences=16, kv_cache_bytes=64 << 20)
+    text = read_config(SMALL).text
+    return Engine.from_checkpoint(SMALL, config), Prompts(text.hidden_size, text.vocab_size, "cpu")
+
+
+def test_the_shape_is_the_7b_body_and_its_ceilings_those_of_one_h200():
+    text = read_config(SHAPE).text
+    shape = Shape.of(text)
+    assert shape.body == pytest.approx(6.53e9, rel=2e-3)
+    assert shape.kv_bytes == 57_344
+    ceilings = shape.ceilings()
+    assert ceilings["decode.b1.ms"] == pytest.approx(3.3, abs=0.05)
+    assert ceilings["decode.b64.ms"] == pytest.approx(3.3 + 0.39, abs=0.05)
+    assert ceilings["prefill.tflops"] == pytest.approx(629, abs=2)
+    assert ceilings["w1.req_s"] == pytest.approx(151, abs=1)
+    assert ceilings["w4a.tok_s"] > 7_800 and ceilings["w4b.tok_s"] > 1_900
+    assert set(bench_engine.GOALS) <= set(ceilings)
+
+
+def test_no_two_requests_share_a_block():
+    prompts = Prompts(hidden_size=8, vocab_size=640, device="cpu")
+    requests = [prompts.request(max_tokens=4) for _ in range(200)]
+    for request in requests:
+        request.validate(vocab_size=640, hidden_size=8)
+        assert request.sampling.ignore_eos and request.sampling.temperature == 0
+    assert {len(request.input_ids) for request in requests} == {316}
+    assert {tuple(map(tuple, request.spans)) for request in requests} == {((12, 256),)}
+    assert len({request.digest.tobytes() for request in requests}) == 200
+    assert len({request.input_ids[:12].tobytes() for request in requests}) == 200
+    rows = requests[0].embeddings.float().numpy()
+    assert np.std(rows) == pytest.approx(0.02, rel=0.1)
+
+
+def test_prefill_is_measured_over_full_steps(small):
+    engine, prompts = small
+    rate, step = prefill_tokens_per_s(engine, prompts, warm_up=1, steps=2, budget=1024, waiting=16)
+    assert step == 1024 and rate > 0
+    assert not engine.has_work() and engine.metrics.cached_tokens == 0
+
+
+def test_decode_is_measured_step_by_step_and_the_rest_cancelled(small):
+    engine, prompts = small
+    seconds = decode_step_s(engine, prompts, batch=3, skip=4, steps=5, max_tokens=64)
+    assert len(seconds) == 5 and min(seconds) > 0
+    assert engine.metrics.finished == {"cancelled": 3}
+    with pytest.raises(RuntimeError, match="too few"):
+        decode_step_s(engine, prompts, batch=1, skip=4, steps=5, max_tokens=6)
+
+
+def test_a_closed_loop_counts_what_ended_after_the_warm_up(small):
+    engine, prompts = small
+    with ClosedLoop(engine, prompts) as loop:
+        for concurrency in (4, 1):
+            outcome = loop.measure(Load(max_tokens=3, concurrency=concurrency, warm_up=4, requests=8))
+            # Requests end in bunches, and the count goes from bunch to bunch.
+            assert abs(outcome.requests - 8) < concurrency
+            assert outcome.tokens >= 3 * outcome.requests - 3 * concurrency
+            assert outcome.seconds > 0 and outcome.ttft_p50_ms > 0
+        assert not engine.has_work()
+    assert engine.metrics.finished == {"length": (4 + 8 + 4) + (4 + 8 + 1)}
+
+
+def test_a_failed_request_spoils_the_figure(small):
+    engine, prompts = small
+    engine.submit(prompts.request(max_tokens=4))
+    engine.step()
+    with pytest.raises(RuntimeError, match="ended by error: broken"):
+        check(engine.render(engine.fail_all("broken")))
+
+
+def test_settings_are_fields_of_the_engines_config():
+    config = bench_engine.engine_config(["device=cpu", "max_batched_tokens=512", "attention=torch"])
+    assert (config.device, config.max_batched_tokens, config.attention) == ("cpu", 512, "torch")
+    assert config.weights == "random"
+    with pytest.raises(SystemExit, match="no field 'colour'"):
+        bench_engine.engine_config(["device=cpu", "colour=red"])
+
+
+def test_it_says_that_it_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(bench_engine.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        bench_engine.engine_config([])
+
+
+def test_parts_run_in_their_order_and_unknown_ones_are_refused():
+    assert bench_engine.chosen_parts("w4a,prefill") == ["prefill", "w4a"]
+    with pytest.raises(bench_engine.argparse.ArgumentTypeError, match="no part w5"):
+        bench_engine.chosen_parts("w4a,w5")
+
+
+@pytest.mark.parametrize(
+    ("ceilings", "record", "name", "ceiling"),
+    [
+        ({"x.ms": 3.0}, True, "engine.x.ms", 3.0),
+        ({"x.ms": 3.0}, False, "trial.engine.x.ms", 3.0),
+        ({}, False, "trial.engine.x.ms", None),
+    ],
+)
+def test_only_figures_for_the_record_carry_its_names(capsys, ceilings, record, name, ceiling):
+    Report(ceilings, record, [])("x.ms", 4.0, "ms", goal=3.5)
+    printed = capsys.readouterr()
+    line = json.loads(printed.out)
+    assert (line["metric"], line["value"], line["ceiling"]) == (name, 4.0, ceiling)
+    assert ("75.0%" in printed.err and "MISSED" in printed.err) == bool(ceilings)
