@@ -1,6 +1,7 @@
 """Writes a model repository with other settings than the tracked one, whose files stay untouched.
 
-    python build/render_repository.py --out DIR --instances preprocess=8 --set vision_encoder.runner=torch
+    python build/render_repository.py --gpu --out DIR --instances preprocess=8 --set vision_encoder.threads=2
+    tessera serve --model-repository DIR
 
 Copies model_repository/, changes instance counts and stage parameters, and refuses names that do not exist.
 """
@@ -16,6 +17,18 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 ROOT = Path(__file__).resolve().parent.parent
+# Vision stage and language model on one GPU, each in a process of its own (see docs/gpu.md).
+GPU_SETTINGS = {
+    "vision_encoder.runner": "torch",
+    "vision_encoder.device": "cuda",
+    "vision_encoder.dtype": "bfloat16",
+    "vision_encoder.visual_infer_batch_size": "32",
+    "language_model.device": "cuda",
+    "language_model.dtype": "bfloat16",
+    "language_model.kv_cache_bytes": "0",
+    "language_model.max_batched_tokens": "8192",
+    "language_model.max_sequences": "256",
+}
 
 
 def render(source: Path, out: Path, instances: dict[str, int], parameters: dict[str, str]) -> None:
@@ -79,12 +92,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, default=ROOT / "model_repository")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--gpu", action="store_true", help="both models on the GPU; --set still wins")
     parser.add_argument("--instances", nargs="*", default=[], metavar="MODEL=N")
     parser.add_argument("--set", nargs="*", default=[], metavar="MODEL.PARAMETER=VALUE", dest="parameters")
     arguments = parser.parse_args()
     try:
         instances = {model: int(count) for model, count in _pairs(arguments.instances).items()}
-        render(arguments.source, arguments.out, instances, _pairs(arguments.parameters))
+        parameters = (GPU_SETTINGS if arguments.gpu else {}) | _pairs(arguments.parameters)
+        render(arguments.source, arguments.out, instances, parameters)
     except ValueError as error:
         print(f"render_repository: {error}", file=sys.stderr)
         return 2

@@ -133,23 +133,12 @@ def counters(url: str) -> dict[str, float]:
 
 
 def gpu_settings(checkpoint: Path, weights: str) -> dict[str, str]:
-    """Both models of a checkpoint on the GPU."""
-    return {
-        "preprocess.checkpoint": str(checkpoint),
-        "vision_encoder.checkpoint": str(checkpoint),
-        "vision_encoder.weights": weights,
-        "vision_encoder.runner": "torch",
-        "vision_encoder.device": "cuda",
-        "vision_encoder.dtype": "bfloat16",
-        "vision_encoder.visual_infer_batch_size": "32",
-        "language_model.checkpoint": str(checkpoint),
-        "language_model.weights": weights,
-        "language_model.device": "cuda",
-        "language_model.dtype": "bfloat16",
-        "language_model.kv_cache_bytes": "0",
-        "language_model.max_batched_tokens": "8192",
-        "language_model.max_sequences": "256",
-    }
+    """Both models of a checkpoint on the GPU, for :func:`render_repository.render`."""
+    from render_repository import GPU_SETTINGS
+
+    stages = ("preprocess", "vision_encoder", "language_model")
+    checkpoints = {f"{stage}.checkpoint": str(checkpoint) for stage in stages}
+    return {**GPU_SETTINGS, **checkpoints, **{f"{stage}.weights": weights for stage in stages[1:]}}
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
-from render_repository import render
+from render_repository import GPU_SETTINGS, render
 from tritonclient.grpc import model_config_pb2
 
 SOURCE = Path(__file__).resolve().parents[2] / "model_repository"
@@ -35,3 +35,10 @@ def test_unknown_names_are_refused(tmp_path):
         render(SOURCE, tmp_path / "b", {}, {"vision_encoder.runer": "torch"})
     with pytest.raises(ValueError, match="exists already"):
         render(SOURCE, tmp_path, {}, {})
+
+
+def test_the_gpu_settings_are_parameters_of_the_stages(tmp_path):
+    render(SOURCE, tmp_path / "gpu", {}, GPU_SETTINGS)
+    for name, value in GPU_SETTINGS.items():
+        model, _, parameter = name.partition(".")
+        assert config(tmp_path / "gpu", model).parameters[parameter].string_value == value
