@@ -10,12 +10,14 @@ from tessera.engine.detokenizer import Detokenizer
 from tessera.engine.request import SamplingParameters
 
 
-def deltas(tokens, **parameters):
+def deltas(tokens, together=1, **parameters):
     """Each push's text, then the flush's; ends at a stop string as the engine does."""
     detokenizer = Detokenizer(ByteTokenizer(), SamplingParameters.parse(parameters))
-    texts = []
-    for token in tokens:
-        texts.append(detokenizer.push(token))
+    texts, tokens = [], list(tokens)
+    for first in range(0, len(tokens), together):
+        text, taken = detokenizer.push(tokens[first : first + together])
+        texts.append(text)
+        assert detokenizer.stopped or taken == len(tokens[first : first + together])
         if detokenizer.stopped:
             break
     return [*texts, detokenizer.flush()], detokenizer.stopped
@@ -34,7 +36,20 @@ def test_incomplete_end_is_flushed():
 def test_tokens_that_never_make_a_character_do_not_pile_up():
     texts, _ = deltas([0xFF] * 40 + list(b"end"))
     assert "".join(texts) == "\ufffd" * 40 + "end"
-    assert texts[15] == "\ufffd" * 16
+    assert texts[23] == "\ufffd" * 24
+
+
+def test_several_tokens_at_once_show_what_is_whole():
+    texts, _ = deltas("aä€b".encode(), together=4)
+    assert texts == ["aä", "€b", ""]
+    texts, _ = deltas("ab€".encode(), together=4)
+    assert texts == ["ab", "€", ""]
+
+
+def test_a_stop_string_in_the_middle_of_several_tokens_ends_there():
+    detokenizer = Detokenizer(ByteTokenizer(), SamplingParameters(stop=("no",)))
+    assert detokenizer.push(list(b"yes no and more")) == ("yes ", 6)
+    assert detokenizer.stopped and detokenizer.flush() == ""
 
 
 def test_ids_beyond_the_tokenizer_are_silent():

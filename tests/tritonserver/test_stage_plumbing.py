@@ -13,7 +13,7 @@ from fakes.backend import InferenceRequest, InferenceResponse, Tensor, strings, 
 from tessera.errors import ConfigError, InvalidRequest, Unavailable
 from tessera.tritonserver import tensors
 from tessera.tritonserver.failures import error_response
-from tessera.tritonserver.outbox import MOST_HELD, Channel, Outbox
+from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.server_log import write_to_server_log
 from tessera.tritonserver.settings import StageSettings
@@ -112,33 +112,11 @@ def test_held_items_wait_for_the_one_that_is_not(backend):
     outbox = Outbox("test", threads=1)
     delivered: list[list[str]] = []
     channel = Channel(delivered.append)
-    for item in "ab" * MOST_HELD:
-        outbox.post(channel, item, hold_s=None)
+    outbox.post(channel, "a", hold=True)
+    outbox.post(channel, "b", hold=True)
     outbox.post(channel, "c")
     outbox.close()
-    assert delivered == [[*"ab" * MOST_HELD, "c"]]
-
-
-def test_held_items_go_when_enough_are_together(backend):
-    outbox = Outbox("test", threads=1)
-    delivered: list[list[int]] = []
-    channel = Channel(delivered.append)
-    for item in range(MOST_HELD):
-        assert delivered == []
-        outbox.post(channel, item, hold_s=600)
-    wait_until(lambda: bool(delivered))
-    assert delivered == [list(range(MOST_HELD))]
-
-
-def test_a_held_item_goes_when_its_time_is_up(backend):
-    outbox = Outbox("test", threads=1)
-    delivered: list[list[str]] = []
-    channel = Channel(delivered.append)
-    outbox.post(channel, "first", hold_s=0.01)
-    wait_until(lambda: delivered == [["first"]])
-    outbox.post(channel, "second", hold_s=0.01)
-    wait_until(lambda: delivered == [["first"], ["second"]])
-    outbox.close()
+    assert delivered == [["a", "b", "c"]]
 
 
 def test_a_failing_delivery_is_logged_and_harms_no_other(backend):

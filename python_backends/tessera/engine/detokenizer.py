@@ -8,7 +8,7 @@ from typing import Protocol
 from tessera.engine.request import SamplingParameters
 
 _REPLACEMENT = "\ufffd"
-_MOST_HELD = 16
+_MOST_HELD = 24
 
 
 class Decoder(Protocol):
@@ -33,10 +33,21 @@ class Detokenizer:
         self._read = 0
         self._held = ""
 
-    def push(self, token: int) -> str:
-        """Takes the next token; returns the text that is certain now. Sets ``stopped`` at a stop string."""
-        self._ids.append(token)
-        return self._release(self._fresh_text(final=False))
+    def push(self, tokens: SequenceType[int]) -> tuple[str, int]:
+        """Takes the next tokens; returns the text that is certain now, and how many tokens were taken.
+
+        Those after the one that completes a stop string are not: ``stopped`` is then set.
+        """
+        if not self._parameters.stop:
+            self._ids += tokens
+            return self._fresh_text(final=False), len(tokens)
+        text = ""
+        for count, token in enumerate(tokens, 1):
+            self._ids.append(token)
+            text += self._release(self._fresh_text(final=False))
+            if self.stopped:
+                return text, count
+        return text, len(tokens)
 
     def flush(self) -> str:
         """The answer has ended: whatever was held back."""
@@ -51,15 +62,16 @@ class Detokenizer:
         return self._decoder.decode([token], skip_special_tokens=False)
 
     def _fresh_text(self, final: bool) -> str:
-        """Text beyond what was read, or nothing while its last character may be incomplete."""
+        """Text beyond what was read, up to the last token after which no character is incomplete."""
         shown = self._decode(self._ids[self._window : self._read])
-        text = self._decode(self._ids[self._window :])
         # Tokens that never make a character must not be held, and decoded again, forever.
         patient = not final and len(self._ids) - self._read < _MOST_HELD
-        if patient and (len(text) <= len(shown) or text.endswith(_REPLACEMENT)):
-            return ""
-        self._window, self._read = self._read, len(self._ids)
-        return text[len(shown) :]
+        for end in range(len(self._ids), self._read, -1):
+            text = self._decode(self._ids[self._window : end])
+            if not patient or (len(text) > len(shown) and not text.endswith(_REPLACEMENT)):
+                self._window, self._read = self._read, end
+                return text[len(shown) :]
+        return ""
 
     def _decode(self, ids: list[int]) -> str:
         return self._decoder.decode(ids, self._parameters.skip_special_tokens) if ids else ""

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceType
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +22,8 @@ from tessera.engine.config import EngineConfig
 from tessera.engine.detokenizer import Decoder, Detokenizer
 from tessera.engine.labels import LabelScorer
 from tessera.engine.metrics import EngineMetrics
-from tessera.engine.request import Request, TokenEvent, Usage
+from tessera.engine.progress import Progress
+from tessera.engine.request import Request, TokenEvent
 from tessera.engine.scheduling.batch import ScheduledBatch
 from tessera.engine.scheduling.scheduler import Scheduler
 from tessera.engine.sequence import SampledToken, Sequence
@@ -57,17 +58,6 @@ class Runner(Protocol):
     def cache_salt(self, prompt_length: int) -> int: ...
 
     def launch(self, batch: ScheduledBatch) -> StepResult: ...
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a step did to one sequence, still without text: it took a token, or ended, or both."""
-
-    sequence: Sequence
-    usage: Usage
-    token: SampledToken | None
-    reason: str | None
-    error: str | None = None
 
 
 class Engine:
@@ -198,8 +188,8 @@ class Engine:
                 events.append(self._event(progress, detokenizer))
             except Exception as error:  # one answer that has no text must not silence the others
                 _LOG.exception("request %r has no text", progress.sequence.request.request_id)
-                failed = replace(progress, token=None, reason="error", error=f"{type(error).__name__}: {error}")
-                events.append(self._event(failed, detokenizer))
+                failed = replace(progress, tokens=(), reason="error", error=f"{type(error).__name__}: {error}")
+                events.append(self._event(failed, Detokenizer(self._tokenizer, progress.sequence.request.sampling)))
         return events
 
     def fail_all(self, message: str) -> list[Progress]:
@@ -296,28 +286,27 @@ class Engine:
             elif sequence.finished:
                 self._add_progress(sequence)
 
-    def _add_progress(self, sequence: Sequence, token: SampledToken | None = None, error: str | None = None) -> None:
+    def _add_progress(self, sequence: Sequence, *tokens: SampledToken, error: str | None = None) -> None:
         if sequence.finished:
             del self._open[sequence]
             sequence.embeddings = None
-        self._progress.append(Progress(sequence, sequence.usage, token, sequence.finish_reason, error))
+        self._progress.append(Progress(sequence, sequence.usage, tokens, sequence.finish_reason, error))
 
     def _take_progress(self) -> list[Progress]:
         progress, self._progress = self._progress, []
         return progress
 
     def _event(self, progress: Progress, detokenizer: Detokenizer) -> TokenEvent:
-        sequence, token, reason = progress.sequence, progress.token, progress.reason
-        text, logprobs, choices = "", None, None
-        if token is not None:
-            show = reason != "stop" or sequence.request.sampling.include_stop_str_in_output
-            text = detokenizer.push(token.token_id) if show else ""
-            if reason is not None:
-                text += detokenizer.flush()
-            if token.logprob is not None:
-                logprobs = [_logprob_entry(detokenizer, token)]
+        sequence, reason, usage = progress.sequence, progress.reason, progress.usage
+        tokens, choices = progress.tokens, None
+        ended_by_token = reason == "stop" and not sequence.request.sampling.include_stop_str_in_output
+        text, count = detokenizer.push([token.token_id for token in (tokens[:-1] if ended_by_token else tokens)])
         if detokenizer.stopped:
-            reason = "stop"
+            # What was sampled after the stop string, while the text was not known yet, does not count.
+            usage = usage._replace(completion_tokens=usage.completion_tokens - len(tokens) + count)
+            reason, tokens = "stop", tokens[:count]
+        if reason is not None:
+            text += detokenizer.flush()
         if reason == "stop" and sequence.labels is not None:
             text, choices = sequence.labels.best, [asdict(score) for score in sequence.labels.result()]
         with self._lock:
@@ -326,13 +315,14 @@ class Engine:
                 self.metrics.finished[reason] += 1
             if reason is not None and not sequence.finished:
                 self._stopped.append(sequence)
+        logprobs = [_logprob_entry(detokenizer, token) for token in tokens if token.logprob is not None]
         return TokenEvent(
             sequence,
             text,
-            [] if token is None else [token.token_id],
-            logprobs,
+            [token.token_id for token in tokens],
+            logprobs or None,
             reason,
-            progress.usage,
+            usage,
             sequence.cached_tokens,
             sequence.scheduled_ns,
             sequence.first_token_ns,

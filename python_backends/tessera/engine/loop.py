@@ -7,7 +7,8 @@ import queue
 import threading
 from collections.abc import Callable
 
-from tessera.engine.engine import Engine, Progress
+from tessera.engine.engine import Engine
+from tessera.engine.progress import Gatherer, Progress
 from tessera.engine.request import Request, TokenEvent
 from tessera.engine.sequence import Sequence
 
@@ -18,8 +19,8 @@ _IDLE_SECONDS = 5.0
 class EngineLoop:
     """Steps ``engine`` while it has work and gives each step's events to ``on_events``.
 
-    Two threads: one plans, runs and applies; the other makes text and events of what came of it, so that the first
-    is back at the GPU in time. ``on_events`` must be quick. A step that raises
+    Two threads: one plans, runs and applies; the other gathers what came of it and makes text and events, so that
+    the first is back at the GPU in time. ``on_events`` must be quick. A step that raises
     ends the requests it may have seen with reason "error"; the loop goes on with those that come after.
     """
 
@@ -83,8 +84,15 @@ class EngineLoop:
             self._progress.put(self.engine.fail_all("the key/value cache had to be cleared"))
 
     def _render(self) -> None:
-        while (progress := self._progress.get()) is not None:
-            self._deliver(progress)
+        gatherer = Gatherer()
+        while True:
+            try:
+                steps = self._progress.get(timeout=gatherer.wait_s())
+            except queue.Empty:
+                steps = []
+            if steps is None:
+                return
+            self._deliver(gatherer.add(steps))
 
     def _deliver(self, progress: list[Progress]) -> None:
         if not progress:

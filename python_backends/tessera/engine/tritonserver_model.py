@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +39,8 @@ _NUMBERS = (
     "max_in_flight",
     "graph_batch_size",
 )
-HOLD_S = 0.02  # a token after the first waits so long for others to go with
+# The engine's thread gets the interpreter back so soon from threads that make and send text; Python's own 5 ms are a step.
+SWITCH_S = 0.0005
 STAMPS = 5  # deadline, and when preprocess received and ended, vision began and ended
 
 
@@ -52,6 +54,7 @@ class TritonPythonModel:
         numbers = {name: settings.integer(name) for name in _NUMBERS}
         config = EngineConfig(**texts, **numbers)  # type: ignore[arg-type]
         engine = Engine.from_checkpoint(settings.checkpoint, config)
+        sys.setswitchinterval(SWITCH_S)
         self._outbox = Outbox("language_model", settings.integer("sender_threads"))
         self._loop = EngineLoop(engine, self._on_events)
         self._replies = Replies()
@@ -100,7 +103,7 @@ class TritonPythonModel:
             if ended:
                 self._let_go(event.request)
             reply = self._replies.take(event.sequence, ended)
-            self._outbox.post(reply.channel, event, reply.hold_s(event))
+            self._outbox.post(reply.channel, event, hold=not (reply.stream or ended))
 
     def _let_go(self, request: Request) -> None:
         if request.embeddings is not None:
@@ -170,14 +173,6 @@ class Reply:
         deadline, *self._stamps = times
         self.deadline_ns = deadline or None
         self.channel: Channel[TokenEvent] = Channel(self._deliver)
-
-    def hold_s(self, event: TokenEvent) -> float | None:
-        """How long an event may wait for others: the first and the last not at all, unstreamed ones for the last."""
-        if event.finish_reason is not None:
-            return 0.0
-        if not self.stream:
-            return None
-        return HOLD_S if event.usage.completion_tokens > 1 else 0.0
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         import triton_python_backend_utils as pb_utils
