@@ -39,7 +39,7 @@ _NUMBERS = (
     "max_in_flight",
     "graph_batch_size",
 )
-# The engine's thread gets the interpreter back so soon from threads that make and send text; Python's own 5 ms are a step.
+# So soon the engine's thread gets the interpreter back from those that make and send text; Python's 5 ms are a step.
 SWITCH_S = 0.0005
 STAMPS = 5  # deadline, and when preprocess received and ended, vision began and ended
 
