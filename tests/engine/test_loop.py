@@ -25,13 +25,13 @@ class Inbox:
     def __call__(self, events):
         with self._changed:
             self.events += events
-            self.ended |= {e.sequence: e for e in events if e.finish_reason}
+            self.ended |= {e.request: e for e in events if e.finish_reason}
             self._changed.notify_all()
 
     def wait(self, *sequences):
         with self._changed:
-            assert self._changed.wait_for(lambda: all(s in self.ended for s in sequences), PATIENCE)
-        return [self.ended[s].finish_reason for s in sequences]
+            assert self._changed.wait_for(lambda: all(s.request in self.ended for s in sequences), PATIENCE)
+        return [self.ended[s.request].finish_reason for s in sequences]
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_requests_from_many_threads_each_end_once(parts):
     for thread in clients:
         thread.join()
     assert set(inbox.wait(*sequences)) <= {"length", "cancelled"}
-    assert Counter(e.sequence for e in inbox.events if e.finish_reason) == Counter(sequences)
+    assert Counter(e.request for e in inbox.events if e.finish_reason) == Counter(s.request for s in sequences)
 
 
 def test_a_failing_step_ends_its_requests_and_the_next_ones_work(parts):
@@ -75,7 +75,7 @@ def test_a_failing_step_ends_its_requests_and_the_next_ones_work(parts):
     runner.run = fail
     first = loop.submit(make_request([1], max_tokens=3))
     assert inbox.wait(first) == ["error"]
-    assert "a broken kernel" in inbox.ended[first].error
+    assert "a broken kernel" in inbox.ended[first.request].error
     runner.run = works
     second = loop.submit(make_request([1], max_tokens=3, ignore_eos=True))
     assert inbox.wait(second) == ["length"]

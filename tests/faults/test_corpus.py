@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fakes.backend import InferenceRequest, Tensor, strings
 from faults.badinputs import Inputs, mutants, named_faults, odd_but_good
 from faults.complaints import complaint
@@ -18,14 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tessera.engine import tritonserver_model as language_model
-from tessera.engine.cache.embedding_pool import EmbeddingPool
 from tessera.errors import InvalidRequest
 from tessera.preprocess.tritonserver_model import TritonPythonModel
 
 pytestmark = pytest.mark.faults
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
-POOL = EmbeddingPool(torch.device("cpu"), capacity_bytes=0)
 # Enough for every mutation of a size to be tried on both sides of the limit without decoding for minutes.
 MAX_PIXELS = 4_000_000
 SECONDS = 1.0
@@ -74,7 +71,7 @@ def _answer(stage: TritonPythonModel, tensors: list[Tensor]) -> str | None:
     kept = [tensor for tensor in response.output_tensors() if tensor.name() in ("INPUT_IDS", "SPANS", "DIGEST")]
     kept += [tensor for tensor in tensors if tensor.name() in ("text_input", "sampling_parameters")]
     try:
-        language_model.read_request(InferenceRequest(kept), stream=True, deadline_ns=None, pool=POOL)
+        language_model.read_request(InferenceRequest(kept), stream=True, deadline_ns=None)
     except InvalidRequest as error:
         return str(error)
     return None

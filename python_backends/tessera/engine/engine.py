@@ -317,7 +317,7 @@ class Engine:
                 self._stopped.append(sequence)
         logprobs = [_logprob_entry(detokenizer, token) for token in tokens if token.logprob is not None]
         return TokenEvent(
-            sequence,
+            sequence.request,
             text,
             [token.token_id for token in tokens],
             logprobs or None,

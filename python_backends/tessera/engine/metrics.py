@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+ENDED = "finished_"  # before a reason in a snapshot
+
 
 @dataclass
 class EngineMetrics:
@@ -33,4 +35,4 @@ class EngineMetrics:
     def snapshot(self) -> dict[str, int]:
         """All numbers under flat names; ends of requests as finished_<reason>."""
         values = {name: value for name, value in vars(self).items() if isinstance(value, int)}
-        return values | {f"finished_{reason}": count for reason, count in self.finished.items()}
+        return values | {f"{ENDED}{reason}": count for reason, count in dict(self.finished).items()}

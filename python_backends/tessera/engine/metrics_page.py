@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
-from tessera.engine.cache.embedding_pool import EmbeddingPool
-from tessera.engine.metrics import EngineMetrics
+from tessera.engine.metrics import ENDED
 from tessera.engine.request import TokenEvent
 from tessera.tritonserver.metrics import Counter, Gauge, Histogram
 
@@ -16,12 +16,11 @@ TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 
 
 class MetricsPage:
-    """Publishes an EngineMetrics; one thread of its own, ended by close()."""
+    """Publishes what ``counts`` returns, a Service's; one thread of its own, ended by close()."""
 
-    def __init__(self, metrics: EngineMetrics, pool: EmbeddingPool) -> None:
-        self._metrics = metrics
-        self._pool = pool
-        self._seen_busy = (metrics.busy_ns, time.monotonic_ns())
+    def __init__(self, counts: Callable[[], dict[str, int]]) -> None:
+        self._counts = counts
+        self._seen_busy = (0, time.monotonic_ns())
         self._gauges = {
             "requests_running": Gauge("tessera_requests_running", "Requests in the running batch"),
             "requests_waiting": Gauge("tessera_requests_waiting", "Requests that wait for room in the batch"),
@@ -79,29 +78,30 @@ class MetricsPage:
                 return
 
     def _renew(self) -> None:
-        now = self._metrics
-        ended = dict(now.finished)
+        now = self._counts()
+        ended = {name.removeprefix(ENDED): count for name, count in now.items() if name.startswith(ENDED)}
         values = {
-            "requests_running": now.running,
-            "requests_waiting": now.waiting,
-            "requests_in_flight": now.requests - sum(ended.values()),
-            "kv_blocks_used": now.blocks_used,
-            "kv_blocks_total": now.blocks_total,
-            "device_busy": self._busy_since_last(),
-            "embedding_bytes": self._pool.used_bytes,
-            "embedding_bytes_spilled": self._pool.spilled_bytes,
+            "requests_running": now["running"],
+            "requests_waiting": now["waiting"],
+            "requests_in_flight": now["requests"] - sum(ended.values()),
+            "kv_blocks_used": now["blocks_used"],
+            "kv_blocks_total": now["blocks_total"],
+            "device_busy": self._busy_since_last(now["busy_ns"]),
+            "embedding_bytes": now["embedding_bytes"],
+            "embedding_bytes_spilled": now["embedding_bytes_spilled"],
         }
         for name, value in values.items():
             self._gauges[name].set(value)
         for name, counter in self._counters.items():
-            counter.raise_to(getattr(now, name))
-        self._held_up.raise_to(now.held_up_ns / 1e9)
-        self._on_cpu.raise_to(self._pool.arrived_on_cpu)
+            counter.raise_to(now[name])
+        self._held_up.raise_to(now["held_up_ns"] / 1e9)
+        self._on_cpu.raise_to(now["embeddings_on_cpu"])
         for reason, count in ended.items():
             self._ended.raise_to(count, reason=reason)
 
-    def _busy_since_last(self) -> float:
+    def _busy_since_last(self, busy: int) -> float:
         """Share of the time since the last call; a step counts when it ends, so a long one is capped."""
         before, then = self._seen_busy
-        self._seen_busy = busy, now = self._metrics.busy_ns, time.monotonic_ns()
+        now = time.monotonic_ns()
+        self._seen_busy = (busy, now)
         return min(1.0, (busy - before) / max(1, now - then))

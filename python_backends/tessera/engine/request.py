@@ -14,8 +14,6 @@ from tessera.sampling import SamplingParameters
 if TYPE_CHECKING:
     import torch
 
-    from tessera.engine.sequence import Sequence
-
 
 class Usage(NamedTuple):
     """Tokens of one request; image rows count as prompt tokens too."""
@@ -87,7 +85,7 @@ class TokenEvent:
     scores labels. Times are on time.monotonic_ns's clock, 0 where it did not happen.
     """
 
-    sequence: Sequence
+    request: Request
     text: str
     token_ids: list[int]
     logprobs: list[dict[str, Any]] | None
@@ -99,7 +97,3 @@ class TokenEvent:
     emitted_ns: int
     error: str | None = None
     choices: list[dict[str, Any]] | None = None
-
-    @property
-    def request(self) -> Request:
-        return self.sequence.request

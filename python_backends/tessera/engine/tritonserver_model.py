@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessera.engine.cache.embedding_pool import EmbeddingPool
 from tessera.engine.config import EngineConfig
-from tessera.engine.engine import Engine
-from tessera.engine.loop import EngineLoop
+from tessera.engine.engine_process import EngineProcess
 from tessera.engine.metrics_page import MetricsPage
 from tessera.engine.request import Request, SamplingParameters, TokenEvent
-from tessera.engine.sequence import Sequence
+from tessera.engine.service import EngineService, Service
 from tessera.errors import InvalidRequest
 from tessera.tritonserver import tensors
 from tessera.tritonserver.deadline import deadline_exceeded
@@ -39,8 +37,6 @@ _NUMBERS = (
     "max_in_flight",
     "graph_batch_size",
 )
-# So soon the engine's thread gets the interpreter back from those that make and send text; Python's 5 ms are a step.
-SWITCH_S = 0.0005
 STAMPS = 5  # deadline, and when preprocess received and ended, vision began and ended
 
 
@@ -53,14 +49,13 @@ class TritonPythonModel:
         texts = {name: settings.text(name) for name in _TEXTS}
         numbers = {name: settings.integer(name) for name in _NUMBERS}
         config = EngineConfig(**texts, **numbers)  # type: ignore[arg-type]
-        engine = Engine.from_checkpoint(settings.checkpoint, config)
-        sys.setswitchinterval(SWITCH_S)
         self._outbox = Outbox("language_model", settings.integer("sender_threads"))
-        self._loop = EngineLoop(engine, self._on_events)
         self._replies = Replies()
-        self._pool = EmbeddingPool(torch.device(config.device), config.embedding_pool_bytes)
-        self._page = MetricsPage(engine.metrics, self._pool)
-        self._loop.start()
+        if settings.integer("engine_process"):
+            self._service: Service = EngineProcess(settings.checkpoint, config, self._on_events, end_stage)
+        else:
+            self._service = EngineService.from_checkpoint(settings.checkpoint, config, self._on_events)
+        self._page = MetricsPage(self._service.counts)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -71,7 +66,7 @@ class TritonPythonModel:
                 responder.send(error_response("language_model", error), final=True)
 
     def finalize(self) -> None:
-        self._loop.stop()
+        self._service.stop()
         self._outbox.close()
         self._page.close()
 
@@ -81,37 +76,35 @@ class TritonPythonModel:
             return
         cancel = tensors.text(request, "CANCEL")
         if cancel is not None:
-            for sequence in self._replies.sequences_of(cancel):
-                self._loop.abort(sequence)
+            for known in self._replies.requests_of(cancel):
+                self._service.abort(known)
             responder.finish()
             return
         reply = Reply(request, responder, self._page)
-        whole = read_request(request, reply.stream, reply.deadline_ns, self._pool)
+        whole = read_request(request, reply.stream, reply.deadline_ns)
+        self._replies.add(whole, reply)
         try:
-            with self._replies.adding():
-                sequence = self._loop.submit(whole)
-                self._replies.add(sequence, reply)
+            self._service.submit(whole)
         except Exception:
-            self._let_go(whole)
+            self._replies.take(whole, last=True)
             raise
         if responder.is_cancelled():  # its client left while an earlier stage ran
-            self._loop.abort(sequence)
+            self._service.abort(whole)
 
     def _on_events(self, events: list[TokenEvent]) -> None:
         for event in events:
             ended = event.finish_reason is not None
-            if ended:
-                self._let_go(event.request)
-            reply = self._replies.take(event.sequence, ended)
+            reply = self._replies.take(event.request, ended)
             self._outbox.post(reply.channel, event, hold=not (reply.stream or ended))
 
-    def _let_go(self, request: Request) -> None:
-        if request.embeddings is not None:
-            self._pool.give_back(request.embeddings)
+
+def end_stage() -> None:
+    """Without its engine the stage is as good as dead; as a dead process it is noticed and started anew."""
+    os._exit(1)
 
 
-def read_request(request: Any, stream: bool, deadline_ns: int | None, pool: EmbeddingPool) -> Request:
-    """The stage's tensors as the engine's Request; its rows are the pool's, until they are given back."""
+def read_request(request: Any, stream: bool, deadline_ns: int | None) -> Request:
+    """The stage's tensors as the engine's Request; its rows are the server's, valid during execute()."""
     import triton_python_backend_utils as pb_utils
 
     input_ids, spans = tensors.array(request, "INPUT_IDS"), tensors.array(request, "SPANS")
@@ -124,8 +117,7 @@ def read_request(request: Any, stream: bool, deadline_ns: int | None, pool: Embe
         request_id=request.request_id(),
         input_ids=input_ids.copy(),
         spans=spans.copy(),
-        # The engine reads the rows after execute() returned, so it gets rows of its own.
-        embeddings=None if rows is None else pool.take(torch.from_dlpack(rows)),
+        embeddings=None if rows is None else torch.from_dlpack(rows),
         digest=np.zeros(0, np.int64) if digest is None else digest.reshape(-1).copy(),
         sampling=sampling,
         stream=stream,
@@ -134,27 +126,23 @@ def read_request(request: Any, stream: bool, deadline_ns: int | None, pool: Embe
 
 
 class Replies:
-    """The replies under way, by sequence; events wait until a reply just submitted is entered."""
+    """The replies under way, by request."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_sequence: dict[Sequence, Reply] = {}
+        self._by_request: dict[Request, Reply] = {}
 
-    def adding(self) -> threading.Lock:
-        """Held from submit() to add(), so that no event comes in between."""
-        return self._lock
-
-    def add(self, sequence: Sequence, reply: Reply) -> None:
-        """Call it inside `with replies.adding()`."""
-        self._by_sequence[sequence] = reply
-
-    def take(self, sequence: Sequence, last: bool) -> Reply:
+    def add(self, request: Request, reply: Reply) -> None:
         with self._lock:
-            return self._by_sequence.pop(sequence) if last else self._by_sequence[sequence]
+            self._by_request[request] = reply
 
-    def sequences_of(self, request_id: str) -> list[Sequence]:
+    def take(self, request: Request, last: bool) -> Reply:
         with self._lock:
-            return [s for s, reply in self._by_sequence.items() if reply.responder.request_id == request_id]
+            return self._by_request.pop(request) if last else self._by_request[request]
+
+    def requests_of(self, request_id: str) -> list[Request]:
+        with self._lock:
+            return [request for request in self._by_request if request.request_id == request_id]
 
 
 class Reply:

@@ -1,0 +1,118 @@
+"""The engine in a process of its own answers, refuses and ends as the one on threads; a death is noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tessera.engine.config import EngineConfig
+from tessera.engine.engine_process import EngineProcess
+from tessera.engine.request import Request
+from tessera.engine.service import EngineService
+from tessera.errors import CheckpointError, InvalidRequest, Unavailable
+from tessera.sampling import SamplingParameters
+
+CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
+CONFIG = EngineConfig(dtype="float32", kv_cache_bytes=1 << 24, max_batched_tokens=512, max_sequences=4, max_in_flight=4)
+PATIENCE_S = 30
+
+
+class Ends:
+    """Collects events; lets a test wait for requests to end."""
+
+    def __init__(self):
+        self.events = []
+        self._changed = threading.Condition()
+
+    def __call__(self, events):
+        with self._changed:
+            self.events += events
+            self._changed.notify_all()
+
+    def of(self, request):
+        return [event for event in self.events if event.request is request]
+
+    def wait(self, request):
+        with self._changed:
+            assert self._changed.wait_for(lambda: any(e.finish_reason for e in self.of(request)), PATIENCE_S)
+        return self.of(request)
+
+
+def make_request(name, length=20, rows=0, **sampling):
+    embeddings = torch.randn(rows, 128, generator=torch.Generator().manual_seed(rows)).bfloat16() if rows else None
+    return Request(
+        name,
+        np.arange(7, 7 + length, dtype=np.int32),
+        np.array([[2, rows]] if rows else [], np.int32).reshape(-1, 2),
+        embeddings,
+        np.array([rows, 1] if rows else [], np.int64),
+        SamplingParameters.parse(dict(max_tokens=6, ignore_eos=True) | sampling),
+    )
+
+
+@pytest.fixture(scope="module")
+def parts():
+    ends, died = Ends(), threading.Event()
+    process = EngineProcess(CHECKPOINT, CONFIG, ends, died.set)
+    yield process, ends
+    process.stop()
+    assert not died.is_set()
+
+
+def test_the_same_answers_as_on_threads(parts):
+    process, ends = parts
+    their_ends = Ends()
+    threads = EngineService.from_checkpoint(CHECKPOINT, CONFIG, their_ends)
+    for sampling in ({}, {"logprobs": 1}, {"choices": ["yes", "no"], "ignore_eos": False}):
+        for rows in (0, 9):
+            ours, theirs = make_request("a", rows=rows, **sampling), make_request("a", rows=rows, **sampling)
+            process.submit(ours)
+            threads.submit(theirs)
+            found, expected = ends.wait(ours), their_ends.wait(theirs)
+            assert [t for e in found for t in e.token_ids] == [t for e in expected for t in e.token_ids]
+            assert "".join(e.text for e in found) == "".join(e.text for e in expected)
+            assert (found[-1].finish_reason, found[-1].usage) == (expected[-1].finish_reason, expected[-1].usage)
+            assert found[-1].choices == expected[-1].choices
+            assert [bool(e.logprobs) for e in found] == [bool(e.logprobs) for e in expected]
+    threads.stop()
+
+
+def test_refusals_and_cancelling(parts):
+    process, ends = parts
+    with pytest.raises(InvalidRequest, match="exceed the context"):
+        process.submit(make_request("long", max_tokens=10**6))
+    running = [make_request(f"{n}", max_tokens=3000) for n in range(4)]
+    for request in running:
+        process.submit(request)
+    with pytest.raises(Unavailable, match="4 requests are in flight"):
+        process.submit(make_request("one too many"))
+    for request in running:
+        process.abort(request)
+    assert [ends.wait(request)[-1].finish_reason for request in running] == ["cancelled"] * 4
+    process.abort(running[0])  # too late does no harm
+    last = make_request("last")
+    process.submit(last)
+    assert ends.wait(last)[-1].finish_reason == "length"
+    assert process.counts()["blocks_total"] > 0
+
+
+def test_a_missing_checkpoint_is_told_by_name(tmp_path):
+    with pytest.raises(CheckpointError, match="config.json"):
+        EngineProcess(tmp_path, CONFIG, Ends(), lambda: None)
+
+
+def test_a_death_is_noticed_and_nobody_waits_forever():
+    ends, died = Ends(), threading.Event()
+    process = EngineProcess(CHECKPOINT, CONFIG, ends, died.set)
+    process.submit(make_request("under way", max_tokens=3000))
+    os.kill(process._process.pid, signal.SIGKILL)
+    assert died.wait(PATIENCE_S)
+    with pytest.raises(Unavailable, match="gone"):
+        process.submit(make_request("late"))
+    process.stop()
