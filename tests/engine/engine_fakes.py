@@ -65,6 +65,7 @@ class BookkeepingRunner:
         self.cache_salt = salt
         self.cache = {}
         self.script = {}
+        self.logprob = None  # what every token reports
         self.batches = []
         self._tokens = tokens
         self._sampled = {}
@@ -95,7 +96,7 @@ class BookkeepingRunner:
         if script is not None:
             token = script[answered % len(script)]
         self._sampled[span.sequence, span.end] = token
-        return SampledToken(token)
+        return SampledToken(token, self.logprob)
 
     def _slot(self, sequence, position):
         return sequence.block_table[position // self.block_size] * self.block_size + position % self.block_size

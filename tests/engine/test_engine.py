@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from engine_fakes import EOS, ends, make_engine, make_request, run, text_of, tokens_of
 
-from tessera.errors import Unavailable
+from tessera.engine import engine as engine_module
+from tessera.errors import InvalidRequest, Unavailable
 
 
 def answer(script, **sampling):
@@ -162,3 +163,30 @@ def test_a_deadline_ends_a_running_and_a_waiting_request_and_nobody_else(monkeyp
     assert tokens["queued"] == 0
     assert ends(run(engine)) == {"free": "length"}
     assert engine.scheduler.blocks.used == 0
+
+
+def test_an_answer_without_text_ends_alone_and_silences_nobody(monkeypatch, caplog):
+    engine, runner = make_engine()
+    runner.script["broken"] = runner.script["fine"] = list(b"ab")
+    for name in ("broken", "fine"):
+        engine.submit(make_request([1], name, max_tokens=2, logprobs=0, ignore_eos=True))
+    works = engine_module._logprob_entry
+    calls = []
+
+    def breaks_at_the_end(detokenizer, token):
+        calls.append(token)
+        if len(calls) == 3:  # the first request's last token
+            raise ValueError("no text for this")
+        return works(detokenizer, token)
+
+    monkeypatch.setattr(engine_module, "_logprob_entry", breaks_at_the_end)
+    runner.logprob = -0.5
+    assert ends(run(engine)) == {"broken": "error", "fine": "length"}
+    assert "no text for this" in caplog.text
+
+
+def test_labels_beyond_the_model_s_vocabulary_are_refused():
+    engine, _ = make_engine()
+    engine._tokenizer.encode = lambda text, special: [*text.encode(), 1 << 20]
+    with pytest.raises(InvalidRequest, match="the model knows 0..299"):
+        engine.submit(make_request([1], choices=["a", "b"]))

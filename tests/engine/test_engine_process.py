@@ -45,15 +45,18 @@ class Ends:
 
 
 def make_request(name, length=20, rows=0, **sampling):
-    embeddings = torch.randn(rows, 128, generator=torch.Generator().manual_seed(rows)).bfloat16() if rows else None
     return Request(
         name,
         np.arange(7, 7 + length, dtype=np.int32),
         np.array([[2, rows]] if rows else [], np.int32).reshape(-1, 2),
-        embeddings,
+        None,
         np.array([rows, 1] if rows else [], np.int64),
         SamplingParameters.parse(dict(max_tokens=6, ignore_eos=True) | sampling),
     )
+
+
+def picture_rows(rows):
+    return torch.randn(rows, 128, generator=torch.Generator().manual_seed(rows)).bfloat16() if rows else None
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +75,8 @@ def test_the_same_answers_as_on_threads(parts):
     for sampling in ({}, {"logprobs": 1}, {"choices": ["yes", "no"], "ignore_eos": False}):
         for rows in (0, 9):
             ours, theirs = make_request("a", rows=rows, **sampling), make_request("a", rows=rows, **sampling)
-            process.submit(ours)
-            threads.submit(theirs)
+            process.submit(ours, picture_rows(rows))
+            threads.submit(theirs, picture_rows(rows))
             found, expected = ends.wait(ours), their_ends.wait(theirs)
             assert [t for e in found for t in e.token_ids] == [t for e in expected for t in e.token_ids]
             assert "".join(e.text for e in found) == "".join(e.text for e in expected)
@@ -100,6 +103,31 @@ def test_refusals_and_cancelling(parts):
     process.submit(last)
     assert ends.wait(last)[-1].finish_reason == "length"
     assert process.counts()["blocks_total"] > 0
+
+
+def test_events_may_come_before_the_word_that_a_request_was_taken(parts):
+    """As they do where a request ends at once: here its end is delivered by hand before submit() hears anything."""
+    process, ends = parts
+    request = make_request("early")
+    answer, heard = process._answer, threading.Event()
+
+    def late(number, failure):
+        assert heard.wait(PATIENCE_S)
+        answer(number, failure)
+
+    process._answer = lambda number, failure: threading.Thread(target=late, args=(number, failure)).start()
+    try:
+        submitting = threading.Thread(target=process.submit, args=(request,))
+        submitting.start()
+        assert ends.wait(request)[-1].finish_reason == "length"
+        heard.set()
+        submitting.join(PATIENCE_S)
+        assert not submitting.is_alive()
+    finally:
+        process._answer = answer
+    again = make_request("again")
+    process.submit(again)
+    assert ends.wait(again)[-1].finish_reason == "length"
 
 
 def test_a_missing_checkpoint_is_told_by_name(tmp_path):

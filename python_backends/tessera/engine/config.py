@@ -48,6 +48,10 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"engine: device is {self.device!r}; it must be cpu or cuda (CUDA_VISIBLE_DEVICES says which GPU)"
+            )
         for name in ("block_size", "max_batched_tokens", "max_sequences", "max_in_flight", "threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine: {name} is {getattr(self, name)}; it must be at least 1")

@@ -247,7 +247,12 @@ class Engine:
                 "choices need a checkpoint that names the token that ends an answer; this one does not"
             )
         encode = partial(self._tokenizer.encode, special=False)
-        return LabelScorer.encoded(choices, encode, self._eos_token_ids)
+        labels = LabelScorer.encoded(choices, encode, self._eos_token_ids)
+        if labels.largest_token >= self._runner.vocab_size:
+            raise InvalidRequest(
+                f"choices hold the token {labels.largest_token}; the model knows 0..{self._runner.vocab_size - 1}"
+            )
+        return labels
 
     def _take_in(self) -> None:
         """New requests into the queue; aborted, stopped and overdue ones out, wherever they are."""
@@ -282,6 +287,7 @@ class Engine:
         for sequence, token in taken:
             sequence.first_token_ns = sequence.first_token_ns or now
             if sequence.labels is None:
+                self.metrics.generated_tokens += 1
                 self._add_progress(sequence, token)
             elif sequence.finished:
                 self._add_progress(sequence)
@@ -309,13 +315,13 @@ class Engine:
             text += detokenizer.flush()
         if reason == "stop" and sequence.labels is not None:
             text, choices = sequence.labels.best, [asdict(score) for score in sequence.labels.result()]
-        with self._lock:
+        logprobs = [_logprob_entry(detokenizer, token) for token in tokens if token.logprob is not None]
+        with self._lock:  # nothing may fail from here on: the request would end without an event
             if reason is not None:
                 del self._live[sequence]
                 self.metrics.finished[reason] += 1
             if reason is not None and not sequence.finished:
                 self._stopped.append(sequence)
-        logprobs = [_logprob_entry(detokenizer, token) for token in tokens if token.logprob is not None]
         return TokenEvent(
             sequence.request,
             text,
@@ -336,7 +342,6 @@ class Engine:
         metrics.steps += bool(batch.spans)
         metrics.graph_steps = self._runner.graph_steps
         metrics.computed_tokens += batch.tokens
-        metrics.generated_tokens += len(batch.sampling)
         metrics.preemptions = scheduler.preemptions
         metrics.waiting, metrics.running = len(scheduler.waiting), len(scheduler.running)
         metrics.blocks_used = scheduler.blocks.used

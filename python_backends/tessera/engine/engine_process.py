@@ -71,17 +71,19 @@ class EngineProcess:
         self._reader = threading.Thread(target=self._read, name="engine-process", daemon=True)
         self._reader.start()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, rows: torch.Tensor | None = None) -> None:
         taken: Future[None] = Future()
         with self._lock:
             number, self._next = self._next, self._next + 1
             self._numbers[request], self._requests[number], self._taken[number] = number, request, taken
-        rows, kept = (None, None) if request.embeddings is None else share(request.embeddings)
         try:
-            self._wire.send("submit", number, replace(request, embeddings=None), rows)
+            shared, kept = (None, None) if rows is None else share(rows)
+            self._wire.send("submit", number, request, shared)
             taken.result()  # until then the rows are read
             del kept
         except Exception as error:
+            with self._lock:
+                self._taken.pop(number, None)
             self._forget(number)
             if isinstance(error, TesseraError):
                 raise
@@ -115,18 +117,23 @@ class EngineProcess:
                     self._counts = rest[0]
         except (EOFError, OSError):
             pass
+        except Exception:  # whatever it was: nobody would hear of the engine any more, which is as bad as its death
+            _LOG.exception("a message of the engine's process could not be understood")
+            self._process.kill()
         with self._lock:
-            waiting = list(self._taken.values())
+            waiting, self._taken = list(self._taken.values()), {}
         for future in waiting:
-            if not future.done():
-                future.set_exception(EOFError())
+            future.set_exception(EOFError())
         if not self._stopping:
             _LOG.error("the engine's process died with exit code %s", self._process.wait())
             self._on_death()
 
     def _answer(self, number: int, failure: tuple[str, str] | None) -> None:
+        """A request was taken or refused; its events, the last one too, may have come before."""
         with self._lock:
-            taken = self._taken.pop(number)
+            taken = self._taken.pop(number, None)
+        if taken is None:
+            return
         if failure is None:
             taken.set_result(None)
         else:
@@ -145,8 +152,9 @@ class EngineProcess:
 
     def _forget(self, number: int) -> None:
         with self._lock:
-            self._taken.pop(number, None)
-            self._numbers.pop(self._requests.pop(number), None)
+            request = self._requests.pop(number, None)
+            if request is not None:
+                del self._numbers[request]
 
 
 class Wire:
@@ -217,12 +225,9 @@ class Child:
     def _on_submit(self, number: int, request: Request, rows: tuple[Callable[..., torch.Tensor], Any] | None) -> None:
         failure = None
         try:
-            if rows is not None:
-                rebuild, arguments = rows
-                request = replace(request, embeddings=rebuild(*arguments))
             with self._lock:
                 self._requests[number], self._numbers[request] = request, number
-            self._service.submit(request)
+            self._service.submit(request, None if rows is None else rows[0](*rows[1]))
         except Exception as error:
             if not isinstance(error, TesseraError):
                 _LOG.exception("a request could not be taken")

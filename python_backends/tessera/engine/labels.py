@@ -105,6 +105,11 @@ class LabelScorer:
         """The most tokens that any branch needs after the prompt."""
         return max(len(branch.path) for branch in self._branches)
 
+    @property
+    def largest_token(self) -> int:
+        """The largest id of all labels' tokens."""
+        return max(token for ids in self._token_ids for token in ids)
+
     def observe(self, logprobs: Sequence[float]) -> None:
         """The answer to ``branch``: natural log probabilities of its children, in their order.
 

@@ -17,7 +17,7 @@ MOST_TOKENS = 8
 class Progress:
     """One sequence took ``tokens``, or ended for ``reason``, or both; still without text.
 
-    ``usage`` counts up to the last of the tokens.
+    A step makes one token at most; a Gatherer puts several together. ``usage`` counts up to the last of them.
     """
 
     sequence: Sequence
@@ -25,10 +25,6 @@ class Progress:
     tokens: tuple[SampledToken, ...] = ()
     reason: str | None = None
     error: str | None = None
-
-    def then(self, later: Progress) -> Progress:
-        """This and what followed, as one."""
-        return replace(later, tokens=self.tokens + later.tokens)
 
 
 class Gatherer:
@@ -40,7 +36,7 @@ class Gatherer:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._held: dict[Sequence, Progress] = {}
+        self._held: dict[Sequence, list[Progress]] = {}
         self._since: dict[Sequence, float] = {}  # of those that may not wait for their end, the longest held first
 
     def add(self, steps: list[Progress]) -> list[Progress]:
@@ -61,24 +57,20 @@ class Gatherer:
 
     def _take(self, step: Progress) -> Progress | None:
         sequence = step.sequence
-        held = self._held.get(sequence)
-        self._held[sequence] = held.then(step) if held is not None else step
-        if self._goes_now(self._held[sequence]):
+        held = self._held.setdefault(sequence, [])
+        held.append(step)
+        if step.reason is not None:
             return self._let_go(sequence)
-        if held is None and _watched(sequence):
-            self._since[sequence] = self._clock()
+        if _watched(sequence):
+            if len(held) >= MOST_TOKENS or len(held) == step.usage.completion_tokens:
+                return self._let_go(sequence)
+            self._since.setdefault(sequence, self._clock())
         return None
-
-    def _goes_now(self, progress: Progress) -> bool:
-        if progress.reason is not None:
-            return True
-        if not _watched(progress.sequence):
-            return False
-        return len(progress.tokens) >= MOST_TOKENS or len(progress.tokens) == progress.usage.completion_tokens
 
     def _let_go(self, sequence: Sequence) -> Progress:
         self._since.pop(sequence, None)
-        return self._held.pop(sequence)
+        held = self._held.pop(sequence)
+        return replace(held[-1], tokens=tuple(token for step in held for token in step.tokens))
 
 
 def _watched(sequence: Sequence) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,16 +18,20 @@ from tessera.engine.loop import EngineLoop
 from tessera.engine.request import Request, TokenEvent
 from tessera.engine.sequence import Sequence
 
+# So soon the engine's thread gets the interpreter back from those that make and send text; Python's 5 ms are a step.
+SWITCH_S = 0.0005
+
 OnEvents = Callable[[list[TokenEvent]], None]
 
 
 class Service(Protocol):
     """Takes requests and gives their events to a listener, on a thread of its own."""
 
-    def submit(self, request: Request) -> None:
-        """Queues a request; ``embeddings`` may be reused when this returns. Its events may come before that.
+    def submit(self, request: Request, rows: torch.Tensor | None = None) -> None:
+        """Queues a request without ``embeddings``; its ``rows`` may be reused when this returns.
 
-        Raises InvalidRequest when it is malformed or can never fit, Unavailable when too many are in flight.
+        Its events may come before that. Raises InvalidRequest when it is malformed or can never fit, Unavailable when
+        too many are in flight.
         """
 
     def abort(self, request: Request) -> None:
@@ -43,6 +48,7 @@ class EngineService:
     """The engine on threads of this process; rows of pictures live in its pool until their requests end."""
 
     def __init__(self, engine: Engine, config: EngineConfig, on_events: OnEvents) -> None:
+        sys.setswitchinterval(SWITCH_S)
         self._on_events = on_events
         self._pool = EmbeddingPool(torch.device(config.device), config.embedding_pool_bytes)
         self._lock = threading.Lock()
@@ -57,10 +63,8 @@ class EngineService:
         """Raises as Engine.from_checkpoint."""
         return cls(Engine.from_checkpoint(folder, config), config, on_events)
 
-    def submit(self, request: Request) -> None:
-        own = request
-        if request.embeddings is not None:
-            own = replace(request, embeddings=self._pool.take(request.embeddings))
+    def submit(self, request: Request, rows: torch.Tensor | None = None) -> None:
+        own = replace(request, embeddings=None if rows is None else self._pool.take(rows))
         with self._lock:  # no event may come before the books are complete
             self._requests[own] = request
             try:

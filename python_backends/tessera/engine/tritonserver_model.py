@@ -48,7 +48,11 @@ class TritonPythonModel:
         settings = StageSettings(args)
         texts = {name: settings.text(name) for name in _TEXTS}
         numbers = {name: settings.integer(name) for name in _NUMBERS}
-        config = EngineConfig(**texts, **numbers)  # type: ignore[arg-type]
+        config = EngineConfig(
+            max_model_len=settings.integer("max_model_len") or None,
+            **texts,  # type: ignore[arg-type]
+            **numbers,  # type: ignore[arg-type]
+        )
         self._outbox = Outbox("language_model", settings.integer("sender_threads"))
         self._replies = Replies()
         if settings.integer("engine_process"):
@@ -81,10 +85,10 @@ class TritonPythonModel:
             responder.finish()
             return
         reply = Reply(request, responder, self._page)
-        whole = read_request(request, reply.stream, reply.deadline_ns)
+        whole, rows = read_request(request, reply.stream, reply.deadline_ns)
         self._replies.add(whole, reply)
         try:
-            self._service.submit(whole)
+            self._service.submit(whole, rows)
         except Exception:
             self._replies.take(whole, last=True)
             raise
@@ -103,8 +107,8 @@ def end_stage() -> None:
     os._exit(1)
 
 
-def read_request(request: Any, stream: bool, deadline_ns: int | None) -> Request:
-    """The stage's tensors as the engine's Request; its rows are the server's, valid during execute()."""
+def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[Request, torch.Tensor | None]:
+    """The stage's tensors as the engine's Request, and its rows, the server's own: valid during execute()."""
     import triton_python_backend_utils as pb_utils
 
     input_ids, spans = tensors.array(request, "INPUT_IDS"), tensors.array(request, "SPANS")
@@ -113,16 +117,17 @@ def read_request(request: Any, stream: bool, deadline_ns: int | None) -> Request
     digest = tensors.array(request, "DIGEST")
     sampling = SamplingParameters.parse(tensors.json_value(request, "sampling_parameters", dict))
     rows = pb_utils.get_input_tensor_by_name(request, "EMBEDDINGS")
-    return Request(
+    whole = Request(
         request_id=request.request_id(),
         input_ids=input_ids.copy(),
         spans=spans.copy(),
-        embeddings=None if rows is None else torch.from_dlpack(rows),
+        embeddings=None,
         digest=np.zeros(0, np.int64) if digest is None else digest.reshape(-1).copy(),
         sampling=sampling,
         stream=stream,
         deadline_ns=deadline_ns,
     )
+    return whole, None if rows is None else torch.from_dlpack(rows)
 
 
 class Replies:

@@ -28,21 +28,21 @@ class EmbeddingPool:
         if self._device.type != "cuda":
             return rows.clone()
         with self._lock:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)
             fits = self.used_bytes + rows.nbytes <= self._capacity_bytes
-            if fits:
-                self.used_bytes += rows.nbytes
-            else:
-                self.spilled_bytes += rows.nbytes
+            self._count(fits, rows.nbytes)
             self.arrived_on_cpu += not rows.is_cuda
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(self._stream):  # beside the engine's steps
-            if fits:
-                kept = torch.empty(rows.shape, dtype=rows.dtype, device=self._device)
-            else:
-                kept = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-            kept.copy_(rows, non_blocking=True)
-            self._stream.synchronize()
+        try:
+            with torch.cuda.stream(self._stream):  # beside the engine's steps
+                place = {"device": self._device} if fits else {"pin_memory": True}
+                kept = torch.empty(rows.shape, dtype=rows.dtype, **place)
+                kept.copy_(rows, non_blocking=True)
+                self._stream.synchronize()
+        except BaseException:
+            with self._lock:
+                self._count(fits, -rows.nbytes)
+            raise
         return kept
 
     def give_back(self, rows: torch.Tensor) -> None:
@@ -50,7 +50,11 @@ class EmbeddingPool:
         if self._device.type != "cuda":
             return
         with self._lock:
-            if rows.is_cuda:
-                self.used_bytes -= rows.nbytes
-            else:
-                self.spilled_bytes -= rows.nbytes
+            self._count(rows.is_cuda, -rows.nbytes)
+
+    def _count(self, on_device: bool, added: int) -> None:
+        """Call it under the lock."""
+        if on_device:
+            self.used_bytes += added
+        else:
+            self.spilled_bytes += added

@@ -10,7 +10,6 @@ import torch
 
 from tessera.engine.attention.backend import SpanTable
 from tessera.engine.scheduling.batch import ScheduledBatch
-from tessera.engine.sequence import Sequence
 from tessera.engine.transfer import to_device
 
 
@@ -49,8 +48,8 @@ class BatchInputs:
     image_rows: torch.Tensor | None
 
 
-def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[Sequence, int]) -> PackedBatch:
-    """Packs the batch's spans. ``previous``: each sequence's place among the tokens of the step before this."""
+def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) -> PackedBatch:
+    """Packs the batch's spans. ``previous``: by id(sequence), its place among the tokens of the step before this."""
     spans = batch.spans
     start = np.array([span.start for span in spans])
     context = np.array([span.end for span in spans])
@@ -68,7 +67,7 @@ def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[Sequence, int
     source = np.full(len(owner), -1)
     for span, last in zip(spans, row + count - 1):
         if span.end > span.sequence.known:  # its token is still being sampled
-            source[last] = previous[span.sequence]
+            source[last] = previous[id(span.sequence)]
     prompt = np.array([span.sequence.prompt_length for span in spans])
     return PackedBatch(
         ids=np.concatenate([span.sequence.ids[span.start : span.end] for span in spans]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,8 +31,9 @@ class MeasuredChoices:
         times = self._known.get(question)
         if times is None or set(times) != set(ways):
             times = {name: self._time(question, name, way) for name, way in ways.items()}
-            self._known[question] = times
-            self._write()
+            if all(map(math.isfinite, times.values())):  # what failed may have failed for once
+                self._known[question] = times
+                self._write()
         best = min(times, key=times.__getitem__)
         listed = ", ".join(f"{name} {milliseconds:.4f} ms" for name, milliseconds in times.items())
         _LOG.info("%s: %s -> %s", question, listed, best)

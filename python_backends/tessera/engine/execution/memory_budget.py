@@ -19,6 +19,8 @@ _CPU_CACHE_BYTES = 1 << 30
 # What the driver, libraries and recorded graphs take besides torch's tensors.
 _RESERVE_BYTES = 3 << 30
 
+_PROMPTS = 16  # that share the largest step, where so many may run
+
 Forward = Callable[[int, ScheduledBatch], object]
 
 
@@ -56,17 +58,18 @@ class MemoryBudget:
         if self._device.type == "cuda" and blocks < one:
             raise ConfigError(
                 f"engine: the cache holds {blocks * block_size} tokens, less than one context of {max_model_len}; "
-                "raise memory_bytes, or lower max_model_len, max_batched_tokens or the vision stage's share"
+                + ("raise kv_cache_bytes" if self._config.kv_cache_bytes else "raise memory_bytes")
+                + ", or lower max_model_len"
             )
         return min(blocks, self._config.max_sequences * one)
 
     def _cache_bytes(self, max_model_len: int, forward: Forward) -> int:
-        if self._config.kv_cache_bytes:
-            return self._config.kv_cache_bytes
         if self._device.type != "cuda":
-            return _CPU_CACHE_BYTES
+            return self._config.kv_cache_bytes or _CPU_CACHE_BYTES
         total = torch.cuda.get_device_properties(self._device).total_memory
         share = engine_share(self._config, total)
+        if self._config.kv_cache_bytes:
+            return self._config.kv_cache_bytes
         torch.cuda.reset_peak_memory_stats(self._device)
         batch, blocks = self._largest_step(max_model_len)
         forward(blocks, batch)
@@ -83,8 +86,9 @@ class MemoryBudget:
     def _largest_step(self, max_model_len: int) -> tuple[ScheduledBatch, int]:
         """A step of all the tokens one may have, each prompt's last token sampled, and the blocks that it needs."""
         left, first, spans = self._config.max_batched_tokens, 0, []
+        share = -(-left // min(self._config.max_sequences, _PROMPTS))
         for _ in range(self._config.max_sequences):
-            length = min(left, max(max_model_len - 1, 1), max(1, self._config.max_batched_tokens // 16))
+            length = min(left, max(max_model_len - 1, 1), share)
             if not length:
                 break
             sequence = Sequence(_blank_request(length))

@@ -19,7 +19,6 @@ from tessera.engine.models.registry import model_class
 from tessera.engine.models.weights import load_weights, randomize
 from tessera.engine.quantization.scheme import scheme_selector
 from tessera.engine.scheduling.batch import ScheduledBatch
-from tessera.engine.sequence import Sequence
 from tessera.engine.transfer import Moment
 
 if TYPE_CHECKING:
@@ -42,9 +41,10 @@ class ModelRunner:
         self._attention = attention
         self._dtype = weight.dtype
         self._graphs: DecodeGraphs | None = None
-        # The tokens of the step before, and whose they are: the next step is launched before the host knows them.
+        # The tokens of the step before, and whose they are (by id(), which keeps nobody's rows alive): the next step
+        # is launched before the host knows them.
         self._last_sampled = torch.zeros(max_sequences, dtype=torch.int64, device=weight.device)
-        self._previous: dict[Sequence, int] = {}
+        self._previous: dict[int, int] = {}
 
     @classmethod
     def from_checkpoint(cls, checkpoint: CheckpointConfig, config: EngineConfig, max_model_len: int) -> ModelRunner:
@@ -126,7 +126,7 @@ class ModelRunner:
             else:
                 sampled = sample(self._forward(packed, batch), rows, started)
                 self._last_sampled[: len(rows)].copy_(sampled.ids)
-        self._previous = {sequence: place for place, sequence in enumerate(batch.sampling)}
+        self._previous = {id(sequence): place for place, sequence in enumerate(batch.sampling)}
         return sampled
 
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:

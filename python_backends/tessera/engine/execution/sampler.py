@@ -10,11 +10,12 @@ import hashlib
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tessera.engine.request import SamplingParameters
 from tessera.engine.sequence import SampledToken, Sequence
-from tessera.engine.transfer import Moment, to_host
+from tessera.engine.transfer import Moment, to_device, to_host
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,12 @@ class SampledRows:
         self._on_host: list[torch.Tensor] = [to_host(ids)]
         self._arrived = Moment(ids.device)
 
-    def report(self, rows: list[int], logprobs: torch.Tensor, counts: list[int], wanted: torch.Tensor) -> None:
-        """Log probabilities [r, vocabulary] of ``rows``: of the chosen tokens, and ``counts`` of ``wanted`` [r, w]."""
+    def report(
+        self, rows: list[int], ids: torch.Tensor, logprobs: torch.Tensor, counts: list[int], wanted: torch.Tensor
+    ) -> None:
+        """Log probabilities [r, vocabulary] of ``rows``: of their ``ids`` [r], and ``counts`` of ``wanted`` [r, w]."""
         self._rows, self._counts = rows, counts
-        own = logprobs.gather(1, self.ids[rows][:, None])[:, 0]
+        own = logprobs.gather(1, ids[:, None])[:, 0]
         self._on_host += [to_host(own), to_host(logprobs.gather(1, wanted)), to_host(wanted)]
         self._arrived = Moment(self.ids.device)
 
@@ -84,20 +87,27 @@ class SampledRows:
 
 
 def sample(logits: torch.Tensor, rows: SequenceType[SamplingRow], started: Moment) -> SampledRows:
-    """logits float32 [m, vocabulary], m rows -> m tokens. Forbidden tokens are masked in ``logits`` itself."""
+    """logits float32 [m, vocabulary], m rows -> m tokens. Forbidden tokens are masked in ``logits`` itself.
+
+    Indices go to the device by ``to_device``: plain lists as indices would wait for the whole step.
+    """
+    device = logits.device
     reported = [i for i, row in enumerate(rows) if row.parameters.logprobs is not None or row.children]
-    logprobs = logits[reported].log_softmax(dim=-1) if reported else None
-    for i, row in enumerate(rows):
-        if row.forbidden:
-            logits[i, list(row.forbidden)] = float("-inf")
+    where = to_device(np.array(reported, np.int64), device)
+    logprobs = logits[where].log_softmax(dim=-1) if reported else None
+    forbidden = [(i, token) for i, row in enumerate(rows) for token in row.forbidden]
+    if forbidden:
+        places = to_device(np.array(forbidden, np.int64), device)
+        logits[places[:, 0], places[:, 1]] = float("-inf")
     tokens = logits.argmax(dim=-1)
     drawn = [i for i, row in enumerate(rows) if row.parameters.temperature > 0]
     if drawn:
-        tokens[drawn] = _draw(logits[drawn], [rows[i] for i in drawn])
+        chosen = to_device(np.array(drawn, np.int64), device)
+        tokens[chosen] = _draw(logits[chosen], [rows[i] for i in drawn])
     sampled = SampledRows(tokens, started)
     if logprobs is not None:
         counts, wanted = _wanted(logprobs, [rows[i] for i in reported])
-        sampled.report(reported, logprobs, counts, wanted)
+        sampled.report(reported, tokens[where], logprobs, counts, wanted)
     return sampled
 
 
@@ -107,11 +117,11 @@ def _wanted(logprobs: torch.Tensor, rows: list[SamplingRow]) -> tuple[list[int],
     most = max(counts)
     if not most:
         return counts, torch.zeros((len(rows), 0), dtype=torch.int64, device=logprobs.device)
-    ids = logprobs.topk(most, dim=-1).indices
-    for i, row in enumerate(rows):
-        if row.children:
-            ids[i, : len(row.children)] = torch.tensor(row.children, device=ids.device)
-    return counts, ids
+    children = np.full((len(rows), most), -1, np.int64)
+    for line, row in zip(children, rows):
+        line[: len(row.children)] = row.children
+    named = to_device(children, logprobs.device)
+    return counts, torch.where(named < 0, logprobs.topk(most, dim=-1).indices, named)
 
 
 def uniform(seed: int, place: int) -> float:
@@ -124,7 +134,7 @@ def _draw(logits: torch.Tensor, rows: SequenceType[SamplingRow]) -> torch.Tensor
     """Inverse of the cumulative distribution over tokens in order of likelihood, cut by top_k, then by top_p."""
 
     def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
+        return to_device(np.array(values, np.float32), logits.device)[:, None]
 
     vocabulary = logits.shape[1]
     temperature = column([row.parameters.temperature for row in rows])

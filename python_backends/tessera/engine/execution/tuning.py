@@ -6,15 +6,18 @@ than cuBLAS? And for prompts that begin in a step: from what length on is torch'
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
 
+from tessera.engine import kernels
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, SpanTable
 from tessera.engine.attention.triton_backend import TritonBackend
 from tessera.engine.execution.measured_choices import MeasuredChoices, choices_path
@@ -32,11 +35,17 @@ _MOST_LAYERS = 8  # enough weights of one shape that the GPU's cache holds few o
 def tune(model: Qwen2, attention: AttentionBackend, device: torch.device) -> None:
     """Sets the layers' ``skinny_rows`` and the triton backend's ``whole_from``, on a GPU."""
     choices = MeasuredChoices(choices_path(), graph_milliseconds)
-    machine = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    machine = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, kernels {kernels_version()}"
     for shape, layers in layers_by_shape(model).items():
         tune_linears(shape, layers, choices, machine)
     if isinstance(attention, TritonBackend):
         tune_prefill(attention, choices, machine)
+
+
+def kernels_version() -> str:
+    """Eight digits that change with the text of our kernels."""
+    files = sorted(Path(kernels.__file__).parent.glob("*.py"))
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def plan_skinny(m: int, n: int, k: int, sms: int) -> SkinnyPlan:
         return _plan_64_rows(n, k, sms)
     rows = padded_rows(m)
     most_splits = max(1, k // (32 * rows))
-    for block_n in (128, 64, 32) if rows == 64 else (64, 32):
+    for block_n in (64, 32):
         blocks = triton.cdiv(n, block_n)
         block_k = _block_k(block_n, rows, k)
         splits = max(1, min(most_splits, 2 * sms // blocks, k // block_k))
