@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+
 import pytest
 import torch
 from parity import CHECKPOINT, Ours, pictures
@@ -9,6 +12,7 @@ from parity import CHECKPOINT, Ours, pictures
 from tessera.engine.cache.embedding_pool import EmbeddingPool
 from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
+from tessera.engine.engine_process import EngineProcess
 from tessera.engine.request import Request
 from tessera.errors import ConfigError
 from tessera.sampling import SamplingParameters
@@ -81,6 +85,30 @@ def test_bfloat16_differs_by_ties_alone(requests, expected):
     first = sum(a[0] == b[0] for a, b in zip(found, expected))
     print(f"bfloat16: {same} of {len(expected)} answers and {first} first tokens as in float32")
     assert first == len(expected)
+
+
+def test_an_engine_in_its_own_process_reads_rows_from_the_gpu(requests, expected):
+    found: dict[Request, list[int]] = {}
+    ended = threading.Semaphore(0)
+
+    def listen(events):
+        for event in events:
+            found.setdefault(event.request, []).extend(event.token_ids)
+            if event.finish_reason is not None:
+                ended.release()
+
+    config = EngineConfig(device="cuda", dtype="float32", kv_cache_bytes=1 << 28)
+    process = EngineProcess(CHECKPOINT, config, listen, lambda: None)
+    bare = [replace(request, embeddings=None) for request in requests]
+    for request, whole in zip(bare, requests):
+        rows = whole.embeddings.cuda()
+        process.submit(request, rows)
+        rows.zero_()  # its owner may reuse it at once
+    for _ in bare:
+        assert ended.acquire(timeout=60)
+    assert [found[request] for request in bare] == expected
+    assert process.counts()["embeddings_on_cpu"] == 0
+    process.stop()
 
 
 def test_a_share_that_does_not_fit_the_card_is_refused():
