@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 ONNX := model_repository/vision_encoder/1/model.onnx
 CHECKPOINT := build/default_model/checkpoint
 
-.PHONY: env demo serve test lint types test-faults test-gpu soak fuzz bench-cpu bench-serve bench-kernels bench-engine gpu-sharing bench-recall parity record report clean
+.PHONY: env demo serve test lint types test-faults test-gpu soak fuzz bench-cpu bench-serve bench-preprocess bench-kernels bench-engine gpu-sharing bench-recall parity record report clean
 
 env: $(VENV)/.ready
 
@@ -63,6 +63,10 @@ bench-engine: $(VENV)/.ready
 # a standard workload through the server on a GPU; W=W4a, SERVE="--gpus 0,1" for other settings
 bench-serve: $(VENV)/.ready
 	$(PY) loadtest/bench_serve.py --workloads $(or $(W),W1) $(SERVE)
+
+# JPEG bytes to tiles against Pillow, and the preprocess stage alone
+bench-preprocess: $(VENV)/.ready
+	$(PY) loadtest/bench_preprocess.py
 
 # the triton kernels one by one on a GPU
 bench-kernels: $(VENV)/.ready

@@ -1,4 +1,4 @@
-"""The command ``tessera``: serve, ask, recall, status.
+"""The command ``tessera``: serve, ask, recall, plan, status.
 
 Results go to standard output, progress and tables to standard error. Exit codes: 0 done, 1 failed, 2 wrong usage or
 wrong request, 3 the server is not there or not ready, 4 out of time, 130 interrupted.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from tessera_client import health
@@ -29,6 +30,10 @@ from tessera_client.errors import (
 )
 from tessera_client.messages import LabelScore, ServerStatus
 from tessera_client.transport import addresses, parse_url
+
+if TYPE_CHECKING:
+    from tessera_client.datasets import Item
+    from tessera_client.plan import Measurement
 
 DEFAULT_URL = "localhost:8001"
 
@@ -69,7 +74,7 @@ def _serve(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tessera", description="Questions about pictures, served by tritonserver.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{serve,ask,recall,status}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{serve,ask,recall,plan,status}")
     commands.add_parser("serve", help="start the server; `tessera serve --help` lists its options", add_help=False)
 
     ask = _command(commands, "ask", _ask, "ask one question about pictures")
@@ -85,13 +90,32 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("--json", action="store_true", help="print the whole answer with usage and timings as JSON")
 
     recall = _command(commands, "recall", _recall, "measure how often the served model is right")
-    recall.add_argument("--limit", type=_positive, metavar="N", help="only N questions, evenly over the classes")
     recall.add_argument("--folder", type=Path, help="your own pictures: a folder with labels.csv (file,question,...)")
-    recall.add_argument("--concurrency", type=_positive, default=16, metavar="N", help="requests at a time (16)")
     _sampling(recall)
-    recall.add_argument("--cache", type=Path, metavar="DIR", help="keep the rendered pictures here for the next run")
-    recall.add_argument("--repository", type=Path, metavar="DIR", help="the Tessera checkout, if not found from here")
-    recall.add_argument("--workers", type=_positive, metavar="N", help="processes that render (one a core)")
+    _dataset(recall)
+
+    plan = _command(commands, "plan", _plan, "measure tile policies and recommend the fastest that costs little recall")
+    plan.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        help="your own pictures: a folder with labels.csv (file,question,...), or the JSON of an earlier run to look "
+        "at again; without it the held-out set",
+    )
+    plan.add_argument(
+        "--policy",
+        action="append",
+        type=_policy,
+        metavar="NAME[,KEY=VALUE]...",
+        help="once for each policy to measure, as in --policy native --policy budget,token_budget=512",
+    )
+    plan.add_argument(
+        "--max-loss", type=_points, default=1.0, metavar="POINTS", help="recall that speed may cost, in percent (1)"
+    )
+    plan.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw recall against questions a minute")
+    plan.add_argument("--machine", metavar="TEXT", help="what the server runs on: said in the JSON and the plot")
+    plan.add_argument("--max-tokens", type=_positive, default=96, metavar="N", help="longest answer in tokens (96)")
+    _dataset(plan)
 
     status = _command(commands, "status", _status, "say whether the server is ready and which models it has")
     status.add_argument("--probe", action="store_true", help="ask for one token too: ready is not always true")
@@ -121,11 +145,36 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tiles", type=_positive, metavar="N", help="at most N tiles a picture")
 
 
+def _dataset(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--limit", type=_positive, metavar="N", help="only N questions, evenly over the classes")
+    parser.add_argument("--concurrency", type=_positive, default=16, metavar="N", help="requests at a time (16)")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="keep the rendered pictures here for the next run")
+    parser.add_argument("--repository", type=Path, metavar="DIR", help="the Tessera checkout, if not found from here")
+    parser.add_argument("--workers", type=_positive, metavar="N", help="processes that render (one a core)")
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def _points(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 100, got {value}")
+    return value
+
+
+def _policy(text: str) -> str:
+    from tessera_client.plan import parse_policy
+
+    try:
+        parse_policy(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _labels(text: str) -> list[str]:
@@ -160,19 +209,9 @@ def _table(choices: Sequence[LabelScore]) -> str:
 
 def _recall(options: argparse.Namespace) -> int:
     from tessera_client import recall
-    from tessera_client.datasets import folder_items, heldout_items
 
     with Client(options.url, timeout=options.timeout) as client, _cache(options.cache) as cache:
-        if not client.ready():
-            client.status()  # says why, if it can
-            raise Unavailable(f"the server at {options.url} is not ready", "see `tessera status`")
-        if options.folder:
-            items = folder_items(options.folder, options.limit)
-        else:
-            with _progress("rendering") as advance:
-                items = heldout_items(
-                    options.limit, cache, root=options.repository, workers=options.workers, progress=advance
-                )
+        items = _items(client, options, cache)
         with _progress("asking") as advance:
             outcomes, seconds = recall.run(
                 client,
@@ -192,6 +231,68 @@ def _recall(options: argparse.Namespace) -> int:
     if first:
         print(f"tessera recall: {result['errors']} questions failed; the first: {first}", file=sys.stderr)
     return 1 if first else 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tessera_client import plan
+
+    if options.folder and options.folder.is_file():
+        measured, about = plan.read_document(options.folder)
+    else:
+        about = {
+            "concurrency": options.concurrency,
+            "url": options.url,
+            "data": options.folder.resolve().name if options.folder else "the held-out set",
+        }
+        measured = _measured(options)
+    if options.machine:
+        about["machine"] = options.machine
+    plan.print_table(measured, options.max_loss, Console(stderr=True))
+    print(json.dumps(plan.document(measured, options.max_loss, **about), indent=1))
+    for each in measured:
+        if each.errors:
+            print(f"tessera plan: {each.policy}: {each.errors} questions failed: {each.error}", file=sys.stderr)
+    if options.plot:
+        options.plot.write_text(plan.plot(measured, options.max_loss, about), encoding="utf-8")
+    return 1 if any(each.errors for each in measured) else 0
+
+
+def _measured(options: argparse.Namespace) -> list[Measurement]:
+    from tessera_client import plan
+
+    run = secrets.token_hex(8)
+    measured = []
+    with Client(options.url, timeout=options.timeout) as client, _cache(options.cache) as cache:
+        items = _items(client, options, cache)
+        for policy in options.policy or plan.DEFAULT_POLICIES:
+            with _progress(policy) as advance:
+                measured.append(
+                    plan.measure(
+                        client,
+                        items,
+                        policy,
+                        run,
+                        concurrency=options.concurrency,
+                        progress=advance,
+                        max_tokens=options.max_tokens,
+                    )
+                )
+    return measured
+
+
+def _items(client: Client, options: argparse.Namespace, cache: Path) -> list[Item]:
+    """The questions of the user's folder, or of the held-out set; raises where the server is not ready for them."""
+    from tessera_client.datasets import folder_items, heldout_items
+
+    if not client.ready():
+        client.status()  # says why, if it can
+        raise Unavailable(f"the server at {options.url} is not ready", "see `tessera status`")
+    if options.folder:
+        return folder_items(options.folder, options.limit)
+    with _progress("rendering") as advance:
+        return heldout_items(options.limit, cache, root=options.repository, workers=options.workers, progress=advance)
 
 
 @contextmanager

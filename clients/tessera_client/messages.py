@@ -187,12 +187,13 @@ def sampling(options: Mapping[str, Any]) -> str | None:
     """``sampling_parameters`` as JSON, or None when all is default.
 
     The names are vLLM's (max_tokens, min_tokens, temperature, top_p, top_k, seed, stop, ignore_eos, logprobs) plus
-    ``choices``, a list of labels, and ``tile_policy``, a dict such as ``{"name": "reference", "max_tiles": 6,
+    ``choices``, a list of labels, and ``tile_policy``, a name or a dict such as ``{"name": "reference", "max_tiles": 6,
     "thumbnail": "auto"}``; ``max_tiles``, ``min_tiles`` and ``thumbnail`` given directly are moved into it. Options
     that are None are left to the server; names and ranges are checked by the server, which is the one that knows.
     """
     chosen = {name: value for name, value in options.items() if value is not None}
-    policy = dict(chosen.pop("tile_policy", {}))
+    given = chosen.pop("tile_policy", {})
+    policy = {"name": given} if isinstance(given, str) else dict(given)
     for name in ("max_tiles", "min_tiles", "thumbnail"):
         if name in chosen:
             policy[name] = chosen.pop(name)

@@ -13,7 +13,7 @@ import pytest
 
 from tessera_client import wire
 from tessera_client.errors import InvalidRequest, ProtocolError
-from tessera_client.messages import LabelScore, Timings, Usage, chat_request, encode_image, question_request
+from tessera_client.messages import LabelScore, Timings, Usage, chat_request, encode_image, question_request, sampling
 
 
 def test_pictures_from_path_bytes_file_and_data_url(tmp_path: Path) -> None:
@@ -156,3 +156,9 @@ def test_outputs_become_a_delta() -> None:
 def test_outputs_of_another_model_are_a_protocol_error(outputs: Any) -> None:
     with pytest.raises(ProtocolError):
         wire.delta_from_raw(outputs)
+
+
+def test_a_tile_policy_may_be_a_name():
+    assert json.loads(sampling({"tile_policy": "native"})) == {"tile_policy": {"name": "native"}}
+    whole = json.loads(sampling({"tile_policy": "budget", "thumbnail": "never"}))
+    assert whole == {"tile_policy": {"name": "budget", "thumbnail": "never"}}

@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError, InvalidRequest
 from tessera.family.chat import parse_chat
-from tessera.family.family import ModelFamily, TilePolicy
+from tessera.family.family import ModelFamily
 from tessera.family.prompt import Prompt, PromptBuilder, stop_token_ids
 from tessera.family.registry import family_for
+from tessera.family.tile_policy import TilePolicy
 from tessera.family.tokenizer import Tokenizer
 
 POLICY = TilePolicy(max_tiles=2)

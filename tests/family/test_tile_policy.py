@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoint_folders as folders
 import numpy as np
 import pytest
+from grid_oracle import expected_grid, expected_native_grid, random_sizes
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError, InvalidRequest
-from tessera.family.family import TILE_POLICIES, ModelFamily, TilePolicy
+from tessera.family.family import ModelFamily
+from tessera.family.internvl import InternVL
 from tessera.family.registry import family_for
+from tessera.family.tile_policy import THUMBNAIL_RULES, TILE_POLICIES, TilePolicy
 
 
 @pytest.fixture(scope="module", params=["hf_native", "internvl_chat"])
@@ -40,9 +44,92 @@ def test_token_counts(family: ModelFamily, size: tuple[int, int], tokens: tuple[
     assert found == tokens
 
 
-def test_known_token_counts_of_480x320_by_policy_name(family: ModelFamily) -> None:
+@pytest.mark.parametrize("name", TILE_POLICIES)
+@pytest.mark.parametrize("thumbnail", THUMBNAIL_RULES)
+def test_every_policy_on_random_sizes(family: ModelFamily, name: str, thumbnail: str) -> None:
+    wrong = []
+    for index, size in enumerate(random_sizes(600)):
+        budget = (None, 512, 1024, 2000, 2304, 5000)[index % 6] if name != "dense" else None
+        policy = replace(TILE_POLICIES[name], thumbnail=thumbnail, token_budget=budget)
+        if name == "two-tile" and budget == 512 and thumbnail != "never":
+            with pytest.raises(InvalidRequest, match=r"512 is less than the 768 tokens .* \(2 tiles and a thumbnail\)"):
+                family.plan(*size, policy)
+            continue
+        plan = family.plan(*size, policy)
+        columns, rows = expected(family, name, size, thumbnail, budget)
+        tiles = columns * rows + {"never": 0, "always": 1, "auto": int(columns * rows > 1)}[thumbnail]
+        if (plan.columns, plan.rows, plan.t, plan.tokens) != (columns, rows, tiles, 256 * tiles):
+            wrong.append((size, budget, plan))
+        assert budget is None or plan.tokens <= budget
+    assert not wrong
+
+
+def expected(
+    family: ModelFamily, name: str, size: tuple[int, int], thumbnail: str, budget: int | None
+) -> tuple[int, int]:
+    """The grid by a policy's description, its bounds found by trying all."""
+    least, most = {"dense": (7, 12), "two-tile": (2, 2)}.get(name, (1, 12))
+    costs = {n: 256 * (n + (thumbnail == "always" or (thumbnail == "auto" and n > 1))) for n in range(least, most + 1)}
+    most = max(n for n, cost in costs.items() if budget is None or cost <= budget)
+    if name == "native":
+        return expected_native_grid(*size, least, most)
+    assert isinstance(family, InternVL)
+    return expected_grid(family.layout, *size, least, most)
+
+
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [
+        ((480, 320), (1, 1)),  # 1.5 times as wide as high: just within the bound, and 0.57 of a tile's pixels
+        ((481, 320), (2, 1)),  # just beyond it
+        ((448, 448), (1, 1)),
+        ((517, 517), (1, 1)),  # 0.75 * 517^2 = 200,466 pixels of a tile's 200,704
+        ((518, 518), (2, 2)),  # 201,243: two and three tiles have no square
+        ((1920, 1080), (4, 2)),  # 0.75 of its pixels are 7.75 tiles
+        ((1344, 1344), (3, 3)),  # 6.75 tiles: seven is no shape for it, and 4x2 is twice as wide as high
+        ((3840, 2160), (4, 3)),  # 31 tiles would be needed: as many as allowed
+        ((8000, 400), (12, 1)),  # no grid is as long as that
+        ((10, 10), (1, 1)),
+    ],
+)
+def test_native_grids(family: ModelFamily, size: tuple[int, int], grid: tuple[int, int]) -> None:
+    plan = family.plan(*size, TILE_POLICIES["native"])
+    assert (plan.columns, plan.rows) == grid
+    assert plan.thumbnail == (grid != (1, 1))
+
+
+def test_the_seeds_token_counts_of_480x320_by_name(family: ModelFamily) -> None:
+    """Seed 000, 4.4: 3328 tokens became 512. Both are reached, by the names that tile_policy.py explains."""
     tokens = {name: family.plan(480, 320, policy).tokens for name, policy in TILE_POLICIES.items()}
-    assert tokens == {"reference": 1792, "dense": 3328, "two-tile": 512}
+    assert tokens == {"reference": 1792, "dense": 3328, "two-tile": 512, "budget": 256, "native": 256}
+    one_tile_and_thumbnail = TilePolicy.parse({"max_tiles": 1, "thumbnail": "always"}, TilePolicy())
+    assert family.plan(480, 320, one_tile_and_thumbnail).tokens == 512
+
+
+def test_a_budget_bounds_a_picture_thumbnail_included(family: ModelFamily) -> None:
+    """1920x1080 by nearest aspect: 4x2 of up to 8 tiles, 2x1 of up to 7 (16:9 lies nearest 2:1)."""
+
+    def tokens(**keys: object) -> int:
+        return family.plan(1920, 1080, TilePolicy.parse({"name": "budget", **keys}, TilePolicy())).tokens
+
+    found = [tokens(token_budget=budget) for budget in (256, 767, 768, 2303, 2304)]
+    assert found == [256, 256, 768, 768, 2304]
+    assert [tokens(token_budget=budget, thumbnail="never") for budget in (256, 512, 2048)] == [256, 512, 2048]
+    assert tokens(token_budget=512, thumbnail="always") == 512
+    assert tokens(token_budget=99999, max_tiles=2) == 768
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"token_budget": 255}, r"255 is less than the 256 tokens .*\(1 tiles\)"),
+        ({"token_budget": 511, "thumbnail": "always"}, r"511 is less than the 512 .* and a thumbnail"),
+        ({"name": "dense", "token_budget": 2047}, r"2047 is less than the 2048 .*\(7 tiles and a thumbnail"),
+    ],
+)
+def test_a_budget_too_small_for_any_grid_is_refused(family: ModelFamily, keys: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        family.plan(480, 320, TilePolicy.parse(keys, TilePolicy()))
 
 
 def test_thumbnail_rules(family: ModelFamily) -> None:
@@ -69,6 +156,10 @@ def test_policy_parsing() -> None:
     assert parse("two-tile", default) == TILE_POLICIES["two-tile"]
     assert parse('{"max_tiles": 4}', default) == TilePolicy("deployment", 1, 4, "never")
     assert parse({"name": "dense", "thumbnail": "never"}, default) == TilePolicy("dense", 7, 12, "never")
+    assert parse({"name": "native", "max_tiles": 6}, default) == TilePolicy("native", 1, 6, "auto", None, "native")
+    assert parse({"name": "budget", "token_budget": 512}, default) == TilePolicy("budget", 1, 12, "auto", 512)
+    assert parse({"name": "budget", "token_budget": None}, default) == TilePolicy("budget")
+    assert parse({"name": "deployment", "token_budget": 9}, default) == TilePolicy("deployment", 1, 6, "never", 9)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +172,9 @@ def test_policy_parsing() -> None:
         ({"max_tiles": "many"}, "many"),
         ({"min_tiles": 4, "max_tiles": 3}, "above"),
         ({"thumbnail": True}, "thumbnail"),
+        ({"token_budget": 0}, "token_budget"),
+        ({"token_budget": "1k"}, "1k"),
+        ({"grid": "native"}, "unknown key 'grid'"),  # a name chooses it
         ({"name": ["a"]}, "name"),
         (7, "int"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from tessera.errors import InvalidRequest
-from tessera.preprocess.decode import Limits, decode, encoded_bytes, probe_size
+from tessera.preprocess.decode import Limits, decode, encoded_bytes, probe_size, upright
 
 CORPUS = pictures.corpus()
 
@@ -40,6 +40,48 @@ def test_exif_orientations(kind: str, orientation: int) -> None:
     expected = by_pillow(data)
     assert probe_size(data) == ((32, 48) if orientation >= 5 else (48, 32))
     assert np.array_equal(decode(data), expected)
+
+
+@pytest.mark.parametrize(("enough", "divisor"), [((49, 10), 1), ((48, 32), 2), ((24, 16), 4), ((12, 8), 8)])
+@pytest.mark.parametrize("orientation", [1, 2, 3, 6, 7])
+def test_a_jpeg_is_decoded_small_where_few_pixels_are_enough(
+    orientation: int, enough: tuple[int, int], divisor: int
+) -> None:
+    """97 x 65: no side is a multiple of the divisor."""
+    image = Image.fromarray(pictures.smooth(160, 160)[40:105, 40:137])
+    if orientation >= 5:
+        image = image.transpose(Image.Transpose.TRANSPOSE)
+    data = pictures.saved(image, "JPEG", quality=95, exif=pictures.exif(orientation))
+    found = decode(data, enough=enough)
+    assert found.shape == (-(-65 // divisor), -(-97 // divisor), 3) and found.flags.c_contiguous
+    assert found.shape[1] >= enough[0] and found.shape[0] >= enough[1]
+    stored = Image.open(io.BytesIO(data)).convert("RGB")
+    expected = upright(np.asarray(stored.reduce(divisor)), orientation).astype(int)
+    assert np.abs(found - expected).mean() <= 2  # a picture upside down or in BGR is 40 and more away
+
+
+@pytest.mark.filterwarnings("ignore:Palette images")
+@pytest.mark.parametrize("kind", list(CORPUS))
+def test_only_jpegs_are_decoded_small(kind: str) -> None:
+    whole, found = decode(CORPUS[kind]), decode(CORPUS[kind], enough=(15, 15))
+    if kind.startswith("jpeg"):
+        assert min(found.shape[:2]) == 15 and max(found.shape[:2]) == 23
+        expected = np.asarray(Image.fromarray(whole).reduce(4)).astype(int)
+        assert np.abs(found - expected).mean() <= 3
+    else:
+        assert np.array_equal(found, whole)
+
+
+@pytest.mark.parametrize("enough", [None, (15, 15)])
+@pytest.mark.parametrize("kind", ["jpeg", "jpeg grey", "jpeg cmyk", "jpeg exif"])
+def test_a_jpeg_that_the_decoder_gives_up_is_refused(kind: str, enough: tuple[int, int] | None) -> None:
+    """Nothing of a buffer that was not written may go on as a picture."""
+    data = CORPUS[kind]
+    frame = max(data.find(b"\xff\xc0"), data.find(b"\xff\xc2"))
+    broken = bytearray(data)
+    broken[frame + 11] = 0x55  # sampling factors of the first component that no decoder takes
+    with pytest.raises(InvalidRequest, match="damaged or truncated JPEG"):
+        decode(bytes(broken), enough=enough)
 
 
 def test_16_bit_grey_keeps_the_high_byte() -> None:
@@ -106,6 +148,7 @@ def test_bad_bytes(data: bytes, word: str) -> None:
 @pytest.mark.parametrize("data", [pictures.png_of_size(60_000, 60_000), pictures.with_jpeg_size(JPEG, 65_000, 65_000)])
 def test_decompression_bombs_are_refused_before_decoding(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cv2.imdecode", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr("cv2.imread", lambda *_: pytest.fail("decoded"))
     with pytest.raises(InvalidRequest, match=r"megapixels; the limit is 50"):
         decode(data)
 

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from tessera.errors import ConfigError, InvalidRequest
+from tessera.family.tile_policy import THUMBNAIL_RULES, TILE_POLICIES
 from tessera.preprocess.decode import Limits, decode
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
 
@@ -71,6 +72,35 @@ def test_policies_of_deployment_and_request() -> None:
     assert ask(deployment, JPEG).plan.tolist() == [0, 1, 448, 448]
     assert ask(deployment, JPEG, tile_policy="two-tile").plan.tolist() == [0, 2, 448, 448]
     assert ask(deployment, JPEG, tile_policy={"name": "dense"}).plan.tolist() == [0, 13, 448, 448]
+    native = Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(tile_policy='{"name": "native"}'))
+    assert ask(native, JPEG).plan.tolist() == [0, 1, 448, 448]
+    assert ask(native, JPEG, tile_policy="reference").plan.tolist() == [0, 7, 448, 448]
+    assert ask(native, JPEG, tile_policy={"thumbnail": "always"}).plan.tolist() == [0, 2, 448, 448]
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [("mosaic", "mosaic"), ('{"token_budget": 63}', "63 is less than the 64"), ('{"max_tiles": "x"}', "max_tiles")],
+)
+def test_a_wrong_policy_of_the_deployment_ends_the_start(policy: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"preprocess: tile policy.*{words}"):
+        Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(tile_policy=policy))
+
+
+def test_plan_tokens_pixels_and_digest_agree_under_every_policy(preprocessor: Preprocessor) -> None:
+    """Different plans, different digests; the same plan by another name, the same digest (and its cached rows)."""
+    policies: list[Any] = [{"name": name, "thumbnail": rule} for name in TILE_POLICIES for rule in THUMBNAIL_RULES]
+    policies += [{"name": "budget", "token_budget": tokens} for tokens in (64, 192, 320, 512)]
+    digests = {}
+    for policy in policies:
+        found = ask(preprocessor, JPEG, tile_policy=policy)
+        (plan,) = found.plans
+        assert found.pixels.size == plan.t * 448 * 448 * 3
+        assert found.spans[:, 1].tolist() == [plan.t * 64] == [plan.tokens]
+        digests.setdefault(plan, set()).add(tuple(found.digest))
+    assert len(digests) == 8  # 1x1, 2x1, 3x2 and 4x3, each with and without the thumbnail
+    assert all(len(of_plan) == 1 for of_plan in digests.values())
+    assert len(set.union(*digests.values())) == len(digests)
 
 
 def test_digests_depend_on_bytes_and_plan(preprocessor: Preprocessor) -> None:
@@ -78,6 +108,15 @@ def test_digests_depend_on_bytes_and_plan(preprocessor: Preprocessor) -> None:
     assert np.array_equal(first, ask(preprocessor, base64.b64encode(JPEG), text="another").digest)
     assert not np.array_equal(first, ask(preprocessor, JPEG, tile_policy="two-tile").digest)
     assert not np.array_equal(first, ask(preprocessor, pictures.jpeg(480, 320, quality=60)).digest)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_a_mark_behind_the_last_byte_changes_the_digest_alone(preprocessor: Preprocessor, kind: str) -> None:
+    """`tessera plan` sends pictures that no cache knows in this way."""
+    data = pictures.saved(Image.fromarray(pictures.smooth(300, 200)), kind)
+    bare, marked = ask(preprocessor, data), ask(preprocessor, data + b"4e1f native,max_tiles=6")
+    assert np.array_equal(bare.pixels, marked.pixels)
+    assert not np.array_equal(bare.digest, marked.digest)
 
 
 def test_messages_with_data_urls_and_next_images(preprocessor: Preprocessor) -> None:
@@ -125,6 +164,16 @@ def test_errors_name_the_image_and_nothing_of_the_server(preprocessor: Preproces
         ask(preprocessor, JPEG, image)
     assert "/" not in str(caught.value).replace("image/jpeg", "")
     assert len(str(caught.value)) < 300
+
+
+def test_resize_modes_give_other_pixels_under_other_digests(preprocessor: Preprocessor) -> None:
+    fast = Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(resize="fast"))
+    data = pictures.jpeg(2000, 1500)
+    one, other = ask(preprocessor, data), ask(fast, data)
+    assert one.plans == other.plans and np.array_equal(one.input_ids, other.input_ids)
+    assert not np.array_equal(one.digest, other.digest)
+    difference = np.abs(one.pixels.astype(int) - other.pixels)
+    assert 0 < difference.mean() < 1
 
 
 def test_an_unknown_resize_mode_is_refused() -> None:

@@ -2,95 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from tessera.errors import InvalidRequest
+from tessera.family.tile_policy import TilePolicy
 
 KIND_TILES = 0
-THUMBNAIL_RULES = ("auto", "never", "always")
-
-
-@dataclass(frozen=True)
-class TilePolicy:
-    """How many tiles a picture may become.
-
-    ``thumbnail``: "auto" appends the whole picture as a last tile when the grid has more than one tile,
-    "always" also for a one-tile grid, "never" not at all. ``min_tiles`` and ``max_tiles`` bound the grid alone.
-    """
-
-    name: str = "reference"
-    min_tiles: int = 1
-    max_tiles: int = 12
-    thumbnail: str = "auto"
-
-    def __post_init__(self) -> None:
-        for key in ("min_tiles", "max_tiles"):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidRequest(f"tile policy: {key} must be a whole number of at least 1, not {value!r:.50}")
-        if self.min_tiles > self.max_tiles:
-            raise InvalidRequest(
-                f"tile policy: min_tiles {self.min_tiles!r:.20} is above max_tiles {self.max_tiles!r:.20}; "
-                "raise max_tiles"
-            )
-        if self.thumbnail not in THUMBNAIL_RULES:
-            raise InvalidRequest(f"tile policy: thumbnail must be one of {THUMBNAIL_RULES}, not {self.thumbnail!r:.50}")
-
-    @staticmethod
-    def parse(value: TilePolicy | Mapping[str, Any] | str | None, default: TilePolicy) -> TilePolicy:
-        """A request's policy: a preset's name, JSON text or a mapping whose keys override a preset.
-
-        Without ``name`` the keys override ``default`` (the deployment's policy). Raises InvalidRequest.
-        """
-        if value is None or isinstance(value, TilePolicy):
-            return value or default
-        if isinstance(value, str):
-            value = _policy_mapping(value)
-        if not isinstance(value, Mapping):
-            raise InvalidRequest(f"tile policy must be a name or an object, not {type(value).__name__}")
-        keys = dict(value)
-        name = keys.pop("name", None)
-        if name is None or name == default.name:
-            base = default
-        elif isinstance(name, str) and name in TILE_POLICIES:
-            base = TILE_POLICIES[name]
-        else:
-            raise InvalidRequest(f"tile policy name {name!r:.50} is unknown; known are {sorted(TILE_POLICIES)}")
-        unknown = sorted(str(key) for key in keys if key not in ("min_tiles", "max_tiles", "thumbnail"))
-        if unknown:
-            raise InvalidRequest(
-                f"tile policy: unknown key {unknown[0]!r:.50}; known are name, min_tiles, max_tiles, thumbnail"
-            )
-        return replace(base, **keys)
-
-
-def _policy_mapping(text: str) -> Any:
-    if not text.lstrip().startswith("{"):
-        return {"name": text.strip()}
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise InvalidRequest("tile policy is JSON nested too deep") from None
-    except ValueError as error:
-        raise InvalidRequest(f"tile policy is not valid JSON: {error}") from None
-
-
-# "dense" and "two-tile" reach the two token counts known for a 480x320 picture at 256 tokens a tile: 3328 = 4x3
-# tiles and a thumbnail, 512 = two tiles and none. "reference" gives 1792 for it.
-TILE_POLICIES = {
-    policy.name: policy
-    for policy in (
-        TilePolicy("reference", 1, 12, "auto"),
-        TilePolicy("dense", 7, 12, "auto"),
-        TilePolicy("two-tile", 2, 2, "never"),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -145,7 +65,10 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def plan(self, width: int, height: int, policy: TilePolicy) -> ImagePlan:
-        """Plan for a picture of ``width`` x ``height`` pixels (after EXIF rotation)."""
+        """Plan for a picture of ``width`` x ``height`` pixels (after EXIF rotation).
+
+        Raises InvalidRequest where the policy's token budget is too small for any plan.
+        """
 
     @abstractmethod
     def pieces(self, plan: ImagePlan) -> tuple[tuple[str, int], ...]:

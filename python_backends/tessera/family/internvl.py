@@ -14,12 +14,16 @@ import numpy as np
 
 from tessera.errors import CheckpointError
 from tessera.family.checkpoint_files import read_json
-from tessera.family.family import KIND_TILES, ImagePlan, ImageSpan, ModelFamily, TilePolicy
+from tessera.family.family import KIND_TILES, ImagePlan, ImageSpan, ModelFamily
+from tessera.family.tile_policy import TilePolicy
 
 if TYPE_CHECKING:
     from tessera.checkpoint.config import CheckpointConfig
 
 PILLOW_BICUBIC = 3
+# What a native grid may lose: pixels (its own to the picture's) and shape (the longer over the shorter stretch).
+NATIVE_PIXELS = 0.75
+NATIVE_STRETCH = 1.5
 
 
 @lru_cache(maxsize=256)
@@ -60,6 +64,31 @@ def best_grid(layout: str, width: int, height: int, tile: int, min_tiles: int, m
     return best
 
 
+@lru_cache(maxsize=4096)
+def native_grid(layout: str, width: int, height: int, tile: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
+    """The grid of fewest tiles with at least 0.75 of the picture's pixels and its aspect within a factor of 1.5.
+
+    Where no allowed grid has the pixels, the largest of the aspect; where none has the aspect, the nearest one. Among
+    grids of as many tiles the least stretched, then the wider. Takes the arguments of :func:`best_grid`.
+    """
+
+    def stretch(grid: tuple[int, int]) -> float:
+        across, down = grid[0] * height, grid[1] * width
+        return max(across, down) / min(across, down)
+
+    def cost(grid: tuple[int, int]) -> tuple[float, int, float, int]:
+        tiles = grid[0] * grid[1]
+        missing_pixels = max(0.0, NATIVE_PIXELS * width * height - tiles * tile * tile)
+        return missing_pixels, tiles, stretch(grid), -grid[0]
+
+    grids = candidate_grids(layout, min_tiles, max_tiles)
+    most_stretch = max(NATIVE_STRETCH, min(map(stretch, grids)))
+    return min((grid for grid in grids if stretch(grid) <= most_stretch), key=cost)
+
+
+GRIDS = {"aspect": best_grid, "native": native_grid}
+
+
 class InternVL(ModelFamily):
     """Both checkpoint layouts: HF-native ``InternVLForConditionalGeneration`` and ``InternVLChatModel``."""
 
@@ -84,8 +113,9 @@ class InternVL(ModelFamily):
         return self._default_policy
 
     def plan(self, width: int, height: int, policy: TilePolicy) -> ImagePlan:
-        columns, rows = best_grid(self.layout, width, height, self.tile, policy.min_tiles, policy.max_tiles)
-        thumbnail = policy.thumbnail == "always" or (policy.thumbnail == "auto" and columns * rows > 1)
+        most = policy.largest_grid(self.tokens_per_tile)
+        columns, rows = GRIDS[policy.grid](self.layout, width, height, self.tile, policy.min_tiles, most)
+        thumbnail = policy.has_thumbnail(columns * rows)
         tiles = columns * rows + thumbnail
         return ImagePlan(
             KIND_TILES, tiles, self.tile, self.tile, columns, rows, thumbnail, tiles * self.tokens_per_tile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import re
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ URL = re.compile(rb"(?i)(https?|file|[a-z][a-z0-9+.-]{1,15}(?=://)):")
 # How JPEG, PNG and WebP begin in base64.
 BASE64_MAGIC = (b"/9j/", b"iVBORw0KGgo", b"UklGR")
 FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+# A JPEG decoder can leave out high frequencies: as many pixels less a side, for a part of the time.
+REDUCED = {8: cv2.IMREAD_REDUCED_COLOR_8, 4: cv2.IMREAD_REDUCED_COLOR_4, 2: cv2.IMREAD_REDUCED_COLOR_2, 1: 0}
 
 
 @dataclass(frozen=True)
@@ -79,22 +82,53 @@ def probe_size(data: bytes, limits: Limits = Limits(), name: str = "image") -> t
     return read_checked_header(data, limits, name).upright_size
 
 
-def decode(data: bytes, limits: Limits = Limits(), name: str = "image") -> np.ndarray:
+def decode(
+    data: bytes, limits: Limits = Limits(), name: str = "image", enough: tuple[int, int] | None = None
+) -> np.ndarray:
     """Upright RGB pixels, uint8 [H, W, 3]; raises InvalidRequest.
 
     As Pillow's ``convert("RGB")`` after ``exif_transpose``: alpha is dropped, palettes, grey and CMYK are converted.
     16-bit samples keep their high byte (Pillow clips 16-bit grey at 255 instead).
+    ``enough`` is (width, height) in pixels: a JPEG may come out at 1/2, 1/4 or 1/8 of its size where neither side
+    falls below it. Other formats always keep their size.
     """
     header = read_checked_header(data, limits, name)
-    if header.format == "PNG":
-        data = plain_png(data)
     try:
-        pixels = cv2.imdecode(np.frombuffer(data, dtype=np.uint8), FLAGS)
+        pixels = _decode_jpeg(data, header, enough) if header.format == "JPEG" else _decode_other(data, header)
     except cv2.error:
         pixels = None
-    if pixels is None or pixels.shape != (header.height, header.width, 3) or pixels.dtype != np.uint8:
+    if pixels is None:
         raise InvalidRequest(f"{name} is a damaged or truncated {header.format}; its pixels cannot be decoded")
     return upright(pixels, header.orientation)
+
+
+def _decode_other(data: bytes, header: Header) -> np.ndarray | None:
+    if header.format == "PNG":
+        data = plain_png(data)
+    pixels = cv2.imdecode(np.frombuffer(data, dtype=np.uint8), FLAGS)
+    expected = pixels is not None and pixels.shape == (header.height, header.width, 3) and pixels.dtype == np.uint8
+    return pixels if expected else None
+
+
+def _decode_jpeg(data: bytes, header: Header, enough: tuple[int, int] | None) -> np.ndarray | None:
+    """Straight into the result: imdecode copies the picture once more, which takes more time and memory."""
+    divisor = _divisor(header.upright_size, enough)
+    pixels = np.empty((-(-header.height // divisor), -(-header.width // divisor), 3), dtype=np.uint8)
+    # imread does not say when it gives up. Rows are written from the top, so the last one tells: it must lose its mark.
+    mark = np.frombuffer(os.urandom(pixels[-1].size), dtype=np.uint8).reshape(pixels[-1].shape)
+    pixels[-1] = mark
+    with open(os.memfd_create("picture"), "wb") as file:
+        file.write(data)
+        file.flush()
+        cv2.imread(f"/proc/self/fd/{file.fileno()}", pixels, FLAGS | REDUCED[divisor])
+    return None if np.array_equal(pixels[-1], mark) else pixels
+
+
+def _divisor(size: tuple[int, int], enough: tuple[int, int] | None) -> int:
+    """The largest of REDUCED that leaves ``enough`` pixels on both sides."""
+    if enough is None:
+        return 1
+    return next((d for d in REDUCED if all(side >= d * least for side, least in zip(size, enough))), 1)
 
 
 def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:

@@ -9,6 +9,8 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 MAGIC = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG\r\n\x1a\n"}
 OTHERS = {b"GIF8": "GIF", b"BM": "BMP", b"II*\0": "TIFF", b"MM\0*": "TIFF", b"%PDF": "PDF"}
 # Chunks and header segments are walked one by one, and a hostile file has millions.
@@ -99,13 +101,16 @@ def _jpeg(data: bytes) -> Header:
         at += 2 + length
     if frame is None:
         raise ValueError("is a JPEG without a frame header")
-    # In scan data a 0xFF is always followed by a zero or a marker, so both searches find markers only.
-    if data.find(b"\xff\xd9", at) < 0:
+    # In scan data a 0xFF is always followed by a zero or a marker, so both searches find markers only. The first goes
+    # from the end, where a whole file has it; numpy, since bytes.count stops at every 0xFF and takes four times longer.
+    if data.rfind(b"\xff\xd9", at) < 0:
         raise ValueError("is a truncated JPEG (no end-of-image marker); send the whole file")
     _, height, width, components = frame
     if components == 4 and not adobe:
         raise ValueError("is a CMYK JPEG without an Adobe marker, whose polarity is unknown; send RGB")
-    return Header("JPEG", width, height, orientation, data.count(b"\xff\xda", at))
+    scan = np.frombuffer(data, dtype=np.uint8, offset=at)
+    passes = np.count_nonzero((scan[:-1] == 0xFF) & (scan[1:] == 0xDA))
+    return Header("JPEG", width, height, orientation, int(passes))
 
 
 def _exif_orientation(exif: bytes) -> int:

@@ -14,12 +14,13 @@ from tessera.errors import ConfigError, InvalidRequest
 from tessera.family.chat import Chat, parse_chat
 from tessera.family.conversation import conversation_for
 from tessera.family.digest import checkpoint_id, digest
-from tessera.family.family import ImagePlan, ModelFamily, TilePolicy
+from tessera.family.family import ImagePlan, ModelFamily
 from tessera.family.prompt import PromptBuilder
 from tessera.family.registry import family_for
+from tessera.family.tile_policy import TilePolicy
 from tessera.family.tokenizer import Tokenizer
 from tessera.preprocess.decode import Limits, decode, encoded_bytes, probe_size
-from tessera.preprocess.resize_cpu import resize_reference
+from tessera.preprocess.resize_cpu import resize_mode
 
 # Part of every digest: raise it when the same bytes and plan would give other pixels than before.
 PIXELS_VERSION = "1"
@@ -59,22 +60,21 @@ class Prepared:
     plans: tuple[ImagePlan, ...]
 
 
-RESIZES = {"reference": resize_reference}
-
-
 class Preprocessor:
     """Stateless between requests; several threads may share one."""
 
     def __init__(
         self, family: ModelFamily, prompts: PromptBuilder, checkpoint: bytes, settings: PreprocessSettings
     ) -> None:
-        if settings.resize not in RESIZES:
-            raise ConfigError(f"resize mode {settings.resize!r} is unknown; known are {sorted(RESIZES)}")
         self.family = family
         self.prompts = prompts
         self.limits = settings.limits
-        self.policy = TilePolicy.parse(settings.tile_policy, default=family.default_policy())
-        self._resize = RESIZES[settings.resize]
+        try:
+            self.policy = TilePolicy.parse(settings.tile_policy, default=family.default_policy())
+            family.plan(1, 1, self.policy)  # a token budget too small for any picture is refused here
+        except InvalidRequest as error:
+            raise ConfigError(f"preprocess: {error}") from None
+        self._mode = resize_mode(settings.resize)
         self._checkpoint = checkpoint
         self._digest_settings = f"pixels {PIXELS_VERSION}, resize {settings.resize}"
 
@@ -101,7 +101,7 @@ class Preprocessor:
             for image, plan in zip(images, plans, strict=True)
         ]
         return Prepared(
-            pixels=self._pixels(images, plans),
+            pixels=self.pixels(images, plans),
             plan=np.array([plan.wire() for plan in plans], dtype=np.int32).reshape(-1),
             digest=np.concatenate(digests) if digests else np.empty(0, dtype=np.int64),
             input_ids=prompt.input_ids,
@@ -134,24 +134,26 @@ class Preprocessor:
         if tiles > most:
             raise InvalidRequest(
                 f"{len(plans)} images make {tiles} tiles; the limit is {most}. Send fewer images, "
-                "or a tile_policy with a lower max_tiles"
+                "or a tile_policy with a lower max_tiles or token_budget"
             )
         return plans
 
-    def _pixels(self, images: Sequence[bytes], plans: Sequence[ImagePlan]) -> np.ndarray:
+    def pixels(self, images: Sequence[bytes], plans: Sequence[ImagePlan]) -> np.ndarray:
+        """Decode and cut encoded ``images`` as their ``plans`` say: uint8, flat. Raises InvalidRequest."""
         sizes = [int(np.prod(plan.pixel_shape)) for plan in plans]
         pixels = np.empty(sum(sizes), dtype=np.uint8)
         ends = np.cumsum(sizes)
         for index, (image, plan, size, end) in enumerate(zip(images, plans, sizes, ends, strict=True)):
-            decoded = decode(image, self.limits, f"image {index}")
+            enough = (plan.columns * plan.w, plan.rows * plan.h) if self._mode.reduced else None
+            decoded = decode(image, self.limits, f"image {index}", enough)
             self._write_tiles(decoded, plan, pixels[end - size : end].reshape(plan.pixel_shape))
         return pixels
 
     def _write_tiles(self, image: np.ndarray, plan: ImagePlan, out: np.ndarray) -> None:
         """Fill ``out`` [t, h, w, 3]: the whole image resized to the grid and cut row by row, the thumbnail last."""
-        grid = self._resize(image, plan.columns * plan.w, plan.rows * plan.h)
+        grid = self._mode.resize(image, plan.columns * plan.w, plan.rows * plan.h)
         cut = grid.reshape(plan.rows, plan.h, plan.columns, plan.w, 3).transpose(0, 2, 1, 3, 4)
         count = plan.rows * plan.columns
         out[:count].reshape(plan.rows, plan.columns, plan.h, plan.w, 3)[:] = cut
         if plan.thumbnail:
-            out[count] = self._resize(image, plan.w, plan.h)
+            out[count] = self._mode.resize(image, plan.w, plan.h)

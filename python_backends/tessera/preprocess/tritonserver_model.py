@@ -11,6 +11,7 @@ import numpy as np
 from tessera.errors import InvalidRequest
 from tessera.preprocess.decode import Limits
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
+from tessera.preprocess.resize_cpu import use_one_thread
 from tessera.sampling import SamplingParameters
 from tessera.tritonserver import tensors
 from tessera.tritonserver.deadline import deadline_ns
@@ -22,19 +23,19 @@ class TritonPythonModel:
     """tritonserver's interface; one picture-decoding thread, so the server runs several instances."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        import cv2
-        import torch
-
-        cv2.setNumThreads(1)
-        torch.set_num_threads(1)
         settings = StageSettings(args)
+        resize = settings.text("resize")
+        use_one_thread(resize)
         limits = Limits(
             max_images=settings.integer("max_images"),
             max_tiles=settings.integer("max_tiles"),
             max_pixels=settings.integer("max_pixels"),
             max_request_bytes=settings.integer("max_request_bytes"),
         )
-        self._preprocessor = Preprocessor.from_checkpoint(settings.checkpoint, PreprocessSettings(limits=limits))
+        self._preprocessor = Preprocessor.from_checkpoint(
+            settings.checkpoint,
+            PreprocessSettings(limits=limits, resize=resize, tile_policy=settings.text("tile_policy") or None),
+        )
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
