@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,6 +14,10 @@ from tessera.launcher.options import ServerOptions
 
 FLAGS = ("--http-port", "--grpc-port", "--metrics-port")
 APART = 10
+# Where free ports are picked: below those that Linux gives to outgoing connections, one of which could otherwise take
+# a picked port before tritonserver has it.
+PICKED = (20_000, 32_768)
+TRIES = 20
 
 
 def choose_ports(options: ServerOptions) -> tuple[int, int, int]:
@@ -52,21 +57,35 @@ def with_ports(options: ServerOptions, ports: Sequence[int]) -> ServerOptions:
 
 def hold_ports(options: ServerOptions, held: ExitStack) -> tuple[int, int, int]:
     """As :func:`choose_ports`; nobody else can have them until ``held`` is closed."""
-    ports = []
-    for flag, port in zip(FLAGS, ports_of(options), strict=True):
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        bound = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    http, grpc, metrics = (
+        _hold(options, flag, port, held) if port else _hold_a_free_one(options, flag, held)
+        for flag, port in zip(FLAGS, ports_of(options), strict=True)
+    )
+    return http, grpc, metrics
+
+
+def _hold_a_free_one(options: ServerOptions, flag: str, held: ExitStack) -> int:
+    for _ in range(TRIES):
         try:
-            bound.bind((options.host, port))
-            bound.listen()  # the port of a connection that just closed may be taken again, a listener's not
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                whose = f" of {options.name}" if options.name else ""
-                raise ConfigError(
-                    f"port {port} on {options.host} is already in use ({flag}{whose}): stop what listens there, or "
-                    "choose another port (0 picks a free one)"
-                ) from error
-            raise ConfigError(f"cannot listen on {options.host}:{port}: {error.strerror} (--host)") from error
-        ports.append(bound.getsockname()[1])
-    return ports[0], ports[1], ports[2]
+            return _hold(options, flag, random.randrange(*PICKED), held)
+        except ConfigError as error:
+            taken = error
+    raise taken
+
+
+def _hold(options: ServerOptions, flag: str, port: int, held: ExitStack) -> int:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    bound = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((options.host, port))
+        bound.listen()  # the port of a connection that just closed may be taken again, a listener's not
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            whose = f" of {options.name}" if options.name else ""
+            raise ConfigError(
+                f"port {port} on {options.host} is already in use ({flag}{whose}): stop what listens there, or "
+                "choose another port (0 picks a free one)"
+            ) from error
+        raise ConfigError(f"cannot listen on {options.host}:{port}: {error.strerror} (--host)") from error
+    return port
