@@ -134,7 +134,9 @@ def test_a_killed_stage_is_heard_of_and_comes_back(service: Launched, stage: str
     assert back <= BACK_WITHIN_S
     after = health(service)
     assert after["restarts"] == before["restarts"] + 1
-    assert stage in after["reason"] and after["grpc"] == before["grpc"] and after["http"] == before["http"]
+    # A stage that dies inside a metric call takes tritonserver along (abort), which is then what is seen first.
+    named = stage in after["reason"] or "tritonserver ended: killed by signal" in after["reason"]
+    assert named and after["grpc"] == before["grpc"] and after["http"] == before["http"]
     print(f"{stage}: last client heard after {slowest:.1f} s, back after {back:.1f} s")
 
 
