@@ -149,7 +149,7 @@ def link_runtime(folder: Path, server: Path, stub: Path) -> None:
 
 def lay_out(target: Path, fill: Callable[[Path], None]) -> None:
     """Makes ``target`` by filling a folder beside it and renaming, so that two starts at once are harmless."""
-    if all((target / part).exists() for part in ("bin/tritonserver", f"backends/python/{STUB}")):
+    if _is_whole(target):
         return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -158,6 +158,8 @@ def lay_out(target: Path, fill: Callable[[Path], None]) -> None:
         raise InstallationError(f"cannot write {target.parent} ({error.strerror}); set XDG_CACHE_HOME") from error
     try:
         fill(fresh)
+        if _is_whole(target):  # another start was quicker; taking its folder away would break a third
+            return
         if target.exists():  # dangling links: the wheel was removed and installed elsewhere
             target.rename(fresh / "replaced")
         fresh.rename(target)
@@ -167,6 +169,10 @@ def lay_out(target: Path, fill: Callable[[Path], None]) -> None:
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(target / "replaced", ignore_errors=True)
+
+
+def _is_whole(runtime: Path) -> bool:
+    return all((runtime / part).exists() for part in ("bin/tritonserver", f"backends/python/{STUB}"))
 
 
 def libpython_folder() -> tuple[Path, ...]:
