@@ -14,6 +14,7 @@ import json
 import threading
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -54,7 +55,7 @@ class Watched:
     cancel_at: float = 0.0  # not before this, on time.monotonic's clock
 
 
-class Front:
+class Front(ABC):
     """Base of the two fronts: one thread of the pool hands on one request; one more thread watches the clients."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -91,17 +92,17 @@ class Front:
         """The way to the ensembles of this machine; the connections themselves are made by the first requests."""
         return open_transport(settings.grpc_address, Models(vlm=settings.text("ensemble")))
 
+    @abstractmethod
     def wants_stream(self, request: Any) -> bool:
         """Whether the ensemble is to answer in parts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pong(self, responder: Responder) -> None:
         """Answers a ping."""
-        raise NotImplementedError
 
+    @abstractmethod
     def relay(self, deltas: Iterable[Delta], responder: Responder) -> None:
         """Sends on what the ensemble answers; must end the request."""
-        raise NotImplementedError
 
     def _take(self, request: Any, responder: Responder) -> None:
         if tensors.text(request, "PING") is not None:
