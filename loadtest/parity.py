@@ -22,7 +22,9 @@ from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
 from tessera.engine.request import Request, SamplingParameters
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
-from tessera.vision.encoder import VisionEncoder, VisionItem, VisionSettings
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import VisionItem
+from tessera.vision.settings import VisionSettings
 
 sys.path.insert(0, str(figures.ROOT / "build" / "default_model"))
 CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"

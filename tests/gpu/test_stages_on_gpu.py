@@ -8,7 +8,9 @@ from parity import CHECKPOINT, Ours, pictures
 
 from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
-from tessera.vision.encoder import VisionEncoder, VisionItem, VisionSettings
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import VisionItem
+from tessera.vision.settings import VisionSettings
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,10 @@ from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 from transformers import InternVLForConditionalGeneration
 
 from tessera.checkpoint.config import read_config
-from tessera.vision.encoder import VisionEncoder, VisionItem, VisionSettings
+from tessera.vision.encoder import VisionEncoder
 from tessera.vision.intern_vit import load_vision
+from tessera.vision.pictures import VisionItem
+from tessera.vision.settings import VisionSettings
 
 TOLERANCE = 1e-4
 SHAPES = {

@@ -14,7 +14,9 @@ from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
 from tessera.engine.request import Request, SamplingParameters
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
-from tessera.vision.encoder import VisionEncoder, VisionItem, VisionSettings
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import VisionItem
+from tessera.vision.settings import VisionSettings
 
 TOKENS = 8
 

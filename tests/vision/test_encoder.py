@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tessera.errors import ConfigError, InvalidRequest
-from tessera.vision.encoder import VisionEncoder, VisionItem, VisionSettings
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import VisionItem
+from tessera.vision.settings import VisionSettings
 
 SIDE, TOKENS = 2, 3
 

@@ -16,10 +16,12 @@ from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError, ConfigError
-from tessera.vision.encoder import VisionEncoder, VisionItem, VisionSettings
+from tessera.vision.encoder import VisionEncoder
 from tessera.vision.intern_vit import load_vision
 from tessera.vision.onnx_graph import vision_graph
 from tessera.vision.onnx_runner import OnnxRunner
+from tessera.vision.pictures import VisionItem
+from tessera.vision.settings import VisionSettings
 from tessera.vision.torch_runner import TorchRunner
 
 BUILD = Path(__file__).resolve().parents[2] / "build"

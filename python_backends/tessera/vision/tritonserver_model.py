@@ -15,7 +15,9 @@ from tessera.tritonserver.deadline import deadline_exceeded, is_over
 from tessera.tritonserver.failures import error_response
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.settings import StageSettings
-from tessera.vision.encoder import VisionEncoder, VisionItem, VisionSettings
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import VisionItem
+from tessera.vision.settings import VisionSettings
 
 STAMPS = 3  # deadline, and when preprocess received and ended
 
