@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from engine_fakes import EOS, ends, make_engine, make_request, run, text_of, tokens_of
 
-from tessera.engine import engine as engine_module
+from tessera.engine import rendering
 from tessera.errors import InvalidRequest, Unavailable
 
 
@@ -170,7 +170,7 @@ def test_an_answer_without_text_ends_alone_and_silences_nobody(monkeypatch, capl
     runner.script["broken"] = runner.script["fine"] = list(b"ab")
     for name in ("broken", "fine"):
         engine.submit(make_request([1], name, max_tokens=2, logprobs=0, ignore_eos=True))
-    works = engine_module._logprob_entry
+    works = rendering._logprob_entry
     calls = []
 
     def breaks_at_the_end(detokenizer, token):
@@ -179,7 +179,7 @@ def test_an_answer_without_text_ends_alone_and_silences_nobody(monkeypatch, capl
             raise ValueError("no text for this")
         return works(detokenizer, token)
 
-    monkeypatch.setattr(engine_module, "_logprob_entry", breaks_at_the_end)
+    monkeypatch.setattr(rendering, "_logprob_entry", breaks_at_the_end)
     runner.logprob = -0.5
     assert ends(run(engine)) == {"broken": "error", "fine": "length"}
     assert "no text for this" in caplog.text

@@ -72,7 +72,8 @@ def test_the_same_answers_as_on_threads(parts):
     process, ends = parts
     their_ends = Ends()
     threads = EngineService.from_checkpoint(CHECKPOINT, CONFIG, their_ends)
-    for sampling in ({}, {"logprobs": 1}, {"choices": ["yes", "no"], "ignore_eos": False}):
+    stop = {"stop": "e", "max_tokens": 200}
+    for sampling in ({}, {"logprobs": 1}, {"choices": ["yes", "no"], "ignore_eos": False}, stop):
         for rows in (0, 9):
             ours, theirs = make_request("a", rows=rows, **sampling), make_request("a", rows=rows, **sampling)
             process.submit(ours, picture_rows(rows))
@@ -82,7 +83,9 @@ def test_the_same_answers_as_on_threads(parts):
             assert "".join(e.text for e in found) == "".join(e.text for e in expected)
             assert (found[-1].finish_reason, found[-1].usage) == (expected[-1].finish_reason, expected[-1].usage)
             assert found[-1].choices == expected[-1].choices
-            assert [bool(e.logprobs) for e in found] == [bool(e.logprobs) for e in expected]
+            assert [entry["token_id"] for e in found for entry in e.logprobs or []] == [
+                entry["token_id"] for e in expected for entry in e.logprobs or []
+            ]
     threads.stop()
 
 

@@ -9,22 +9,22 @@ from engine_fakes import make_request
 
 from tessera.engine.progress import HOLD_S, MOST_TOKENS, Gatherer, Progress
 from tessera.engine.request import Usage
-from tessera.engine.sequence import SampledToken, Sequence
+from tessera.engine.sequence import SampledToken
 
 
 class Answer:
-    """A sequence of which one token after the other becomes known."""
+    """A request of which one token after the other becomes known."""
 
     def __init__(self, stream=True, **sampling):
-        request = replace(make_request([1], max_tokens=100, **sampling), stream=stream)
-        self.sequence, self.count = Sequence(request), 0
+        self.request = replace(make_request([1], max_tokens=100, **sampling), stream=stream)
+        self.count = 0
 
     def token(self, reason=None):
         self.count += 1
-        return Progress(self.sequence, Usage(1, self.count, 0), (SampledToken(self.count),), reason)
+        return Progress(self.request, Usage(1, self.count, 0), (SampledToken(self.count),), reason)
 
     def end(self, reason):
-        return Progress(self.sequence, Usage(1, self.count, 0), (), reason)
+        return Progress(self.request, Usage(1, self.count, 0), (), reason)
 
 
 @pytest.fixture

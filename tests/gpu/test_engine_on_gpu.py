@@ -87,7 +87,8 @@ def test_bfloat16_differs_by_ties_alone(requests, expected):
     assert first == len(expected)
 
 
-def test_an_engine_in_its_own_process_reads_rows_from_the_gpu(requests, expected):
+@pytest.mark.parametrize("pool_bytes", [1 << 24, 1 << 17], ids=["in the slab", "most spilled"])
+def test_an_engine_in_its_own_process_reads_rows_from_the_gpu(requests, expected, pool_bytes):
     found: dict[Request, list[int]] = {}
     ended = threading.Semaphore(0)
 
@@ -97,7 +98,7 @@ def test_an_engine_in_its_own_process_reads_rows_from_the_gpu(requests, expected
             if event.finish_reason is not None:
                 ended.release()
 
-    config = EngineConfig(device="cuda", dtype="float32", kv_cache_bytes=1 << 28)
+    config = EngineConfig(device="cuda", dtype="float32", kv_cache_bytes=1 << 28, embedding_pool_bytes=pool_bytes)
     process = EngineProcess(CHECKPOINT, config, listen, lambda: None)
     bare = [replace(request, embeddings=None) for request in requests]
     for request, whole in zip(bare, requests):

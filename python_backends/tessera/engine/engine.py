@@ -9,20 +9,21 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceType
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.cache.prefix_index import PrefixIndex, image_cache_ids
 from tessera.engine.config import EngineConfig
-from tessera.engine.detokenizer import Decoder, Detokenizer
+from tessera.engine.detokenizer import Decoder
 from tessera.engine.labels import LabelScorer
 from tessera.engine.metrics import EngineMetrics
-from tessera.engine.progress import Progress
+from tessera.engine.progress import LabelAnswer, Progress
+from tessera.engine.rendering import Renderer
 from tessera.engine.request import Request, TokenEvent
 from tessera.engine.scheduling.batch import ScheduledBatch
 from tessera.engine.scheduling.scheduler import Scheduler
@@ -63,10 +64,11 @@ class Runner(Protocol):
 class Engine:
     """Continuous batching over one model.
 
-    A step has two halves, so that a second thread can do the second: :meth:`advance` plans, runs and applies;
-    :meth:`render` turns what came of it into text and events. :meth:`step` is both. :meth:`submit` and :meth:`abort`
-    may be called from any thread, :meth:`advance`, :meth:`fail_all` and :meth:`close` from one, and :meth:`render`
-    from one, in their order. Every request that was submitted ends in exactly one event with a finish_reason.
+    A step has two halves, so that a second thread, or process, can do the second: :meth:`advance` plans, runs and
+    applies; a :class:`Renderer` turns what came of it into text and events. :meth:`step` is both. :meth:`submit`,
+    :meth:`abort` and :meth:`stop` may be called from any thread, :meth:`advance`, :meth:`fail_all` and :meth:`close`
+    from one, and :meth:`render` from one, in their order. Every request that was submitted makes exactly one progress
+    with a reason, and one event with a finish_reason.
     """
 
     def __init__(
@@ -94,11 +96,12 @@ class Engine:
         self._progress: list[Progress] = []  # of the step under way
         self._open: dict[Sequence, None] = {}  # taken in, last progress not made yet
         self._lock = threading.Lock()  # guards what follows
-        self._live: dict[Sequence, Detokenizer] = {}  # until the final event exists
+        self._live: dict[Request, Sequence] = {}  # until their last progress exists
         self._arrived: list[Sequence] = []
         self._aborted: list[Sequence] = []
         self._stopped: list[Sequence] = []  # their text met a stop string
         self._closed = ""
+        self._renderer = Renderer(tokenizer, self.stop, self.metrics.finished)
 
     @classmethod
     def from_checkpoint(cls, folder: Path | str, config: EngineConfig, tokenizer: Decoder | None = None) -> Engine:
@@ -139,7 +142,7 @@ class Engine:
             if len(self._live) >= self._config.max_in_flight:
                 queued = len(self._arrived) + len(self.scheduler.waiting)
                 raise Unavailable(f"{len(self._live)} requests are in flight, {queued} of them queued; try again later")
-            self._live[sequence] = Detokenizer(self._tokenizer, request.sampling)
+            self._live[request] = sequence
             self._arrived.append(sequence)
             self.metrics.requests += 1
         return sequence
@@ -147,8 +150,14 @@ class Engine:
     def abort(self, sequence: Sequence) -> None:
         """Ends a request early: its last event, "cancelled", comes with the next step. Too late does no harm."""
         with self._lock:
-            if sequence in self._live:
+            if sequence.request in self._live:
                 self._aborted.append(sequence)
+
+    def stop(self, request: Request) -> None:
+        """Ends a request whose text met a stop string; its last progress comes with the next step."""
+        with self._lock:
+            if request in self._live:
+                self._stopped.append(self._live[request])
 
     def has_work(self) -> bool:
         with self._lock:
@@ -178,19 +187,7 @@ class Engine:
 
     def render(self, steps: list[Progress]) -> list[TokenEvent]:
         """Text and events of what :meth:`advance`, :meth:`fail_all` or :meth:`close` returned, in their order."""
-        events = []
-        for progress in steps:
-            with self._lock:
-                detokenizer = self._live.get(progress.sequence)
-            if detokenizer is None:  # its text met a stop string before this token
-                continue
-            try:
-                events.append(self._event(progress, detokenizer))
-            except Exception as error:  # one answer that has no text must not silence the others
-                _LOG.exception("request %r has no text", progress.sequence.request.request_id)
-                failed = replace(progress, tokens=(), reason="error", error=f"{type(error).__name__}: {error}")
-                events.append(self._event(failed, Detokenizer(self._tokenizer, progress.sequence.request.sampling)))
-        return events
+        return self._renderer.render(steps)
 
     def fail_all(self, message: str) -> list[Progress]:
         """Ends every request that a step may have seen with reason "error"; the engine then starts afresh."""
@@ -261,7 +258,11 @@ class Engine:
             arrived, self._arrived = self._arrived, []
             aborted, self._aborted = self._aborted, []
             stopped, self._stopped = self._stopped, []
-            overdue = [s for s in self._live if s.request.deadline_ns is not None and s.request.deadline_ns <= now]
+            overdue = [
+                sequence
+                for request, sequence in self._live.items()
+                if request.deadline_ns is not None and request.deadline_ns <= now
+            ]
         for sequence in arrived:
             self._open[sequence] = None
             self.scheduler.add(sequence)
@@ -293,49 +294,31 @@ class Engine:
                 self._add_progress(sequence)
 
     def _add_progress(self, sequence: Sequence, *tokens: SampledToken, error: str | None = None) -> None:
+        labels = None
         if sequence.finished:
+            with self._lock:
+                del self._live[sequence.request]
             del self._open[sequence]
             sequence.embeddings = None
-        self._progress.append(Progress(sequence, sequence.usage, tokens, sequence.finish_reason, error))
+            if sequence.labels is not None and sequence.finish_reason == "stop":
+                labels = LabelAnswer(sequence.labels.best, [asdict(score) for score in sequence.labels.result()])
+        self._progress.append(
+            Progress(
+                sequence.request,
+                sequence.usage,
+                tokens,
+                sequence.finish_reason,
+                error,
+                sequence.cached_tokens,
+                sequence.scheduled_ns,
+                sequence.first_token_ns,
+                labels,
+            )
+        )
 
     def _take_progress(self) -> list[Progress]:
         progress, self._progress = self._progress, []
         return progress
-
-    def _event(self, progress: Progress, detokenizer: Detokenizer) -> TokenEvent:
-        sequence, reason, usage = progress.sequence, progress.reason, progress.usage
-        tokens, choices = progress.tokens, None
-        ended_by_token = reason == "stop" and not sequence.request.sampling.include_stop_str_in_output
-        text, count = detokenizer.push([token.token_id for token in (tokens[:-1] if ended_by_token else tokens)])
-        if detokenizer.stopped:
-            # What was sampled after the stop string, while the text was not known yet, does not count.
-            usage = usage._replace(completion_tokens=usage.completion_tokens - len(tokens) + count)
-            reason, tokens = "stop", tokens[:count]
-        if reason is not None:
-            text += detokenizer.flush()
-        if reason == "stop" and sequence.labels is not None:
-            text, choices = sequence.labels.best, [asdict(score) for score in sequence.labels.result()]
-        logprobs = [_logprob_entry(detokenizer, token) for token in tokens if token.logprob is not None]
-        with self._lock:  # nothing may fail from here on: the request would end without an event
-            if reason is not None:
-                del self._live[sequence]
-                self.metrics.finished[reason] += 1
-            if reason is not None and not sequence.finished:
-                self._stopped.append(sequence)
-        return TokenEvent(
-            sequence.request,
-            text,
-            [token.token_id for token in tokens],
-            logprobs or None,
-            reason,
-            usage,
-            sequence.cached_tokens,
-            sequence.scheduled_ns,
-            sequence.first_token_ns,
-            time.monotonic_ns(),
-            progress.error,
-            choices,
-        )
 
     def _count(self, batch: ScheduledBatch) -> None:
         metrics, scheduler = self.metrics, self.scheduler
@@ -345,10 +328,3 @@ class Engine:
         metrics.preemptions = scheduler.preemptions
         metrics.waiting, metrics.running = len(scheduler.waiting), len(scheduler.running)
         metrics.blocks_used = scheduler.blocks.used
-
-
-def _logprob_entry(detokenizer: Detokenizer, token: SampledToken) -> dict[str, Any]:
-    def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
-        return {"token_id": token_id, "text": detokenizer.token_text(token_id), "logprob": logprob}
-
-    return entry(token.token_id, token.logprob) | {"top": [entry(*pair) for pair in token.top]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -14,14 +13,13 @@ import torch
 from tessera.engine.cache.embedding_pool import EmbeddingPool
 from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
-from tessera.engine.loop import EngineLoop
+from tessera.engine.loop import EngineLoop, OnEvents
+from tessera.engine.progress import Progress
 from tessera.engine.request import Request, TokenEvent
 from tessera.engine.sequence import Sequence
 
 # So soon the engine's thread gets the interpreter back from those that make and send text; Python's 5 ms are a step.
 SWITCH_S = 0.0005
-
-OnEvents = Callable[[list[TokenEvent]], None]
 
 
 class Service(Protocol):
@@ -55,7 +53,7 @@ class EngineService:
         self._requests: dict[Request, Request] = {}  # the engine's copy, with the pool's rows -> the caller's
         self._sequences: dict[Request, Sequence] = {}  # by the caller's
         self._engine = engine
-        self._loop = EngineLoop(engine, self._pass_on)
+        self._loop = EngineLoop(engine, self._pass_on, self._give_back)
         self._loop.start()
 
     @classmethod
@@ -70,7 +68,9 @@ class EngineService:
             try:
                 self._sequences[request] = self._loop.submit(own)
             except Exception:
-                self._forget(own)
+                del self._requests[own]
+                if own.embeddings is not None:
+                    self._pool.give_back(own.embeddings)
                 raise
 
     def abort(self, request: Request) -> None:
@@ -80,26 +80,29 @@ class EngineService:
             self._loop.abort(sequence)
 
     def counts(self) -> dict[str, int]:
-        pool = self._pool
-        return self._engine.metrics.snapshot() | {
-            "embedding_bytes": pool.used_bytes,
-            "embedding_bytes_spilled": pool.spilled_bytes,
-            "embeddings_on_cpu": pool.arrived_on_cpu,
-        }
+        return self._engine.metrics.snapshot() | pool_counts(self._pool)
 
     def stop(self) -> None:
         self._loop.stop()
+
+    def _give_back(self, steps: list[Progress]) -> None:
+        for progress in steps:
+            if progress.reason is not None and progress.request.embeddings is not None:
+                self._pool.give_back(progress.request.embeddings)
 
     def _pass_on(self, events: list[TokenEvent]) -> None:
         with self._lock:
             theirs = [replace(event, request=self._requests[event.request]) for event in events]
             for event in events:
                 if event.finish_reason is not None:
-                    self._forget(event.request)
+                    self._sequences.pop(self._requests.pop(event.request), None)
         self._on_events(theirs)
 
-    def _forget(self, own: Request) -> None:
-        """Call it under the lock."""
-        self._sequences.pop(self._requests.pop(own), None)
-        if own.embeddings is not None:
-            self._pool.give_back(own.embeddings)
+
+def pool_counts(pool: EmbeddingPool) -> dict[str, int]:
+    """A pool's part of :meth:`Service.counts`."""
+    return {
+        "embedding_bytes": pool.used_bytes,
+        "embedding_bytes_spilled": pool.spilled_bytes,
+        "embeddings_on_cpu": pool.arrived_on_cpu,
+    }

@@ -1,60 +1,106 @@
-"""Rows of pictures on their way through the engine: on the device while there is room, else in pinned memory."""
+"""Rows of pictures on their way through the engine: in a slab on the device, or in pinned memory when that is full."""
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left, insort
 
 import torch
 
+_ALIGNMENT = 512
+
 
 class EmbeddingPool:
-    """Takes over the rows of requests as they arrive, and counts them until their requests end.
+    """Takes over the rows of requests as they arrive, until their requests end.
 
-    ``capacity_bytes``: rows held on the device at most; those beyond wait in the host's pinned memory, which the step
-    that needs them reads. May be used from several threads.
+    ``capacity_bytes``: the slab on the device, allocated at once; rows that find no room in it wait in the host's
+    pinned memory, which the step that needs them reads. May be used from several threads. On the CPU there is no slab.
     """
 
     def __init__(self, device: torch.device, capacity_bytes: int) -> None:
-        self.used_bytes = 0
-        self.spilled_bytes = 0  # of those in pinned memory now
+        self.spilled_bytes = 0  # in pinned memory now
         self.arrived_on_cpu = 0  # requests whose rows came over the CPU though the engine runs on a GPU
-        self._device = device
-        self._capacity_bytes = capacity_bytes
+        self.slab: torch.Tensor | None = None  # uint8 [capacity_bytes]
+        self._places = Places(capacity_bytes)
         self._lock = threading.Lock()
-        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.slab = torch.empty(capacity_bytes, dtype=torch.uint8, device=device)
+            self._stream = torch.cuda.Stream(device)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the slab."""
+        return self._places.used
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         """A copy of ``rows`` [n, hidden], complete when this returns: their owner may reuse them."""
-        if self._device.type != "cuda":
+        if self.slab is None:
             return rows.clone()
         with self._lock:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)
-            fits = self.used_bytes + rows.nbytes <= self._capacity_bytes
-            self._count(fits, rows.nbytes)
+            place = self._places.take(rows.nbytes)
+            self.spilled_bytes += rows.nbytes if place is None else 0
             self.arrived_on_cpu += not rows.is_cuda
+        if place is None:
+            kept = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        else:
+            kept = rows_at(self.slab, place, rows.shape, rows.dtype)
         try:
             with torch.cuda.stream(self._stream):  # beside the engine's steps
-                place = {"device": self._device} if fits else {"pin_memory": True}
-                kept = torch.empty(rows.shape, dtype=rows.dtype, **place)
                 kept.copy_(rows, non_blocking=True)
                 self._stream.synchronize()
         except BaseException:
-            with self._lock:
-                self._count(fits, -rows.nbytes)
+            self.give_back(kept)
             raise
         return kept
 
-    def give_back(self, rows: torch.Tensor) -> None:
-        """The request of rows that :meth:`take` returned has ended."""
-        if self._device.type != "cuda":
-            return
-        with self._lock:
-            self._count(rows.is_cuda, -rows.nbytes)
+    def place_of(self, rows: torch.Tensor) -> int | None:
+        """Where in the slab rows lie that :meth:`take` returned, in bytes; None for those outside of it."""
+        return rows.data_ptr() - self.slab.data_ptr() if self.slab is not None and rows.is_cuda else None
 
-    def _count(self, on_device: bool, added: int) -> None:
-        """Call it under the lock."""
-        if on_device:
-            self.used_bytes += added
-        else:
-            self.spilled_bytes += added
+    def give_back(self, rows: torch.Tensor) -> None:
+        """No step that was launched needs the rows any more that :meth:`take` returned."""
+        if self.slab is None:
+            return
+        place = self.place_of(rows)
+        with self._lock:
+            if place is None:
+                self.spilled_bytes -= rows.nbytes
+            else:
+                self._places.give_back(place)
+
+
+def rows_at(slab: torch.Tensor, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The rows that begin at byte ``place`` of a slab, as a view."""
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    return slab[place : place + size].view(dtype).view(shape)
+
+
+class Places:
+    """Which stretches of ``capacity`` bytes are taken; the first gap that is large enough is used."""
+
+    def __init__(self, capacity: int) -> None:
+        self.used = 0
+        self._capacity = capacity
+        self._taken: list[tuple[int, int]] = []  # first byte, first byte behind; ascending
+
+    def take(self, size: int) -> int | None:
+        """The first of ``size`` bytes that are now taken; None if no gap holds them."""
+        size = -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
+        start = 0
+        for first, behind in self._taken:
+            if first - start >= size:
+                break
+            start = behind
+        if start + size > self._capacity:
+            return None
+        insort(self._taken, (start, start + size))
+        self.used += size
+        return start
+
+    def give_back(self, start: int) -> None:
+        index = bisect_left(self._taken, (start,))
+        if index == len(self._taken) or self._taken[index][0] != start:
+            raise AssertionError(f"no rows were kept at byte {start}")
+        self.used -= self._taken.pop(index)[1] - start
