@@ -28,6 +28,7 @@ GPU_SETTINGS = {
     "language_model.kv_cache_bytes": "0",
     "language_model.max_batched_tokens": "8192",
     "language_model.max_sequences": "256",
+    "language_model.engine_process": "1",
 }
 
 
