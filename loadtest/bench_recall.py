@@ -61,6 +61,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--instances", nargs="*", default=[], metavar="MODEL=N")
     parser.add_argument("--set", nargs="*", default=[], metavar="MODEL.PARAMETER=VALUE", dest="parameters")
+    parser.add_argument("--label", help="for other settings than the default's: the figures are recall.LABEL.*")
     parser.add_argument("--json", type=Path, help="write all figures of both runs here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tessera-recall-") as folder:
@@ -83,9 +84,11 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps({"default": default, "large_at_one_tile": one_tile}, indent=1))
     command = "make bench-recall" + (f" N={arguments.limit}" if arguments.limit else "")
+    if arguments.label:
+        command += f' RECALL="--label {arguments.label} --set {" ".join(arguments.parameters)}"'
     notes = {"pictures": len(items), "settings": [*arguments.instances, *arguments.parameters]}
     # A part of the set is a check of one machine against another; only the whole gives the figures that count.
-    prefix = "recall.sample" if arguments.limit else "recall"
+    prefix = ".".join(filter(None, ["recall", arguments.label, "sample" if arguments.limit else ""]))
     for name in ("macro", "min_class", "precision"):
         value = round(default[f"recall.{name}"], 4)
         figures.emit(f"{prefix}.{name}", value, "share", command=command, ceiling=1, **notes)
