@@ -50,14 +50,12 @@ class GraphRunner:
         self._device, self._dtype = tower.class_embedding.device, tower.class_embedding.dtype
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._replays: dict[int, Callable[[], torch.Tensor]] = {}
-        started, before = time.perf_counter(), self._reserved()
+        started, before = time.perf_counter(), self._held()
         self._pool: Any = None
         self._tiles = torch.zeros((self._sizes[-1], *tower.tile_shape), dtype=torch.uint8, device=self._device)
         for size in reversed(self._sizes):  # the largest first: the smaller ones live in its memory
             self._replays[size] = self._record(size, kernels_for(size))
-        if self._stream is not None:
-            torch.cuda.empty_cache()  # what tuning and the runs before recording left
-        self.report = CaptureReport(self._sizes, time.perf_counter() - started, self._reserved() - before)
+        self.report = CaptureReport(self._sizes, time.perf_counter() - started, self._held() - before)
 
     @classmethod
     def from_checkpoint(
@@ -150,8 +148,12 @@ class GraphRunner:
             yield
         current.wait_stream(self._stream)
 
-    def _reserved(self) -> int:
-        return torch.cuda.memory_reserved(self._device) if self._stream is not None else 0
+    def _held(self) -> int:
+        """Bytes of the device's memory that this process holds and uses; what it merely kept is given back."""
+        if self._stream is None:
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._device)
 
 
 def bucket_sizes(largest: int) -> list[int]:

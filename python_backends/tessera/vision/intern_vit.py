@@ -191,8 +191,8 @@ class InternViT(nn.Module):
     def activation_bytes(self, tiles: int) -> int:
         """The most memory that PLAIN kernels hold at a time in a forward of so many tiles, rows included.
 
-        That is in a layer's MLP: five tensors as wide as the residual stream, and its inner rows twice. Scratch
-        memory of matrix products is not counted.
+        That is in a layer's MLP: five tensors as wide as the residual stream, and its inner rows twice. Not counted
+        are what the allocator rounds up (at most 1 MiB a tensor) and the scratch memory of matrix products.
         """
         mlp = self.blocks[0].mlp.linear1
         width = 5 * mlp.in_features + 2 * mlp.out_features
