@@ -32,7 +32,7 @@ class VisionSettings:
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"vision dtype {self.dtype!r} is not known; known are float32, bfloat16, float16")
         if self.runner == "onnx" and (self.dtype, self.device) != ("float32", "cpu"):
-            raise ConfigError("the onnx runner computes in float32 on the CPU; use runner torch for anything else")
+            raise ConfigError("the onnx runner computes in float32 on the CPU; for anything else use graph or torch")
         if self.runner == "graph" and not self.device.startswith("cuda"):
             raise ConfigError(f"the graph runner records CUDA graphs; it needs device cuda, not {self.device!r}")
         if self.infer_batch_size < 1 or self.threads < 1 or self.cache_bytes < 0:
