@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 ONNX := model_repository/vision_encoder/1/model.onnx
 CHECKPOINT := build/default_model/checkpoint
 
-.PHONY: env demo serve test lint types test-faults test-gpu soak fuzz bench-cpu bench-serve bench-preprocess bench-kernels bench-engine gpu-sharing bench-recall parity record report clean
+.PHONY: env demo serve test lint types test-faults test-gpu soak fuzz bench-cpu bench-serve bench-preprocess bench-kernels bench-engine bench-vision gpu-sharing bench-recall parity record report clean
 
 env: $(VENV)/.ready
 
@@ -59,6 +59,10 @@ bench-cpu: $(ONNX)
 # the engine alone on one GPU, ceilings beside the figures; ENGINE="--parts decode --quick" for other settings
 bench-engine: $(VENV)/.ready
 	$(PY) loadtest/bench_engine.py $(ENGINE)
+
+# the vision encoder alone on one GPU, against transformers; VISION="--profile" for its kernels
+bench-vision: $(VENV)/.ready
+	$(PY) loadtest/bench_vision.py $(VISION)
 
 # a standard workload through the server on a GPU; W=W4a, SERVE="--gpus 0,1" for other settings
 bench-serve: $(VENV)/.ready

@@ -39,11 +39,11 @@ def test_tiles(side: int, seed: int = 0) -> np.ndarray:
 @torch.inference_mode()
 def torch_states(tower: InternViT, tiles: np.ndarray) -> dict[str, np.ndarray]:
     """Every tensor that the graph names, in order of computation."""
-    x = tower.embed(torch.from_numpy(tiles))
+    x, update = tower.embed(torch.from_numpy(tiles)), None
     states = {"embedded": x}
     for number, layer in enumerate(tower.blocks[: tower.depth]):
-        x = layer(x)
-        states[f"layers.{number}"] = x
+        x, update = layer(x, update)
+        states[f"layers.{number}"] = x + update
     states["embeddings"] = tower(torch.from_numpy(tiles))
     return {name: state.numpy() for name, state in states.items()}
 

@@ -19,7 +19,7 @@ from tritonclient.grpc import model_config_pb2
 ROOT = Path(__file__).resolve().parent.parent
 # Vision stage and language model on one GPU, each in a process of its own (see docs/gpu.md).
 GPU_SETTINGS = {
-    "vision_encoder.runner": "torch",
+    "vision_encoder.runner": "graph",
     "vision_encoder.device": "cuda",
     "vision_encoder.dtype": "bfloat16",
     "vision_encoder.visual_infer_batch_size": "32",

@@ -26,6 +26,7 @@ BLOCKED = {
     "tessera.engine.scheduling": "torch",
     "tessera.engine.cache.block_manager": "torch",
     "tessera.engine.cache.prefix_index": "torch",
+    "tessera.measured_choices": "torch numpy tessera.engine tessera.vision",
     "tessera.tritonserver": "torch triton_python_backend_utils",
     "tessera.fronts": "torch triton_python_backend_utils tessera.engine tessera.vision tessera.preprocess",
     "tessera.launcher": "torch numpy tritonclient triton_python_backend_utils pytriton",

@@ -24,7 +24,7 @@ def on_cpu() -> Ours:
 
 
 def on_gpu(dtype: str) -> VisionEncoder:
-    settings = VisionSettings(runner="torch", device="cuda", dtype=dtype, infer_batch_size=32)
+    settings = VisionSettings(runner="graph", device="cuda", dtype=dtype, infer_batch_size=32)
     return VisionEncoder.from_checkpoint(CHECKPOINT, settings)
 
 

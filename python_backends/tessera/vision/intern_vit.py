@@ -9,7 +9,7 @@ is a reshape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import cast
 
@@ -19,28 +19,10 @@ from torch.nn import functional
 
 from tessera.checkpoint.config import CheckpointConfig, VisionConfig
 from tessera.checkpoint.weights import Placement, SafetensorsFolder, load_strict, split_names
-from tessera.vision.attention import attend
+from tessera.vision.tower_kernels import PLAIN, TowerKernels
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-
-
-def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _tanh_gelu(x: torch.Tensor) -> torch.Tensor:
-    return functional.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": functional.gelu,
-    "gelu_new": _tanh_gelu,
-    "gelu_pytorch_tanh": _tanh_gelu,
-    "quick_gelu": _quick_gelu,
-    "relu": functional.relu,
-    "silu": functional.silu,
-}
 
 
 class RMSNorm(nn.Module):
@@ -75,12 +57,12 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(size, config.qk_norm_eps) if config.use_qk_norm else None
         self.k_norm = RMSNorm(size, config.qk_norm_eps) if config.use_qk_norm else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, kernels: TowerKernels = PLAIN) -> torch.Tensor:
         query, key, value = self.qkv(x).chunk(3, dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         split = (self.heads, x.shape[-1] // self.heads)
-        rows = attend(query.unflatten(-1, split), key.unflatten(-1, split), value.unflatten(-1, split))
+        rows = kernels.attend(query.unflatten(-1, split), key.unflatten(-1, split), value.unflatten(-1, split))
         return self.output(rows)
 
 
@@ -91,12 +73,15 @@ class MLP(nn.Module):
         self.linear1 = nn.Linear(config.hidden_size, config.intermediate_size)
         self.linear2 = nn.Linear(config.intermediate_size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear2(ACTIVATIONS[self.activation_name](self.linear1(x)))
+    def forward(self, x: torch.Tensor, kernels: TowerKernels = PLAIN) -> torch.Tensor:
+        return self.linear2(kernels.linear_and_activate(x, self.linear1, self.activation_name))
 
 
 class Layer(nn.Module):
-    """One block: x + scale1 * attention(norm1(x)), then x + scale2 * mlp(norm2(x))."""
+    """One block: x + scale1 * attention(norm1(x)), then x + scale2 * mlp(norm2(x)).
+
+    The last addition is left to what comes next, so that one kernel can add and normalise.
+    """
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -107,11 +92,15 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
         self.scale2: nn.Parameter | None = nn.Parameter(torch.ones(config.hidden_size))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        update = self.attention(self.norm1(x))
-        x = x + (update if self.scale1 is None else update * self.scale1)
-        update = self.mlp(self.norm2(x))
-        return x + (update if self.scale2 is None else update * self.scale2)
+    def forward(
+        self, x: torch.Tensor, update: torch.Tensor | None = None, kernels: TowerKernels = PLAIN
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and what is still to be added to it -> the same after this layer; all [n, tokens, hidden]."""
+        normed, x = kernels.add_and_norm(x, update, self.norm1)
+        update = self.attention(normed, kernels)
+        normed, x = kernels.add_and_norm(x, update if self.scale1 is None else update * self.scale1, self.norm2)
+        update = self.mlp(normed, kernels)
+        return x, update if self.scale2 is None else update * self.scale2
 
     @torch.no_grad()
     def fold_scales(self) -> None:
@@ -133,8 +122,8 @@ class Projector(nn.Module):
         self.linear1 = nn.Linear(size, text_size)
         self.linear2 = nn.Linear(text_size, text_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear2(ACTIVATIONS[self.activation_name](self.linear1(self.norm(x))))
+    def forward(self, x: torch.Tensor, kernels: TowerKernels = PLAIN) -> torch.Tensor:
+        return self.linear2(kernels.linear_and_activate(self.norm(x), self.linear1, self.activation_name))
 
 
 class InternViT(nn.Module):
@@ -166,27 +155,48 @@ class InternViT(nn.Module):
     def blocks(self) -> list[Layer]:
         return cast("list[Layer]", list(self.layers))
 
-    def forward(self, tiles: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tiles)
+    @property
+    def tile_shape(self) -> tuple[int, int, int]:
+        side = self.grid * self.merge * self.patch
+        return side, side, self.patch_embedding.in_features // self.patch**2
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        """(tokens per tile, text hidden)."""
+        return self.grid**2, self.projector.linear2.out_features
+
+    def forward(self, tiles: torch.Tensor, kernels: TowerKernels = PLAIN) -> torch.Tensor:
+        x, update = self.embed(tiles), None
         for layer in self.blocks[: self.depth]:
-            x = layer(x)
+            x, update = layer(x, update, kernels)
+        x = x[:, 1:] if update is None else x[:, 1:] + update[:, 1:]  # the class row has served
         if self.final_norm is not None and self.normed:
             x = self.final_norm(x)
-        return self.project(x)
+        merged = x.reshape(-1, self.grid**2, self.projector.norm.normalized_shape[0])
+        return self.projector(merged, kernels)
 
     def embed(self, tiles: torch.Tensor) -> torch.Tensor:
         """Tiles -> the first layer's input [n, 1 + patches, hidden], the class row first."""
         side = (self.grid, self.merge, self.patch)
         blocks = tiles.reshape(-1, *side, *side, tiles.shape[-1])
         order = (0, 4, 1, 2, 5, 3, 6, 7) if self.transposed else (0, 1, 4, 2, 5, 3, 6, 7)
-        patches = blocks.permute(order).flatten(5).flatten(1, 4)
-        patches = self.patch_embedding(patches.to(self.patch_embedding.weight.dtype))
-        cls = self.class_embedding.expand(patches.shape[0], -1, -1)
-        return torch.cat((cls, patches), dim=1) + self.position_embedding
+        # Reordered and converted at once; 0..255 are numbers of every floating dtype.
+        values = blocks.permute(order).to(self.patch_embedding.weight.dtype, memory_format=torch.contiguous_format)
+        patches = self.patch_embedding(values.flatten(5).flatten(1, 4))
+        x = patches.new_empty(len(patches), 1 + patches.shape[1], patches.shape[2])
+        x[:, :1] = self.class_embedding + self.position_embedding[:, :1]
+        torch.add(patches, self.position_embedding[:, 1:], out=x[:, 1:])
+        return x
 
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        """The selected hidden state -> rows: drop the class row, merge patches, project."""
-        return self.projector(x[:, 1:].reshape(-1, self.grid**2, self.projector.norm.normalized_shape[0]))
+    def activation_bytes(self, tiles: int) -> int:
+        """The most memory that PLAIN kernels hold at a time in a forward of so many tiles, rows included.
+
+        That is in a layer's MLP: five tensors as wide as the residual stream, and its inner rows twice. Not counted
+        are what the allocator rounds up (at most 1 MiB a tensor) and the scratch memory of matrix products.
+        """
+        mlp = self.blocks[0].mlp.linear1
+        width = 5 * mlp.in_features + 2 * mlp.out_features
+        return tiles * self.position_embedding.shape[1] * width * self.class_embedding.itemsize
 
     def patch_order(self) -> torch.Tensor:
         """int64 [patches]: the row-major index of each patch, in the order in which forward takes them."""

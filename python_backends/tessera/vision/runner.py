@@ -12,9 +12,17 @@ from tessera.vision.settings import VisionSettings
 
 
 class Runner(Protocol):
-    """uint8 [n, side, side, 3] -> rows [n, tokens per tile, hidden]."""
+    """uint8 [n, side, side, 3] -> rows [n, tokens per tile, hidden], the caller's to keep.
 
-    def run(self, tiles: np.ndarray) -> torch.Tensor: ...
+    Used by one thread at a time. Runners on a GPU also take tiles that are there already, and return before it is
+    done: tiles and rows are ready in the order of the current stream.
+    """
+
+    def run(self, tiles: np.ndarray | torch.Tensor) -> torch.Tensor: ...
+
+    def activation_bytes(self, tiles: int) -> int:
+        """The device memory that a forward of so many tiles allocates at most, rows included, known before it runs."""
+        ...
 
 
 def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:
@@ -23,6 +31,12 @@ def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:
         from tessera.vision.onnx_runner import OnnxRunner
 
         return OnnxRunner.from_checkpoint(config, settings.onnx_path, settings.threads, settings.random_weights)
+    if settings.runner == "graph":
+        from tessera.vision.graph_runner import GraphRunner
+
+        return GraphRunner.from_checkpoint(
+            config, settings.dtype, settings.device, settings.infer_batch_size, settings.random_weights
+        )
     from tessera.vision.torch_runner import TorchRunner
 
     return TorchRunner.from_checkpoint(

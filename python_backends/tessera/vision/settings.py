@@ -12,6 +12,7 @@ from tessera.errors import ConfigError
 class VisionSettings:
     """The deployment's choices.
 
+    ``runner``: onnx on the CPU, graph (CUDA graphs) on a GPU, torch as the readable twin of both;
     ``threads`` inside one forward; ``onnx_path`` is the exported file (without one, the graph is written from
     the checkpoint at start); ``cache_bytes`` bounds the embeddings kept of pictures seen before.
     """
@@ -26,12 +27,14 @@ class VisionSettings:
     cache_bytes: int = 256 * 2**20
 
     def __post_init__(self) -> None:
-        if self.runner not in ("onnx", "torch"):
-            raise ConfigError(f"vision runner {self.runner!r} is not known; known are onnx, torch")
+        if self.runner not in ("onnx", "torch", "graph"):
+            raise ConfigError(f"vision runner {self.runner!r} is not known; known are onnx, torch, graph")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"vision dtype {self.dtype!r} is not known; known are float32, bfloat16, float16")
         if self.runner == "onnx" and (self.dtype, self.device) != ("float32", "cpu"):
-            raise ConfigError("the onnx runner computes in float32 on the CPU; use runner torch for anything else")
+            raise ConfigError("the onnx runner computes in float32 on the CPU; for anything else use graph or torch")
+        if self.runner == "graph" and not self.device.startswith("cuda"):
+            raise ConfigError(f"the graph runner records CUDA graphs; it needs device cuda, not {self.device!r}")
         if self.infer_batch_size < 1 or self.threads < 1 or self.cache_bytes < 0:
             raise ConfigError(
                 "the vision stage needs infer_batch_size >= 1, threads >= 1 and cache_bytes >= 0, not "

@@ -30,8 +30,11 @@ class TorchRunner:
         tower = load_vision(config, getattr(torch, dtype), random_weights)
         return cls(tower.to(device))
 
+    def activation_bytes(self, tiles: int) -> int:
+        return self._tower.activation_bytes(tiles)
+
     @torch.inference_mode()
-    def run(self, tiles: np.ndarray) -> torch.Tensor:
+    def run(self, tiles: np.ndarray | torch.Tensor) -> torch.Tensor:
         """uint8 [n, side, side, 3] -> [n, tokens per tile, hidden] in the weights' dtype."""
-        device = self._tower.class_embedding.device
-        return self._tower(torch.from_numpy(np.ascontiguousarray(tiles)).to(device, non_blocking=True))
+        source = tiles if isinstance(tiles, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(tiles))
+        return self._tower(source.to(self._tower.class_embedding.device, non_blocking=True))

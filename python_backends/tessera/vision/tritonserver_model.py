@@ -14,6 +14,7 @@ from tessera.tritonserver import tensors
 from tessera.tritonserver.deadline import deadline_exceeded, is_over
 from tessera.tritonserver.failures import error_response
 from tessera.tritonserver.responder import Responder
+from tessera.tritonserver.server_log import write_to_server_log
 from tessera.tritonserver.settings import StageSettings
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.pictures import VisionItem
@@ -29,6 +30,7 @@ class TritonPythonModel:
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
+        write_to_server_log("vision_encoder")
         settings = StageSettings(args)
         runner = settings.text("runner")
         self._encoder = VisionEncoder.from_checkpoint(

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import torch
@@ -20,11 +18,11 @@ import torch
 from tessera.engine import kernels
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, SpanTable
 from tessera.engine.attention.triton_backend import TritonBackend
-from tessera.engine.execution.measured_choices import MeasuredChoices, choices_path
 from tessera.engine.kernels.skinny_linear import K_MULTIPLE, MAX_ROWS
 from tessera.engine.layers.linear import Linear
 from tessera.engine.models.qwen2 import DecoderLayer, Qwen2
 from tessera.engine.quantization.unquantized import Unquantized
+from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
 
 _ROWS = (16, 32, MAX_ROWS)  # the kernel pads to these, so no other number needs an answer
 _LENGTHS = (512, 1024, 2048, 4096)
@@ -122,24 +120,6 @@ def tune_prefill(backend: TritonBackend, choices: MeasuredChoices, machine: str)
             break
         whole_from = length
     backend.whole_from = whole_from
-
-
-def graph_milliseconds(way: Callable[[], object]) -> float:
-    """The median time of one run in a CUDA graph: the GPU's own, without the host's launches."""
-    way()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        way()
-    times = []
-    for _ in range(7):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times)
 
 
 def _equal_prompts(prompts: int, length: int, block_size: int) -> SpanTable:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tessera.engine.execution.measured_choices import MeasuredChoices
+import json
+
+from tessera.measured_choices import MeasuredChoices
 
 
 def test_the_fastest_way_is_measured_once_and_read_by_the_next(tmp_path):
@@ -24,6 +26,15 @@ def test_the_fastest_way_is_measured_once_and_read_by_the_next(tmp_path):
     times["slow"] = 0.5
     assert choices.fastest("on another card", ways) == "slow"
     assert choices.fastest("on this card", ways | {"new": lambda: "slow"}) in ("slow", "new")
+
+
+def test_answers_of_another_process_are_kept(tmp_path):
+    path = tmp_path / "choices.json"
+    ways = {"only": lambda: None}
+    ours, theirs = (MeasuredChoices(path, lambda way: 1.0) for _ in range(2))
+    ours.fastest("ours", ways)
+    theirs.fastest("theirs", ways)
+    assert set(json.loads(path.read_text())) == {"ours", "theirs"}
 
 
 def test_a_way_that_fails_is_not_chosen(tmp_path, caplog):

@@ -1,0 +1,146 @@
+"""The vision tower on a GPU: graphs against plain torch there and on the CPU, with the default checkpoint."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from parity import CHECKPOINT
+
+from tessera.checkpoint.config import read_config
+from tessera.errors import ConfigError
+from tessera.vision.graph_runner import GraphRunner, bucket_sizes
+from tessera.vision.torch_runner import TorchRunner
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+LARGEST = 16
+ROUNDING = 1 << 20  # the allocator's, at most, for one tensor
+LEAST_COSINE = {"float32": 0.99999, "bfloat16": 0.999}
+SIDE = 448
+
+
+def cosine(rows: torch.Tensor, expected: torch.Tensor) -> float:
+    both = rows.double().cpu(), expected.double().cpu()
+    return float(torch.nn.functional.cosine_similarity(*both, dim=-1).min())
+
+
+@pytest.fixture(scope="module")
+def tiles() -> np.ndarray:
+    """Noise and smooth fields, none like another."""
+    generator = torch.Generator().manual_seed(7)
+    coarse = torch.rand(LARGEST, 3, 8, 8, generator=generator)
+    smooth = torch.nn.functional.interpolate(coarse, size=(SIDE, SIDE), mode="bicubic").clamp(0, 1) * 255
+    tiles = smooth.permute(0, 2, 3, 1).to(torch.uint8).contiguous()
+    tiles[::3] = torch.randint(0, 256, tiles[::3].shape, generator=generator, dtype=torch.uint8)
+    return tiles.numpy()
+
+
+@pytest.fixture(scope="module")
+def expected(tiles) -> torch.Tensor:
+    return TorchRunner.from_checkpoint(read_config(CHECKPOINT), threads=4).run(tiles)
+
+
+@pytest.fixture(scope="module", params=LEAST_COSINE)
+def dtype(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def runner(dtype) -> GraphRunner:
+    return GraphRunner.from_checkpoint(read_config(CHECKPOINT), dtype, "cuda", LARGEST)
+
+
+def test_every_graph_and_every_filled_up_size(runner, dtype, tiles, expected):
+    assert runner.report.sizes == bucket_sizes(LARGEST)
+    for count in range(1, LARGEST + 1):
+        rows = runner.run(tiles[LARGEST - count :])  # others than those that the buffer held at the same place
+        assert rows.is_cuda and rows.dtype == getattr(torch, dtype)
+        assert cosine(rows, expected[LARGEST - count :]) >= LEAST_COSINE[dtype], count
+
+
+def test_more_tiles_than_the_largest_graph(runner, dtype, tiles, expected):
+    rows = runner.run(np.concatenate([tiles, tiles[:3]]))
+    assert cosine(rows, torch.cat([expected, expected[:3]])) >= LEAST_COSINE[dtype]
+
+
+def test_plain_torch_on_the_gpu_agrees(runner, dtype, tiles, expected):
+    plain = TorchRunner.from_checkpoint(read_config(CHECKPOINT), dtype=dtype, device="cuda").run(tiles)
+    assert cosine(plain, expected) >= LEAST_COSINE[dtype]
+    assert cosine(runner.run(tiles), plain) >= LEAST_COSINE[dtype]
+
+
+def test_tiles_on_the_device_and_on_the_host_give_the_same(runner, tiles):
+    assert torch.equal(runner.run(torch.from_numpy(tiles[:5]).cuda()), runner.run(tiles[:5]))
+
+
+def test_rows_stay_right_while_later_forwards_run(runner, tiles):
+    alone = [runner.run(tiles[start : start + 4]).cpu() for start in range(0, LARGEST, 4)]
+    # Nothing waits in between: each forward overwrites the buffers that the one before was copied out of.
+    rows = [runner.run(tiles[start : start + 4]) for start in range(0, LARGEST, 4)]
+    for _ in range(3):
+        runner.run(tiles)
+    for kept, expected in zip(rows, alone, strict=True):
+        assert torch.equal(kept.cpu(), expected)
+
+
+def test_rows_are_in_the_order_of_the_callers_stream(runner, tiles):
+    """Tiles made by slow work on a stream of the caller's, rows used there at once, memory given back at once."""
+    source, expected = torch.from_numpy(tiles[:4]).cuda(), runner.run(tiles[:4]).double().sum((1, 2))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(5):
+            torch.cuda._sleep(20_000_000)
+            late = source.clone()
+            sums = runner.run(late).double().sum((1, 2))
+            late.zero_()
+            del late
+        stream.synchronize()
+    assert torch.equal(sums, expected)
+
+
+def test_a_forward_allocates_what_it_said(runner, tiles):
+    device_tiles = torch.from_numpy(tiles).cuda()
+    for count in (1, 7, LARGEST):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        rows = runner.run(device_tiles[:count])
+        torch.cuda.synchronize()
+        assert rows.nbytes <= torch.cuda.max_memory_allocated() - before <= runner.activation_bytes(count) + ROUNDING
+        del rows
+
+
+def test_plain_torch_allocates_no_more_than_it_said(dtype, tiles):
+    plain = TorchRunner.from_checkpoint(read_config(CHECKPOINT), dtype=dtype, device="cuda")
+    device_tiles = torch.from_numpy(tiles).cuda()
+    plain.run(device_tiles)  # cuBLAS's workspace, which stays
+    for count in (2, LARGEST):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        plain.run(device_tiles[:count])
+        torch.cuda.synchronize()
+        used = torch.cuda.max_memory_allocated() - before
+        assert used <= plain.activation_bytes(count) + 7 * ROUNDING <= 3 * used + 7 * ROUNDING
+
+
+def test_the_graphs_memory_is_reported_and_bounded(runner, dtype):
+    """Together they keep little more than what the largest needs as plain torch."""
+    largest = TorchRunner.from_checkpoint(read_config(CHECKPOINT), dtype=dtype, device="cuda")
+    kept = runner.report.memory_bytes
+    assert 0 < kept <= 2 * largest.activation_bytes(LARGEST) + (128 << 20)
+    assert runner.report.seconds > 0
+
+
+def test_what_does_not_fit_is_refused(monkeypatch):
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(GraphRunner, "_record", full)
+    with pytest.raises(ConfigError, match=r"lower\s+visual_infer_batch_size"):
+        GraphRunner.from_checkpoint(read_config(CHECKPOINT), "bfloat16", "cuda", 2)

@@ -1,0 +1,68 @@
+"""The vision bench: transformers with the same weights, the work of a forward in numbers, and a trial run."""
+
+from __future__ import annotations
+
+import json
+
+import bench_vision
+import pytest
+import torch
+from tiny_checkpoints import Shape, hf_native
+from torch.utils.flop_counter import FlopCounterMode
+from vision_peer import load_peer
+
+from tessera.vision.intern_vit import load_vision
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return hf_native(tmp_path_factory.mktemp("tiny"), Shape(image_size=56, patch_size=14))
+
+
+@pytest.fixture
+def bare(checkpoint, tmp_path):
+    """The same checkpoint without weights."""
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    for file in checkpoint.glob("*.json"):
+        (folder / file.name).write_text(file.read_text())
+    return folder
+
+
+def test_random_weights_are_the_same_on_both_sides(bare, tmp_path):
+    peer, config = load_peer(bare, tmp_path)
+    tiles = torch.from_numpy(bench_vision.sample_tiles(3, 56))
+    with torch.inference_mode():
+        ours = load_vision(config)(tiles)
+    assert ours.std() > 0
+    torch.testing.assert_close(peer.rows_of(tiles), ours, atol=1e-5, rtol=1e-5)
+    assert bench_vision.least_cosine(ours, peer.rows_of(tiles)) > 0.99999
+
+
+def test_the_work_of_a_forward_is_all_of_it(checkpoint, monkeypatch, capsys):
+    pytest.importorskip("triton", reason="one of the parts is written in triton, which is not installed")
+    tower = load_vision(load_peer(checkpoint, checkpoint)[1])
+    monkeypatch.setattr(bench_vision, "graph_milliseconds", lambda call: (call(), 0.5)[1])
+    parts = bench_vision.measure_parts(tower, 2)
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        tower(torch.zeros(2, 56, 56, 3, dtype=torch.uint8))
+    by_operation = counter.get_flop_counts()["Global"]
+    products = sum(flop for operation, flop in by_operation.items() if "attention" not in str(operation))
+    assert parts.product_flop == products
+    # 2 layers of qkv, attention, output, linear1, linear2 and two norms; embedding and projector.
+    assert parts.predicted_ms == pytest.approx(tower.depth * 7 * 0.5 + 2 * 0.5)
+    moved = parts.elementwise_bytes
+    assert parts.ceiling_ms(1e-9, 1e-3) == pytest.approx(products + tower.depth * 0.5 + moved / 1e3)
+    assert "attention cudnn" in capsys.readouterr().err
+
+
+def test_a_trial_run_gives_every_figure(checkpoint, capsys):
+    bench_vision.main(["--device", "cpu", "--tiles", "3", "--quick", "--checkpoint", str(checkpoint)])
+    figures = {line["metric"]: line["value"] for line in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert set(figures) == {
+        f"trial.vision.{name}"
+        for name in (
+            *("tiles3.ms", "tiles3.over_transformers", "b1.ms", "b1.over_transformers", "cosine_bf16", "cosine_fp32"),
+        )
+    }
+    assert figures["trial.vision.cosine_fp32"] > 0.99999 and figures["trial.vision.cosine_bf16"] > 0.999

@@ -1,0 +1,88 @@
+"""Graphs by number of tiles: filled up to the next, split above the largest; on the CPU, where nothing is recorded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_checkpoints import Shape, hf_native
+
+from tessera.checkpoint.config import read_config
+from tessera.errors import ConfigError
+from tessera.vision.graph_runner import GraphRunner, bucket_sizes
+from tessera.vision.intern_vit import load_vision
+from tessera.vision.settings import VisionSettings
+from tessera.vision.torch_runner import TorchRunner
+from tessera.vision.tower_kernels import PLAIN
+
+
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory):
+    return load_vision(read_config(hf_native(tmp_path_factory.mktemp("tiny"), Shape(image_size=56, patch_size=14))))
+
+
+def tiles(count, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (count, 56, 56, 3), dtype=np.uint8)
+
+
+class Recorded:
+    """A tower that keeps the sizes of its forwards."""
+
+    def __init__(self, tower):
+        self._tower = tower
+        self.sizes = []
+
+    def __getattr__(self, name):
+        return getattr(self._tower, name)
+
+    def __call__(self, pixels, kernels):
+        self.sizes.append(len(pixels))
+        return self._tower(pixels, kernels)
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 7, 16, 32, 50])
+def test_buckets_reach_the_largest_and_waste_less_than_a_third(largest):
+    sizes = bucket_sizes(largest)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == largest
+    for count in range(1, largest + 1):
+        size = next(size for size in sizes if size >= count)
+        assert (size - count) / size < 1 / 3
+
+
+@pytest.mark.parametrize(
+    ("count", "forwards"), [(1, [1]), (2, [2]), (3, [4]), (4, [4]), (5, [6]), (6, [6]), (7, [6, 1]), (15, [6, 6, 4])]
+)
+def test_a_forward_is_filled_up_to_the_next_size_and_split_above_the_largest(tower, count, forwards):
+    recorded = Recorded(tower)
+    runner = GraphRunner(recorded, bucket_sizes(6))
+    assert recorded.sizes == []
+    rows = runner.run(tiles(count))
+    assert recorded.sizes == forwards
+    torch.testing.assert_close(rows, TorchRunner(tower).run(tiles(count)), atol=1e-5, rtol=1e-5)
+
+
+def test_the_largest_is_recorded_first_each_with_its_own_kernels(tower):
+    asked = []
+    GraphRunner(tower, [1, 4, 2], lambda size: asked.append(size) or PLAIN)
+    assert asked == [4, 2, 1]
+
+
+def test_rows_are_the_callers_to_keep(tower):
+    runner = GraphRunner(tower, [4])
+    first = runner.run(tiles(4))
+    kept = first.clone()
+    second = runner.run(torch.from_numpy(tiles(2, seed=1)))
+    assert torch.equal(first, kept)
+    assert second.shape == (2, *first.shape[1:]) and not torch.equal(second, first[:2])
+
+
+def test_memory_is_known_before_a_forward(tower):
+    rows = GraphRunner(tower, [2]).run(tiles(2))
+    assert GraphRunner(tower, [2]).activation_bytes(2) == rows.nbytes
+    plain = TorchRunner(tower)
+    assert plain.activation_bytes(6) == 3 * plain.activation_bytes(2) > 3 * rows.nbytes
+
+
+def test_graphs_need_a_gpu():
+    with pytest.raises(ConfigError, match="needs device cuda, not 'cpu'"):
+        VisionSettings(runner="graph")
