@@ -55,7 +55,7 @@ class OnnxRunner:
         """What the export recorded of the weights it was made from; "" if nothing."""
         return self._session.get_modelmeta().custom_metadata_map.get("tessera.fingerprint", "")
 
-    def run(self, tiles: np.ndarray) -> torch.Tensor:
+    def run(self, tiles: np.ndarray | torch.Tensor) -> torch.Tensor:
         """uint8 [n, side, side, 3] -> float32 [n, tokens per tile, hidden]."""
-        (rows,) = self._session.run(["embeddings"], {"tiles": tiles})
+        (rows,) = self._session.run(["embeddings"], {"tiles": np.asarray(tiles)})
         return torch.from_numpy(rows)

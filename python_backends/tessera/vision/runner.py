@@ -12,9 +12,9 @@ from tessera.vision.settings import VisionSettings
 
 
 class Runner(Protocol):
-    """uint8 [n, side, side, 3] -> rows [n, tokens per tile, hidden]."""
+    """uint8 [n, side, side, 3], an array or (with a picture decoder) a tensor -> rows [n, tokens per tile, hidden]."""
 
-    def run(self, tiles: np.ndarray) -> torch.Tensor: ...
+    def run(self, tiles: np.ndarray | torch.Tensor) -> torch.Tensor: ...
 
 
 def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:

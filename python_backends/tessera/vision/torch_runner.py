@@ -31,7 +31,9 @@ class TorchRunner:
         return cls(tower.to(device))
 
     @torch.inference_mode()
-    def run(self, tiles: np.ndarray) -> torch.Tensor:
+    def run(self, tiles: np.ndarray | torch.Tensor) -> torch.Tensor:
         """uint8 [n, side, side, 3] -> [n, tokens per tile, hidden] in the weights' dtype."""
         device = self._tower.class_embedding.device
-        return self._tower(torch.from_numpy(np.ascontiguousarray(tiles)).to(device, non_blocking=True))
+        if isinstance(tiles, np.ndarray):
+            tiles = torch.from_numpy(np.ascontiguousarray(tiles))
+        return self._tower(tiles.to(device, non_blocking=True))
