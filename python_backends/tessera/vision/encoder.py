@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig, read_config
-from tessera.vision.embedding_cache import EmbeddingCache
 from tessera.errors import InvalidRequest
+from tessera.vision.embedding_cache import EmbeddingCache
 from tessera.vision.gpu_pictures import TileDecoder, make_decoder
 from tessera.vision.pictures import Picture, VisionItem, joined, pictures_of
 from tessera.vision.runner import Runner, make_runner
