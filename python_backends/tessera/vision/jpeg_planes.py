@@ -6,7 +6,7 @@ chroma, which nvJPEG's own RGB has, blurs the edges of coloured letters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.nn.functional import interpolate
@@ -24,14 +24,21 @@ def tiles_of_planes(
         planes: Y, Cb, Cr, uint8 [height, width] each, the chroma of 1x1, 2x1 or 2x2 pixels a sample (rounded up).
         orientation: EXIF's, 1..8, to be undone.
     """
+    return cut(colours(*full_planes(planes, orientation)), side, columns, rows, thumbnail)
+
+
+def cut(channels: Iterable[torch.Tensor], side: int, columns: int, rows: int, thumbnail: bool) -> torch.Tensor:
+    """Three float32 [height, width], one after the other, so that one alone is held: resized and cut into tiles."""
     count = rows * columns
-    tiles = torch.empty((count + thumbnail, side, side, 3), dtype=torch.uint8, device=planes[0].device)
-    cells = tiles[:count].view(rows, columns, side, side, 3)
-    for channel, whole in enumerate(colours(*full_planes(planes, orientation))):
-        grid = resize(whole, columns * side, rows * side)
-        cells[..., channel] = grid.view(rows, side, columns, side).transpose(1, 2)
+    tiles = None
+    for number, channel in enumerate(channels):
+        if tiles is None:
+            tiles = torch.empty((count + thumbnail, side, side, 3), dtype=torch.uint8, device=channel.device)
+        grid = resize(channel, columns * side, rows * side).view(rows, side, columns, side)
+        tiles[:count].view(rows, columns, side, side, 3)[..., number] = grid.transpose(1, 2)
         if thumbnail:
-            tiles[count, ..., channel] = resize(whole, side, side)
+            tiles[count, ..., number] = resize(channel, side, side)
+    assert tiles is not None
     return tiles
 
 
