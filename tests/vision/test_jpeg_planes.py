@@ -17,7 +17,7 @@ from tessera.family.family import KIND_TILES, ImagePlan
 from tessera.preprocess.decode import decode
 from tessera.preprocess.preprocessor import Preprocessor
 from tessera.preprocess.resize_cpu import resize_reference
-from tessera.vision.jpeg_planes import colours, full_planes, resize, spread, tiles_of_planes
+from tessera.vision.jpeg_planes import Resize, colours, full_planes, spread, tiles_of_planes
 
 CHECKPOINT = Path(__file__).parents[2] / "build" / "default_model" / "checkpoint"
 STEPS = {0: (1, 1), 1: (2, 1), 2: (2, 2)}  # Pillow's `subsampling` -> pixels a chroma sample, across and down
@@ -76,14 +76,18 @@ def test_every_rounding_of_the_triangle_filter() -> None:
 SIZES = [((640, 480), (448, 448)), ((400, 460), (448, 448)), ((333, 777), (448, 1344)), ((2000, 40), (448, 448))]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("source", "target"), SIZES)
-def test_the_resize_gives_the_references_grey_levels(source: tuple[int, int], target: tuple[int, int]) -> None:
+def test_the_resize_gives_the_references_grey_levels(
+    source: tuple[int, int], target: tuple[int, int], dtype: torch.dtype
+) -> None:
     """Noise of black and white clips between the passes, so that a wrong order shows."""
     image = np.random.default_rng(2).integers(0, 2, (source[1], source[0], 3), dtype=np.uint8) * 255
     expected = resize_reference(image, *target).astype(int)
     for channel in range(3):
-        found = resize(torch.from_numpy(image[..., channel]).float(), *target)
-        difference = np.abs(found.numpy() - expected[..., channel])
+        plane = torch.from_numpy(image[..., channel]).to(dtype)
+        found = Resize(plane, *target)(plane)
+        difference = np.abs(found.float().numpy() - expected[..., channel])
         assert difference.mean() <= 0.1 and difference.max() <= 2
 
 
@@ -95,5 +99,5 @@ def test_tiles_as_preprocess_cuts_them(columns: int, rows: int, thumbnail: bool)
     plan = ImagePlan(KIND_TILES, count, side, side, columns, rows, thumbnail, 64 * count)
     expected = Preprocessor.from_checkpoint(CHECKPOINT).pixels([jpeg], [plan]).reshape(plan.pixel_shape).astype(int)
     assert found.dtype == torch.uint8 and found.shape == expected.shape
-    difference = np.abs(found.numpy() - expected)
+    difference = np.abs(found.float().numpy() - expected)
     assert difference.mean() <= 0.1 and difference.max() <= 2

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch.nn.functional import interpolate
 
-# Bytes at the peak, for each pixel of the picture, and of the larger of the resize's two passes, and of the grid.
-PICTURE_BYTES, PASS_BYTES, GRID_BYTES = 17, 8, 20
+# Bytes at the peak, for each pixel of the picture, of what lies between the resize's two passes, of the grid, and for
+# each weight while they are made.
+PICTURE_BYTES, PASS_BYTES, GRID_BYTES, WEIGHT_BYTES = 17, 8, 20, 24
 
 
 def tiles_of_planes(
@@ -28,17 +28,21 @@ def tiles_of_planes(
 
 
 def cut(channels: Iterable[torch.Tensor], side: int, columns: int, rows: int, thumbnail: bool) -> torch.Tensor:
-    """Three float32 [height, width], one after the other, so that one alone is held: resized and cut into tiles."""
+    """Three float32 [height, width], one after the other, so that one alone is held: resized and cut into tiles.
+
+    On a GPU in float16: its 11 bits hold whole grey levels, and weights well enough for sums to a tenth of one.
+    """
     count = rows * columns
-    tiles = None
-    for number, channel in enumerate(channels):
-        if tiles is None:
+    for number, whole in enumerate(channels):
+        channel = whole.half() if whole.is_cuda else whole
+        if number == 0:
+            to_grid = Resize(channel, columns * side, rows * side)
+            to_thumbnail = Resize(channel, side, side) if thumbnail else None
             tiles = torch.empty((count + thumbnail, side, side, 3), dtype=torch.uint8, device=channel.device)
-        grid = resize(channel, columns * side, rows * side).view(rows, side, columns, side)
+        grid = to_grid(channel).view(rows, side, columns, side)
         tiles[:count].view(rows, columns, side, side, 3)[..., number] = grid.transpose(1, 2)
-        if thumbnail:
-            tiles[count, ..., number] = resize(channel, side, side)
-    assert tiles is not None
+        if to_thumbnail:
+            tiles[count, ..., number] = to_thumbnail(channel)
     return tiles
 
 
@@ -46,7 +50,8 @@ def peak_bytes(width: int, height: int, side: int, columns: int, rows: int) -> i
     """Bytes that tiles_of_planes holds at most, its planes and its tiles with them; for upright or rotated alike."""
     across, down = columns * side, rows * side
     longest = max(width, height)
-    return PICTURE_BYTES * width * height + PASS_BYTES * max(across, down) * longest + GRID_BYTES * across * down
+    between = max(across, down) * longest  # also bounds the weights of either axis
+    return PICTURE_BYTES * width * height + (PASS_BYTES + WEIGHT_BYTES) * between + GRID_BYTES * across * down
 
 
 def full_planes(planes: Sequence[torch.Tensor], orientation: int) -> list[torch.Tensor]:
@@ -103,12 +108,35 @@ def colours(luma: torch.Tensor, blue: torch.Tensor, red: torch.Tensor) -> Iterat
         yield whole.mul_(2**-16).floor_().add_(luma).clamp_(0, 255)
 
 
-def resize(plane: torch.Tensor, width: int, height: int) -> torch.Tensor:
-    """Pillow's antialiased bicubic, whole numbers between its passes, in the order of Pillow 13: float32 both."""
-    rows, columns = plane.shape
-    vertical_first = height < rows and rows - height > 2 * (columns - width)
-    for size in ((height, columns) if vertical_first else (rows, width), (height, width)):
-        if plane.shape != size:
-            plane = interpolate(plane[None, None], size=size, mode="bicubic", align_corners=False, antialias=True)[0, 0]
-            plane.round_().clamp_(0, 255)
-    return plane
+class Resize:
+    """Pillow's antialiased bicubic for planes of one size: a product with a banded matrix along each axis.
+
+    Whole numbers between the two, which come in Pillow 13's order; all in the dtype of ``like``, a plane of that size.
+    Most weights are 0, which tensor cores do not notice.
+    """
+
+    def __init__(self, like: torch.Tensor, width: int, height: int) -> None:
+        rows, columns = like.shape
+        self._across = weights(columns, width, like.device).to(like.dtype).t() if width != columns else None
+        self._down = weights(rows, height, like.device).to(like.dtype) if height != rows else None
+        self._down_first = height < rows and rows - height > 2 * (columns - width)
+
+    def __call__(self, plane: torch.Tensor) -> torch.Tensor:
+        """[rows, columns] to [height, width], whole numbers both."""
+        for downwards in (self._down_first, not self._down_first):
+            if downwards and self._down is not None:
+                plane = (self._down @ plane).round_().clamp_(0, 255)
+            elif not downwards and self._across is not None:
+                plane = (plane @ self._across).round_().clamp_(0, 255)
+        return plane
+
+
+def weights(source: int, target: int, device: torch.device) -> torch.Tensor:
+    """Float32 [target, source]: Keys' cubic (a = -0.5), stretched where two targets are more than a pixel apart."""
+    scale = source / target
+    centres = (torch.arange(target, device=device, dtype=torch.float32) + 0.5) * scale
+    places = torch.arange(source, device=device, dtype=torch.float32) + 0.5
+    x = (places - centres[:, None]).abs_().div_(max(scale, 1.0))
+    inner, outer = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
+    band = torch.where(x < 1, inner, torch.where(x < 2, outer, 0))
+    return band / band.sum(1, keepdim=True)
