@@ -68,9 +68,12 @@ bench-vision: $(VENV)/.ready
 bench-serve: $(VENV)/.ready
 	$(PY) loadtest/bench_serve.py --workloads $(or $(W),W1) $(SERVE)
 
-# JPEG bytes to tiles against Pillow, and the preprocess stage alone
+# JPEG bytes to tiles: against Pillow, big ones on the GPU (if there is one), and the stage alone in the real server;
+# STAGE="--instances 4" for other settings of the last
 bench-preprocess: $(VENV)/.ready
 	$(PY) loadtest/bench_preprocess.py
+	$(PY) loadtest/bench_gpu_preprocess.py
+	$(PY) loadtest/bench_preprocess_stage.py $(STAGE)
 
 # the triton kernels one by one on a GPU
 bench-kernels: $(VENV)/.ready

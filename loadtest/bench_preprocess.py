@@ -1,4 +1,4 @@
-"""`make bench-preprocess`: JPEG bytes to tiles, Pillow against both resize modes, and the whole preprocess stage.
+"""`make bench-preprocess`: JPEG bytes to tiles, Pillow against both resize modes.
 
 Pillow does what the reference processor does: decode, resize to the grid (bicubic), crop tile by tile, resize the
 thumbnail; the tiles end as one uint8 array, as ours do. All sides get the same JPEG bytes and tile plan and one thread,
@@ -22,8 +22,7 @@ import workloads
 from PIL import Image
 
 from tessera.family.family import ImagePlan
-from tessera.preprocess.decode import decode
-from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest, PreprocessSettings
+from tessera.preprocess.preprocessor import Preprocessor, PreprocessSettings
 from tessera.preprocess.resize_cpu import RESIZE_MODES, use_one_thread
 
 CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"
@@ -89,22 +88,9 @@ def overall(rows: list[dict[str, Any]], mode: str) -> float:
     return math.exp(statistics.mean(math.log(row[mode]["pillow_over"]) for row in rows))
 
 
-def stage_rate(preprocessor: Preprocessor, pictures: int, rounds: int) -> tuple[float, float]:
-    """448x448 JPEGs a second through the whole class and through decoding alone, the best it could do."""
-    jpegs = [workloads.picture(448, 448, (SEED, number)) for number in range(pictures)]
-    whole, decoding = [], []
-    for _ in range(rounds):
-        for jpeg in jpegs:
-            request = PreprocessRequest(text=workloads.PROMPT, images=[jpeg])
-            whole.append(milliseconds(lambda request=request: preprocessor(request)))
-            decoding.append(milliseconds(lambda jpeg=jpeg: decode(jpeg)))
-    return 1e3 / statistics.median(whole), 1e3 / statistics.median(decoding)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--stage-pictures", type=int, default=64)
     arguments = parser.parse_args()
     preprocessors = {}
     for mode in RESIZE_MODES:
@@ -121,16 +107,6 @@ def main() -> int:
     notes["fast"] = round(overall(rows, "fast"), 2)
     value = round(overall(rows, "reference"), 2)
     figures.emit("preprocess.opencv_over_pillow", value, "ratio", command=COMMAND, **notes, table=rows)
-    rate, ceiling = stage_rate(preprocessors["reference"], arguments.stage_pictures, arguments.rounds)
-    figures.emit(
-        "preprocess.stage.images_per_s",
-        round(rate, 1),
-        "images/s",
-        command=COMMAND,
-        ceiling=round(ceiling, 1),
-        ceiling_is="decoding alone",
-        processes=1,
-    )
     return 0
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tessera.family.encoded_picture import KIND_ENCODED
 from tessera.family.tile_policy import TilePolicy
 
 KIND_TILES = 0
@@ -18,7 +19,7 @@ class ImagePlan:
     """What becomes of one picture, known from its size alone.
 
     ``kind`` 0: ``t`` square tiles of ``h`` x ``w`` pixels, the grid of ``columns`` x ``rows`` row by row, then the
-    thumbnail if there is one. ``tokens``: rows the vision encoder will give.
+    thumbnail if there is one; 1: the same, cut by the vision stage. ``tokens``: rows the vision encoder will give.
     """
 
     kind: int
@@ -36,7 +37,9 @@ class ImagePlan:
         return self.t, self.h, self.w, 3
 
     def wire(self) -> tuple[int, int, int, int]:
-        """The four int32 of tensor PLAN."""
+        """The four int32 of tensor PLAN: kind, tiles, then a tile's height and width or the grid's rows and columns."""
+        if self.kind == KIND_ENCODED:
+            return self.kind, self.t, self.rows, self.columns
         return self.kind, self.t, self.h, self.w
 
 

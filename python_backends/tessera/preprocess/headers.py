@@ -21,13 +21,18 @@ PNG_KEPT = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 
 @dataclass(frozen=True)
 class Header:
-    """``width`` x ``height`` as stored, before ``orientation`` (EXIF, 1..8) is applied. ``passes``: JPEG scans."""
+    """``width`` x ``height`` as stored, before ``orientation`` (EXIF, 1..8) is applied. ``passes``: JPEG scans.
+
+    ``chroma_step``: of a baseline YCbCr JPEG of one scan, how many pixels (across, down) share a chroma sample, where
+    that is 1x1, 2x1 or 2x2; None for anything else.
+    """
 
     format: str
     width: int
     height: int
     orientation: int = 1
     passes: int = 1
+    chroma_step: tuple[int, int] | None = None
 
     @property
     def upright_size(self) -> tuple[int, int]:
@@ -72,8 +77,10 @@ def _parts() -> Iterator[int]:
 
 
 def _jpeg(data: bytes) -> Header:
-    at, orientation, adobe = 2, 1, False
+    at, orientation, jfif = 2, 1, False
+    adobe: int | None = None  # the colour transform that Adobe's marker states
     frame: tuple[int, int, int, int] | None = None
+    frame_at = 0
     for _ in _parts():
         if data[at] != 0xFF:
             raise ValueError("is a JPEG with a damaged header")
@@ -90,12 +97,14 @@ def _jpeg(data: bytes) -> Header:
         body = at + 4
         if marker == 0xE1 and data[body : body + 6] == b"Exif\0\0":
             orientation = _exif_orientation(data[body + 6 : at + 2 + length])
+        elif marker == 0xE0 and data[body : body + 5] == b"JFIF\0":
+            jfif = True
         elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            frame = struct.unpack_from(">BHHB", data, body)
+            frame, frame_at = struct.unpack_from(">BHHB", data, body), at
             if frame[0] != 8:
                 raise ValueError(f"is a JPEG of {frame[0]} bits a sample; 8 are supported")
         elif marker == 0xEE and data[body : body + 5] == b"Adobe":
-            adobe = True
+            adobe = data[body + 11]
         elif marker == 0xDA:
             break
         at += 2 + length
@@ -106,11 +115,25 @@ def _jpeg(data: bytes) -> Header:
     if data.rfind(b"\xff\xd9", at) < 0:
         raise ValueError("is a truncated JPEG (no end-of-image marker); send the whole file")
     _, height, width, components = frame
-    if components == 4 and not adobe:
+    if components == 4 and adobe is None:
         raise ValueError("is a CMYK JPEG without an Adobe marker, whose polarity is unknown; send RGB")
     scan = np.frombuffer(data, dtype=np.uint8, offset=at)
     passes = np.count_nonzero((scan[:-1] == 0xFF) & (scan[1:] == 0xDA))
-    return Header("JPEG", width, height, orientation, int(passes))
+    step = _chroma_step(data[frame_at : frame_at + 19], jfif, adobe) if passes == 1 else None
+    return Header("JPEG", width, height, orientation, int(passes), step)
+
+
+def _chroma_step(frame: bytes, jfif: bool, adobe: int | None) -> tuple[int, int] | None:
+    """See Header; ``frame`` is the frame segment with its marker, of which only baseline (0xC0) counts.
+
+    Which three components are YCbCr: as libjpeg decides, but for a file whose markers contradict each other.
+    """
+    if len(frame) < 19 or frame[1] != 0xC0 or frame[9] != 3:
+        return None
+    ids, (luma, *chroma) = frame[10:19:3], frame[11:19:3]
+    ycbcr = adobe == 1 or (adobe is None and (jfif or ids == b"\1\2\3"))
+    step = luma >> 4, luma & 15
+    return step if ycbcr and chroma == [0x11, 0x11] and step in ((1, 1), (2, 1), (2, 2)) else None
 
 
 def _exif_orientation(exif: bytes) -> int:

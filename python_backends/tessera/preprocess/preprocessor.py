@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +14,35 @@ from tessera.errors import ConfigError, InvalidRequest
 from tessera.family.chat import Chat, parse_chat
 from tessera.family.conversation import conversation_for
 from tessera.family.digest import checkpoint_id, digest
+from tessera.family.encoded_picture import FRAME, KIND_ENCODED, EncodedPicture
 from tessera.family.family import ImagePlan, ModelFamily
 from tessera.family.prompt import PromptBuilder
 from tessera.family.registry import family_for
 from tessera.family.tile_policy import TilePolicy
 from tessera.family.tokenizer import Tokenizer
-from tessera.preprocess.decode import Limits, decode, encoded_bytes, probe_size
+from tessera.preprocess.decode import Limits, decode, encoded_bytes, read_checked_header
+from tessera.preprocess.headers import Header
 from tessera.preprocess.resize_cpu import resize_mode
 
 # Part of every digest: raise it when the same bytes and plan would give other pixels than before.
 PIXELS_VERSION = "1"
+# Longer pictures are decoded here: the GPU's resize holds a weight for each pixel of a side and each of the grid's.
+MOST_GPU_SIDE = 16384
 
 
 @dataclass(frozen=True)
 class PreprocessSettings:
-    """A deployment's settings. None means the checkpoint's own: tile policy, context length in tokens, system text."""
+    """A deployment's settings. None means the checkpoint's own: tile policy, context length in tokens, system text.
+
+    ``gpu_pixels``: JPEGs of at least so many pixels are left to the vision stage to decode; 0 leaves it none.
+    """
 
     limits: Limits = field(default_factory=Limits)
     resize: str = "reference"
     tile_policy: TilePolicy | dict[str, Any] | str | None = None
     context_length: int | None = None
     system: str | None = None
+    gpu_pixels: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,9 @@ class PreprocessRequest:
 @dataclass(frozen=True)
 class Prepared:
     """``pixels`` uint8 [bytes of all images]; ``plan`` int32 [4k]; ``digest`` int64 [2k]; ``input_ids`` int32 [L];
-    ``spans`` int32 [k, 2] of (start, length). ``plans`` are the same k images' plans as objects."""
+    ``spans`` int32 [k, 2] of (start, length). ``plans`` are the same k images' plans as objects.
+
+    In ``pixels`` an image of kind 1 has its frame (``family/encoded_picture.py``)."""
 
     pixels: np.ndarray
     plan: np.ndarray
@@ -69,6 +79,9 @@ class Preprocessor:
         self.family = family
         self.prompts = prompts
         self.limits = settings.limits
+        if settings.gpu_pixels < 0:
+            raise ConfigError(f"preprocess: gpu_pixels {settings.gpu_pixels} must be 0 (never) or more")
+        self.gpu_pixels = settings.gpu_pixels
         try:
             self.policy = TilePolicy.parse(settings.tile_policy, default=family.default_policy())
             family.plan(1, 1, self.policy)  # a token budget too small for any picture is refused here
@@ -126,10 +139,7 @@ class Preprocessor:
             raise InvalidRequest(
                 f"tile policy: max_tiles {policy.max_tiles} is above this server's limit of {most} tiles a request"
             )
-        plans = tuple(
-            self.family.plan(*probe_size(image, self.limits, f"image {index}"), policy)
-            for index, image in enumerate(images)
-        )
+        plans = tuple(self._plan(image, policy, f"image {index}") for index, image in enumerate(images))
         tiles = sum(plan.t for plan in plans)
         if tiles > most:
             raise InvalidRequest(
@@ -138,12 +148,36 @@ class Preprocessor:
             )
         return plans
 
+    def _plan(self, image: bytes, policy: TilePolicy, name: str) -> ImagePlan:
+        header = read_checked_header(image, self.limits, name)
+        plan = self.family.plan(*header.upright_size, policy)
+        return replace(plan, kind=KIND_ENCODED) if self._is_for_gpu(header) else plan
+
+    def _is_for_gpu(self, header: Header) -> bool:
+        return (
+            0 < self.gpu_pixels <= header.width * header.height
+            and max(header.width, header.height) <= MOST_GPU_SIDE
+            and header.chroma_step is not None
+        )
+
     def pixels(self, images: Sequence[bytes], plans: Sequence[ImagePlan]) -> np.ndarray:
-        """Decode and cut encoded ``images`` as their ``plans`` say: uint8, flat. Raises InvalidRequest."""
-        sizes = [int(np.prod(plan.pixel_shape)) for plan in plans]
+        """Decode and cut encoded ``images`` as their ``plans`` say: uint8, flat. Raises InvalidRequest.
+
+        Of an image of kind 1 its frame.
+        """
+        sizes = [
+            FRAME.size + len(image) if plan.kind == KIND_ENCODED else int(np.prod(plan.pixel_shape))
+            for image, plan in zip(images, plans, strict=True)
+        ]
         pixels = np.empty(sum(sizes), dtype=np.uint8)
         ends = np.cumsum(sizes)
         for index, (image, plan, size, end) in enumerate(zip(images, plans, sizes, ends, strict=True)):
+            if plan.kind == KIND_ENCODED:
+                header = read_checked_header(image, self.limits, f"image {index}")
+                data = np.frombuffer(image, dtype=np.uint8)
+                picture = EncodedPicture(data, header.width, header.height, header.orientation)
+                pixels[end - size : end] = picture.framed()
+                continue
             enough = (plan.columns * plan.w, plan.rows * plan.h) if self._mode.reduced else None
             decoded = decode(image, self.limits, f"image {index}", enough)
             self._write_tiles(decoded, plan, pixels[end - size : end].reshape(plan.pixel_shape))

@@ -34,7 +34,12 @@ class TritonPythonModel:
         )
         self._preprocessor = Preprocessor.from_checkpoint(
             settings.checkpoint,
-            PreprocessSettings(limits=limits, resize=resize, tile_policy=settings.text("tile_policy") or None),
+            PreprocessSettings(
+                limits=limits,
+                resize=resize,
+                tile_policy=settings.text("tile_policy") or None,
+                gpu_pixels=settings.integer("gpu_pixels"),
+            ),
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tessera.errors import InvalidRequest
+from tessera.family.encoded_picture import KIND_ENCODED, EncodedPicture
+from tessera.family.family import KIND_TILES
+from tessera.vision.gpu_pictures import Cut, TileDecoder
 
-KIND_TILES = 0
-_PLAN_LENGTH = 4  # kind, t, h, w
+_PLAN_LENGTH = 4  # kind, tiles, and of kind 0 a tile's height and width, of kind 1 the grid's rows and columns
 
 
 @dataclass(frozen=True)
 class VisionItem:
-    """One request's pictures: uint8 pixels (flat, all pictures in order), int32 plan [4k], int64 digest [2k]."""
+    """One request's pictures: uint8 pixels (flat, all pictures in order), int32 plan [4k], int64 digest [2k].
+
+    A picture of kind 1 has a frame in ``pixels`` (``family/encoded_picture.py``).
+    """
 
     pixels: np.ndarray
     plan: np.ndarray
@@ -25,15 +30,46 @@ class VisionItem:
 
 @dataclass
 class Picture:
-    """One picture on its way; ``rows`` [tokens, hidden] once they are known."""
+    """One picture on its way: ``count`` tiles, cut already or still ``encoded``.
+
+    ``rows`` [tokens, hidden] once they are known, or the ``error`` why they never will be.
+    """
 
     key: Hashable
-    tiles: np.ndarray  # uint8 [t, side, side, 3]
+    count: int
+    tiles: np.ndarray | torch.Tensor | None = None  # uint8 [count, side, side, 3]
+    encoded: Cut | None = None
     rows: torch.Tensor | None = None
+    error: InvalidRequest | None = None
+
+    def decode(self, decoder: TileDecoder) -> bool:
+        """Fill in the tiles; False, with ``error`` set, where the file cannot be decoded."""
+        assert self.encoded is not None
+        try:
+            self.tiles = decoder.tiles(self.encoded)
+        except InvalidRequest as error:
+            size = f"{self.encoded.picture.width}x{self.encoded.picture.height}"
+            self.error = InvalidRequest(f"the picture of {size} pixels cannot be decoded: {error}")
+        return self.error is None
+
+    def part(self, tiles: slice) -> np.ndarray | torch.Tensor:
+        """Some of the tiles, decoded before."""
+        assert self.tiles is not None
+        return self.tiles[tiles]
 
 
-def pictures_of(item: VisionItem, tile_side: int) -> list[Picture]:
-    """One request's pictures, in order; their tiles are views of the item's pixels.
+def joined(parts: Sequence[np.ndarray | torch.Tensor]) -> np.ndarray | torch.Tensor:
+    """Tiles one after the other: an array, or where one part is on a device already, a tensor there."""
+    device = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
+    if len(parts) == 1:
+        return parts[0]
+    if device is None:
+        return np.concatenate(parts)
+    return torch.cat([torch.as_tensor(part).to(device) for part in parts])
+
+
+def pictures_of(item: VisionItem, tile_side: int, encoded: bool = False) -> list[Picture]:
+    """One request's pictures, in order; views of the item's pixels. ``encoded``: whether some may still be.
 
     Raises InvalidRequest when pixels, plan and digest do not agree.
     """
@@ -45,7 +81,16 @@ def pictures_of(item: VisionItem, tile_side: int) -> list[Picture]:
     digests = [tuple(int(value) for value in row) for row in item.digest.reshape(-1, 2)]
     pictures, start = [], 0
     for number, (plan, digest) in enumerate(zip(plans, digests, strict=True)):
+        if plan[0] == KIND_ENCODED and encoded:
+            cut, start = _cut(item.pixels, start, plan, f"picture {number}", tile_side)
+            pictures.append(Picture((digest, plan), plan[1], encoded=cut))
+            continue
         kind, tiles, height, width = plan
+        if kind == KIND_ENCODED:
+            raise InvalidRequest(
+                f"picture {number} (kind {kind}) is encoded, and this vision stage has no picture decoder: set its "
+                "picture_decoder to nvjpeg, or preprocess's gpu_pixels to 0"
+            )
         if kind != KIND_TILES or tiles < 1 or height != tile_side or width != tile_side:
             raise InvalidRequest(
                 f"picture {number}: this model takes kind {KIND_TILES} with one or more tiles of "
@@ -55,7 +100,16 @@ def pictures_of(item: VisionItem, tile_side: int) -> list[Picture]:
         pixels = item.pixels[start:end]
         start = end
         if len(pixels) == tiles * height * width * 3:
-            pictures.append(Picture((digest, plan), pixels.reshape(tiles, height, width, 3)))
+            pictures.append(Picture((digest, plan), tiles, pixels.reshape(tiles, height, width, 3)))
     if start != item.pixels.size:
         raise InvalidRequest(f"PIXELS has {item.pixels.size} bytes; the plan needs {start}")
     return pictures
+
+
+def _cut(pixels: np.ndarray, start: int, plan: Sequence[int], name: str, side: int) -> tuple[Cut, int]:
+    """An encoded picture whose frame begins at ``start``, and where the next one begins."""
+    _, tiles, rows, columns = plan
+    if rows < 1 or columns < 1 or tiles - rows * columns not in (0, 1):
+        raise InvalidRequest(f"{name}: {tiles} tiles are not a grid of {columns}x{rows} with or without a thumbnail")
+    picture, end = EncodedPicture.read(pixels, start, name)
+    return Cut(picture, side, columns, rows, thumbnail=tiles > rows * columns), end

@@ -14,7 +14,8 @@ class VisionSettings:
 
     ``runner``: onnx on the CPU, graph (CUDA graphs) on a GPU, torch as the readable twin of both;
     ``threads`` inside one forward; ``onnx_path`` is the exported file (without one, the graph is written from
-    the checkpoint at start); ``cache_bytes`` bounds the embeddings kept of pictures seen before.
+    the checkpoint at start); ``cache_bytes`` bounds the embeddings kept of pictures seen before; ``picture_decoder``
+    decodes the pictures that travel encoded.
     """
 
     runner: str = "onnx"
@@ -25,6 +26,7 @@ class VisionSettings:
     onnx_path: Path | None = None
     random_weights: bool = False
     cache_bytes: int = 256 * 2**20
+    picture_decoder: str = "none"
 
     def __post_init__(self) -> None:
         if self.runner not in ("onnx", "torch", "graph"):
@@ -35,6 +37,10 @@ class VisionSettings:
             raise ConfigError("the onnx runner computes in float32 on the CPU; for anything else use graph or torch")
         if self.runner == "graph" and not self.device.startswith("cuda"):
             raise ConfigError(f"the graph runner records CUDA graphs; it needs device cuda, not {self.device!r}")
+        if self.picture_decoder not in ("none", "nvjpeg"):
+            raise ConfigError(f"picture_decoder {self.picture_decoder!r} is not known; known are none, nvjpeg")
+        if self.picture_decoder == "nvjpeg" and not self.device.startswith("cuda"):
+            raise ConfigError(f"picture_decoder nvjpeg needs device cuda, not {self.device!r}")
         if self.infer_batch_size < 1 or self.threads < 1 or self.cache_bytes < 0:
             raise ConfigError(
                 "the vision stage needs infer_batch_size >= 1, threads >= 1 and cache_bytes >= 0, not "

@@ -44,6 +44,7 @@ class TritonPythonModel:
                 onnx_path=settings.version_folder / "model.onnx" if runner == "onnx" else None,
                 cache_bytes=settings.integer("cache_bytes"),
                 random_weights=settings.text("weights") == "random",
+                picture_decoder=settings.text("picture_decoder"),
             ),
         )
 
@@ -67,7 +68,11 @@ class TritonPythonModel:
             stamps.append(earlier)
         try:
             for index, rows in self._encoder.encode_each(items):
-                waiting.pop(index).send(_response(rows, [*stamps[index], started, time.monotonic_ns()]), final=True)
+                if isinstance(rows, InvalidRequest):
+                    response = error_response("vision_encoder", rows)
+                else:
+                    response = _response(rows, [*stamps[index], started, time.monotonic_ns()])
+                waiting.pop(index).send(response, final=True)
         except Exception as error:
             for responder in waiting.values():
                 responder.send(error_response("vision_encoder", error), final=True)

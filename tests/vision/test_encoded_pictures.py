@@ -1,0 +1,151 @@
+"""Pictures that travel encoded: frames that lie are refused, decoding happens once and late, a bad one stands alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tessera.errors import ConfigError, InvalidRequest
+from tessera.family.encoded_picture import FRAME, EncodedPicture
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.gpu_pictures import Cut
+from tessera.vision.pictures import VisionItem, joined, pictures_of
+from tessera.vision.settings import VisionSettings
+
+SIDE = 2
+
+
+class Decoder:
+    """A file's bytes are its tiles' numbers; a zero is damage."""
+
+    def __init__(self) -> None:
+        self.decoded: list[Cut] = []
+
+    def tiles(self, cut: Cut) -> torch.Tensor:
+        self.decoded.append(cut)
+        if not cut.picture.data.all():
+            raise InvalidRequest("damaged")
+        return torch.from_numpy(cut.picture.data.copy())[:, None, None, None].expand(-1, SIDE, SIDE, 3)
+
+
+class Runner:
+    """One row a tile: its first byte."""
+
+    def run(self, tiles: np.ndarray | torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(tiles)[:, :1, 0, :1].float()
+
+
+def frame(*tiles: int) -> np.ndarray:
+    return EncodedPicture(np.array(tiles, np.uint8), 640, 480, 6).framed()
+
+
+def item(*pictures: tuple[int, ...], kinds: str = "") -> VisionItem:
+    """Each picture is its tiles' numbers in one row, encoded (e, the default) or as pixels (p)."""
+    kinds = kinds or "e" * len(pictures)
+    pixels, plan = [np.empty(0, np.uint8)], []
+    for tiles, kind in zip(pictures, kinds, strict=True):
+        encoded = kind == "e"
+        pixels.append(frame(*tiles) if encoded else np.repeat(np.array(tiles, np.uint8), SIDE * SIDE * 3))
+        plan += [1, len(tiles), 1, len(tiles)] if encoded else [0, len(tiles), SIDE, SIDE]
+    digest = [number for tiles in pictures for number in (hash(tiles), 0)]
+    return VisionItem(np.concatenate(pixels), np.array(plan, np.int32), np.array(digest, np.int64))
+
+
+def encoder(cache: int = 0) -> VisionEncoder:
+    return VisionEncoder(Runner(), SIDE, infer_batch_size=3, cache_bytes=cache, decoder=Decoder())
+
+
+def test_a_frame_comes_back() -> None:
+    pixels = np.concatenate([frame(1, 2, 3), frame(4)])
+    (first, second) = pictures_of(VisionItem(pixels, np.array([1, 3, 1, 2, 1, 1, 1, 1]), np.arange(4)), SIDE, True)
+    assert first.encoded.picture.data.tolist() == [1, 2, 3]
+    assert (first.encoded.columns, first.encoded.rows, first.encoded.thumbnail, first.count) == (2, 1, True, 3)
+    assert (second.encoded.columns, second.encoded.rows, second.encoded.thumbnail, second.count) == (1, 1, False, 1)
+    picture = second.encoded.picture
+    assert (picture.width, picture.height, picture.orientation, picture.data.tolist()) == (640, 480, 6, [4])
+    assert second.tiles is None
+
+
+GOOD = frame(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "plan", "complaint"),
+    [
+        (GOOD, (1, 4, 1, 2), "picture 0: 4 tiles are not a grid of 2x1"),
+        (GOOD, (1, 0, 0, 0), "0 tiles are not a grid"),
+        (GOOD, (1, 1, -1, -1), "not a grid of -1x-1"),
+        (GOOD[:-1], (1, 2, 1, 2), "states 2 bytes; PIXELS has 1 after it"),
+        (GOOD[:7], (1, 2, 1, 2), "PIXELS ends 13 bytes inside its frame of 20"),
+        (np.concatenate([GOOD, GOOD[:1]]), (1, 2, 1, 2), "PIXELS has 23 bytes; the plan needs 22"),
+        (FRAME.pack(2**64 - 1, 640, 480, 1) + b"xx", (1, 2, 1, 2), f"states {2**64 - 1} bytes"),
+        (FRAME.pack(0, 640, 480, 1), (1, 2, 1, 2), "states 0 bytes"),
+        (FRAME.pack(2, 0, 480, 1) + b"xx", (1, 2, 1, 2), "0x480 pixels"),
+        (FRAME.pack(2, 640, 2**31, 1) + b"xx", (1, 2, 1, 2), "640x2147483648 pixels"),
+        (FRAME.pack(2, 640, 480, 9) + b"xx", (1, 2, 1, 2), "orientation 9"),
+    ],
+)
+def test_frames_that_cannot_be_right_are_refused(pixels: object, plan: tuple[int, ...], complaint: str) -> None:
+    data = np.frombuffer(pixels, np.uint8) if isinstance(pixels, bytes) else pixels
+    with pytest.raises(InvalidRequest, match=complaint):
+        pictures_of(VisionItem(data, np.array(plan, np.int32), np.zeros(2, np.int64)), SIDE, encoded=True)
+
+
+def test_a_stage_without_a_decoder_says_what_to_set() -> None:
+    with pytest.raises(InvalidRequest, match="picture_decoder to nvjpeg, or preprocess's gpu_pixels to 0"):
+        pictures_of(item((1,)), SIDE)
+
+
+def test_encoded_and_cut_pictures_share_forwards() -> None:
+    vision = encoder()
+    rows = vision.encode([item((1, 2), (3,), kinds="ep"), item((4, 5), kinds="p"), item(), item((6, 7, 8))])
+    assert [row if row is None else row.flatten().tolist() for row in rows] == [[1, 2, 3], [4, 5], None, [6, 7, 8]]
+
+
+def test_a_picture_is_decoded_once_and_never_when_its_rows_are_known() -> None:
+    vision = encoder(cache=1 << 20)
+    vision.encode([item((1, 2)), item((1, 2)), item((3,), (1, 2))])
+    assert len(vision.decoder.decoded) == 2
+    assert vision.encode([item((1, 2))])[0].flatten().tolist() == [1, 2]
+    assert len(vision.decoder.decoded) == 2
+
+
+def test_pictures_are_decoded_as_late_as_their_forward() -> None:
+    vision = encoder()
+    answers = vision.encode_each([item((1, 2, 3)), item((4,)), item((5, 6, 7))])
+    seen = [(index, len(vision.decoder.decoded)) for index, _ in answers]
+    assert seen == [(0, 1), (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_damaged_picture_fails_its_own_request_alone(place: int) -> None:
+    items = [item((1, 2)), item((3,), (4,)), item((5, 6, 7))]
+    items.insert(place, item((8,), (9, 0)))
+    answers = dict(encoder(cache=1 << 20).encode_each(items))
+    assert "the picture of 640x480 pixels cannot be decoded: damaged" in str(answers.pop(place))
+    assert [answers[index].flatten().tolist() for index in sorted(answers)] == [[1, 2], [3, 4], [5, 6, 7]]
+
+
+def test_a_damaged_picture_alone_is_answered() -> None:
+    with pytest.raises(InvalidRequest, match="damaged"):
+        encoder().encode([item((0,))])
+
+
+def test_joined_tiles_are_where_the_decoded_ones_are() -> None:
+    tiles = np.zeros((2, SIDE, SIDE, 3), np.uint8)
+    assert joined([tiles]) is tiles
+    assert isinstance(joined([tiles, tiles]), np.ndarray)
+    mixed = joined([tiles, torch.ones(1, SIDE, SIDE, 3, dtype=torch.uint8)])
+    assert isinstance(mixed, torch.Tensor) and mixed[:, 0, 0, 0].tolist() == [0, 0, 1]
+
+
+def test_memory_is_known_before() -> None:
+    small, large = (Cut(EncodedPicture(np.ones(9, np.uint8), w, w), SIDE, 2, 2, True).peak_bytes for w in (100, 1000))
+    assert 100 * 100 * 3 < small < large / 90
+
+
+@pytest.mark.parametrize("settings", [{"picture_decoder": "pillow"}, {"picture_decoder": "nvjpeg", "device": "cpu"}])
+def test_decoders_that_cannot_be(settings: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="picture_decoder"):
+        VisionSettings(runner="torch", **settings)
