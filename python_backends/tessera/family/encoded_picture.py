@@ -28,6 +28,11 @@ class EncodedPicture:
     height: int
     orientation: int = 1
 
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """(width, height) after rotation: orientations 5..8 lie on their side."""
+        return (self.height, self.width) if self.orientation >= 5 else (self.width, self.height)
+
     def framed(self) -> np.ndarray:
         """What stands in PIXELS, uint8."""
         head = FRAME.pack(self.data.size, self.width, self.height, self.orientation)

@@ -26,7 +26,7 @@ class Cut:
     @property
     def peak_bytes(self) -> int:
         """Bytes of the GPU's memory that decoding and cutting takes at most, the tiles included; known before."""
-        width, height = self.picture.width, self.picture.height
+        width, height = self.picture.upright_size
         return OWN_BYTES * width * height + peak_bytes(width, height, self.side, self.columns, self.rows)
 
 

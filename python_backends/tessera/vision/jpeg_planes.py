@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-# Bytes at the peak, for each pixel of the picture, of what lies between the resize's two passes, of the grid, and for
-# each weight while they are made.
-PICTURE_BYTES, PASS_BYTES, GRID_BYTES, WEIGHT_BYTES = 17, 8, 20, 24
+# Bytes at the peak: for each pixel of the picture, each of the resize's weights while they are made, each pixel between
+# its two passes, and each of the grid.
+PICTURE_BYTES, WEIGHT_BYTES, PASS_BYTES, GRID_BYTES = 17, 24, 4, 12
 
 
 def tiles_of_planes(
@@ -47,11 +47,11 @@ def cut(channels: Iterable[torch.Tensor], side: int, columns: int, rows: int, th
 
 
 def peak_bytes(width: int, height: int, side: int, columns: int, rows: int) -> int:
-    """Bytes that tiles_of_planes holds at most, its planes and its tiles with them; for upright or rotated alike."""
+    """Bytes that tiles_of_planes holds at most, its planes and its tiles with them; for an upright width and height."""
     across, down = columns * side, rows * side
-    longest = max(width, height)
-    between = max(across, down) * longest  # also bounds the weights of either axis
-    return PICTURE_BYTES * width * height + (PASS_BYTES + WEIGHT_BYTES) * between + GRID_BYTES * across * down
+    weights = width * across + height * down
+    between = max(height * across, width * down)
+    return PICTURE_BYTES * width * height + WEIGHT_BYTES * weights + PASS_BYTES * between + GRID_BYTES * across * down
 
 
 def full_planes(planes: Sequence[torch.Tensor], orientation: int) -> list[torch.Tensor]:
