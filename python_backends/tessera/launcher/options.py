@@ -168,6 +168,8 @@ def server_environment(options: ServerOptions, installation: Installation, grpc_
     environment["TESSERA_GRPC_ADDRESS"] = ",".join((options.local(grpc_port), *options.neighbours))
     if options.checkpoint is not None:
         environment["TESSERA_CHECKPOINT"] = str(options.checkpoint.resolve())
+    # glibc would keep eight heaps a core for a process's threads, each with gaps of its own: memory then creeps up.
+    environment.setdefault("MALLOC_ARENA_MAX", str(max(2, os.cpu_count() or 1)))
     for name, folders in (
         ("PATH", (installation.python_bin,)),
         ("LD_LIBRARY_PATH", installation.library_path),

@@ -191,11 +191,12 @@ class InternViT(nn.Module):
     def activation_bytes(self, tiles: int) -> int:
         """The most memory that PLAIN kernels hold at a time in a forward of so many tiles, rows included.
 
-        That is in a layer's MLP: five tensors as wide as the residual stream, and its inner rows twice. Not counted
-        are what the allocator rounds up (at most 1 MiB a tensor) and the scratch memory of matrix products.
+        That is in a layer's MLP (five tensors as wide as the residual stream, and its inner rows twice) or in its
+        attention (eleven: q, k and v twice, where torch's kernel wants copies of its own). Not counted are what the
+        allocator rounds up (at most 1 MiB a tensor) and the scratch memory of matrix products.
         """
         mlp = self.blocks[0].mlp.linear1
-        width = 5 * mlp.in_features + 2 * mlp.out_features
+        width = max(5 * mlp.in_features + 2 * mlp.out_features, 11 * mlp.in_features)
         return tiles * self.position_embedding.shape[1] * width * self.class_embedding.itemsize
 
     def patch_order(self) -> torch.Tensor:
