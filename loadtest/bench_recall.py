@@ -1,5 +1,6 @@
 """`make bench-recall`: the held-out set through the running ensemble, at the default tile policy and at one tile.
 
+With `--plan docs/tile_policies.json` every tile policy is asked too; the curve is drawn beside that file.
 `--instances` and `--set` change the repository first, for instance on a GPU:
     python loadtest/bench_recall.py --instances preprocess=10 --set vision_encoder.runner=torch \
         vision_encoder.device=cuda language_model.device=cuda
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,13 +24,27 @@ from rich.progress import Progress
 
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
-from tessera_client import Client, recall
+from tessera_client import Client, plan, recall
 from tessera_client.datasets import Item, heldout_items
 
 sys.path.insert(0, str(figures.ROOT / "build"))
 import render_repository
 
 MAX_TOKENS = 96  # enough for a description
+MAX_LOSS = 1.0  # points of recall that a policy may cost
+POLICIES = (
+    "reference",
+    "reference,thumbnail=never",
+    "reference,max_tiles=6",
+    "reference,max_tiles=1",
+    "reference,max_tiles=1,thumbnail=always",
+    "native",
+    "native,thumbnail=never",
+    "budget,token_budget=320",  # five tiles of this model's 64 tokens, as 1280 is for InternVL's 256
+    "budget,token_budget=320,thumbnail=never",
+    "two-tile",
+    "two-tile,thumbnail=always",
+)
 
 
 @contextmanager
@@ -55,6 +71,20 @@ def measure(client: Client, items: list[Item], concurrency: int, **options: Any)
     return result
 
 
+def write_plan(client: Client, items: list[Item], concurrency: int, file: Path) -> int:
+    """Asks all questions under each policy; writes what `tessera plan` would. Returns how many ended in an error."""
+    measured = []
+    for policy in POLICIES:
+        with bar(policy) as advance:
+            options = {"concurrency": concurrency, "progress": advance, "max_tokens": MAX_TOKENS}
+            measured.append(plan.measure(client, items, policy, secrets.token_hex(8), **options))
+    about = {"concurrency": concurrency, "data": "the held-out set", "machine": figures.machine()}
+    plan.print_table(measured, MAX_LOSS, Console(stderr=True))
+    file.write_text(json.dumps(plan.document(measured, MAX_LOSS, **about), indent=1) + "\n")
+    file.with_suffix(".svg").write_text(plan.plot(measured, MAX_LOSS, about), encoding="utf-8")
+    return sum(each.errors for each in measured)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, help="only the first N questions, even over the classes")
@@ -62,6 +92,8 @@ def main() -> int:
     parser.add_argument("--instances", nargs="*", default=[], metavar="MODEL=N")
     parser.add_argument("--set", nargs="*", default=[], metavar="MODEL.PARAMETER=VALUE", dest="parameters")
     parser.add_argument("--label", help="for other settings than the default's: the figures are recall.LABEL.*")
+    parser.add_argument("--plan", type=Path, metavar="FILE.json", help="measure every tile policy and write this")
+    parser.add_argument("--pictures", type=Path, help="a folder that keeps the rendered pictures for the next run")
     parser.add_argument("--json", type=Path, help="write all figures of both runs here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tessera-recall-") as folder:
@@ -74,13 +106,16 @@ def main() -> int:
             dict(pair.split("=", 1) for pair in arguments.parameters),
         )
         with bar("rendering") as advance:
-            items = heldout_items(arguments.limit, Path(folder), root=figures.ROOT, progress=advance)
+            items = heldout_items(
+                arguments.limit, arguments.pictures or Path(folder), root=figures.ROOT, progress=advance
+            )
         large = [item for item in items if max(item.width, item.height) >= recall.LARGE]
         options = ServerOptions(model_repository=repository, http_port=0, grpc_port=0, metrics_port=0)
         with Server(options) as server, Client(server.grpc_url) as client:
             client.ask(items[0].picture, "Is there a door?", max_tokens=1)
             default = measure(client, items, arguments.concurrency)
             one_tile = measure(client, large, arguments.concurrency, max_tiles=1)
+            failed = write_plan(client, items, arguments.concurrency, arguments.plan) if arguments.plan else 0
     if arguments.json:
         arguments.json.write_text(json.dumps({"default": default, "large_at_one_tile": one_tile}, indent=1))
     command = "make bench-recall" + (f" N={arguments.limit}" if arguments.limit else "")
@@ -95,7 +130,7 @@ def main() -> int:
     loss = 100 * (macro(default["large"]) - macro(one_tile["large"]))
     figures.emit(f"{prefix}.max_tiles_1_loss", round(loss, 2), "points", command=command, large_pictures=len(large))
     figures.emit(f"{prefix}.qpm", default["qpm"], "questions/min", command=command, **notes)
-    failed = default["errors"] + one_tile["errors"]
+    failed += default["errors"] + one_tile["errors"]
     if failed:
         print(f"{failed} questions ended in an error", file=sys.stderr)
     return 1 if failed else 0
