@@ -8,13 +8,30 @@ import numpy as np
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig
+from tessera.vision.intern_vit import InternViT
 from tessera.vision.settings import VisionSettings
 
 
 class Runner(Protocol):
-    """uint8 [n, side, side, 3] -> rows [n, tokens per tile, hidden]."""
+    def run(self, tiles: np.ndarray) -> torch.Tensor:
+        """uint8 [n, side, side, 3] -> rows [n, tokens per tile, hidden].
 
-    def run(self, tiles: np.ndarray) -> torch.Tensor: ...
+        On a GPU it works on the current stream and returns without waiting for it: the next forward is launched while
+        this one runs. So ``tiles`` are read before it returns and go up through pinned memory (a copy from any other
+        waits for the stream), and no later run writes into the rows.
+        """
+        ...
+
+    def activation_bytes(self, tiles: int) -> int:
+        """What a forward of so many tiles takes beside weights, pixels and the rows it returns."""
+        ...
+
+
+def weight_bytes(config: CheckpointConfig, settings: VisionSettings) -> int:
+    """What the tower's weights take, from the shapes alone."""
+    with torch.device("meta"):
+        tower = InternViT(config)
+    return getattr(torch, settings.dtype).itemsize * sum(parameter.numel() for parameter in tower.parameters())
 
 
 def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:

@@ -12,8 +12,9 @@ from tessera.errors import ConfigError
 class VisionSettings:
     """The deployment's choices.
 
-    ``threads`` inside one forward; ``onnx_path`` is the exported file (without one, the graph is written from
-    the checkpoint at start); ``cache_bytes`` bounds the embeddings kept of pictures seen before.
+    ``infer_batch_size`` tiles at most are one forward; ``threads`` inside one forward; ``onnx_path`` is the exported
+    file (without one, the graph is written from the checkpoint at start); ``cache_bytes`` bounds the embeddings kept of
+    pictures seen before; ``memory_bytes`` all that the stage holds (memory.py says what that is), 0 nothing.
     """
 
     runner: str = "onnx"
@@ -24,6 +25,7 @@ class VisionSettings:
     onnx_path: Path | None = None
     random_weights: bool = False
     cache_bytes: int = 256 * 2**20
+    memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.runner not in ("onnx", "torch"):
@@ -32,8 +34,8 @@ class VisionSettings:
             raise ConfigError(f"vision dtype {self.dtype!r} is not known; known are float32, bfloat16, float16")
         if self.runner == "onnx" and (self.dtype, self.device) != ("float32", "cpu"):
             raise ConfigError("the onnx runner computes in float32 on the CPU; use runner torch for anything else")
-        if self.infer_batch_size < 1 or self.threads < 1 or self.cache_bytes < 0:
+        if self.infer_batch_size < 1 or self.threads < 1 or self.cache_bytes < 0 or self.memory_bytes < 0:
             raise ConfigError(
-                "the vision stage needs infer_batch_size >= 1, threads >= 1 and cache_bytes >= 0, not "
-                f"{self.infer_batch_size}, {self.threads} and {self.cache_bytes}"
+                "the vision stage needs infer_batch_size >= 1, threads >= 1, cache_bytes >= 0 and memory_bytes >= 0, "
+                f"not {self.infer_batch_size}, {self.threads}, {self.cache_bytes} and {self.memory_bytes}"
             )
