@@ -21,14 +21,18 @@ class Job(Protocol):
     """One request, which is answered exactly once, by any thread."""
 
     item: VisionItem
-    deadline_ns: int
+
+    @property
+    def deadline_ns(self) -> int:
+        """On time.monotonic_ns's clock; 0 is none."""
+        ...
 
     def answer(self, rows: torch.Tensor | None) -> None:
         """Sends rows [tokens, hidden]; they may be dropped when it returns."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Sends the error, unless the request was answered before."""
+        """Sends the error (TimeoutError: its deadline has passed), unless the request was answered before."""
         ...
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import tessera.tritonserver.client_path  # noqa: F401
 from tessera.errors import ConfigError, InvalidRequest, Unavailable
 from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.vision.dispatch import Job
