@@ -32,7 +32,7 @@ class Job(Protocol):
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Sends the error (TimeoutError: its deadline has passed), unless the request was answered before."""
+        """Sends the error (TimeoutError: its deadline has passed) unless the request was answered. Never raises."""
         ...
 
 

@@ -124,11 +124,15 @@ class VisionEncoder:
 
         Where rows would not fit the budget together, items are worked off in waves: the next begins when enough of
         what was given out has been entered and left. If a forward fails, what is done is given out before it raises.
+        Raises InvalidRequest for an item that :meth:`checked` would refuse.
         """
         pictures = [pictures_of(item, self.tile_side) for item in items]
-        for wave in self.budget.waves([_tiles(group) for group in pictures]):
+        tiles = [_tiles(group) for group in pictures]
+        for count in tiles:
+            self.budget.check(count)
+        for wave in self.budget.waves(tiles):
             waiting = {index: pictures[index] for index in wave}
-            self.budget.reserve(sum(map(_tiles, waiting.values())))
+            self.budget.reserve(sum(tiles[index] for index in wave))
             yield from in_groups(self._encode(waiting), size)
 
     def checked(self, item: VisionItem) -> VisionItem:

@@ -6,6 +6,7 @@ another. Rows come back over the CPU. gRPC sets TCP_NODELAY on every TCP socket,
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -69,8 +70,9 @@ class RemoteDispatcher:
             request_serializer=service_pb2.ModelInferRequest.SerializeToString,
             response_deserializer=service_pb2.ModelInferResponse.FromString,
         )
-        self._rpc_error = grpc.RpcError
         self._outbox = Outbox("vision_encoder", SENDER_THREADS)
+        self._changed = threading.Condition()
+        self._under_way = 0
 
     def check(self, item: VisionItem) -> None:
         """The other server checks."""
@@ -84,6 +86,8 @@ class RemoteDispatcher:
 
     def close(self) -> None:
         self._channel.close()  # which ends the calls under way
+        with self._changed:
+            self._changed.wait_for(lambda: not self._under_way)
         self._outbox.close()
 
     def _ask(self, job: Job) -> None:
@@ -92,18 +96,23 @@ class RemoteDispatcher:
         if remaining is not None and remaining <= 0:
             raise TimeoutError
         call = self._infer.future(request_message(self._messages, job.item), timeout=remaining)
+        with self._changed:
+            self._under_way += 1
         answered: Channel[Any] = Channel(partial(self._finish, job))
         call.add_done_callback(lambda done: self._outbox.post(answered, done))
 
     def _finish(self, job: Job, calls: list[Any]) -> None:
+        (call,) = calls
         try:
-            (call,) = calls
+            code = call.code().name
+            if code != "OK":
+                raise self._mapped(code, call.details() or "")
             job.answer(rows_of(call.result()))
-        except self._rpc_error as error:
-            call = error
-            job.fail(self._mapped(call.code().name, call.details() or ""))
         except Exception as error:
             job.fail(error)
+        with self._changed:
+            self._under_way -= 1
+            self._changed.notify_all()
 
     def _mapped(self, code: str, details: str) -> Exception:
         """gRPC's status as this server's error. What is the other server's fault is not the client's."""

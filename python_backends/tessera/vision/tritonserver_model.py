@@ -12,7 +12,7 @@ import torch
 from tessera.errors import InvalidRequest
 from tessera.tritonserver import tensors
 from tessera.tritonserver.deadline import deadline_exceeded, is_over
-from tessera.tritonserver.failures import error_response
+from tessera.tritonserver.failures import error_response, log_exception
 from tessera.tritonserver.metrics import Gauge
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.server_log import write_to_server_log
@@ -106,10 +106,12 @@ class StageJob:
         self._responder.send(_response(rows, [*self._stamps, self._started, time.monotonic_ns()]), final=True)
 
     def fail(self, error: BaseException) -> None:
-        if isinstance(error, TimeoutError) and self._stamps:
-            self._responder.send(deadline_exceeded(self._stamps[1]), final=True)
-        else:
-            self._responder.send(error_response("vision_encoder", error), final=True)
+        late = isinstance(error, TimeoutError) and self._stamps
+        try:
+            response = deadline_exceeded(self._stamps[1]) if late else error_response("vision_encoder", error)
+            self._responder.send(response, final=True)
+        except Exception as unsent:
+            log_exception("vision_encoder", unsent)
 
 
 def read_stamps(request: Any) -> list[int]:
