@@ -68,7 +68,9 @@ def test_answers_are_those_of_a_local_stage_word_for_word(server: Server, eyes: 
     assert [answer.text for answer in answers] == [answer.text for answer in expected]
     assert all(answer.timings.vision > 0 for answer in answers)
     assert client.ask(None, "Hello?", max_tokens=2).usage.image_tokens == 0
-    assert metrics_page.read(eyes.metrics_url)['nv_inference_request_success{model="vision_encoder",version="1"}'] == 4
+    page = metrics_page.read(eyes.metrics_url)
+    assert page['nv_inference_request_success{model="vision_encoder",version="1"}'] == 4
+    assert any(name.startswith("tessera_vision_row_bytes") for name in page)
 
 
 def infer_vision(server: Server, tiles: int) -> np.ndarray:

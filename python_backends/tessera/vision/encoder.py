@@ -21,7 +21,7 @@ from tessera.vision.embedding_cache import EmbeddingCache
 from tessera.vision.lane import AHEAD, Lane, Mark
 from tessera.vision.memory import COPIES_OF_ROWS, RowBudget, row_budget
 from tessera.vision.pictures import Picture, VisionItem, pictures_of
-from tessera.vision.runner import Runner, make_runner, weight_bytes
+from tessera.vision.runner import Runner, load_runner
 from tessera.vision.settings import VisionSettings
 
 Waiting = dict[int, list[Picture]]  # an item's index -> its pictures
@@ -94,9 +94,10 @@ class VisionEncoder:
         """
         settings = settings or VisionSettings()
         config = folder if isinstance(folder, CheckpointConfig) else read_config(folder)
-        runner, size, batch = make_runner(config, settings), config.vision.image_size, settings.infer_batch_size
+        runner, kept = load_runner(config, settings)
+        size, batch = config.vision.image_size, settings.infer_batch_size
         parts = {
-            "weights": weight_bytes(config, settings),
+            "weights": kept,
             "activations": runner.activation_bytes(batch),
             "pixels": (1 + AHEAD) * batch * size * size * config.vision.num_channels,
             "cache": settings.cache_bytes,

@@ -1,8 +1,9 @@
 """What the vision stage holds, known before it is held, so that nothing it takes in can run out of memory.
 
-``memory_bytes`` is the stage's share of its device and covers, in this order: weights, the activations of one forward,
-the pixels of the forwards under way, the cache of rows at its full size, and with all that is left the rows of
-requests that are not answered yet. Not in it are the CUDA context and its libraries, as with any process.
+``memory_bytes`` is the stage's share of its device and covers, in this order: weights (and what else a runner keeps, as
+recorded graphs), the activations of one forward, the pixels of the forwards under way, the cache of rows at its full
+size, and with all that is left the rows of requests that are not answered yet. Not in it are CUDA's context and
+libraries, as with any process.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def row_budget(memory_bytes: int, parts: Mapping[str, int], bytes_per_tile: int,
 
 
 def activation_bytes(config: CheckpointConfig, tiles: int, itemsize: int, scores: bool) -> int:
-    """Bytes that a forward of the plain tower holds at its peak, in one layer or at the patch embedding.
+    """Bytes that a forward of the plain tower holds at its peak: in a layer, patch embedding or projector.
 
     An estimate from above: residual and normed rows, beside them q, k, v (twice with q/k norm) and the attention's
     output, or the MLP's middle before and after its activation. ``scores``: the attention writes all of its scores
@@ -99,8 +100,9 @@ def activation_bytes(config: CheckpointConfig, tiles: int, itemsize: int, scores
     if scores:
         attention += 2 * vision.num_attention_heads * tokens**2
     layer = 2 * rows + max(attention, 2 * tokens * vision.intermediate_size)
+    projector = 2 * rows + 3 * config.tokens_per_tile * config.text.hidden_size
     pixels = vision.num_channels * vision.image_size**2
-    return tiles * max(itemsize * layer, 2 * pixels + itemsize * (pixels + 2 * rows))
+    return tiles * max(itemsize * max(layer, projector), 2 * pixels + itemsize * (pixels + 2 * rows))
 
 
 def _megabytes(size: int) -> str:

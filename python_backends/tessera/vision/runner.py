@@ -23,15 +23,8 @@ class Runner(Protocol):
         ...
 
     def activation_bytes(self, tiles: int) -> int:
-        """What a forward of so many tiles takes beside weights, pixels and the rows it returns."""
+        """What a forward of so many tiles allocates at most, rows included; known before it runs."""
         ...
-
-
-def weight_bytes(config: CheckpointConfig, settings: VisionSettings) -> int:
-    """What the tower's weights take, from the shapes alone."""
-    with torch.device("meta"):
-        tower = InternViT(config)
-    return getattr(torch, settings.dtype).itemsize * sum(parameter.numel() for parameter in tower.parameters())
 
 
 def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:
@@ -45,3 +38,25 @@ def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:
     return TorchRunner.from_checkpoint(
         config, settings.dtype, settings.threads, settings.device, settings.random_weights
     )
+
+
+def load_runner(config: CheckpointConfig, settings: VisionSettings) -> tuple[Runner, int]:
+    """As :func:`make_runner`, with the bytes that the runner keeps: weights, on a GPU graphs and buffers as well."""
+    if settings.device == "cpu":
+        return make_runner(config, settings), weight_bytes(config, settings)
+    before = _reserved()
+    runner = make_runner(config, settings)
+    return runner, _reserved() - before
+
+
+def weight_bytes(config: CheckpointConfig, settings: VisionSettings) -> int:
+    """What the tower's weights take, from the shapes alone."""
+    with torch.device("meta"):
+        tower = InternViT(config)
+    return getattr(torch, settings.dtype).itemsize * sum(parameter.numel() for parameter in tower.parameters())
+
+
+def _reserved() -> int:
+    """Bytes of the GPU that this process has; what it only kept for later is given back first."""
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
