@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 ONNX := model_repository/vision_encoder/1/model.onnx
 CHECKPOINT := build/default_model/checkpoint
 
-.PHONY: env demo serve test lint types test-faults test-gpu soak fuzz bench-cpu bench-serve bench-preprocess bench-kernels bench-engine bench-vision gpu-sharing bench-recall parity record report clean
+.PHONY: env demo serve test lint types test-faults test-gpu soak fuzz bench-cpu bench-serve bench-dispatch bench-remote-vision bench-preprocess bench-kernels bench-engine bench-vision gpu-sharing bench-recall parity record report clean
 
 env: $(VENV)/.ready
 
@@ -67,6 +67,14 @@ bench-vision: $(VENV)/.ready
 # a standard workload through the server on a GPU; W=W4a, SERVE="--gpus 0,1" for other settings
 bench-serve: $(VENV)/.ready
 	$(PY) loadtest/bench_serve.py --workloads $(or $(W),W1) $(SERVE)
+
+# sizes of the vision stage's forwards and sending groups, W1 through a server of each; DISPATCH="--gpu 0 ..." for a GPU
+bench-dispatch: $(ONNX)
+	$(PY) loadtest/bench_dispatch.py $(DISPATCH)
+
+# Nagle's algorithm on small messages, and the vision stage on another server
+bench-remote-vision: $(ONNX)
+	$(PY) loadtest/bench_remote_vision.py
 
 # JPEG bytes to tiles: against Pillow, big ones on the GPU (if there is one), and the stage alone in the real server;
 # STAGE="--instances 4" for other settings of the last

@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
@@ -23,6 +25,7 @@ GPU_SETTINGS = {
     "vision_encoder.device": "cuda",
     "vision_encoder.dtype": "bfloat16",
     "vision_encoder.visual_infer_batch_size": "32",
+    "vision_encoder.memory_bytes": str(7 << 30),
     "language_model.device": "cuda",
     "language_model.dtype": "bfloat16",
     "language_model.kv_cache_bytes": "0",
@@ -30,9 +33,17 @@ GPU_SETTINGS = {
     "language_model.max_sequences": "256",
     "language_model.engine_process": "1",
 }
+# What the vision stage's process takes of a GPU beside its memory_bytes: CUDA's context and libraries.
+CONTEXT_BYTES = 1 << 30
 
 
-def render(source: Path, out: Path, instances: dict[str, int], parameters: dict[str, str]) -> None:
+def render(
+    source: Path,
+    out: Path,
+    instances: dict[str, int],
+    parameters: dict[str, str],
+    only: Collection[str] = (),
+) -> None:
     """Copies `source` to `out` and applies the changes.
 
     Args:
@@ -40,13 +51,18 @@ def render(source: Path, out: Path, instances: dict[str, int], parameters: dict[
         out: the folder to write; must not exist.
         instances: model -> number of instances.
         parameters: "model.parameter" -> value; the parameter must be in the model's config.pbtxt.
+        only: the models to copy; empty for all.
 
     Raises:
-        ValueError: a model or a parameter does not exist, or `out` does.
+        ValueError: a model or a parameter does not exist, or `out` does, or the stages' shares of a GPU disagree.
     """
     if out.exists():
         raise ValueError(f"{out} exists already")
-    shutil.copytree(source, out, ignore=shutil.ignore_patterns("__pycache__"))
+    for model in only:
+        _read(source, model)
+    for folder in sorted(source.iterdir()):
+        if folder.is_dir() and (not only or folder.name in only):
+            shutil.copytree(folder, out / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
     for model, count in instances.items():
         config = _read(out, model)
         del config.instance_group[1:]
@@ -67,6 +83,20 @@ def render(source: Path, out: Path, instances: dict[str, int], parameters: dict[
             checkpoint = config.parameters["checkpoint"].string_value
             config.parameters["checkpoint"].string_value = str((source / checkpoint).resolve())
             _write(out, file.parent.name, config)
+    if not only:
+        _check_shares(_read(out, "vision_encoder").parameters, _read(out, "language_model").parameters)
+
+
+def _check_shares(vision: Mapping[str, Any], language: Mapping[str, Any]) -> None:
+    """On one GPU the vision stage may hold no more than the language model leaves to it."""
+    if vision["vision_url"].string_value or {p["device"].string_value for p in (vision, language)} != {"cuda"}:
+        return
+    own, left = int(vision["memory_bytes"].string_value), int(language["vision_memory_bytes"].string_value)
+    if own + CONTEXT_BYTES > left:
+        raise ValueError(
+            f"vision_encoder.memory_bytes {own} and {CONTEXT_BYTES} for CUDA itself exceed "
+            f"language_model.vision_memory_bytes {left}; lower the first or raise the last"
+        )
 
 
 def _read(repository: Path, model: str) -> model_config_pb2.ModelConfig:
@@ -94,13 +124,16 @@ def main() -> int:
     parser.add_argument("--source", type=Path, default=ROOT / "model_repository")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpu", action="store_true", help="both models on the GPU; --set still wins")
+    parser.add_argument("--only", nargs="*", default=[], metavar="MODEL", help="copy these models and no others")
     parser.add_argument("--instances", nargs="*", default=[], metavar="MODEL=N")
     parser.add_argument("--set", nargs="*", default=[], metavar="MODEL.PARAMETER=VALUE", dest="parameters")
     arguments = parser.parse_args()
     try:
         instances = {model: int(count) for model, count in _pairs(arguments.instances).items()}
-        parameters = (GPU_SETTINGS if arguments.gpu else {}) | _pairs(arguments.parameters)
-        render(arguments.source, arguments.out, instances, parameters)
+        only = arguments.only
+        gpu = {name: value for name, value in GPU_SETTINGS.items() if not only or name.split(".")[0] in only}
+        parameters = (gpu if arguments.gpu else {}) | _pairs(arguments.parameters)
+        render(arguments.source, arguments.out, instances, parameters, only)
     except ValueError as error:
         print(f"render_repository: {error}", file=sys.stderr)
         return 2

@@ -17,8 +17,9 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -39,6 +40,8 @@ COUNTED = (
     "tessera_graph_steps_total",
     "tessera_embeddings_on_cpu_total",
     "tessera_engine_held_up_seconds_total",
+    "tessera_prompts_total",
+    "tessera_prefill_steps_total",
 )
 
 
@@ -104,14 +107,8 @@ def measure(addresses: list[str], workload: Workload, processes: int) -> list[An
 
 def report(workload: Workload, answers: list[Answered], label: str, **notes: Any) -> None:
     seconds = answers[-1].ended - answers[0].ended
-    latencies = sorted(answer.ended - answer.started for answer in answers)
     rate = (len(answers) - 1) / seconds
-    notes |= {
-        "requests": len(answers),
-        "concurrency": workload.concurrency,
-        "p50_ms": round(1e3 * median(latencies), 1),
-        "p99_ms": round(1e3 * latencies[int(0.99 * len(latencies))], 1),
-    }
+    notes |= {"requests": len(answers), "concurrency": workload.concurrency, **latencies(answers)}
     name = f"serve.{workload.name}.{label}"
     command = f"make bench-serve W={workload.name}"
     if not workload.streamed:
@@ -122,6 +119,12 @@ def report(workload: Workload, answers: list[Answered], label: str, **notes: Any
     figures.emit(f"{name}.tok_s", round(rate * workload.tokens, 1), "tok/s", command, **notes)
     figures.emit(f"{name}.ttft_p50_ms", round(1e3 * first, 1), "ms", command, **notes)
     figures.emit(f"{name}.sends_s", round(sends, 1), "responses/s", command, **notes)
+
+
+def latencies(answers: list[Answered]) -> dict[str, float]:
+    """p50_ms and p99_ms of whole requests."""
+    spent = sorted(answer.ended - answer.started for answer in answers)
+    return {"p50_ms": round(1e3 * median(spent), 1), "p99_ms": round(1e3 * spent[int(0.99 * len(spent))], 1)}
 
 
 def counters(url: str) -> dict[str, float]:
@@ -141,6 +144,26 @@ def gpu_settings(checkpoint: Path, weights: str) -> dict[str, str]:
     return {**GPU_SETTINGS, **checkpoints, **{f"{stage}.weights": weights for stage in stages[1:]}}
 
 
+@contextmanager
+def running(settings: dict[str, str], instances: dict[str, int], gpus: list[str]) -> Iterator[list[Server]]:
+    """Servers of the model repository with these parameters and instance counts, one for each GPU or one without."""
+    import render_repository
+
+    with tempfile.TemporaryDirectory(prefix="tessera-serve-") as folder, ExitStack() as stack:
+        repository = Path(folder) / "model_repository"
+        render_repository.render(figures.ROOT / "model_repository", repository, instances, settings)
+        options = ServerOptions(
+            model_repository=repository,
+            http_port=0,
+            grpc_port=0,
+            metrics_port=0,
+            log_path=Path(folder) / "server.log",
+        )
+        each = one_a_gpu(options, gpus) if gpus else [options]
+        with ThreadPoolExecutor(len(each)) as pool:  # servers start side by side
+            yield list(pool.map(lambda own: stack.enter_context(Server(own)), each))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", default=["W1"], choices=sorted(WORKLOADS))
@@ -153,26 +176,12 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, help="instead of the workload's own, for a trial")
     parser.add_argument("--label", default="bf16", help="stands in the figures' names")
     arguments = parser.parse_args()
-    import render_repository
-
     gpus = arguments.gpus.split(",") if arguments.gpus else []
     checkpoint = arguments.checkpoint.resolve()
     settings = gpu_settings(checkpoint, arguments.weights) if gpus else {}
     settings |= dict(pair.split("=", 1) for pair in arguments.parameters)
-    with tempfile.TemporaryDirectory(prefix="tessera-serve-") as folder, ExitStack() as stack:
-        repository = Path(folder) / "model_repository"
-        instances = {model: int(count) for model, count in (pair.split("=", 1) for pair in arguments.instances)}
-        render_repository.render(figures.ROOT / "model_repository", repository, instances, settings)
-        options = ServerOptions(
-            model_repository=repository,
-            http_port=0,
-            grpc_port=0,
-            metrics_port=0,
-            log_path=Path(folder) / "server.log",
-        )
-        each = one_a_gpu(options, gpus) if gpus else [options]
-        with ThreadPoolExecutor(len(each)) as pool:  # servers start side by side
-            servers = list(pool.map(lambda own: stack.enter_context(Server(own)), each))
+    instances = {model: int(count) for model, count in (pair.split("=", 1) for pair in arguments.instances)}
+    with running(settings, instances, gpus) as servers:
         addresses = [server.grpc_url for server in servers]
         for name in arguments.workloads:
             workload = WORKLOADS[name]

@@ -42,3 +42,17 @@ def test_the_gpu_settings_are_parameters_of_the_stages(tmp_path):
     for name, value in GPU_SETTINGS.items():
         model, _, parameter = name.partition(".")
         assert config(tmp_path / "gpu", model).parameters[parameter].string_value == value
+
+
+def test_one_model_can_be_rendered_alone(tmp_path):
+    render(SOURCE, tmp_path / "vision", {}, {"vision_encoder.threads": "2"}, only=["vision_encoder"])
+    assert [path.name for path in (tmp_path / "vision").iterdir()] == ["vision_encoder"]
+    with pytest.raises(ValueError, match="no model 'eyes'"):
+        render(SOURCE, tmp_path / "other", {}, {}, only=["eyes"])
+
+
+def test_shares_of_one_gpu_must_agree(tmp_path):
+    greedy = {**GPU_SETTINGS, "vision_encoder.memory_bytes": str(8 << 30)}
+    with pytest.raises(ValueError, match="vision_encoder.memory_bytes 8589934592 .* exceed .*vision_memory_bytes"):
+        render(SOURCE, tmp_path / "greedy", {}, greedy)
+    render(SOURCE, tmp_path / "elsewhere", {}, greedy | {"vision_encoder.vision_url": "other:8001"})

@@ -142,6 +142,7 @@ def test_metrics():
     assert numbers["requests"] == numbers["finished_length"] == 2
     assert (numbers["prompt_tokens"], numbers["cached_tokens"], numbers["generated_tokens"]) == (20, 8, 6)
     assert numbers["computed_tokens"] == 20 - 8 + 4
+    assert (numbers["prompts"], numbers["prefill_steps"], numbers["steps"]) == (2, 2, 6)
     assert (numbers["running"], numbers["waiting"], numbers["blocks_used"]) == (0, 0, 0)
 
 

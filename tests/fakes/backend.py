@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import types
@@ -23,6 +24,11 @@ class Tensor:
 
     def as_numpy(self) -> np.ndarray:
         return self._values
+
+    @staticmethod
+    def from_dlpack(name: str, values: Any) -> Tensor:
+        """A torch tensor's values; numpy has no bf16."""
+        return Tensor(name, values.float().numpy().copy())
 
 
 class TritonError(Exception):
@@ -72,6 +78,21 @@ class Sender:
         return self.cancelled
 
 
+class MetricFamily:
+    """One family; its one member remembers what it was set to."""
+
+    GAUGE = COUNTER = HISTOGRAM = "a kind"
+
+    def __init__(self, name: str, description: str, kind: str) -> None:
+        self.values: list[float] = []
+
+    def Metric(self, labels: dict[str, str]) -> MetricFamily:
+        return self
+
+    def set(self, value: float) -> None:
+        self.values.append(value)
+
+
 class InferenceRequest:
     """A request as a stage gets it."""
 
@@ -97,7 +118,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """The module, importable for the length of one test; `logged` holds what was written to the server's log."""
     module: Any = types.ModuleType("triton_python_backend_utils")
     module.Tensor, module.TritonError = Tensor, TritonError
-    module.InferenceResponse = InferenceResponse
+    module.InferenceResponse, module.MetricFamily = InferenceResponse, MetricFamily
     module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
     module.logged = []
     module.Logger = types.SimpleNamespace(
@@ -110,6 +131,9 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
     module.get_input_tensor_by_name = module.get_output_tensor_by_name = find
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", module)
+    package_log = logging.getLogger("tessera")  # a stage sends it to the backend, which is gone after the test
+    for attribute in ("handlers", "level", "propagate"):
+        monkeypatch.setattr(package_log, attribute, getattr(package_log, attribute))
     return module
 
 

@@ -13,8 +13,10 @@ import pytest
 from fakes.backend import InferenceRequest, Tensor, strings
 from faults.badinputs import Inputs, mutants, named_faults, odd_but_good
 from faults.complaints import complaint
+from google.protobuf import text_format
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tritonclient.grpc import model_config_pb2
 
 from tessera.engine import tritonserver_model as language_model
 from tessera.errors import InvalidRequest
@@ -35,11 +37,11 @@ fixed = settings(
 
 
 def stage_of(max_pixels: int) -> TritonPythonModel:
-    parameters = {
-        "checkpoint": str(CHECKPOINT), "max_images": "8", "max_tiles": "104",
-        "max_pixels": str(max_pixels), "max_request_bytes": str(64 << 20), "resize": "reference", "tile_policy": "",
-    }  # fmt: skip
-    config = {"parameters": {name: {"string_value": value} for name, value in parameters.items()}}
+    text = (CHECKPOINT.parents[2] / "model_repository" / "preprocess" / "config.pbtxt").read_text()
+    parameters = text_format.Parse(text, model_config_pb2.ModelConfig()).parameters
+    values = {name: value.string_value for name, value in parameters.items()}
+    values |= {"checkpoint": str(CHECKPOINT), "max_pixels": str(max_pixels), "max_request_bytes": str(64 << 20)}
+    config = {"parameters": {name: {"string_value": value} for name, value in values.items()}}
     stage = TritonPythonModel()
     stage.initialize(
         {"model_name": "preprocess", "model_repository": str(CHECKPOINT), "model_config": json.dumps(config)}

@@ -68,7 +68,7 @@ def item(preprocessor: Preprocessor, *images: bytes) -> VisionItem:
 
 def assert_near(ways: tuple[Preprocessor, Preprocessor], decoder: GpuPictures, jpeg: bytes) -> None:
     (cut,), (encoded,) = (pictures_of(item(way, jpeg), SIDE, encoded=True) for way in ways)
-    assert encoded.decode(decoder), encoded.error
+    assert encoded.readable(decoder), encoded.error
     assert encoded.tiles.is_cuda and encoded.tiles.dtype == torch.uint8
     difference = np.abs(encoded.tiles.cpu().numpy().astype(int) - cut.tiles)
     assert difference.mean() <= 1 and np.quantile(difference, 0.999) <= 8
@@ -105,7 +105,7 @@ def test_memory_stays_below_what_was_announced(ways, decoder) -> None:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-                assert picture.decode(decoder)
+                assert picture.readable(decoder)
                 taken = torch.cuda.max_memory_allocated() - before
                 assert taken <= picture.encoded.peak_bytes, (size, subsampling, orientation)
 
@@ -130,7 +130,7 @@ def test_damaged_files_are_refused_or_decoded_and_never_more(ways, decoder) -> N
         except InvalidRequest:
             continue
         (picture,) = pictures_of(broken, SIDE, encoded=True)
-        if not picture.decode(decoder):
+        if not picture.readable(decoder):
             assert "cannot be decoded" in str(picture.error)
         torch.cuda.synchronize()
         assert_near(ways, decoder, good)
@@ -139,7 +139,7 @@ def test_damaged_files_are_refused_or_decoded_and_never_more(ways, decoder) -> N
 def test_a_frame_that_states_another_size_is_refused(ways, decoder) -> None:
     (picture,) = pictures_of(item(ways[1], page(640, 480)), SIDE, encoded=True)
     picture.encoded = replace(picture.encoded, picture=replace(picture.encoded.picture, width=639))
-    assert not picture.decode(decoder)
+    assert not picture.readable(decoder)
     assert "639x480" in str(picture.error)
 
 

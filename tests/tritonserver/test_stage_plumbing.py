@@ -134,10 +134,7 @@ def test_a_failing_delivery_is_logged_and_harms_no_other(backend):
     assert any("gone" in line for line in backend.logged)
 
 
-def test_the_package_s_log_lines_reach_the_server_s_log(backend, monkeypatch):
-    logger = logging.getLogger("tessera")
-    for name in ("handlers", "level", "propagate"):
-        monkeypatch.setattr(logger, name, getattr(logger, name))
+def test_the_package_s_log_lines_reach_the_server_s_log(backend):
     write_to_server_log("language_model")
     child = logging.getLogger("tessera.engine.loop")
     child.info("cache: %d blocks", 7)

@@ -67,6 +67,17 @@ def test_a_frame_comes_back() -> None:
     assert second.tiles is None
 
 
+def answers_of(vision, items):
+    """(index, rows or the error in their place) as they are given out."""
+    for group in vision.encode_in_groups(items):
+        for encoded in group:
+            try:
+                with encoded as rows:
+                    yield encoded.index, rows
+            except InvalidRequest as error:
+                yield encoded.index, error
+
+
 GOOD = frame(1, 2)
 
 
@@ -113,7 +124,7 @@ def test_a_picture_is_decoded_once_and_never_when_its_rows_are_known() -> None:
 
 def test_pictures_are_decoded_as_late_as_their_forward() -> None:
     vision = encoder()
-    answers = vision.encode_each([item((1, 2, 3)), item((4,)), item((5, 6, 7))])
+    answers = answers_of(vision, [item((1, 2, 3)), item((4,)), item((5, 6, 7))])
     seen = [(index, len(vision.decoder.decoded)) for index, _ in answers]
     assert seen == [(0, 1), (1, 3), (2, 3)]
 
@@ -122,7 +133,7 @@ def test_pictures_are_decoded_as_late_as_their_forward() -> None:
 def test_a_damaged_picture_fails_its_own_request_alone(place: int) -> None:
     items = [item((1, 2)), item((3,), (4,)), item((5, 6, 7))]
     items.insert(place, item((8,), (9, 0)))
-    answers = dict(encoder(cache=1 << 20).encode_each(items))
+    answers = dict(answers_of(encoder(cache=1 << 20), items))
     assert "the picture of 640x480 pixels cannot be decoded: damaged" in str(answers.pop(place))
     assert [answers[index].flatten().tolist() for index in sorted(answers)] == [[1, 2], [3, 4], [5, 6, 7]]
 
@@ -130,6 +141,13 @@ def test_a_damaged_picture_fails_its_own_request_alone(place: int) -> None:
 def test_a_damaged_picture_alone_is_answered() -> None:
     with pytest.raises(InvalidRequest, match="damaged"):
         encoder().encode([item((0,))])
+
+
+def test_a_picture_too_large_to_decode_is_refused_with_numbers() -> None:
+    vision = encoder()
+    vision.decode_bytes = 1000
+    with pytest.raises(InvalidRequest, match=r"640x480 pixels takes \d+ bytes .* keeps 1000 .*decode_bytes"):
+        vision.checked(item((1,)))
 
 
 def test_joined_tiles_are_where_the_decoded_ones_are() -> None:

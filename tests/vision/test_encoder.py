@@ -27,6 +27,9 @@ class CountingRunner:
         first = torch.from_numpy(tiles[:, 0, 0, 0].astype(np.float32))
         return torch.stack([first[:, None].expand(-1, TOKENS), torch.arange(TOKENS).expand(len(tiles), -1)], dim=-1)
 
+    def activation_bytes(self, tiles):
+        return 0
+
 
 def item(*pictures, side=SIDE):
     """One request; each picture is a list of tile numbers. Equal pictures get equal digests."""
@@ -67,9 +70,9 @@ def test_every_batch_size_gives_the_same_rows(batch):
 
 def test_a_request_is_answered_before_later_forwards_run():
     vision = encoder(batch=2)
-    answers = vision.encode_each([item([1, 2, 3]), item([4]), item(), item([5])])
-    seen = [(index, len(vision.runner.batches)) for index, _ in answers]
-    assert seen == [(2, 0), (0, 2), (1, 2), (3, 3)]
+    groups = vision.encode_in_groups([item([1, 2, 3]), item([4]), item(), item([5])])
+    seen = [([encoded.index for encoded in group], len(vision.runner.batches)) for group in groups]
+    assert seen == [([2], 0), ([0], 2), ([1], 2), ([3], 3)]
 
 
 def test_equal_pictures_of_one_call_are_computed_once():
@@ -127,7 +130,13 @@ def test_disagreeing_tensors_are_refused(change, complaint):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"runner": "tensorflow"}, {"dtype": "int8"}, {"runner": "onnx", "dtype": "bfloat16"}, {"infer_batch_size": 0}],
+    [
+        {"runner": "tensorflow"},
+        {"dtype": "int8"},
+        {"runner": "onnx", "dtype": "bfloat16"},
+        {"infer_batch_size": 0},
+        {"memory_bytes": -1},
+    ],
 )
 def test_contradictory_settings(settings):
     with pytest.raises(ConfigError):

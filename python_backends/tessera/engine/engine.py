@@ -274,12 +274,14 @@ class Engine:
 
     def _mark_scheduled(self, batch: ScheduledBatch) -> None:
         now = time.monotonic_ns()
-        for span in batch.spans:
-            if not span.sequence.scheduled_ns:
-                span.sequence.scheduled_ns = now
-                span.sequence.cached_tokens = span.start
-                self.metrics.prompt_tokens += span.sequence.prompt_length
-                self.metrics.cached_tokens += span.sequence.cached_tokens
+        begun = [span for span in batch.spans if not span.sequence.scheduled_ns]
+        for span in begun:
+            span.sequence.scheduled_ns = now
+            span.sequence.cached_tokens = span.start
+            self.metrics.prompt_tokens += span.sequence.prompt_length
+            self.metrics.cached_tokens += span.sequence.cached_tokens
+        self.metrics.prompts += len(begun)
+        self.metrics.prefill_steps += bool(begun)
 
     def _apply(self, batch: ScheduledBatch, result: StepResult) -> None:
         taken = self.scheduler.apply(batch, result.tokens())

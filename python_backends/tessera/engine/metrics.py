@@ -12,14 +12,17 @@ ENDED = "finished_"  # before a reason in a snapshot
 class EngineMetrics:
     """Counters since the start; gauges describe the moment after the last step.
 
-    ``graph_steps``: steps that ran as a CUDA graph; ``busy_ns``: time in which a step ran. ``held_up_ns``: time that
-    planning and launching took beyond what they computed, which on a GPU is waiting for the interpreter's lock.
+    ``prompts`` began in ``prefill_steps`` of the ``steps``. ``graph_steps``: steps that ran as a CUDA graph;
+    ``busy_ns``: time in which a step ran. ``held_up_ns``: time that planning and launching took beyond what they
+    computed, which on a GPU is waiting for the interpreter's lock.
     """
 
     requests: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     steps: int = 0
     graph_steps: int = 0
+    prompts: int = 0
+    prefill_steps: int = 0
     computed_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

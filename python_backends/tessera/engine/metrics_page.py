@@ -38,6 +38,8 @@ class MetricsPage:
             "preemptions": Counter("tessera_preemptions_total", "Sequences put back for lack of cache blocks"),
             "steps": Counter("tessera_steps_total", "Steps of the engine"),
             "graph_steps": Counter("tessera_graph_steps_total", "Steps that ran as a CUDA graph"),
+            "prompts": Counter("tessera_prompts_total", "Prompts begun"),
+            "prefill_steps": Counter("tessera_prefill_steps_total", "Steps in which a prompt began"),
         }
         self._held_up = Counter(
             "tessera_engine_held_up_seconds_total", "Time the engine's thread waited for the interpreter's lock"

@@ -127,6 +127,9 @@ def server_flags(
         f"--grpc-port={grpc}",
         f"--metrics-port={metrics}",
         f"--log-verbose={options.log_verbose}",
+        # Another server that uses our vision stage (its vision_url) pings every 20 s to know whether we are there.
+        "--grpc-keepalive-permit-without-calls=true",
+        "--grpc-http2-min-recv-ping-interval-without-data=10000",
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
         f"--backend-config=python,shm-default-byte-size={start}",
         f"--backend-config=python,shm-growth-byte-size={growth}",

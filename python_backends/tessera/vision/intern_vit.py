@@ -9,6 +9,7 @@ is a reshape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import cast
@@ -188,16 +189,25 @@ class InternViT(nn.Module):
         torch.add(patches, self.position_embedding[:, 1:], out=x[:, 1:])
         return x
 
-    def activation_bytes(self, tiles: int) -> int:
+    def activation_bytes(self, tiles: int, scores: bool = False) -> int:
         """The most memory that PLAIN kernels hold at a time in a forward of so many tiles, rows included.
 
-        That is in a layer's MLP (five tensors as wide as the residual stream, and its inner rows twice) or in its
-        attention (eleven: q, k and v twice, where torch's kernel wants copies of its own). Not counted are what the
-        allocator rounds up (at most 1 MiB a tensor) and the scratch memory of matrix products.
+        That is in a layer's MLP (five tensors as wide as the residual stream, and its inner rows twice), in its
+        attention (eleven: q, k and v twice, where torch's kernel wants copies of its own; with ``scores``, those too,
+        before and after the softmax), or where the pixels or the rows are wide. Not counted are what the allocator
+        rounds up (at most 1 MiB a tensor) and the scratch memory of matrix products.
         """
-        mlp = self.blocks[0].mlp.linear1
-        width = max(5 * mlp.in_features + 2 * mlp.out_features, 11 * mlp.in_features)
-        return tiles * self.position_embedding.shape[1] * width * self.class_embedding.itemsize
+        mlp, projector = self.blocks[0].mlp.linear1, self.projector.linear2
+        tokens, hidden = self.position_embedding.shape[1:]
+        pixels = math.prod(self.tile_shape)
+        attention = 11 * tokens * hidden + (2 * self.blocks[0].attention.heads * tokens**2 if scores else 0)
+        largest = max(
+            tokens * (5 * hidden + 2 * mlp.out_features),
+            attention,
+            2 * tokens * hidden + 3 * self.grid**2 * projector.out_features,
+            pixels + 2 * tokens * hidden,
+        )
+        return tiles * (2 * pixels + largest * self.class_embedding.itemsize)
 
     def patch_order(self) -> torch.Tensor:
         """int64 [patches]: the row-major index of each patch, in the order in which forward takes them."""
@@ -234,6 +244,12 @@ def load_vision(
         load_strict(tower, mapping, source, lambda name, tensor: _place(tower, name, tensor))
     tower.fold_constants(*pixel_statistics(config))
     return tower.to(dtype)
+
+
+def unfilled_tower(config: CheckpointConfig, dtype: torch.dtype = torch.float32) -> InternViT:
+    """The tower's shapes without its weights, to count bytes with."""
+    with torch.device("meta"):
+        return InternViT(config).to(dtype)
 
 
 def vision_fingerprint(config: CheckpointConfig) -> str:

@@ -10,13 +10,15 @@ import torch
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError
-from tessera.vision.intern_vit import load_vision, vision_fingerprint
+from tessera.vision.intern_vit import load_vision, unfilled_tower, vision_fingerprint
 
 
 class OnnxRunner:
     """Runs an exported vision graph; see ``onnx_graph.py`` for its input and output."""
 
-    def __init__(self, model: Path | bytes, threads: int = 1) -> None:
+    def __init__(self, model: Path | bytes, threads: int = 1, bytes_per_tile: int = 0) -> None:
+        """``bytes_per_tile``: activations of a forward."""
+        self._bytes_per_tile = bytes_per_tile
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
@@ -34,14 +36,15 @@ class OnnxRunner:
 
         Raises ConfigError when the file was exported from other weights.
         """
+        activations = unfilled_tower(config).activation_bytes(1, scores=True)
         if model is None:
             from tessera.vision.onnx_graph import vision_graph
 
             tower = load_vision(config, random_weights=random_weights)
-            return cls(vision_graph(tower).SerializeToString(), threads)
+            return cls(vision_graph(tower).SerializeToString(), threads, activations)
         if not model.is_file():
             raise ConfigError(f"{model} does not exist; export it with build/export_vision_onnx.py")
-        runner = cls(model, threads)
+        runner = cls(model, threads, activations)
         stored = runner.fingerprint
         if not random_weights and stored != vision_fingerprint(config):
             raise ConfigError(
@@ -55,11 +58,10 @@ class OnnxRunner:
         """What the export recorded of the weights it was made from; "" if nothing."""
         return self._session.get_modelmeta().custom_metadata_map.get("tessera.fingerprint", "")
 
-    def activation_bytes(self, tiles: int) -> int:
-        """0: it allocates no device memory, and the host's is not rationed."""
-        return 0
-
     def run(self, tiles: np.ndarray | torch.Tensor) -> torch.Tensor:
         """uint8 [n, side, side, 3] -> float32 [n, tokens per tile, hidden]."""
         (rows,) = self._session.run(["embeddings"], {"tiles": np.asarray(tiles)})
         return torch.from_numpy(rows)
+
+    def activation_bytes(self, tiles: int) -> int:
+        return tiles * self._bytes_per_tile

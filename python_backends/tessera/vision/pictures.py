@@ -42,14 +42,20 @@ class Picture:
     rows: torch.Tensor | None = None
     error: InvalidRequest | None = None
 
-    def decode(self, decoder: TileDecoder) -> bool:
-        """Fill in the tiles; False, with ``error`` set, where the file cannot be decoded."""
+    @property
+    def size_text(self) -> str:
+        """Of an encoded picture, as stored."""
         assert self.encoded is not None
-        try:
-            self.tiles = decoder.tiles(self.encoded)
-        except InvalidRequest as error:
-            size = f"{self.encoded.picture.width}x{self.encoded.picture.height}"
-            self.error = InvalidRequest(f"the picture of {size} pixels cannot be decoded: {error}")
+        return f"{self.encoded.picture.width}x{self.encoded.picture.height} pixels"
+
+    def readable(self, decoder: TileDecoder | None) -> bool:
+        """Whether the tiles are there, decoded now if need be; False, with ``error`` set, where they cannot be."""
+        if self.tiles is None and self.error is None:
+            assert self.encoded is not None and decoder is not None
+            try:
+                self.tiles = decoder.tiles(self.encoded)
+            except InvalidRequest as error:
+                self.error = InvalidRequest(f"the picture of {self.size_text} cannot be decoded: {error}")
         return self.error is None
 
     def part(self, tiles: slice) -> np.ndarray | torch.Tensor:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig
+from tessera.vision.intern_vit import unfilled_tower
 from tessera.vision.settings import VisionSettings
 
 
@@ -42,3 +43,24 @@ def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:
     return TorchRunner.from_checkpoint(
         config, settings.dtype, settings.threads, settings.device, settings.random_weights
     )
+
+
+def load_runner(config: CheckpointConfig, settings: VisionSettings) -> tuple[Runner, int]:
+    """As :func:`make_runner`, with the bytes that the runner keeps: weights, on a GPU graphs and buffers as well."""
+    if settings.device == "cpu":
+        return make_runner(config, settings), weight_bytes(config, settings)
+    before = _reserved()
+    runner = make_runner(config, settings)
+    return runner, _reserved() - before
+
+
+def weight_bytes(config: CheckpointConfig, settings: VisionSettings) -> int:
+    """What the tower's weights take, from the shapes alone."""
+    tower = unfilled_tower(config, getattr(torch, settings.dtype))
+    return sum(parameter.nbytes for parameter in tower.parameters())
+
+
+def _reserved() -> int:
+    """Bytes of the GPU that this process has; what it only kept for later is given back first."""
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()

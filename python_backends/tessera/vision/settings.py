@@ -14,8 +14,9 @@ class VisionSettings:
 
     ``runner``: onnx on the CPU, graph (CUDA graphs) on a GPU, torch as the readable twin of both;
     ``threads`` inside one forward; ``onnx_path`` is the exported file (without one, the graph is written from
-    the checkpoint at start); ``cache_bytes`` bounds the embeddings kept of pictures seen before; ``picture_decoder``
-    decodes the pictures that travel encoded.
+    the checkpoint at start); ``infer_batch_size`` tiles at most are one forward; ``cache_bytes`` bounds the embeddings
+    kept of pictures seen before; ``picture_decoder`` decodes the pictures that travel encoded, each of which may take
+    ``decode_bytes``; ``memory_bytes`` bounds all that the stage holds (memory.py says what that is), 0 nothing.
     """
 
     runner: str = "onnx"
@@ -27,6 +28,8 @@ class VisionSettings:
     random_weights: bool = False
     cache_bytes: int = 256 * 2**20
     picture_decoder: str = "none"
+    decode_bytes: int = 2**31
+    memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.runner not in ("onnx", "torch", "graph"):
@@ -41,8 +44,12 @@ class VisionSettings:
             raise ConfigError(f"picture_decoder {self.picture_decoder!r} is not known; known are none, nvjpeg")
         if self.picture_decoder == "nvjpeg" and not self.device.startswith("cuda"):
             raise ConfigError(f"picture_decoder nvjpeg needs device cuda, not {self.device!r}")
-        if self.infer_batch_size < 1 or self.threads < 1 or self.cache_bytes < 0:
-            raise ConfigError(
-                "the vision stage needs infer_batch_size >= 1, threads >= 1 and cache_bytes >= 0, not "
-                f"{self.infer_batch_size}, {self.threads} and {self.cache_bytes}"
-            )
+        for name, least in (
+            ("infer_batch_size", 1),
+            ("threads", 1),
+            ("cache_bytes", 0),
+            ("decode_bytes", 0),
+            ("memory_bytes", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"the vision stage needs {name} >= {least}, not {getattr(self, name)}")

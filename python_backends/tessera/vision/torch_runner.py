@@ -36,5 +36,8 @@ class TorchRunner:
     @torch.inference_mode()
     def run(self, tiles: np.ndarray | torch.Tensor) -> torch.Tensor:
         """uint8 [n, side, side, 3] -> [n, tokens per tile, hidden] in the weights' dtype."""
+        device = self._tower.class_embedding.device
         source = tiles if isinstance(tiles, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(tiles))
-        return self._tower(source.to(self._tower.class_embedding.device, non_blocking=True))
+        if device.type == "cuda" and not source.is_cuda:
+            source = source.pin_memory()
+        return self._tower(source.to(device, non_blocking=True))

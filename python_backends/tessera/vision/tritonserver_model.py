@@ -12,74 +12,112 @@ import torch
 from tessera.errors import InvalidRequest
 from tessera.tritonserver import tensors
 from tessera.tritonserver.deadline import deadline_exceeded, is_over
-from tessera.tritonserver.failures import error_response
+from tessera.tritonserver.failures import error_response, log_exception
+from tessera.tritonserver.metrics import Gauge
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.server_log import write_to_server_log
 from tessera.tritonserver.settings import StageSettings
+from tessera.vision.dispatch import Dispatcher, LocalDispatcher
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.pictures import VisionItem
+from tessera.vision.remote import RemoteDispatcher
 from tessera.vision.settings import VisionSettings
 
 STAMPS = 3  # deadline, and when preprocess received and ended
 
 
 class TritonPythonModel:
-    """tritonserver's interface to one VisionEncoder.
-
-    Each request is answered as soon as its own tiles are done, not when the whole batch is.
-    """
+    """tritonserver's interface to one dispatcher: execute() hands over, the answers come from other threads."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         write_to_server_log("vision_encoder")
         settings = StageSettings(args)
-        runner = settings.text("runner")
-        self._encoder = VisionEncoder.from_checkpoint(
-            settings.checkpoint,
-            VisionSettings(
-                runner=runner,
-                device=settings.text("device"),
-                dtype=settings.text("dtype"),
-                infer_batch_size=settings.integer("visual_infer_batch_size"),
-                threads=settings.integer("threads"),
-                onnx_path=settings.version_folder / "model.onnx" if runner == "onnx" else None,
-                cache_bytes=settings.integer("cache_bytes"),
-                random_weights=settings.text("weights") == "random",
-                picture_decoder=settings.text("picture_decoder"),
-            ),
-        )
+        url = settings.text("vision_url")
+        self._dispatcher: Dispatcher = RemoteDispatcher(url) if url else local_dispatcher(settings)
 
     def execute(self, requests: list[Any]) -> None:
-        started = time.monotonic_ns()
-        items: list[VisionItem] = []
-        stamps: list[list[int]] = []
-        waiting: dict[int, Responder] = {}
+        jobs = []
         for request in requests:
-            responder = Responder(request)
+            job = StageJob(request)
             try:
-                earlier = read_stamps(request)
-                if earlier and is_over(earlier[0]):  # its time ran out while it waited here: no work goes into it
-                    responder.send(deadline_exceeded(earlier[1]), final=True)
+                if not job.read(request):
                     continue
-                items.append(self._encoder.checked(read_item(request)))
+                self._dispatcher.check(job.item)
             except Exception as error:
-                responder.send(error_response("vision_encoder", error), final=True)
+                job.fail(error)
                 continue
-            waiting[len(stamps)] = responder
-            stamps.append(earlier)
+            jobs.append(job)
+        if jobs:
+            self._dispatcher.encode(jobs)
+
+    def finalize(self) -> None:
+        self._dispatcher.close()
+
+
+def local_dispatcher(settings: StageSettings) -> LocalDispatcher:
+    """The tower in this process, as the stage's settings have it."""
+    runner = settings.text("runner")
+    encoder = VisionEncoder.from_checkpoint(
+        settings.checkpoint,
+        VisionSettings(
+            runner=runner,
+            device=settings.text("device"),
+            dtype=settings.text("dtype"),
+            infer_batch_size=settings.integer("visual_infer_batch_size"),
+            threads=settings.integer("threads"),
+            onnx_path=settings.version_folder / "model.onnx" if runner == "onnx" else None,
+            cache_bytes=settings.integer("cache_bytes"),
+            memory_bytes=settings.integer("memory_bytes"),
+            picture_decoder=settings.text("picture_decoder"),
+            decode_bytes=settings.integer("decode_bytes"),
+            random_weights=settings.text("weights") == "random",
+        ),
+    )
+    gauge = Gauge("tessera_vision_row_bytes", "Rows of pictures reserved or held for requests that are not answered")
+    return LocalDispatcher(encoder, settings.integer("visual_send_batch_size"), gauge.set)
+
+
+class StageJob:
+    """One request and the way back to it; see :class:`tessera.vision.dispatch.Job`."""
+
+    item: VisionItem
+
+    def __init__(self, request: Any) -> None:
+        self._responder = Responder(request)
+        self._started = time.monotonic_ns()
+        self._stamps: list[int] = []
+
+    @property
+    def deadline_ns(self) -> int:
+        """On time.monotonic_ns's clock; 0 is none."""
+        return self._stamps[0] if self._stamps else 0
+
+    def read(self, request: Any) -> bool:
+        """Reads the request's tensors; False if it needed no work and is answered."""
+        self._stamps = read_stamps(request)
+        if is_over(self.deadline_ns):  # its time ran out while it waited here: no work goes into it
+            self._responder.send(deadline_exceeded(self._stamps[1]), final=True)
+            return False
+        self.item = read_item(request)
+        if not (self.item.plan.size or self.item.pixels.size or self.item.digest.size):  # a ping, or a prompt alone
+            self.answer(None)
+            return False
+        return True
+
+    def answer(self, rows: torch.Tensor | None) -> None:
+        self._responder.send(_response(rows, [*self._stamps, self._started, time.monotonic_ns()]), final=True)
+
+    def fail(self, error: BaseException) -> None:
+        late = isinstance(error, TimeoutError) and self._stamps
         try:
-            for index, rows in self._encoder.encode_each(items):
-                if isinstance(rows, InvalidRequest):
-                    response = error_response("vision_encoder", rows)
-                else:
-                    response = _response(rows, [*stamps[index], started, time.monotonic_ns()])
-                waiting.pop(index).send(response, final=True)
-        except Exception as error:
-            for responder in waiting.values():
-                responder.send(error_response("vision_encoder", error), final=True)
+            response = deadline_exceeded(self._stamps[1]) if late else error_response("vision_encoder", error)
+            self._responder.send(response, final=True)
+        except Exception as unsent:
+            log_exception("vision_encoder", unsent)
 
 
 def read_stamps(request: Any) -> list[int]:
-    """Deadline and times as preprocess gave them; none in a ping."""
+    """Deadline and times as preprocess gave them; none in a ping or in a request from another server."""
     stamps = tensors.array(request, "STAMPS")
     if stamps is None:
         return []
@@ -91,7 +129,7 @@ def read_stamps(request: Any) -> list[int]:
 def read_item(request: Any) -> VisionItem:
     """One request's pixels, plan and digest; views of the server's memory, valid while the request is held.
 
-    A ping is a request without pictures: it goes the way of all others.
+    A ping is a request without pictures.
     """
     if tensors.text(request, "PING") is not None:
         return VisionItem(np.zeros(0, np.uint8), np.zeros(0, np.int32), np.zeros(0, np.int64))

@@ -1,0 +1,100 @@
+"""From requests to the encoder and from its groups to the responses, which a thread of its own sends.
+
+A send is a handshake with the server and waits for the rows. While it lasts the encoder goes on, with this batch and
+with the next; the rows' budget and the lane bound how far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from tessera.errors import ConfigError
+from tessera.tritonserver.outbox import Channel, Outbox
+from tessera.vision.encoder import Encoded, VisionEncoder
+from tessera.vision.pictures import VisionItem
+
+
+class Job(Protocol):
+    """One request, which is answered exactly once, by any thread."""
+
+    item: VisionItem
+
+    @property
+    def deadline_ns(self) -> int:
+        """On time.monotonic_ns's clock; 0 is none."""
+        ...
+
+    def answer(self, rows: torch.Tensor | None) -> None:
+        """Sends rows [tokens, hidden]; they may be dropped when it returns."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Sends the error (TimeoutError: its deadline has passed) unless the request was answered. Never raises."""
+        ...
+
+
+class Dispatcher(Protocol):
+    """Where the stage's jobs are done: here (:class:`LocalDispatcher`) or on another server (remote.py)."""
+
+    def check(self, item: VisionItem) -> None:
+        """Raises InvalidRequest for what can never be done."""
+        ...
+
+    def encode(self, jobs: Sequence[Job]) -> None:
+        """Sees to it that every job is answered, now or later. Their items are read before it returns."""
+        ...
+
+    def close(self) -> None:
+        """Returns when all jobs are answered."""
+        ...
+
+
+class LocalDispatcher:
+    """Jobs through an encoder of this process.
+
+    Args:
+        encoder: used by the thread that calls :meth:`encode` only.
+        send_batch_size: pictures whose rows are held to go out together.
+        show_bytes: told the bytes of rows in flight whenever they changed.
+    """
+
+    def __init__(
+        self, encoder: VisionEncoder, send_batch_size: int, show_bytes: Callable[[int], None] = lambda size: None
+    ) -> None:
+        if send_batch_size < 1:
+            raise ConfigError(f"vision_encoder: visual_send_batch_size is {send_batch_size}; it must be at least 1")
+        self._encoder = encoder
+        self._send_batch_size = send_batch_size
+        self._show_bytes = show_bytes
+        self._outbox = Outbox("vision_encoder", threads=1)
+        self._channel: Channel[list[tuple[Job, Encoded]]] = Channel(self._send)
+
+    def check(self, item: VisionItem) -> None:
+        self._encoder.checked(item)
+
+    def encode(self, jobs: Sequence[Job]) -> None:
+        waiting = dict(enumerate(jobs))
+        try:
+            items = [job.item for job in jobs]
+            for group in self._encoder.encode_in_groups(items, self._send_batch_size):
+                self._outbox.post(self._channel, [(waiting.pop(encoded.index), encoded) for encoded in group])
+        except Exception as error:
+            for job in waiting.values():
+                job.fail(error)
+        self._show_bytes(self._encoder.budget.used_bytes)
+
+    def close(self) -> None:
+        self._outbox.close()
+
+    def _send(self, groups: list[list[tuple[Job, Encoded]]]) -> None:
+        for group in groups:
+            for job, encoded in group:
+                try:
+                    with encoded as rows:
+                        job.answer(rows)
+                except Exception as error:
+                    job.fail(error)
+        self._show_bytes(self._encoder.budget.used_bytes)

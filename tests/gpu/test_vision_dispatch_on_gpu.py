@@ -1,0 +1,99 @@
+"""What only a GPU can show of the vision stage: order of streams, rows that outlive later forwards, admitted memory."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from parity import CHECKPOINT
+
+from tessera.checkpoint.config import read_config
+from tessera.vision.dispatch import LocalDispatcher
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.lane import Lane
+from tessera.vision.pictures import VisionItem
+from tessera.vision.runner import weight_bytes
+from tessera.vision.settings import VisionSettings
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+SIDE = 448
+
+
+def item(seed: int, tiles: int) -> VisionItem:
+    pixels = np.random.default_rng(seed).integers(0, 256, tiles * SIDE * SIDE * 3, dtype=np.uint8)
+    return VisionItem(pixels, np.array([0, tiles, SIDE, SIDE], np.int32), np.array([seed, tiles], np.int64))
+
+
+def encoder(**settings) -> VisionEncoder:
+    given = {"runner": "torch", "device": "cuda", "dtype": "bfloat16", "cache_bytes": 0} | settings
+    return VisionEncoder.from_checkpoint(CHECKPOINT, VisionSettings(**given))
+
+
+class Job:
+    deadline_ns = 0
+
+    def __init__(self, item: VisionItem) -> None:
+        self.item, self.outcome = item, None
+
+    def answer(self, rows):
+        # As the Python backend does: a copy on the default stream, not waited for.
+        self.outcome = rows.clone()
+
+    def fail(self, error):
+        self.outcome = error
+
+
+def test_a_mark_waits_for_its_own_forward_and_two_are_under_way_at_most():
+    lane = Lane("cuda")
+    sleep = partial(torch.cuda._sleep, 400_000_000)  # about a fifth of a second
+    _, first = lane.forward(sleep)
+    _, second = lane.forward(sleep)
+    assert not first._event.query()  # launched ahead
+    first.wait()
+    assert not second._event.query()
+    _, third = lane.forward(sleep)
+    _, fourth = lane.forward(sleep)  # waits for the second
+    assert second._event.query() and not fourth._event.query()
+    fourth.wait()
+    assert third._event.query()
+
+
+@pytest.mark.parametrize(("infer", "send"), [(1, 8), (8, 1), (32, 8)])
+def test_rows_of_many_requests_are_those_of_each_alone(infer, send):
+    stage = encoder(infer_batch_size=infer, cache_bytes=1 << 20)
+    items = [item(seed, 1 + seed % 5) for seed in range(40)]
+    jobs = [Job(each) for each in items]
+    dispatcher = LocalDispatcher(stage, send)
+    for start in range(0, len(jobs), 10):
+        dispatcher.encode(jobs[start : start + 10])
+    dispatcher.close()
+    alone = encoder(infer_batch_size=32)
+    for job in jobs:
+        (expected,) = alone.encode([job.item])
+        assert job.outcome.shape == expected.shape
+        assert torch.nn.functional.cosine_similarity(job.outcome.float(), expected.float(), dim=1).min() > 0.999
+
+
+def test_the_stage_stays_within_its_share():
+    share, cache = 192 << 20, 16 << 20
+    before = torch.cuda.memory_allocated()
+    stage = encoder(infer_batch_size=8, cache_bytes=cache, memory_bytes=share)
+    stage.encode([item(1000, 8)])
+    torch.cuda.synchronize()
+    # Workspaces of the matrix library count as the process's own, not the stage's.
+    weights = weight_bytes(read_config(CHECKPOINT), VisionSettings(runner="torch", device="cuda", dtype="bfloat16"))
+    libraries = max(0, torch.cuda.memory_allocated() - before - weights - stage.cache.used_bytes)
+    torch.cuda.reset_peak_memory_stats()
+    jobs = [Job(item(seed, 1 + seed % 13)) for seed in range(120)]
+    dispatcher = LocalDispatcher(stage, 8)
+    dispatcher.encode(jobs)
+    dispatcher.close()
+    assert all(isinstance(job.outcome, torch.Tensor) for job in jobs)
+    answers = sum(job.outcome.nbytes for job in jobs)  # which this test keeps, not the stage
+    assert torch.cuda.max_memory_allocated() - before - libraries - answers <= share

@@ -1,0 +1,130 @@
+"""Two real servers: one asks the other's vision stage (vision_url). Answers, refusals, deadlines, restarts."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import metrics_page
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from render_repository import render
+
+import scene
+from tessera.launcher.options import ServerOptions
+from tessera.launcher.process import Server
+from tessera_client import Client, Retry, Unavailable
+
+pytestmark = pytest.mark.server
+
+REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
+QUESTION = "Is there an exposed wire?"
+
+
+def options(folder: Path) -> ServerOptions:
+    return ServerOptions(folder, http_port=0, grpc_port=0, metrics_port=0, log_path=folder.with_suffix(".log"))
+
+
+@pytest.fixture(scope="module")
+def eyes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with a vision stage and nothing else."""
+    folder = tmp_path_factory.mktemp("remote") / "eyes"
+    small = {"vision_encoder.memory_bytes": str(33 << 20), "vision_encoder.cache_bytes": "0"}
+    render(REPOSITORY, folder, {}, small, only=["vision_encoder"])
+    with Server(options(folder)) as running:
+        running.keep_ports()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def brain(eyes: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A whole server whose vision stage asks the other's."""
+    folder = tmp_path_factory.mktemp("local") / "brain"
+    render(REPOSITORY, folder, {}, {"vision_encoder.vision_url": eyes.grpc_url})
+    with Server(options(folder)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(brain: Server) -> Iterator[Client]:
+    with Client(brain.grpc_url, retry=Retry(attempts=1), timeout=60) as client:
+        yield client
+
+
+def test_answers_are_those_of_a_local_stage_word_for_word(server: Server, eyes: Server, client: Client) -> None:
+    pictures = [scene.encode_jpeg(scene.sample(number, "heldout")) for number in (7, 8)]
+    jobs = [(picture, question) for picture in pictures for question in (QUESTION, "Describe the room.")]
+    with Client(server.grpc_url) as local:
+        expected = [local.ask(*job, max_tokens=12, logprobs=1) for job in jobs]
+    answers = list(client.ask_many(jobs, concurrency=4, max_tokens=12, logprobs=1))
+    assert [answer.text for answer in answers] == [answer.text for answer in expected]
+    assert all(answer.timings.vision > 0 for answer in answers)
+    assert client.ask(None, "Hello?", max_tokens=2).usage.image_tokens == 0
+    page = metrics_page.read(eyes.metrics_url)
+    assert page['nv_inference_request_success{model="vision_encoder",version="1"}'] == 4
+    assert any(name.startswith("tessera_vision_row_bytes") for name in page)
+
+
+def infer_vision(server: Server, tiles: int) -> np.ndarray:
+    """What the server's vision stage itself answers."""
+    values = {
+        "PIXELS": np.zeros((1, tiles * 448 * 448 * 3), np.uint8),
+        "PLAN": np.array([[0, tiles, 448, 448]], np.int32),
+        "DIGEST": np.array([[tiles, 1]], np.int64),
+    }
+    inputs = []
+    for (name, array), datatype in zip(values.items(), ("UINT8", "INT32", "INT64"), strict=True):
+        inputs.append(grpcclient.InferInput(name, list(array.shape), datatype))
+        inputs[-1].set_data_from_numpy(array)
+    with grpcclient.InferenceServerClient(server.grpc_url) as plain:
+        return plain.infer("vision_encoder", inputs).as_numpy("EMBEDDINGS")
+
+
+def test_a_refusal_of_the_other_server_is_the_clients(brain: Server) -> None:
+    assert infer_vision(brain, 1).shape[0] == 64
+    with pytest.raises(Exception, match="30 tiles need .* vision_encoder.memory_bytes") as caught:
+        infer_vision(brain, 30)
+    assert "INVALID_ARGUMENT" in str(caught.value)
+
+
+def test_a_silent_server_costs_no_more_than_the_deadline(eyes: Server, brain: Server, client: Client) -> None:
+    picture = scene.encode_jpeg(scene.sample(9, "heldout"))
+    texts = {"text_input": QUESTION, "image": base64.b64encode(picture).decode()}
+    inputs = [{"name": n, "datatype": "BYTES", "shape": [1], "data": [text]} for n, text in texts.items()]
+    body = json.dumps({"inputs": inputs, "parameters": {"timeout": 1_000_000}}).encode()
+    os.kill(eyes.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"{brain.http_url}/v2/models/vlm_unary/infer", body, timeout=60)
+    finally:
+        os.kill(eyes.pid, signal.SIGCONT)
+    words = caught.value.read().decode()
+    assert caught.value.code == 503 and "UNAVAILABLE: deadline exceeded after 1" in words
+    assert client.ask(picture, QUESTION, max_tokens=8).finish_reason == "stop"
+
+
+def test_a_killed_server_is_named_and_found_again(eyes: Server, brain: Server, client: Client) -> None:
+    picture = scene.encode_jpeg(scene.sample(10, "heldout"))
+    eyes.kill()
+    with pytest.raises(Unavailable, match=eyes.grpc_url):
+        client.ask(picture, QUESTION, max_tokens=4)
+    assert client.ask(None, "Hello?", max_tokens=2).text  # a prompt alone needs no eyes
+    assert brain.failure() is None
+    eyes.start()
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            answer = client.ask(picture, QUESTION, max_tokens=8)
+            break
+        except Unavailable:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    assert answer.finish_reason == "stop"

@@ -1,0 +1,195 @@
+"""Forwards, groups and waves are cut independently of each other, and every request is answered exactly once."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from test_encoder import SIDE, TOKENS, CountingRunner, item, tiles_of
+
+from tessera.errors import ConfigError, InvalidRequest
+from tessera.vision.dispatch import LocalDispatcher
+from tessera.vision.encoder import VisionEncoder, in_groups
+from tessera.vision.memory import RowBudget
+
+BYTES = TOKENS * 2 * 4  # of a tile's rows
+# Pictures' tiles a request: big ones to be split, small ones to be merged, one without pictures, two with several.
+REQUESTS = [[[1, 2, 3]], [[4]], [], [[5]], [[6], [7, 8]], [[9]], [[10, 11, 12, 13, 14]], [[15]], [[16]], [[17], [18]]]
+TILES = sum(len(picture) for request in REQUESTS for picture in request)
+
+
+class Job:
+    """What a stage's job is to the dispatcher, with the order of all answers."""
+
+    deadline_ns = 0
+
+    def __init__(self, number, pictures, answers):
+        self.number, self.item, self.answers = number, item(*pictures), answers
+
+    def answer(self, rows):
+        self.answers.append((self.number, None if rows is None else tiles_of(rows)))
+
+    def fail(self, error):
+        self.answers.append((self.number, error))
+
+
+class FailingRunner(CountingRunner):
+    """Fails from the forward with this tile on."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def run(self, tiles):
+        if self.at in tiles[:, 0, 0, 0]:
+            raise RuntimeError("the card melted")
+        return super().run(tiles)
+
+
+def dispatched(runner, infer, send, requests=REQUESTS, budget=None):
+    """All answers in their order, once the dispatcher is closed."""
+    answers = []
+    encoder = VisionEncoder(runner, SIDE, infer, budget=budget)
+    dispatcher = LocalDispatcher(encoder, send)
+    dispatcher.encode([Job(number, pictures, answers) for number, pictures in enumerate(requests)])
+    dispatcher.close()
+    return answers
+
+
+def groups_of(infer, send):
+    """(indices, forwards run so far) of each group."""
+    encoder = VisionEncoder(CountingRunner(), SIDE, infer)
+    found = []
+    for group in encoder.encode_in_groups([item(*pictures) for pictures in REQUESTS], send):
+        found.append(([encoded.index for encoded in group], len(encoder.runner.batches)))
+        assert all(list(map(len, REQUESTS))[encoded.index] == encoded.pictures for encoded in group)
+    return found
+
+
+@pytest.mark.parametrize(("infer", "send"), [(1, 1), (1, 8), (8, 8), (32, 1)])
+def test_everyone_is_answered_once_whatever_the_sizes(infer, send):
+    runner = CountingRunner()
+    answers = dict(dispatched(runner, infer, send))
+    assert len(answers) == len(REQUESTS)
+    for number, pictures in enumerate(REQUESTS):
+        assert answers[number] == ([tile for picture in pictures for tile in picture] or None)
+    assert sum(runner.batches) == TILES
+    assert all(count == infer for count in runner.batches[:-1]) and runner.batches[-1] <= infer
+
+
+def test_forwards_and_groups_are_cut_independently():
+    # One tile a forward, one picture a group: each goes out with its last tile; without pictures at once.
+    assert groups_of(1, 1) == [
+        ([2], 0), ([0], 3), ([1], 4), ([3], 5), ([4], 8), ([5], 9), ([6], 14), ([7], 15), ([8], 16), ([9], 18),
+    ]  # fmt: skip
+    # Small forwards, large groups: eight pictures are together after 15 of the 18 forwards.
+    assert groups_of(1, 8) == [([2], 0), ([0, 1, 3, 4, 5, 6, 7], 15), ([8, 9], 18)]
+    # Forwards end after tiles 8, 16 and 18; the group ends where the eighth picture does.
+    assert groups_of(8, 8) == [([2], 0), ([0, 1, 3, 4, 5, 6, 7], 2), ([8, 9], 3)]
+    # All in one forward, still one by one.
+    assert groups_of(32, 1) == [([2], 0), *(([number], 1) for number in (0, 1, 3, 4, 5, 6, 7, 8, 9))]
+
+
+@pytest.mark.parametrize(("infer", "send"), [(1, 1), (1, 8), (8, 8), (32, 1)])
+@pytest.mark.parametrize("at", [1, 8, 14, 18])
+def test_an_error_in_the_middle_ends_the_rest_and_keeps_what_was_done(infer, send, at):
+    budget = RowBudget(BYTES, TILES * BYTES)
+    runner = FailingRunner(at)
+    answers = dispatched(runner, infer, send, budget=budget)
+    assert sorted(number for number, _ in answers) == list(range(len(REQUESTS)))
+    computed = sum(runner.batches)
+    for number, outcome in answers:
+        last = max((tile for picture in REQUESTS[number] for tile in picture), default=0)
+        assert (str(outcome) == "the card melted") == (last > computed)
+    assert budget.used_bytes == 0
+
+
+def test_what_is_held_goes_out_before_the_error_does():
+    class One:
+        pictures = 1
+
+    held = One()
+
+    def breaking():
+        yield held
+        raise RuntimeError("late")
+
+    groups = in_groups(breaking(), 8)
+    assert next(groups) == [held]
+    with pytest.raises(RuntimeError, match="late"):
+        next(groups)
+
+
+def test_a_failing_answer_fails_its_own_request_only():
+    answers = []
+
+    class Clumsy(Job):
+        def answer(self, rows):
+            raise OSError("no shared memory")
+
+    budget = RowBudget(BYTES, 100 * BYTES)
+    dispatcher = LocalDispatcher(VisionEncoder(CountingRunner(), SIDE, budget=budget), 2)
+    dispatcher.encode([Clumsy(0, [[1]], answers), Job(1, [[2]], answers)])
+    dispatcher.close()
+    assert [(number, str(outcome)) for number, outcome in answers] == [(0, "no shared memory"), (1, "[2]")]
+    assert budget.used_bytes == 0
+
+
+def test_the_next_batch_is_computed_while_answers_are_being_sent():
+    entered, release, answers = threading.Event(), threading.Event(), []
+
+    class Slow(Job):
+        def answer(self, rows):
+            entered.set()
+            assert release.wait(5)
+            super().answer(rows)
+
+    runner = CountingRunner()
+    dispatcher = LocalDispatcher(VisionEncoder(runner, SIDE), 1)
+    dispatcher.encode([Slow(0, [[1]], answers)])
+    assert entered.wait(5)
+    dispatcher.encode([Job(1, [[2]], answers)])
+    assert runner.batches == [1, 1] and answers == []
+    release.set()
+    dispatcher.close()
+    assert answers == [(0, [1]), (1, [2])]
+
+
+def test_rows_that_exceed_the_budget_together_go_in_waves():
+    held, peaks = RowBudget(BYTES, 5 * BYTES), []
+    shown = []
+    runner = CountingRunner()
+    run = runner.run
+    runner.run = lambda tiles: peaks.append(held.used_bytes) or run(tiles)
+    answers = []
+    dispatcher = LocalDispatcher(VisionEncoder(runner, SIDE, 4, budget=held), 8, shown.append)
+    dispatcher.encode([Job(number, pictures, answers) for number, pictures in enumerate(REQUESTS)])
+    dispatcher.close()
+    assert len(answers) == len(REQUESTS) and not any(isinstance(outcome, Exception) for _, outcome in answers)
+    assert max(peaks) == 5 * BYTES and held.used_bytes == 0 and shown[-1] == 0
+    # Waves of 5, 4, 5 and 4 tiles; no forward is cut across two of them.
+    assert runner.batches == [4, 1, 4, 4, 1, 4]
+
+
+def test_a_request_that_can_never_fit_is_refused_with_numbers():
+    dispatcher = LocalDispatcher(VisionEncoder(CountingRunner(), SIDE, budget=RowBudget(1 << 20, 5 << 20)), 1)
+    dispatcher.check(item([1, 2, 3], [4, 5]))
+    with pytest.raises(InvalidRequest, match=r"6 tiles need 6.0 MiB .* has 5.0 MiB, which is 5 tiles.*memory_bytes"):
+        dispatcher.check(item([1, 2, 3], [4, 5, 6]))
+    dispatcher.close()
+
+
+def test_a_group_has_at_least_one_picture():
+    with pytest.raises(ConfigError, match="visual_send_batch_size is 0"):
+        LocalDispatcher(VisionEncoder(CountingRunner(), SIDE), 0)
+
+
+def test_rows_are_independent_of_the_pixels_memory():
+    """A stage's pixels are the server's memory, which it takes back when execute() returns."""
+    answers = []
+    dispatcher = LocalDispatcher(VisionEncoder(CountingRunner(), SIDE), 1)
+    job = Job(0, [[7]], answers)
+    dispatcher.encode([job])
+    job.item.pixels[:] = 0
+    dispatcher.close()
+    assert answers == [(0, [7])]

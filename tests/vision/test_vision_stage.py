@@ -1,0 +1,95 @@
+"""The stage itself against a stand-in for the Python backend: what it reads, refuses and answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes.backend import InferenceRequest, Tensor, strings, wait_until
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from tessera.errors import ConfigError
+from tessera.vision import tritonserver_model
+
+FOLDER = Path(__file__).resolve().parents[2] / "model_repository" / "vision_encoder"
+SIDE, TOKENS = 448, 64  # the default checkpoint's
+
+
+@pytest.fixture
+def stage(backend, monkeypatch):
+    """Starts the stage as config.pbtxt has it, on torch, with other parameters where a test gives some."""
+    started = []
+
+    def start(**parameters):
+        for name, value in ({"runner": "torch"} | parameters).items():
+            monkeypatch.setenv(f"TESSERA_VISION_ENCODER_{name.upper()}", str(value))
+        config = text_format.Parse((FOLDER / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+        values = {key: {"string_value": value.string_value} for key, value in config.parameters.items()}
+        model = tritonserver_model.TritonPythonModel()
+        model.initialize(
+            {
+                "model_name": "vision_encoder",
+                "model_repository": str(FOLDER),
+                "model_config": json.dumps({"parameters": values}),
+            }
+        )
+        started.append(model)
+        return model
+
+    yield start
+    for model in started:
+        model.finalize()
+
+
+def request(tiles, digest=1, deadline=0, **change):
+    tensors = {
+        "PIXELS": np.full((1, tiles * SIDE * SIDE * 3), digest, np.uint8),
+        "PLAN": np.array([[0, tiles, SIDE, SIDE] if tiles else []], np.int32),
+        "DIGEST": np.array([[digest, 0] if tiles else []], np.int64),
+        "STAMPS": np.array([[deadline, 5, 6]], np.int64),
+    } | change
+    return InferenceRequest([Tensor(name, values) for name, values in tensors.items() if values is not None])
+
+
+def answers(model, *requests):
+    """Each request's one response, as name -> array or as its error."""
+    model.execute(list(requests))
+    wait_until(lambda: all(request.sender.final for request in requests), 20)
+    found = []
+    for each in requests:
+        (response,) = each.sender.responses
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+        found.append(response.error().message() if response.has_error() else tensors)
+    return found
+
+
+def test_a_batch_is_answered_one_by_one(stage):
+    model = stage(visual_infer_batch_size=2, visual_send_batch_size=8)
+    ping = InferenceRequest([strings("PING", b"?")])
+    first, prompt_alone, late, wrong, again, pong = answers(
+        model, request(2), request(0), request(1, deadline=7), request(1, PIXELS=np.zeros((1, 9), np.uint8)),
+        request(2), ping,
+    )  # fmt: skip
+    assert first["EMBEDDINGS"].shape[0] == 2 * TOKENS and np.array_equal(first["EMBEDDINGS"], again["EMBEDDINGS"])
+    began, ended = first["STAMPS"][0, 3:]
+    assert first["STAMPS"][0, :3].tolist() == [0, 5, 6] and 0 < began < ended <= time.monotonic_ns()
+    assert set(prompt_alone) == {"STAMPS"} and prompt_alone["STAMPS"].size == 5
+    assert late.startswith("UNAVAILABLE: deadline exceeded after")
+    assert wrong == "INVALID_ARGUMENT: PIXELS has 9 bytes; the plan needs 602112"
+    assert set(pong) == {"STAMPS"}
+
+
+def test_a_request_beyond_the_stages_memory_is_refused_and_others_are_not(stage):
+    model = stage(memory_bytes=20 << 20, cache_bytes=0, visual_infer_batch_size=1)
+    small, big = answers(model, request(1), request(60))
+    assert big.startswith("INVALID_ARGUMENT: this request's 60 tiles need") and "memory_bytes" in big
+    assert small["EMBEDDINGS"].shape[0] == TOKENS
+
+
+def test_a_stage_whose_forward_cannot_fit_does_not_start(stage):
+    with pytest.raises(ConfigError, match="a forward of 64 tiles needs .* lower visual_infer_batch_size"):
+        stage(memory_bytes=100 << 20, visual_infer_batch_size=64)
