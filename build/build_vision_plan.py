@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 INPUT, OUTPUT = ("TILES", "UINT8"), ("EMBEDDINGS", "BF16")
 MODULES = ("tensorrt", "tensorrt_rtx")
 _LAYERS = "Layers:"  # how the builder's log begins the list of an engine's layers
+_KIND = re.compile(r'"?LayerType"?: "?(\w+)')  # of a layer, in that list and in the inspector's JSON
 
 
 class PlanError(Exception):
@@ -68,9 +71,15 @@ class Plan:
     source: str = ""
     layers: list[str] = field(default_factory=list)
 
+    def kinds(self) -> Counter[str]:
+        """How many layers there are of each kind."""
+        return Counter(found[1] for line in self.layers if (found := _KIND.search(line)))
+
     def report(self) -> str:
         engine = f"{len(self.engine)} bytes, built in {self.seconds:.1f} s by {self.builder}"
-        return "\n".join([engine, str(self.input), str(self.output), f"layers, by {self.source}:", *self.layers]) + "\n"
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds().most_common())
+        head = [engine, str(self.input), str(self.output), f"layers, by {self.source}: {kinds}"]
+        return "\n".join([*head, *self.layers]) + "\n"
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,9 @@ class Toolkit:
         known = {name[2:]: value for name, value in self.module.ComputeCapability.__members__.items() if "SM" in name}
         wanted = capability.replace(".", "")
         if wanted not in known:
-            raise PlanError(f"{self.name} does not compile for compute capability {capability}; it knows {_list(known)}")
+            raise PlanError(
+                f"{self.name} does not compile for compute capability {capability}; it knows {_list(known)}"
+            )
         config.num_compute_capabilities = 1
         config.set_compute_capability(known[wanted], 0)
 

@@ -19,8 +19,7 @@ from pathlib import Path
 import onnx
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "python_backends"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends"))
 
 from tessera.checkpoint.config import CheckpointConfig, read_config
 from tessera.errors import ConfigError, TesseraError
@@ -29,6 +28,7 @@ from tessera.vision.calibration import KINDS, Quantization, calibrate
 from tessera.vision.intern_vit import InternViT, load_vision, vision_fingerprint
 from tessera.vision.onnx_graph import PRECISIONS, TARGETS, vision_graph
 
+ROOT = Path(__file__).resolve().parent.parent
 PICTURES = 32
 _ENDINGS = {".jpg", ".jpeg", ".png", ".webp"}
 

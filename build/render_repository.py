@@ -19,11 +19,12 @@ from pathlib import Path
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "python_backends"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends"))
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import TesseraError
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # Vision stage and language model on one GPU, each in a process of its own (see docs/gpu.md).
 GPU_SETTINGS = {

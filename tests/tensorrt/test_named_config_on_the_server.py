@@ -26,7 +26,11 @@ pytestmark = pytest.mark.server
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "build" / "default_model" / "checkpoint"
-ON_THE_CPU = {"language_model.device": "cpu", "language_model.dtype": "float32", "language_model.kv_cache_bytes": "536870912"}
+ON_THE_CPU = {
+    "language_model.device": "cpu",
+    "language_model.dtype": "float32",
+    "language_model.kv_cache_bytes": "536870912",
+}
 QUESTIONS = ("Is there an exposed wire?", "Describe the room.", "Is there a door?")
 
 

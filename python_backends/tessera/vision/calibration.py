@@ -87,4 +87,3 @@ def calibrate(tower: InternViT, tiles: Iterable[torch.Tensor], kind: str, percen
         reached = torch.searchsorted(histogram.double().cumsum(0), share * float(histogram.double().sum()))
         amax[name] = largest[name] * (min(int(reached), _BINS - 1) + 1) / _BINS
     return Quantization(kind, amax)
-
