@@ -111,7 +111,8 @@ def main() -> int:
         return 1
     print(json.dumps(result))
     if not result["passed"]:
-        worst = next((name for name, it in result["layers"].items() if it["cosine"] < result["bound"]), "embeddings")
+        # Not "<": a cosine with infinities in it is no number.
+        worst = next(name for name, it in result["layers"].items() if not it["cosine"] >= result["bound"])
         print(
             f"check_export: cosine {result['cosine']:.6f} is below {result['bound']:g} ({result['precision']}); "
             f"the first tensor below it is {worst}",

@@ -38,6 +38,7 @@ def stage_of(max_pixels: int) -> TritonPythonModel:
     parameters = {
         "checkpoint": str(CHECKPOINT), "max_images": "8", "max_tiles": "104",
         "max_pixels": str(max_pixels), "max_request_bytes": str(64 << 20), "resize": "reference", "tile_policy": "",
+        "pictures_as": "pixels",
     }  # fmt: skip
     config = {"parameters": {name: {"string_value": value} for name, value in parameters.items()}}
     stage = TritonPythonModel()
