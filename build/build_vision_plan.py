@@ -155,14 +155,15 @@ def build_plan(toolkit: Toolkit, onnx: Path, settings: Settings) -> Plan:
     profile.set_shape(given.name, *shapes)
     if config.add_optimization_profile(profile) < 0:
         raise PlanError(f"{toolkit.name} refuses the profile {shapes}: {logger.last_error}")
-    cache = _read_timing_cache(toolkit, config, settings.timing_cache)
+    if settings.timing_cache and toolkit.has_timing_cache:
+        _read_timing_cache(toolkit, config, settings.timing_cache)
     started = time.perf_counter()
     built = builder.build_serialized_network(network, config)
     if built is None:
         raise PlanError(f"{toolkit.name} cannot build {onnx}: {logger.last_error or 'it does not say why'}")
     seconds = time.perf_counter() - started
-    if cache is not None and settings.timing_cache is not None:
-        _write(settings.timing_cache, bytes(cache.serialize()))
+    if settings.timing_cache and toolkit.has_timing_cache:
+        _write(settings.timing_cache, bytes(config.get_timing_cache().serialize()))
     given = Tensor(given.name, given.dtype, given.shape, tuple(tuple(shape) for shape in profile.get_shape(given.name)))
     plan = Plan(bytes(built), given, output, toolkit.name, seconds)
     plan.source, plan.layers = _layers(trt, logger, plan.engine)
@@ -187,14 +188,11 @@ def _tensor(tensor: Any) -> Tensor:
     return Tensor(tensor.name, tensor.dtype.name, tuple(tensor.shape))
 
 
-def _read_timing_cache(toolkit: Toolkit, config: Any, file: Path | None) -> Any:
-    """The cache that this build reads and adds to; None where there is none."""
-    if file is None or not toolkit.has_timing_cache:
-        return None
+def _read_timing_cache(toolkit: Toolkit, config: Any, file: Path) -> None:
+    """Have the build use and add to what earlier ones measured."""
     cache = config.create_timing_cache(file.read_bytes() if file.is_file() else b"")
     if not config.set_timing_cache(cache, False):
         raise PlanError(f"{file} is no timing cache of this GPU and {toolkit.name}; remove it")
-    return cache
 
 
 def _layers(trt: Any, logger: Any, engine: bytes) -> tuple[str, list[str]]:

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import bench_recall
 import numpy as np
 import onnx
 import pytest
@@ -148,6 +149,20 @@ def test_bfloat16_is_rounded_on_the_cpu_where_the_graph_says(tower):
     rows = [OnnxRunner(for_cpu(model).SerializeToString()).run(pixels) for model in (wide, narrow)]
     difference = (rows[0] - rows[1]).abs().max() / rows[0].abs().max()
     assert 1e-4 < float(difference) < 0.05
+
+
+def test_recall_is_measured_on_the_exported_graph(tower, tmp_path):
+    """bench_recall.py puts the graph where the CPU stage loads its own, with the fingerprint that the stage checks."""
+    graph = vision_graph(
+        tower, "tensorrt", "the weights", quantization=calibrate(tower, [torch.from_numpy(tiles(1))], "int8")
+    )
+    onnx.save(graph, str(tmp_path / "typed.onnx"))
+    (tmp_path / "vision_encoder" / "1").mkdir(parents=True)
+    assert bench_recall.use_graph(tmp_path, tmp_path / "typed.onnx") == "int8"
+    runner = OnnxRunner(tmp_path / "vision_encoder" / "1" / "model.onnx")
+    assert runner.fingerprint == "the weights"
+    expected = OnnxRunner(for_cpu(graph).SerializeToString()).run(tiles(2))
+    assert torch.equal(runner.run(tiles(2)), expected)
 
 
 def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
