@@ -99,9 +99,7 @@ def main() -> int:
     command += f' RECALL="--onnx {arguments.onnx}"' if graph else ""
     notes = {"pictures": len(items), "settings": [*arguments.instances, *arguments.parameters]}
     # A part of the set is a check of one machine against another; only the whole gives the figures that count.
-    prefix = "recall.sample" if arguments.limit else "recall"
-    if graph:
-        prefix = f"vision.{graph}.{prefix}"
+    prefix = ".".join(filter(None, ["recall", graph, "sample" if arguments.limit else ""]))
     for name in ("macro", "min_class", "precision"):
         value = round(default[f"recall.{name}"], 4)
         figures.emit(f"{prefix}.{name}", value, "share", command=command, ceiling=1, **notes)

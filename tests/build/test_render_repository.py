@@ -47,6 +47,15 @@ def test_the_gpu_settings_are_parameters_of_the_stages(tmp_path):
         assert config(tmp_path / "gpu", model).parameters[parameter].string_value == value
 
 
+def test_the_named_config_has_the_gpu_settings_as_it_is_tracked():
+    """There is no plan without a GPU, and docker-compose.yml takes the repository as it is."""
+    tracked = config(SOURCE, "language_model", NAMED).parameters
+    for name, value in GPU_SETTINGS.items():
+        model, _, parameter = name.partition(".")
+        if model == "language_model":
+            assert tracked[parameter].string_value == value, parameter
+
+
 def test_the_tracked_named_config_is_the_one_for_the_default_checkpoint(tmp_path):
     plan = PlanShape.of_checkpoint(SOURCE / "../build/default_model/checkpoint", 32)
     render(SOURCE, tmp_path / "out", {}, {}, plan)
