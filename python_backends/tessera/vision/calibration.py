@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from onnx import TensorProto
@@ -40,8 +41,8 @@ def quantized_layers(tower: InternViT) -> dict[str, torch.nn.Linear]:
     """The linear maps that are quantised, by name: all of the layers, neither patch embedding nor projector."""
     modules = dict(tower.named_modules())
     names = ("attention.qkv", "attention.output", "mlp.linear1", "mlp.linear2")
-    found = {f"layers.{number}.{name}": None for number in range(tower.depth) for name in names}
-    return {name: module for name in found if isinstance(module := modules[name], torch.nn.Linear)}
+    found = [f"layers.{number}.{name}" for number in range(tower.depth) for name in names]
+    return {name: cast("torch.nn.Linear", modules[name]) for name in found}
 
 
 @torch.inference_mode()
@@ -55,21 +56,11 @@ def calibrate(tower: InternViT, tiles: Iterable[torch.Tensor], kind: str, percen
     batches = list(tiles)
     if not batches:
         raise ConfigError("calibration needs at least one tile")
-    largest = {name: 0.0 for name in layers}
-    counts = {name: torch.zeros(_BINS) for name in layers}
 
-    def watch(take: str) -> None:
-        """Two passes: first the largest magnitude, then a histogram up to it."""
-
-        def hook(name: str, inputs: tuple[torch.Tensor, ...]) -> None:
-            magnitudes = inputs[0].abs().flatten().float()
-            if take == "largest":
-                largest[name] = max(largest[name], float(magnitudes.max()))
-            else:
-                counts[name] += torch.histc(magnitudes, _BINS, 0.0, largest[name])
-
+    def watch(see: Callable[[str, torch.Tensor], None]) -> None:
+        """Run all batches and show ``see`` each layer's input magnitudes."""
         handles = [
-            layer.register_forward_pre_hook(lambda _, inputs, name=name: hook(name, inputs))
+            layer.register_forward_pre_hook(lambda _, inputs, name=name: see(name, inputs[0].abs().flatten()))
             for name, layer in layers.items()
         ]
         for batch in batches:
@@ -77,13 +68,23 @@ def calibrate(tower: InternViT, tiles: Iterable[torch.Tensor], kind: str, percen
         for handle in handles:
             handle.remove()
 
-    watch("largest")
+    largest = {name: 0.0 for name in layers}
+
+    def note_largest(name: str, magnitudes: torch.Tensor) -> None:
+        largest[name] = max(largest[name], float(magnitudes.max()))
+
+    watch(note_largest)
     if percentile >= 100:
         return Quantization(kind, largest)
-    watch("histogram")
-    share = percentile / 100
+    counts = {name: torch.zeros(_BINS, dtype=torch.float64) for name in layers}
+
+    def count(name: str, magnitudes: torch.Tensor) -> None:
+        counts[name] += torch.histc(magnitudes, _BINS, 0.0, largest[name])
+
+    watch(count)
     amax = {}
     for name, histogram in counts.items():
-        reached = torch.searchsorted(histogram.double().cumsum(0), share * float(histogram.double().sum()))
-        amax[name] = largest[name] * (min(int(reached), _BINS - 1) + 1) / _BINS
+        wanted = percentile / 100 * histogram.sum()
+        reached = int(torch.searchsorted(histogram.cumsum(0), wanted))
+        amax[name] = largest[name] * (min(reached, _BINS - 1) + 1) / _BINS
     return Quantization(kind, amax)
