@@ -39,6 +39,7 @@ _IR_VERSIONS = {_OPSET: 8, _OPSET_FP8: 9}
 # Pixels are scaled into 0..1 by a power of two, which rounds nothing: the patch embedding's weights, which hold the
 # division by 255, would else be subnormal numbers in float16.
 _PIXEL_SCALE = 256.0
+_LEAST = 1e-12  # the magnitude that a tensor of zeros counts as, so that no scale is 0
 
 
 def vision_graph(
@@ -255,7 +256,7 @@ class _TypedWriter(_Writer):
     def quantized_input(self, x: str, amax: float) -> str:
         assert self.quantization is not None
         if x not in self.quantized:
-            scale = self.constant(np.float32(amax / self.quantization.largest))
+            scale = self.constant(np.float32(max(amax, _LEAST) / self.quantization.largest))
             zero = self.stored(np.float32(0), self.quantization.element_type)
             self.quantized[x] = self.add("DequantizeLinear", self.add("QuantizeLinear", x, scale, zero), scale, zero)
         return self.quantized[x]
@@ -263,7 +264,7 @@ class _TypedWriter(_Writer):
     def quantized_weight(self, weight: torch.Tensor) -> str:
         """One scale an output channel; stored as it is multiplied, with a DequantizeLinear alone."""
         assert self.quantization is not None
-        scale = weight.abs().amax(dim=1).clamp(min=1e-12) / self.quantization.largest
+        scale = weight.abs().amax(dim=1).clamp(min=_LEAST) / self.quantization.largest
         values = (weight / scale[:, None]).t().contiguous().numpy()
         zero = self.stored(np.zeros(len(scale), np.float32), self.quantization.element_type)
         stored = self.stored(values, self.quantization.element_type)
