@@ -1,5 +1,6 @@
 # syntax=docker/dockerfile:1
-# Two images: `server`, on NVIDIA's tritonserver 24.10 (tritonserver 2.51, Python 3.10), and `loadtest` (Locust).
+# Three images: `server`, on NVIDIA's tritonserver 24.10 (tritonserver 2.51, Python 3.10), `plan`, which builds the
+# TensorRT plan where it will run (the same release's TensorRT, 10.5), and `loadtest` (Locust).
 # See docker-compose.yml for how they are run.
 
 FROM nvcr.io/nvidia/tritonserver:24.10-py3 AS server
@@ -15,10 +16,15 @@ COPY clients/ clients/
 COPY build/export_vision_onnx.py build/
 COPY build/default_model/checkpoint/ build/default_model/checkpoint/
 COPY model_repository/ model_repository/
-# The vision graph is not tracked: it is made from the checkpoint. Everything belongs to root, so that the server,
-# which is not root, cannot change its models.
+# The vision graphs are not tracked: they are made from the checkpoint. Everything belongs to root, so that the server,
+# which is not root, cannot change its models. The plan lies in a volume, which the image `plan` fills; without one there
+# is an empty file, for tritonserver complains of a link to nothing.
 RUN python3 build/export_vision_onnx.py --checkpoint build/default_model/checkpoint \
         --out model_repository/vision_encoder/1/model.onnx \
+    && python3 build/export_vision_onnx.py --checkpoint build/default_model/checkpoint --target tensorrt \
+        --out vision_tensorrt.onnx \
+    && mkdir plan && touch plan/model.plan \
+    && ln -s /opt/tessera/plan/model.plan model_repository/vision_encoder/1/model.plan \
     && chmod -R a+rX,go-w /opt/tessera
 USER 1000:1000
 EXPOSE 8000 8001 8002 8003
@@ -29,6 +35,18 @@ STOPSIGNAL SIGTERM
 # container it listens on all addresses; which of them the host publishes is for docker-compose.yml to say.
 ENTRYPOINT ["python3", "-m", "tessera.launcher.cli"]
 CMD ["--host", "0.0.0.0", "--model-repository", "/opt/tessera/model_repository", "--log", "/tmp/tritonserver.log", "--verbose"]
+
+FROM nvcr.io/nvidia/tensorrt:24.10-py3 AS plan
+ENV PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+WORKDIR /opt/tessera
+COPY build/build_vision_plan.py build/
+COPY --from=server /opt/tessera/vision_tensorrt.onnx ./
+# A new volume takes its owner from here.
+RUN install -d -o 1000 -g 1000 plan
+USER 1000:1000
+ENTRYPOINT ["python3", "build/build_vision_plan.py", "--onnx", "vision_tensorrt.onnx"]
+CMD ["--out", "plan/model.plan", "--timing-cache", "plan/timing"]
 
 FROM python:3.11.10-slim-bookworm AS loadtest
 ENV PYTHONDONTWRITEBYTECODE=1 \

@@ -6,8 +6,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 ONNX := model_repository/vision_encoder/1/model.onnx
 CHECKPOINT := build/default_model/checkpoint
+TYPED := .cache/vision_tensorrt.onnx
 
-.PHONY: env demo serve test lint types test-faults test-gpu soak fuzz bench-cpu bench-serve bench-dispatch bench-remote-vision bench-preprocess bench-kernels bench-engine bench-vision gpu-sharing bench-recall parity record report clean
+.PHONY: env demo serve test lint types test-faults test-gpu soak fuzz bench-cpu bench-serve bench-dispatch bench-remote-vision bench-preprocess bench-kernels bench-engine bench-vision gpu-sharing bench-recall parity tensorrt record report clean
 
 env: $(VENV)/.ready
 
@@ -16,6 +17,11 @@ $(VENV)/.ready: requirements.txt requirements-tritonserver.txt requirements-dev.
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-tritonserver.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+# what only the tests need, so that the demo does not wait for it
+$(VENV)/.tensorrt: $(VENV)/.ready requirements-tensorrt.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-tensorrt.txt
 	touch $@
 
 $(ONNX): $(VENV)/.ready build/export_vision_onnx.py $(CHECKPOINT)/model.safetensors
@@ -27,7 +33,7 @@ demo: $(ONNX)
 serve: $(ONNX)
 	$(VENV)/bin/tessera serve
 
-test: lint types $(ONNX)
+test: lint types $(ONNX) $(VENV)/.tensorrt
 	$(PY) -m pytest
 
 # the kills, the disconnects and the bad input alone
@@ -99,6 +105,12 @@ bench-recall: $(ONNX)
 # greedy tokens against transformers on 200 held-out pictures
 parity: $(ONNX)
 	$(PY) loadtest/parity.py
+
+# the vision graph for TensorRT, judged on the CPU and compiled ahead of time; CHECKPOINT=DIR, EXPORT="--quantize int8"
+tensorrt: $(VENV)/.tensorrt
+	$(PY) build/export_vision_onnx.py --checkpoint $(CHECKPOINT) --target tensorrt --out $(TYPED) $(EXPORT)
+	$(PY) build/check_export.py --checkpoint $(CHECKPOINT) --onnx $(TYPED)
+	$(PY) build/build_vision_plan.py --onnx $(TYPED) --out $(TYPED:.onnx=.engine) --compute-capability 8.9
 
 report: $(VENV)/.ready
 	$(PY) loadtest/report.py

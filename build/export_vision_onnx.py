@@ -1,31 +1,41 @@
 """Export the vision tower of a checkpoint to one ONNX file.
 
     python build/export_vision_onnx.py --checkpoint DIR --out FILE [--target onnxruntime|portable]
+    python build/export_vision_onnx.py --checkpoint DIR --out FILE --target tensorrt \
+        [--precision float16|bfloat16|float32] [--quantize int8|fp8 [--pictures DIR] [--percentile P]]
 
-``onnxruntime`` (the default) is what the CPU vision stage runs; ``portable`` has standard operators only.
+``onnxruntime`` (the default) is what the CPU vision stage runs; ``portable`` has standard operators only; ``tensorrt``
+is a strongly typed graph for build/build_vision_plan.py (docs/tensorrt.md). ``--quantize`` inserts Q/DQ nodes whose
+scales are measured first, on ``--pictures`` or else on training pictures of the default data set (never held-out ones).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends"))
 
-from tessera.checkpoint.config import read_config
-from tessera.errors import TesseraError
-from tessera.vision.intern_vit import load_vision, vision_fingerprint
-from tessera.vision.onnx_graph import TARGETS, vision_graph
+from tessera.checkpoint.config import CheckpointConfig, read_config
+from tessera.errors import ConfigError, TesseraError
+from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
+from tessera.vision.calibration import KINDS, Quantization, calibrate
+from tessera.vision.intern_vit import InternViT, load_vision, vision_fingerprint
+from tessera.vision.onnx_graph import PRECISIONS, TARGETS, vision_graph
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURES = 32
+_ENDINGS = {".jpg", ".jpeg", ".png", ".webp"}
 
 
-def export(checkpoint: Path, out: Path, target: str) -> None:
-    """Write the graph of ``checkpoint`` to ``out``, whole or not at all."""
-    config = read_config(checkpoint)
-    model = vision_graph(load_vision(config), target, vision_fingerprint(config))
-    if target == "portable":
+def export(model: onnx.ModelProto, out: Path, target: str) -> None:
+    """Write the graph, whole or not at all."""
+    if target != "onnxruntime":
         onnx.checker.check_model(model)
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(out.name + ".part")
@@ -33,14 +43,64 @@ def export(checkpoint: Path, out: Path, target: str) -> None:
     unfinished.replace(out)
 
 
+def calibration_pictures(folder: Path | None, count: int) -> Iterator[bytes]:
+    """Encoded pictures: of a folder, or training scenes drawn for this (the renderer's seeds are never held out)."""
+    if folder is None:
+        sys.path.insert(0, str(ROOT / "build" / "default_model"))
+        import scene
+
+        for seed in range(count):
+            yield scene.encode_jpeg(scene.sample(seed, "train"))
+        return
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _ENDINGS)
+    if not files:
+        raise ConfigError(f"--pictures: no {', '.join(sorted(_ENDINGS))} in {folder}")
+    for file in files[:count]:
+        yield file.read_bytes()
+
+
+def measure(
+    config: CheckpointConfig, tower: InternViT, kind: str, pictures: Iterator[bytes], percentile: float
+) -> Quantization:
+    """The scales for ``kind``, from pictures cut into tiles as the service cuts them."""
+    preprocessor = Preprocessor.from_checkpoint(config.folder)
+    side = config.vision.image_size
+    batches = []
+    for picture in pictures:
+        prepared = preprocessor(PreprocessRequest(text="", images=[picture]))
+        batches.append(torch.from_numpy(prepared.pixels.reshape(-1, side, side, 3)))
+    return calibrate(tower, batches, kind, percentile)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Export the vision tower of a checkpoint to ONNX.")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="checkpoint folder")
-    parser.add_argument("--out", type=Path, required=True, help="the file to write")
-    parser.add_argument("--target", choices=TARGETS, default="onnxruntime", help="what will read the file")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--checkpoint", type=Path, required=True, help="checkpoint folder")
+    add("--out", type=Path, required=True, help="the file to write")
+    add("--target", choices=TARGETS, default="onnxruntime", help="what will read the file")
+    add("--random-weights", action="store_true", help="for measuring a shape without weights")
+    typed = parser.add_argument_group("with --target tensorrt")
+    add = typed.add_argument
+    add("--precision", choices=list(PRECISIONS), help="operands of the matrix products (default float16)")
+    add("--quantize", choices=list(KINDS), help="Q/DQ nodes around the layers' linear maps")
+    add("--pictures", type=Path, metavar="DIR", help="calibrate on these (default: training pictures of our data set)")
+    add("--count", type=int, default=PICTURES, help="calibrate on so many pictures (%(default)s)")
+    add("--percentile", type=float, default=100.0, help="of the activations' magnitudes, the rest is clipped")
     args = parser.parse_args()
+    if args.target != "tensorrt" and (args.precision or args.quantize):
+        parser.error("--precision and --quantize are for --target tensorrt")
+    if not 0 < args.percentile <= 100 or args.count < 1:
+        parser.error("--percentile wants a number above 0 and up to 100, --count one of 1 or more")
     try:
-        export(args.checkpoint, args.out, args.target)
+        config = read_config(args.checkpoint)
+        tower = load_vision(config, random_weights=args.random_weights)
+        fingerprint = "random" if args.random_weights else vision_fingerprint(config)
+        scales = None
+        if args.quantize:
+            pictures = calibration_pictures(args.pictures, args.count)
+            scales = measure(config, tower, args.quantize, pictures, args.percentile)
+        model = vision_graph(tower, args.target, fingerprint, args.precision or "float16", scales)
+        export(model, args.out, args.target)
     except TesseraError as error:
         print(f"export_vision_onnx: {error}", file=sys.stderr)
         return 1

@@ -2,6 +2,8 @@
 
     python build/render_repository.py --gpu --out DIR --instances preprocess=8 --set vision_encoder.threads=2
     tessera serve --model-repository DIR
+    python build/render_repository.py --gpu --tensorrt CHECKPOINT --max-tiles 32 --out DIR
+    tessera serve --model-repository DIR --model-config-name tensorrt
 
 Copies model_repository/, changes instance counts and stage parameters, and refuses names that do not exist.
 """
@@ -12,13 +14,20 @@ import argparse
 import shutil
 import sys
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends"))
+
+from tessera.checkpoint.config import read_config
+from tessera.errors import TesseraError
+
 ROOT = Path(__file__).resolve().parent.parent
+
 # Vision stage and language model on one GPU, each in a process of its own (see docs/gpu.md).
 GPU_SETTINGS = {
     "vision_encoder.runner": "graph",
@@ -35,6 +44,31 @@ GPU_SETTINGS = {
 }
 # What the vision stage's process takes of a GPU beside its memory_bytes: CUDA's context and libraries.
 CONTEXT_BYTES = 1 << 30
+SHARING = ("vision_encoder", "language_model")
+
+
+@dataclass(frozen=True)
+class PlanShape:
+    """What the named config `tensorrt` says of a plan: ``side`` of a tile in pixels, ``rows`` a tile of ``hidden``
+    numbers each, ``max_tiles`` of the profile."""
+
+    side: int
+    rows: int
+    hidden: int
+    max_tiles: int
+
+    @staticmethod
+    def of_checkpoint(folder: Path, max_tiles: int) -> PlanShape:
+        """Raises CheckpointError for a folder that holds no known checkpoint."""
+        config = read_config(folder)
+        rows = round((config.vision.patches_per_side * config.downsample_ratio) ** 2)
+        return PlanShape(config.vision.image_size, rows, config.text.hidden_size, max_tiles)
+
+    def buckets(self) -> list[int]:
+        """Numbers of tiles that get a CUDA graph: powers of two and the maximum."""
+        return [1 << power for power in range(self.max_tiles.bit_length()) if 1 << power < self.max_tiles] + [
+            self.max_tiles
+        ]
 
 
 def render(
@@ -42,15 +76,17 @@ def render(
     out: Path,
     instances: dict[str, int],
     parameters: dict[str, str],
+    plan: PlanShape | None = None,
     only: Collection[str] = (),
 ) -> None:
-    """Copies `source` to `out` and applies the changes.
+    """Copies `source` to `out` and applies the changes, to named configs (MODEL/configs/) as well.
 
     Args:
         source: a model repository.
         out: the folder to write; must not exist.
         instances: model -> number of instances.
-        parameters: "model.parameter" -> value; the parameter must be in the model's config.pbtxt.
+        parameters: "model.parameter" -> value; the parameter must be in one of the model's configs.
+        plan: makes the named config `tensorrt` fit this plan.
         only: the models to copy; empty for all.
 
     Raises:
@@ -64,27 +100,31 @@ def render(
         if folder.is_dir() and (not only or folder.name in only):
             shutil.copytree(folder, out / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
     for model, count in instances.items():
-        config = _read(out, model)
-        del config.instance_group[1:]
-        config.instance_group[0].count = count
-        _write(out, model, config)
+        for file, config in _read(out, model).items():
+            del config.instance_group[1:]
+            config.instance_group[0].count = count
+            _write(file, config)
     for name, value in parameters.items():
         model, _, parameter = name.partition(".")
-        config = _read(out, model)
-        if parameter not in config.parameters:
-            known = ", ".join(sorted(config.parameters))
+        configs = _read(out, model)
+        having = {file: config for file, config in configs.items() if parameter in config.parameters}
+        if not having:
+            known = ", ".join(sorted({name for config in configs.values() for name in config.parameters}))
             raise ValueError(f"{model} has no parameter {parameter!r}; it has {known}")
-        config.parameters[parameter].string_value = value
-        _write(out, model, config)
+        for file, config in having.items():
+            config.parameters[parameter].string_value = value
+            _write(file, config)
+    if plan:
+        _fit(out, plan)
     # A relative checkpoint counts from the repository, which lies elsewhere now.
-    for file in out.glob("*/config.pbtxt"):
-        config = _read(out, file.parent.name)
-        if "checkpoint" in config.parameters:
-            checkpoint = config.parameters["checkpoint"].string_value
-            config.parameters["checkpoint"].string_value = str((source / checkpoint).resolve())
-            _write(out, file.parent.name, config)
+    for model in out.glob("*/config.pbtxt"):
+        for file, config in _read(out, model.parent.name).items():
+            if "checkpoint" in config.parameters:
+                checkpoint = config.parameters["checkpoint"].string_value
+                config.parameters["checkpoint"].string_value = str((source / checkpoint).resolve())
+                _write(file, config)
     if not only:
-        _check_shares(_read(out, "vision_encoder").parameters, _read(out, "language_model").parameters)
+        _check_shares(*(_read(out, model)[out / model / "config.pbtxt"].parameters for model in SHARING))
 
 
 def _check_shares(vision: Mapping[str, Any], language: Mapping[str, Any]) -> None:
@@ -99,16 +139,42 @@ def _check_shares(vision: Mapping[str, Any], language: Mapping[str, Any]) -> Non
         )
 
 
-def _read(repository: Path, model: str) -> model_config_pb2.ModelConfig:
-    file = repository / model / "config.pbtxt"
-    if not file.is_file():
+def _fit(repository: Path, plan: PlanShape) -> None:
+    """Write a plan's numbers into the named config `tensorrt`."""
+    tile = [plan.side, plan.side, 3]
+    file = repository / "preprocess" / "configs" / "tensorrt.pbtxt"
+    preprocess = _read(repository, "preprocess")[file]
+    preprocess.parameters["max_tiles"].string_value = str(plan.max_tiles)
+    next(output for output in preprocess.output if output.name == "TILES").dims[:] = [-1, *tile]
+    _write(file, preprocess)
+    file = repository / "vision_encoder" / "configs" / "tensorrt.pbtxt"
+    vision = _read(repository, "vision_encoder")[file]
+    vision.max_batch_size = plan.max_tiles
+    vision.input[0].dims[:] = tile
+    vision.output[0].dims[:] = [plan.rows, plan.hidden]
+    del vision.optimization.cuda.graph_spec[:]
+    least = 1
+    for bucket in plan.buckets():
+        graph = vision.optimization.cuda.graph_spec.add(batch_size=bucket)
+        graph.input["TILES"].dim[:] = tile
+        graph.graph_lower_bound.batch_size = least
+        graph.graph_lower_bound.input["TILES"].dim[:] = tile
+        least = bucket + 1
+    _write(file, vision)
+
+
+def _read(repository: Path, model: str) -> dict[Path, model_config_pb2.ModelConfig]:
+    """The model's config.pbtxt and its named configs, by file."""
+    default = repository / model / "config.pbtxt"
+    if not default.is_file():
         known = ", ".join(sorted(path.parent.name for path in repository.glob("*/config.pbtxt")))
         raise ValueError(f"there is no model {model!r}; there are {known}")
-    return text_format.Parse(file.read_text(), model_config_pb2.ModelConfig())
+    files = [default, *sorted((repository / model / "configs").glob("*.pbtxt"))]
+    return {file: text_format.Parse(file.read_text(), model_config_pb2.ModelConfig()) for file in files}
 
 
-def _write(repository: Path, model: str, config: model_config_pb2.ModelConfig) -> None:
-    (repository / model / "config.pbtxt").write_text(text_format.MessageToString(config))
+def _write(file: Path, config: model_config_pb2.ModelConfig) -> None:
+    file.write_text(text_format.MessageToString(config))
 
 
 def _pairs(given: list[str]) -> dict[str, str]:
@@ -125,6 +191,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpu", action="store_true", help="both models on the GPU; --set still wins")
     parser.add_argument("--only", nargs="*", default=[], metavar="MODEL", help="copy these models and no others")
+    parser.add_argument(
+        "--tensorrt", type=Path, metavar="CHECKPOINT", help="fit the named config to the plan of this checkpoint"
+    )
+    parser.add_argument("--max-tiles", type=int, default=32, help="of the plan's profile (%(default)s)")
     parser.add_argument("--instances", nargs="*", default=[], metavar="MODEL=N")
     parser.add_argument("--set", nargs="*", default=[], metavar="MODEL.PARAMETER=VALUE", dest="parameters")
     arguments = parser.parse_args()
@@ -133,8 +203,11 @@ def main() -> int:
         only = arguments.only
         gpu = {name: value for name, value in GPU_SETTINGS.items() if not only or name.split(".")[0] in only}
         parameters = (gpu if arguments.gpu else {}) | _pairs(arguments.parameters)
-        render(arguments.source, arguments.out, instances, parameters, only)
-    except ValueError as error:
+        if arguments.max_tiles < 1:
+            raise ValueError(f"--max-tiles wants 1 or more, not {arguments.max_tiles}")
+        plan = PlanShape.of_checkpoint(arguments.tensorrt, arguments.max_tiles) if arguments.tensorrt else None
+        render(arguments.source, arguments.out, instances, parameters, plan, only)
+    except (ValueError, TesseraError) as error:
         print(f"render_repository: {error}", file=sys.stderr)
         return 2
     return 0

@@ -4,6 +4,7 @@ With `--plan docs/tile_policies.json` every tile policy is asked too; the curve 
 `--instances` and `--set` change the repository first, for instance on a GPU:
     python loadtest/bench_recall.py --instances preprocess=10 --set vision_encoder.runner=torch \
         vision_encoder.device=cuda language_model.device=cuda
+`--onnx FILE` has the vision stage compute another graph, one written for TensorRT (docs/tensorrt.md), on the CPU.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import figures
+import onnx
 from rich.console import Console
 from rich.progress import Progress
 
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
+from tessera.vision.onnx_cpu import for_cpu
+from tessera.vision.onnx_graph import PRECISION
 from tessera_client import Client, plan, recall
 from tessera_client.datasets import Item, heldout_items
 
@@ -85,6 +89,13 @@ def write_plan(client: Client, items: list[Item], concurrency: int, file: Path) 
     return sum(each.errors for each in measured)
 
 
+def use_graph(repository: Path, file: Path) -> str:
+    """Put the exported graph in place of the CPU stage's own; returns the name of its precision."""
+    graph = onnx.load(str(file))
+    onnx.save(for_cpu(graph), str(repository / "vision_encoder" / "1" / "model.onnx"))
+    return next(entry.value for entry in graph.metadata_props if entry.key == PRECISION).partition(" ")[0]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, help="only the first N questions, even over the classes")
@@ -94,6 +105,7 @@ def main() -> int:
     parser.add_argument("--label", help="for other settings than the default's: the figures are recall.LABEL.*")
     parser.add_argument("--plan", type=Path, metavar="FILE.json", help="measure every tile policy and write this")
     parser.add_argument("--pictures", type=Path, help="a folder that keeps the rendered pictures for the next run")
+    parser.add_argument("--onnx", type=Path, metavar="FILE", help="a graph of build/export_vision_onnx.py to judge")
     parser.add_argument("--json", type=Path, help="write all figures of both runs here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tessera-recall-") as folder:
@@ -105,6 +117,7 @@ def main() -> int:
             {model: int(count) for model, count in instances.items()},
             dict(pair.split("=", 1) for pair in arguments.parameters),
         )
+        graph = use_graph(repository, arguments.onnx) if arguments.onnx else None
         with bar("rendering") as advance:
             items = heldout_items(
                 arguments.limit, arguments.pictures or Path(folder), root=figures.ROOT, progress=advance
@@ -119,11 +132,13 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps({"default": default, "large_at_one_tile": one_tile}, indent=1))
     command = "make bench-recall" + (f" N={arguments.limit}" if arguments.limit else "")
+    label = arguments.label or graph
     if arguments.label:
         command += f' RECALL="--label {arguments.label} --set {" ".join(arguments.parameters)}"'
+    command += f' RECALL="--onnx {arguments.onnx}"' if graph else ""
     notes = {"pictures": len(items), "settings": [*arguments.instances, *arguments.parameters]}
     # A part of the set is a check of one machine against another; only the whole gives the figures that count.
-    prefix = ".".join(filter(None, ["recall", arguments.label, "sample" if arguments.limit else ""]))
+    prefix = ".".join(filter(None, ["recall", label, "sample" if arguments.limit else ""]))
     for name in ("macro", "min_class", "precision"):
         value = round(default[f"recall.{name}"], 4)
         figures.emit(f"{prefix}.{name}", value, "share", command=command, ceiling=1, **notes)

@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
-from render_repository import GPU_SETTINGS, render
+from render_repository import GPU_SETTINGS, PlanShape, render
 from tritonclient.grpc import model_config_pb2
 
 SOURCE = Path(__file__).resolve().parents[2] / "model_repository"
 
 
-def config(folder: Path, model: str) -> model_config_pb2.ModelConfig:
-    return text_format.Parse((folder / model / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+def config(folder: Path, model: str, file: str = "config.pbtxt") -> model_config_pb2.ModelConfig:
+    return text_format.Parse((folder / model / file).read_text(), model_config_pb2.ModelConfig())
+
+
+NAMED = "configs/tensorrt.pbtxt"
 
 
 def test_instances_and_parameters_change_and_the_checkpoint_stays_found(tmp_path):
@@ -56,3 +59,44 @@ def test_shares_of_one_gpu_must_agree(tmp_path):
     with pytest.raises(ValueError, match="vision_encoder.memory_bytes 8589934592 .* exceed .*vision_memory_bytes"):
         render(SOURCE, tmp_path / "greedy", {}, greedy)
     render(SOURCE, tmp_path / "elsewhere", {}, greedy | {"vision_encoder.vision_url": "other:8001"})
+
+
+def test_the_named_config_has_the_gpu_settings_as_it_is_tracked():
+    """There is no plan without a GPU, and docker-compose.yml takes the repository as it is."""
+    tracked = config(SOURCE, "language_model", NAMED).parameters
+    for name, value in GPU_SETTINGS.items():
+        model, _, parameter = name.partition(".")
+        if model == "language_model":
+            assert tracked[parameter].string_value == value, parameter
+
+
+def test_the_tracked_named_config_is_the_one_for_the_default_checkpoint(tmp_path):
+    plan = PlanShape.of_checkpoint(SOURCE / "../build/default_model/checkpoint", 32)
+    render(SOURCE, tmp_path / "out", {}, {}, plan)
+    assert config(tmp_path / "out", "vision_encoder", NAMED) == config(SOURCE, "vision_encoder", NAMED)
+    tracked = config(SOURCE, "preprocess", NAMED)
+    tracked.parameters["checkpoint"].string_value = str((SOURCE / "../build/default_model/checkpoint").resolve())
+    assert config(tmp_path / "out", "preprocess", NAMED) == tracked
+
+
+def test_a_plan_of_another_checkpoint(tmp_path):
+    shape = SOURCE.parent / "loadtest" / "shapes" / "internvl3-8b-shape"
+    render(
+        SOURCE, tmp_path / "out", {"preprocess": 3}, {"language_model.threads": "2"}, PlanShape.of_checkpoint(shape, 13)
+    )
+    vision = config(tmp_path / "out", "vision_encoder", NAMED)
+    assert vision.max_batch_size == 13
+    assert list(vision.input[0].dims) == [448, 448, 3]
+    assert list(vision.output[0].dims) == [256, 3584]
+    graphs = vision.optimization.cuda.graph_spec
+    # Every number of tiles has exactly one graph that may run it.
+    assert [(graph.graph_lower_bound.batch_size, graph.batch_size) for graph in graphs] == [
+        (1, 1), (2, 2), (3, 4), (5, 8), (9, 13)
+    ]  # fmt: skip
+    assert all(list(graph.input["TILES"].dim) == [448, 448, 3] for graph in graphs)
+    preprocess = config(tmp_path / "out", "preprocess", NAMED)
+    assert preprocess.parameters["max_tiles"].string_value == "13"
+    # Other settings reach the named configs as well; the default config keeps its own limit.
+    assert preprocess.instance_group[0].count == 3
+    assert config(tmp_path / "out", "language_model", NAMED).parameters["threads"].string_value == "2"
+    assert config(tmp_path / "out", "preprocess").parameters["max_tiles"].string_value == "104"

@@ -21,8 +21,15 @@ STAGES = {
 }
 
 
-def config(model: str) -> model_config_pb2.ModelConfig:
-    return text_format.Parse((REPOSITORY / model / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+NAMED = [None, "tensorrt"]
+
+
+def config(model: str, named: str | None = None) -> model_config_pb2.ModelConfig:
+    """The model's config, or the named one where the model has it."""
+    file = REPOSITORY / model / "configs" / f"{named}.pbtxt"
+    if not file.is_file():
+        file = REPOSITORY / model / "config.pbtxt"
+    return text_format.Parse(file.read_text(), model_config_pb2.ModelConfig())
 
 
 def names(tensors) -> set[str]:
@@ -31,6 +38,18 @@ def names(tensors) -> set[str]:
 
 def signature(tensors) -> dict[str, tuple]:
     return {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in tensors}
+
+
+def full_signature(stage: model_config_pb2.ModelConfig, tensors) -> dict[str, tuple]:
+    """With the batch dimension, which a config leaves out where it has one."""
+    batch = (-1,) if stage.max_batch_size else ()
+    return {name: (kind, batch + dims) for name, (kind, dims) in signature(tensors).items()}
+
+
+def fits(given: tuple, wanted: tuple) -> bool:
+    """Whether a tensor of one step can be another's input: the same type and rank, and no two sizes that differ."""
+    sizes = zip(given[1], wanted[1])
+    return given[0] == wanted[0] and len(given[1]) == len(wanted[1]) and all(a == b or -1 in (a, b) for a, b in sizes)
 
 
 def tensors_named(file: Path) -> tuple[set[str], set[str]]:
@@ -65,25 +84,37 @@ def test_every_model_is_named_after_its_folder_and_has_a_version(model):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_reads_and_writes_what_its_config_declares(stage):
-    declared = config(stage)
+    declared = [config(stage)]
+    if config(stage, "tensorrt").backend == "python":  # the same code serves both
+        declared.append(config(stage, "tensorrt"))
     read, written = tensors_named(ROOT / "python_backends" / "tessera" / STAGES[stage])
-    parameters = set(declared.parameters)
-    assert read - parameters == names(declared.input)
-    assert written == names(declared.output)
+    assert read - set(declared[0].parameters) == set().union(*(names(config.input) for config in declared))
+    assert written == set().union(*(names(config.output) for config in declared))
 
 
-def test_the_ensemble_connects_declared_tensors_and_leaves_none_open():
-    ensemble = config("vlm")
+@pytest.mark.parametrize("stage", ["preprocess", "language_model"])
+def test_a_stage_has_the_same_parameters_by_either_config(stage):
+    default, named = config(stage), config(stage, "tensorrt")
+    assert set(named.parameters) == set(default.parameters)
+    assert named.name == stage
+    assert named.model_transaction_policy == default.model_transaction_policy
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_the_ensemble_connects_declared_tensors_and_leaves_none_open(named):
+    ensemble = config("vlm", named)
     known = {name: signature for name, signature in signature(ensemble.input).items()}
     for step in ensemble.ensemble_scheduling.step:
-        stage = config(step.model_name)
-        inputs, outputs = signature(stage.input), signature(stage.output)
+        stage = config(step.model_name, named)
+        inputs, outputs = full_signature(stage, stage.input), full_signature(stage, stage.output)
         assert set(step.input_map) <= set(inputs)
         assert set(step.output_map) == set(outputs)
-        for tensor in step.input_map.values():
+        for name, tensor in step.input_map.items():
             assert tensor in known, f"{step.model_name} reads {tensor}, which no earlier step writes"
+            assert fits(known[tensor], inputs[name]), f"{step.model_name} reads {tensor} as {inputs[name]}"
         for name, tensor in step.output_map.items():
             known[tensor] = outputs[name]
+    assert signature(ensemble.input) == signature(config("vlm").input)
     for output in ensemble.output:
         assert known[output.name] == (output.data_type, tuple(output.dims))
 

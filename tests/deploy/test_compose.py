@@ -34,7 +34,7 @@ def base_images() -> list[str]:
 
 
 def test_the_services_are_those_promised():
-    assert set(SERVICES) == {"server", "server-gpu", "prometheus", "grafana", "locust"}
+    assert set(SERVICES) == {"server", "server-gpu", "plan", "prometheus", "grafana", "locust"}
     assert "profiles" not in SERVICES["server"]
     assert SERVICES["server-gpu"]["profiles"] == ["gpu"]
     assert "--model-config-name=tensorrt" in SERVICES["server-gpu"]["command"]
@@ -51,6 +51,8 @@ def test_images_are_pinned(name):
 
 def test_the_server_stands_on_the_release_everything_was_tested_with():
     assert f"nvcr.io/nvidia/tritonserver:{TRITON_RELEASE}-py3" in base_images()
+    # A plan runs on the TensorRT that built it: the same release.
+    assert f"nvcr.io/nvidia/tensorrt:{TRITON_RELEASE}-py3" in base_images()
 
 
 @every_service
@@ -65,7 +67,7 @@ def test_no_service_is_root_or_can_become_it(name):
     assert not {"pid", "ipc", "network_mode", "devices"} & set(service)
 
 
-def test_both_images_of_our_own_end_as_an_ordinary_user():
+def test_the_images_of_our_own_end_as_an_ordinary_user():
     for stage in re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]:
         users = re.findall(r"^USER (\S+)", stage, re.MULTILINE)
         assert users
@@ -91,8 +93,22 @@ def test_the_model_repository_is_part_of_the_read_only_image():
     assert "COPY model_repository/" in stage
     assert "chmod -R a+rX,go-w /opt/tessera" in stage
     assert "--chown" not in stage
-    for name in ("server", "server-gpu"):
-        assert "volumes" not in SERVICES[name]
+    assert "volumes" not in SERVICES["server"]
+    assert SERVICES["server-gpu"]["volumes"] == ["plan:/opt/tessera/plan:ro"]
+
+
+def test_the_plan_is_built_first_and_where_the_server_looks_for_it():
+    plan, server = SERVICES["plan"], SERVICES["server-gpu"]
+    assert server["depends_on"] == {"plan": {"condition": "service_completed_successfully"}}
+    assert plan["deploy"] == server["deploy"]
+    assert plan["restart"] == "no" and plan["profiles"] == ["gpu"]
+    folder = plan["volumes"][0].partition(":")[2]
+    assert server["volumes"] == [f"plan:{folder}:ro"]
+    assert f"ln -s {folder}/model.plan model_repository/vision_encoder/1/model.plan" in DOCKERFILE
+    stage = DOCKERFILE.partition(" AS plan")[2].partition("\nFROM ")[0]
+    assert '"--out", "plan/model.plan"' in stage
+    assert "install -d -o 1000 -g 1000 plan" in stage
+    assert plan["user"] == "1000:1000"
 
 
 @every_service
@@ -111,12 +127,14 @@ def test_the_server_has_shared_memory_for_its_stages():
 
 @every_service
 def test_ports_are_published_on_loopback_only(name):
-    for port in SERVICES[name]["ports"]:
+    for port in SERVICES[name].get("ports", []):
         assert port.startswith("127.0.0.1:"), port
 
 
 @every_service
-def test_every_service_has_a_health_check(name):
+def test_every_service_that_stays_up_has_a_health_check(name):
+    if SERVICES[name]["restart"] == "no":
+        pytest.skip("it ends by itself")
     assert SERVICES[name]["healthcheck"]["test"][0] == "CMD"
     if name.startswith("server"):
         assert "http://127.0.0.1:8003/healthz" in SERVICES[name]["healthcheck"]["test"][-1]
@@ -140,6 +158,9 @@ def test_what_the_dockerfile_copies_exists_and_is_let_through():
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for arguments in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE):
         *sources, _ = arguments.split()
+        if sources[0].startswith("--from="):
+            assert f" AS {sources[0].removeprefix('--from=')}\n" in DOCKERFILE
+            continue
         for source in sources:
             assert (ROOT / source).exists(), source
             assert any(source.startswith(entry) for entry in allowed), f".dockerignore keeps {source} out"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ _NUMBERS = (
     "graph_batch_size",
 )
 STAMPS = 5  # deadline, and when preprocess received and ended, vision began and ended
+STAMPS_OF_PREPROCESS = 3  # as they come past a vision stage that keeps no time (a TensorRT plan)
 
 
 class TritonPythonModel:
@@ -127,7 +129,25 @@ def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[R
         stream=stream,
         deadline_ns=deadline_ns,
     )
-    return whole, None if rows is None else torch.from_dlpack(rows)
+    # A text-only request past a plan brings the rows of a blank tile, which nothing points at.
+    has_rows = rows is not None and spans.size > 0
+    return whole, torch.from_dlpack(rows).flatten(0, -2) if has_rows else None
+
+
+def read_stamps(request: Any) -> list[int]:
+    """Deadline and times as the earlier stages gave them; zeros without any.
+
+    Where the vision stage gave none, all that passed since preprocess ended is its own.
+    """
+    stamps = tensors.array(request, "STAMPS")
+    if stamps is None:
+        return [0] * STAMPS
+    times: list[int] = stamps.reshape(-1).tolist()
+    if len(times) == STAMPS_OF_PREPROCESS:
+        return [*times, times[-1], time.monotonic_ns()]
+    if len(times) != STAMPS:
+        raise InvalidRequest(f"STAMPS has {len(times)} values; language_model wants {STAMPS} or {STAMPS_OF_PREPROCESS}")
+    return times
 
 
 class Replies:
@@ -159,11 +179,7 @@ class Reply:
         self.stream = tensors.flag(request, "stream", True)
         echo = not tensors.flag(request, "exclude_input_in_output", False)
         self._prefix = (tensors.text(request, "text_input") or "") if echo else ""
-        stamps = tensors.array(request, "STAMPS")
-        if stamps is not None and stamps.size != STAMPS:
-            raise InvalidRequest(f"STAMPS has {stamps.size} values; language_model wants {STAMPS}")
-        times: list[int] = [0] * STAMPS if stamps is None else stamps.reshape(-1).tolist()
-        deadline, *self._stamps = times
+        deadline, *self._stamps = read_stamps(request)
         self.deadline_ns = deadline or None
         self.channel: Channel[TokenEvent] = Channel(self._deliver)
 

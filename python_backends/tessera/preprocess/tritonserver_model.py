@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tessera.errors import InvalidRequest
+from tessera.errors import ConfigError, InvalidRequest
+from tessera.family.family import KIND_TILES
 from tessera.preprocess.decode import Limits
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
 from tessera.preprocess.resize_cpu import use_one_thread
@@ -41,6 +42,7 @@ class TritonPythonModel:
                 gpu_pixels=settings.integer("gpu_pixels"),
             ),
         )
+        self._blank_tile = _blank_tile(self._preprocessor, settings.text("pictures_as"), settings.integer("gpu_pixels"))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
@@ -74,15 +76,39 @@ class TritonPythonModel:
         stamps = np.array([[deadline, received, time.monotonic_ns()]], dtype=np.int64)
         return pb_utils.InferenceResponse(
             output_tensors=[
-                # A leading 1: the next stage batches requests along it.
-                tensors.output("PIXELS", prepared.pixels.reshape(1, -1)),
-                tensors.output("PLAN", prepared.plan.reshape(1, -1)),
+                *self._pictures(prepared),
+                # A leading 1: the vision stage batches requests along it.
                 tensors.output("DIGEST", prepared.digest.reshape(1, -1)),
                 tensors.output("STAMPS", stamps),
                 tensors.output("INPUT_IDS", prepared.input_ids),
                 tensors.output("SPANS", prepared.spans),
             ]
         )
+
+    def _pictures(self, prepared: Prepared) -> list[Any]:
+        if self._blank_tile is None:
+            return [
+                tensors.output("PIXELS", prepared.pixels.reshape(1, -1)),
+                tensors.output("PLAN", prepared.plan.reshape(1, -1)),
+            ]
+        tiles = prepared.pixels.reshape(-1, *self._blank_tile.shape[1:])
+        return [tensors.output("TILES", tiles if len(tiles) else self._blank_tile)]
+
+
+def _blank_tile(preprocessor: Preprocessor, pictures_as: str, gpu_pixels: int) -> np.ndarray | None:
+    """Where pictures leave as tiles, the one that a request without pictures sends; None where they leave as pixels."""
+    if pictures_as == "pixels":
+        return None
+    if pictures_as != "tiles":
+        raise ConfigError(f"preprocess: pictures_as is pixels or tiles, not {pictures_as!r}")
+    if gpu_pixels:
+        raise ConfigError(
+            f"preprocess: with pictures_as tiles none may travel encoded; set gpu_pixels to 0, not {gpu_pixels}"
+        )
+    plan = preprocessor.family.plan(1, 1, preprocessor.policy)
+    if plan.kind != KIND_TILES:
+        raise ConfigError("preprocess: pictures_as tiles wants a checkpoint whose pictures are tiles of one size")
+    return np.zeros((1, plan.h, plan.w, 3), np.uint8)
 
 
 def _pong(now: int) -> Any:

@@ -1,0 +1,30 @@
+"""The vision stage of the config `tensorrt` without TensorRT: same inputs, same outputs, the same graph on the CPU.
+
+Stands in for the plan in tests on the real tritonserver; lies in the model's version folder as stand_in.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+import triton_python_backend_utils as pb_utils
+
+from tessera.vision.onnx_cpu import for_cpu
+from tessera.vision.onnx_runner import OnnxRunner
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        graph = onnx.load(str(Path(args["model_repository"]) / "1" / "typed.onnx"))
+        self._runner = OnnxRunner(for_cpu(graph).SerializeToString())
+
+    def execute(self, requests: list) -> list:
+        tiles = [pb_utils.get_input_tensor_by_name(request, "TILES").as_numpy() for request in requests]
+        rows = self._runner.run(np.concatenate(tiles)).to(torch.bfloat16)
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor.from_dlpack("EMBEDDINGS", part.contiguous())])
+            for part in rows.split([len(part) for part in tiles])
+        ]

@@ -1,0 +1,161 @@
+"""The graph compiled ahead of time by TensorRT-RTX for the seeds' RTX 4090 (sm_89): it parses, its types, its profile.
+
+No engine is run, here or anywhere in this project: there is no GPU that could, and tritonserver loads none of these.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import build_vision_plan
+import onnx
+import pytest
+import torch
+from build_vision_plan import Plan, PlanError, Settings, Toolkit, build_plan, load_toolkit
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from tessera.checkpoint.config import read_config
+from tessera.vision.calibration import calibrate
+from tessera.vision.intern_vit import InternViT, load_vision
+from tessera.vision.onnx_graph import vision_graph
+
+ROOT = Path(__file__).resolve().parents[2]
+RTX_4090 = "8.9"
+NAMED = ROOT / "model_repository" / "vision_encoder" / "configs" / "tensorrt.pbtxt"
+
+
+@pytest.fixture(scope="module")
+def toolkit() -> Toolkit:
+    try:
+        return load_toolkit("tensorrt_rtx")
+    except PlanError as error:
+        if os.environ.get("TESSERA_REQUIRE_TENSORRT"):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def tower() -> InternViT:
+    return load_vision(read_config(ROOT / "build" / "default_model" / "checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def graph(tower: InternViT, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("graph") / "typed.onnx"
+    onnx.save(vision_graph(tower, "tensorrt"), str(file))
+    return file
+
+
+def build(toolkit: Toolkit, file: Path, **settings) -> Plan:
+    return build_plan(toolkit, file, Settings(workspace_bytes=1 << 30, compute_capability=RTX_4090, **settings))
+
+
+def test_the_plan_fits_the_named_config(toolkit: Toolkit, graph: Path) -> None:
+    config = text_format.Parse(NAMED.read_text(), model_config_pb2.ModelConfig())
+    plan = build(toolkit, graph)
+    assert (plan.input.name, plan.output.name) == (config.input[0].name, config.output[0].name)
+    types = [model_config_pb2.DataType.Name(tensor.data_type) for tensor in (config.input[0], config.output[0])]
+    assert [f"TYPE_{plan.input.dtype}", f"TYPE_{plan.output.dtype}"] == types
+    assert plan.input.shape == (-1, *config.input[0].dims)
+    assert plan.output.shape == (-1, *config.output[0].dims)
+    least, _, most = plan.input.profile
+    assert (least[0], most[0]) == (1, config.max_batch_size)
+    assert least[1:] == most[1:] == tuple(config.input[0].dims)
+    assert len(plan.engine) > graph.stat().st_size / 2
+
+
+def test_the_report_shows_what_was_fused(toolkit: Toolkit, graph: Path, tower: InternViT) -> None:
+    plan = build(toolkit, graph, max_tiles=4, usual_tiles=2)
+    assert plan.input.profile == ((1, 448, 448, 3), (2, 448, 448, 3), (4, 448, 448, 3))
+    report = plan.report()
+    assert plan.builder in report and "TILES" in report
+    assert 0 < sum(plan.kinds().values()) < len(onnx.load(str(graph)).graph.node) / 2
+    # Scores, softmax and their product with v are one kernel a layer, though the softmax is float32.
+    assert sum("mha" in line.partition(",")[0] for line in plan.layers) == tower.depth
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [({"precision": "bfloat16"}, "BFloat16"), ({"quantize": "int8"}, "Int8"), ({"quantize": "fp8"}, "FP8")],
+    ids=["bfloat16", "int8", "fp8"],
+)
+def test_other_types_compile_too(toolkit: Toolkit, tower: InternViT, tmp_path: Path, options, shown) -> None:
+    if kind := options.pop("quantize", None):
+        tiles = torch.randint(0, 256, (1, 448, 448, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        options["quantization"] = calibrate(tower, [tiles], kind)
+    file = tmp_path / "typed.onnx"
+    onnx.save(vision_graph(tower, "tensorrt", **options), str(file))
+    plan = build(toolkit, file)
+    assert (plan.input.dtype, plan.output.dtype) == ("UINT8", "BF16")
+    assert any(shown.lower() in line.lower() for line in plan.layers if "gemm" in line.partition(",")[2][:30])
+
+
+def test_graphs_of_other_targets_and_broken_ones_are_refused(
+    toolkit: Toolkit, tower: InternViT, tmp_path: Path
+) -> None:
+    file = tmp_path / "portable.onnx"
+    onnx.save(vision_graph(tower, "onnxruntime"), str(file))
+    with pytest.raises(PlanError, match="cannot parse|--target tensorrt"):
+        build(toolkit, file)
+    renamed = vision_graph(tower, "tensorrt")
+    for node in renamed.graph.node:
+        node.output[:] = ["ROWS" if name == "EMBEDDINGS" else name for name in node.output]
+    renamed.graph.output[0].name = "ROWS"
+    onnx.save(renamed, str(file))
+    with pytest.raises(PlanError, match="ROWS.*--target tensorrt"):
+        build(toolkit, file)
+    file.write_bytes(b"no graph")
+    with pytest.raises(PlanError, match="cannot parse"):
+        build(toolkit, file)
+    with pytest.raises(PlanError, match="does not exist"):
+        build(toolkit, tmp_path / "none.onnx")
+
+
+def test_a_gpu_that_it_cannot_compile_for_is_named(toolkit: Toolkit, graph: Path) -> None:
+    """The H200 of this project is one: so no plan has been run by it."""
+    with pytest.raises(PlanError, match=r"compute capability 9\.0; it knows .*89"):
+        build_plan(toolkit, graph, Settings(compute_capability="9.0"))
+
+
+def test_a_timing_cache_is_written_and_read_again(toolkit: Toolkit, graph: Path, tmp_path, monkeypatch) -> None:
+    """TensorRT-RTX still has the calls, though they do nothing there: so they are tried, without their effect."""
+    monkeypatch.setattr(Toolkit, "has_timing_cache", True)
+    file = tmp_path / "caches" / "timing"
+    build(toolkit, graph, timing_cache=file)
+    assert file.stat().st_size > 0
+    build(toolkit, graph, timing_cache=file)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"max_tiles": 4}, "usual tiles"), ({"max_tiles": 0}, "usual tiles"), ({"workspace_bytes": 1}, "1 MiB")],
+)
+def test_settings_that_cannot_work_are_refused(settings, words) -> None:
+    with pytest.raises(PlanError, match=words):
+        Settings(**settings)
+
+
+def test_without_tensorrt_the_message_says_what_to_install() -> None:
+    with pytest.raises(PlanError, match=r"no absent_module here .* requirements-tensorrt\.txt"):
+        load_toolkit("absent_module")
+
+
+def test_only_tensorrt_rtx_compiles_for_another_gpu() -> None:
+    with pytest.raises(PlanError, match="for the GPU at hand only"):
+        Toolkit(build_vision_plan).aim_at(None, RTX_4090)
+
+
+def test_by_command_and_never_as_a_plan(toolkit: Toolkit, graph: Path, tmp_path: Path) -> None:
+    def run(out: Path) -> subprocess.CompletedProcess[str]:
+        script = [sys.executable, str(ROOT / "build" / "build_vision_plan.py"), "--onnx", str(graph), "--out", str(out)]
+        return subprocess.run([*script, "--compute-capability", RTX_4090], capture_output=True, text=True, timeout=120)
+
+    refused = run(tmp_path / "model.plan")
+    assert refused.returncode == 1 and "no plan for tritonserver" in refused.stderr
+    done = run(tmp_path / "vision.engine")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["vision.engine", "vision.txt"]

@@ -1,0 +1,80 @@
+"""What the Python stages do for a plan: preprocess gives whole tiles, the language model takes what goes round it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.backend import InferenceRequest, Tensor, strings
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+import scene
+from tessera.engine.tritonserver_model import read_stamps
+from tessera.errors import ConfigError, InvalidRequest
+from tessera.preprocess.tritonserver_model import TritonPythonModel
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "model_repository" / "preprocess"
+
+
+def stage(config: str, **changed: str) -> TritonPythonModel:
+    read = text_format.Parse((MODEL / config).read_text(), model_config_pb2.ModelConfig())
+    for name, value in changed.items():
+        read.parameters[name].string_value = value
+    values = {name: {"string_value": parameter.string_value} for name, parameter in read.parameters.items()}
+    started = TritonPythonModel()
+    started.initialize(
+        {
+            "model_name": "preprocess",
+            "model_repository": str(MODEL),
+            "model_config": json.dumps({"parameters": values}),
+        }
+    )
+    return started
+
+
+def outputs(stage: TritonPythonModel, *tensors: Tensor) -> dict[str, np.ndarray]:
+    (response,) = stage.execute([InferenceRequest(list(tensors))])
+    assert not response.has_error(), response.error()
+    return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+
+
+def test_tiles_are_the_same_pixels_and_there_is_always_one(backend: Any) -> None:
+    picture = strings("image", scene.encode_jpeg(scene.sample(7, "heldout")))
+    asked = strings("text_input", b"Is there a door?")
+    flat, tiled = outputs(stage("config.pbtxt"), picture, asked), stage("configs/tensorrt.pbtxt")
+    given = outputs(tiled, picture, asked)
+    assert given.keys() == flat.keys() - {"PIXELS", "PLAN"} | {"TILES"}
+    assert given["TILES"].shape == (flat["PLAN"][0, 1], 448, 448, 3)
+    assert np.array_equal(given["TILES"].ravel(), flat["PIXELS"][0])
+    for name in ("INPUT_IDS", "SPANS", "DIGEST"):
+        assert np.array_equal(given[name], flat[name]), name
+    alone = outputs(tiled, strings("text_input", b"Hello?"))
+    assert alone["TILES"].shape == (1, 448, 448, 3) and not alone["TILES"].any()
+    assert alone["SPANS"].size == 0
+
+
+def test_an_unknown_form_of_pictures_is_refused(backend: Any) -> None:
+    with pytest.raises(ConfigError, match="pictures_as is pixels or tiles, not 'frames'"):
+        stage("config.pbtxt", pictures_as="frames")
+    with pytest.raises(ConfigError, match="set gpu_pixels to 0, not 9"):
+        stage("configs/tensorrt.pbtxt", gpu_pixels="9")
+
+
+def stamps(*values: int) -> InferenceRequest:
+    return InferenceRequest([Tensor("STAMPS", np.array([values], np.int64))] if values else [])
+
+
+def test_without_the_vision_stages_own_times_all_the_time_is_its(backend: Any) -> None:
+    assert read_stamps(stamps(1, 2, 3, 4, 5)) == [1, 2, 3, 4, 5]
+    assert read_stamps(stamps()) == [0] * 5
+    before = time.monotonic_ns()
+    *given, began, ended = read_stamps(stamps(1, 2, 3))
+    assert given == [1, 2, 3] and began == 3 and before <= ended <= time.monotonic_ns()
+    with pytest.raises(InvalidRequest, match="4 values"):
+        read_stamps(stamps(1, 2, 3, 4))
