@@ -1,9 +1,8 @@
 """`make bench-recall`: the held-out set through the running ensemble, at the default tile policy and at one tile.
 
 With `--plan docs/tile_policies.json` every tile policy is asked too; the curve is drawn beside that file.
-`--instances` and `--set` change the repository first, for instance on a GPU:
-    python loadtest/bench_recall.py --instances preprocess=10 --set vision_encoder.runner=torch \
-        vision_encoder.device=cuda language_model.device=cuda
+`--gpu`, `--instances` and `--set` change the repository first, as they do for build/render_repository.py:
+    python loadtest/bench_recall.py --gpu --instances preprocess=10 --concurrency 64
 `--onnx FILE` has the vision stage compute another graph, one written for TensorRT (docs/tensorrt.md), on the CPU.
 """
 
@@ -102,6 +101,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--instances", nargs="*", default=[], metavar="MODEL=N")
     parser.add_argument("--set", nargs="*", default=[], metavar="MODEL.PARAMETER=VALUE", dest="parameters")
+    parser.add_argument("--gpu", action="store_true", help="both models on the GPU; --set still wins")
     parser.add_argument("--label", help="for other settings than the default's: the figures are recall.LABEL.*")
     parser.add_argument("--plan", type=Path, metavar="FILE.json", help="measure every tile policy and write this")
     parser.add_argument("--pictures", type=Path, help="a folder that keeps the rendered pictures for the next run")
@@ -115,7 +115,8 @@ def main() -> int:
             figures.ROOT / "model_repository",
             repository,
             {model: int(count) for model, count in instances.items()},
-            dict(pair.split("=", 1) for pair in arguments.parameters),
+            (render_repository.GPU_SETTINGS if arguments.gpu else {})
+            | dict(pair.split("=", 1) for pair in arguments.parameters),
         )
         graph = use_graph(repository, arguments.onnx) if arguments.onnx else None
         with bar("rendering") as advance:
