@@ -13,6 +13,7 @@ import json
 import secrets
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,6 +72,8 @@ def measure(client: Client, items: list[Item], concurrency: int, **options: Any)
         )
     result = recall.figures(outcomes, seconds)
     recall.print_table(result, Console(stderr=True))
+    for error, count in Counter(outcome.error for outcome in outcomes if outcome.error).most_common(3):
+        print(f"{count} questions ended in: {error}", file=sys.stderr)
     return result
 
 
