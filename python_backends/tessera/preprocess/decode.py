@@ -20,7 +20,13 @@ URL = re.compile(rb"(?i)(https?|file|[a-z][a-z0-9+.-]{1,15}(?=://)):")
 BASE64_MAGIC = (b"/9j/", b"iVBORw0KGgo", b"UklGR")
 FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 # A JPEG decoder can leave out high frequencies: as many pixels less a side, for a part of the time.
-REDUCED = {8: cv2.IMREAD_REDUCED_COLOR_8, 4: cv2.IMREAD_REDUCED_COLOR_4, 2: cv2.IMREAD_REDUCED_COLOR_2, 1: 0}
+# Without the bit for BGR, which OpenCV 5 refuses beside the one for RGB.
+REDUCED = {
+    8: cv2.IMREAD_REDUCED_COLOR_8 & ~cv2.IMREAD_COLOR,
+    4: cv2.IMREAD_REDUCED_COLOR_4 & ~cv2.IMREAD_COLOR,
+    2: cv2.IMREAD_REDUCED_COLOR_2 & ~cv2.IMREAD_COLOR,
+    1: 0,
+}
 
 
 @dataclass(frozen=True)
