@@ -86,12 +86,14 @@ def versions() -> dict[str, str]:
 
 @cache
 def commit() -> str | None:
-    """The checked-out commit, marked when the tree differs from it; None outside a git checkout."""
+    """TESSERA_COMMIT, or the checked-out commit, marked when the tree differs from it; None outside a git checkout."""
+    if told := os.environ.get("TESSERA_COMMIT"):  # a carried tree may lie in another checkout
+        return told
     try:
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"],
             cwd=ROOT, capture_output=True, text=True, check=True,
         )  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("TESSERA_COMMIT")
+        return None
     return run.stdout.strip()
