@@ -247,6 +247,7 @@ class Child:
             while (message := self._wire.receive())[0] != "stop":
                 getattr(self, f"_on_{message[0]}")(*message[1:])
             self._steps.stop()
+            self._slab = None  # CUDA tells the parent that nobody reads it any more
         except EOFError:
             pass  # the parent is gone: nobody waits for an answer any more
         self._stop.set()
