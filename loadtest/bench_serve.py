@@ -145,8 +145,13 @@ def gpu_settings(checkpoint: Path, weights: str) -> dict[str, str]:
 
 
 @contextmanager
-def running(settings: dict[str, str], instances: dict[str, int], gpus: list[str]) -> Iterator[list[Server]]:
-    """Servers of the model repository with these parameters and instance counts, one for each GPU or one without."""
+def running(
+    settings: dict[str, str], instances: dict[str, int], gpus: list[str], log: Path | None = None
+) -> Iterator[list[Server]]:
+    """Servers of the model repository with these parameters and instance counts, one for each GPU or one without.
+
+    ``log``: where the server's log stays; without it it goes with the server.
+    """
     import render_repository
 
     with tempfile.TemporaryDirectory(prefix="tessera-serve-") as folder, ExitStack() as stack:
@@ -157,7 +162,7 @@ def running(settings: dict[str, str], instances: dict[str, int], gpus: list[str]
             http_port=0,
             grpc_port=0,
             metrics_port=0,
-            log_path=Path(folder) / "server.log",
+            log_path=log or Path(folder) / "server.log",
         )
         each = one_a_gpu(options, gpus) if gpus else [options]
         with ThreadPoolExecutor(len(each)) as pool:  # servers start side by side
@@ -172,6 +177,7 @@ def main() -> int:
     parser.add_argument("--weights", choices=("checkpoint", "random"), default="checkpoint")
     parser.add_argument("--instances", nargs="*", default=[], metavar="MODEL=N")
     parser.add_argument("--set", nargs="*", default=[], metavar="MODEL.PARAMETER=VALUE", dest="parameters")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="keep the server's log")
     parser.add_argument("--processes", type=int, default=6, help="of the load generator")
     parser.add_argument("--concurrency", type=int, help="instead of the workload's own, for a trial")
     parser.add_argument("--label", default="bf16", help="stands in the figures' names")
@@ -181,7 +187,7 @@ def main() -> int:
     settings = gpu_settings(checkpoint, arguments.weights) if gpus else {}
     settings |= dict(pair.split("=", 1) for pair in arguments.parameters)
     instances = {model: int(count) for model, count in (pair.split("=", 1) for pair in arguments.instances)}
-    with running(settings, instances, gpus) as servers:
+    with running(settings, instances, gpus, arguments.log) as servers:
         addresses = [server.grpc_url for server in servers]
         for name in arguments.workloads:
             workload = WORKLOADS[name]

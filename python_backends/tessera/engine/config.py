@@ -22,8 +22,8 @@ class EngineConfig:
     ``max_model_len``: prompt + answer; None takes the checkpoint's context length. ``kv_cache_bytes``: 0 takes what
     ``max_sequences`` full contexts need, at most 1 GiB on the CPU, on a GPU what the engine's share leaves.
     ``memory_bytes``: that share, weights included; 0 is all of the card but ``vision_memory_bytes``, for the vision
-    stage, and ``embedding_pool_bytes``, for the rows of pictures whose requests wait or run. ``graph_batch_size``:
-    decode steps of up to so many sequences run as CUDA graphs; 0 records none. ``prefix_cache``: "content" reuses
+    stage, ``embedding_pool_bytes``, for the rows of pictures whose requests wait or run, and ``server_memory_bytes``,
+    for the server's own pool of GPU memory and the contexts of its processes. ``graph_batch_size``: decode steps of up to so many sequences run as CUDA graphs; 0 records none. ``prefix_cache``: "content" reuses
     equal prefixes including pictures, "exclude" stops before the first picture, "off" reuses nothing. ``weights``:
     "random" draws them from ``seed`` instead of reading the checkpoint's. ``attention``: a backend's name, or "auto".
     ``threads``: torch's intra-op threads on the CPU.
@@ -40,6 +40,7 @@ class EngineConfig:
     memory_bytes: int = 0
     vision_memory_bytes: int = 8 << 30
     embedding_pool_bytes: int = 4 << 30
+    server_memory_bytes: int = 0
     graph_batch_size: int = 256
     prefix_cache: str = "content"
     weights: str = "checkpoint"
@@ -62,6 +63,7 @@ class EngineConfig:
             "memory_bytes",
             "vision_memory_bytes",
             "embedding_pool_bytes",
+            "server_memory_bytes",
             "graph_batch_size",
         ):
             if getattr(self, name) < 0:

@@ -33,6 +33,7 @@ _NUMBERS = (
     "memory_bytes",
     "vision_memory_bytes",
     "embedding_pool_bytes",
+    "server_memory_bytes",
     "max_batched_tokens",
     "max_sequences",
     "max_in_flight",

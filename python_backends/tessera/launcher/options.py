@@ -31,6 +31,8 @@ RESERVED_FLAGS = {
     "--allow-http": None,
 }
 
+# CUDA contexts of tritonserver and of the language model's stage.
+CONTEXTS_BYTES = 1 << 30
 RESTRICTED = {
     "--http-restricted-api": "shared-memory,trace,logging",
     "--grpc-restricted-protocol": "shared-memory,trace,logging",
@@ -171,6 +173,8 @@ def server_environment(options: ServerOptions, installation: Installation, grpc_
     environment["TESSERA_GRPC_ADDRESS"] = ",".join((options.local(grpc_port), *options.neighbours))
     if options.checkpoint is not None:
         environment["TESSERA_CHECKPOINT"] = str(options.checkpoint.resolve())
+    # The engine shares its GPU with tritonserver's own pool.
+    environment.setdefault("TESSERA_LANGUAGE_MODEL_SERVER_MEMORY_BYTES", str(options.cuda_pool_bytes + CONTEXTS_BYTES))
     # glibc would keep eight heaps a core for a process's threads, each with gaps of its own: memory then creeps up.
     environment.setdefault("MALLOC_ARENA_MAX", str(max(2, os.cpu_count() or 1)))
     for name, folders in (

@@ -104,13 +104,14 @@ def engine_share(config: EngineConfig, total: int) -> int:
 
     Raises ConfigError when the shares together exceed the card.
     """
-    others = config.vision_memory_bytes + config.embedding_pool_bytes
+    others = config.vision_memory_bytes + config.embedding_pool_bytes + config.server_memory_bytes
     share = config.memory_bytes or total - others
     if share <= 0 or share + others > total:
         raise ConfigError(
             f"engine: {config.vision_memory_bytes / 2**30:.1f} GiB for the vision stage, "
-            f"{config.embedding_pool_bytes / 2**30:.1f} GiB for waiting pictures and {share / 2**30:.1f} GiB for the "
-            f"language model exceed the card's {total / 2**30:.1f} GiB; lower one of them"
+            f"{config.embedding_pool_bytes / 2**30:.1f} GiB for waiting pictures, "
+            f"{config.server_memory_bytes / 2**30:.1f} GiB for the server and {share / 2**30:.1f} GiB for the language "
+            f"model exceed the card's {total / 2**30:.1f} GiB; lower one of them"
         )
     return share
 
