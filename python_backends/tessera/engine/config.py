@@ -23,9 +23,10 @@ class EngineConfig:
     ``max_sequences`` full contexts need, at most 1 GiB on the CPU, on a GPU what the engine's share leaves.
     ``memory_bytes``: that share, weights included; 0 is all of the card but ``vision_memory_bytes``, for the vision
     stage, ``embedding_pool_bytes``, for the rows of pictures whose requests wait or run, and ``server_memory_bytes``,
-    for the server's own pool of GPU memory and the contexts of its processes. ``graph_batch_size``: decode steps of up to so many sequences run as CUDA graphs; 0 records none. ``prefix_cache``: "content" reuses
-    equal prefixes including pictures, "exclude" stops before the first picture, "off" reuses nothing. ``weights``:
-    "random" draws them from ``seed`` instead of reading the checkpoint's. ``attention``: a backend's name, or "auto".
+    for the server's own pool of GPU memory and the contexts of its processes. ``graph_batch_size``: decode steps of up
+    to so many sequences run as CUDA graphs; 0 records none. ``prefix_cache``: "content" reuses equal prefixes including
+    pictures, "exclude" stops before the first picture, "off" reuses nothing. ``weights``: "random" draws them from
+    ``seed`` instead of reading the checkpoint's. ``attention``: a backend's name, or "auto".
     ``threads``: torch's intra-op threads on the CPU.
     """
 
