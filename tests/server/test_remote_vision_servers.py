@@ -37,7 +37,7 @@ def options(folder: Path) -> ServerOptions:
 def eyes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with a vision stage and nothing else."""
     folder = tmp_path_factory.mktemp("remote") / "eyes"
-    small = {"vision_encoder.memory_bytes": str(40 << 20), "vision_encoder.cache_bytes": "0"}
+    small = {"vision_encoder.memory_bytes": str(41 << 20), "vision_encoder.cache_bytes": "0"}
     render(REPOSITORY, folder, {}, small, only=["vision_encoder"])
     with Server(options(folder)) as running:
         running.keep_ports()
