@@ -40,7 +40,7 @@ def run(workload: Workload, infer: int, send: int, settings: dict[str, str], gpu
     own = settings | {f"vision_encoder.{name}": str(size) for name, size in sizes.items()}
     with bench_serve.running(own, {"preprocess": processes} if gpus else {}, gpus) as (server,):
         before = bench_serve.counters(server.metrics_url)
-        answers = bench_serve.measure([server.grpc_url], workload, min(processes, workload.concurrency))
+        answers, _ = bench_serve.measure([server.grpc_url], workload, min(processes, workload.concurrency))
         together = prefill_batch(before, bench_serve.counters(server.metrics_url))
     rate = (len(answers) - 1) / (answers[-1].ended - answers[0].ended)
     spent = bench_serve.latencies(answers)

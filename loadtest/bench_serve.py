@@ -3,8 +3,8 @@
 Starts the real server (one for each of `--gpus`), and keeps the workload's number of requests under way from several
 processes. What counts is the time between the end of the warm-up and the moment when the first caller runs out of
 work, so that neither filling nor draining is measured. Beside each figure stand the share of steps that ran as CUDA
-graphs, the requests whose embeddings came over the CPU (must be 0), and the share of time for which the engine's
-thread waited for the interpreter's lock (`held_up`).
+graphs, the requests whose embeddings came over the CPU (must be 0), the most that rows of pictures took of the engine's
+pool, and the share of time for which the engine's thread waited for the interpreter's lock (`held_up`).
 
     python loadtest/bench_serve.py --workloads W1 W4a --checkpoint loadtest/shapes/internvl3-8b-shape --gpus 0
 """
@@ -42,6 +42,7 @@ COUNTED = (
     "tessera_engine_held_up_seconds_total",
     "tessera_prompts_total",
     "tessera_prefill_steps_total",
+    "tessera_embedding_bytes_peak",
 )
 
 
@@ -86,8 +87,11 @@ class Load:
         return Answered(started, first, time.monotonic(), pieces)
 
 
-def measure(addresses: list[str], workload: Workload, processes: int) -> list[Answered]:
-    """The workload's answers, in the order of their ends, without those of the warm-up and of the last round."""
+def measure(addresses: list[str], workload: Workload, processes: int) -> tuple[list[Answered], float]:
+    """The workload's answers, in the order of their ends, without those of the warm-up and of the last round.
+
+    Beside them the seconds from the first request to the last answer, the others' included.
+    """
     context = multiprocessing.get_context("spawn")
     start, answered = context.Barrier(processes + 1), context.Queue()
     share = -(-workload.concurrency // processes)
@@ -98,11 +102,13 @@ def measure(addresses: list[str], workload: Workload, processes: int) -> list[An
     for process in running:
         process.start()
     start.wait(PATIENCE_S)
+    began = time.monotonic()
     ended = [answer for _ in running for answer in answered.get(timeout=PATIENCE_S)]
+    lasted = time.monotonic() - began
     for process in running:
         process.join()
     ended.sort(key=lambda answer: answer.ended)
-    return ended[workload.warm_up : len(ended) - workload.concurrency]
+    return ended[workload.warm_up : len(ended) - workload.concurrency], lasted
 
 
 def report(workload: Workload, answers: list[Answered], label: str, **notes: Any) -> None:
@@ -194,13 +200,9 @@ def main() -> int:
             if arguments.concurrency:
                 workload = replace(workload, concurrency=arguments.concurrency)
             before = [counters(server.metrics_url) for server in servers]
-            began = time.monotonic()
-            answers = measure(addresses, workload, min(arguments.processes, workload.concurrency))
-            lasted = (time.monotonic() - began) * len(servers)
-            grown = {
-                name: sum(counters(server.metrics_url)[name] - then[name] for server, then in zip(servers, before))
-                for name in COUNTED
-            }
+            answers, lasted = measure(addresses, workload, min(arguments.processes, workload.concurrency))
+            after = [counters(server.metrics_url) for server in servers]
+            grown = {name: sum(now[name] - then[name] for now, then in zip(after, before)) for name in COUNTED}
             report(
                 workload,
                 answers,
@@ -209,7 +211,8 @@ def main() -> int:
                 settings=sorted(arguments.parameters),
                 embeddings_on_cpu=int(grown["tessera_embeddings_on_cpu_total"]),
                 graph_steps=round(grown["tessera_graph_steps_total"] / max(1.0, grown["tessera_steps_total"]), 3),
-                held_up=round(grown["tessera_engine_held_up_seconds_total"] / lasted, 4),
+                held_up=round(grown["tessera_engine_held_up_seconds_total"] / lasted / len(servers), 4),
+                embedding_mib_peak=round(max(now["tessera_embedding_bytes_peak"] for now in after) / 2**20, 1),
             )
     return 0
 

@@ -29,6 +29,7 @@ class MetricsPage:
             "kv_blocks_total": Gauge("tessera_kv_blocks_total", "Blocks of the key/value cache"),
             "device_busy": Gauge("tessera_device_busy_fraction", "Share of the time in which a step ran"),
             "embedding_bytes": Gauge("tessera_embedding_bytes", "Rows of pictures held on the device"),
+            "embedding_bytes_peak": Gauge("tessera_embedding_bytes_peak", "The most of them so far"),
             "embedding_bytes_spilled": Gauge("tessera_embedding_bytes_spilled", "Rows held in pinned memory"),
         }
         self._counters = {
@@ -90,6 +91,7 @@ class MetricsPage:
             "kv_blocks_total": now["blocks_total"],
             "device_busy": self._busy_since_last(now["busy_ns"]),
             "embedding_bytes": now["embedding_bytes"],
+            "embedding_bytes_peak": now["embedding_bytes_peak"],
             "embedding_bytes_spilled": now["embedding_bytes_spilled"],
         }
         for name, value in values.items():

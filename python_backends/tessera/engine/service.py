@@ -103,6 +103,7 @@ def pool_counts(pool: EmbeddingPool) -> dict[str, int]:
     """A pool's part of :meth:`Service.counts`."""
     return {
         "embedding_bytes": pool.used_bytes,
+        "embedding_bytes_peak": pool.peak_bytes,
         "embedding_bytes_spilled": pool.spilled_bytes,
         "embeddings_on_cpu": pool.arrived_on_cpu,
     }

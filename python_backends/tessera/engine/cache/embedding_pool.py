@@ -32,6 +32,11 @@ class EmbeddingPool:
         """Of the slab."""
         return self._places.used
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most that ``used_bytes`` has been."""
+        return self._places.most_used
+
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         """A copy of ``rows`` [n, hidden], complete when this returns: their owner may reuse them."""
         if self.slab is None:
@@ -82,6 +87,7 @@ class Places:
 
     def __init__(self, capacity: int) -> None:
         self.used = 0
+        self.most_used = 0
         self._capacity = capacity
         self._taken: list[tuple[int, int]] = []  # first byte, first byte behind; ascending
 
@@ -97,6 +103,7 @@ class Places:
             return None
         insort(self._taken, (start, start + size))
         self.used += size
+        self.most_used = max(self.most_used, self.used)
         return start
 
     def give_back(self, start: int) -> None:
