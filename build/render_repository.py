@@ -124,7 +124,11 @@ def render(
                 config.parameters["checkpoint"].string_value = str((source / checkpoint).resolve())
                 _write(file, config)
     if not only:
-        _check_shares(*(_read(out, model)[out / model / "config.pbtxt"].parameters for model in SHARING))
+        try:
+            _check_shares(*(_read(out, model)[out / model / "config.pbtxt"].parameters for model in SHARING))
+        except ValueError:
+            shutil.rmtree(out)
+            raise
 
 
 def _check_shares(vision: Mapping[str, Any], language: Mapping[str, Any]) -> None:
@@ -132,6 +136,8 @@ def _check_shares(vision: Mapping[str, Any], language: Mapping[str, Any]) -> Non
     if vision["vision_url"].string_value or {p["device"].string_value for p in (vision, language)} != {"cuda"}:
         return
     own, left = int(vision["memory_bytes"].string_value), int(language["vision_memory_bytes"].string_value)
+    if not own:
+        raise ValueError("vision_encoder.memory_bytes 0 is no limit, which two stages on one GPU need; set it")
     if own + CONTEXT_BYTES > left:
         raise ValueError(
             f"vision_encoder.memory_bytes {own} and {CONTEXT_BYTES} for CUDA itself exceed "

@@ -136,4 +136,7 @@ def test_rows_beyond_the_pool_wait_in_pinned_memory():
     pool.give_back(first)
     pool.give_back(second)
     assert (pool.used_bytes, pool.spilled_bytes) == (0, 0)
+    none = pool.take(rows[:0])  # as a request without rows may claim
+    pool.give_back(none)
+    assert pool.used_bytes == 0
     assert pool.take(rows.cpu()).is_cuda and pool.arrived_on_cpu == 1

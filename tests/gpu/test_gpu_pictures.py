@@ -143,6 +143,20 @@ def test_a_frame_that_states_another_size_is_refused(ways, decoder) -> None:
     assert "639x480" in str(picture.error)
 
 
+def test_pictures_in_a_row_do_not_mix_while_the_gpu_is_busy(ways, decoder) -> None:
+    pictures = [pictures_of(item(ways[1], page(900 + 40 * number, 700)), SIDE, encoded=True)[0] for number in range(8)]
+    alone = []
+    for picture in pictures:
+        alone.append(decoder.tiles(picture.encoded).clone())
+        torch.cuda.synchronize()
+    work = torch.randn(8192, 8192, device="cuda")
+    for _ in range(20):  # the decoded planes wait behind this
+        work = work @ work
+    together = [decoder.tiles(picture.encoded) for picture in pictures]
+    for one, other in zip(alone, together):
+        assert torch.equal(one, other)
+
+
 def test_through_the_encoder_with_its_cache(ways) -> None:
     settings = VisionSettings(runner="torch", device="cuda", picture_decoder="nvjpeg", infer_batch_size=5)
     encoder = VisionEncoder.from_checkpoint(CHECKPOINT, settings)

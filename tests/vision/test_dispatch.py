@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from tessera.errors import ConfigError, InvalidRequest
 from tessera.vision.dispatch import LocalDispatcher
 from tessera.vision.encoder import VisionEncoder, in_groups
 from tessera.vision.memory import RowBudget
+from tessera.vision.pictures import Picture
 
 BYTES = TOKENS * 2 * 4  # of a tile's rows
 # Pictures' tiles a request: big ones to be split, small ones to be merged, one without pictures, two with several.
@@ -153,6 +155,18 @@ def test_the_next_batch_is_computed_while_answers_are_being_sent():
     release.set()
     dispatcher.close()
     assert answers == [(0, [1]), (1, [2])]
+
+
+def test_rows_are_gone_when_their_bytes_are_given_to_the_next_wave():
+    vision = VisionEncoder(CountingRunner(), SIDE, 1, budget=RowBudget(BYTES, 2 * BYTES))
+    living = []
+    for group in vision.encode_in_groups([item([number]) for number in range(1, 7)]):
+        while group:
+            with group.pop():
+                pass
+        gc.collect()
+        living.append(sum(type(each) is Picture and each.rows is not None for each in gc.get_objects()))
+    assert len(living) == 6 and max(living) == 2
 
 
 def test_rows_that_exceed_the_budget_together_go_in_waves():

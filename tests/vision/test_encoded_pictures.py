@@ -26,6 +26,8 @@ class Decoder:
         self.decoded.append(cut)
         if not cut.picture.data.all():
             raise InvalidRequest("damaged")
+        if 255 in cut.picture.data:
+            raise RuntimeError("the decoder itself failed")
         return torch.from_numpy(cut.picture.data.copy())[:, None, None, None].expand(-1, SIDE, SIDE, 3)
 
 
@@ -74,7 +76,7 @@ def answers_of(vision, items):
             try:
                 with encoded as rows:
                     yield encoded.index, rows
-            except InvalidRequest as error:
+            except (InvalidRequest, RuntimeError) as error:
                 yield encoded.index, error
 
 
@@ -136,6 +138,12 @@ def test_a_damaged_picture_fails_its_own_request_alone(place: int) -> None:
     answers = dict(answers_of(encoder(cache=1 << 20), items))
     assert "the picture of 640x480 pixels cannot be decoded: damaged" in str(answers.pop(place))
     assert [answers[index].flatten().tolist() for index in sorted(answers)] == [[1, 2], [3, 4], [5, 6, 7]]
+
+
+def test_a_failing_decoder_fails_that_request_alone() -> None:
+    answers = dict(answers_of(encoder(), [item((1, 2)), item((255,), (3,)), item((4,))]))
+    assert str(answers.pop(1)) == "the decoder itself failed"
+    assert [answers[index].flatten().tolist() for index in sorted(answers)] == [[1, 2], [4]]
 
 
 def test_a_damaged_picture_alone_is_answered() -> None:

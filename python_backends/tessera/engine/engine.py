@@ -171,7 +171,8 @@ class Engine:
     def advance(self) -> list[Progress]:
         """Plan and run a step, apply what is done; the first half of :meth:`step`.
 
-        Where the runner overlaps, a step is launched before the one before it is applied.
+        Where the runner overlaps, a step is launched before the one before it is applied. Rows of pictures may be
+        reused when their request's last progress is returned: every step that reads them has been applied by then.
         """
         began = time.perf_counter_ns() - time.thread_time_ns()
         self._take_in()

@@ -16,6 +16,7 @@ from tessera.errors import InvalidRequest
 
 KIND_ENCODED = 1
 FRAME = struct.Struct("<QIII")
+LEAST_SIDE = 8  # libjpeg spreads the chroma of narrower pictures in another way
 MOST_SIDE = 65535  # of any JPEG
 
 

@@ -14,7 +14,7 @@ from tessera.errors import ConfigError, InvalidRequest
 from tessera.family.chat import Chat, parse_chat
 from tessera.family.conversation import conversation_for
 from tessera.family.digest import checkpoint_id, digest
-from tessera.family.encoded_picture import FRAME, KIND_ENCODED, EncodedPicture
+from tessera.family.encoded_picture import FRAME, KIND_ENCODED, LEAST_SIDE, EncodedPicture
 from tessera.family.family import ImagePlan, ModelFamily
 from tessera.family.prompt import PromptBuilder
 from tessera.family.registry import family_for
@@ -156,6 +156,7 @@ class Preprocessor:
     def _is_for_gpu(self, header: Header) -> bool:
         return (
             0 < self.gpu_pixels <= header.width * header.height
+            and min(header.width, header.height) >= LEAST_SIDE
             and max(header.width, header.height) <= MOST_GPU_SIDE
             and header.chroma_step is not None
         )

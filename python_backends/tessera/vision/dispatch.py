@@ -68,7 +68,7 @@ class LocalDispatcher:
             raise ConfigError(f"vision_encoder: visual_send_batch_size is {send_batch_size}; it must be at least 1")
         self._encoder = encoder
         self._send_batch_size = send_batch_size
-        self._show_bytes = show_bytes
+        encoder.budget.show_bytes = show_bytes
         self._outbox = Outbox("vision_encoder", threads=1)
         self._channel: Channel[list[tuple[Job, Encoded]]] = Channel(self._send)
 
@@ -81,20 +81,23 @@ class LocalDispatcher:
             items = [job.item for job in jobs]
             for group in self._encoder.encode_in_groups(items, self._send_batch_size):
                 self._outbox.post(self._channel, [(waiting.pop(encoded.index), encoded) for encoded in group])
+                del group  # its rows end with their sending
         except Exception as error:
             for job in waiting.values():
                 job.fail(error)
-        self._show_bytes(self._encoder.budget.used_bytes)
 
     def close(self) -> None:
         self._outbox.close()
 
     def _send(self, groups: list[list[tuple[Job, Encoded]]]) -> None:
         for group in groups:
-            for job, encoded in group:
-                try:
-                    with encoded as rows:
-                        job.answer(rows)
-                except Exception as error:
-                    job.fail(error)
-        self._show_bytes(self._encoder.budget.used_bytes)
+            while group:  # what is sent is let go of at once
+                _answer(*group.pop(0))
+
+
+def _answer(job: Job, encoded: Encoded) -> None:
+    try:
+        with encoded as rows:
+            job.answer(rows)
+    except Exception as error:
+        job.fail(error)

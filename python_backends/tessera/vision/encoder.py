@@ -27,7 +27,7 @@ from tessera.vision.settings import VisionSettings
 
 Waiting = dict[int, list[Picture]]  # an item's index -> its pictures
 # An item's index -> its rows, or why it has none.
-Rows = dict[int, "torch.Tensor | InvalidRequest | None"]
+Rows = dict[int, "torch.Tensor | Exception | None"]
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class Encoded:
     """An item's rows, perhaps still being computed: ``with encoded as rows`` waits for them, and frees them at its end.
 
     Each must be entered once, or its bytes stay counted. ``rows`` is [tokens, hidden] of all the item's ``pictures`` in
-    order, None without any. They may be shared with the cache: do not change them in place. Entering raises
-    InvalidRequest where a picture could not be decoded.
+    order, None without any. They may be shared with the cache: do not change them in place. Entering raises what kept a
+    picture from being decoded, InvalidRequest if the file did.
     """
 
     index: int
     pictures: int
     _tiles: int
-    _rows: torch.Tensor | InvalidRequest | None
+    _rows: torch.Tensor | Exception | None
     _mark: Mark
     _budget: RowBudget
 
     def __enter__(self) -> torch.Tensor | None:
         try:
-            if isinstance(self._rows, InvalidRequest):
+            if isinstance(self._rows, Exception):
                 raise self._rows
             if self._rows is not None:
                 self._mark.wait(self._rows)
@@ -146,6 +146,8 @@ class VisionEncoder:
         tiles = [_tiles(group) for group in pictures]
         for wave in self.budget.waves(tiles):
             waiting = {index: pictures[index] for index in wave}
+            for index in wave:  # their rows must be gone when their bytes are given to the next wave
+                pictures[index] = []
             self.budget.reserve(sum(tiles[index] for index in wave))
             yield from in_groups(self._encode(waiting), size)
 

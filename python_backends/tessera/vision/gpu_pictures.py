@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from tessera.errors import InvalidRequest
-from tessera.family.encoded_picture import EncodedPicture
+from tessera.family.encoded_picture import LEAST_SIDE, EncodedPicture
 from tessera.vision.jpeg_planes import peak_bytes, tiles_of_planes
 from tessera.vision.nvjpeg import OWN_BYTES, NvJpeg
 
@@ -52,6 +52,8 @@ class GpuPictures:
         """Raises InvalidRequest where the file cannot be decoded or is not what its frame states."""
         data, across, down = cut.picture.data, cut.picture.width, cut.picture.height
         sizes = self._nvjpeg.sizes(data)
+        if min(across, down) < LEAST_SIDE:
+            raise InvalidRequest(f"it is {across}x{down} pixels; from {LEAST_SIDE} on each side the GPU decodes")
         halves = ((across, down), (-(-across // 2), down), (-(-across // 2), -(-down // 2)))
         if sizes not in [[(across, down), chroma, chroma] for chroma in halves]:
             raise InvalidRequest(

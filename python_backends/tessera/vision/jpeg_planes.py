@@ -67,7 +67,7 @@ def spread(plane: torch.Tensor, width: int, height: int) -> torch.Tensor:
     lies between two whole numbers goes up and down in turns (the constants 1, 2 and 8, 7).
     """
     across, down = plane.shape[1] < width, plane.shape[0] < height
-    if not across:
+    if not (across or down):
         return plane
     samples = plane.to(torch.int16)
     if down:

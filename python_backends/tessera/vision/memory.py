@@ -9,7 +9,7 @@ libraries, as with any process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tessera.errors import ConfigError, InvalidRequest
 
@@ -29,6 +29,7 @@ class RowBudget:
         self.bytes_per_tile = bytes_per_tile
         self.capacity = capacity
         self.used_bytes = 0
+        self.show_bytes: Callable[[int], None] = lambda size: None  # told whenever they change, in that order
         self._changed = threading.Condition()
 
     def check(self, tiles: int) -> None:
@@ -56,12 +57,17 @@ class RowBudget:
         """Waits until the rows of so many tiles fit beside what is held, and counts them."""
         with self._changed:
             self._changed.wait_for(lambda: self._fits(tiles, self.used_bytes))
-            self.used_bytes += tiles * self.bytes_per_tile
+            self._add(tiles)
 
     def give_back(self, tiles: int) -> None:
         with self._changed:
-            self.used_bytes -= tiles * self.bytes_per_tile
+            self._add(-tiles)
             self._changed.notify_all()
+
+    def _add(self, tiles: int) -> None:
+        """Call it under the lock."""
+        self.used_bytes += tiles * self.bytes_per_tile
+        self.show_bytes(self.used_bytes)
 
     def _fits(self, tiles: int, beside: int = 0) -> bool:
         return self.capacity is None or beside + tiles * self.bytes_per_tile <= self.capacity

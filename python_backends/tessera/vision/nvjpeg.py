@@ -31,7 +31,11 @@ class _Image(ctypes.Structure):
 
 
 class NvJpeg:
-    """One decoder on one device, for one thread. Work goes onto torch's current stream of that device."""
+    """One decoder on one device, for one thread.
+
+    It decodes on a stream of its own, which torch's current stream then waits for: a state takes the next file only
+    when the GPU is done with the last, and that wait should not be one for everything else the GPU has to do.
+    """
 
     def __init__(self, device: str | torch.device = "cuda") -> None:
         """Raises ConfigError where the library is missing or refuses the device."""
@@ -46,6 +50,8 @@ class NvJpeg:
                     f"nvJPEG does not start on {self._device} (status {status}); use picture_decoder none"
                 )
             self._renew_state()
+            self._stream = torch.cuda.Stream()
+            self._done = torch.cuda.Event()
 
     def sizes(self, data: np.ndarray) -> list[tuple[int, int]]:
         """(width, height) of each stored plane. Raises InvalidRequest for what is not a JPEG."""
@@ -73,18 +79,23 @@ class NvJpeg:
             sizes = sizes[:1] * 3
         image = _Image()
         planes = []
-        for number, (width, height) in enumerate(sizes):
-            plane = torch.empty((height, width), dtype=torch.uint8, device=self._device)
-            image.channel[number], image.pitch[number] = plane.data_ptr(), width
-            planes.append(plane)
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.current_stream().cuda_stream
-            status = self._library.nvjpegDecode(
-                self._handle, self._state, data.ctypes.data, data.size, output, ctypes.byref(image), stream
-            )
+        current = torch.cuda.current_stream(self._device)
+        self._done.synchronize()
+        with torch.cuda.stream(self._stream):
+            for number, (width, height) in enumerate(sizes):
+                plane = torch.empty((height, width), dtype=torch.uint8, device=self._device)
+                image.channel[number], image.pitch[number] = plane.data_ptr(), width
+                planes.append(plane)
+            arguments = (data.ctypes.data, data.size, output, ctypes.byref(image), self._stream.cuda_stream)
+            status = self._library.nvjpegDecode(self._handle, self._state, *arguments)
+            self._done.record()
             if status:
+                self._done.synchronize()
                 self._renew_state()
         _check(status)
+        current.wait_event(self._done)
+        for plane in planes:
+            plane.record_stream(current)
         return planes
 
     def _renew_state(self) -> None:

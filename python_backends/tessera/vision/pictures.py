@@ -32,7 +32,8 @@ class VisionItem:
 class Picture:
     """One picture on its way: ``count`` tiles, cut already or still ``encoded``.
 
-    ``rows`` [tokens, hidden] once they are known, or the ``error`` why they never will be.
+    ``rows`` [tokens, hidden] once they are known, or the ``error`` why they never will be: InvalidRequest where the
+    file is at fault.
     """
 
     key: Hashable
@@ -40,7 +41,7 @@ class Picture:
     tiles: np.ndarray | torch.Tensor | None = None  # uint8 [count, side, side, 3]
     encoded: Cut | None = None
     rows: torch.Tensor | None = None
-    error: InvalidRequest | None = None
+    error: Exception | None = None
 
     @property
     def size_text(self) -> str:
@@ -56,6 +57,8 @@ class Picture:
                 self.tiles = decoder.tiles(self.encoded)
             except InvalidRequest as error:
                 self.error = InvalidRequest(f"the picture of {self.size_text} cannot be decoded: {error}")
+            except Exception as error:  # this picture's request alone fails, whatever went wrong
+                self.error = error
         return self.error is None
 
     def part(self, tiles: slice) -> np.ndarray | torch.Tensor:

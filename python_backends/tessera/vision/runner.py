@@ -49,9 +49,9 @@ def load_runner(config: CheckpointConfig, settings: VisionSettings) -> tuple[Run
     """As :func:`make_runner`, with the bytes that the runner keeps: weights, on a GPU graphs and buffers as well."""
     if settings.device == "cpu":
         return make_runner(config, settings), weight_bytes(config, settings)
-    before = _reserved()
+    before = _reserved(settings.device)
     runner = make_runner(config, settings)
-    return runner, _reserved() - before
+    return runner, _reserved(settings.device) - before
 
 
 def weight_bytes(config: CheckpointConfig, settings: VisionSettings) -> int:
@@ -60,7 +60,7 @@ def weight_bytes(config: CheckpointConfig, settings: VisionSettings) -> int:
     return sum(parameter.nbytes for parameter in tower.parameters())
 
 
-def _reserved() -> int:
+def _reserved(device: str) -> int:
     """Bytes of the GPU that this process has; what it only kept for later is given back first."""
     torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()
+    return torch.cuda.memory_reserved(device)

@@ -43,10 +43,11 @@ class EmbeddingPool:
             return rows.clone()
         with self._lock:
             place = self._places.take(rows.nbytes)
-            self.spilled_bytes += rows.nbytes if place is None else 0
             self.arrived_on_cpu += not rows.is_cuda
         if place is None:
             kept = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            with self._lock:
+                self.spilled_bytes += rows.nbytes
         else:
             kept = rows_at(self.slab, place, rows.shape, rows.dtype)
         try:
@@ -60,7 +61,9 @@ class EmbeddingPool:
 
     def place_of(self, rows: torch.Tensor) -> int | None:
         """Where in the slab rows lie that :meth:`take` returned, in bytes; None for those outside of it."""
-        return rows.data_ptr() - self.slab.data_ptr() if self.slab is not None and rows.is_cuda else None
+        if self.slab is None or not rows.is_cuda:
+            return None
+        return int(rows.storage_offset()) * rows.itemsize  # also where there is no row, and no pointer
 
     def give_back(self, rows: torch.Tensor) -> None:
         """No step that was launched needs the rows any more that :meth:`take` returned."""

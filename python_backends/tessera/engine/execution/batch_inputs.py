@@ -130,8 +130,6 @@ def _image_rows(
         if len(positions):
             indices.append(positions - span.start + first)
             rows.append(embeddings[which].to(device, dtype, non_blocking=True))
-            if embeddings.is_cuda:  # the request may end, and its rows be reused, before this step has read them
-                embeddings.record_stream(torch.cuda.current_stream(device))
     if not rows:
         return None, None
     return to_device(np.concatenate(indices), device), torch.cat(rows)
