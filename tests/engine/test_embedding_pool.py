@@ -51,6 +51,9 @@ def test_rows_at_a_place_are_a_view_of_the_slab():
     rows_at(slab, 512, (3, 4), torch.bfloat16)[:] = 1.0
     assert rows_at(slab, 512, (3, 4), torch.bfloat16).sum() == 12
     assert not slab[:512].any() and not slab[512 + 24 :].any()
+    for rows in (0, 3):  # what place_of reads; an empty view has no pointer
+        view = rows_at(slab, 512, (rows, 4), torch.bfloat16)
+        assert view.storage_offset() * view.itemsize == 512
 
 
 def test_on_the_cpu_rows_are_copied_and_nothing_is_kept():
