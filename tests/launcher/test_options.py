@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -86,9 +85,6 @@ def test_the_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pyt
     assert environment["TESSERA_CHECKPOINT"] == str(tmp_path / "model")
     assert environment["TESSERA_LANGUAGE_MODEL_THREADS"] == "3" and environment["TESSERA_X"] == "1"
     assert environment["TESSERA_LANGUAGE_MODEL_SERVER_MEMORY_BYTES"] == str((4 << 30) + (1 << 30))
-    assert environment["MALLOC_ARENA_MAX"] == str(max(2, os.cpu_count()))
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "7")
-    assert server_environment(options, INSTALLATION, 8001)["MALLOC_ARENA_MAX"] == "7"
     monkeypatch.delenv("LD_LIBRARY_PATH")
     bare = replace(INSTALLATION, library_path=())
     assert "LD_LIBRARY_PATH" not in server_environment(options, bare, 8001)

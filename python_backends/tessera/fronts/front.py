@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera.tritonserver import tensors
+from tessera.tritonserver import heaps, tensors
 from tessera.tritonserver.deadline import KEY as TIMEOUT_KEY
 from tessera.tritonserver.failures import error_response, failure, log_exception
 from tessera.tritonserver.responder import Responder
@@ -59,6 +59,7 @@ class Front(ABC):
     """Base of the two fronts: one thread of the pool hands on one request; one more thread watches the clients."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
+        heaps.one_a_core()
         settings = StageSettings(args)
         self._name = settings.stage
         self._transport = self.open_transport(settings)

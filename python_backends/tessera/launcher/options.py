@@ -175,8 +175,6 @@ def server_environment(options: ServerOptions, installation: Installation, grpc_
         environment["TESSERA_CHECKPOINT"] = str(options.checkpoint.resolve())
     # The engine shares its GPU with tritonserver's own pool.
     environment.setdefault("TESSERA_LANGUAGE_MODEL_SERVER_MEMORY_BYTES", str(options.cuda_pool_bytes + CONTEXTS_BYTES))
-    # glibc would keep eight heaps a core for a process's threads, each with gaps of its own: memory then creeps up.
-    environment.setdefault("MALLOC_ARENA_MAX", str(max(2, os.cpu_count() or 1)))
     for name, folders in (
         ("PATH", (installation.python_bin,)),
         ("LD_LIBRARY_PATH", installation.library_path),
