@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tessera.errors import InvalidRequest
-from tessera.tritonserver import tensors
+from tessera.tritonserver import heaps, tensors
 from tessera.tritonserver.deadline import deadline_exceeded, is_over
 from tessera.tritonserver.failures import error_response, log_exception
 from tessera.tritonserver.metrics import Gauge
@@ -30,6 +30,7 @@ class TritonPythonModel:
     """tritonserver's interface to one dispatcher: execute() hands over, the answers come from other threads."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
+        heaps.one_a_core()  # what one thread allocates, another sends and frees
         write_to_server_log("vision_encoder")
         settings = StageSettings(args)
         url = settings.text("vision_url")
