@@ -88,7 +88,7 @@ def test_the_stage_stays_within_its_share():
     torch.cuda.synchronize()
     # Workspaces of the matrix library count as the process's own, not the stage's.
     weights = weight_bytes(read_config(CHECKPOINT), VisionSettings(runner="torch", device="cuda", dtype="bfloat16"))
-    libraries = max(0, torch.cuda.memory_allocated() - before - weights - stage.cache.used_bytes)
+    libraries = max(0, torch.cuda.memory_allocated() - before - weights - cache)
     torch.cuda.reset_peak_memory_stats()
     jobs = [Job(item(seed, 1 + seed % 13)) for seed in range(120)]
     dispatcher = LocalDispatcher(stage, 8)

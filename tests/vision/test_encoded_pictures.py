@@ -8,6 +8,7 @@ import torch
 
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.family.encoded_picture import FRAME, EncodedPicture
+from tessera.vision.embedding_cache import EmbeddingCache
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.gpu_pictures import Cut
 from tessera.vision.pictures import VisionItem, joined, pictures_of
@@ -55,7 +56,7 @@ def item(*pictures: tuple[int, ...], kinds: str = "") -> VisionItem:
 
 
 def encoder(cache: int = 0) -> VisionEncoder:
-    return VisionEncoder(Runner(), SIDE, infer_batch_size=3, cache_bytes=cache, decoder=Decoder())
+    return VisionEncoder(Runner(), SIDE, infer_batch_size=3, cache=EmbeddingCache(cache), decoder=Decoder())
 
 
 def test_a_frame_comes_back() -> None:

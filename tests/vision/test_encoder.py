@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tessera.errors import ConfigError, InvalidRequest
+from tessera.vision.embedding_cache import EmbeddingCache
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.pictures import VisionItem
 from tessera.vision.settings import VisionSettings
@@ -46,7 +47,7 @@ def tiles_of(rows):
 
 
 def encoder(batch=4, cache=0):
-    return VisionEncoder(CountingRunner(), SIDE, infer_batch_size=batch, cache_bytes=cache)
+    return VisionEncoder(CountingRunner(), SIDE, infer_batch_size=batch, cache=EmbeddingCache(cache, 2, torch.float32))
 
 
 def test_big_requests_are_split_and_small_ones_merged():

@@ -9,30 +9,53 @@ import torch
 
 
 class EmbeddingCache:
-    """Holds at most ``capacity_bytes`` of rows; a picture larger than that is not kept, and 0 keeps nothing."""
+    """Copies of rows in one slab that is allocated at once.
 
-    def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.used_bytes = 0
+    Any rows of the slab that are free will do for a picture: pictures of different sizes come and go without leaving
+    gaps, so the cache never takes more memory than the slab, and what is counted is what is held. The books of free
+    rows are on the device as well, so that nothing here waits for it; all calls belong on one stream.
+
+    Args:
+        capacity_bytes: of the slab. A picture larger than that is not kept, and 0 keeps nothing.
+        hidden: values of a row.
+        dtype: of the rows.
+        device: where the slab and all rows are.
+    """
+
+    def __init__(
+        self, capacity_bytes: int = 0, hidden: int = 1, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
         self.hits = 0
         self.misses = 0
-        self._rows: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
+        self._slab = torch.empty(capacity_bytes // (hidden * dtype.itemsize), hidden, dtype=dtype, device=device)
+        # A stack of row numbers, the first _left of them free. Made on the host: once copied it is there on any stream.
+        self._free = torch.arange(len(self._slab)).flip(0).to(device)
+        self._left = len(self._free)
+        self._places: OrderedDict[Hashable, torch.Tensor] = OrderedDict()  # the rows of the slab that a picture has
+
+    @property
+    def used_bytes(self) -> int:
+        return (len(self._free) - self._left) * self._slab.shape[1] * self._slab.itemsize
 
     def get(self, key: Hashable) -> torch.Tensor | None:
-        """The rows stored under ``key`` (not to be changed in place), or None."""
-        rows = self._rows.get(key)
-        if rows is None:
+        """A copy [n, hidden] of the rows stored under ``key``, or None."""
+        place = self._places.get(key)
+        if place is None:
             self.misses += 1
             return None
         self.hits += 1
-        self._rows.move_to_end(key)
-        return rows
+        self._places.move_to_end(key)
+        return self._slab.index_select(0, place)
 
     def put(self, key: Hashable, rows: torch.Tensor) -> None:
-        if rows.nbytes > self.capacity_bytes or key in self._rows:
+        """Keeps a copy of ``rows`` [n, hidden], unless the whole slab is too small for them."""
+        if len(rows) > len(self._free) or key in self._places:
             return
-        # A view would keep the whole forward's output alive, so that the bytes counted were not the bytes held.
-        self._rows[key] = rows.clone()
-        self.used_bytes += rows.nbytes
-        while self.used_bytes > self.capacity_bytes:
-            self.used_bytes -= self._rows.popitem(last=False)[1].nbytes
+        while self._left < len(rows):
+            _, place = self._places.popitem(last=False)
+            self._free[self._left : self._left + len(place)] = place
+            self._left += len(place)
+        self._left -= len(rows)
+        place = self._free[self._left : self._left + len(rows)].clone()
+        self._slab.index_copy_(0, place, rows)
+        self._places[key] = place

@@ -35,8 +35,8 @@ class Encoded:
     """An item's rows, perhaps still being computed: ``with encoded as rows`` waits for them, and frees them at its end.
 
     Each must be entered once, or its bytes stay counted. ``rows`` is [tokens, hidden] of all the item's ``pictures`` in
-    order, None without any. They may be shared with the cache: do not change them in place. Entering raises what kept a
-    picture from being decoded, InvalidRequest if the file did.
+    order, None without any; items with the same picture may share them: do not change them in place. Entering
+    raises what kept a picture from being decoded, InvalidRequest if the file did.
     """
 
     index: int
@@ -68,7 +68,7 @@ class VisionEncoder:
         runner: computes a forward.
         tile_side: of the square tiles, in pixels.
         infer_batch_size: tiles of a forward at most.
-        cache_bytes: for rows of pictures seen before.
+        cache: of the rows of pictures seen before; without one all are computed.
         lane: where the runner's device works.
         budget: for rows on their way out; without one there is no limit.
         decoder: of pictures that travel encoded; without one they are refused.
@@ -80,7 +80,7 @@ class VisionEncoder:
         runner: Runner,
         tile_side: int,
         infer_batch_size: int = 4,
-        cache_bytes: int = 0,
+        cache: EmbeddingCache | None = None,
         lane: Lane | None = None,
         budget: RowBudget | None = None,
         decoder: TileDecoder | None = None,
@@ -91,7 +91,7 @@ class VisionEncoder:
         self.decode_bytes = decode_bytes
         self.tile_side = tile_side
         self.infer_batch_size = infer_batch_size
-        self.cache = EmbeddingCache(cache_bytes)
+        self.cache = cache or EmbeddingCache()
         self.lane = lane or Lane()
         self.budget = budget or RowBudget(bytes_per_tile=0)
 
@@ -116,16 +116,17 @@ class VisionEncoder:
         decoder = make_decoder(settings.picture_decoder, settings.device)
         if decoder is not None:
             parts["decoding"] = settings.decode_bytes
-        itemsize = getattr(torch, settings.dtype).itemsize
-        per_tile = COPIES_OF_ROWS * config.tokens_per_tile * config.text.hidden_size * itemsize
+        hidden, dtype = config.text.hidden_size, getattr(torch, settings.dtype)
+        per_tile = COPIES_OF_ROWS * config.tokens_per_tile * hidden * dtype.itemsize
         budget = row_budget(settings.memory_bytes, parts, per_tile, batch)
+        cache = EmbeddingCache(settings.cache_bytes, hidden, dtype, settings.device)
         lane = Lane(settings.device)
-        return cls(runner, size, batch, settings.cache_bytes, lane, budget, decoder, settings.decode_bytes)
+        return cls(runner, size, batch, cache, lane, budget, decoder, settings.decode_bytes)
 
     def encode(self, items: Sequence[VisionItem]) -> list[torch.Tensor | None]:
         """Rows [tokens, hidden] of each item (of all its pictures, in order); None for an item without pictures.
 
-        Rows may be shared with the cache: do not change them in place. Raises InvalidRequest when an item's
+        Items with the same picture may share rows: do not change them in place. Raises InvalidRequest when an item's
         pixels, plan and digest do not agree, or a picture cannot be decoded.
         """
         found: dict[int, torch.Tensor | None] = {}
@@ -173,12 +174,10 @@ class VisionEncoder:
         try:
             known: dict[Hashable, Picture] = {}
             for picture in chain.from_iterable(waiting.values()):
-                if picture.key not in known:
-                    known[picture.key] = picture
-                    picture.rows = self.cache.get(picture.key)
+                known.setdefault(picture.key, picture)
+            yield from self._take(waiting, *self.lane.launch(partial(self._recall, waiting, known)))
             unknown = [picture for picture in known.values() if picture.rows is None]
             parts: dict[Hashable, list[torch.Tensor]] = {picture.key: [] for picture in unknown}
-            yield from self._take(waiting, *self.lane.launch(partial(_finished, waiting, known)))
             for batch in _batches(unknown, self.infer_batch_size):
                 # What finishes an item's rows is launched with its forward: after the next one it would wait for that.
                 step = partial(self._step, batch, parts, waiting, known)
@@ -190,6 +189,12 @@ class VisionEncoder:
         for index, rows in done.items():
             group = waiting.pop(index)
             yield Encoded(index, len(group), _tiles(group), rows, mark, self.budget)
+
+    def _recall(self, waiting: Waiting, known: Mapping[Hashable, Picture]) -> Rows:
+        """Gives pictures their rows that were seen before."""
+        for key, picture in known.items():
+            picture.rows = self.cache.get(key)
+        return _finished(waiting, known)
 
     def _step(
         self,
