@@ -152,7 +152,7 @@ def gpu_settings(checkpoint: Path, weights: str) -> dict[str, str]:
 
 @contextmanager
 def running(
-    settings: dict[str, str], instances: dict[str, int], gpus: list[str], log: Path | None = None
+    settings: dict[str, str], instances: dict[str, int], gpus: list[str], log: Path | None = None, mps: bool = True
 ) -> Iterator[list[Server]]:
     """Servers of the model repository with these parameters and instance counts, one for each GPU or one without.
 
@@ -168,6 +168,7 @@ def running(
             http_port=0,
             grpc_port=0,
             metrics_port=0,
+            mps=mps,
             log_path=log or Path(folder) / "server.log",
         )
         each = one_a_gpu(options, gpus) if gpus else [options]
@@ -184,6 +185,7 @@ def main() -> int:
     parser.add_argument("--instances", nargs="*", default=[], metavar="MODEL=N")
     parser.add_argument("--set", nargs="*", default=[], metavar="MODEL.PARAMETER=VALUE", dest="parameters")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep the server's log")
+    parser.add_argument("--no-mps", action="store_true", help="stages take turns on the GPU, for comparison")
     parser.add_argument("--processes", type=int, default=6, help="of the load generator")
     parser.add_argument("--concurrency", type=int, help="instead of the workload's own, for a trial")
     parser.add_argument("--label", default="bf16", help="stands in the figures' names")
@@ -193,7 +195,7 @@ def main() -> int:
     settings = gpu_settings(checkpoint, arguments.weights) if gpus else {}
     settings |= dict(pair.split("=", 1) for pair in arguments.parameters)
     instances = {model: int(count) for model, count in (pair.split("=", 1) for pair in arguments.instances)}
-    with running(settings, instances, gpus, arguments.log) as servers:
+    with running(settings, instances, gpus, arguments.log, not arguments.no_mps) as servers:
         addresses = [server.grpc_url for server in servers]
         for name in arguments.workloads:
             workload = WORKLOADS[name]
@@ -209,6 +211,7 @@ def main() -> int:
                 arguments.label,
                 gpus=len(gpus),
                 settings=sorted(arguments.parameters),
+                mps=all(server.mps for server in servers),
                 embeddings_on_cpu=int(grown["tessera_embeddings_on_cpu_total"]),
                 graph_steps=round(grown["tessera_graph_steps_total"] / max(1.0, grown["tessera_steps_total"]), 3),
                 held_up=round(grown["tessera_engine_held_up_seconds_total"] / lasted / len(servers), 4),

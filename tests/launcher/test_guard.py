@@ -27,11 +27,38 @@ if os.fork() == 0:
 pathlib.Path(sys.argv[1] + "-" + str(os.getpid())).touch()
 time.sleep(600)
 """
+# As nvidia-cuda-mps-control -f: makes its socket, starts a server that outlives it, and runs until it is ended.
+MPS_CONTROL = """#!{python}
+import os, pathlib, subprocess, sys, time
+folder = pathlib.Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
+assert sys.argv[1:] == ["-f"] and folder == pathlib.Path(os.environ["CUDA_MPS_LOG_DIRECTORY"])
+{first}
+(folder / "control").touch()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+(folder / "pids").write_text(f"{{os.getpid()}} {{child.pid}}")
+time.sleep(600)
+"""
+# As a stage that shares GPU memory and is killed: its child, whose files are named by its process id, ends early.
+SHARES_MEMORY = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+for pid in (os.getpid(), child.pid):
+    for name in (f"torch_{pid}_123_0", f"cuda.shm.0.{pid:x}.1"):
+        pathlib.Path("/dev/shm", name).touch()
+pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()} {child.pid}")
+time.sleep(600)
+"""
+ASKS_FOR_MPS = """
+import os, pathlib, sys, time
+folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "")
+pathlib.Path(sys.argv[1]).write_text(folder and str(os.path.exists(folder + "/control")))
+time.sleep(600)
+"""
 QUICK = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); sys.exit(3)"
 
 
 class Guarded:
-    def __init__(self, code: str, grace_s: float = 0.2):
+    def __init__(self, code: str, grace_s: float = 0.2, mps_control: Path | None = None):
         self.prefix = f"tessera-test-{uuid.uuid4().hex}"
         job = {
             "command": [sys.executable, "-I", "-S", "-c", code, f"/dev/shm/{self.prefix}"],
@@ -39,6 +66,7 @@ class Guarded:
             "folder": "/",
             "shm_prefix": self.prefix,
             "grace_s": grace_s,
+            "mps_control": mps_control and str(mps_control),
         }
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -79,6 +107,59 @@ def test_the_end_of_a_server_is_reported_with_its_status() -> None:
     end = running.end(stop=False)
     assert end["status"] == 3 << 8  # as waitpid has it: exit code 3
     assert end["removed"] == [f"/dev/shm/{running.prefix}"] and running.files() == []
+
+
+def mps_control(folder: Path, first: str = "") -> Path:
+    program = folder / "mps-control"
+    program.write_text(MPS_CONTROL.format(python=sys.executable, first=first))
+    program.chmod(0o755)
+    return program
+
+
+def eventually(file: Path) -> str:
+    """What the file holds once it holds something."""
+    deadline = time.monotonic() + 10
+    while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return file.read_text()
+
+
+def test_an_mps_daemon_is_there_before_the_server_and_goes_with_it(tmp_path: Path) -> None:
+    running = Guarded(ASKS_FOR_MPS, mps_control=mps_control(tmp_path))
+    assert eventually(Path(f"/dev/shm/{running.prefix}")) == "True"
+    pids = [int(pid) for pid in eventually(Path(f"/dev/shm/{running.prefix}mps/pids")).split()]
+    assert len(pids) == 2 and all(command_line(pid) for pid in pids)
+    end = running.end(stop=True)
+    assert end["why"] is None and not any(command_line(pid) for pid in pids) and running.files() == []
+
+
+def test_a_server_ends_with_its_mps_daemon(tmp_path: Path) -> None:
+    running = Guarded(ASKS_FOR_MPS, mps_control=mps_control(tmp_path), grace_s=60.0)
+    daemon, _ = eventually(Path(f"/dev/shm/{running.prefix}mps/pids")).split()
+    guard.kill(int(daemon))
+    end = running.end(stop=False)
+    assert end["why"] == "its MPS daemon ended" and not command_line(running.server) and running.files() == []
+
+
+def test_without_a_working_mps_daemon_the_server_runs_alone(tmp_path: Path) -> None:
+    running = Guarded(ASKS_FOR_MPS, mps_control=mps_control(tmp_path, first="sys.exit(1)"))
+    while not Path(f"/dev/shm/{running.prefix}").exists():
+        time.sleep(0.02)
+    assert command_line(running.server)
+    assert running.end(stop=True)["why"] is None and running.files() == []
+
+
+def test_what_cuda_keeps_for_shared_tensors_goes_too() -> None:
+    other = Path("/dev/shm/torch_1_123_0")  # another container's may have any number
+    other.touch()
+    running = Guarded(SHARES_MEMORY)
+    pids = [int(pid) for pid in eventually(Path(f"/dev/shm/{running.prefix}")).split()]
+    names = [name for pid in pids for name in (f"torch_{pid}_123_0", f"cuda.shm.0.{pid:x}.1")]
+    assert all(Path("/dev/shm", name).exists() for name in names)
+    end = running.end(stop=True)
+    assert set(end["removed"]) == {f"/dev/shm/{name}" for name in [*names, running.prefix]}
+    assert not any(Path("/dev/shm", name).exists() for name in names) and other.exists()
+    other.unlink()
 
 
 def test_files_of_another_server_are_left_alone(tmp_path: Path) -> None:

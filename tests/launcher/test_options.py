@@ -12,7 +12,14 @@ from tessera.errors import ConfigError
 from tessera.launcher import options as options_module
 from tessera.launcher.cli import parse
 from tessera.launcher.installation import Installation
-from tessera.launcher.options import ServerOptions, has_gpu, server_environment, server_flags, stub_shared_memory
+from tessera.launcher.options import (
+    ServerOptions,
+    has_gpu,
+    mps_control,
+    server_environment,
+    server_flags,
+    stub_shared_memory,
+)
 from tessera.launcher.ports import one_a_gpu, ports_of
 from tessera.launcher.process import log_path
 
@@ -54,6 +61,21 @@ def test_memory_pools_follow_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     flags = server_flags(ServerOptions(tmp_path), INSTALLATION, (1, 2, 3), "p")
     assert ("--cuda-memory-pool-byte-size=0:4294967296" in flags) == gpu
     assert ("--pinned-memory-pool-byte-size=0" in flags) == (not gpu)
+
+
+def test_an_mps_daemon_is_ours_where_there_is_a_gpu_and_nobody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-cuda-mps-control"
+    program.touch(0o755)
+    environment, options = {"PATH": str(tmp_path)}, ServerOptions(tmp_path)
+    assert mps_control(options, environment) is None  # no GPU here
+    monkeypatch.setattr(options_module, "has_gpu", lambda environment: True)
+    assert mps_control(options, environment) == str(program)
+    assert mps_control(options, {"PATH": "/nowhere"}) is None
+    assert mps_control(options, {**environment, "CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps"}) is None
+    unwanted, *_ = parse(["--model-repository", str(tmp_path), "--no-mps"])
+    assert mps_control(unwanted, environment) is None
 
 
 def test_flags_that_the_launcher_owns_are_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tessera.engine.engine import Engine
 from tessera.engine.progress import Gatherer, Progress
 from tessera.engine.request import Request, TokenEvent
 from tessera.engine.sequence import Sequence
+from tessera.lost_device import end_process_if_lost
 
 _LOG = logging.getLogger(__name__)
 _IDLE_SECONDS = 5.0
@@ -22,7 +23,8 @@ OnEvents = Callable[[list[TokenEvent]], None]
 class StepThread:
     """Steps ``engine`` while it has work and gives what came of each step to ``on_progress``, which must be quick.
 
-    A step that raises ends the requests it may have seen with reason "error"; those that come after are served.
+    A step that raises ends the requests it may have seen with reason "error"; those that come after are served. If it
+    cost the GPU, the process ends.
     """
 
     def __init__(self, engine: Engine, on_progress: OnProgress) -> None:
@@ -69,6 +71,7 @@ class StepThread:
             return self.engine.advance()
         except Exception as error:
             _LOG.exception("a step of the language model failed")
+            end_process_if_lost()
             return self.engine.fail_all(f"a step of the language model failed: {type(error).__name__}: {error}")
 
     def _check_books(self) -> None:

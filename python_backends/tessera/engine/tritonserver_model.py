@@ -18,6 +18,7 @@ from tessera.engine.metrics_page import MetricsPage
 from tessera.engine.request import Request, SamplingParameters, TokenEvent
 from tessera.engine.service import EngineService, Service
 from tessera.errors import InvalidRequest
+from tessera.lost_device import end_process_if_lost
 from tessera.tritonserver import tensors
 from tessera.tritonserver.deadline import deadline_exceeded
 from tessera.tritonserver.failures import error_response, failure
@@ -79,6 +80,7 @@ class TritonPythonModel:
 
     def _take(self, request: Any, responder: Responder) -> None:
         if tensors.text(request, "PING") is not None:
+            end_process_if_lost()
             responder.finish()
             return
         cancel = tensors.text(request, "CANCEL")

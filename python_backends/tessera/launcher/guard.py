@@ -29,6 +29,9 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
+MPS_START_S = 2.0
+LOOK_INTERVAL_S = 10.0
+
 # tritonserver makes one such folder a run, under this fixed name, and removes it only when it exits by itself.
 ENVIRONMENTS = "/tmp/python_env_*"
 
@@ -42,9 +45,13 @@ class Guard:
         self.folder = job["folder"]
         self.shm_prefix = job["shm_prefix"]
         self.grace_s = job["grace_s"]
+        self.mps_control = job["mps_control"]
+        self.mps_folder = f"/dev/shm/{self.shm_prefix}mps"
         self.launcher = os.getppid()
-        self.server = 0
+        self.server = self.mps = 0
+        self.known: set[int] = set()
         self.status: int | None = None
+        self.why: str | None = None
         self.temporary: str | None = None
         self.told_to_stop = False
         self.lock = -1
@@ -63,31 +70,41 @@ class Guard:
             with start_lock():
                 before = set(glob.glob(ENVIRONMENTS))
                 self.lock = take_lock(self.shm_prefix)
-                self.start()
+                if self.mps_control:
+                    self.start_mps()
+                self.server = self.spawn(self.command)
+                tell({"pid": self.server, "mps": self.mps > 0})
                 self.wait_for_environment(before)
+            next_look = 0.0
             while self.status is None and not self.told_to_stop:
                 self.wait(1.0)
+                if time.monotonic() > next_look:
+                    next_look = time.monotonic() + LOOK_INTERVAL_S
+                    self.descendants()
             if self.status is None:
                 self.stop()
         finally:
             self.kill_everything()
-            removed = remove_shared_memory(self.shm_prefix)
+            shutil.rmtree(self.mps_folder, ignore_errors=True)
+            removed = remove_shared_memory(self.shm_prefix) + remove_cuda_files(self.known)
             if self.temporary and os.path.isdir(self.temporary):
                 shutil.rmtree(self.temporary, ignore_errors=True)
                 removed.append(self.temporary)
             with contextlib.suppress(OSError):
                 os.unlink(lock_path(self.shm_prefix))
-        tell({"status": self.status, "removed": removed})
+        tell({"status": self.status, "removed": removed, "why": self.why})
 
     def stop_soon(self, *_: object) -> None:
         self.told_to_stop = True
 
-    def start(self) -> None:
+    def spawn(self, command: list[str]) -> int:
+        """Starts a child that goes when we go, in a session of its own; returns its process id."""
+
         def die_with_guard() -> None:
             self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
         process = subprocess.Popen(
-            self.command,
+            command,
             env=self.environment,
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
@@ -96,8 +113,26 @@ class Guard:
             preexec_fn=die_with_guard,
         )
         process.returncode = 0  # reaped here, not by Popen
-        self.server = process.pid
-        tell({"pid": self.server})
+        return process.pid
+
+    def start_mps(self) -> None:
+        """Starts the daemon through which the server's processes share the GPU, and waits for its socket.
+
+        It is this server's own and ends with it, so that a new start finds nothing of what killed processes left in
+        it. Where it does not start, the processes take turns on the GPU.
+        """
+        os.mkdir(self.mps_folder, 0o700)
+        places = {"CUDA_MPS_PIPE_DIRECTORY": self.mps_folder, "CUDA_MPS_LOG_DIRECTORY": self.mps_folder}
+        alone, self.environment = self.environment, {**self.environment, **places}
+        self.mps = self.spawn([self.mps_control, "-f"])
+        deadline = time.monotonic() + MPS_START_S
+        while not os.path.exists(f"{self.mps_folder}/control"):
+            if os.waitpid(self.mps, os.WNOHANG)[0] or time.monotonic() > deadline:
+                kill(self.mps)
+                self.mps, self.environment = 0, alone
+                os.write(2, b"tessera: the MPS daemon did not start; the stages take turns on the GPU\n")
+                return
+            time.sleep(0.02)
 
     def wait_for_environment(self, before: set[str]) -> None:
         """Notices the server's temporary folder: the only new one, while no other start can be under way."""
@@ -137,13 +172,22 @@ class Guard:
                     return True
                 if pid == self.server:
                     self.status = status
+                if pid == self.mps and self.status is None and not self.told_to_stop:  # all on the GPU is lost
+                    self.why, self.told_to_stop, self.grace_s = "its MPS daemon ended", True, 0.0
         except ChildProcessError:
             return False
+
+    def descendants(self) -> list[int]:
+        """Our living descendants, who are remembered: what they leave is named by their process ids."""
+        found = descendants(os.getpid())
+        self.known.update(found)
+        return found
 
     def stop(self) -> None:
         """Asks the server to end and gives it ``grace_s``: it waits for open connections, some for ever."""
         if not self.grace_s:
             return
+        self.descendants()
         os.kill(self.server, signal.SIGTERM)
         deadline = time.monotonic() + self.grace_s
         while self.status is None and time.monotonic() < deadline:
@@ -153,7 +197,7 @@ class Guard:
         """SIGKILL to all our descendants until none is left."""
         deadline = time.monotonic() + 2.0
         while self.reap() and time.monotonic() < deadline:
-            for pid in descendants(os.getpid()):
+            for pid in self.descendants():
                 kill(pid)
             time.sleep(0.01)
 
@@ -226,11 +270,25 @@ def kill_session(session: int) -> None:
 
 
 def remove_shared_memory(prefix: str) -> list[str]:
-    """Removes the regions of the server that was started with ``prefix``; returns their paths."""
+    """Removes the regions and sockets of the server that was started with ``prefix``; returns their paths."""
     removed = glob.glob("/dev/shm/" + glob.escape(prefix) + "*")
     for path in removed:
+        if os.path.isdir(path):
+            shutil.rmtree(path, ignore_errors=True)
+            continue
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
+    return removed
+
+
+def remove_cuda_files(pids: set[int]) -> list[str]:
+    """Removes what CUDA and torch keep in shared memory for tensors that processes share, and their end did not."""
+    removed = []
+    for pid in pids:
+        for path in glob.glob(f"/dev/shm/torch_{pid}_*") + glob.glob(f"/dev/shm/cuda.shm.*.{pid:x}.*"):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+                removed.append(path)
     return removed
 
 

@@ -31,6 +31,7 @@ RESERVED_FLAGS = {
     "--allow-http": None,
 }
 
+MPS_CONTROL = "nvidia-cuda-mps-control"
 # CUDA contexts of tritonserver and of the language model's stage.
 CONTEXTS_BYTES = 1 << 30
 RESTRICTED = {
@@ -61,6 +62,8 @@ class ServerOptions:
     """Shared memory a Python stub starts with, in bytes; None chooses by what /dev/shm has free."""
     cuda_pool_bytes: int = 4 << 30
     """Pool for tensors that stay on the GPU between stages; ignored without a GPU."""
+    mps: bool = True
+    """Let the stages use the GPU at the same time, by a CUDA MPS daemon of this server's own, where there is MPS."""
     environment: Mapping[str, str] = field(default_factory=dict)
     neighbours: tuple[str, ...] = ()
     """gRPC addresses of the other servers of this launcher; the fronts spread their requests over them too."""
@@ -97,6 +100,16 @@ def has_gpu(environment: Mapping[str, str]) -> bool:
     if environment.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "none"):
         return False
     return any(Path("/proc/driver/nvidia/gpus").glob("*")) or Path("/dev/nvidia0").exists()
+
+
+def mps_control(options: ServerOptions, environment: Mapping[str, str]) -> str | None:
+    """The program to start as this server's MPS daemon; None without a GPU, without MPS, or if it is not wanted.
+
+    A CUDA_MPS_PIPE_DIRECTORY in the environment names a daemon that somebody else runs: the stages use that one.
+    """
+    if not options.mps or "CUDA_MPS_PIPE_DIRECTORY" in environment or not has_gpu(environment):
+        return None
+    return shutil.which(MPS_CONTROL, path=environment.get("PATH"))
 
 
 def stub_shared_memory(wanted: int | None) -> tuple[int, int]:

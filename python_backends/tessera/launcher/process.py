@@ -24,7 +24,7 @@ from tessera.errors import TesseraError
 from tessera.launcher import guard, leftovers
 from tessera.launcher.diagnosis import check_repository, explain_log, failed_models
 from tessera.launcher.installation import STUB, Installation, cache_folder, find_installation
-from tessera.launcher.options import ServerOptions, server_environment, server_flags
+from tessera.launcher.options import ServerOptions, mps_control, server_environment, server_flags
 from tessera.launcher.ports import choose_ports, ports_of, with_ports
 
 # tritonserver ends one second after its exit timeout at the latest, if it ends by itself at all.
@@ -52,6 +52,8 @@ class Server:
         self.http_port = self.grpc_port = self.metrics_port = 0
         self.pid = 0
         """Process id of tritonserver."""
+        self.mps = False
+        """Whether the stages share the GPU by an MPS daemon of this server."""
         self.removed: tuple[str, ...] = ()
         """What tritonserver left behind and the last stop removed: shared memory, its temporary folder."""
         self.swept: tuple[str, ...] = ()
@@ -61,6 +63,7 @@ class Server:
         self.shm_prefix = ""
         """What the names of this server's files in /dev/shm begin with."""
         self._status: int | None = None
+        self._why: str | None = None
         self._stubs: dict[int, str] = {}
         self._unloaded: set[str] = set()
         self._runs = 0
@@ -201,7 +204,8 @@ class Server:
     def _spawn(self, installation: Installation, ports: tuple[int, int, int]) -> None:
         self.http_port, self.grpc_port, self.metrics_port = ports
         self.shm_prefix = f"tessera-{uuid.uuid4().hex[:12]}-"
-        self._status = None
+        self._status = self._why = None
+        environment = server_environment(self.options, installation, self.grpc_port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self.options.log_path is None:
             remove_old_logs(self.log_path.parent)
@@ -210,7 +214,8 @@ class Server:
                 str(installation.binary),
                 *server_flags(self.options, installation, ports, self.shm_prefix),
             ],
-            "environment": server_environment(self.options, installation, self.grpc_port),
+            "environment": environment,
+            "mps_control": mps_control(self.options, environment),
             # The stubs have the server's folder on sys.path: so model.py finds this package, installed or not.
             "folder": str(Path(tessera.__file__).resolve().parent.parent),
             "shm_prefix": self.shm_prefix,
@@ -234,7 +239,8 @@ class Server:
         line = process.stdout.readline()
         if not line:
             raise ServerStartError(self._fail(f"could not run {installation.binary}"))
-        self.pid = json.loads(line)["pid"]
+        begun = json.loads(line)
+        self.pid, self.mps = begun["pid"], begun["mps"]
 
     def _wait_ready(self) -> None:
         """Polls until all models are ready; raises ServerStartError and cleans up when that will not happen."""
@@ -305,6 +311,8 @@ class Server:
     def _last_words(self, process: subprocess.Popen[bytes]) -> str:
         """How the server ended, for a guard that has ended."""
         self._read_end(process)
+        if self._why is not None:
+            return self._why
         if self._status is None:
             return "its guard process was killed"
         code = os.waitstatus_to_exitcode(self._status)
@@ -316,7 +324,7 @@ class Server:
         if not process.stdout.closed:
             for line in process.stdout:
                 end = json.loads(line)
-                self._status, self.removed = end["status"], tuple(end["removed"])
+                self._status, self.removed, self._why = end["status"], tuple(end["removed"]), end["why"]
             process.stdout.close()
 
 

@@ -112,6 +112,7 @@ class Supervisor:
             "grpc": server.grpc_url,
             "http": server.http_url,
             "metrics": server.metrics_url,
+            "mps": server.mps,
             "stages": {name: stage_report(name, pid, pinger) for name, pid in stages.items()},
         }
 

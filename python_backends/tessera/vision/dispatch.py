@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from tessera.errors import ConfigError
+from tessera.lost_device import end_process_if_lost
 from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.vision.encoder import Encoded, VisionEncoder
 from tessera.vision.pictures import VisionItem
@@ -83,6 +84,7 @@ class LocalDispatcher:
                 self._outbox.post(self._channel, [(waiting.pop(encoded.index), encoded) for encoded in group])
                 del group  # its rows end with their sending
         except Exception as error:
+            end_process_if_lost()
             for job in waiting.values():
                 job.fail(error)
 
@@ -100,4 +102,5 @@ def _answer(job: Job, encoded: Encoded) -> None:
         with encoded as rows:
             job.answer(rows)
     except Exception as error:
+        end_process_if_lost()
         job.fail(error)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tessera.errors import InvalidRequest
+from tessera.lost_device import end_process_if_lost
 from tessera.tritonserver import heaps, tensors
 from tessera.tritonserver.deadline import deadline_exceeded, is_over
 from tessera.tritonserver.failures import error_response, log_exception
@@ -95,12 +96,16 @@ class StageJob:
 
     def read(self, request: Any) -> bool:
         """Reads the request's tensors; False if it needed no work and is answered."""
+        if tensors.text(request, "PING") is not None:
+            end_process_if_lost()
+            self.answer(None)
+            return False
         self._stamps = read_stamps(request)
         if is_over(self.deadline_ns):  # its time ran out while it waited here: no work goes into it
             self._responder.send(deadline_exceeded(self._stamps[1]), final=True)
             return False
         self.item = read_item(request)
-        if not (self.item.plan.size or self.item.pixels.size or self.item.digest.size):  # a ping, or a prompt alone
+        if not (self.item.plan.size or self.item.pixels.size or self.item.digest.size):  # a prompt alone
             self.answer(None)
             return False
         return True
@@ -128,12 +133,7 @@ def read_stamps(request: Any) -> list[int]:
 
 
 def read_item(request: Any) -> VisionItem:
-    """One request's pixels, plan and digest; views of the server's memory, valid while the request is held.
-
-    A ping is a request without pictures.
-    """
-    if tensors.text(request, "PING") is not None:
-        return VisionItem(np.zeros(0, np.uint8), np.zeros(0, np.int32), np.zeros(0, np.int64))
+    """One request's pixels, plan and digest; views of the server's memory, valid while the request is held."""
     pixels = tensors.array(request, "PIXELS")
     plan = tensors.array(request, "PLAN")
     digest = tensors.array(request, "DIGEST")

@@ -1,0 +1,36 @@
+"""When this process can never use its GPU again.
+
+After some errors (a fault in a kernel, the end of the MPS daemon, an uncorrectable memory error) CUDA answers every
+further call of a process with the same error. Such a process must end: as a dead stage it is noticed and started anew,
+alive it would answer every request with an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+_LOG = logging.getLogger(__name__)
+
+
+def lost_device() -> str | None:
+    """CUDA's words if the GPU is lost to this process, None while it works or if none is used.
+
+    Does not wait for what runs on it. To have run out of memory is no loss.
+    """
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.current_stream().query()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def end_process_if_lost() -> None:
+    """Ends this process, with exit code 1 and a line in its log, if its GPU is lost."""
+    if (words := lost_device()) is not None:
+        _LOG.critical("the GPU is lost to this process, which ends: %s", words)
+        os._exit(1)
