@@ -3,21 +3,30 @@
 Stand-ins of both models (InternVL3-8B's sizes) do work like W1's: one tile, 316 prompt tokens and 3 decoded tokens a
 picture, tiles in batches of 32, prompts in steps of 8,192 tokens, decode in steps of 64. Vision hands its tiles over
 through a bounded queue, so the slower side sets the pace. Measured: both on two streams of one process, both on one
-stream in turn, and each in a process of its own, between which the GPU slices its time.
+stream in turn, each in a process of its own, between which the GPU slices its time, and the same under an MPS daemon,
+which lets both use it at once.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import figures
+
+from tessera.launcher.options import MPS_CONTROL
 
 TILES = 32  # a vision batch
 PICTURES = 26  # a prefill step: 8,192 tokens at 316 (here 315) a prompt
@@ -237,6 +246,23 @@ def two_processes() -> float:
     return rate(marks, PICTURES)
 
 
+@contextmanager
+def mps_daemon(program: str) -> Iterator[None]:
+    """Processes that are started meanwhile share the GPU by MPS."""
+    with tempfile.TemporaryDirectory(prefix="mps-") as folder:
+        places = dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), folder)
+        os.environ.update(places)
+        try:
+            with subprocess.Popen([program, "-f"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as daemon:
+                while not Path(folder, "control").exists() and daemon.poll() is None:
+                    time.sleep(0.02)
+                yield
+                subprocess.run([program], input=b"quit\n", check=True, timeout=30)
+        finally:
+            for name in places:
+                del os.environ[name]
+
+
 def main() -> int:
     import torch
 
@@ -245,11 +271,14 @@ def main() -> int:
         return 1
     (found,) = in_processes([(one_process,)], PATIENCE_S)
     found["two_processes"] = two_processes()
+    if program := shutil.which(MPS_CONTROL):
+        with mps_daemon(program):
+            found["two_processes_mps"] = two_processes()
     # With the two sides' work just added up: what a GPU without idle time gives when neither overlaps the other.
     added = 1.0 / (1.0 / found["vision_alone"] + 1.0 / found["language_alone"])
     print(f"alone: vision {found['vision_alone']:.1f} tiles/s, language model {found['language_alone']:.1f} pictures/s")
-    for name in ("two_streams", "one_stream", "two_processes"):
-        print(f"{name:14} {found[name]:7.2f} pictures/s ({found[name] / added:.1%} of both added up, {added:.2f})")
+    for name in [name for name in found if not name.endswith("alone")]:
+        print(f"{name:17} {found[name]:7.2f} pictures/s ({found[name] / added:.1%} of both added up, {added:.2f})")
         figures.emit(
             f"gpu_sharing.{name}", round(found[name], 3), "pictures/s", "make gpu-sharing", ceiling=round(added, 3)
         )

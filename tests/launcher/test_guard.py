@@ -32,6 +32,7 @@ MPS_CONTROL = """#!{python}
 import os, pathlib, subprocess, sys, time
 folder = pathlib.Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
 assert sys.argv[1:] == ["-f"] and folder == pathlib.Path(os.environ["CUDA_MPS_LOG_DIRECTORY"])
+assert "CUDA_VISIBLE_DEVICES" not in os.environ
 {first}
 (folder / "control").touch()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -51,7 +52,8 @@ time.sleep(600)
 ASKS_FOR_MPS = """
 import os, pathlib, sys, time
 folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "")
-pathlib.Path(sys.argv[1]).write_text(folder and str(os.path.exists(folder + "/control")))
+seen = os.environ["CUDA_VISIBLE_DEVICES"]
+pathlib.Path(sys.argv[1]).write_text(folder and f"{os.path.exists(folder + '/control')} {seen}")
 time.sleep(600)
 """
 QUICK = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); sys.exit(3)"
@@ -62,7 +64,7 @@ class Guarded:
         self.prefix = f"tessera-test-{uuid.uuid4().hex}"
         job = {
             "command": [sys.executable, "-I", "-S", "-c", code, f"/dev/shm/{self.prefix}"],
-            "environment": dict(os.environ),
+            "environment": {**os.environ, "CUDA_VISIBLE_DEVICES": "1"},
             "folder": "/",
             "shm_prefix": self.prefix,
             "grace_s": grace_s,
@@ -126,7 +128,7 @@ def eventually(file: Path) -> str:
 
 def test_an_mps_daemon_is_there_before_the_server_and_goes_with_it(tmp_path: Path) -> None:
     running = Guarded(ASKS_FOR_MPS, mps_control=mps_control(tmp_path))
-    assert eventually(Path(f"/dev/shm/{running.prefix}")) == "True"
+    assert eventually(Path(f"/dev/shm/{running.prefix}")) == "True 1"
     pids = [int(pid) for pid in eventually(Path(f"/dev/shm/{running.prefix}mps/pids")).split()]
     assert len(pids) == 2 and all(command_line(pid) for pid in pids)
     end = running.end(stop=True)

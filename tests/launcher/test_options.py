@@ -74,6 +74,7 @@ def test_an_mps_daemon_is_ours_where_there_is_a_gpu_and_nobody_elses(
     assert mps_control(options, environment) == str(program)
     assert mps_control(options, {"PATH": "/nowhere"}) is None
     assert mps_control(options, {**environment, "CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps"}) is None
+    assert mps_control(options, {**environment, "CUDA_VISIBLE_DEVICES": "MIG-0123"}) is None
     unwanted, *_ = parse(["--model-repository", str(tmp_path), "--no-mps"])
     assert mps_control(unwanted, environment) is None
 

@@ -72,7 +72,7 @@ class Guard:
                 self.lock = take_lock(self.shm_prefix)
                 if self.mps_control:
                     self.start_mps()
-                self.server = self.spawn(self.command)
+                self.server = self.spawn(self.command, self.environment)
                 tell({"pid": self.server, "mps": self.mps > 0})
                 self.wait_for_environment(before)
             next_look = 0.0
@@ -97,7 +97,7 @@ class Guard:
     def stop_soon(self, *_: object) -> None:
         self.told_to_stop = True
 
-    def spawn(self, command: list[str]) -> int:
+    def spawn(self, command: list[str], environment: dict[str, str]) -> int:
         """Starts a child that goes when we go, in a session of its own; returns its process id."""
 
         def die_with_guard() -> None:
@@ -105,7 +105,7 @@ class Guard:
 
         process = subprocess.Popen(
             command,
-            env=self.environment,
+            env=environment,
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
             stdout=2,
@@ -123,16 +123,19 @@ class Guard:
         """
         os.mkdir(self.mps_folder, 0o700)
         places = {"CUDA_MPS_PIPE_DIRECTORY": self.mps_folder, "CUDA_MPS_LOG_DIRECTORY": self.mps_folder}
-        alone, self.environment = self.environment, {**self.environment, **places}
-        self.mps = self.spawn([self.mps_control, "-f"])
+        environment = {**self.environment, **places}
+        # It offers all GPUs: clients of one that is limited to some would have to number these anew, from 0.
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+        self.mps = self.spawn([self.mps_control, "-f"], environment)
         deadline = time.monotonic() + MPS_START_S
         while not os.path.exists(f"{self.mps_folder}/control"):
             if os.waitpid(self.mps, os.WNOHANG)[0] or time.monotonic() > deadline:
                 kill(self.mps)
-                self.mps, self.environment = 0, alone
+                self.mps = 0
                 os.write(2, b"tessera: the MPS daemon did not start; the stages take turns on the GPU\n")
                 return
             time.sleep(0.02)
+        self.environment |= places
 
     def wait_for_environment(self, before: set[str]) -> None:
         """Notices the server's temporary folder: the only new one, while no other start can be under way."""

@@ -105,9 +105,11 @@ def has_gpu(environment: Mapping[str, str]) -> bool:
 def mps_control(options: ServerOptions, environment: Mapping[str, str]) -> str | None:
     """The program to start as this server's MPS daemon; None without a GPU, without MPS, or if it is not wanted.
 
-    A CUDA_MPS_PIPE_DIRECTORY in the environment names a daemon that somebody else runs: the stages use that one.
+    A CUDA_MPS_PIPE_DIRECTORY in the environment names a daemon that somebody else runs: the stages use that one. A part
+    of a GPU (MIG) would need a daemon that is told of it; there the stages take turns.
     """
-    if not options.mps or "CUDA_MPS_PIPE_DIRECTORY" in environment or not has_gpu(environment):
+    elsewhere = "CUDA_MPS_PIPE_DIRECTORY" in environment or "MIG-" in environment.get("CUDA_VISIBLE_DEVICES", "")
+    if not options.mps or elsewhere or not has_gpu(environment):
         return None
     return shutil.which(MPS_CONTROL, path=environment.get("PATH"))
 
