@@ -191,6 +191,7 @@ def main() -> int:
     parser.add_argument("--label", default="bf16", help="stands in the figures' names")
     arguments = parser.parse_args()
     gpus = arguments.gpus.split(",") if arguments.gpus else []
+    label = arguments.label + (f".{len(gpus)}gpus" if len(gpus) > 1 else "") + ".no_mps" * arguments.no_mps
     checkpoint = arguments.checkpoint.resolve()
     settings = gpu_settings(checkpoint, arguments.weights) if gpus else {}
     settings |= dict(pair.split("=", 1) for pair in arguments.parameters)
@@ -208,7 +209,7 @@ def main() -> int:
             report(
                 workload,
                 answers,
-                arguments.label,
+                label,
                 gpus=len(gpus),
                 settings=sorted(arguments.parameters),
                 mps=all(server.mps for server in servers),

@@ -15,6 +15,7 @@ BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 # What a user asks first; everything else is in docs/figures.md.
 HEADLINES = (
     "serve.W1.bf16.req_s",
+    "serve.W3.bf16.req_s",
     "serve.W4a.bf16.tok_s",
     "serve.W4a.bf16.ttft_p50_ms",
     "serve.W1.bf16.2gpus.req_s",

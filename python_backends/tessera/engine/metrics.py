@@ -14,7 +14,7 @@ class EngineMetrics:
 
     ``prompts`` began in ``prefill_steps`` of the ``steps``. ``graph_steps``: steps that ran as a CUDA graph;
     ``busy_ns``: time in which a step ran. ``held_up_ns``: time that planning and launching took beyond what they
-    computed, which on a GPU is waiting for the interpreter's lock.
+    computed, which on a GPU is waiting for the interpreter's lock, or for room in the GPU's queue.
     """
 
     requests: int = 0

@@ -43,7 +43,8 @@ class MetricsPage:
             "prefill_steps": Counter("tessera_prefill_steps_total", "Steps in which a prompt began"),
         }
         self._held_up = Counter(
-            "tessera_engine_held_up_seconds_total", "Time the engine's thread waited for the interpreter's lock"
+            "tessera_engine_held_up_seconds_total",
+            "Time the engine's thread waited while it planned and launched steps",
         )
         self._on_cpu = Counter(
             "tessera_embeddings_on_cpu_total", "Requests whose rows came over the CPU to an engine on a GPU"
