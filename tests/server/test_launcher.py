@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from toy_servers import BROKEN, COUNT, ECHO, SLOW, Launched, add_model, all_gone, wait_until
+from toy_servers import BROKEN, COUNT, CRASHING, ECHO, SLOW, Launched, add_model, all_gone, wait_until
 
 from tessera.errors import ConfigError
 from tessera.launcher import process
@@ -214,6 +214,25 @@ def test_a_picked_port_that_was_taken_meanwhile_is_picked_again(
         monkeypatch.setattr(process, "choose_ports", lambda options: next(choices))
         with Server(options) as server:
             assert server.metrics_port != bad and server.failure() is None
+
+
+@pytest.mark.parametrize("crashes", [1, 3])
+def test_a_server_that_crashes_in_its_start_is_started_again_but_not_for_ever(
+    options: ServerOptions, tmp_path: Path, crashes: int
+) -> None:
+    folder, marks = tmp_path / "models", tmp_path / "marks"
+    add_model(folder, "crashing", CRASHING.format(marks=str(marks), crashes=crashes), "TYPE_INT32")
+    server = Server(replace(options, model_repository=folder))
+    if crashes == 1:
+        with server:
+            assert server.failure() is None
+    else:
+        with pytest.raises(ServerStartError, match="tritonserver ended: killed by signal 6"):
+            server.start()
+    told = [crash.partition(" (log")[0] for crash in server.crashes]
+    assert told == ["tritonserver ended: killed by signal 6"] * min(crashes, 2)
+    assert len(marks.read_text()) == min(crashes + 1, 3)
+    assert server.pid == 0 and not glob.glob(f"/dev/shm/{server.shm_prefix}*")
 
 
 def test_a_server_that_is_not_ready_in_time_is_ended(options: ServerOptions, tmp_path: Path) -> None:

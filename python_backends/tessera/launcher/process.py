@@ -11,6 +11,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -30,11 +31,16 @@ from tessera.launcher.ports import choose_ports, ports_of, with_ports
 # tritonserver ends one second after its exit timeout at the latest, if it ends by itself at all.
 GRACE_BEYOND_EXIT_TIMEOUT_S = 1.5
 KEPT_LOGS = 20
+START_ATTEMPTS = 3
 INSTANCE_NUMBERS = re.compile(r"_\d+_\d+$")
 
 
 class ServerStartError(TesseraError):
     """The server did not become ready; the message is one line that says why."""
+
+
+class ServerCrashed(ServerStartError):
+    """tritonserver itself crashed in its start, and no model is known to be at fault."""
 
 
 class Server:
@@ -58,6 +64,8 @@ class Server:
         """What tritonserver left behind and the last stop removed: shared memory, its temporary folder."""
         self.swept: tuple[str, ...] = ()
         """What the last start found of servers whose launcher and guard were killed, and removed."""
+        self.crashes: tuple[str, ...] = ()
+        """What kept the last start from working at the first attempt: crashes of tritonserver itself."""
         self.log_path = log_path(options)
         self._guard: subprocess.Popen[bytes] | None = None
         self.shm_prefix = ""
@@ -98,24 +106,29 @@ class Server:
     def start(self) -> Server:
         """Starts the server and returns when every model is ready.
 
-        Raises ConfigError or InstallationError before anything runs, ServerStartError (after cleaning up) when the
-        server fails to become ready within ``ready_timeout_s``, or :meth:`abort` was called.
+        A tritonserver that crashes, as it does once in a while for no fault of a model, is started again. Raises
+        ConfigError or InstallationError before anything runs, ServerStartError (after cleaning up) when the server
+        fails to become ready within ``ready_timeout_s``, or :meth:`abort` was called.
         """
         self.options.validate()
         check_repository(self.options.model_repository, self.options.model_config_name)
         if self.installation is None:
             self.installation = find_installation()
         self.swept = tuple(leftovers.sweep())
+        self.crashes = ()
         picked = 0 in ports_of(self.options)
-        for attempt in range(3):
+        for attempt in range(START_ATTEMPTS):
             try:
                 self._spawn(self.installation, choose_ports(self.options))
                 self._wait_ready()
                 return self
             except ServerStartError as error:
                 # A picked port was free a moment ago; whoever took it since will not take the next one too.
-                if not picked or "already in use" not in str(error) or attempt == 2:
+                taken = picked and "already in use" in str(error)
+                if attempt == START_ATTEMPTS - 1 or not (taken or isinstance(error, ServerCrashed)):
                     raise
+                if not taken:
+                    self.crashes += (str(error),)
             except BaseException:  # a signal's exception too
                 self.stop()
                 raise
@@ -251,7 +264,9 @@ class Server:
                 self.kill()
                 raise ServerStartError("stopped during the start")
             if self._guard.poll() is not None:
-                raise ServerStartError(self._fail(f"tritonserver ended: {self._last_words(self._guard)}"))
+                words = self._last_words(self._guard)
+                kind = ServerCrashed if self._crashed() else ServerStartError
+                raise kind(self._fail(f"tritonserver ended: {words}"))
             # A model that fails can hang the server in its start for ever, so its log is watched as well.
             if failed_models(self.read_log()):
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -317,6 +332,12 @@ class Server:
             return "its guard process was killed"
         code = os.waitstatus_to_exitcode(self._status)
         return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+    def _crashed(self) -> bool:
+        """Whether the server that ended crashed by itself: nobody killed it, and its log blames nothing."""
+        if self._status is None or not os.WIFSIGNALED(self._status) or os.WTERMSIG(self._status) == signal.SIGKILL:
+            return False
+        return explain_log(self.read_log()) is None
 
     def _read_end(self, process: subprocess.Popen[bytes]) -> None:
         """Takes the guard's last line, once."""

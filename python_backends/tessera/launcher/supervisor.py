@@ -121,6 +121,8 @@ class Supervisor:
         server = self.server.start()
         if server.swept:
             self.say(f"removed {len(server.swept)} leftovers of a server that was killed", False)
+        for crash in server.crashes:
+            self.say(f"{crash}; started again", True)
         server.keep_ports()
         supervision = self.supervision
         pinger = Pinger(
