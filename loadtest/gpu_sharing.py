@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +39,7 @@ SETTLE_S = 1.2
 ALONE_S = 3.5
 STEADY_S = 7.5
 PATIENCE_S = 100.0
+MPS_START_S = 5.0
 
 
 class Semaphore(Protocol):
@@ -252,13 +253,20 @@ def mps_daemon(program: str) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
         places = dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), folder)
         os.environ.update(places)
+        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        daemon = subprocess.Popen([program, "-f"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
         try:
-            with subprocess.Popen([program, "-f"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as daemon:
-                while not Path(folder, "control").exists() and daemon.poll() is None:
-                    time.sleep(0.02)
-                yield
-                subprocess.run([program], input=b"quit\n", check=True, timeout=30)
+            deadline = time.monotonic() + MPS_START_S
+            while not Path(folder, "control").exists():
+                if daemon.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError("the MPS daemon did not start")
+                time.sleep(0.02)
+            yield
         finally:
+            with suppress(subprocess.SubprocessError):
+                subprocess.run([program], input=b"quit\n", timeout=10)
+            daemon.kill()
+            daemon.wait()
             for name in places:
                 del os.environ[name]
 

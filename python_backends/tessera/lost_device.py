@@ -7,12 +7,9 @@ alive it would answer every request with an error.
 
 from __future__ import annotations
 
-import logging
 import os
 
 import torch
-
-_LOG = logging.getLogger(__name__)
 
 
 def lost_device() -> str | None:
@@ -30,7 +27,8 @@ def lost_device() -> str | None:
 
 
 def end_process_if_lost() -> None:
-    """Ends this process, with exit code 1 and a line in its log, if its GPU is lost."""
+    """Ends this process, with exit code 1 and a line on standard error (the server's log), if its GPU is lost."""
     if (words := lost_device()) is not None:
-        _LOG.critical("the GPU is lost to this process, which ends: %s", words)
+        # No logger: what a stage logs travels through the server, and may not arrive before the end.
+        os.write(2, f"the GPU is lost to process {os.getpid()}, which ends: {words}\n".encode())
         os._exit(1)

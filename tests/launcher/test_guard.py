@@ -39,21 +39,23 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
 (folder / "pids").write_text(f"{{os.getpid()}} {{child.pid}}")
 time.sleep(600)
 """
-# As a stage that shares GPU memory and is killed: its child, whose files are named by its process id, ends early.
+# As a stage that shares GPU memory: maps files that are named by its process id, and has another's beside them.
 SHARES_MEMORY = """
-import os, pathlib, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-for pid in (os.getpid(), child.pid):
-    for name in (f"torch_{pid}_123_0", f"cuda.shm.0.{pid:x}.1"):
-        pathlib.Path("/dev/shm", name).touch()
-pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()} {child.pid}")
+import mmap, os, pathlib, sys, time
+maps = []
+for name in (f"torch_{os.getpid()}_123_0", f"cuda.shm.0.{os.getpid():x}.1"):
+    path = pathlib.Path("/dev/shm", name)
+    path.write_bytes(b"x")
+    maps.append(mmap.mmap(os.open(path, os.O_RDWR), 1))
+pathlib.Path("/dev/shm", f"torch_{os.getpid()}_another").touch()
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
 time.sleep(600)
 """
 ASKS_FOR_MPS = """
 import os, pathlib, sys, time
 folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "")
-seen = os.environ["CUDA_VISIBLE_DEVICES"]
-pathlib.Path(sys.argv[1]).write_text(folder and f"{os.path.exists(folder + '/control')} {seen}")
+found = "shared" if os.path.exists(folder + "/control") else "lost" if folder else "alone"
+pathlib.Path(sys.argv[1]).write_text(found + " " + os.environ["CUDA_VISIBLE_DEVICES"])
 time.sleep(600)
 """
 QUICK = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); sys.exit(3)"
@@ -76,7 +78,8 @@ class Guarded:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(job).encode() + b"\n")
         self.process.stdin.flush()
-        self.server = json.loads(self.process.stdout.readline())["pid"]
+        begun = json.loads(self.process.stdout.readline())
+        self.server, self.mps = begun["pid"], begun["mps"]
 
     def files(self) -> list[str]:
         return [name for name in os.listdir("/dev/shm") if name.startswith(self.prefix)]
@@ -128,7 +131,8 @@ def eventually(file: Path) -> str:
 
 def test_an_mps_daemon_is_there_before_the_server_and_goes_with_it(tmp_path: Path) -> None:
     running = Guarded(ASKS_FOR_MPS, mps_control=mps_control(tmp_path))
-    assert eventually(Path(f"/dev/shm/{running.prefix}")) == "True 1"
+    assert eventually(Path(f"/dev/shm/{running.prefix}")) == "shared 1"
+    assert running.mps
     pids = [int(pid) for pid in eventually(Path(f"/dev/shm/{running.prefix}mps/pids")).split()]
     assert len(pids) == 2 and all(command_line(pid) for pid in pids)
     end = running.end(stop=True)
@@ -145,23 +149,46 @@ def test_a_server_ends_with_its_mps_daemon(tmp_path: Path) -> None:
 
 def test_without_a_working_mps_daemon_the_server_runs_alone(tmp_path: Path) -> None:
     running = Guarded(ASKS_FOR_MPS, mps_control=mps_control(tmp_path, first="sys.exit(1)"))
-    while not Path(f"/dev/shm/{running.prefix}").exists():
-        time.sleep(0.02)
-    assert command_line(running.server)
+    assert eventually(Path(f"/dev/shm/{running.prefix}")) == "alone 1"
+    assert not running.mps
     assert running.end(stop=True)["why"] is None and running.files() == []
 
 
+def test_a_program_that_cannot_be_run_is_no_mps_daemon(tmp_path: Path) -> None:
+    running = Guarded(ASKS_FOR_MPS, mps_control=tmp_path / "nowhere")
+    assert eventually(Path(f"/dev/shm/{running.prefix}")) == "alone 1" and not running.mps
+    assert running.end(stop=True)["why"] is None and running.files() == []
+
+
+def shared_by(pid: int) -> set[str]:
+    return {f"/dev/shm/torch_{pid}_123_0", f"/dev/shm/cuda.shm.0.{pid:x}.1"}
+
+
 def test_what_cuda_keeps_for_shared_tensors_goes_too() -> None:
-    other = Path("/dev/shm/torch_1_123_0")  # another container's may have any number
-    other.touch()
     running = Guarded(SHARES_MEMORY)
-    pids = [int(pid) for pid in eventually(Path(f"/dev/shm/{running.prefix}")).split()]
-    names = [name for pid in pids for name in (f"torch_{pid}_123_0", f"cuda.shm.0.{pid:x}.1")]
-    assert all(Path("/dev/shm", name).exists() for name in names)
-    end = running.end(stop=True)
-    assert set(end["removed"]) == {f"/dev/shm/{name}" for name in [*names, running.prefix]}
-    assert not any(Path("/dev/shm", name).exists() for name in names) and other.exists()
-    other.unlink()
+    pid = int(eventually(Path(f"/dev/shm/{running.prefix}")))
+    another = Path(f"/dev/shm/torch_{pid}_another")  # named alike by another container
+    try:
+        assert all(map(os.path.exists, shared_by(pid)))
+        end = running.end(stop=True)
+        assert shared_by(pid) <= set(end["removed"]) and not any(map(os.path.exists, shared_by(pid)))
+        assert another.exists()
+    finally:
+        another.unlink()
+
+
+def test_shared_tensors_of_a_process_that_ended_early_are_remembered(tmp_path: Path) -> None:
+    job = {"command": [], "environment": {}, "folder": "/", "shm_prefix": "x", "grace_s": 0.0, "mps_control": None}
+    watching = guard.Guard(job)
+    with subprocess.Popen([sys.executable, "-c", SHARES_MEMORY, str(tmp_path / "pid")]) as child:
+        eventually(tmp_path / "pid")
+        watching.look()
+        child.kill()
+    try:
+        assert watching.cuda_files >= shared_by(child.pid)
+        assert set(guard.remove_files(shared_by(child.pid) | {"/dev/shm/gone"})) == shared_by(child.pid)
+    finally:
+        Path(f"/dev/shm/torch_{child.pid}_another").unlink()
 
 
 def test_files_of_another_server_are_left_alone(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
         help="one server for each of these GPUs (numbers or UUIDs, as in CUDA_VISIBLE_DEVICES); each server's ports "
         "are the ones before plus 10",
     )
-    add("--no-mps", action="store_true", help="let the stages take turns on the GPU instead of sharing it by CUDA MPS")
+    add("--no-mps", action="store_true", help="start no CUDA MPS daemon: the stages take turns on the GPU")
     add("--host", default=ServerOptions.host, help="address to listen on (default %(default)s: this machine only)")
     add("--http-port", type=int, default=ServerOptions.http_port, metavar="N", help="default %(default)s")
     add("--grpc-port", type=int, default=ServerOptions.grpc_port, metavar="N", help="default %(default)s")

@@ -49,7 +49,7 @@ class Guard:
         self.mps_folder = f"/dev/shm/{self.shm_prefix}mps"
         self.launcher = os.getppid()
         self.server = self.mps = 0
-        self.known: set[int] = set()
+        self.cuda_files: set[str] = set()
         self.status: int | None = None
         self.why: str | None = None
         self.temporary: str | None = None
@@ -67,11 +67,11 @@ class Guard:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self.stop_soon)
         try:
+            self.lock = take_lock(self.shm_prefix)
+            if self.mps_control:
+                self.start_mps()
             with start_lock():
                 before = set(glob.glob(ENVIRONMENTS))
-                self.lock = take_lock(self.shm_prefix)
-                if self.mps_control:
-                    self.start_mps()
                 self.server = self.spawn(self.command, self.environment)
                 tell({"pid": self.server, "mps": self.mps > 0})
                 self.wait_for_environment(before)
@@ -80,13 +80,13 @@ class Guard:
                 self.wait(1.0)
                 if time.monotonic() > next_look:
                     next_look = time.monotonic() + LOOK_INTERVAL_S
-                    self.descendants()
+                    self.look()
             if self.status is None:
                 self.stop()
         finally:
             self.kill_everything()
             shutil.rmtree(self.mps_folder, ignore_errors=True)
-            removed = remove_shared_memory(self.shm_prefix) + remove_cuda_files(self.known)
+            removed = remove_shared_memory(self.shm_prefix) + remove_files(self.cuda_files)
             if self.temporary and os.path.isdir(self.temporary):
                 shutil.rmtree(self.temporary, ignore_errors=True)
                 removed.append(self.temporary)
@@ -126,16 +126,18 @@ class Guard:
         environment = {**self.environment, **places}
         # It offers all GPUs: clients of one that is limited to some would have to number these anew, from 0.
         environment.pop("CUDA_VISIBLE_DEVICES", None)
-        self.mps = self.spawn([self.mps_control, "-f"], environment)
-        deadline = time.monotonic() + MPS_START_S
-        while not os.path.exists(f"{self.mps_folder}/control"):
-            if os.waitpid(self.mps, os.WNOHANG)[0] or time.monotonic() > deadline:
-                kill(self.mps)
-                self.mps = 0
-                os.write(2, b"tessera: the MPS daemon did not start; the stages take turns on the GPU\n")
-                return
-            time.sleep(0.02)
-        self.environment |= places
+        try:
+            self.mps = self.spawn([self.mps_control, "-f"], environment)
+            deadline = time.monotonic() + MPS_START_S
+            while not os.path.exists(f"{self.mps_folder}/control"):
+                if os.waitpid(self.mps, os.WNOHANG)[0] or time.monotonic() > deadline:
+                    kill(self.mps)
+                    raise OSError("it made no socket")
+                time.sleep(0.02)
+            self.environment |= places
+        except OSError as error:
+            self.mps = 0
+            os.write(2, f"tessera: no MPS daemon ({error}); the stages take turns on the GPU\n".encode())
 
     def wait_for_environment(self, before: set[str]) -> None:
         """Notices the server's temporary folder: the only new one, while no other start can be under way."""
@@ -180,17 +182,24 @@ class Guard:
         except ChildProcessError:
             return False
 
-    def descendants(self) -> list[int]:
-        """Our living descendants, who are remembered: what they leave is named by their process ids."""
-        found = descendants(os.getpid())
-        self.known.update(found)
-        return found
+    def look(self) -> None:
+        """Remembers the files in shared memory that CUDA and torch keep for tensors which our descendants share.
+
+        Whoever is killed leaves them. They are named by process ids, which are not unique where containers share
+        /dev/shm: so what counts is that the process has the file mapped.
+        """
+        for pid in descendants(os.getpid()):
+            named = glob.glob(f"/dev/shm/torch_{pid}_*") + glob.glob(f"/dev/shm/cuda.shm.*.{pid:x}.*")
+            if named:
+                with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
+                    mapped = file.read()
+                    self.cuda_files.update(path for path in named if path.encode() in mapped)
 
     def stop(self) -> None:
         """Asks the server to end and gives it ``grace_s``: it waits for open connections, some for ever."""
         if not self.grace_s:
             return
-        self.descendants()
+        self.look()
         os.kill(self.server, signal.SIGTERM)
         deadline = time.monotonic() + self.grace_s
         while self.status is None and time.monotonic() < deadline:
@@ -198,9 +207,10 @@ class Guard:
 
     def kill_everything(self) -> None:
         """SIGKILL to all our descendants until none is left."""
+        self.look()
         deadline = time.monotonic() + 2.0
         while self.reap() and time.monotonic() < deadline:
-            for pid in self.descendants():
+            for pid in descendants(os.getpid()):
                 kill(pid)
             time.sleep(0.01)
 
@@ -284,14 +294,13 @@ def remove_shared_memory(prefix: str) -> list[str]:
     return removed
 
 
-def remove_cuda_files(pids: set[int]) -> list[str]:
-    """Removes what CUDA and torch keep in shared memory for tensors that processes share, and their end did not."""
+def remove_files(paths: set[str]) -> list[str]:
+    """Removes those that are still there; returns their paths."""
     removed = []
-    for pid in pids:
-        for path in glob.glob(f"/dev/shm/torch_{pid}_*") + glob.glob(f"/dev/shm/cuda.shm.*.{pid:x}.*"):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-                removed.append(path)
+    for path in sorted(paths):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+            removed.append(path)
     return removed
 
 

@@ -56,10 +56,12 @@ def remove_if_gone(prefix: str) -> list[str]:
 
 
 def kill_stragglers(prefix: str) -> None:
-    """SIGKILL to our processes that name a server's regions in their arguments: stubs that were blocked live on."""
+    """SIGKILL to our processes that name a server's regions in their arguments (stubs that were blocked live on) or
+    its MPS sockets in their environment."""
     for pid in guard.processes():
         with contextlib.suppress(OSError):
-            ours = os.stat(f"/proc/{pid}").st_uid == os.getuid() and pid != os.getpid()
-            with open(f"/proc/{pid}/cmdline", "rb") as arguments:
-                if ours and prefix.encode() in arguments.read():
+            if os.stat(f"/proc/{pid}").st_uid != os.getuid() or pid == os.getpid():
+                continue
+            with open(f"/proc/{pid}/cmdline", "rb") as arguments, open(f"/proc/{pid}/environ", "rb") as environment:
+                if prefix.encode() in arguments.read() + environment.read():
                     guard.kill(pid)

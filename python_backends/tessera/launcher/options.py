@@ -32,6 +32,7 @@ RESERVED_FLAGS = {
 }
 
 MPS_CONTROL = "nvidia-cuda-mps-control"
+MPS_SOCKET = Path("/tmp/nvidia-mps/control")  # of the machine's own daemon, if it has one
 # CUDA contexts of tritonserver and of the language model's stage.
 CONTEXTS_BYTES = 1 << 30
 RESTRICTED = {
@@ -105,11 +106,11 @@ def has_gpu(environment: Mapping[str, str]) -> bool:
 def mps_control(options: ServerOptions, environment: Mapping[str, str]) -> str | None:
     """The program to start as this server's MPS daemon; None without a GPU, without MPS, or if it is not wanted.
 
-    A CUDA_MPS_PIPE_DIRECTORY in the environment names a daemon that somebody else runs: the stages use that one. A part
-    of a GPU (MIG) would need a daemon that is told of it; there the stages take turns.
+    Where somebody else runs a daemon, CUDA uses that one. A part of a GPU (MIG) would need a daemon that is told of it.
     """
-    elsewhere = "CUDA_MPS_PIPE_DIRECTORY" in environment or "MIG-" in environment.get("CUDA_VISIBLE_DEVICES", "")
-    if not options.mps or elsewhere or not has_gpu(environment):
+    elsewhere = "CUDA_MPS_PIPE_DIRECTORY" in environment or MPS_SOCKET.exists()
+    part = any("MIG-" in environment.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"))
+    if not options.mps or elsewhere or part or not has_gpu(environment):
         return None
     return shutil.which(MPS_CONTROL, path=environment.get("PATH"))
 

@@ -32,6 +32,7 @@ from tessera.launcher.ports import choose_ports, ports_of, with_ports
 GRACE_BEYOND_EXIT_TIMEOUT_S = 1.5
 KEPT_LOGS = 20
 START_ATTEMPTS = 3
+CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 INSTANCE_NUMBERS = re.compile(r"_\d+_\d+$")
 
 
@@ -128,7 +129,7 @@ class Server:
                 if attempt == START_ATTEMPTS - 1 or not (taken or isinstance(error, ServerCrashed)):
                     raise
                 if not taken:
-                    self.crashes += (str(error),)
+                    self.crashes += (self._keep_crash(str(error)),)
             except BaseException:  # a signal's exception too
                 self.stop()
                 raise
@@ -321,7 +322,10 @@ class Server:
     def _fail(self, otherwise: str) -> str:
         """Stops the server and returns the one line: the log's reason, or ``otherwise``."""
         self.stop()
-        return f"{explain_log(self.read_log()) or otherwise} (log: {self.log_path})"
+        reason = explain_log(self.read_log()) or otherwise
+        if self.mps and re.search("CUDA|MPS", reason):
+            reason += "; --no-mps does without CUDA's MPS, in case that is at fault"
+        return f"{reason} (log: {self.log_path})"
 
     def _last_words(self, process: subprocess.Popen[bytes]) -> str:
         """How the server ended, for a guard that has ended."""
@@ -334,10 +338,17 @@ class Server:
         return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
     def _crashed(self) -> bool:
-        """Whether the server that ended crashed by itself: nobody killed it, and its log blames nothing."""
-        if self._status is None or not os.WIFSIGNALED(self._status) or os.WTERMSIG(self._status) == signal.SIGKILL:
+        """Whether the server that ended crashed by itself: by such a signal, and its log blames nothing."""
+        status = self._status
+        if status is None or not os.WIFSIGNALED(status) or os.WTERMSIG(status) not in CRASHES:
             return False
         return explain_log(self.read_log()) is None
+
+    def _keep_crash(self, words: str) -> str:
+        """Puts the log of a crash aside, where the next attempt leaves it alone; ``words`` with its new name."""
+        kept = self.log_path.with_name(self.log_path.name + ".crash")
+        self.log_path.replace(kept)
+        return words.replace(str(self.log_path), str(kept))
 
     def _read_end(self, process: subprocess.Popen[bytes]) -> None:
         """Takes the guard's last line, once."""

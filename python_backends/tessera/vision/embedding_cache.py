@@ -51,11 +51,14 @@ class EmbeddingCache:
         """Keeps a copy of ``rows`` [n, hidden], unless the whole slab is too small for them."""
         if len(rows) > len(self._free) or key in self._places:
             return
+        # The books change after what may fail, as a device without memory makes it: so no row is ever lost.
         while self._left < len(rows):
-            _, place = self._places.popitem(last=False)
+            oldest, place = next(iter(self._places.items()))
             self._free[self._left : self._left + len(place)] = place
             self._left += len(place)
-        self._left -= len(rows)
-        place = self._free[self._left : self._left + len(rows)].clone()
+            del self._places[oldest]
+        left = self._left - len(rows)
+        place = self._free[left : self._left].clone()
         self._slab.index_copy_(0, place, rows)
+        self._left = left
         self._places[key] = place
