@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 MPS_START_S = 2.0
-LOOK_INTERVAL_S = 10.0
+LOOK_INTERVAL_S = 2.0
 
 # tritonserver makes one such folder a run, under this fixed name, and removes it only when it exits by itself.
 ENVIRONMENTS = "/tmp/python_env_*"
