@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 
 def lost_device() -> str | None:
     """CUDA's words if the GPU is lost to this process, None while it works or if none is used.
 
     Does not wait for what runs on it. To have run out of memory is no loss.
     """
+    import torch
+
     if not torch.cuda.is_initialized():
         return None
     try:

@@ -10,7 +10,10 @@ import torch
 
 from tessera.lost_device import lost_device
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 FAULT = """
 import torch
