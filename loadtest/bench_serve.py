@@ -4,7 +4,7 @@ Starts the real server (one for each of `--gpus`), and keeps the workload's numb
 processes. What counts is the time between the end of the warm-up and the moment when the first caller runs out of
 work, so that neither filling nor draining is measured. Beside each figure stand the share of steps that ran as CUDA
 graphs, the requests whose embeddings came over the CPU (must be 0), the most that rows of pictures took of the engine's
-pool, and the share of time for which the engine's thread waited for the interpreter's lock (`held_up`).
+pool, and the share of time for which the engine's thread waited while it planned and launched (`held_up`).
 
     python loadtest/bench_serve.py --workloads W1 W4a --checkpoint loadtest/shapes/internvl3-8b-shape --gpus 0
 """

@@ -85,7 +85,7 @@ class Guard:
                 self.stop()
         finally:
             self.kill_everything()
-            shutil.rmtree(self.mps_folder, ignore_errors=True)
+            shutil.rmtree(self.mps_folder, ignore_errors=True)  # ours, so not among what the server left
             removed = remove_shared_memory(self.shm_prefix) + remove_files(self.cuda_files)
             if self.temporary and os.path.isdir(self.temporary):
                 shutil.rmtree(self.temporary, ignore_errors=True)
