@@ -28,7 +28,6 @@ import torch
 import workloads
 
 from tessera.family.encoded_picture import EncodedPicture
-from tessera.family.family import ImagePlan
 from tessera.preprocess.decode import decode
 from tessera.preprocess.preprocessor import Preprocessor
 from tessera.preprocess.resize_cpu import use_one_thread
@@ -67,8 +66,9 @@ class Sides:
         self.jpeg, self.data = jpeg, np.frombuffer(jpeg, np.uint8)
         self.image = decode(jpeg)
         height, width = self.image.shape[:2]
-        self.plan: ImagePlan = preprocessor.family.plan(width, height, preprocessor.policy)
-        grid = (self.plan.w, self.plan.columns, self.plan.rows, self.plan.thumbnail)
+        self.picture = preprocessor.picture(jpeg, preprocessor.policy)
+        tiles, rows, columns = self.picture.plan.wire
+        grid = (preprocessor.family.unit_shape[0], columns, rows, tiles > rows * columns)
         self.grid = grid
         self.cut = Cut(EncodedPicture(self.data, width, height), *grid)
         self.planes = nvjpeg.planes(self.data)
@@ -80,7 +80,7 @@ class Sides:
         return decode(self.jpeg)
 
     def cpu_whole(self) -> np.ndarray:
-        return self._preprocessor.pixels([self.jpeg], [self.plan])
+        return self._preprocessor.pixels([self.picture])
 
     def gpu_decode(self) -> list[torch.Tensor]:
         return self._nvjpeg.planes(self.data)
@@ -105,7 +105,7 @@ class Sides:
 
     def differences(self) -> dict[str, dict[str, float]]:
         """Grey levels from the CPU's tiles, of our decoding and of nvJPEG's own RGB with the same resize."""
-        expected = self.cpu_whole().reshape(self.plan.pixel_shape)
+        expected = self.cpu_whole().reshape(-1, *self._preprocessor.family.unit_shape)
         plain = cut((channel.float() for channel in self._nvjpeg.planes(self.data, OUTPUT_RGB)), *self.grid)
         return {"ours": grey_levels(self.gpu_whole(), expected), "nvjpeg_rgb": grey_levels(plain, expected)}
 
@@ -160,7 +160,7 @@ def row_of(sides: Sides, rounds: int, device: str) -> dict[str, Any]:
     return {
         "size": f"{width}x{height}",
         "pixels": width * height,
-        "tiles": sides.plan.t,
+        "tiles": sides.picture.plan.cost,
         "file_bytes": len(sides.jpeg),
         **{f"{name}_ms": round(value, 3) for name, value in ms.items()},
         "unlocked_ratio": round(ms["cpu_resize"] / ms["gpu_resize_unlocked"], 2),

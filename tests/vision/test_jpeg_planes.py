@@ -6,6 +6,7 @@ Planes are known exactly where each block of 8x8 samples has one colour and the 
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 
-from tessera.family.family import KIND_TILES, ImagePlan
 from tessera.preprocess.decode import decode
 from tessera.preprocess.preprocessor import Preprocessor
 from tessera.preprocess.resize_cpu import resize_reference
@@ -96,8 +96,11 @@ def test_tiles_as_preprocess_cuts_them(columns: int, rows: int, thumbnail: bool)
     jpeg, planes = blocks(301, 203, 2)
     side, count = 448, columns * rows + thumbnail
     found = tiles_of_planes(planes, 1, side, columns, rows, thumbnail)
-    plan = ImagePlan(KIND_TILES, count, side, side, columns, rows, thumbnail, 64 * count)
-    expected = Preprocessor.from_checkpoint(CHECKPOINT).pixels([jpeg], [plan]).reshape(plan.pixel_shape).astype(int)
+    preprocess = Preprocessor.from_checkpoint(CHECKPOINT)
+    picture = replace(
+        preprocess.picture(jpeg, preprocess.policy), plan=preprocess.family.plan_of((count, rows, columns))
+    )
+    expected = preprocess.pixels([picture]).reshape(count, side, side, 3).astype(int)
     assert found.dtype == torch.uint8 and found.shape == expected.shape
     difference = np.abs(found.float().numpy() - expected)
     assert difference.mean() <= 0.1 and difference.max() <= 2

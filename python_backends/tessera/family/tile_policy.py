@@ -1,6 +1,6 @@
 """Into how many tiles a picture is cut: named policies, each with keys that a deployment or a request may change.
 
-What they make of a 480x320 picture at InternVL's 256 tokens a tile (seed 000 tells of 3328 tokens becoming 512):
+What they make of a 480x320 picture at InternVL's 256 tokens a tile:
 
 ==================  =======================  ======
 policy              tiles                    tokens
@@ -12,9 +12,8 @@ two-tile            2 x 1, no thumbnail      512
 native              1                        256
 ==================  =======================  ======
 
-3328 is 13 tiles of 256: InternVL's rule gives it to a 480x320 picture only where small grids are ruled out
-(``dense``, 7 to 12 tiles); left to itself it gives 1792. 512 is two tiles: ``two-tile``, or one tile with a thumbnail
-of the same picture (``{"max_tiles": 1, "thumbnail": "always"}``).
+InternVL's own rule is ``reference``; ``dense`` rules small grids out (7 to 12 tiles). Two tiles may also be one tile
+with a thumbnail of the same picture: ``{"max_tiles": 1, "thumbnail": "always"}``.
 """
 
 from __future__ import annotations

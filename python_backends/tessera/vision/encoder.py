@@ -117,7 +117,7 @@ class VisionEncoder:
         if decoder is not None:
             parts["decoding"] = settings.decode_bytes
         hidden, dtype = config.text.hidden_size, getattr(torch, settings.dtype)
-        per_tile = COPIES_OF_ROWS * config.tokens_per_tile * hidden * dtype.itemsize
+        per_tile = COPIES_OF_ROWS * config.vision.tokens_per_tile * hidden * dtype.itemsize
         budget = row_budget(settings.memory_bytes, parts, per_tile, batch)
         cache = EmbeddingCache(settings.cache_bytes, hidden, dtype, settings.device)
         lane = Lane(settings.device)

@@ -18,12 +18,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tessera.checkpoint.config import CheckpointConfig, VisionConfig
+from tessera.checkpoint.config import CheckpointConfig
+from tessera.checkpoint.layouts.internvl import VisionConfig
 from tessera.checkpoint.weights import Placement, SafetensorsFolder, load_strict, split_names
 from tessera.vision.tower_kernels import PLAIN, TowerKernels
-
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class RMSNorm(nn.Module):
@@ -137,19 +135,19 @@ class InternViT(nn.Module):
         super().__init__()
         vision = config.vision
         self.patch = vision.patch_size
-        self.normed = config.vision_feature_layer == -1
-        self.merge = round(1 / config.downsample_ratio)
+        self.normed = config.vision.feature_layer == -1
+        self.merge = round(1 / config.vision.downsample_ratio)
         self.grid = vision.patches_per_side // self.merge
-        self.transposed = config.ps_version == "v1"
+        self.transposed = config.vision.ps_version == "v1"
         # How many layers run: hidden state k is the input of layer k, the last one the output of the last layer.
-        self.depth = config.vision_feature_layer % (vision.num_hidden_layers + 1)
+        self.depth = config.vision.feature_layer % (vision.num_hidden_layers + 1)
         self.patch_embedding = nn.Linear(vision.num_channels * vision.patch_size**2, vision.hidden_size)
         self.class_embedding = nn.Parameter(torch.zeros(1, 1, vision.hidden_size))
         self.position_embedding = nn.Parameter(torch.zeros(1, vision.patches_per_side**2 + 1, vision.hidden_size))
         self.layers = nn.ModuleList(Layer(vision) for _ in range(vision.num_hidden_layers))
         self.final_norm = nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps) if vision.final_norm else None
         self.projector = Projector(
-            vision.hidden_size * self.merge**2, config.text.hidden_size, config.projector_hidden_act
+            vision.hidden_size * self.merge**2, config.text.hidden_size, config.vision.projector_hidden_act
         )
 
     @property
@@ -242,7 +240,7 @@ def load_vision(
         source = SafetensorsFolder(config.folder)
         mapping = split_names(source.names(), config)["vision"]
         load_strict(tower, mapping, source, lambda name, tensor: _place(tower, name, tensor))
-    tower.fold_constants(*pixel_statistics(config))
+    tower.fold_constants(config.vision.pixel_mean, config.vision.pixel_std)
     return tower.to(dtype)
 
 
@@ -255,19 +253,11 @@ def unfilled_tower(config: CheckpointConfig, dtype: torch.dtype = torch.float32)
 def vision_fingerprint(config: CheckpointConfig) -> str:
     """A hex digest of the vision weights as stored and of the settings that shape their use."""
     source = SafetensorsFolder(config.folder)
-    settings = (config.vision, config.ps_version, config.downsample_ratio, config.vision_feature_layer)
-    digest = blake2b(repr((settings, pixel_statistics(config))).encode(), digest_size=16)
+    digest = blake2b(repr(config.vision).encode(), digest_size=16)
     for name in sorted(split_names(source.names(), config)["vision"]):
         digest.update(name.encode())
         digest.update(source.get(name).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def pixel_statistics(config: CheckpointConfig) -> tuple[Sequence[float], Sequence[float]]:
-    """(mean, std) a channel of pixels in 0..1. The original layout's code has ImageNet's built in."""
-    if config.layout == "internvl_chat":
-        return IMAGENET_MEAN, IMAGENET_STD
-    return config.processor.get("image_mean", IMAGENET_MEAN), config.processor.get("image_std", IMAGENET_STD)
 
 
 def _place(tower: InternViT, name: str, tensor: torch.Tensor) -> torch.Tensor | list[Placement]:

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from tessera.errors import InvalidRequest
-from tessera.family.encoded_picture import KIND_ENCODED, EncodedPicture
-from tessera.family.family import KIND_TILES
+from tessera.family.encoded_picture import KIND_ENCODED, KIND_PIXELS, EncodedPicture
 from tessera.vision.gpu_pictures import Cut, TileDecoder
 
 _PLAN_LENGTH = 4  # kind, tiles, and of kind 0 a tile's height and width, of kind 1 the grid's rows and columns
@@ -100,16 +99,18 @@ def pictures_of(item: VisionItem, tile_side: int, encoded: bool = False) -> list
                 f"picture {number} (kind {kind}) is encoded, and this vision stage has no picture decoder: set its "
                 "picture_decoder to nvjpeg, or preprocess's gpu_pixels to 0"
             )
-        if kind != KIND_TILES or tiles < 1 or height != tile_side or width != tile_side:
+        # Of preprocess the grid's rows and columns, of older clients a tile's sides.
+        grid = (height, width) == (tile_side, tile_side) or tiles - height * width in (0, 1)
+        if kind != KIND_PIXELS or tiles < 1 or not grid:
             raise InvalidRequest(
-                f"picture {number}: this model takes kind {KIND_TILES} with one or more tiles of "
+                f"picture {number}: this model takes kind {KIND_PIXELS} with one or more tiles of "
                 f"{tile_side}x{tile_side} pixels, not kind {kind} with {tiles} of {width}x{height}"
             )
-        end = start + tiles * height * width * 3
-        pixels = item.pixels[start:end]
-        start = end
-        if len(pixels) == tiles * height * width * 3:
-            pictures.append(Picture((digest, plan), tiles, pixels.reshape(tiles, height, width, 3)))
+        size = tiles * tile_side * tile_side * 3
+        pixels = item.pixels[start : start + size]
+        start += size
+        if len(pixels) == size:
+            pictures.append(Picture((digest, plan), tiles, pixels.reshape(tiles, tile_side, tile_side, 3)))
     if start != item.pixels.size:
         raise InvalidRequest(f"PIXELS has {item.pixels.size} bytes; the plan needs {start}")
     return pictures

@@ -20,3 +20,14 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{name} of the checkpoint must hold an object, not {type(value).__name__}")
     return value
+
+
+def read_processor(folder: Path) -> dict[str, Any]:
+    """preprocessor_config.json and the image processor's part of processor_config.json as one; the latter wins.
+
+    Without the nulls, which savers write for what is not set.
+    """
+    whole = read_json(folder, "processor_config.json")
+    merged = read_json(folder, "preprocessor_config.json") | (whole.get("image_processor") or {})
+    merged |= {name: value for name, value in whole.items() if not isinstance(value, dict)}
+    return {name: value for name, value in merged.items() if value is not None}
