@@ -75,6 +75,47 @@ def test_what_a_saver_left_out_takes_the_class_default(native):
     assert config.text.max_position_embeddings == 2048
 
 
+@pytest.mark.parametrize(
+    ("settings", "scaling"),
+    [
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, None),  # transformers 4
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}, None),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2, "mrope_section": [2, 3, 3]}}, "dynamic"),
+    ],
+)
+def test_rope_of_several_axes(native, settings, scaling):
+    def change(raw):
+        del raw["text_config"]["rope_parameters"]
+        raw["text_config"] |= settings
+
+    text = read_config(edit(native, change)).text
+    assert text.mrope_section == (2, 3, 3)
+    assert (text.rope_scaling or {}).get("rope_type") == scaling
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"rope_type": "mrope"}, "mrope_section None"),
+        ({"rope_type": "default", "mrope_section": [2, 3]}, "sum to half the head size, 8"),
+        ({"rope_type": "default", "mrope_section": [4, 4.0]}, "mrope_section"),
+        ({"rope_type": "default", "mrope_section": 8}, "mrope_section 8"),
+        ({"rope_type": "default", "mrope_section": [2, 3, 3], "mrope_interleaved": True}, "mrope_interleaved"),
+    ],
+)
+def test_axes_that_do_not_fit_are_refused(native, settings, complaint):
+    with pytest.raises(CheckpointError, match=complaint):
+        read_config(edit(native, lambda raw: raw["text_config"].update(rope_parameters=settings)))
+
+
+def test_the_original_layout_names_its_conversation(native, tmp_path):
+    chat = as_internvl_chat(native, tmp_path / "chat")
+    edit(chat, lambda raw: raw.update(template="internvl2_5", system_message="Be brief."))
+    config = read_config(chat)
+    assert (config.conversation, config.system_message) == ("internvl2_5", "Be brief.")
+    assert (read_config(native).conversation, read_config(native).system_message) == (None, None)
+
+
 @pytest.mark.parametrize(("flag", "stored", "effective"), [(True, True, False), (True, False, True)])
 def test_a_stored_output_head_wins_over_the_flag(tmp_path, flag, stored, effective):
     folder = edit(hf_native(tmp_path, Shape(tie=not stored)), lambda raw: raw.update(tie_word_embeddings=flag))
@@ -92,7 +133,10 @@ def test_generation_config_names_the_end_tokens(native):
     ("change", "complaint"),
     [
         (lambda raw: raw.update(architectures=["LlavaForConditionalGeneration"]), "LlavaForConditionalGeneration"),
-        (lambda raw: raw["text_config"].update(model_type="gemma"), "'gemma'.*qwen2, llama, internlm2"),
+        (
+            lambda raw: raw["text_config"].update(model_type="gemma"),
+            "'gemma'.*Qwen2ForCausalLM, Llama",
+        ),
         (lambda raw: raw["vision_config"].update(norm_type="batch_norm"), "norm_type 'batch_norm'"),
         (lambda raw: raw["vision_config"].update(patch_size=[14, 16]), "patch_size"),
         (lambda raw: raw["vision_config"].update(patch_size=60), "patch_size 60 does not divide"),

@@ -17,6 +17,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from tessera.checkpoint.config import read_config
 from tessera.checkpoint.normalization import IMAGENET_MEAN, IMAGENET_STD
 from tessera.errors import CheckpointError
+from tessera.family.registry import family_for
 from tessera.vision.intern_vit import load_vision
 
 STATED: list[dict[str, Any]] = [
@@ -101,7 +102,7 @@ def test_what_would_change_pixels_otherwise_is_refused_by_name(
 ) -> None:
     stating(native, **stated)
     with pytest.raises(CheckpointError, match=words):
-        read_config(native)
+        family_for(read_config(native))
 
 
 def test_the_original_layouts_code_has_its_own_values(native: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.files import read_json
+from tessera.checkpoint.files import one_of, read_json
 from tessera.checkpoint.names import NameTable
 from tessera.errors import CheckpointError
 
@@ -62,8 +62,8 @@ class CheckpointConfig:
     vision tower and ``pictures`` how pictures are cut for it; only the family and its tower look into them.
     ``image_token_id`` is None where only the tokenizer knows it. ``conversation`` names the turn template of
     ``family/conversation.py``, None where the checkpoint has a chat template; ``system_message`` is config.json's own,
-    None where it states none. ``weight_names`` are the tables of ``split_names``, by part: "vision" and "text".
-    ``raw`` is config.json itself, ``processor`` as ``files.read_processor`` gives it.
+    unchecked, None where it states none. ``weight_names`` are the tables of ``split_names``, by part: "vision" and
+    "text". ``raw`` is config.json itself, ``processor`` as ``files.read_processor`` gives it.
     """
 
     folder: Path
@@ -78,7 +78,7 @@ class CheckpointConfig:
     processor: dict[str, Any]
     pictures: Any = None
     conversation: str | None = None
-    system_message: str | None = None
+    system_message: Any = None
 
 
 def read_config(folder: Path | str) -> CheckpointConfig:
@@ -92,9 +92,6 @@ def read_config(folder: Path | str) -> CheckpointConfig:
     if not raw:
         raise CheckpointError(f"{folder} has no config.json; name a folder that holds a complete checkpoint")
     architecture = (raw.get("architectures") or [raw.get("model_type")])[0]
-    if architecture not in LAYOUTS:
-        raise CheckpointError(
-            f"{folder}/config.json: architecture {architecture!r} is not supported; supported are {', '.join(LAYOUTS)}"
-        )
+    one_of(architecture, LAYOUTS, f"{folder}/config.json: architecture")
     module, function = LAYOUTS[architecture].split(":")
     return getattr(import_module(module), function)(folder, raw)

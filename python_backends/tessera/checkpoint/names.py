@@ -27,10 +27,7 @@ _LLAMA_TEXT: NameTable = (
     (rf"{_BODY}embed_tokens\.weight", "model.embed_tokens.weight"),
     (rf"{_BODY}layers\.(\d+)\.self_attn\.([qkvo])_proj\.{WB}", r"model.layers.\1.self_attn.\2_proj.\3"),
     (rf"{_BODY}layers\.(\d+)\.mlp\.(gate|up|down)_proj\.{WB}", r"model.layers.\1.mlp.\2_proj.\3"),
-    (
-        rf"{_BODY}layers\.(\d+)\.(input|post_attention)_layernorm\.weight",
-        r"model.layers.\1.\2_layernorm.weight",
-    ),
+    (rf"{_BODY}layers\.(\d+)\.(input|post_attention)_layernorm\.weight", r"model.layers.\1.\2_layernorm.weight"),
     (rf"{_BODY}norm\.weight", "model.norm.weight"),
     (rf"{_HEAD}lm_head\.weight", "lm_head.weight"),
 )
@@ -66,14 +63,15 @@ def split_names(names: Iterable[str], config: CheckpointConfig) -> dict[str, dic
     or, for InternLM2, the original ones (``model.layers.N.attention.wqkv.weight``, ``output.weight``).
     Raises CheckpointError for names that are not understood or that mean the same weight.
     """
-    compiled = {part: [(re.compile(p), ours) for p, ours in table] for part, table in config.weight_names.items()}
-    split: dict[str, dict[str, str]] = {part: {} for part in compiled}
+    tables = [(part, *entry) for part, table in config.weight_names.items() for entry in table]
+    split: dict[str, dict[str, str]] = {part: {} for part in config.weight_names}
     unknown: list[str] = []
     taken: dict[tuple[str, str], str] = {}
     for name in sorted(names):
         if _IGNORED.fullmatch(name):
             continue
-        found = _match(name, compiled)
+        matches = ((part, re.fullmatch(pattern, name), ours) for part, pattern, ours in tables)
+        found = next(((part, match.expand(ours)) for part, match, ours in matches if match), None)
         if found is None:
             unknown.append(name)
             continue
@@ -95,12 +93,3 @@ def listed(names: Iterable[str], limit: int = 10) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
     return ", ".join(ordered[:limit]) + more
-
-
-def _match(name: str, tables: dict[str, list[tuple[re.Pattern[str], str]]]) -> tuple[str, str] | None:
-    for part, table in tables.items():
-        for pattern, ours in table:
-            match = pattern.fullmatch(name)
-            if match:
-                return part, match.expand(ours)
-    return None

@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from tessera.checkpoint.files import one_of
 from tessera.errors import CheckpointError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 Channels = tuple[float, ...]
-# The flags of an image processor that may be set or not, and the only value of all others.
-_EITHER = ("do_rescale", "do_normalize")
-_ALWAYS = ("do_resize", "do_convert_rgb")
+# An image processor's flags and what they may say; all others must be false.
+_FLAGS = {"do_rescale": (True, False), "do_normalize": (True, False), "do_resize": (True,), "do_convert_rgb": (True,)}
 
 
 def pixel_statistics(processor: Mapping[str, Any]) -> tuple[Channels, Channels]:
@@ -24,8 +24,8 @@ def pixel_statistics(processor: Mapping[str, Any]) -> tuple[Channels, Channels]:
     Raises CheckpointError for values that are no such numbers, and for flags that ask for any other step.
     """
     for name, value in processor.items():
-        if name.startswith("do_") and value not in ((True, False) if name in _EITHER else (name in _ALWAYS,)):
-            raise CheckpointError(f"the image processor's {name} {value!r:.50} is not supported")
+        if name.startswith("do_"):
+            one_of(value, _FLAGS.get(name, (False,)), f"the image processor's {name}")
     scale = 255.0
     if processor.get("do_rescale", True):
         scale *= _channels(processor, "rescale_factor", (1 / 255,), positive=True)[0]

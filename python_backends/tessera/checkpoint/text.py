@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.checkpoint.config import TextConfig
+from tessera.checkpoint.files import one_of
 from tessera.checkpoint.names import has_output_head
 from tessera.checkpoint.weights import SafetensorsFolder
 from tessera.errors import CheckpointError
@@ -45,16 +46,16 @@ def read_text(folder: Path, section: Mapping[str, Any], tie: bool | None = None)
     is not supported, or one that wants what the engine does not do.
     """
     where = f"{folder}/config.json"
-    architecture = _architecture(section, where)
-    if section.get("use_sliding_window"):
-        raise CheckpointError(f"{where}: sliding-window attention is not supported (use_sliding_window is true)")
+    model_type = section.get("model_type")
+    architecture = (section.get("architectures") or [ARCHITECTURES.get(str(model_type), model_type)])[0]
+    one_of(architecture, _DEFAULTS, f"{where}: text model")
+    one_of(bool(section.get("use_sliding_window")), (False,), f"{where}: sliding-window attention: use_sliding_window")
+    one_of(section.get("hidden_act", "silu"), ("silu",), f"{where}: the text model's hidden_act")
     values = {name: section.get(name, default) for name, default in _DEFAULTS[architecture].items()}
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = section.get("num_key_value_heads", values.get("num_key_value_heads")) or heads
     if heads % values["num_key_value_heads"]:
         raise CheckpointError(f"{where}: {heads} heads do not divide over {values['num_key_value_heads']} key heads")
-    if section.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{where}: the text model's hidden_act {section['hidden_act']!r} is not supported: silu")
     head_dim = section.get("head_dim") or values["hidden_size"] // heads
     theta, scaling, axes = _rope(section, head_dim, where)
     # Qwen2 has q/k/v biases and no other; Llama and InternLM2 have one switch for q/k/v and output.
@@ -78,18 +79,6 @@ def read_text(folder: Path, section: Mapping[str, Any], tie: bool | None = None)
     )
 
 
-def _architecture(section: Mapping[str, Any], where: str) -> str:
-    """By the section's own ``architectures``, which the original layout states, else by its ``model_type``."""
-    stated = (section.get("architectures") or [None])[0]
-    architecture = stated or ARCHITECTURES.get(section.get("model_type", ""))
-    if architecture not in _DEFAULTS:
-        raise CheckpointError(
-            f"{where}: text model {stated or section.get('model_type')!r} is not supported; supported are "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    return architecture
-
-
 def _rope(
     section: Mapping[str, Any], head_dim: int, where: str
 ) -> tuple[float, dict[str, Any] | None, tuple[int, ...] | None]:
@@ -100,18 +89,12 @@ def _rope(
     settings = dict(section.get("rope_parameters") or section.get("rope_scaling") or {})
     theta = float(settings.pop("rope_theta", section.get("rope_theta", 10000.0)))
     old_name = settings.pop("type", None)
-    kind = settings.setdefault("rope_type", old_name or "default")
-    axes = settings.pop("mrope_section", None)
-    if kind == "mrope" and axes is None:
-        raise CheckpointError(f"{where}: rope type 'mrope' needs the setting 'mrope_section'")
-    if settings.get("mrope_interleaved"):
-        raise CheckpointError(f"{where}: mrope_interleaved is not supported")
-    if axes is not None and (
-        not isinstance(axes, list)
-        or not all(type(size) is int and size > 0 for size in axes)
-        or sum(axes) != head_dim // 2
-    ):
-        raise CheckpointError(
-            f"{where}: mrope_section {axes!r:.50} must be whole numbers that sum to half the head size, {head_dim // 2}"
-        )
+    kind, axes = settings.setdefault("rope_type", old_name or "default"), settings.pop("mrope_section", None)
+    if kind == "mrope" or axes is not None:
+        one_of(settings.get("mrope_interleaved", False), (False,), f"{where}: mrope_interleaved")
+        if not isinstance(axes, list) or not all(type(size) is int for size in axes) or sum(axes) != head_dim // 2:
+            raise CheckpointError(
+                f"{where}: mrope_section {axes!r:.50} must be whole numbers that sum to half the head size, "
+                f"{head_dim // 2}"
+            )
     return theta, None if kind in ("default", "mrope") else settings, None if axes is None else tuple(axes)

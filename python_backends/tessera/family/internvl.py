@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from tessera.checkpoint.files import read_json
-from tessera.errors import InvalidRequest
+from tessera.errors import CheckpointError, InvalidRequest
 from tessera.family.family import ImagePlan, ModelFamily, View
 from tessera.family.tile_policy import TilePolicy
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # What a native grid may lose: pixels (its own to the picture's) and shape (the longer over the shorter stretch).
 NATIVE_PIXELS = 0.75
 NATIVE_STRETCH = 1.5
+IMAGE_TOKENS = {"start": "<img>", "context": "<IMG_CONTEXT>", "end": "</img>"}
 
 
 @lru_cache(maxsize=256)
@@ -29,20 +30,15 @@ def candidate_grids(order: str, min_tiles: int, max_tiles: int) -> tuple[tuple[i
     The original code collects the grids in a set and sorts by area alone, so that the set's own order decides inside
     one area (and with it, ties); the HF-native processor enumerates a list, columns outermost.
     """
-    sides = range(1, max_tiles + 1)
+
+    def within(side: int) -> list[tuple[int, int]]:
+        numbers = range(1, side + 1)
+        return [(columns, rows) for columns in numbers for rows in numbers if min_tiles <= columns * rows <= max_tiles]
+
+    grids = within(max_tiles)
     if order == "set":
         # Insertion order takes part in a set's order when hashes collide, hence the loop over n as in the original.
-        grids = list(
-            {
-                (columns, rows)
-                for n in range(min_tiles, max_tiles + 1)
-                for columns in range(1, n + 1)
-                for rows in range(1, n + 1)
-                if min_tiles <= columns * rows <= max_tiles
-            }
-        )
-    else:
-        grids = [(columns, rows) for columns in sides for rows in sides if min_tiles <= columns * rows <= max_tiles]
+        grids = list({grid for n in range(min_tiles, max_tiles + 1) for grid in within(n)})
     return tuple(sorted(grids, key=lambda grid: grid[0] * grid[1]))
 
 
@@ -99,9 +95,12 @@ class InternVL(ModelFamily):
         self.unit_shape = (self.tile, self.tile, 3)
         self.tokens_per_tile = config.vision.tokens_per_tile
         self.image_token_id = config.image_token_id
-        self.start_token, self.image_token, self.end_token = _image_tokens(config)
-        self.control_tokens = (self.start_token, self.image_token, self.end_token)
-        self._checkpoint_policy = TilePolicy("checkpoint", rule.min_tiles, rule.max_tiles, rule.thumbnail)
+        self.control_tokens = _image_tokens(config)
+        self.start_token, self.image_token, self.end_token = self.control_tokens
+        try:
+            self._checkpoint_policy = TilePolicy("checkpoint", rule.min_tiles, rule.max_tiles, rule.thumbnail)
+        except InvalidRequest as error:
+            raise CheckpointError(f"min_patches or max_patches of the checkpoint: {error}") from None
 
     def policy(self, value: Any, default: TilePolicy | None = None, max_cost: int | None = None) -> TilePolicy:
         policy = TilePolicy.parse(value, default or self._checkpoint_policy)
@@ -137,13 +136,9 @@ class InternVL(ModelFamily):
         return (self.start_token, 1), (self.image_token, plan.tokens), (self.end_token, 1)
 
 
-def _image_tokens(config: CheckpointConfig) -> tuple[str, str, str]:
+def _image_tokens(config: CheckpointConfig) -> tuple[str, ...]:
     """Start, context and end token. HF-native tokenizer configs name them, flat or under extra_special_tokens."""
     stated = read_json(config.folder, "tokenizer_config.json")
     extra = stated.get("extra_special_tokens")
-    names = {**(extra if isinstance(extra, dict) else {}), **stated}
-    return (
-        names.get("start_image_token", "<img>"),
-        names.get("context_image_token", "<IMG_CONTEXT>"),
-        names.get("end_image_token", "</img>"),
-    )
+    names = (extra if isinstance(extra, dict) else {}) | stated
+    return tuple(names.get(f"{place}_image_token", token) for place, token in IMAGE_TOKENS.items())

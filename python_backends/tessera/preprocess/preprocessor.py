@@ -185,10 +185,8 @@ class Preprocessor:
                 data, header = np.frombuffer(picture.data, dtype=np.uint8), picture.header
                 out[:] = EncodedPicture(data, header.width, header.height, header.orientation).framed()
                 continue
-            sides = zip(*((view.width, view.height) for view in picture.plan.views))
-            width, height = map(max, sides)
-            decoded = decode(
-                picture.data, self.limits, f"image {index}", (width, height) if self._mode.reduced else None
-            )
+            views = picture.plan.views
+            enough = max(view.width for view in views), max(view.height for view in views)
+            decoded = decode(picture.data, self.limits, f"image {index}", enough if self._mode.reduced else None)
             self.family.cut(decoded, picture.plan, self._mode.resize, out)
         return pixels

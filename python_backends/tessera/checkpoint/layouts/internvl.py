@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.checkpoint.files import read_json, read_processor
-from tessera.checkpoint.names import TEXT_NAMES, NameTable
+from tessera.checkpoint.files import one_of, read_json, read_processor
+from tessera.checkpoint.names import TEXT_NAMES
 from tessera.checkpoint.normalization import IMAGENET_MEAN, IMAGENET_STD, Channels
 from tessera.checkpoint.text import read_text
 from tessera.errors import CheckpointError
 
-ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu", "silu")
+_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu", "silu")
+# What the tower does: any other value is refused by name.
+_SUPPORTED = {
+    "norm_type": ("layer_norm", "rms_norm"),
+    "hidden_act": _ACTIVATIONS,
+    "projector_hidden_act": _ACTIVATIONS,
+    "ps_version": ("v1", "v2"),
+    "num_channels": (3,),
+}
 
 
 @dataclass(frozen=True)
@@ -23,29 +31,29 @@ class VisionConfig:
 
     ``feature_layer`` counts hidden states as the reference does: -1 is the output of the last layer. ``final_norm``
     says that a LayerNorm follows that one (transformers' ``use_mean_pooling: false``). The tower sees
-    (x / 255 - ``pixel_mean``) / ``pixel_std``, a channel each.
+    (x / 255 - ``pixel_mean``) / ``pixel_std``, a channel each. Defaults: transformers ``configuration_internvl.py``.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    image_size: int
-    patch_size: int
-    hidden_act: str
-    norm_type: str
-    layer_norm_eps: float
-    attention_bias: bool
-    use_qk_norm: bool
-    num_channels: int
-    qk_norm_eps: float
-    final_norm: bool
-    feature_layer: int
-    downsample_ratio: float
-    ps_version: str
-    projector_hidden_act: str
-    pixel_mean: Channels
-    pixel_std: Channels
+    hidden_size: int = 1024
+    intermediate_size: int = 4096
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    image_size: int = 448
+    patch_size: int = 14
+    hidden_act: str = "gelu"
+    norm_type: str = "layer_norm"
+    layer_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+    qk_norm_eps: float = 1e-6
+    num_channels: int = 3
+    final_norm: bool = False
+    feature_layer: int = -1
+    downsample_ratio: float = 0.5
+    ps_version: str = "v2"
+    projector_hidden_act: str = "gelu"
+    pixel_mean: Channels = IMAGENET_MEAN
+    pixel_std: Channels = IMAGENET_STD
 
     @property
     def patches_per_side(self) -> int:
@@ -67,121 +75,47 @@ class TileRule:
     thumbnail: str
     order: str
 
-    def __post_init__(self) -> None:
-        if not all(type(count) is int and count > 0 for count in (self.min_tiles, self.max_tiles)):
-            raise CheckpointError(f"the checkpoint states {self._bounds}; whole numbers of at least 1 are needed")
-        if self.min_tiles > self.max_tiles:
-            raise CheckpointError(f"the checkpoint states {self._bounds}, more at least than at most")
 
-    @property
-    def _bounds(self) -> str:
-        return f"min_patches {self.min_tiles!r:.20} and max_patches {self.max_tiles!r:.20}"
-
-
-# transformers ``configuration_internvl.py``
-VISION_DEFAULTS = dict(
-    hidden_size=1024,
-    intermediate_size=4096,
-    num_hidden_layers=24,
-    num_attention_heads=16,
-    image_size=448,
-    patch_size=14,
-    hidden_act="gelu",
-    norm_type="layer_norm",
-    layer_norm_eps=1e-6,
-    attention_bias=False,
-    use_qk_norm=False,
-    qk_norm_eps=1e-6,
-    num_channels=3,
-)
-
-
-def read_vision(
-    section: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    where: str,
-    *,
-    feature_layer: Any,
-    downsample_ratio: Any,
-    ps_version: Any,
-    projector_hidden_act: Any = "gelu",
-    statistics: tuple[Channels, Channels] = (IMAGENET_MEAN, IMAGENET_STD),
-) -> VisionConfig:
-    """``section`` of config.json, with the names of ``defaults``, and what stands outside of it, checked.
-
-    Raises CheckpointError that begins with ``where``.
-    """
-    values = {name: section.get(name, default) for name, default in defaults.items()}
+def read_vision(stated: Mapping[str, Any], where: str) -> VisionConfig:
+    """The tower by the names of VisionConfig's fields. Raises CheckpointError that begins with ``where``."""
+    values = {field.name: stated.get(field.name, field.default) for field in fields(VisionConfig)}
     for name in ("image_size", "patch_size"):
-        values[name] = _square(values[name], f"{where}: vision_config.{name}")
-    one_of(values["norm_type"], ("layer_norm", "rms_norm"), f"{where}: vision_config.norm_type")
-    one_of(values["hidden_act"], ACTIVATIONS, f"{where}: vision_config.hidden_act")
-    one_of(values["num_channels"], (3,), f"{where}: vision_config.num_channels")
-    one_of(section.get("use_absolute_position_embeddings", True), (True,), f"{where}: use_absolute_position_embeddings")
-    one_of(projector_hidden_act, ACTIVATIONS, f"{where}: projector_hidden_act")
-    one_of(ps_version, ("v1", "v2"), f"{where}: ps_version")
-    depth, heads = values["num_hidden_layers"], values["num_attention_heads"]
-    if not isinstance(feature_layer, int) or not -depth - 1 <= feature_layer <= depth:
+        values[name] = _square(values[name], f"{where}.{name}")
+    for name, supported in _SUPPORTED.items():
+        one_of(values[name], supported, f"{where}.{name}")
+    one_of(stated.get("use_absolute_position_embeddings", True), (True,), f"{where}.use_absolute_position_embeddings")
+    vision = VisionConfig(**values | {"final_norm": not stated.get("use_mean_pooling", True)})
+    depth, layer, ratio = vision.num_hidden_layers, vision.feature_layer, vision.downsample_ratio
+    if not isinstance(layer, int) or not -depth - 1 <= layer <= depth:
+        raise CheckpointError(f"{where}: the selected vision layer must be one of the {depth + 1} states, not {layer}")
+    if vision.hidden_size % vision.num_attention_heads:
         raise CheckpointError(
-            f"{where}: the selected vision layer must be one of the {depth + 1} states, not {feature_layer!r}"
+            f"{where}: {vision.num_attention_heads} heads do not divide {vision.hidden_size} channels"
         )
-    if values["hidden_size"] % heads:
-        raise CheckpointError(f"{where}: vision_config: {heads} heads do not divide {values['hidden_size']} channels")
-    side, rest = divmod(values["image_size"], values["patch_size"])
-    if rest:
-        raise CheckpointError(
-            f"{where}: vision_config: patch_size {values['patch_size']} does not divide image_size "
-            f"{values['image_size']}"
-        )
-    ratio = float(downsample_ratio)
+    if vision.image_size % vision.patch_size:
+        raise CheckpointError(f"{where}: patch_size {vision.patch_size} does not divide image_size {vision.image_size}")
+    side = vision.patches_per_side
     if not 0 < ratio <= 1 or (1 / ratio) % 1 or side % int(1 / ratio):
         raise CheckpointError(f"{where}: downsample_ratio {ratio} does not divide a side of {side}")
-    return VisionConfig(
-        **values,
-        final_norm=not section.get("use_mean_pooling", True),
-        feature_layer=feature_layer,
-        downsample_ratio=ratio,
-        ps_version=ps_version,
-        projector_hidden_act=projector_hidden_act,
-        pixel_mean=statistics[0],
-        pixel_std=statistics[1],
-    )
+    return vision
 
 
 def assemble(
-    folder: Path,
-    raw: dict[str, Any],
-    text_section: Mapping[str, Any],
-    vision_names: NameTable,
-    tie: bool | None = None,
-    **fields: Any,
+    folder: Path, raw: dict[str, Any], text_section: Mapping[str, Any], tie: bool | None = None, **fields: Any
 ) -> CheckpointConfig:
-    """What is read alike in both layouts; ``fields`` are the others of CheckpointConfig."""
+    """What is read alike in both layouts; ``fields`` are the others of CheckpointConfig, and ``vision_names``."""
     text = read_text(folder, text_section, tie)
     eos = read_json(folder, "generation_config.json").get("eos_token_id", text_section.get("eos_token_id"))
     return CheckpointConfig(
         folder=folder,
         model_type=raw.get("model_type", fields["layout"]),
         text=text,
-        weight_names={"vision": vision_names, "text": TEXT_NAMES[text.architecture]},
+        weight_names={"vision": fields.pop("vision_names"), "text": TEXT_NAMES[text.architecture]},
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         raw=raw,
-        **({"processor": read_processor(folder)} | fields),
+        processor=read_processor(folder),
+        **fields,
     )
-
-
-def section(raw: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
-    """An object inside config.json; raises CheckpointError where there is none."""
-    found = raw.get(name)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{where} has no section {name!r}")
-    return found
-
-
-def one_of(value: Any, allowed: tuple[Any, ...], where: str) -> None:
-    """Raises CheckpointError for any other value."""
-    if value not in allowed:
-        raise CheckpointError(f"{where} {value!r:.80} is not supported; supported are {', '.join(map(str, allowed))}")
 
 
 def _square(value: Any, where: str) -> int:
