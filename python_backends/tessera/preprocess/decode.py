@@ -135,11 +135,11 @@ def _decode_jpeg(data: bytes, header: Header, enough: tuple[int, int] | None) ->
     try:
         found = decode_jpeg(data, "RGB", min_height=height, min_width=width, buffer=pixels, strict=True)
     except ValueError:
-        found = _decode_damaged_jpeg(data, (header.width // divisor, header.height // divisor))
+        found = _decode_damaged_jpeg(data, header, divisor)
     return found if found is not None and found.shape == pixels.shape else None
 
 
-def _decode_damaged_jpeg(data: bytes, size: tuple[int, int]) -> np.ndarray | None:
+def _decode_damaged_jpeg(data: bytes, header: Header, divisor: int) -> np.ndarray | None:
     """What Pillow makes of a file that libjpeg warns of or gives up; None where Pillow gives up too.
 
     libjpeg repairs much, and only Pillow, which costs twice the time, tells what it repaired from what it gave up.
@@ -148,7 +148,9 @@ def _decode_damaged_jpeg(data: bytes, size: tuple[int, int]) -> np.ndarray | Non
 
     try:
         with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
-            image.draft(None, size)
+            if image.size != (header.width, header.height):  # not the size that was checked
+                return None
+            image.draft(None, (header.width // divisor, header.height // divisor))
             return np.array(image.convert("RGB"))
     except Exception:  # damaged files make it raise all sorts
         return None

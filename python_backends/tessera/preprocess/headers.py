@@ -157,7 +157,7 @@ def _orientation(exif: bytes, xmp: bytes) -> int:
 def _exif_orientation(exif: bytes) -> int | None:
     """Tag 0x0112 of the first directory of a TIFF block, 0 if it is no whole number; None if it is absent."""
     exif = exif.removeprefix(b"Exif\0\0")
-    order = {b"II": "<", b"MM": ">"}.get(exif[:2])
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     stated = None
     if order is None:
         return stated
