@@ -22,24 +22,32 @@ def request(parameters: dict[str, Any] | str, sampling: dict[str, Any] | None = 
     return InferenceRequest([*given, *inputs], parameters=text)
 
 
+def sampling(given: Any) -> dict[str, Any]:
+    return tensors.sampling(given, "sampling_parameters")
+
+
+def sampling_text(given: Any) -> str:
+    return tensors.sampling_text(given, "sampling_parameters") or ""
+
+
 def test_parameters_are_sampling_parameters() -> None:
     given = {"max_tokens": 2, "temperature": 0.5, "ignore_eos": True, "stop": "end", "top_k": "7"}
-    assert tensors.sampling(request(given)) == given
-    assert tensors.sampling(request(given, {"seed": 3, "max_tokens": 2})) == {**given, "seed": 3}
-    assert json.loads(tensors.sampling_text(request(given, {"seed": 3})) or "") == {**given, "seed": 3}
+    assert sampling(request(given)) == given
+    assert sampling(request(given, {"seed": 3, "max_tokens": 2})) == {**given, "seed": 3}
+    assert json.loads(sampling_text(request(given, {"seed": 3}))) == {**given, "seed": 3}
 
 
 @pytest.mark.parametrize("parameters", ["", "{}", '{"id": "7"}', '{"stream": true}'])
 def test_without_any_the_input_counts(parameters: str) -> None:
-    assert tensors.sampling(request(parameters)) == {}
-    assert tensors.sampling(request(parameters, {"seed": 3})) == {"seed": 3}
-    assert json.loads(tensors.sampling_text(request(parameters, {"seed": 3})) or "") == {"seed": 3}
+    assert sampling(request(parameters)) == {}
+    assert sampling(request(parameters, {"seed": 3})) == {"seed": 3}
+    assert json.loads(sampling_text(request(parameters, {"seed": 3}))) == {"seed": 3}
 
 
 def test_what_is_unknown_is_refused_by_name() -> None:
     for name in ("max_token", "best_of", "text_input"):
         with pytest.raises(InvalidRequest, match=f"unknown key '{name}'"):
-            SamplingParameters.parse(tensors.sampling(request({name: 2})))
+            SamplingParameters.parse(sampling(request({name: 2})))
 
 
 @pytest.mark.parametrize(
@@ -48,20 +56,20 @@ def test_what_is_unknown_is_refused_by_name() -> None:
      "triton_enable_empty_final_response", "traceparent", "x-request-id"],
 )  # fmt: skip
 def test_the_servers_and_its_clients_own_are_passed_over(name: str) -> None:
-    assert tensors.sampling(request({name: 5, "max_tokens": 2})) == {"max_tokens": 2}
+    assert sampling(request({name: 5, "max_tokens": 2})) == {"max_tokens": 2}
 
 
 def test_a_timeout_that_the_server_did_not_take_is_ours() -> None:
-    assert tensors.sampling(request({"timeout": 900})) == {"timeout_us": 900}
+    assert sampling(request({"timeout": 900})) == {"timeout_us": 900}
 
 
 def test_a_key_given_twice_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="'max_tokens' is given twice: 3 and, as a request parameter, 2"):
-        tensors.sampling(request({"max_tokens": 2}, {"max_tokens": 3}))
+        sampling(request({"max_tokens": 2}, {"max_tokens": 3}))
     with pytest.raises(InvalidRequest, match="'top_k' is given twice: 1 and, as a request parameter, 2"):
-        tensors.sampling(request('{"top_k": 1, "top_k": 2}'))
+        sampling(request('{"top_k": 1, "top_k": 2}'))
     with pytest.raises(InvalidRequest, match="'timeout_us' is given twice"):
-        tensors.sampling(request({"timeout": 2}, {"timeout_us": 3}))
+        sampling(request({"timeout": 2}, {"timeout_us": 3}))
 
 
 @pytest.mark.parametrize("name", tensors.FLAGS)

@@ -95,21 +95,21 @@ def flag(request: Any, name: str, default: bool) -> bool:
     return "true" in words if words else default
 
 
-def sampling(request: Any) -> dict[str, Any]:
-    """Input sampling_parameters and the request's parameters, where Triton's vLLM backend takes them too, in one.
+def sampling(request: Any, name: str) -> dict[str, Any]:
+    """The named JSON input and the request's parameters, where Triton's vLLM backend takes them too, in one.
 
     Which keys there are, and what they may be, is not checked here. Raises InvalidRequest where one is given twice.
     """
-    merged = dict(json_value(request, "sampling_parameters", dict) or {})
-    for name, value in _parameters(request):
-        if name not in FLAGS and merged.setdefault(name, value) != value:
-            raise _given_twice(name, merged[name], value)
+    merged = dict(json_value(request, name, dict) or {})
+    for key, value in _parameters(request):
+        if key not in FLAGS and merged.setdefault(key, value) != value:
+            raise _given_twice(key, merged[key], value)
     return merged
 
 
-def sampling_text(request: Any) -> str | None:
+def sampling_text(request: Any, name: str) -> str | None:
     """The same as JSON, to be handed on; without request parameters the input as it came, unchecked."""
-    return json.dumps(sampling(request)) if _parameters(request) else text(request, "sampling_parameters")
+    return json.dumps(sampling(request, name)) if _parameters(request) else text(request, name)
 
 
 def _parameters(request: Any) -> list[tuple[str, Any]]:
