@@ -55,7 +55,16 @@ def fits(given: tuple, wanted: tuple) -> bool:
 def tensors_named(file: Path) -> tuple[set[str], set[str]]:
     """The tensor names a stage's code reads and writes: string arguments of the functions that do it."""
     readers, writers = (
-        {"array", "text", "flag", "byte_strings", "json_value", "get_input_tensor_by_name"},
+        {
+            "array",
+            "text",
+            "flag",
+            "byte_strings",
+            "json_value",
+            "sampling",
+            "sampling_text",
+            "get_input_tensor_by_name",
+        },
         {
             "output",
             "text_output",

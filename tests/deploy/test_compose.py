@@ -184,7 +184,9 @@ def test_the_containers_pins_are_the_projects():
 
     ours, container = pins(ROOT / "requirements.txt"), pins(ROOT / "deploy" / "requirements-container.txt")
     ours.pop("onnxruntime", None)
-    assert container.pop("onnxruntime") == "1.23.2"  # the last for the container's Python 3.10
+    # The last ones for the container's Python 3.10.
+    assert container.pop("onnxruntime") == "1.23.2"
+    assert container.pop("pillow") == "12.3.0"
     assert container
     assert {name: ours.get(name) for name in container} == container
 

@@ -96,9 +96,14 @@ class MetricFamily:
 class InferenceRequest:
     """A request as a stage gets it."""
 
-    def __init__(self, inputs: list[Tensor], request_id: str = "", timeout: int = 0) -> None:
+    def __init__(self, inputs: list[Tensor], request_id: str = "", timeout: int = 0, parameters: str = "{}") -> None:
         self.tensors, self.id, self.microseconds = inputs, request_id, timeout
+        self.sent_parameters = parameters
         self.sender = Sender()
+
+    def parameters(self) -> str:
+        """JSON, in which a name may stand twice."""
+        return self.sent_parameters
 
     def inputs(self) -> list[Tensor]:
         return self.tensors

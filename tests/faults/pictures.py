@@ -10,7 +10,15 @@ import numpy as np
 from PIL import Image
 from preprocess.encoded_pictures import exif, png_of_size, saved, sixteen_bit_png, smooth, with_jpeg_size
 
-__all__ = ["largest_webp", "many_chunks_png", "many_chunks_webp", "png_of_size", "seeds", "with_jpeg_size"]
+__all__ = [
+    "grey_of_12_bits",
+    "largest_webp",
+    "many_chunks_png",
+    "many_chunks_webp",
+    "png_of_size",
+    "seeds",
+    "with_jpeg_size",
+]
 
 SIDE = 40
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -35,12 +43,20 @@ def seeds() -> dict[str, bytes]:
         "png alpha": saved(alpha, "PNG"),
         "png interlaced": interlaced_png(rgba[..., :3]),
         "png rotated": saved(rgb, "PNG", exif=exif(8)),
+        "png 16 bit grey of 8": sixteen_bit_png(rgba[..., 0].astype(np.uint16)),
         "webp": saved(rgb, "WEBP", quality=80),
         "webp lossless": saved(rgb, "WEBP", lossless=True),
         "webp alpha": saved(alpha, "WEBP", quality=80),
         "webp rotated": saved(rgb, "WEBP", exif=exif(3)),
+        "webp rotated by XMP": saved(rgb, "WEBP", xmp=b'<x tiff:Orientation="6">'),
+        "jpeg rotated by XMP": saved(rgb, "JPEG", xmp=b'<x tiff:Orientation="6">'),
         "one pixel wide, rotated": saved(Image.fromarray(rgba[:, :1, :3]), "PNG", exif=exif(3)),
     }
+
+
+def grey_of_12_bits() -> bytes:
+    """A 16-bit grey PNG of a camera that has 12."""
+    return sixteen_bit_png(np.linspace(0, 4095, SIDE * SIDE).astype(np.uint16).reshape(SIDE, SIDE))
 
 
 def interlaced_png(pixels: np.ndarray) -> bytes:
@@ -69,8 +85,8 @@ def many_chunks_png(count: int) -> bytes:
 
 
 def many_chunks_webp(count: int) -> bytes:
-    """A WebP with ``count`` empty chunks, 8 bytes each."""
-    return riff(seeds()["webp"][12:] + b"JUNK\0\0\0\0" * count)
+    """A WebP with ``count`` empty chunks, 8 bytes each; without VP8X all but the first would be passed over."""
+    return riff(seeds()["webp rotated"][12:] + b"JUNK\0\0\0\0" * count)
 
 
 def largest_webp() -> bytes:

@@ -238,6 +238,18 @@ def test_a_timeout_travels_in_the_sampling_parameters(backend, monkeypatch):
     assert sent == {'{"timeout_us": 500, "max_tokens": 3}', "not json"}
 
 
+@pytest.mark.parametrize("kind", [unary, stream])
+def test_request_parameters_travel_in_the_sampling_parameters(kind, backend, monkeypatch):
+    ensemble = Ensemble(lambda _: [LAST])
+    front = started(kind, "front", ensemble, monkeypatch)
+    parameters = '{"id": "7", "top_k": 5, "stream": false, "exclude_input_in_output": true, "timeout": 900}'
+    front.execute([InferenceRequest([strings("sampling_parameters", b'{"max_tokens": 3}')], parameters=parameters)])
+    front.finalize()
+    (sent,) = ensemble.requests.values()
+    assert json.loads(sent.sampling) == {"max_tokens": 3, "top_k": 5, "timeout_us": 900}
+    assert not sent.stream and sent.exclude_input
+
+
 def test_text_that_is_not_utf8_is_refused_here(backend, monkeypatch):
     front = started(unary, "vlm_unary", Ensemble(lambda _: [LAST]), monkeypatch)
     request = InferenceRequest([strings("text_input", b"\xff")])

@@ -84,10 +84,23 @@ def test_a_jpeg_that_the_decoder_gives_up_is_refused(kind: str, enough: tuple[in
         decode(bytes(broken), enough=enough)
 
 
-def test_16_bit_grey_keeps_the_high_byte() -> None:
-    grey = pictures.smooth(40, 30, 1)[..., 0]
-    found = decode(pictures.sixteen_bit_png(grey.astype(np.uint16) * 256 + 200))
-    assert np.array_equal(found, np.repeat(grey[..., None], 3, axis=2))
+@pytest.mark.parametrize(("factor", "offset", "shift"), [(256, 200, 8), (16, 4096, 8), (1, 0, 0)])
+def test_16_bit_grey_of_16_and_of_8_bits(factor: int, offset: int, shift: int) -> None:
+    """Full samples keep the high byte; samples that fit 8 bits are no blacker than Pillow has them."""
+    grey = pictures.smooth(40, 30, 1)[..., 0].astype(np.uint16) * factor + offset
+    data = pictures.sixteen_bit_png(grey)
+    found = decode(data)
+    assert np.array_equal(found, np.repeat((grey >> shift)[..., None], 3, axis=2))
+    if not shift:
+        assert np.array_equal(found, by_pillow(data))
+
+
+@pytest.mark.parametrize("largest", [256, 1023, 4095])
+def test_16_bit_grey_of_fewer_bits_is_refused(largest: int) -> None:
+    grey = np.full((30, 40), largest, np.uint16)
+    grey[:10] = 7
+    with pytest.raises(InvalidRequest, match=f"image is 16-bit grey whose largest sample is {largest}:"):
+        decode(pictures.sixteen_bit_png(grey))
 
 
 def test_base64_text_and_data_urls() -> None:
@@ -148,7 +161,7 @@ def test_bad_bytes(data: bytes, word: str) -> None:
 @pytest.mark.parametrize("data", [pictures.png_of_size(60_000, 60_000), pictures.with_jpeg_size(JPEG, 65_000, 65_000)])
 def test_decompression_bombs_are_refused_before_decoding(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cv2.imdecode", lambda *_: pytest.fail("decoded"))
-    monkeypatch.setattr("cv2.imread", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr("tessera.preprocess.decode.decode_jpeg", lambda *_, **__: pytest.fail("decoded"))
     with pytest.raises(InvalidRequest, match=r"megapixels; the limit is 50"):
         decode(data)
 

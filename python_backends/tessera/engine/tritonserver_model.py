@@ -120,7 +120,7 @@ def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[R
     if input_ids is None or spans is None:
         raise InvalidRequest("language_model wants INPUT_IDS and SPANS; clients talk to the ensemble 'vlm'")
     digest, positions = tensors.array(request, "DIGEST"), tensors.array(request, "POSITIONS")
-    sampling = SamplingParameters.parse(tensors.json_value(request, "sampling_parameters", dict))
+    sampling = SamplingParameters.parse(tensors.sampling(request, "sampling_parameters"))
     rows = pb_utils.get_input_tensor_by_name(request, "EMBEDDINGS")
     whole = Request(
         request_id=request.request_id(),

@@ -122,7 +122,7 @@ class Front(ABC):
 
     def _read(self, request: Any) -> Request:
         """The client's tensors, unchecked: that is for preprocess to do."""
-        sampling = tensors.text(request, "sampling_parameters")
+        sampling = tensors.sampling_text(request, "sampling_parameters")
         return Request(
             text=tensors.text(request, "text_input"),
             messages=tensors.text(request, "messages"),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import base64
-import os
+import io
 import re
 from dataclasses import dataclass
 
 import cv2
 import numpy as np
+from simplejpeg import decode_jpeg
 
 from tessera.errors import InvalidRequest
-from tessera.preprocess.headers import Header, image_format, plain_png, read_header
+from tessera.preprocess.headers import Header, image_format, plain_png, plain_webp, read_header
 
 # A progressive JPEG redraws the picture in every scan; a hostile one has thousands.
 FULL_SIZE_PASSES = 16
@@ -19,14 +20,11 @@ URL = re.compile(rb"(?i)(https?|file|[a-z][a-z0-9+.-]{1,15}(?=://)):")
 # How JPEG, PNG and WebP begin in base64.
 BASE64_MAGIC = (b"/9j/", b"iVBORw0KGgo", b"UklGR")
 FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+GREY_16_FLAGS = cv2.IMREAD_GRAYSCALE | cv2.IMREAD_ANYDEPTH | cv2.IMREAD_IGNORE_ORIENTATION
 # A JPEG decoder can leave out high frequencies: as many pixels less a side, for a part of the time.
-# Without the bit for BGR, which OpenCV 5 refuses beside the one for RGB.
-REDUCED = {
-    8: cv2.IMREAD_REDUCED_COLOR_8 & ~cv2.IMREAD_COLOR,
-    4: cv2.IMREAD_REDUCED_COLOR_4 & ~cv2.IMREAD_COLOR,
-    2: cv2.IMREAD_REDUCED_COLOR_2 & ~cv2.IMREAD_COLOR,
-    1: 0,
-}
+DIVISORS = (8, 4, 2)
+GREY_16 = b"\x10\x00"  # in a PNG's IHDR: bits a sample, colour type
+UNSCALED_GREY = 4096  # 16-bit grey in which no sample reaches this is of fewer bits, or very dark
 
 
 @dataclass(frozen=True)
@@ -97,47 +95,75 @@ def decode(
     """Upright RGB pixels, uint8 [H, W, 3]; raises InvalidRequest.
 
     As Pillow's ``convert("RGB")`` after ``exif_transpose``: alpha is dropped, palettes, grey and CMYK are converted.
-    16-bit samples keep their high byte (Pillow clips 16-bit grey at 255 instead).
+    16-bit samples keep their high byte; 16-bit grey that holds no more than 8 bits keeps its low one, and is refused
+    where neither is sure (Pillow clips all 16-bit grey at 255). A damaged JPEG is answered where Pillow answers it.
     ``enough`` is (width, height) in pixels: a JPEG may come out at 1/2, 1/4 or 1/8 of its size where neither side
     falls below it. Other formats always keep their size.
     """
     header = read_checked_header(data, limits, name)
-    try:
-        pixels = _decode_jpeg(data, header, enough) if header.format == "JPEG" else _decode_other(data, header)
-    except cv2.error:
-        pixels = None
+    pixels = _decode_jpeg(data, header, enough) if header.format == "JPEG" else _decode_other(data, header, name)
     if pixels is None:
         raise InvalidRequest(f"{name} is a damaged or truncated {header.format}; its pixels cannot be decoded")
     return upright(pixels, header.orientation)
 
 
-def _decode_other(data: bytes, header: Header) -> np.ndarray | None:
-    if header.format == "PNG":
-        data = plain_png(data)
-    pixels = cv2.imdecode(np.frombuffer(data, dtype=np.uint8), FLAGS)
-    expected = pixels is not None and pixels.shape == (header.height, header.width, 3) and pixels.dtype == np.uint8
-    return pixels if expected else None
+def _decode_other(data: bytes, header: Header, name: str) -> np.ndarray | None:
+    grey_16 = header.format == "PNG" and data[24:26] == GREY_16
+    plain = np.frombuffer(plain_png(data) if header.format == "PNG" else plain_webp(data), dtype=np.uint8)
+    try:
+        pixels = cv2.imdecode(plain, GREY_16_FLAGS if grey_16 else FLAGS)
+    except cv2.error:
+        return None
+    if pixels is None or pixels.shape[:2] != (header.height, header.width):
+        return None
+    return _rgb_of_grey_16(pixels, name) if grey_16 else pixels
+
+
+def _rgb_of_grey_16(grey: np.ndarray, name: str) -> np.ndarray:
+    """uint16 [H, W] as uint8 RGB: samples that fit 8 bits as they are, the high byte of those that fill 16."""
+    largest = int(grey.max())
+    if 256 <= largest < UNSCALED_GREY:
+        raise InvalidRequest(
+            f"{name} is 16-bit grey whose largest sample is {largest}: whether that is dark, or white in fewer bits, "
+            "cannot be told; save it with 8 bits, or scaled to all 16"
+        )
+    return cv2.cvtColor((grey if largest < 256 else grey >> 8).astype(np.uint8), cv2.COLOR_GRAY2RGB)
 
 
 def _decode_jpeg(data: bytes, header: Header, enough: tuple[int, int] | None) -> np.ndarray | None:
-    """Straight into the result: imdecode copies the picture once more, which takes more time and memory."""
     divisor = _divisor(header.upright_size, enough)
-    pixels = np.empty((-(-header.height // divisor), -(-header.width // divisor), 3), dtype=np.uint8)
-    # imread does not say when it gives up. Rows are written from the top, so the last one tells: it must lose its mark.
-    mark = np.frombuffer(os.urandom(pixels[-1].size), dtype=np.uint8).reshape(pixels[-1].shape)
-    pixels[-1] = mark
-    with open(os.memfd_create("picture"), "wb") as file:
-        file.write(data)
-        file.flush()
-        cv2.imread(f"/proc/self/fd/{file.fileno()}", pixels, FLAGS | REDUCED[divisor])
-    return None if np.array_equal(pixels[-1], mark) else pixels
+    height, width = -(-header.height // divisor), -(-header.width // divisor)
+    # The size that was checked, whatever the decoder finds in the file: a larger picture does not fit.
+    pixels = np.empty((height, width, 3), dtype=np.uint8)
+    try:
+        found = decode_jpeg(data, "RGB", min_height=height, min_width=width, buffer=pixels, strict=True)
+    except ValueError:
+        found = _decode_damaged_jpeg(data, header, divisor)
+    return found if found is not None and found.shape == pixels.shape else None
+
+
+def _decode_damaged_jpeg(data: bytes, header: Header, divisor: int) -> np.ndarray | None:
+    """What Pillow makes of a file that libjpeg warns of or gives up; None where Pillow gives up too.
+
+    libjpeg repairs much, and only Pillow, which costs twice the time, tells what it repaired from what it gave up.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
+            if image.size != (header.width, header.height):  # not the size that was checked
+                return None
+            image.draft(None, (header.width // divisor, header.height // divisor))
+            return np.array(image.convert("RGB"))
+    except Exception:  # damaged files make it raise all sorts
+        return None
 
 
 def _divisor(size: tuple[int, int], enough: tuple[int, int] | None) -> int:
-    """The largest of REDUCED that leaves ``enough`` pixels on both sides."""
+    """The largest of DIVISORS that leaves ``enough`` pixels on both sides, or 1."""
     if enough is None:
         return 1
-    return next((d for d in REDUCED if all(side >= d * least for side, least in zip(size, enough))), 1)
+    return next((d for d in DIVISORS if all(side >= d * least for side, least in zip(size, enough))), 1)
 
 
 def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:

@@ -53,7 +53,7 @@ class TritonPythonModel:
         try:
             if tensors.text(request, "PING") is not None:
                 return _pong(received)
-            sampling = tensors.json_value(request, "sampling_parameters", dict) or {}
+            sampling = tensors.sampling(request, "sampling_parameters")
             deadline = deadline_ns(request, sampling, received)
             # The engine checks both again, but would refuse only after all the other work.
             answer = SamplingParameters.parse(sampling).max_tokens

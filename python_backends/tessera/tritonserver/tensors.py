@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,10 @@ from tessera.errors import InvalidRequest
 # What parsing may cost: JSON of small values takes a hundred times its own size in memory.
 JSON_VALUES = 250_000
 JSON_DEPTH = 32
+# Request parameters that are the server's own, its clients' or a forwarded header's. The generate endpoints hand on all
+# that a body has beside the inputs, the id and what the infer endpoint keeps to itself included.
+NOT_OURS = re.compile(r"id|model|priority|sequence_\w+|binary_data_output|headers|traceparent|triton_\w+|.*-.*")
+FLAGS = ("stream", "exclude_input_in_output")
 
 
 def array(request: Any, name: str) -> np.ndarray | None:
@@ -78,9 +83,50 @@ def _deeper_than(levels: int, value: Any) -> bool:
 
 
 def flag(request: Any, name: str, default: bool) -> bool:
-    """The single element of a BOOL[1] input."""
+    """The single element of a BOOL[1] input, or the request parameter of that name. Raises InvalidRequest."""
     values = array(request, name)
-    return default if values is None or values.size == 0 else bool(values.reshape(-1)[0])
+    given = [] if values is None else [bool(value) for value in values.reshape(-1)[:1]]
+    given += [value for key, value in _parameters(request) if key == name]
+    words = {str(value).lower() for value in given}
+    if len(words) > 1:
+        raise _given_twice(name, given[0], given[-1])
+    if not words <= {"true", "false"}:
+        raise InvalidRequest(f"request parameter '{name}' must be true or false, not {given[0]!r:.50}")
+    return "true" in words if words else default
+
+
+def sampling(request: Any, name: str) -> dict[str, Any]:
+    """The named JSON input and the request's parameters, where Triton's vLLM backend takes them too, in one.
+
+    Which keys there are, and what they may be, is not checked here. Raises InvalidRequest where one is given twice.
+    """
+    merged = dict(json_value(request, name, dict) or {})
+    for key, value in _parameters(request):
+        if key not in FLAGS and merged.setdefault(key, value) != value:
+            raise _given_twice(key, merged[key], value)
+    return merged
+
+
+def sampling_text(request: Any, name: str) -> str | None:
+    """The same as JSON, to be handed on; without request parameters the input as it came, unchecked."""
+    return json.dumps(sampling(request, name)) if _parameters(request) else text(request, name)
+
+
+def _parameters(request: Any) -> list[tuple[str, Any]]:
+    """Names and values; a name twice where the body and its "parameters" both have it. `timeout` as deadline.py has it.
+
+    `timeout` is here where the server did not take it for itself: from the generate endpoints.
+    """
+    pairs = json.loads(request.parameters() or "{}", object_pairs_hook=list)
+    return [
+        ("timeout_us" if name == "timeout" else name, value) for name, value in pairs if not NOT_OURS.fullmatch(name)
+    ]
+
+
+def _given_twice(name: str, first: Any, second: Any) -> InvalidRequest:
+    return InvalidRequest(
+        f"'{name}' is given twice: {first!r:.50} and, as a request parameter, {second!r:.50}; send one of them"
+    )
 
 
 def output(name: str, values: np.ndarray) -> Any:

@@ -1,0 +1,150 @@
+"""Damaged files against Pillow: what it refuses is not answered, and of JPEGs and WebPs what it opens is."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator
+
+import encoded_pictures as pictures
+import numpy as np
+import pytest
+from faults import mutations
+from PIL import Image, ImageOps
+
+from tessera.errors import InvalidRequest
+from tessera.preprocess.decode import Limits, decode
+
+CORPUS = pictures.corpus() | {
+    f"{kind} large": pictures.saved(Image.fromarray(pictures.smooth(320, 240)), kind, **options)
+    for kind, options in {"JPEG": {"quality": 90}, "WEBP": {"lossless": True}, "PNG": {}}.items()
+}
+LIMITS = Limits(max_pixels=4_000_000)
+PER_FILE = 60
+JPEG = CORPUS["jpeg"]
+
+
+def by_pillow(data: bytes) -> np.ndarray | None:
+    """Its pixels, unturned where it does not understand the EXIF block; None where it gives up."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image = Image.open(io.BytesIO(data), formats=["JPEG", "PNG", "WEBP"])
+            if image.width * image.height > LIMITS.max_pixels:
+                return None
+            rgb = image.convert("RGB")
+            try:
+                return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+            except Exception:
+                return np.asarray(rgb)
+    except Exception:
+        return None
+
+
+def by_us(data: bytes) -> np.ndarray | None:
+    try:
+        return decode(data, LIMITS)
+    except InvalidRequest:
+        return None
+
+
+def mutants(name: str) -> Iterator[bytes]:
+    """Damaged parts, headers, EXIF blocks and splices; and up to four bytes changed anywhere."""
+    dice = np.random.default_rng(sum(name.encode()))
+    donors = list(CORPUS.values())
+    for number in range(PER_FILE):
+        if number % 2:
+            yield mutations.picture(dice, CORPUS[name], donors[dice.integers(len(donors))])
+            continue
+        data = bytearray(CORPUS[name])
+        for _ in range(dice.choice([1, 1, 2, 4])):
+            data[dice.integers(len(data))] = dice.integers(256)
+        yield bytes(data)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", list(CORPUS))
+def test_as_pillow(name: str) -> None:
+    both = 0
+    for number, data in enumerate(mutants(name)):
+        expected, found = by_pillow(data), by_us(data)
+        if expected is None and "animated" in name and found is not None:  # frames behind the one that counts
+            assert np.array_equal(found, by_pillow(CORPUS[name]))
+            continue
+        assert found is None or expected is not None, f"mutant {number} is answered though Pillow refuses it"
+        if found is None:
+            # Stricter than Pillow: checksums and the end of a PNG, the polarity of CMYK, the end of a JPEG.
+            kept = "png" in name.lower() or "cmyk" in name or b"\xff\xd9" not in data[-4000:]
+            assert expected is None or kept, f"mutant {number} is refused though Pillow opens it"
+            continue
+        both += 1
+        assert found.shape == expected.shape
+        assert np.abs(found - expected.astype(int)).max() <= (2 if "cmyk" in name else 0), f"mutant {number}"
+    assert both
+
+
+def segment(marker: int, body: bytes, stated: int) -> bytes:
+    return bytes([0xFF, marker]) + stated.to_bytes(2, "big") + body
+
+
+@pytest.mark.parametrize("stated", [0, 1, 2, 30, 45, 60])
+@pytest.mark.parametrize("marker", [0xE1, 0xE2, 0xED, 0xEF, 0xFE])
+def test_a_jpeg_whose_app_segment_states_a_wrong_length(marker: int, stated: int) -> None:
+    """43 bytes follow, 45 with the length: decoders pass over what is left of it, or over the next segment."""
+    data = JPEG[:2] + segment(marker, bytes(range(1, 44)), stated) + JPEG[2:]
+    assert np.array_equal(decode(data), by_pillow(data))
+    assert np.array_equal(decode(data), decode(JPEG))
+
+
+@pytest.mark.parametrize("junk", [b"\0", b"junk", b"\xff\0\xff\xff"])
+def test_junk_between_the_segments_of_a_jpeg(junk: bytes) -> None:
+    at = JPEG.index(b"\xff\xdb")
+    data = JPEG[:at] + junk + JPEG[at:]
+    expected, found = by_pillow(data), by_us(data)
+    assert np.array_equal(found, expected) if expected is not None else found is None
+
+
+@pytest.mark.parametrize("enough", [None, (20, 14)])
+def test_a_jpeg_with_a_damaged_scan_is_pillows_repair_or_refused(enough: tuple[int, int] | None) -> None:
+    scan = JPEG.index(b"\xff\xda") + 14
+    repaired = JPEG[: scan + 200] + JPEG[scan + 230 :]
+    expected = by_pillow(repaired)
+    found = decode(repaired, enough=enough)
+    if enough is None:
+        assert np.array_equal(found, expected)
+    else:
+        with Image.open(io.BytesIO(repaired)) as image:
+            image.draft(None, (90 // 4, 60 // 4))
+            assert np.array_equal(found, np.asarray(image.convert("RGB")))
+    given_up = JPEG[: scan + 200] + b"\xff\x12" + JPEG[scan + 200 :]
+    assert by_pillow(given_up) is None
+    with pytest.raises(InvalidRequest, match="damaged or truncated JPEG"):
+        decode(given_up, enough=enough)
+
+
+def test_a_decoder_that_finds_another_size_than_was_checked_is_not_followed() -> None:
+    """A second frame header, which libjpeg refuses, must not widen what is decoded."""
+    frame = JPEG.index(b"\xff\xc0")
+    with pytest.raises(InvalidRequest):
+        decode(JPEG[:frame] + pictures.with_jpeg_size(JPEG, 4000, 4000)[frame : frame + 19] + JPEG[frame:])
+
+
+@pytest.mark.parametrize("place", [b"eXIf", b"IHDR"])
+def test_a_png_chunk_with_a_wrong_checksum(place: bytes) -> None:
+    data = bytearray(CORPUS["png exif"])
+    data[data.index(place) + 12] ^= 1
+    assert by_pillow(bytes(data)) is None
+    with pytest.raises(InvalidRequest, match=f"wrong checksum of chunk '{place.decode()}'"):
+        decode(bytes(data))
+
+
+def test_a_damaged_webp_is_not_filled_from_the_chunk_behind_it() -> None:
+    """With metadata behind them, broken pixels used to be completed from its bytes."""
+    data = CORPUS["webp exif"]
+    broken = 0
+    for at in range(data.index(b"VP8 ") + 30, data.index(b"EXIF") - 4):
+        damaged = data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :]
+        if by_pillow(damaged) is None:
+            broken += 1
+            assert by_us(damaged) is None
+    assert broken

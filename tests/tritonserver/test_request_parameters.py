@@ -1,0 +1,87 @@
+"""What a request's own parameters, beside its inputs, mean: as in Triton's vLLM backend, and never ignored."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.backend import InferenceRequest, Tensor, strings
+
+from tessera.errors import InvalidRequest
+from tessera.sampling import SamplingParameters
+from tessera.tritonserver import tensors
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+def request(parameters: dict[str, Any] | str, sampling: dict[str, Any] | None = None, *inputs: Tensor) -> Any:
+    text = parameters if isinstance(parameters, str) else json.dumps(parameters)
+    given = [] if sampling is None else [strings("sampling_parameters", json.dumps(sampling).encode())]
+    return InferenceRequest([*given, *inputs], parameters=text)
+
+
+def sampling(given: Any) -> dict[str, Any]:
+    return tensors.sampling(given, "sampling_parameters")
+
+
+def sampling_text(given: Any) -> str:
+    return tensors.sampling_text(given, "sampling_parameters") or ""
+
+
+def test_parameters_are_sampling_parameters() -> None:
+    given = {"max_tokens": 2, "temperature": 0.5, "ignore_eos": True, "stop": "end", "top_k": "7"}
+    assert sampling(request(given)) == given
+    assert sampling(request(given, {"seed": 3, "max_tokens": 2})) == {**given, "seed": 3}
+    assert json.loads(sampling_text(request(given, {"seed": 3}))) == {**given, "seed": 3}
+
+
+@pytest.mark.parametrize("parameters", ["", "{}", '{"id": "7"}', '{"stream": true}'])
+def test_without_any_the_input_counts(parameters: str) -> None:
+    assert sampling(request(parameters)) == {}
+    assert sampling(request(parameters, {"seed": 3})) == {"seed": 3}
+    assert json.loads(sampling_text(request(parameters, {"seed": 3}))) == {"seed": 3}
+
+
+def test_what_is_unknown_is_refused_by_name() -> None:
+    for name in ("max_token", "best_of", "text_input"):
+        with pytest.raises(InvalidRequest, match=f"unknown key '{name}'"):
+            SamplingParameters.parse(sampling(request({name: 2})))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["id", "model", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output", "headers",
+     "triton_enable_empty_final_response", "traceparent", "x-request-id"],
+)  # fmt: skip
+def test_the_servers_and_its_clients_own_are_passed_over(name: str) -> None:
+    assert sampling(request({name: 5, "max_tokens": 2})) == {"max_tokens": 2}
+
+
+def test_a_timeout_that_the_server_did_not_take_is_ours() -> None:
+    assert sampling(request({"timeout": 900})) == {"timeout_us": 900}
+
+
+def test_a_key_given_twice_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="'max_tokens' is given twice: 3 and, as a request parameter, 2"):
+        sampling(request({"max_tokens": 2}, {"max_tokens": 3}))
+    with pytest.raises(InvalidRequest, match="'top_k' is given twice: 1 and, as a request parameter, 2"):
+        sampling(request('{"top_k": 1, "top_k": 2}'))
+    with pytest.raises(InvalidRequest, match="'timeout_us' is given twice"):
+        sampling(request({"timeout": 2}, {"timeout_us": 3}))
+
+
+@pytest.mark.parametrize("name", tensors.FLAGS)
+def test_flags(name: str) -> None:
+    tensor = Tensor(name, np.array([True]))
+    assert tensors.flag(request({}), name, True) and not tensors.flag(request({}), name, False)
+    for value in (True, "true", "True"):
+        assert tensors.flag(request({name: value}), name, False)
+        assert tensors.flag(request({name: value}, None, tensor), name, False)
+    assert not tensors.flag(request({name: False}), name, True)
+    with pytest.raises(InvalidRequest, match=f"'{name}' is given twice: True and, as a request parameter, False"):
+        tensors.flag(request({name: False}, None, tensor), name, True)
+    for value in (2, "yes", 0.5):
+        with pytest.raises(InvalidRequest, match=f"'{name}' must be true or false"):
+            tensors.flag(request({name: value}), name, True)
