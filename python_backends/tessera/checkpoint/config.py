@@ -84,7 +84,8 @@ class CheckpointConfig:
     ``vision_feature_layer`` counts hidden states as the reference does: -1 is the output of the last layer.
     ``image_token_id`` is None where only the tokenizer knows it. ``processor`` merges
     preprocessor_config.json and the image processor's part of processor_config.json. ``dtype`` is the name of
-    the stored one, such as "bfloat16".
+    the stored one, such as "bfloat16". ``conversation`` names the turn template of ``family/conversation.py``, None
+    where the checkpoint has a chat template; ``system_message`` is config.json's own, None where it states none.
     """
 
     folder: Path
@@ -102,6 +103,8 @@ class CheckpointConfig:
     raw: dict[str, Any]
     processor: dict[str, Any]
     dtype: str = "float32"
+    conversation: str | None = None
+    system_message: str | None = None
 
     @property
     def tokens_per_tile(self) -> int:
@@ -175,6 +178,8 @@ def _read_internvl_chat(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
         vision_feature_layer=raw.get("select_layer", -1),
         projector_hidden_act="gelu",
         image_token_id=raw.get("img_context_token_id"),
+        conversation=str(raw.get("template")),
+        system_message=raw.get("system_message"),
     )
 
 

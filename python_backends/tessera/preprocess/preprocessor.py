@@ -12,7 +12,6 @@ import numpy as np
 from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.family.chat import Chat, parse_chat
-from tessera.family.conversation import conversation_for
 from tessera.family.digest import checkpoint_id, digest
 from tessera.family.encoded_picture import FRAME, KIND_ENCODED, LEAST_SIDE, EncodedPicture
 from tessera.family.family import ImagePlan, ModelFamily
@@ -97,8 +96,7 @@ class Preprocessor:
         settings = settings or PreprocessSettings()
         config = read_config(folder)
         family = family_for(config)
-        bos = conversation_for(config.raw).bos if config.layout == "internvl_chat" else None
-        tokenizer = Tokenizer.from_folder(config.folder, bos)
+        tokenizer = Tokenizer.from_folder(config.folder)
         prompts = PromptBuilder(config, family, tokenizer, settings.context_length, settings.system)
         return Preprocessor(family, prompts, checkpoint_id(config.folder), settings)
 

@@ -40,6 +40,7 @@ class TritonPythonModel:
                 resize=resize,
                 tile_policy=settings.text("tile_policy") or None,
                 gpu_pixels=settings.integer("gpu_pixels"),
+                context_length=settings.integer("max_model_len") or None,
             ),
         )
         self._blank_tile = _blank_tile(self._preprocessor, settings.text("pictures_as"), settings.integer("gpu_pixels"))
