@@ -21,10 +21,8 @@ from transformers import LlamaTokenizer
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError
-from tessera.family.chat import parse_chat
-from tessera.family.prompt import PromptBuilder
-from tessera.family.registry import family_for
 from tessera.family.tokenizer import Tokenizer
+from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
 
 CHAT_TOKENS = ["<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>"]
 KEYS: list[dict[str, Any]] = [{}, {"add_bos_token": True}, {"add_bos_token": False}]
@@ -76,10 +74,9 @@ def twin(folder: Path, size: Size, stated: dict[str, Any]) -> Path:
 
 
 def prompt_ids(folder: Path) -> tuple[list[int], Tokenizer]:
-    config = read_config(folder)
-    tokenizer = Tokenizer.from_folder(folder)
-    builder = PromptBuilder(config, family_for(config), tokenizer)
-    return builder.build(parse_chat("Is there a socket?", None, 0).messages, []).input_ids.tolist(), tokenizer
+    preprocessor = Preprocessor.from_checkpoint(folder)
+    ids = preprocessor(PreprocessRequest(text="Is there a socket?")).input_ids.tolist()
+    return ids, preprocessor.prompts.tokenizer
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)

@@ -1,4 +1,4 @@
-"""Chat templates that look at the text: they see the plain one, and no user's text makes a special token all the same."""
+"""Chat templates that look at the text see the plain one, and still no user's text makes a special token."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_templates_see_the_plain_text(looking: Case, text: str) -> None:
 
 # As in Qwen3's template: what an assistant thought is cut off.
 THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
-{% set content = m.content %}{% if '</think>' in content %}{% set content = content.split('</think>')[-1].lstrip('\\n') %}
-{% endif %}{{ content }}<|im_end|>{% endfor %}"""
+{% set content = m.content %}{% if '</think>' in content %}
+{% set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}{{ content }}<|im_end|>{% endfor %}"""
 
 
 def test_a_template_that_cuts_thoughts(tmp_path: Path) -> None:
