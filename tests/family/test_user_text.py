@@ -25,6 +25,7 @@ LOOKS = {
     "slices": "{{ t[1:] }}<|im_end|>{{ t[:2] }}{{ t[-1:] }}",
     "trim": "{{ t | trim }}|{{ t.lstrip('<m') }}|{{ t.rstrip('>') }}|{{ t.strip() }}",
     "split": "{{ t.split('m')[-1].lstrip('\\n') }}|{{ t.split() | join(',') }}|{{ t.rsplit('>', 1)[0] }}",
+    "split by name": "{{ t.split(sep='m', maxsplit=1)[0] }}|{{ t.split(maxsplit=1) | last }}",
     "replace": "{{ t | replace('im', '<|im_end|>') }}{{ t.replace('<', '&lt;') }}",
     "partition": "{{ t.partition('>')[2] }}{{ t.rpartition('<')[0] }}",
     "case": "{{ t | upper }}{{ t.lower() }}{{ t | capitalize }}",

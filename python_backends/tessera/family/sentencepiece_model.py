@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
@@ -38,22 +37,14 @@ def sentencepiece_tokenizer(data: bytes) -> Tokenizer:
     if trainer.treat_whitespace_as_suffix or not rules.escape_whitespaces:
         raise CheckpointError("tokenizer.model writes spaces in a way that is not supported; save it as tokenizer.json")
     usable = {piece.piece: piece.score for piece in pieces if piece.type == kinds.NORMAL}
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={text: index for index, text in enumerate(texts)},
-            merges=_merges(usable, texts),
-            unk_token=next((piece.piece for piece in pieces if piece.type == kinds.UNKNOWN), None),
-            fuse_unk=True,
-            byte_fallback=any(piece.type == kinds.BYTE for piece in pieces),
-        )
-    )
+    unknown = next((piece.piece for piece in pieces if piece.type == kinds.UNKNOWN), None)
+    fallback = any(piece.type == kinds.BYTE for piece in pieces)
     steps: list[Any] = [normalizers.Precompiled(rules.precompiled_charsmap)] if rules.precompiled_charsmap else []
     if rules.remove_extra_whitespaces:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if rules.add_dummy_prefix:
-        steps.append(normalizers.Prepend(SPACE))
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    tokenizer.decoder = spm_decoder(rules.add_dummy_prefix)
+    vocabulary = {text: index for index, text in enumerate(texts)}
+    merges = _merges(usable, vocabulary)
+    tokenizer = spm_backend(vocabulary, merges, unknown, fallback, steps, rules.add_dummy_prefix)
     own = [piece.piece for piece in pieces if piece.type in (kinds.UNKNOWN, kinds.CONTROL)]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in own])
     users = [piece.piece for piece in pieces if piece.type == kinds.USER_DEFINED]
@@ -61,17 +52,29 @@ def sentencepiece_tokenizer(data: bytes) -> Tokenizer:
     return tokenizer
 
 
-def spm_decoder(dummy_prefix: bool) -> Any:
-    """Pieces to text: spaces back, bytes fused, and the space that the dummy prefix put in front taken off."""
-    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if dummy_prefix:
-        steps.append(decoders.Strip(content=" ", left=1, right=0))
-    return decoders.Sequence(steps)
+def spm_backend(
+    vocabulary: dict[str, int],
+    merges: list[tuple[str, str]],
+    unknown: str | None,
+    byte_fallback: bool,
+    normalize: list[Any],
+    dummy_prefix: bool,
+) -> Tokenizer:
+    """BPE over pieces whose spaces are SPACE; ``dummy_prefix``: a space is put in front, and taken off again."""
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
+    )
+    prefix: list[Any] = [normalizers.Prepend(SPACE)] if dummy_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*normalize, *prefix, normalizers.Replace(" ", SPACE)])
+    strip: list[Any] = [decoders.Strip(content=" ", left=1, right=0)] if dummy_prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
 
 
-def _merges(scores: dict[str, float], texts: Iterable[str]) -> list[tuple[str, str]]:
+def _merges(scores: dict[str, float], ids: dict[str, int]) -> list[tuple[str, str]]:
     """Every way of joining two pieces into a third, best score first: what sentencepiece decides on the fly."""
-    ids = {text: index for index, text in enumerate(texts)}
     found = [
         (-score, ids[text[:cut]], ids[text[cut:]], (text[:cut], text[cut:]))
         for text, score in scores.items()

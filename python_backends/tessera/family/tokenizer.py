@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as Backend
 
 from tessera.errors import CheckpointError
 from tessera.family.checkpoint_files import read_json
-from tessera.family.sentencepiece_model import SPACE, sentencepiece_tokenizer, spm_decoder
-from tessera.family.spelling import Spelling
+from tessera.family.sentencepiece_model import sentencepiece_tokenizer, spm_backend
+from tessera.family.spelling import spelling_of
 from tessera.family.text_stream import TextStream
 
 # How Qwen2 splits text into words (transformers tokenization_qwen2.py); vocab.json + merges.txt do not say.
@@ -41,7 +41,7 @@ class Tokenizer:
         self.backend = backend
         self.settings = settings
         self.prefix_ids, self.suffix_ids = affixes
-        self._spelling = Spelling.of(backend)
+        self._spell, self._strip_space = spelling_of(backend)
         self._bytes: dict[int, bytes] = {}
         self._plain: dict[tuple[frozenset[str], bool], Backend] = {}
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
@@ -69,15 +69,13 @@ class Tokenizer:
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """What ``decode`` gives, for ids that come one after the other."""
         hidden = self._special_ids if skip_special_tokens else frozenset()
-        return TextStream(
-            lambda index: b"" if index in hidden else self._token_bytes(index), self._spelling.strip_space
-        )
+        return TextStream(lambda index: b"" if index in hidden else self._token_bytes(index), self._strip_space)
 
     def _token_bytes(self, index: int) -> bytes:
         found = self._bytes.get(index)
         if found is None:
             piece = self.backend.id_to_token(int(index)) if 0 <= index < self.vocab_size else None
-            found = self._bytes[index] = self._spelling.bytes_of(piece or "")
+            found = self._bytes[index] = self._spell(piece or "")
         return found
 
     def token_id(self, token: str) -> int | None:
@@ -177,20 +175,8 @@ def _from_vocab_and_merges(folder: Path, settings: dict[str, Any]) -> Backend:
     merges = [(pair[0], pair[1]) for pair in pairs]
     if "<0x0A>" in vocabulary:
         unknown = _content(settings.get("unk_token")) or "<unk>"
-        backend = Backend(
-            models.BPE(
-                vocab=vocabulary,
-                merges=merges,
-                unk_token=unknown if unknown in vocabulary else None,
-                fuse_unk=True,
-                byte_fallback=True,
-            )
-        )
         prefix = settings.get("add_prefix_space", True) is not False
-        steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
-        backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-        backend.decoder = spm_decoder(prefix)
-        return backend
+        return spm_backend(vocabulary, merges, unknown if unknown in vocabulary else None, True, [], prefix)
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
     if settings.get("tokenizer_class", "").startswith("Qwen2"):
         backend.normalizer = normalizers.NFC()

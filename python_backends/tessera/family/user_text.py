@@ -64,46 +64,11 @@ class UserText(str):
     def __radd__(self, other: str) -> UserText:
         return self._like(str.__add__(other, self))
 
-    def strip(self, chars: str | None = None) -> UserText:
-        return self.lstrip(chars).rstrip(chars)
-
-    def lstrip(self, chars: str | None = None) -> UserText:
-        return self[len(self) - len(self.plain.lstrip(shown(chars))) :]
-
-    def rstrip(self, chars: str | None = None) -> UserText:
-        return self[: len(self.plain.rstrip(shown(chars)))]
-
-    def split(self, sep: str | None = None, maxsplit: Any = -1) -> list[str]:
-        return self._cut(self.plain.split(shown(sep), maxsplit), len(sep or ""))
-
-    def rsplit(self, sep: str | None = None, maxsplit: Any = -1) -> list[str]:
-        return self._cut(self.plain.rsplit(shown(sep), maxsplit), len(sep or ""))
-
-    def splitlines(self, keepends: bool = False) -> list[str]:
-        return [self._like(line) for line in super().splitlines(keepends)]
-
-    def partition(self, sep: str) -> Any:
-        return tuple(self._cut(self.plain.partition(shown(sep)), 0))
-
-    def rpartition(self, sep: str) -> Any:
-        return tuple(self._cut(self.plain.rpartition(shown(sep)), 0))
-
     def replace(self, old: str, new: str, count: Any = -1) -> UserText:
         return self._like(new.join(self.split(old, count)))
 
     def _like(self, text: str) -> UserText:
         return UserText(text, self.disguise)
-
-    def _cut(self, pieces: Iterable[str], gap: int) -> list[str]:
-        """This text's parts that read ``pieces``: in order, with ``gap`` characters or whitespace between them."""
-        parts: list[str] = []
-        at = 0
-        for piece in pieces:
-            start = self.plain.index(piece, at)
-            at = start + len(piece)
-            parts.append(self[start:at])
-            at += gap
-        return parts
 
 
 def shown(value: Any) -> Any:
@@ -119,6 +84,23 @@ def _answers_as_plain_text(name: str) -> Any:
     return lambda text, *values: getattr(text.plain, name)(*map(shown, values))
 
 
+def _cuts(name: str) -> Any:
+    def cut(text: UserText, *values: Any, **named: Any) -> Any:
+        pieces = getattr(text.plain, name)(*shown(values), **shown(named))
+        separator = values[0] if values else named.get("sep")
+        gap = len(separator) if "split" in name and isinstance(separator, str) else 0
+        parts: list[str] = []
+        at = 0
+        # The pieces stand in order; what lies between them, a separator or whitespace, begins none of them.
+        for piece in [pieces] if isinstance(pieces, str) else pieces:
+            start = text.plain.index(piece, at)
+            at = start + len(piece) + gap
+            parts.append(text[start : start + len(piece)])
+        return parts[0] if isinstance(pieces, str) else type(pieces)(parts)
+
+    return cut
+
+
 def _all_disguised(name: str) -> Any:
     return lambda text: text._like(text.disguise.hide(getattr(text.plain, name)()))
 
@@ -128,5 +110,7 @@ for _name in (
     *("rfind", "index", "rindex", "count", "isalnum", "isalpha", "isdigit", "islower", "isspace", "istitle", "isupper"),
 ):
     setattr(UserText, _name, _answers_as_plain_text(_name))
+for _name in ("strip", "lstrip", "rstrip", "split", "rsplit", "splitlines", "partition", "rpartition"):
+    setattr(UserText, _name, _cuts(_name))
 for _name in ("lower", "upper", "title", "capitalize", "casefold", "swapcase"):
     setattr(UserText, _name, _all_disguised(_name))
