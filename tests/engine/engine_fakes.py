@@ -17,6 +17,7 @@ from tessera.engine.models.weights import randomize
 from tessera.engine.quantization.scheme import scheme_selector
 from tessera.engine.request import Request, SamplingParameters
 from tessera.engine.sequence import SampledToken
+from tessera.family.text_stream import TextStream
 
 EOS = 256
 VOCABULARY = 300
@@ -26,13 +27,12 @@ class ByteTokenizer:
     """Ids 0..255 are bytes, 256 is the special token <eos>; ids beyond it are not the tokenizer's."""
 
     def decode(self, ids, skip_special_tokens):
-        pieces = []
-        for token in ids:
-            if token < 256:
-                pieces.append(bytes([token]))
-            elif token == EOS and not skip_special_tokens:
-                pieces.append(b"<eos>")
-        return b"".join(pieces).decode("utf-8", errors="replace")
+        stream = self.stream(skip_special_tokens)
+        return stream.push(ids) + stream.end()
+
+    def stream(self, skip_special_tokens):
+        special = {} if skip_special_tokens else {EOS: b"<eos>"}
+        return TextStream(lambda token: bytes([token]) if token < 256 else special.get(token, b""))
 
     def encode(self, text, special):
         return list(text.encode())

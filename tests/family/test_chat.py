@@ -26,22 +26,45 @@ def test_images_without_places_stand_in_front() -> None:
 
 def test_markers_stay_where_they_are() -> None:
     chat = parse_chat("First <image>, second <image>.", None, 2)
-    assert chat.messages == (Message("user", "First <image>, second <image>."),)
+    assert chat.messages == (Message("user", "First <image>, second <image>.", markers=True),)
     assert chat.sources == (0, 1)
 
 
-def test_parts_markers_and_urls_are_taken_in_order() -> None:
+def test_parts_and_urls_are_taken_in_order() -> None:
     url = "data:image/jpeg;base64,AAAA"
     messages = [
         {"role": "system", "content": "An <image> here is text."},
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Like <image>?"}]},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Like this?"}]},
         {"role": "assistant", "content": "No, not <image>."},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url, "detail": "auto"}}]},
+        {"role": "user", "content": [{"type": "image"}]},
+    ]
+    chat = parse_chat(None, messages, 2)
+    assert chat.sources == (0, url, 1)
+    assert [message.role for message in chat.messages] == ["system", "user", "assistant", "user", "user"]
+
+
+def test_markers_of_several_turns_are_taken_in_order() -> None:
+    messages = [
+        {"role": "system", "content": "An <image> here is text."},
+        {"role": "user", "content": [{"type": "text", "text": "Like <image> and <image>?"}]},
+        {"role": "assistant", "content": "No, not <image>."},
         {"role": "user", "content": "And <image>?"},
     ]
     chat = parse_chat(None, messages, 3)
-    assert chat.sources == (0, 1, url, 2)
-    assert [message.role for message in chat.messages] == ["system", "user", "assistant", "user", "user"]
+    assert chat.sources == (0, 1, 2)
+    assert [message.markers for message in chat.messages] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("picture", [{"type": "image"}, {"type": "image_url", "image_url": {"url": "data:,"}}])
+def test_beside_image_parts_a_marker_is_text(picture: dict[str, Any]) -> None:
+    messages = [
+        {"role": "user", "content": "What does the tag <image> mean in this code?"},
+        {"role": "user", "content": [picture, {"type": "text", "text": "<image src=...>, <image>"}]},
+    ]
+    chat = parse_chat(None, messages, int(picture["type"] == "image"))
+    assert len(chat.sources) == 1
+    assert not any(message.markers for message in chat.messages)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import Qwen2Tokenizer
 
 from tessera.errors import CheckpointError
-from tessera.family.sentencepiece_model import SentencePieceModel
+from tessera.family.sentencepiece_model import sentencepiece_tokenizer
 from tessera.family.tokenizer import Tokenizer
 
 TEXTS = [
@@ -53,6 +53,7 @@ def train(folder: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:
     )
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.model").write_bytes(stream.getvalue())
+    folders.write(folder, "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"})
     return sentencepiece.SentencePieceProcessor(model_proto=stream.getvalue())
 
 
@@ -105,27 +106,12 @@ def test_internlm2_files(tmp_path: Path) -> None:
     assert ours.prefix_ids == [1]
 
 
-@pytest.mark.parametrize(
-    ("stated", "argument", "expected"),
-    [
-        ({}, None, True),
-        ({"add_bos_token": False}, None, False),
-        ({"add_bos_token": True}, False, True),
-        ({}, False, False),
-    ],
-)
-def test_bos_rule(tmp_path: Path, stated: dict[str, bool], argument: bool | None, expected: bool) -> None:
-    train(tmp_path)
-    settings_ = {"bos_token": {"content": "<s>"}, "tokenizer_class": "LlamaTokenizer", **stated}
-    folders.write(tmp_path, "tokenizer_config.json", settings_)
-    assert (Tokenizer.from_folder(tmp_path, argument).prefix_ids == [1]) is expected
-
-
 def write_vocab_and_merges(folder: Path, tokenizer: Any) -> dict[str, int]:
     model = json.loads(tokenizer.to_str())["model"]
     folders.write(folder, "vocab.json", model["vocab"])
     lines = [" ".join(merge) for merge in model["merges"]]
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *lines]) + "\n", encoding="utf-8")
+    folders.write(folder, "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})
     return model["vocab"]
 
 
@@ -197,4 +183,4 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_model_or_an_error(data: bytes) -> None:
     with contextlib.suppress(CheckpointError):
-        SentencePieceModel.parse(data)
+        sentencepiece_tokenizer(data)

@@ -112,5 +112,6 @@ def test_the_original_layout_with_internlm2_files(tmp_path: Path) -> None:
     text = tokenizer.decode(second.input_ids, skip_special_tokens=False)
     rows = "<IMG_CONTEXT>" * int(second.spans[0, 1])
     assert second.input_ids[0] == tokenizer.bos_id
-    expected = f"<|im_start|>user\n<img>{rows}</img>\nWhat is this?<|im_end|><|im_start|>assistant\n"
+    system = "<|im_start|>system\nYou inspect homes.<|im_end|>"
+    expected = f"{system}<|im_start|>user\n<img>{rows}</img>\nWhat is this?<|im_end|><|im_start|>assistant\n"
     assert text.replace(" ", "") == "<s>" + expected.replace(" ", "")

@@ -15,6 +15,7 @@ from tessera.engine.models.registry import model_class
 from tessera.engine.models.weights import load_weights
 from tessera.engine.quantization.scheme import scheme_selector
 from tessera.engine.request import Request, SamplingParameters
+from tessera.family.text_stream import TextStream
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY = 48, 6, 2, 8, 3, 97
 TOLERANCE = 1e-4
@@ -116,6 +117,9 @@ def internlm2_twin(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 class NoText:
     def decode(self, ids, skip_special_tokens):
         return ""
+
+    def stream(self, skip_special_tokens):
+        return TextStream(lambda token: b"")
 
     def encode(self, text, special):
         raise NotImplementedError

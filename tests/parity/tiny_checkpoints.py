@@ -141,6 +141,7 @@ def as_internvl_chat(
         "use_thumbnail": True,
         "ps_version": ps_version,
         "select_layer": native["vision_feature_layer"],
+        "system_message": "You inspect homes.",
         "template": template or ("internlm2-chat" if text == "internlm2" else "internvl2_5"),
         "torch_dtype": native["dtype"],
         "llm_config": llm,

@@ -1,4 +1,4 @@
-"""Token ids -> text, piece by piece: complete characters only, and nothing that may become a stop string."""
+"""Token ids -> text, piece by piece: whole characters only, and nothing that may become a stop string."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence as SequenceType
 from typing import Protocol
 
 from tessera.engine.request import SamplingParameters
-
-_REPLACEMENT = "\ufffd"
-_MOST_HELD = 24
+from tessera.family.text_stream import TextStream
 
 
 class Decoder(Protocol):
     """What the engine needs of a tokenizer; ids that it does not know decode to nothing."""
 
     def decode(self, ids: SequenceType[int], skip_special_tokens: bool) -> str: ...
+
+    def stream(self, skip_special_tokens: bool) -> TextStream: ...
 
     def encode(self, text: str, special: bool) -> list[int]: ...
 
@@ -27,10 +27,8 @@ class Detokenizer:
         self._decoder = decoder
         self._parameters = parameters
         self._longest_stop = max(map(len, parameters.stop), default=0)
-        # Ids [window:read] are shown already and give what follows its context (such as a leading space).
-        self._ids: list[int] = []
-        self._window = 0
-        self._read = 0
+        self._stream = decoder.stream(parameters.skip_special_tokens)
+        self._tokens = 0
         self._held = ""
 
     def push(self, tokens: SequenceType[int]) -> tuple[str, int]:
@@ -39,12 +37,11 @@ class Detokenizer:
         Those after the one that completes a stop string are not: ``stopped`` is then set.
         """
         if not self._parameters.stop:
-            self._ids += tokens
-            return self._fresh_text(final=False), len(tokens)
+            return self._stream.push(tokens), len(tokens)
         text = ""
         for count, token in enumerate(tokens, 1):
-            self._ids.append(token)
-            text += self._release(self._fresh_text(final=False))
+            self._tokens += 1
+            text += self._release(self._stream.push([token]))
             if self.stopped:
                 return text, count
         return text, len(tokens)
@@ -53,7 +50,7 @@ class Detokenizer:
         """The answer has ended: whatever was held back."""
         if self.stopped:
             return ""
-        text = self._release(self._fresh_text(final=True))
+        text = self._release(self._stream.end())
         held, self._held = self._held, ""
         return text + held
 
@@ -61,23 +58,8 @@ class Detokenizer:
         """A token on its own."""
         return self._decoder.decode([token], skip_special_tokens=False)
 
-    def _fresh_text(self, final: bool) -> str:
-        """Text beyond what was read, up to the last token after which no character is incomplete."""
-        shown = self._decode(self._ids[self._window : self._read])
-        # Tokens that never make a character must not be held, and decoded again, forever.
-        patient = not final and len(self._ids) - self._read < _MOST_HELD
-        for end in range(len(self._ids), self._read, -1):
-            text = self._decode(self._ids[self._window : end])
-            if not patient or (len(text) > len(shown) and not text.endswith(_REPLACEMENT)):
-                self._window, self._read = self._read, end
-                return text[len(shown) :]
-        return ""
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._decoder.decode(ids, self._parameters.skip_special_tokens) if ids else ""
-
     def _release(self, fresh: str) -> str:
-        if not self._parameters.stop or len(self._ids) <= self._parameters.min_tokens:
+        if not self._parameters.stop or self._tokens <= self._parameters.min_tokens:
             return fresh
         text = self._held + fresh
         found = [(text.find(stop), stop) for stop in self._parameters.stop if stop in text]

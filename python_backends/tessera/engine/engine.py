@@ -28,7 +28,7 @@ from tessera.engine.request import Request, TokenEvent
 from tessera.engine.scheduling.batch import ScheduledBatch
 from tessera.engine.scheduling.scheduler import Scheduler
 from tessera.engine.sequence import SampledToken, Sequence
-from tessera.errors import ConfigError, InvalidRequest, Unavailable
+from tessera.errors import InvalidRequest, Unavailable
 
 _LOG = logging.getLogger(__name__)
 
@@ -111,6 +111,7 @@ class Engine:
         contradict each other or the checkpoint.
         """
         from tessera.checkpoint.config import read_config
+        from tessera.checkpoint.context import context_length
         from tessera.engine.execution.model_runner import ModelRunner
 
         checkpoint = read_config(folder)
@@ -121,10 +122,7 @@ class Engine:
 
             tokenizer = own = Tokenizer.from_folder(Path(folder))
             stop_ids = stop_token_ids(checkpoint, own)
-        trained = checkpoint.text.max_position_embeddings
-        max_model_len = config.max_model_len or trained
-        if max_model_len > trained and (checkpoint.text.rope_scaling or {}).get("rope_type") != "dynamic":
-            raise ConfigError(f"engine: max_model_len {max_model_len} exceeds the checkpoint's context of {trained}")
+        max_model_len = context_length(checkpoint.text, config.max_model_len)
         runner = ModelRunner.from_checkpoint(checkpoint, config, max_model_len)
         return cls(runner, tokenizer, config, max_model_len, stop_ids)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from tessera.errors import InvalidRequest
 
 MARKER = "<image>"
 ROLES = ("system", "user", "assistant")
+IMAGE_PARTS = ("image", "image_url")
 MAX_TURNS = 1024
 MAX_PARTS = 1024
 
@@ -23,10 +24,11 @@ IMAGE = ImagePlace()
 
 @dataclass(frozen=True)
 class Message:
-    """One turn: text, or parts that are text or IMAGE. ``<image>`` in a user's text is an image's place too."""
+    """One turn: text, or parts that are text or IMAGE. With ``markers`` each ``<image>`` in its text is a place too."""
 
     role: str
     content: str | tuple[str | ImagePlace, ...]
+    markers: bool = False
 
     @property
     def texts(self) -> list[str]:
@@ -46,8 +48,9 @@ def parse_chat(text: str | None, messages: Any, images: int) -> Chat:
     """Check a request and say which image stands where.
 
     ``text`` alone is one user turn. ``{"type": "image"}`` parts and ``<image>`` markers take the next of the
-    request's ``images`` (their number); without either, all stand in front of the only user turn. Raises
-    InvalidRequest that says both numbers when places and images differ.
+    request's ``images`` (their number); without either, all stand in front of the only user turn. In messages with
+    an image part anywhere, ``<image>`` is plain text. Raises InvalidRequest that says both numbers when places and
+    images differ.
     """
     if messages is None and not text and not images:
         raise InvalidRequest("the request has no text, no messages and no image; send text_input or messages")
@@ -55,8 +58,10 @@ def parse_chat(text: str | None, messages: Any, images: int) -> Chat:
         raise InvalidRequest("the request has both text_input and messages; send one of them")
     turns: list[Message] = []
     sources: list[int | str | None] = []
-    for index, message in enumerate(_turns(messages, text)):
-        turn, found = _turn(message, f"message {index}")
+    asked = _turns(messages, text)
+    markers = not any(map(_has_image_part, asked))
+    for index, message in enumerate(asked):
+        turn, found = _turn(message, f"message {index}", markers)
         turns.append(turn)
         sources += found
     places = sum(source is None for source in sources)
@@ -81,16 +86,25 @@ def _turns(messages: Any, text: str | None) -> Sequence[Any]:
     return messages
 
 
-def _turn(message: Any, where: str) -> tuple[Message, list[str | None]]:
+def _has_image_part(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return isinstance(content, Sequence) and any(
+        isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in content
+    )
+
+
+def _turn(message: Any, where: str, markers: bool) -> tuple[Message, list[str | None]]:
     """The turn, and for each image in it its URL, or None where it takes the next of the request's images."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{where} must be an object with role and content, not {type(message).__name__}")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise InvalidRequest(f"{where}: role must be one of {', '.join(ROLES)}, not {role!r:.50}")
+    markers = markers and role == "user"
     if isinstance(content, str):
         text = _text(content, where)
-        return Message(role, text), [None] * _markers(role, text)
+        places = text.count(MARKER) if markers else 0
+        return Message(role, text, places > 0), [None] * places
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InvalidRequest(f"{where}: content must be text or a list of parts, not {type(content).__name__}")
     if len(content) > MAX_PARTS:
@@ -98,31 +112,31 @@ def _turn(message: Any, where: str) -> tuple[Message, list[str | None]]:
     parts: list[str | ImagePlace] = []
     sources: list[str | None] = []
     for index, part in enumerate(content):
-        for item, source in _part(part, role, f"{where}, part {index}"):
-            parts.append(item)
-            sources += source
-    return Message(role, tuple(parts)), sources
+        item, source = _part(part, role, f"{where}, part {index}")
+        parts.append(item)
+        if isinstance(item, ImagePlace):
+            sources.append(source)
+        elif markers:
+            sources += [None] * item.count(MARKER)
+    return Message(role, tuple(parts), markers and bool(sources)), sources
 
 
-def _part(part: Any, role: str, where: str) -> Iterator[tuple[str | ImagePlace, list[str | None]]]:
+def _part(part: Any, role: str, where: str) -> tuple[str | ImagePlace, str | None]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text":
-        text = _text(part.get("text"), where)
-        yield text, [None] * _markers(role, text)
-        return
-    if kind not in ("image", "image_url"):
+        return _text(part.get("text"), where), None
+    if kind not in IMAGE_PARTS:
         raise InvalidRequest(f"{where}: type must be text, image or image_url, not {kind!r:.50}")
     if role != "user":
         raise InvalidRequest(f"{where}: images belong in user turns, not in a turn of role {role}")
     if kind == "image_url":
-        yield IMAGE, [_url(part.get("image_url"), where)]
-    elif len(part) > 1:
+        return IMAGE, _url(part.get("image_url"), where)
+    if len(part) > 1:
         raise InvalidRequest(
             f"{where}: an image part has no key but type; it takes the next of the request's images. "
             "Use image_url with a data: URL to send one inside the message"
         )
-    else:
-        yield IMAGE, [None]
+    return IMAGE, None
 
 
 def _url(value: Any, where: str) -> str:
@@ -143,10 +157,6 @@ def _text(value: Any, where: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{where}: text has a lone surrogate at character {error.start}") from None
     return value
-
-
-def _markers(role: str, text: str) -> int:
-    return text.count(MARKER) if role == "user" else 0
 
 
 def _in_front(turns: Sequence[Message], images: int) -> tuple[Message, ...]:

@@ -16,6 +16,7 @@ from tessera.checkpoint.files import read_json
 from tessera.errors import CheckpointError, InvalidRequest
 from tessera.family.chat import ImagePlace, Message
 from tessera.family.tokenizer import Tokenizer
+from tessera.family.user_text import Disguise, UserText, shown
 
 if TYPE_CHECKING:
     from tessera.checkpoint.config import CheckpointConfig
@@ -35,28 +36,38 @@ def find_chat_template(config: CheckpointConfig, tokenizer: Tokenizer) -> str:
     raise CheckpointError("the checkpoint has no chat template: put chat_template.jinja beside config.json")
 
 
-def template_renderer(source: str, tokenizer: Tokenizer) -> Callable[[Sequence[Message]], str]:
-    """Chat -> prompt. The renderer raises InvalidRequest with the template's own words when it refuses a chat."""
+def template_renderer(source: str, tokenizer: Tokenizer, disguise: Disguise) -> Callable[[Sequence[Message]], str]:
+    """Chat of UserText -> prompt, in which that text is disguised still.
+
+    The renderer raises InvalidRequest with the template's own words when it refuses a chat; CheckpointError where the
+    template does to the text what UserText cannot follow.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = lambda value, **options: disguise.hide(_to_json(shown(value), **options))
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda style: datetime.now().strftime(style)
+    # What macros and set blocks give may be looked at too.
+    environment.concat = lambda pieces: UserText("".join(pieces), disguise)  # type: ignore[method-assign]
     try:
         template = environment.from_string(source)
     except TemplateError as error:
         raise CheckpointError(f"the checkpoint's chat template is not valid: {error}") from None
-    names = tokenizer.special_names
+    names = {**tokenizer.special_names, "tools": None, "documents": None, "add_generation_prompt": True}
 
     def render(messages: Sequence[Message]) -> str:
         turns = [{"role": message.role, "content": _content(message)} for message in messages]
+        now = datetime.now().strftime
         try:
-            return template.render(messages=turns, tools=None, documents=None, add_generation_prompt=True, **names)
+            rendered = template.render(messages=turns, strftime_now=now, **names)
+            plainly = template.render(messages=shown(turns), strftime_now=now, **names)
         except TemplateError as error:
             raise InvalidRequest(f"the checkpoint's chat template refuses the messages: {error}") from None
         except Exception as error:
             raise CheckpointError(f"the checkpoint's chat template failed: {type(error).__name__}: {error}") from None
+        if disguise.show(rendered) != plainly:
+            raise CheckpointError("the checkpoint's chat template changes the messages' text in an unsupported way")
+        return rendered
 
     return render
 

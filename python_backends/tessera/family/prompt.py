@@ -1,9 +1,8 @@
 """Chat messages to token ids, with the places of the image rows.
 
-A user's text can spell no special token: each one found in it is broken up by a private-use character before the
-chat template sees it, so that all special tokens of the rendered prompt are the template's own. What lies between
-them is freed of that character and encoded by a tokenizer that knows no special token. Ordinary text gets the ids that
-transformers gives the rendered prompt.
+A user's text can spell no special token: the chat template gets it disguised (``user_text.py``), so that all special
+tokens of the rendered prompt are the template's own. What lies between them is shown again and encoded by a tokenizer
+that knows no special token. Ordinary text gets the ids that transformers gives the rendered prompt.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tessera.checkpoint.context import context_length as allowed_length
 from tessera.errors import CheckpointError, InvalidRequest
 from tessera.family.chat import MARKER, ImagePlace, Message
 from tessera.family.chat_template import find_chat_template, template_renderer
 from tessera.family.conversation import conversation_for, conversation_renderer, system_message
 from tessera.family.family import ImagePlan, ModelFamily
 from tessera.family.tokenizer import Tokenizer
+from tessera.family.user_text import Disguise, UserText
 
 if TYPE_CHECKING:
     from tessera.checkpoint.config import CheckpointConfig
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 LIKELY_CHARACTERS = 4
 PART = 16384
 PART_SLACK = 64
-PRIVATE_USE = range(0xE000, 0xF900)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Prompt:
 class PromptBuilder:
     """Builds prompts for one checkpoint; safe to share between threads.
 
-    ``context_length`` in tokens and the ``system`` message of chats without one default to the checkpoint's own.
+    ``context_length`` in tokens and the ``system`` message of chats without one default to the checkpoint's own; an
+    empty ``system`` is a system turn without words.
     """
 
     def __init__(
@@ -57,16 +58,14 @@ class PromptBuilder:
     ) -> None:
         self.family = family
         self.tokenizer = tokenizer
-        self.context_length = context_length or config.text.max_position_embeddings
-        if config.layout == "internvl_chat":
-            conversation = conversation_for(config.raw)
-            source = conversation.opening + conversation.separator
-            self._render = conversation_renderer(conversation, family.image_token)
-            self._system = system or system_message(config.folder, config.raw)
-        else:
+        self.context_length = allowed_length(config.text, context_length)
+        self._system = system
+        if config.conversation is None:
             source = find_chat_template(config, tokenizer)
-            self._render = template_renderer(source, tokenizer)
-            self._system = system
+        else:
+            conversation = conversation_for(config.conversation)
+            source = conversation.opening + conversation.separator
+            self._system = system_message(config) if system is None else system
         self._control_ids = {token: self._id_of(token) for token in family.control_tokens}
         if family.image_token_id not in (None, self._control_ids[family.image_token]):
             raise CheckpointError(
@@ -79,7 +78,13 @@ class PromptBuilder:
                 self._control_ids[content] = self._id_of(content)
         self._controls = frozenset(self._control_ids)
         self._control_pattern = _any_of(self._controls)
-        self._guarded_pattern = _any_of(self._controls - set(family.user_tokens))
+        self._user_tokens = self._controls & set(family.user_tokens)
+        self._user_pattern = _any_of(self._user_tokens)
+        self._disguise = Disguise(self._controls)
+        if config.conversation is None:
+            self._render = template_renderer(source, tokenizer, self._disguise)
+        else:
+            self._render = conversation_renderer(conversation, family.image_token)
 
     def build(self, messages: Sequence[Message], plans: Sequence[ImagePlan]) -> Prompt:
         """Token ids of a chat whose images, in order of appearance, have these ``plans``.
@@ -87,14 +92,13 @@ class PromptBuilder:
         Raises InvalidRequest when the prompt leaves no room in the context or the chat template refuses the chat;
         CheckpointError when the template loses or doubles an image.
         """
-        if self._system and all(message.role != "system" for message in messages):
+        if self._system is not None and all(message.role != "system" for message in messages):
             messages = [Message("system", self._system), *messages]
         self._check_text_length(messages)
-        breaker = _unused_character(messages)
-        rendered = self._render([self._guarded(message, breaker) for message in messages])
+        rendered = self._render([self._disguised(message) for message in messages])
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
-        for piece, is_control in self._pieces(rendered, breaker):
+        for piece, is_control in self._pieces(rendered):
             if not is_control:
                 plain = self.tokenizer.plain(self._controls, first=not ids)
                 ids += plain.encode(piece, add_special_tokens=False).ids
@@ -115,24 +119,21 @@ class PromptBuilder:
         self._check_length(len(ids), plans)
         return Prompt(np.array(ids, dtype=np.int32), np.array(spans, dtype=np.int32).reshape(-1, 2))
 
-    def _guarded(self, message: Message, breaker: str) -> Message:
-        def guard(text: str) -> str:
-            text = self._guarded_pattern.sub(lambda match: breaker + breaker.join(match[0]) + breaker, text)
-            # Inside the outer whitespace, which templates may trim: no token can form across a text's ends.
-            core = text.strip()
-            return text.replace(core, breaker + core + breaker, 1) if core else text
+    def _disguised(self, message: Message) -> Message:
+        def hide(text: str) -> str:
+            pieces = self._user_pattern.split(text)
+            return "".join(piece if piece in self._user_tokens else self._disguise.hide(piece) for piece in pieces)
 
-        def place(text: str) -> str:
-            if message.role != "user":
-                return guard(text)
-            return self.family.image_token.join(guard(part) for part in text.split(MARKER))
+        def user_text(text: str) -> UserText:
+            parts = text.split(MARKER) if message.markers else [text]
+            return UserText(self.family.image_token.join(map(hide, parts)), self._disguise)
 
         if isinstance(message.content, str):
-            return Message(message.role, place(message.content))
-        parts = tuple(part if isinstance(part, ImagePlace) else place(part) for part in message.content)
+            return Message(message.role, user_text(message.content))
+        parts = tuple(part if isinstance(part, ImagePlace) else user_text(part) for part in message.content)
         return Message(message.role, parts)
 
-    def _pieces(self, rendered: str, breaker: str) -> Iterator[tuple[str, bool]]:
+    def _pieces(self, rendered: str) -> Iterator[tuple[str, bool]]:
         """Control tokens (True) and the plain text between them (False), which may well read like a control token.
 
         Whitespace is taken off the text where a neighbouring token's flags say so.
@@ -145,7 +146,7 @@ class PromptBuilder:
                 continue
             before = flags.get(pieces[index - 1]) if index else None
             after = flags.get(pieces[index + 1]) if index + 1 < len(pieces) else None
-            text = piece.replace(breaker, "")
+            text = self._disguise.show(piece)
             text = text.lstrip() if before and before.rstrip else text
             text = text.rstrip() if after and after.lstrip else text
             if text:
@@ -194,21 +195,14 @@ class PromptBuilder:
 
 
 def _any_of(tokens: frozenset[str]) -> re.Pattern[str]:
-    """Matches any of ``tokens``, the longest first, as one group."""
-    return re.compile("(" + "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) + ")")
-
-
-def _unused_character(messages: Sequence[Message]) -> str:
-    used = set().union(*(text for message in messages for text in message.texts))
-    unused = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
-    if unused is None:
-        raise InvalidRequest("the prompt's text has every private-use character of Unicode; leave one out")
-    return unused
+    """Matches any of ``tokens``, the longest first, as one group; nothing where there are none."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
 
 
 def stop_token_ids(config: CheckpointConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Ids that end an answer: those the checkpoint states and, for the original layout, its template's separator."""
     ids: set[int | None] = set(config.eos_token_ids)
-    if config.layout == "internvl_chat":
-        ids.add(tokenizer.token_id(conversation_for(config.raw).stop_token))
+    if config.conversation is not None:
+        ids.add(tokenizer.token_id(conversation_for(config.conversation).stop_token))
     return tuple(sorted(index for index in ids or {tokenizer.eos_id} if index is not None))

@@ -18,15 +18,20 @@ from tokenizers import Tokenizer as Backend
 
 from tessera.checkpoint.files import read_json
 from tessera.errors import CheckpointError
-from tessera.family.sentencepiece_model import SPACE, SentencePieceModel, spm_decoder
+from tessera.family.sentencepiece_model import sentencepiece_tokenizer, spm_backend
+from tessera.family.spelling import spelling_of
+from tessera.family.text_stream import TextStream
 
 # How Qwen2 splits text into words (transformers tokenization_qwen2.py); vocab.json + merges.txt do not say.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-# Whose tokenizers put the bos token in front unless tokenizer_config.json says otherwise.
-BOS_BY_DEFAULT = ("LlamaTokenizer", "InternLM2Tokenizer")
+# What a tokenizer class puts in front of a text unless tokenizer_config.json states add_bos_token: transformers'
+# documentation, and for InternLM2 the tokenization_internlm2.py that its checkpoints carry.
+DEFAULT_BOS = {"LlamaTokenizer": "<s>", "InternLM2Tokenizer": "<s>", "Qwen2Tokenizer": None, "GPT2Tokenizer": None}
+# Classes that are whatever tokenizer.json says.
+PLAIN_CLASSES = (None, "PreTrainedTokenizer", "TokenizersBackend")
 
 
 class Tokenizer:
@@ -36,17 +41,19 @@ class Tokenizer:
         self.backend = backend
         self.settings = settings
         self.prefix_ids, self.suffix_ids = affixes
+        self._spell, self._strip_space = spelling_of(backend)
+        self._bytes: dict[int, bytes] = {}
         self._plain: dict[tuple[frozenset[str], bool], Backend] = {}
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.named = {name: content for name in NAMED_TOKENS if (content := _content(settings.get(name))) is not None}
 
     @staticmethod
-    def from_folder(folder: Path, bos: bool | None = None) -> Tokenizer:
-        """Load what lies in ``folder``. ``bos``: whether a bos token leads, where the files do not state it."""
+    def from_folder(folder: Path) -> Tokenizer:
+        """Load what lies in ``folder``; raises CheckpointError for what cannot be read or known from it."""
         settings = {**read_json(folder, "special_tokens_map.json"), **read_json(folder, "tokenizer_config.json")}
         backend = _load_backend(folder, settings)
         _add_tokens(backend, _stated_tokens(folder, settings))
-        return Tokenizer(backend, settings, _affixes(backend, settings, bos))
+        return Tokenizer(backend, settings, _affixes(backend, settings, (folder / "tokenizer.json").is_file()))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of ``text``; special tokens written in it count as such only if ``special``. Nothing is put in front."""
@@ -56,8 +63,20 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids beyond the vocabulary (a model's padding rows) give nothing."""
-        known = [int(index) for index in ids if 0 <= index < self.vocab_size]
-        return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+        stream = self.stream(skip_special_tokens)
+        return stream.push(ids) + stream.end()
+
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
+        """What ``decode`` gives, for ids that come one after the other."""
+        hidden = self._special_ids if skip_special_tokens else frozenset()
+        return TextStream(lambda index: b"" if index in hidden else self._token_bytes(index), self._strip_space)
+
+    def _token_bytes(self, index: int) -> bytes:
+        found = self._bytes.get(index)
+        if found is None:
+            piece = self.backend.id_to_token(int(index)) if 0 <= index < self.vocab_size else None
+            found = self._bytes[index] = self._spell(piece or "")
+        return found
 
     def token_id(self, token: str) -> int | None:
         return self.backend.token_to_id(token)
@@ -81,6 +100,10 @@ class Tokenizer:
     @cached_property
     def special_tokens(self) -> frozenset[str]:
         return frozenset(content for content, token in self.added_tokens.items() if token.special)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int | None]:
+        return frozenset(map(self.token_id, self.special_tokens))
 
     @cached_property
     def special_names(self) -> dict[str, str]:
@@ -132,7 +155,7 @@ def _load_backend(folder: Path, settings: dict[str, Any]) -> Backend:
         backend.no_truncation()
         return backend
     if (folder / "tokenizer.model").is_file():
-        return SentencePieceModel.parse((folder / "tokenizer.model").read_bytes()).to_tokenizer()
+        return sentencepiece_tokenizer((folder / "tokenizer.model").read_bytes())
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         return _from_vocab_and_merges(folder, settings)
     raise CheckpointError(
@@ -152,20 +175,8 @@ def _from_vocab_and_merges(folder: Path, settings: dict[str, Any]) -> Backend:
     merges = [(pair[0], pair[1]) for pair in pairs]
     if "<0x0A>" in vocabulary:
         unknown = _content(settings.get("unk_token")) or "<unk>"
-        backend = Backend(
-            models.BPE(
-                vocab=vocabulary,
-                merges=merges,
-                unk_token=unknown if unknown in vocabulary else None,
-                fuse_unk=True,
-                byte_fallback=True,
-            )
-        )
         prefix = settings.get("add_prefix_space", True) is not False
-        steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
-        backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-        backend.decoder = spm_decoder(prefix)
-        return backend
+        return spm_backend(vocabulary, merges, unknown if unknown in vocabulary else None, True, [], prefix)
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
     if settings.get("tokenizer_class", "").startswith("Qwen2"):
         backend.normalizer = normalizers.NFC()
@@ -240,19 +251,40 @@ def _add_tokens(backend: Backend, stated: dict[int | str, AddedToken]) -> None:
     backend.add_tokens([token for token in tokens if not token.special])
 
 
-def _affixes(backend: Backend, settings: dict[str, Any], bos: bool | None) -> tuple[list[int], list[int]]:
-    """Ids that go round a prompt: as the settings state, else as tokenizer.json's own post-processor does."""
+def _affixes(backend: Backend, settings: dict[str, Any], has_json: bool) -> tuple[list[int], list[int]]:
+    """Ids that go round a prompt: as the settings state, else tokenizer.json's post-processor, else the class."""
     bare = backend.encode("a", add_special_tokens=False).ids
     whole = backend.encode("a", add_special_tokens=True).ids
     at = next(i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare)
     prefix, suffix = whole[:at], whole[at + len(bare) :]
-    stated = [settings.get("add_bos_token"), settings.get("add_eos_token")]
-    if backend.post_processor is None and stated[0] is None:
-        stated[0] = settings.get("tokenizer_class", "").removesuffix("Fast") in BOS_BY_DEFAULT if bos is None else bos
-    elif stated == [None, None]:
-        return prefix, suffix
-    ids = [backend.token_to_id(_content(settings.get(name)) or "") for name in ("bos_token", "eos_token")]
-    return tuple([index] if on and index is not None else [] for on, index in zip(stated, ids))  # type: ignore[return-value]
+    name = _class_name(settings)
+    add_bos, add_eos = settings.get("add_bos_token"), settings.get("add_eos_token")
+    if add_bos is None and backend.post_processor is None and not (has_json and name in PLAIN_CLASSES):
+        if name not in DEFAULT_BOS:
+            raise CheckpointError(
+                f"tokenizer_config.json states no add_bos_token, and whether the tokenizer class {name!r} puts a bos "
+                f"token in front is not known (known are {', '.join(DEFAULT_BOS)}); state add_bos_token there"
+            )
+        add_bos = DEFAULT_BOS[name] is not None
+
+    def stated(key: str, default: str | None) -> list[int]:
+        index = backend.token_to_id(_content(settings.get(key)) or default or "")
+        if index is None:
+            raise CheckpointError(f"the tokenizer is to add a {key}, but its files name none that it has")
+        return [index]
+
+    if add_bos is not None:
+        prefix = stated("bos_token", DEFAULT_BOS.get(name or "")) if add_bos else []
+    if add_eos is not None:
+        suffix = stated("eos_token", None) if add_eos else []
+    return prefix, suffix
+
+
+def _class_name(settings: dict[str, Any]) -> str | None:
+    """The class that reads these files: one that comes with the checkpoint, else transformers' of that name."""
+    own = (settings.get("auto_map") or {}).get("AutoTokenizer")
+    named = next(filter(None, own if isinstance(own, list) else [own]), None) or settings.get("tokenizer_class")
+    return None if named is None else str(named).rpartition(".")[2].removesuffix("Fast")
 
 
 def _content(token: Any) -> str | None:

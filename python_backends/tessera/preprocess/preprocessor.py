@@ -12,7 +12,6 @@ import numpy as np
 from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.family.chat import Chat, parse_chat
-from tessera.family.conversation import conversation_for
 from tessera.family.digest import checkpoint_id, digest
 from tessera.family.encoded_picture import FRAME, KIND_ENCODED, KIND_PIXELS, LEAST_SIDE, EncodedPicture
 from tessera.family.family import ImagePlan, ModelFamily
@@ -113,8 +112,7 @@ class Preprocessor:
         settings = settings or PreprocessSettings()
         config = read_config(folder)
         family = family_for(config)
-        bos = conversation_for(config.raw).bos if config.conversation is not None else None
-        tokenizer = Tokenizer.from_folder(config.folder, bos)
+        tokenizer = Tokenizer.from_folder(config.folder)
         prompts = PromptBuilder(config, family, tokenizer, settings.context_length, settings.system)
         return Preprocessor(family, prompts, checkpoint_id(config.folder), settings)
 

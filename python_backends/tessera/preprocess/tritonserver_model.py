@@ -40,6 +40,7 @@ class TritonPythonModel:
                 resize=resize,
                 tile_policy=settings.text("tile_policy") or None,
                 gpu_pixels=settings.integer("gpu_pixels"),
+                context_length=settings.integer("max_model_len") or None,
             ),
         )
         family, pictures_as = self._preprocessor.family, settings.text("pictures_as")

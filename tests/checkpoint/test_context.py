@@ -1,0 +1,73 @@
+"""The longest context: one rule for preprocess and engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_checkpoints
+
+from tessera.engine.config import EngineConfig
+from tessera.engine.engine import Engine
+from tessera.errors import ConfigError, InvalidRequest
+from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest, PreprocessSettings
+
+TRAINED = 128
+DYNAMIC = (("rope_type", "dynamic"), ("factor", 4.0), ("rope_theta", 10000.0))
+LINEAR = (("rope_type", "linear"), ("factor", 4.0), ("rope_theta", 10000.0))
+
+
+def folder(path: Path, **shape: Any) -> Path:
+    return tiny_checkpoints.hf_native(path, tiny_checkpoints.Shape(max_position=TRAINED, **shape))
+
+
+def lengths(path: Path, asked: int | None) -> tuple[int, int]:
+    engine = Engine.from_checkpoint(path, EngineConfig(max_model_len=asked, max_sequences=2))
+    return Preprocessor.from_checkpoint(path, PreprocessSettings(context_length=asked)).prompts.context_length, (
+        engine.max_model_len
+    )
+
+
+@pytest.mark.parametrize("asked", [None, 100, 400])
+def test_dynamic_rope_reaches_beyond_the_trained_length_in_both(tmp_path: Path, asked: int | None) -> None:
+    path = folder(tmp_path, rope=DYNAMIC)
+    assert lengths(path, asked) == (asked or TRAINED,) * 2
+    long = PreprocessRequest(text="word " * 60)
+    prompts = Preprocessor.from_checkpoint(path, PreprocessSettings(context_length=asked))
+    if asked == 400:
+        assert TRAINED < len(prompts(long).input_ids) < 400
+    else:
+        with pytest.raises(InvalidRequest, match="leaves no room"):
+            prompts(long)
+
+
+@pytest.mark.parametrize("rope", [LINEAR, None])
+def test_other_ropes_are_refused_in_both_with_the_same_words(tmp_path: Path, rope: Any) -> None:
+    path = folder(tmp_path, **({"rope": rope} if rope else {}))
+    words = []
+    for load in (
+        lambda: Preprocessor.from_checkpoint(path, PreprocessSettings(context_length=400)),
+        lambda: Engine.from_checkpoint(path, EngineConfig(max_model_len=400, max_sequences=2)),
+    ):
+        with pytest.raises(ConfigError, match="max_model_len 400 exceeds the checkpoint's context of 128") as caught:
+            load()
+        words.append(str(caught.value))
+    assert words[0] == words[1]
+    assert lengths(path, 100) == (100, 100)
+
+
+def test_the_stage_takes_max_model_len(tmp_path: Path) -> None:
+    from tessera.preprocess.tritonserver_model import TritonPythonModel
+
+    path = folder(tmp_path / "checkpoint", rope=DYNAMIC)
+    source = (Path(__file__).parents[2] / "model_repository/preprocess/config.pbtxt").read_text()
+    keys = [line.split('"')[1::2] for line in source.splitlines() if line.strip().startswith("{ key:")]
+    parameters = {key: {"string_value": value} for key, value in ((k[0], k[1] if len(k) > 1 else "") for k in keys)}
+    parameters["checkpoint"] = {"string_value": str(path)}
+    parameters["max_model_len"] = {"string_value": "400"}
+    stage = TritonPythonModel()
+    config = json.dumps({"parameters": parameters})
+    stage.initialize({"model_name": "preprocess", "model_repository": str(tmp_path), "model_config": config})
+    assert stage._preprocessor.prompts.context_length == 400
