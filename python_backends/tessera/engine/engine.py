@@ -60,6 +60,9 @@ class Runner(Protocol):
 
     def launch(self, batch: ScheduledBatch) -> StepResult: ...
 
+    def clear(self, blocks: SequenceType[int]) -> None:
+        """Zeros in blocks of the cache, after all that was launched."""
+
 
 class Engine:
     """Continuous batching over one model.
@@ -286,11 +289,18 @@ class Engine:
 
     def _apply(self, batch: ScheduledBatch, result: StepResult) -> None:
         taken = self.scheduler.apply(batch, result.tokens())
+        if spoiled := self.scheduler.spoiled:
+            self._runner.clear(spoiled)
+            self.scheduler.spoiled = []
         self.metrics.busy_ns += result.device_ns()
         now = time.monotonic_ns()
         for sequence, token in taken:
             sequence.first_token_ns = sequence.first_token_ns or now
-            if sequence.labels is None:
+            if sequence.error is not None:
+                self.metrics.not_finite += 1
+                _LOG.error("request %r: %s", sequence.request.request_id, sequence.error)
+                self._add_progress(sequence, error=sequence.error)
+            elif sequence.labels is None:
                 self.metrics.generated_tokens += 1
                 self._add_progress(sequence, token)
             elif sequence.finished:

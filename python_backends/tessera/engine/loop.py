@@ -69,10 +69,10 @@ class StepThread:
     def _advance(self) -> list[Progress]:
         try:
             return self.engine.advance()
-        except Exception as error:
+        except Exception:
             _LOG.exception("a step of the language model failed")
             end_process_if_lost()
-            return self.engine.fail_all(f"a step of the language model failed: {type(error).__name__}: {error}")
+            return self.engine.fail_all("a step failed; the server's log says why")
 
     def _check_books(self) -> None:
         """Idle is the time to look for leaked blocks; books found wrong are begun anew."""

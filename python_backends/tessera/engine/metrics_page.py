@@ -37,6 +37,9 @@ class MetricsPage:
             "cached_tokens": Counter("tessera_cached_tokens_total", "Prompt tokens taken from the prefix cache"),
             "generated_tokens": Counter("tessera_generated_tokens_total", "Tokens generated"),
             "preemptions": Counter("tessera_preemptions_total", "Sequences put back for lack of cache blocks"),
+            "not_finite": Counter(
+                "tessera_not_finite_logits_total", "Requests ended by logits that were NaN or infinite"
+            ),
             "steps": Counter("tessera_steps_total", "Steps of the engine"),
             "graph_steps": Counter("tessera_graph_steps_total", "Steps that ran as a CUDA graph"),
             "prompts": Counter("tessera_prompts_total", "Prompts begun"),

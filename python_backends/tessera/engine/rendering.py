@@ -53,9 +53,11 @@ class Renderer:
     def _event_of(self, progress: Progress, detokenizer: Detokenizer) -> TokenEvent:
         try:
             return self._event(progress, detokenizer)
-        except Exception as error:  # one answer that has no text must not silence the others
+        except Exception:  # one answer that has no text must not silence the others
             _LOG.exception("request %r has no text", progress.request.request_id)
-            failed = progress._replace(tokens=(), reason="error", error=f"{type(error).__name__}: {error}")
+            failed = progress._replace(
+                tokens=(), reason="error", error="no text could be made; the server's log says why"
+            )
             return self._event(failed, Detokenizer(self._tokenizer, progress.request.sampling))
 
     def _event(self, progress: Progress, detokenizer: Detokenizer) -> TokenEvent:

@@ -80,9 +80,9 @@ class TokenEvent:
     """News of one request: a delta of text and tokens, or its end, or both.
 
     Exactly one event of a request has a ``finish_reason`` ("stop", "length", "cancelled", "deadline" or "error", the
-    last with ``error``), and it is the last. ``logprobs``: one JSON-ready dict a token: token_id, text, logprob and
-    top, a list of {token_id, text, logprob}. ``choices``: one JSON-ready dict a label, at the end of a request that
-    scores labels. Times are on time.monotonic_ns's clock, 0 where it did not happen.
+    last with ``error``, words for the client), and it is the last. ``logprobs``: one JSON-ready dict a token:
+    token_id, text, logprob and top, a list of {token_id, text, logprob}. ``choices``: one JSON-ready dict a label, at
+    the end of a request that scores labels. Times are on time.monotonic_ns's clock, 0 where it did not happen.
     """
 
     request: Request

@@ -11,10 +11,13 @@ import numpy as np
 from tessera.engine.labels import LabelScorer
 from tessera.engine.request import Request, Usage
 
+NOT_FINITE = -1
+"""In a token's place: the model's logits held NaN or an infinity, so there is none."""
+
 
 @dataclass(frozen=True)
 class SampledToken:
-    """One chosen token. ``logprob`` and ``top`` (id, log probability) only where they were asked for.
+    """One chosen token, or NOT_FINITE. ``logprob`` and ``top`` (id, log probability) only where they were asked for.
 
     For a sequence that scores labels the token means nothing, and ``top`` holds its branch's children.
     """
@@ -84,6 +87,7 @@ class Sequence:
         self.committed = 0  # blocks at the front of the table that were offered to the prefix index
         self.cached_tokens = 0  # prompt positions reused from the cache when the sequence first ran
         self.finish_reason: str | None = None
+        self.error: str | None = None  # why the reason is "error", in words for the client
         self.scheduled_ns = 0
         self.first_token_ns = 0
 
@@ -114,7 +118,12 @@ class Sequence:
         return Usage(self.prompt_length, len(self.outputs) if answered else 0, len(self.image_positions))
 
     def take(self, sampled: SampledToken) -> None:
-        """Takes what a step sampled, and ends the sequence if it was the last one."""
+        """Takes what a step sampled, and ends the sequence if it was the last one or none."""
+        if sampled.token_id == NOT_FINITE:
+            step = "decode" if self.outputs else "prefill"
+            self.finish_reason = "error"
+            self.error = f"the model's logits are NaN or infinite ({step}, position {self.known - 1})"
+            return
         if self.labels is not None:
             self._score(self.labels, [logprob for _, logprob in sampled.top])
             return

@@ -193,7 +193,7 @@ class Reply:
         if last.finish_reason is not None:
             self._page.observe(last)
         if last.finish_reason == "error":
-            self.responder.send(failure("INTERNAL", "language_model failed; the server's log says why"), final=True)
+            self.responder.send(failure("INTERNAL", f"language_model failed: {last.error}"), final=True)
             return
         if last.finish_reason == "deadline" and not last.usage.completion_tokens:
             self.responder.send(deadline_exceeded(self._stamps[0]), final=True)

@@ -80,6 +80,17 @@ class BlockManager:
             self._index.insert(key, parent, ids, sequence.block_table[number])
             sequence.committed = number + 1
 
+    def spoil(self, sequence: Sequence) -> list[int]:
+        """What the sequence wrote may be NaN: nobody finds its blocks any more, whoever committed them.
+
+        Returns those that nobody else holds, to be cleared. It may have given its own back since: then any free one.
+        """
+        blocks = sequence.block_table or list(self._free)
+        if self._index is not None:
+            for block in blocks:
+                self._index.forget(block)
+        return [block for block in blocks if self._holders[block] <= 1]
+
     def release(self, sequence: Sequence) -> None:
         """Takes back all blocks; the end of a prefix is reused before its beginning."""
         self._give_back(sequence, 0)

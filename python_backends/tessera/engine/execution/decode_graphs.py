@@ -16,6 +16,7 @@ import torch
 
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in
+from tessera.engine.execution.sampler import greedy
 from tessera.engine.models.qwen2 import Qwen2
 from tessera.engine.transfer import to_device
 
@@ -107,7 +108,7 @@ class DecodeGraphs:
         plan = self._attention.captured_plan(lines[_CONTEXT], lines[self._header :])
         step = AttentionStep(cos, sin, lines[_SLOTS], None, plan)
         hidden = self._model(ids, None, None, self._attention, step, step)
-        self._last_sampled[:size].copy_(self._model.logits(hidden).argmax(dim=-1))
+        self._last_sampled[:size].copy_(greedy(self._model.logits(hidden)))
 
     def _view(self, size: int) -> torch.Tensor:
         """The buffer's front for a batch size: int64 [header + most_blocks, size]."""

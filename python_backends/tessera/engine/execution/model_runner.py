@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, create_backend
@@ -19,7 +21,7 @@ from tessera.engine.models.registry import model_class
 from tessera.engine.models.weights import load_weights, randomize
 from tessera.engine.quantization.scheme import scheme_selector
 from tessera.engine.scheduling.batch import ScheduledBatch
-from tessera.engine.transfer import Moment
+from tessera.engine.transfer import Moment, to_device
 
 if TYPE_CHECKING:
     from tessera.checkpoint.config import CheckpointConfig
@@ -132,7 +134,11 @@ class ModelRunner:
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
         """Writes the batch's keys and values; float32 [m, vocabulary] for the sequences that sample."""
         with torch.inference_mode():
-            return self._forward(self._pack(batch), batch)
+            return self._forward(self._pack(batch), batch).float()
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zeros in ``blocks``, after the steps that were launched: their next holder may read what it masks."""
+        self._attention.storage.clear(to_device(np.array(blocks, np.int64), self._last_sampled.device))
 
     def _pack(self, batch: ScheduledBatch) -> PackedBatch:
         return pack(batch, self._attention.storage.block_size, self._previous)

@@ -124,9 +124,9 @@ class Qwen2(nn.Module):
         return self.norm(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[m, hidden] -> float32 [m, vocabulary]."""
+        """[m, hidden] -> [m, vocabulary] of the model's dtype."""
         rows = F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)  # type: ignore[arg-type]
-        return rows[:, : self.config.vocab_size].float()
+        return rows[:, : self.config.vocab_size]
 
     def weight_targets(self) -> dict[str, Target]:
         """Where each tensor of the checkpoint goes, by its exact name."""

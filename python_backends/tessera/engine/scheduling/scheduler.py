@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceType
 
 from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
-from tessera.engine.sequence import SampledToken, Sequence
+from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
 
 
 class Scheduler:
@@ -27,6 +27,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.spoiled: list[int] = []  # blocks to be cleared before the next step is launched
         self._max_batched_tokens = max_batched_tokens
         self._max_sequences = max_sequences
 
@@ -53,6 +54,8 @@ class Scheduler:
         taken = []
         for sequence, token in zip(batch.sampling, sampled, strict=True):
             sequence.in_flight -= 1
+            if token.token_id == NOT_FINITE:
+                self.spoiled += self.blocks.spoil(sequence)
             if sequence.finished:
                 continue
             sequence.take(token)
