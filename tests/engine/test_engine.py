@@ -191,3 +191,19 @@ def test_labels_beyond_the_model_s_vocabulary_are_refused():
     engine._tokenizer.encode = lambda text, special: [*text.encode(), 1 << 20]
     with pytest.raises(InvalidRequest, match="the model knows 0..299"):
         engine.submit(make_request([1], choices=["a", "b"]))
+
+
+def test_a_stop_string_begun_within_min_tokens_ends_the_request():
+    events = answer(b"say STOP now", max_tokens=12, min_tokens=6, stop="STOP")
+    assert (text_of(events), ends(events)) == ("say ", {"r": "stop"})
+    assert answer(b"STOP", max_tokens=4, min_tokens=4, stop="STOP")[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize(("script", "reason"), [([1, 2], "stop"), ([2, 2], "length")])
+def test_a_stop_string_that_the_last_text_completes_is_a_stop(script, reason):
+    engine, runner = make_engine()
+    engine._tokenizer.decode = lambda ids, skip_special_tokens: "".join({1: "a!\ufffd", 2: "b"}[token] for token in ids)
+    runner.script["r"] = script[::-1]
+    engine.submit(make_request([1, 2, 3], max_tokens=2, stop="!"))
+    events = run(engine)
+    assert (text_of(events), ends(events)) == ({"stop": "ba", "length": "bb"}[reason], {"r": reason})

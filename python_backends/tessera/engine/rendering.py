@@ -70,6 +70,8 @@ class Renderer:
             reason, tokens = "stop", tokens[:count]
         if reason is not None:
             text += detokenizer.flush()
+            if detokenizer.stopped and reason == "length":
+                reason = "stop"
         if progress.labels is not None:
             text = progress.labels.best
         logprobs = [_logprob_entry(detokenizer, token) for token in tokens if token.logprob is not None]
