@@ -111,7 +111,7 @@ def test_cancel_in_the_middle_of_a_prompt_leaves_sound_blocks():
     engine, _ = make_engine(max_batched_tokens=10)
     sequence = engine.submit(picture_prompt(7, "a"))
     engine.step()
-    engine.abort(sequence)
+    engine.cancel(sequence.request.number)
     assert [event.finish_reason for event in engine.step()] == ["cancelled"]
     assert engine.scheduler.blocks.used == 0
     assert serve(engine, picture_prompt(7, "b")) == [8]

@@ -10,10 +10,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from engine_fakes import ByteTokenizer, run, tiny_model, tokens_of
+from engine_fakes import ByteTokenizer, TextEngine, run, tiny_model, tokens_of
 
 from tessera.engine.config import EngineConfig
-from tessera.engine.engine import Engine
 from tessera.engine.execution.decode_graphs import graph_sizes
 from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.request import Request, SamplingParameters
@@ -33,7 +32,7 @@ def make_engine(graphs=(), overlaps=True, **settings):
     runner.overlaps = overlaps
     if graphs:
         runner.capture_graphs(list(graphs), 128 // BLOCK)
-    return Engine(runner, ByteTokenizer(), config, 128, ())
+    return TextEngine(runner, ByteTokenizer(), config, 128, ())
 
 
 def requests(count=4, **sampling):

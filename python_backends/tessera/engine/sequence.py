@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tessera.engine.labels import LabelScorer
-from tessera.engine.request import Request, Usage
+from tessera.engine.labels import LabelAnswer
+from tessera.engine.request import Request
 
 NOT_FINITE = -1
 """In a token's place: the model's logits held NaN or an infinity, so there is none."""
@@ -35,6 +35,9 @@ class Sequence:
     that a step may be planned while the one before it still runs.
     """
 
+    rewinds = False  # whether the tokens after the prompt may change again
+    answer_limit = "max_tokens"  # what says how long the answer may be
+
     def __init__(
         self,
         request: Request,
@@ -42,19 +45,18 @@ class Sequence:
         image_cache_ids: np.ndarray | None = None,
         cache_salt: int = 0,
         stop_ids: Collection[int] = (),
-        labels: LabelScorer | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         """``cache_limit``: positions at the front that may be reused by others; None is all. ``image_cache_ids``
         int64: one id a picture row, which stands for the row wherever prefixes are compared. ``cache_salt`` keeps
         apart prefixes whose keys and values differ though their tokens agree. ``stop_ids``: tokens that end the
-        answer. ``labels``: what to score instead of answering freely; the answer is then the best label's tokens.
+        answer. ``max_tokens``: None is the request's.
         """
         prompt = np.asarray(request.input_ids)
         spans = np.asarray(request.spans).reshape(-1, 2)
         self.request = request
         self.prompt_length = len(prompt)
-        self.labels = labels
-        self.max_tokens = request.sampling.max_tokens if labels is None else labels.longest_path + 1
+        self.max_tokens = max_tokens or request.sampling.max_tokens
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else seed
         self.stop_ids = frozenset() if request.sampling.ignore_eos else frozenset(stop_ids)
@@ -69,17 +71,12 @@ class Sequence:
         if image_cache_ids is not None:
             self.cache_ids[self.image_positions] = image_cache_ids
         self.cache_limit = len(self.ids) if cache_limit is None else cache_limit
-        if labels is not None:  # what follows the prompt is written anew for every branch
-            self.cache_limit = min(self.cache_limit, self.prompt_length)
         self.cache_salt = cache_salt
         self._position_offset = 0
         if request.positions is not None:
             self._position_offset = int(request.positions.max()) + 1 - self.prompt_length
 
         self.outputs: list[int] = []
-        if labels is not None and labels.branch is not None:
-            self.outputs = list(labels.branch.path)
-            self.ids[self.prompt_length : self.known] = self.cache_ids[self.prompt_length : self.known] = self.outputs
         self.in_flight = 0
         self.computed = 0
         self.block_table: list[int] = []
@@ -104,29 +101,37 @@ class Sequence:
     @property
     def pending(self) -> int:
         """Positions that a step could run now."""
-        if self.in_flight and (self.labels is not None or len(self.outputs) + self.in_flight >= self.max_tokens):
+        if self.in_flight and len(self.outputs) + self.in_flight >= self.max_tokens:
             return 0
         return self.length - self.computed
+
+    @property
+    def children(self) -> tuple[int, ...]:
+        """Tokens whose log probabilities are asked for, where labels are scored."""
+        return ()
+
+    @property
+    def labels(self) -> LabelAnswer | None:
+        """What scoring labels came to."""
+        return None
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    @property
-    def usage(self) -> Usage:
-        answered = self.labels is None or self.labels.done  # until then the outputs are a branch's path
-        return Usage(self.prompt_length, len(self.outputs) if answered else 0, len(self.image_positions))
+    def take(self, sampled: SampledToken) -> SampledToken | None:
+        """Takes what a step sampled, and ends the sequence if it was the last one or none.
 
-    def take(self, sampled: SampledToken) -> None:
-        """Takes what a step sampled, and ends the sequence if it was the last one or none."""
+        Returns the token if it is part of the answer.
+        """
         if sampled.token_id == NOT_FINITE:
             step = "decode" if self.outputs else "prefill"
             self.finish_reason = "error"
             self.error = f"the model's logits are NaN or infinite ({step}, position {self.known - 1})"
-            return
-        if self.labels is not None:
-            self._score(self.labels, [logprob for _, logprob in sampled.top])
-            return
+            return None
+        return self._accept(sampled)
+
+    def _accept(self, sampled: SampledToken) -> SampledToken | None:
         token = sampled.token_id
         self.ids[self.known] = self.cache_ids[self.known] = token
         self.outputs.append(token)
@@ -134,22 +139,7 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.outputs) >= self.max_tokens:
             self.finish_reason = "length"
-
-    def _score(self, labels: LabelScorer, logprobs: list[float]) -> None:
-        """On to the next branch of the labels: its path takes the place of the one before, as far as they differ."""
-        labels.observe(logprobs)
-        branch = labels.branch
-        path = labels.best_tokens if branch is None else branch.path
-        same = 0
-        while same < min(len(path), len(self.outputs)) and path[same] == self.outputs[same]:
-            same += 1
-        self.outputs = list(path)
-        if branch is None:
-            self.finish_reason = "stop"
-            return
-        self.ids[self.prompt_length : self.known] = self.cache_ids[self.prompt_length : self.known] = path
-        # The branch's last position must run even where its keys are known: its logits are what is asked for.
-        self.computed = min(self.computed, self.prompt_length + same, self.known - 1)
+        return sampled
 
     def positions(self, start: int, end: int) -> np.ndarray:
         """Rotary positions of [start, end), int64 [axes, end - start]."""

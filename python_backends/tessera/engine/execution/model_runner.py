@@ -36,6 +36,7 @@ class ModelRunner:
         weight = model.embedding.get_buffer("weight")
         self.vocab_size = model.config.vocab_size
         self.hidden_size = model.config.hidden_size
+        self.position_axes = model.rotary.axes
         self.num_blocks = attention.storage.keys[0].shape[0]
         self.overlaps = weight.is_cuda
         self.graph_steps = 0

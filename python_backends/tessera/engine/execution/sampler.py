@@ -37,8 +37,7 @@ class SamplingRow:
         parameters = sequence.request.sampling
         place = len(sequence.outputs) + sequence.in_flight - 1
         forbidden = sequence.stop_ids if place < parameters.min_tokens else frozenset()
-        branch = sequence.labels.branch if sequence.labels is not None else None
-        return cls(parameters, sequence.seed, place, forbidden, () if branch is None else tuple(branch.children))
+        return cls(parameters, sequence.seed, place, forbidden, sequence.children)
 
     @property
     def plain(self) -> bool:
