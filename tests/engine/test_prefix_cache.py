@@ -208,3 +208,12 @@ def test_check_notices(damage):
     damage(manager, sequence)
     with pytest.raises(AssertionError):
         manager.check([sequence])
+
+
+def test_equal_tokens_at_other_positions_share_nothing():
+    engine, _ = make_engine()
+    request = make_request(list(range(16)), "a", max_tokens=4, ignore_eos=True)
+    usual = np.arange(16)[None]
+    moved = np.concatenate([usual[:, :6], usual[:, 6:] + 9], axis=1)
+    placed = [replace(request, positions=positions) for positions in (usual, usual, moved, moved)]
+    assert serve(engine, *placed, request) == [0, 12, 4, 12, 0]

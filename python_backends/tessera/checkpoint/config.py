@@ -75,6 +75,7 @@ class TextConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     hidden_act: str
+    mrope_section: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ class Sequence:
 
     Positions count from 0 over prompt and answer. ``computed`` positions have keys and values in ``block_table``
     (counted when their step is planned). ``in_flight`` tokens were planned to be sampled but are not known yet, so
-    that a step may be planned while the one before it still runs.
+    that a step may be planned while the one before it still runs. ``identities`` int64 [n] or [n, 1 + axes] is what
+    prefixes are compared by: the ``cache_ids`` int64 [n] and, where the request gave any, the rotary positions.
     """
 
     rewinds = False  # whether the tokens after the prompt may change again
@@ -67,15 +68,16 @@ class Sequence:
         self.ids = np.zeros(self.prompt_length + self.max_tokens, np.int64)
         self.ids[: self.prompt_length] = prompt
         self.ids[self.image_positions] = 0  # their rows come from embeddings; the ids need not be valid
-        self.cache_ids = self.ids.copy()
+        self._position_offset = 0
+        self.identities = self.cache_ids = self.ids.copy()
+        if request.positions is not None:
+            self._position_offset = int(request.positions.max()) + 1 - self.prompt_length
+            self.identities = np.column_stack([self.ids, self.positions(0, len(self.ids)).T])
+            self.cache_ids = self.identities[:, 0]
         if image_cache_ids is not None:
             self.cache_ids[self.image_positions] = image_cache_ids
         self.cache_limit = len(self.ids) if cache_limit is None else cache_limit
         self.cache_salt = cache_salt
-        self._position_offset = 0
-        if request.positions is not None:
-            self._position_offset = int(request.positions.max()) + 1 - self.prompt_length
-
         self.outputs: list[int] = []
         self.in_flight = 0
         self.computed = 0

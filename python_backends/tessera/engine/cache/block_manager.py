@@ -144,14 +144,14 @@ class BlockManager:
         return blocks
 
     def _identity(self, sequence: Sequence, number: int) -> tuple[bytes, bytes, np.ndarray]:
-        """(parent key, key, cache ids) of the sequence's block ``number``."""
+        """(parent key, key, identities) of the sequence's block ``number``."""
         keys, size = sequence.block_keys, self.block_size
         while len(keys) <= number:
             at = len(keys)
             parent = keys[-1] if keys else PrefixIndex.root(sequence.cache_salt)
-            keys.append(PrefixIndex.chain(parent, sequence.cache_ids[at * size : (at + 1) * size]))
+            keys.append(PrefixIndex.chain(parent, sequence.identities[at * size : (at + 1) * size]))
         parent = keys[number - 1] if number else PrefixIndex.root(sequence.cache_salt)
-        return parent, keys[number], sequence.cache_ids[number * size : (number + 1) * size]
+        return parent, keys[number], sequence.identities[number * size : (number + 1) * size]
 
     def _hold(self, block: int) -> None:
         if self._holders[block] == 0:

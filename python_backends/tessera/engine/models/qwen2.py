@@ -90,7 +90,12 @@ class Qwen2(nn.Module):
         self.config = config
         self.heads = HeadShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         self.rotary = Rotary(
-            config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings, device
+            config.head_dim,
+            config.rope_theta,
+            config.rope_scaling,
+            config.max_position_embeddings,
+            device,
+            config.mrope_section,
         )
         # Matrix units want whole tiles: the head's rows are padded, and what they give is cut off.
         padded = -(-config.vocab_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
