@@ -73,18 +73,11 @@ class Engine:
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        tokenizer: Decoder,
-        config: EngineConfig,
-        max_model_len: int,
-        eos_token_ids: Iterable[int],
+        self, runner: Runner, tokenizer: Decoder, config: EngineConfig, max_model_len: int, eos_token_ids: Iterable[int]
     ) -> None:
         index = None if config.prefix_cache == "off" else PrefixIndex()
         self.scheduler = Scheduler(
-            BlockManager(runner.num_blocks, config.block_size, index),
-            config.max_batched_tokens,
-            config.max_sequences,
+            BlockManager(runner.num_blocks, config.block_size, index), config.max_batched_tokens, config.max_sequences
         )
         self.metrics = EngineMetrics(blocks_total=runner.num_blocks)
         self.max_model_len = max_model_len

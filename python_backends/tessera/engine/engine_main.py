@@ -91,11 +91,10 @@ def main() -> None:
         try:
             engine = Engine.from_checkpoint(start.folder, start.config)
         except TesseraError as error:
-            wire.send(Ready(error))
+            wire.send(Ready({}, error))
             return
         slab = None if start.slab is None else start.slab[0](*start.slab[1])
-        wire.send(Ready(None))
-        wire.send(Counts(engine.metrics.snapshot()))
+        wire.send(Ready(engine.metrics.snapshot()))
         EngineServer(wire, engine, slab, start.config.device == "cuda").serve()
     except (EOFError, OSError):
         pass  # the stage is gone

@@ -57,20 +57,18 @@ class EngineProcess:
         self._wire = Wire(Connection(ours.detach()))
         self._on_death = on_death
         self._stopping = False
-        self._counts: dict[str, int] = {}
         self._rows: dict[int, torch.Tensor] = {}  # the pool's, until the engine has ended their request
         self._taken: dict[int, Future[None]] = {}
         try:
             self._pool = EmbeddingPool(torch.device(config.device), config.embedding_pool_bytes)
             self._wire.send(Start(Path(folder), config, _shared(self._pool.slab)))
             ready: Ready = self._wire.receive()
-            if ready.error is None:
-                self._counts = self._wire.receive().values
         except (EOFError, OSError):
             raise ConfigError("the engine's process ended before it was ready; the server's log says why") from None
         if ready.error is not None:
             self._process.wait()
             raise ready.error
+        self._counts = ready.counts
         self._answers = Answers(Tokenizer.from_folder(Path(folder)), self.cancel)
         self._progress: queue.SimpleQueue[Progress | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="engine-text", daemon=True)

@@ -40,9 +40,4 @@ class EngineMetrics:
     def snapshot(self) -> dict[str, int]:
         """All numbers under flat names; ends of requests as finished_<reason>."""
         values = {name: value for name, value in vars(self).items() if isinstance(value, int)}
-        return values | ended_counts(self.finished)
-
-
-def ended_counts(finished: Counter[str]) -> dict[str, int]:
-    """Ends of requests under flat names."""
-    return {f"{ENDED}{reason}": count for reason, count in dict(finished).items()}
+        return values | {f"{ENDED}{reason}": count for reason, count in dict(self.finished).items()}

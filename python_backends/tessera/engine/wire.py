@@ -28,9 +28,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The answer to Start: the engine waits for requests, or why it cannot."""
+    """The answer to Start: the engine's counts, or why it cannot be used."""
 
-    error: TesseraError | None
+    counts: dict[str, int]
+    error: TesseraError | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,14 +104,7 @@ class ModelRunner:
         """Records decode steps of the batch ``sizes`` whose sequences hold at most ``most_blocks``."""
         with torch.inference_mode():
             self._graphs = DecodeGraphs(self._model, self._attention, sizes, most_blocks, self._last_sampled)
-            report = self._graphs.capture()
-        _LOG.info(
-            "decode graphs: %d batch sizes up to %d in %.1f s, %.0f MiB",
-            len(report.sizes),
-            report.sizes[-1],
-            report.seconds,
-            report.memory_bytes / 2**20,
-        )
+            self._graphs.capture()
 
     def cache_salt(self, prompt_length: int) -> int:
         """What keeps apart the keys and values of prompts that begin with the same tokens; usually 0."""
