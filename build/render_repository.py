@@ -40,7 +40,6 @@ GPU_SETTINGS = {
     "language_model.kv_cache_bytes": "0",
     "language_model.max_batched_tokens": "8192",
     "language_model.max_sequences": "256",
-    "language_model.engine_process": "1",
 }
 # What the vision stage's process takes of a GPU beside its memory_bytes: CUDA's context and libraries.
 CONTEXT_BYTES = 1 << 30

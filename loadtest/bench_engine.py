@@ -1,8 +1,8 @@
 """`make bench-engine`: the engine alone, in this process, on one GPU: InternVL3-8B's shape, random weights.
 
 Requests are those of W1: 316 prompt tokens, 256 of them rows of a picture that are given, no two alike. Prefill and
-decode are stepped here one by one; the loads w4a, w4b and w1 are closed loops on the engine's own thread; `busy` is
-w1 under the profiler. Beside each figure stands its ceiling on one H200.
+decode are stepped here one by one; the loads w4a, w4b and w1 are closed loops around the same steps; `busy` is w1 under
+the profiler. Beside each figure stands its ceiling on one H200.
 
     python loadtest/bench_engine.py --parts prefill,decode --set max_batched_tokens=4096
     python loadtest/bench_engine.py --quick --checkpoint build/default_model/checkpoint --set device=cpu
@@ -155,18 +155,18 @@ class Bench:
     profile_to: Path | None
 
     def run(self, parts: list[str]) -> None:
-        """Runs parts in the order of PARTS; the engine is spent afterwards."""
+        """Runs parts in the order of PARTS."""
         with Progress(console=console, transient=True, redirect_stdout=False) as progress:
             bar = progress.add_task("", total=len(parts))
             for part in (part for part in ("prefill", "decode") if part in parts):
                 progress.update(bar, description=part)
                 self._counted(part, self._prefill if part == "prefill" else self._decode)
                 progress.advance(bar)
-            with ClosedLoop(self.engine, self.prompts) as loop:
-                for part in (part for part in PARTS[2:] if part in parts):
-                    progress.update(bar, description=part)
-                    self._counted(part, partial(self._closed_loop, part, loop))
-                    progress.advance(bar)
+            loop = ClosedLoop(self.engine, self.prompts)
+            for part in (part for part in PARTS[2:] if part in parts):
+                progress.update(bar, description=part)
+                self._counted(part, partial(self._closed_loop, part, loop))
+                progress.advance(bar)
 
     def _counted(self, part: str, work: Callable[[], None]) -> None:
         """Does the work and prints what the engine counted meanwhile: prefix hits, preemptions, graph hits."""

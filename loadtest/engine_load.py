@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from statistics import median
-from types import TracebackType
 
 import numpy as np
 import torch
 
 from tessera.engine.engine import Engine
-from tessera.engine.loop import EngineLoop
-from tessera.engine.request import Request, TokenEvent
+from tessera.engine.progress import End, Progress
+from tessera.engine.request import Request
 from tessera.sampling import SamplingParameters
 
 PROMPT_TOKENS = 316
@@ -24,7 +21,6 @@ PICTURE_ROWS = 256
 PICTURE_START = 12
 ROWS_STD = 0.02  # as text embeddings have it
 PICTURES = 64
-PATIENCE_S = 120.0
 
 
 class Prompts:
@@ -54,11 +50,11 @@ class Prompts:
         )
 
 
-def check(events: Iterable[TokenEvent]) -> None:
+def check(progress: Progress) -> None:
     """Raises RuntimeError for a request that ended otherwise than by its length: it would spoil the figure."""
-    for event in events:
-        if event.finish_reason not in (None, "length"):
-            raise RuntimeError(f"request {event.request.request_id} ended by {event.finish_reason}: {event.error}")
+    for end in progress.ends:
+        if end.reason != "length":
+            raise RuntimeError(f"request {end.number} ended by {end.reason}: {end.error}")
 
 
 def prefill_tokens_per_s(
@@ -78,33 +74,35 @@ def prefill_tokens_per_s(
         for _ in range(fresh):
             engine.submit(prompts.request(max_tokens=1))
         left, under_way = left - fresh, under_way + fresh
-        events = engine.step()
+        progress = engine.step()
         marks.append((time.perf_counter(), engine.metrics.computed_tokens))
-        check(events)
-        under_way -= sum(event.finish_reason is not None for event in events)
+        check(progress)
+        under_way -= len(progress.ends)
     (begun, before), (ended, after) = marks[warm_up], marks[warm_up + steps]
     return (after - before) / (ended - begun), (after - before) / steps
 
 
 def decode_step_s(engine: Engine, prompts: Prompts, batch: int, skip: int, steps: int, max_tokens: int) -> list[float]:
     """Seconds from one step's tokens to the next's, of ``steps`` steps after the batch has ``skip`` tokens each."""
-    sequences = [engine.submit(prompts.request(max_tokens)) for _ in range(batch)]
+    requests = [prompts.request(max_tokens) for _ in range(batch)]
+    for request in requests:
+        engine.submit(request)
     tokens = 0
     stamps: list[float] = []
     while engine.has_work():
-        events = engine.step()
+        progress = engine.step()
         now = time.perf_counter()
-        got = sum(len(event.token_ids) for event in events)
+        got = len(progress.tokens)
         tokens += got
         if not got or tokens < skip * batch or len(stamps) > steps:
             continue
-        check(events)
+        check(progress)
         if got != batch:
             raise RuntimeError(f"a step of {batch} decoding requests gave {got} tokens")
         stamps.append(now)
         if len(stamps) > steps:
-            for sequence in sequences:
-                engine.abort(sequence)
+            for request in requests:
+                engine.cancel(request.number)
     if len(stamps) <= steps:
         raise RuntimeError(f"{max_tokens} tokens are too few for {skip} steps to skip and {steps} to measure")
     return [after - before for before, after in itertools.pairwise(stamps)]
@@ -140,72 +138,53 @@ class _Mark:
 
 
 class ClosedLoop:
-    """Drives an engine as the stage does: it steps on its own thread, this one submits whenever a request ended.
-
-    Leaving the ``with`` block stops the engine for good.
-    """
+    """Steps an engine and submits a new request whenever one has ended."""
 
     def __init__(self, engine: Engine, prompts: Prompts) -> None:
+        self._engine = engine
         self._prompts = prompts
-        self._ended: SimpleQueue[TokenEvent] = SimpleQueue()
+        self._arrivals: dict[int, int] = {}
         self._marks = [_Mark(0.0, 0, 0)]
-        self._loop = EngineLoop(engine, self._on_events)
-
-    def __enter__(self) -> ClosedLoop:
-        self._loop.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._loop.stop()
+        self._waits_ns: list[int] = []
 
     def measure(self, load: Load, watch: AbstractContextManager[object] | None = None) -> Outcome:
         """Warms up, then lets ``load.requests`` end while ``watch`` is entered, then lets the rest end.
 
-        Raises RuntimeError when a request fails or none ends for two minutes.
+        Raises RuntimeError when a request fails.
         """
         self._marks = [_Mark(0.0, 0, 0)]
         for _ in range(load.concurrency):
             self._submit(load)
         self._follow(load, load.warm_up)
+        self._waits_ns = []
         with watch or nullcontext():
-            ended = self._follow(load, load.requests)
-        for _ in range(load.concurrency):
-            self._take()
+            self._follow(load, load.warm_up + load.requests)
+        waits = self._waits_ns
+        while self._engine.has_work():
+            self._step()
         # From step to step, since requests end in bunches.
         first = next(mark for mark in self._marks if mark.ended >= load.warm_up)
         last = next(mark for mark in self._marks if mark.ended >= load.warm_up + load.requests)
-        waits = [event.first_token_ns - event.request.arrival_ns for event in ended]
         return Outcome(
             last.ended - first.ended, last.tokens - first.tokens, last.time - first.time, median(waits) / 1e6
         )
 
-    def _follow(self, load: Load, count: int) -> list[TokenEvent]:
-        """Submits a new request for each of the next ``count`` that end; returns their last events."""
-        ended = []
-        for _ in range(count):
-            ended.append(self._take())
-            self._submit(load)
-        return ended
+    def _follow(self, load: Load, count: int) -> None:
+        """Submits a new request for each that ends until ``count`` have."""
+        while self._marks[-1].ended < count:
+            for _ in self._step():
+                self._submit(load)
 
     def _submit(self, load: Load) -> None:
-        self._loop.submit(self._prompts.request(load.max_tokens))
+        request = self._prompts.request(load.max_tokens)
+        self._arrivals[request.number] = request.arrival_ns
+        self._engine.submit(request)
 
-    def _take(self) -> TokenEvent:
-        try:
-            event = self._ended.get(timeout=PATIENCE_S)
-        except Empty:
-            raise RuntimeError(f"no request ended for {PATIENCE_S:g} s") from None
-        check([event])
-        return event
-
-    def _on_events(self, events: list[TokenEvent]) -> None:
-        now = time.perf_counter()
+    def _step(self) -> list[End]:
+        progress = self._engine.step()
+        check(progress)
         last = self._marks[-1]
-        ends = [event for event in events if event.finish_reason is not None]
-        tokens = sum(len(event.token_ids) for event in events)
-        # The mark comes first: whoever takes an end from the queue finds it counted.
-        self._marks.append(_Mark(now, last.ended + len(ends), last.tokens + tokens))
-        for event in ends:
-            self._ended.put(event)
+        mark = _Mark(time.perf_counter(), last.ended + len(progress.ends), last.tokens + len(progress.tokens))
+        self._marks.append(mark)
+        self._waits_ns += [end.first_token_ns - self._arrivals.pop(end.number) for end in progress.ends]
+        return progress.ends

@@ -15,6 +15,7 @@ from tessera.engine.labels import LabelScorer
 from tessera.engine.models.registry import model_class
 from tessera.engine.models.weights import randomize
 from tessera.engine.quantization.scheme import scheme_selector
+from tessera.engine.rendering import Answers
 from tessera.engine.request import Request, SamplingParameters
 from tessera.engine.sequence import SampledToken
 from tessera.family.text_stream import TextStream
@@ -38,6 +39,31 @@ class ByteTokenizer:
         return list(text.encode())
 
 
+class TextEngine(Engine):
+    """An engine whose steps give events: what the stage and the engine's process do together, in one loop."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.answers = Answers(self._tokenizer, self.cancel, hold_s=0)
+        self._events = []
+
+    def submit(self, request):
+        self.answers.add(request, self._events.append)
+        try:
+            return super().submit(request)
+        except Exception:
+            self.answers.drop(request.number)
+            raise
+
+    def step(self):
+        return self.text_of(super().step())
+
+    def text_of(self, progress):
+        self.answers.take(progress)
+        events, self._events[:] = list(self._events), []
+        return events
+
+
 class Known:
     """A step whose tokens need no waiting."""
 
@@ -57,6 +83,7 @@ class BookkeepingRunner:
 
     hidden_size = 1
     vocab_size = VOCABULARY
+    position_axes = 1
     graph_steps = 0
 
     def __init__(self, num_blocks, block_size, salt=lambda length: 0, tokens=range(VOCABULARY), overlaps=False):
@@ -85,10 +112,15 @@ class BookkeepingRunner:
                 self.cache[self._slot(span.sequence, position)] = self._content(span.sequence, position)
         return [self._choose(span) for span in batch.spans if span.samples]
 
+    def clear(self, blocks):
+        for block in blocks:
+            for slot in range(block * self.block_size, (block + 1) * self.block_size):
+                self.cache.pop(slot, None)
+
     def _choose(self, span):
         seen = [self.cache[self._slot(span.sequence, position)] for position in range(span.end)]
-        if span.sequence.labels is not None:
-            children = span.sequence.labels.branch.children
+        children = span.sequence.children
+        if children:
             return SampledToken(0, 0.0, tuple((child, child_logprob(seen, child)) for child in children))
         token = next_token(seen, self._tokens)
         answered = span.end - span.sequence.prompt_length
@@ -178,7 +210,7 @@ def make_engine(
     defaults = dict(max_batched_tokens=64, max_sequences=8)
     config = EngineConfig(block_size=block_size, **(defaults | settings))
     runner = BookkeepingRunner(num_blocks, block_size, salt, tokens, overlaps)
-    return Engine(runner, ByteTokenizer(), config, max_model_len, (EOS,)), runner
+    return TextEngine(runner, ByteTokenizer(), config, max_model_len, (EOS,)), runner
 
 
 def run(engine, limit=2000):
@@ -244,4 +276,4 @@ def tiny_engine(model, max_model_len=256, eos=(), **settings):
     defaults = dict(block_size=4, max_batched_tokens=512, max_sequences=16)
     config = EngineConfig(**(defaults | settings))
     runner = ModelRunner.of_model(model, config, max_model_len)
-    return Engine(runner, ByteTokenizer(), config, max_model_len, eos)
+    return TextEngine(runner, ByteTokenizer(), config, max_model_len, eos)

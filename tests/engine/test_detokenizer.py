@@ -109,3 +109,29 @@ def test_deltas_are_the_answer_up_to_the_first_stop(parts, stops):
 @given(st.binary(max_size=60))
 def test_any_bytes_come_out_once(data):
     assert "".join(deltas(data)[0]) == data.decode("utf-8", errors="replace")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.sampled_from("abE"), max_size=24),
+    st.lists(st.sampled_from(["ab", "abE", "Eab", "aa", "bEab"]), min_size=1, max_size=3, unique=True),
+    st.integers(0, 12),
+    st.integers(1, 7),
+)
+def test_a_stop_string_counts_if_any_of_it_follows_min_tokens(letters, stops, least, together):
+    """vLLM's rule: what is complete within min_tokens does not stop, what ends after them does, wherever it began."""
+    answer = "".join(letters)
+    texts, stopped = deltas(answer.encode(), together, stop=stops, min_tokens=least)
+    for end in range(least + 1, len(answer) + 1):
+        begun = [end - len(stop) for stop in stops if answer[:end].endswith(stop)]
+        if begun:
+            assert stopped and "".join(texts) == answer[: min(begun)]
+            return
+    assert not stopped and "".join(texts) == answer
+
+
+def test_a_stop_string_that_the_end_completes_is_a_stop():
+    """An unfinished character becomes U+FFFD only when the answer ends."""
+    detokenizer = Detokenizer(ByteTokenizer(), SamplingParameters(stop=("!\ufffd",)))
+    assert detokenizer.push(list(b"a!\xe2")) == ("a", 3)
+    assert (detokenizer.flush(), detokenizer.stopped) == ("", True)

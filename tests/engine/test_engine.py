@@ -70,7 +70,7 @@ def test_cancelling_a_queued_request_ends_it_at_once():
     engine.submit(make_request([1], "running", max_tokens=50, ignore_eos=True))
     queued = engine.submit(make_request([2], "queued", max_tokens=5))
     engine.step()
-    engine.abort(queued)
+    engine.cancel(queued.request.number)
     assert ends(engine.step()) == {"queued": "cancelled"}
     assert all(sequence.request.request_id == "running" for batch in runner.batches for sequence, *_ in batch)
 
@@ -80,18 +80,18 @@ def test_cancelling_a_running_request_frees_its_blocks_in_one_step():
     sequence = engine.submit(make_request([1] * 20, max_tokens=50, ignore_eos=True))
     engine.step()
     assert engine.scheduler.blocks.used > 0
-    engine.abort(sequence)
-    engine.abort(sequence)
+    engine.cancel(sequence.request.number)
+    engine.cancel(sequence.request.number)
     events = engine.step()
     assert ends(events) == {"r": "cancelled"} and len(events) == 1
     assert engine.scheduler.blocks.used == 0 and not engine.has_work()
-    engine.abort(sequence)
+    engine.cancel(sequence.request.number)
     assert not engine.has_work()
 
 
 def test_cancelling_before_the_first_step():
     engine, runner = make_engine()
-    engine.abort(engine.submit(make_request([1])))
+    engine.cancel(engine.submit(make_request([1])).request.number)
     assert ends(engine.step()) == {"r": "cancelled"} and not runner.batches
 
 
@@ -115,8 +115,8 @@ def test_failing_ends_every_request_and_the_engine_goes_on():
     engine.step()
     late = engine.submit(make_request([9], "late", max_tokens=1))
     cancelled = engine.submit(make_request([9], "cancelled", max_tokens=1))
-    engine.abort(cancelled)
-    events = engine.render(engine.fail_all("the card melted"))
+    engine.cancel(cancelled.request.number)
+    events = engine.text_of(engine.fail_all("the card melted"))
     assert ends(events) == {f"{number}": "error" for number in range(4)}
     assert {event.error for event in events} == {"the card melted"}
     engine.scheduler.check()
@@ -127,7 +127,7 @@ def test_failing_ends_every_request_and_the_engine_goes_on():
 def test_closing_ends_everything_and_refuses_more():
     engine, _ = make_engine()
     engine.submit(make_request([1]))
-    assert ends(engine.render(engine.close("bye"))) == {"r": "error"}
+    assert ends(engine.text_of(engine.close("bye"))) == {"r": "error"}
     with pytest.raises(Unavailable, match="bye"):
         engine.submit(make_request([1]))
     assert not engine.has_work()
@@ -191,3 +191,16 @@ def test_labels_beyond_the_model_s_vocabulary_are_refused():
     engine._tokenizer.encode = lambda text, special: [*text.encode(), 1 << 20]
     with pytest.raises(InvalidRequest, match="the model knows 0..299"):
         engine.submit(make_request([1], choices=["a", "b"]))
+
+
+def test_a_stop_string_begun_within_min_tokens_ends_the_request():
+    events = answer(b"say STOP now", max_tokens=12, min_tokens=6, stop="STOP")
+    assert (text_of(events), ends(events)) == ("say ", {"r": "stop"})
+    assert answer(b"STOP", max_tokens=4, min_tokens=4, stop="STOP")[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize(("script", "reason"), [(b"b!\xe2", "stop"), (b"b!b", "length")])
+def test_a_stop_string_that_the_last_text_completes_is_a_stop(script, reason):
+    """An unfinished character becomes U+FFFD only when the answer ends."""
+    events = answer(script, max_tokens=3, stop="!\ufffd")
+    assert (text_of(events), ends(events)) == ({"stop": "b", "length": "b!b"}[reason], {"r": reason})

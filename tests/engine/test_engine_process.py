@@ -1,20 +1,21 @@
-"""The engine in a process of its own answers, refuses and ends as the one on threads; a death is noticed."""
+"""The engine in a process of its own answers, refuses and ends as one in a plain loop; a death is noticed."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from engine_fakes import TextEngine, run
 
 from tessera.engine.config import EngineConfig
 from tessera.engine.engine_process import EngineProcess
 from tessera.engine.request import Request
-from tessera.engine.service import EngineService
 from tessera.errors import CheckpointError, InvalidRequest, Unavailable
 from tessera.sampling import SamplingParameters
 
@@ -30,9 +31,9 @@ class Ends:
         self.events = []
         self._changed = threading.Condition()
 
-    def __call__(self, events):
+    def __call__(self, event):
         with self._changed:
-            self.events += events
+            self.events.append(event)
             self._changed.notify_all()
 
     def of(self, request):
@@ -62,23 +63,22 @@ def picture_rows(rows):
 @pytest.fixture(scope="module")
 def parts():
     ends, died = Ends(), threading.Event()
-    process = EngineProcess(CHECKPOINT, CONFIG, ends, died.set)
+    process = EngineProcess(CHECKPOINT, CONFIG, died.set)
     yield process, ends
     process.stop()
     assert not died.is_set()
 
 
-def test_the_same_answers_as_on_threads(parts):
+def test_the_same_answers_as_in_one_loop(parts):
     process, ends = parts
-    their_ends = Ends()
-    threads = EngineService.from_checkpoint(CHECKPOINT, CONFIG, their_ends)
+    engine = TextEngine.from_checkpoint(CHECKPOINT, CONFIG)
     stop = {"stop": "e", "max_tokens": 200}
     for sampling in ({}, {"logprobs": 1}, {"choices": ["yes", "no"], "ignore_eos": False}, stop):
         for rows in (0, 9):
             ours, theirs = make_request("a", rows=rows, **sampling), make_request("a", rows=rows, **sampling)
-            process.submit(ours, picture_rows(rows))
-            threads.submit(theirs, picture_rows(rows))
-            found, expected = ends.wait(ours), their_ends.wait(theirs)
+            process.submit(ours, ends, picture_rows(rows))
+            engine.submit(replace(theirs, embeddings=picture_rows(rows)))
+            found, expected = ends.wait(ours), run(engine)
             assert [t for e in found for t in e.token_ids] == [t for e in expected for t in e.token_ids]
             assert "".join(e.text for e in found) == "".join(e.text for e in expected)
             assert (found[-1].finish_reason, found[-1].usage) == (expected[-1].finish_reason, expected[-1].usage)
@@ -86,24 +86,23 @@ def test_the_same_answers_as_on_threads(parts):
             assert [entry["token_id"] for e in found for entry in e.logprobs or []] == [
                 entry["token_id"] for e in expected for entry in e.logprobs or []
             ]
-    threads.stop()
 
 
 def test_refusals_and_cancelling(parts):
     process, ends = parts
     with pytest.raises(InvalidRequest, match="exceed the context"):
-        process.submit(make_request("long", max_tokens=10**6))
+        process.submit(make_request("long", max_tokens=10**6), ends)
     running = [make_request(f"{n}", max_tokens=3000) for n in range(4)]
     for request in running:
-        process.submit(request)
+        process.submit(request, ends)
     with pytest.raises(Unavailable, match="4 requests are in flight"):
-        process.submit(make_request("one too many"))
+        process.submit(make_request("one too many"), ends)
     for request in running:
-        process.abort(request)
+        process.cancel(request.number)
     assert [ends.wait(request)[-1].finish_reason for request in running] == ["cancelled"] * 4
-    process.abort(running[0])  # too late does no harm
+    process.cancel(running[0].number)  # too late does no harm
     last = make_request("last")
-    process.submit(last)
+    process.submit(last, ends)
     assert ends.wait(last)[-1].finish_reason == "length"
     assert process.counts()["blocks_total"] > 0
 
@@ -114,13 +113,13 @@ def test_events_may_come_before_the_word_that_a_request_was_taken(parts):
     request = make_request("early")
     answer, heard = process._answer, threading.Event()
 
-    def late(number, failure):
+    def late(taken):
         assert heard.wait(PATIENCE_S)
-        answer(number, failure)
+        answer(taken)
 
-    process._answer = lambda number, failure: threading.Thread(target=late, args=(number, failure)).start()
+    process._answer = lambda taken: threading.Thread(target=late, args=(taken,)).start()
     try:
-        submitting = threading.Thread(target=process.submit, args=(request,))
+        submitting = threading.Thread(target=process.submit, args=(request, ends))
         submitting.start()
         assert ends.wait(request)[-1].finish_reason == "length"
         heard.set()
@@ -129,21 +128,21 @@ def test_events_may_come_before_the_word_that_a_request_was_taken(parts):
     finally:
         process._answer = answer
     again = make_request("again")
-    process.submit(again)
+    process.submit(again, ends)
     assert ends.wait(again)[-1].finish_reason == "length"
 
 
 def test_a_missing_checkpoint_is_told_by_name(tmp_path):
     with pytest.raises(CheckpointError, match="config.json"):
-        EngineProcess(tmp_path, CONFIG, Ends(), lambda: None)
+        EngineProcess(tmp_path, CONFIG, lambda: None)
 
 
 def test_a_death_is_noticed_and_nobody_waits_forever():
     ends, died = Ends(), threading.Event()
-    process = EngineProcess(CHECKPOINT, CONFIG, ends, died.set)
-    process.submit(make_request("under way", max_tokens=3000))
+    process = EngineProcess(CHECKPOINT, CONFIG, died.set)
+    process.submit(make_request("under way", max_tokens=3000), ends)
     os.kill(process._process.pid, signal.SIGKILL)
     assert died.wait(PATIENCE_S)
     with pytest.raises(Unavailable, match="gone"):
-        process.submit(make_request("late"))
+        process.submit(make_request("late"), ends)
     process.stop()

@@ -1,4 +1,4 @@
-"""The engine's thread: nothing hangs, whatever a step does."""
+"""The engine's loop: nothing hangs, whatever a step does."""
 
 from __future__ import annotations
 
@@ -9,138 +9,147 @@ from collections import Counter
 import pytest
 from engine_fakes import make_engine, make_request
 
-from tessera.engine.loop import EngineLoop
+from tessera.engine.engine import Engine
+from tessera.engine.loop import StepLoop
 from tessera.errors import Unavailable
 
 PATIENCE = 10
 
 
-class Inbox:
-    """Collects events and lets a test wait for the ends of requests."""
+class Running:
+    """An engine whose loop runs on a thread; collects what it tells, and lets a test wait for the ends of requests."""
 
-    def __init__(self):
-        self.events, self.ended = [], {}
+    def __init__(self, engine):
+        self.engine, self.ends, self.ended = engine, [], {}
         self._changed = threading.Condition()
+        self.loop = StepLoop(engine, self._hear)
+        self.thread = threading.Thread(target=self.loop.run, daemon=True)
 
-    def __call__(self, events):
+    def start(self):
+        self.thread.start()
+        return self
+
+    def stop(self):
+        self.loop.stop()
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive()
+
+    def submit(self, request):
+        sequence = self.engine.submit(request)
+        self.loop.wake()
+        return sequence
+
+    def cancel(self, sequence):
+        self.engine.cancel(sequence.request.number)
+        self.loop.wake()
+
+    def _hear(self, progress):
         with self._changed:
-            self.events += events
-            self.ended |= {e.request: e for e in events if e.finish_reason}
+            self.ends += progress.ends
+            self.ended |= {end.number: end for end in progress.ends}
             self._changed.notify_all()
 
     def wait(self, *sequences):
+        numbers = [sequence.request.number for sequence in sequences]
         with self._changed:
-            assert self._changed.wait_for(lambda: all(s.request in self.ended for s in sequences), PATIENCE)
-        return [self.ended[s.request].finish_reason for s in sequences]
+            assert self._changed.wait_for(lambda: all(number in self.ended for number in numbers), PATIENCE)
+        return [self.ended[number].reason for number in numbers]
 
 
 @pytest.fixture
 def parts():
+    engine, runner = plain_engine()
+    running = Running(engine).start()
+    yield running, runner
+    running.stop()
+
+
+def plain_engine():
+    """The fakes' engine, telling progress instead of text."""
     engine, runner = make_engine()
-    inbox = Inbox()
-    loop = EngineLoop(engine, inbox)
-    loop.start()
-    yield loop, runner, inbox
-    loop.stop()
+    engine.__class__ = Engine
+    return engine, runner
 
 
 def test_requests_from_many_threads_each_end_once(parts):
-    loop, _, inbox = parts
+    running, _ = parts
     sequences, lock = [], threading.Lock()
 
     def client(number):
         for turn in range(5):
-            sequence = loop.submit(make_request([number, turn], max_tokens=4, ignore_eos=True))
+            sequence = running.submit(make_request([number, turn], max_tokens=4, ignore_eos=True))
             with lock:
                 sequences.append(sequence)
             if turn % 2:
-                loop.abort(sequence)
+                running.cancel(sequence)
 
     clients = [threading.Thread(target=client, args=(n,)) for n in range(8)]
     for thread in clients:
         thread.start()
     for thread in clients:
         thread.join()
-    assert set(inbox.wait(*sequences)) <= {"length", "cancelled"}
-    assert Counter(e.request for e in inbox.events if e.finish_reason) == Counter(s.request for s in sequences)
+    assert set(running.wait(*sequences)) <= {"length", "cancelled"}
+    assert Counter(end.number for end in running.ends) == Counter(s.request.number for s in sequences)
 
 
-def test_a_failing_step_ends_its_requests_and_the_next_ones_work(parts):
-    loop, runner, inbox = parts
+def test_a_failing_step_ends_its_requests_and_the_next_ones_work(parts, caplog):
+    running, runner = parts
     works = runner.run
 
     def fail(batch):
         raise ValueError("a broken kernel")
 
     runner.run = fail
-    first = loop.submit(make_request([1], max_tokens=3))
-    assert inbox.wait(first) == ["error"]
-    assert "a broken kernel" in inbox.ended[first.request].error
+    first = running.submit(make_request([1], max_tokens=3))
+    assert running.wait(first) == ["error"]
+    assert "a step failed" in running.ended[first.request.number].error
+    assert "a broken kernel" in caplog.text and "kernel" not in running.ended[first.request.number].error
     runner.run = works
-    second = loop.submit(make_request([1], max_tokens=3, ignore_eos=True))
-    assert inbox.wait(second) == ["length"]
+    second = running.submit(make_request([1], max_tokens=3, ignore_eos=True))
+    assert running.wait(second) == ["length"]
 
 
 def test_an_idle_loop_sleeps(parts):
-    loop, _, inbox = parts
-    inbox.wait(loop.submit(make_request([1], max_tokens=1)))
-    looks, has_work = [], loop.engine.has_work
-    loop.engine.has_work = lambda: looks.append(1) or has_work()
+    running, _ = parts
+    running.wait(running.submit(make_request([1], max_tokens=1)))
+    looks, has_work = [], running.engine.has_work
+    running.engine.has_work = lambda: looks.append(1) or has_work()
     time.sleep(0.1)
     assert len(looks) <= 1
 
 
 def test_leaked_blocks_are_found_when_idle(monkeypatch):
     monkeypatch.setattr("tessera.engine.loop._IDLE_SECONDS", 0.01)
-    engine, _ = make_engine()
+    engine, _ = plain_engine()
     engine.scheduler.blocks._holders[3] = 1
-    inbox = Inbox()
-    loop = EngineLoop(engine, inbox)
-    loop.start()
+    running = Running(engine).start()
     deadline = time.monotonic() + PATIENCE
     while engine.scheduler.blocks._holders[3] and time.monotonic() < deadline:
         time.sleep(0.01)
     assert engine.scheduler.blocks._holders[3] == 0
-    assert inbox.wait(loop.submit(make_request([1], max_tokens=3, ignore_eos=True))) == ["length"]
-    loop.stop()
-
-
-def test_a_failing_listener_does_not_stop_the_loop():
-    engine, _ = make_engine()
-    inbox, calls = Inbox(), []
-
-    def listen(events):
-        calls.append(events)
-        if len(calls) == 1:
-            raise OSError("the client left")
-        inbox(events)
-
-    loop = EngineLoop(engine, listen)
-    loop.start()
-    assert inbox.wait(loop.submit(make_request([1], max_tokens=3, ignore_eos=True))) == ["length"]
-    loop.stop()
+    assert running.wait(running.submit(make_request([1], max_tokens=3, ignore_eos=True))) == ["length"]
+    running.stop()
 
 
 def test_stopping_ends_what_runs_and_refuses_more():
-    engine, runner = make_engine()
-    inbox, running, go_on = Inbox(), threading.Event(), threading.Event()
+    engine, runner = plain_engine()
+    running, stepping, go_on = Running(engine), threading.Event(), threading.Event()
     works = runner.run
 
     def slow(batch):
-        running.set()
+        stepping.set()
         assert go_on.wait(PATIENCE)
         return works(batch)
 
     runner.run = slow
-    loop = EngineLoop(engine, inbox)
-    loop.start()
-    sequence = loop.submit(make_request([1], max_tokens=50, ignore_eos=True))
-    assert running.wait(PATIENCE)
-    stopper = threading.Thread(target=loop.stop)
+    running.start()
+    sequence = running.submit(make_request([1], max_tokens=50, ignore_eos=True))
+    assert stepping.wait(PATIENCE)
+    stopper = threading.Thread(target=running.stop)
     stopper.start()
     go_on.set()
     stopper.join(PATIENCE)
     assert not stopper.is_alive()
-    assert inbox.wait(sequence) == ["error"]
+    assert running.wait(sequence) == ["error"]
     with pytest.raises(Unavailable):
-        loop.submit(make_request([1]))
+        running.submit(make_request([1]))

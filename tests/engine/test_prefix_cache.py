@@ -111,7 +111,7 @@ def test_cancel_in_the_middle_of_a_prompt_leaves_sound_blocks():
     engine, _ = make_engine(max_batched_tokens=10)
     sequence = engine.submit(picture_prompt(7, "a"))
     engine.step()
-    engine.abort(sequence)
+    engine.cancel(sequence.request.number)
     assert [event.finish_reason for event in engine.step()] == ["cancelled"]
     assert engine.scheduler.blocks.used == 0
     assert serve(engine, picture_prompt(7, "b")) == [8]
@@ -208,3 +208,12 @@ def test_check_notices(damage):
     damage(manager, sequence)
     with pytest.raises(AssertionError):
         manager.check([sequence])
+
+
+def test_equal_tokens_at_other_positions_share_nothing():
+    engine, _ = make_engine()
+    request = make_request(list(range(16)), "a", max_tokens=4, ignore_eos=True)
+    usual = np.arange(16)[None]
+    moved = np.concatenate([usual[:, :6], usual[:, 6:] + 9], axis=1)
+    placed = [replace(request, positions=positions) for positions in (usual, usual, moved, moved)]
+    assert serve(engine, *placed, request) == [0, 12, 4, 12, 0]

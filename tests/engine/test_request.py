@@ -150,7 +150,9 @@ def test_a_sound_request_passes():
         (dict(spans=(), digest=0), "embeddings"),
         (dict(digest=0), "digest"),
         (dict(positions=np.zeros((3, 3), int)), "positions"),
-        (dict(positions=np.full((3, 4), -1)), "positions"),
+        (dict(positions=np.zeros((3, 4), int)), r"positions must be \[1, 4\]"),
+        (dict(positions=np.zeros(4, int)), "positions"),
+        (dict(positions=np.full((1, 4), -1)), "positions"),
     ],
 )
 def test_parts_that_do_not_fit(changes, message):

@@ -12,8 +12,8 @@ from tessera.engine.layers.rotary import Rotary
 from tessera.errors import CheckpointError
 
 
-def rotary(scaling=None, head_dim=8, theta=100.0, trained=16):
-    return Rotary(head_dim, theta, scaling, trained, torch.device("cpu"))
+def rotary(scaling=None, head_dim=8, theta=100.0, trained=16, sections=None):
+    return Rotary(head_dim, theta, scaling, trained, torch.device("cpu"), sections)
 
 
 def angles(module, positions, lengths=None):
@@ -38,7 +38,7 @@ def test_half_rotation():
 
 
 def test_sections_follow_their_axis():
-    module = rotary({"rope_type": "mrope", "mrope_section": [1, 2, 1]})
+    module = rotary({"rope_type": "mrope"}, sections=(1, 2, 1))
     found = angles(module, [[1, 0], [2, 0], [3, 1]])
     frequency = [100.0 ** (-2 * i / 8) for i in range(4)]
     expected = [[1 * frequency[0], 2 * frequency[1], 2 * frequency[2], 3 * frequency[3]], [0, 0, 0, frequency[3]]]
@@ -62,9 +62,13 @@ def test_dynamic_base_depends_on_the_token_s_sequence_only():
         ({"rope_type": "yarn", "factor": 2.0}, "'yarn'"),
         ({"type": "su"}, "'su'"),
         ({"rope_type": "linear"}, "factor"),
-        ({"rope_type": "mrope", "mrope_section": [2, 3, 4]}, "mrope_section"),
     ],
 )
 def test_what_is_not_understood_is_named(scaling, message):
     with pytest.raises(CheckpointError, match=message):
         rotary(scaling)
+
+
+def test_sections_that_are_no_half_head_are_refused():
+    with pytest.raises(CheckpointError, match="mrope_section"):
+        rotary(sections=(2, 3, 4))

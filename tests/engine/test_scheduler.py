@@ -109,7 +109,7 @@ def test_a_preempted_sequence_waits_for_the_tokens_it_was_promised():
         batch = scheduler.schedule()
         out.append((batch, runner.run(batch)))
     assert scheduler.preemptions == 1 and sequences[1].in_flight == 2
-    scheduler.finish(sequences[0], "cancelled")
+    scheduler.cancel(sequences[0], "cancelled")
     assert scheduler.schedule().spans == []
     for batch, tokens in out:
         scheduler.apply(batch, tokens)

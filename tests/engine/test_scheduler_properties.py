@@ -44,7 +44,7 @@ def prompts(draw):
 actions = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), prompts()),
-        st.tuples(st.just("abort"), st.integers(0, 30)),
+        st.tuples(st.just("cancel"), st.integers(0, 30)),
         st.tuples(st.just("step"), st.integers(1, 4)),
     ),
     min_size=1,
@@ -70,16 +70,16 @@ def test_engine_under_random_load(script, policy, num_blocks, budget, sequences,
         max_batched_tokens=budget,
         max_sequences=sequences,
     )
-    submitted, events, aborted = [], [], set()
+    submitted, events, cancelled = [], [], set()
     for action, value in script:
         if action == "submit":
             ids, pictures, max_tokens, choices = value
             request = make_request(ids, f"{len(submitted)}", pictures, max_tokens=max_tokens, choices=choices)
             submitted.append(engine.submit(request))
-        elif action == "abort" and submitted:
+        elif action == "cancel" and submitted:
             sequence = submitted[value % len(submitted)]
-            aborted.add(sequence.request.request_id)
-            engine.abort(sequence)
+            cancelled.add(sequence.request.request_id)
+            engine.cancel(sequence.request.number)
         elif action == "step":
             for _ in range(value):
                 events += engine.step()
@@ -97,12 +97,12 @@ def test_engine_under_random_load(script, policy, num_blocks, budget, sequences,
             if reasons[request.request_id] == "stop":
                 assert sequence.outputs == expected_label(contents_of(request), choices)
             else:
-                assert reasons[request.request_id] == "cancelled" and request.request_id in aborted
+                assert reasons[request.request_id] == "cancelled" and request.request_id in cancelled
             continue
         answer = expected_answer(contents_of(request), sequence.max_tokens, tokens=TOKENS)
         given_tokens = tokens_of(events, request.request_id)
         if reasons[request.request_id] == "cancelled":
-            assert request.request_id in aborted
+            assert request.request_id in cancelled
             assert given_tokens == answer[: len(given_tokens)]
         else:
             assert given_tokens == answer
@@ -139,7 +139,7 @@ def test_steps_may_be_planned_ahead(requests, cancels, num_blocks, depth):
         if steps in cancels:
             for sequence in sequences[: steps % 3]:
                 if not sequence.finished:
-                    scheduler.finish(sequence, "cancelled")
+                    scheduler.cancel(sequence, "cancelled")
         assert steps < 2000
     assert scheduler.blocks.used == 0
     for sequence in sequences:

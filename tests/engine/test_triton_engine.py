@@ -5,18 +5,19 @@ Without a GPU the kernels run in triton's interpreter and a graph's replay runs 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from engine_fakes import ByteTokenizer, run, tiny_model, tokens_of
+from engine_fakes import ByteTokenizer, TextEngine, run, tiny_model, tokens_of
 
 from tessera.engine.config import EngineConfig
-from tessera.engine.engine import Engine
 from tessera.engine.execution.decode_graphs import graph_sizes
 from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.request import Request, SamplingParameters
+from tessera.errors import InvalidRequest
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
@@ -26,14 +27,14 @@ MODEL = tiny_model(device=DEVICE, hidden_size=64, head_dim=16, num_hidden_layers
 ROWS = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(4))
 
 
-def make_engine(graphs=(), overlaps=True, **settings):
+def make_engine(graphs=(), overlaps=True, model=MODEL, **settings):
     defaults = dict(block_size=BLOCK, max_batched_tokens=256, max_sequences=4, attention="triton", graph_batch_size=0)
     config = EngineConfig(**(defaults | settings))
-    runner = ModelRunner.of_model(MODEL, config, 128)
+    runner = ModelRunner.of_model(model, config, 128)
     runner.overlaps = overlaps
     if graphs:
         runner.capture_graphs(list(graphs), 128 // BLOCK)
-    return Engine(runner, ByteTokenizer(), config, 128, ())
+    return TextEngine(runner, ByteTokenizer(), config, 128, ())
 
 
 def requests(count=4, **sampling):
@@ -115,3 +116,35 @@ def test_graph_sizes():
     assert graph_sizes(256)[-1] == 256 and graph_sizes(300)[-1] == 300
     sizes = graph_sizes(500)
     assert all(b <= 1.51 * a or b <= 4 for a, b in pairwise(sizes))
+
+
+MROPE = tiny_model(device=DEVICE, hidden_size=64, head_dim=16, num_hidden_layers=1, mrope_section=(2, 3, 3))
+
+
+def placed(number, axes=3):
+    """A prompt whose 20 rows of a picture stand on a grid, as Qwen2-VL counts them."""
+    (request,) = requests(1)
+    row = np.arange(20)
+    grid = 3 + np.stack([np.zeros(20, int), row // 5, row % 5])[:axes]
+    length = len(request.input_ids)
+    text = np.arange(length - 23) + 3 + 5 + number
+    positions = np.concatenate([np.tile(np.arange(3), (axes, 1)), grid, np.tile(text, (axes, 1))], axis=1)
+    return replace(request, request_id=f"p{number}", positions=positions.astype(np.int32), number=1000 + number)
+
+
+def test_positions_of_three_axes_in_kernels_and_graphs():
+    """Beside a request without positions, in steps of both kinds, cached and not."""
+
+    def made():
+        return [placed(0), requests(2)[1], placed(1)]
+
+    def engine(**settings):
+        return make_engine(model=MROPE, **settings)
+
+    plain = [answers(engine(attention="torch", prefix_cache="off", overlaps=False), [each])[0] for each in made()]
+    assert plain[0] != plain[2], "positions matter"
+    graphs = engine(graphs=(1, 2, 4))
+    assert answers(graphs, made()) == plain and graphs.metrics.graph_steps > 0
+    assert answers(graphs, made()) == plain and graphs.metrics.cached_tokens > 0
+    with pytest.raises(InvalidRequest, match=r"positions must be \[3, "):
+        graphs.submit(placed(2, axes=2))

@@ -6,11 +6,20 @@ import json
 
 import pytest
 import torch
-from engine_fakes import ByteTokenizer, ends, make_request, run, tiny_config, tiny_engine, tiny_model, tokens_of
+from engine_fakes import (
+    ByteTokenizer,
+    TextEngine,
+    ends,
+    make_request,
+    run,
+    tiny_config,
+    tiny_engine,
+    tiny_model,
+    tokens_of,
+)
 from safetensors.torch import save_file
 
 from tessera.engine.config import EngineConfig
-from tessera.engine.engine import Engine
 from tessera.engine.models.registry import model_class
 from tessera.engine.models.weights import load_weights
 from tessera.engine.quantization.scheme import scheme_selector
@@ -111,7 +120,7 @@ def folder(tmp_path):
 
 
 def test_engine_from_a_checkpoint_folder(folder):
-    engine = Engine.from_checkpoint(folder, EngineConfig(max_sequences=4), ByteTokenizer())
+    engine = TextEngine.from_checkpoint(folder, EngineConfig(max_sequences=4), ByteTokenizer())
     engine.submit(make_request([1, 2, 3], max_tokens=6, ignore_eos=True))
     found = tokens_of(run(engine))
     model = build()
@@ -126,7 +135,7 @@ def test_random_weights_need_no_stored_ones_and_repeat(folder):
     answers = []
     for _ in range(2):
         config = EngineConfig(weights="random", max_sequences=4, seed=1)
-        engine = Engine.from_checkpoint(folder, config, ByteTokenizer())
+        engine = TextEngine.from_checkpoint(folder, config, ByteTokenizer())
         engine.submit(make_request([1, 2, 3], max_tokens=20, ignore_eos=True, temperature=5, seed=1))
         events = run(engine)
         assert ends(events) == {"r": "length"}
@@ -137,9 +146,9 @@ def test_random_weights_need_no_stored_ones_and_repeat(folder):
 
 def test_context_and_cache_must_make_sense(folder):
     with pytest.raises(ConfigError, match="max_model_len 300 exceeds"):
-        Engine.from_checkpoint(folder, EngineConfig(max_model_len=300, max_sequences=4), ByteTokenizer())
+        TextEngine.from_checkpoint(folder, EngineConfig(max_model_len=300, max_sequences=4), ByteTokenizer())
     with pytest.raises(ConfigError, match="a cache of 100 bytes holds no block"):
-        Engine.from_checkpoint(folder, EngineConfig(kv_cache_bytes=100, max_sequences=4), ByteTokenizer())
+        TextEngine.from_checkpoint(folder, EngineConfig(kv_cache_bytes=100, max_sequences=4), ByteTokenizer())
 
 
 def test_cache_takes_the_bytes_it_was_given():

@@ -89,27 +89,47 @@ def test_bfloat16_differs_by_ties_alone(requests, expected):
 
 @pytest.mark.parametrize("pool_bytes", [1 << 24, 1 << 17], ids=["in the slab", "most spilled"])
 def test_an_engine_in_its_own_process_reads_rows_from_the_gpu(requests, expected, pool_bytes):
-    found: dict[Request, list[int]] = {}
+    found: dict[int, list[int]] = {}
     ended = threading.Semaphore(0)
 
-    def listen(events):
-        for event in events:
-            found.setdefault(event.request, []).extend(event.token_ids)
-            if event.finish_reason is not None:
-                ended.release()
+    def listen(event):
+        found.setdefault(event.request.number, []).extend(event.token_ids)
+        if event.finish_reason is not None:
+            ended.release()
 
     config = EngineConfig(device="cuda", dtype="float32", kv_cache_bytes=1 << 28, embedding_pool_bytes=pool_bytes)
-    process = EngineProcess(CHECKPOINT, config, listen, lambda: None)
+    process = EngineProcess(CHECKPOINT, config, lambda: None)
     bare = [replace(request, embeddings=None) for request in requests]
     for request, whole in zip(bare, requests):
         rows = whole.embeddings.cuda()
-        process.submit(request, rows)
+        process.submit(request, listen, rows)
         rows.zero_()  # its owner may reuse it at once
     for _ in bare:
         assert ended.acquire(timeout=60)
-    assert [found[request] for request in bare] == expected
+    assert [found[request.number] for request in bare] == expected
     assert process.counts()["embeddings_on_cpu"] == 0
     process.stop()
+
+
+@pytest.mark.parametrize("way", ["graphs", "eager"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_that_are_not_finite_end_their_request_alone(way, dtype, requests):
+    config = EngineConfig(device="cuda", dtype=dtype, kv_cache_bytes=1 << 28, **WAYS[way])
+    engine = Engine.from_checkpoint(CHECKPOINT, config)
+    sick, *others = requests
+    broken = replace(sick, embeddings=torch.full_like(sick.embeddings, float("nan")))
+    answered, ends = [], []
+    for batch in (others, [broken, *others]):
+        sequences = [engine.submit(request) for request in batch]
+        while engine.has_work():
+            ends += engine.step().ends
+            engine.scheduler.check()
+        answered.append([sequence.outputs for sequence in sequences])
+    assert [end.number for end in ends if end.reason == "error"] == [broken.number]
+    assert [len(outputs) for outputs in answered[1]] == [0, *map(len, answered[0])]
+    if dtype == "float32":  # in bfloat16 another batch may decide a tie otherwise
+        assert answered[1][1:] == answered[0]
+    assert engine.metrics.not_finite == 1
 
 
 def test_a_share_that_does_not_fit_the_card_is_refused():

@@ -71,15 +71,17 @@ def test_decode_is_measured_step_by_step_and_the_rest_cancelled(small):
 
 def test_a_closed_loop_counts_what_ended_after_the_warm_up(small):
     engine, prompts = small
-    with ClosedLoop(engine, prompts) as loop:
-        for concurrency in (4, 1):
-            outcome = loop.measure(Load(max_tokens=3, concurrency=concurrency, warm_up=4, requests=8))
-            # Requests end in bunches, and the count goes from bunch to bunch.
-            assert abs(outcome.requests - 8) < concurrency
-            assert outcome.tokens >= 3 * outcome.requests - 3 * concurrency
-            assert outcome.seconds > 0 and outcome.ttft_p50_ms > 0
+    loop = ClosedLoop(engine, prompts)
+    for concurrency in (4, 1):
+        before = engine.metrics.finished["length"]
+        outcome = loop.measure(Load(max_tokens=3, concurrency=concurrency, warm_up=4, requests=8))
+        # Requests end in bunches, and the count goes from bunch to bunch.
+        assert abs(outcome.requests - 8) < concurrency
+        assert outcome.tokens >= 3 * outcome.requests - 3 * concurrency
+        assert outcome.seconds > 0 and outcome.ttft_p50_ms > 0
         assert not engine.has_work()
-    assert engine.metrics.finished == {"length": (4 + 8 + 4) + (4 + 8 + 1)}
+        assert 0 <= engine.metrics.finished["length"] - before - (4 + 8 + concurrency) < concurrency
+    assert set(engine.metrics.finished) == {"length"}
 
 
 def test_a_failed_request_spoils_the_figure(small):
@@ -87,7 +89,7 @@ def test_a_failed_request_spoils_the_figure(small):
     engine.submit(prompts.request(max_tokens=4))
     engine.step()
     with pytest.raises(RuntimeError, match="ended by error: broken"):
-        check(engine.render(engine.fail_all("broken")))
+        check(engine.fail_all("broken"))
 
 
 def test_settings_are_fields_of_the_engines_config():

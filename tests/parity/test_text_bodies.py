@@ -132,7 +132,7 @@ class Recorder:
         self._runner = runner
         self.num_blocks, self.vocab_size = runner.num_blocks, runner.vocab_size
         self.hidden_size, self.cache_salt, self.overlaps = runner.hidden_size, runner.cache_salt, False
-        self.graph_steps = 0
+        self.graph_steps, self.position_axes, self.clear = 0, runner.position_axes, runner.clear
         self.logits: list[torch.Tensor] = []
 
     def launch(self, batch):
@@ -140,7 +140,7 @@ class Recorder:
         return self._runner.launch(batch)
 
 
-def answer(config, weights, prompt, tokens, embeddings=None, spans=(), max_model_len=64, **engine):
+def answer(config, weights, prompt, tokens, embeddings=None, spans=(), max_model_len=64, positions=None, **engine):
     """Greedy tokens, and logits [tokens, vocabulary], of the engine for one prompt."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
@@ -157,6 +157,7 @@ def answer(config, weights, prompt, tokens, embeddings=None, spans=(), max_model
         embeddings,
         np.arange(2 * len(spans)),
         SamplingParameters(max_tokens=tokens),
+        positions=positions,
     )
     sequence = whole.submit(request)
     while whole.has_work():
@@ -246,3 +247,48 @@ def test_internlm2_equals_its_llama_twin():
     expected_tokens, expected_logits = expected(model, PROMPT, 8)
     assert tokens == expected_tokens
     torch.testing.assert_close(logits, expected_logits, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["torch", "sdpa"])
+@torch.no_grad()
+def test_qwen2_with_three_position_axes_is_qwen2_vl_s_text_model(attention):
+    """Logits of prefill and decode within 1e-3, with a picture on a grid and text behind it."""
+    sections, tokens = (1, 1, 2), 6
+    config = text_config("Qwen2ForCausalLM", mrope_section=sections, tie_word_embeddings=True)
+    settings = transformers.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLTextConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=64,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta, "mrope_section": list(sections)},
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = transformers.models.qwen2_vl.modeling_qwen2_vl.Qwen2VLTextModel(settings).eval()
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
+    weights = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+    rows = torch.randn(12, HIDDEN, generator=generator)
+    prompt = [3, 5, *[0] * 12, 9, 11, 2]
+    row = np.arange(12)
+    grid = 2 + np.stack([row // 6, row % 6 // 3, row % 3])
+    positions = np.concatenate([np.tile([0, 1], (3, 1)), grid, np.tile([5, 6, 7], (3, 1))], axis=1).astype(np.int32)
+    found, logits = answer(config, weights, prompt, tokens, rows, [(2, 12)], positions=positions, attention=attention)
+    ids, expected_logits = list(prompt), []
+    for step in range(tokens):
+        embedded = model.embed_tokens(torch.tensor(ids))
+        embedded[2:14] = rows
+        places = np.concatenate([positions, np.tile(8 + np.arange(step), (3, 1))], axis=1)
+        hidden = model(inputs_embeds=embedded[None], position_ids=torch.tensor(places)[:, None], use_cache=False)
+        expected_logits.append(hidden.last_hidden_state[0, -1] @ model.embed_tokens.weight.T)
+        ids.append(int(expected_logits[-1].argmax()))
+    assert found == ids[len(prompt) :]
+    torch.testing.assert_close(logits, torch.stack(expected_logits), atol=1e-3, rtol=0)
+    other = answer(config, weights, prompt, tokens, rows, [(2, 12)], attention=attention)[1]
+    assert (other - logits).abs().max() > 0.1, "the positions must matter"

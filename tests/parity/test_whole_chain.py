@@ -41,9 +41,7 @@ def logprobs(folder: Path, prepared: Prepared) -> list[list[tuple[int, float]]]:
     engine.submit(Request("r", prepared.input_ids, prepared.spans, rows, prepared.digest, sampling))
     steps = []
     while engine.has_work():
-        for event in engine.step():
-            for entry in event.logprobs or []:
-                steps.append([(top["token_id"], top["logprob"]) for top in entry["top"]])
+        steps += [list(token.top) for _, token in engine.step().tokens]
     assert len(steps) == TOKENS
     return steps
 

@@ -26,7 +26,7 @@ PICTURE = ROOT / "docs" / "answers.jpg"
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     folder = tmp_path_factory.mktemp("process")
-    render(ROOT / "model_repository", folder / "repository", {}, {"language_model.engine_process": "1"})
+    render(ROOT / "model_repository", folder / "repository", {}, {})
     running = Launched(folder / "repository", folder / "log", "--ping-interval", "0.2")
     yield running
     running.process.kill()
@@ -35,7 +35,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
 
 def engines(service: Launched) -> list[int]:
     """Process ids of the engines."""
-    return [pid for pid in descendants(service.process.pid) if "tessera.engine.engine_process" in command_line(pid)]
+    return [pid for pid in descendants(service.process.pid) if "tessera.engine.engine_main" in command_line(pid)]
 
 
 def state(service: Launched) -> str:

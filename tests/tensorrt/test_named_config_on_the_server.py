@@ -30,7 +30,6 @@ ON_THE_CPU = {
     "language_model.device": "cpu",
     "language_model.dtype": "float32",
     "language_model.kv_cache_bytes": "536870912",
-    "language_model.engine_process": "0",
 }
 QUESTIONS = ("Is there an exposed wire?", "Describe the room.", "Is there a door?")
 

@@ -30,6 +30,7 @@ class Detokenizer:
         self._stream = decoder.stream(parameters.skip_special_tokens)
         self._tokens = 0
         self._held = ""
+        self._exempt = 0  # characters of it that min_tokens covers
 
     def push(self, tokens: SequenceType[int]) -> tuple[str, int]:
         """Takes the next tokens; returns the text that is certain now, and how many tokens were taken.
@@ -59,17 +60,25 @@ class Detokenizer:
         return self._decoder.decode([token], skip_special_tokens=False)
 
     def _release(self, fresh: str) -> str:
-        if not self._parameters.stop or self._tokens <= self._parameters.min_tokens:
+        if not self._parameters.stop:
             return fresh
         text = self._held + fresh
-        found = [(text.find(stop), stop) for stop in self._parameters.stop if stop in text]
+        if self._tokens <= self._parameters.min_tokens:
+            self._exempt = len(text)
+        # As in vLLM: a stop string counts if any of it follows the first min_tokens tokens.
+        found = [
+            (at, stop)
+            for stop in self._parameters.stop
+            if (at := text.find(stop, max(0, self._exempt - len(stop) + 1))) >= 0
+        ]
         if found:
-            at, stop = min(found, key=lambda match: match[0])
+            at, stop = min(found)
             self.stopped, self._held = True, ""
             return text[: at + len(stop)] if self._parameters.include_stop_str_in_output else text[:at]
         keep = self._length_of_possible_stop(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        shown = len(text) - keep
+        self._held, self._exempt = text[shown:], max(0, self._exempt - shown)
+        return text[:shown]
 
     def _length_of_possible_stop(self, text: str) -> int:
         """Characters at the end of ``text`` that begin a stop string."""

@@ -1,4 +1,4 @@
-"""The language model as one object: submit requests, step, take events."""
+"""The language model as one object: submit requests, step, hear what came of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceType
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,11 +19,11 @@ from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.cache.prefix_index import PrefixIndex, image_cache_ids
 from tessera.engine.config import EngineConfig
 from tessera.engine.detokenizer import Decoder
+from tessera.engine.label_sequence import LabelSequence
 from tessera.engine.labels import LabelScorer
 from tessera.engine.metrics import EngineMetrics
-from tessera.engine.progress import LabelAnswer, Progress
-from tessera.engine.rendering import Renderer
-from tessera.engine.request import Request, TokenEvent
+from tessera.engine.progress import End, Progress
+from tessera.engine.request import Request
 from tessera.engine.scheduling.batch import ScheduledBatch
 from tessera.engine.scheduling.scheduler import Scheduler
 from tessera.engine.sequence import SampledToken, Sequence
@@ -53,6 +52,7 @@ class Runner(Protocol):
     num_blocks: int
     vocab_size: int
     hidden_size: int
+    position_axes: int
     overlaps: bool
     graph_steps: int
 
@@ -60,30 +60,24 @@ class Runner(Protocol):
 
     def launch(self, batch: ScheduledBatch) -> StepResult: ...
 
+    def clear(self, blocks: SequenceType[int]) -> None:
+        """Zeros in blocks of the cache, after all that was launched."""
+
 
 class Engine:
     """Continuous batching over one model.
 
-    A step has two halves, so that a second thread, or process, can do the second: :meth:`advance` plans, runs and
-    applies; a :class:`Renderer` turns what came of it into text and events. :meth:`step` is both. :meth:`submit`,
-    :meth:`abort` and :meth:`stop` may be called from any thread, :meth:`advance`, :meth:`fail_all` and :meth:`close`
-    from one, and :meth:`render` from one, in their order. Every request that was submitted makes exactly one progress
-    with a reason, and one event with a finish_reason.
+    Whoever has an engine calls :meth:`step` while it has work, on one thread, and there :meth:`fail_all` and
+    :meth:`close`; :meth:`submit` and :meth:`cancel` may be called from any. What came of a request is told as
+    :class:`Progress`, each time up to its one End; text is made of it elsewhere (`rendering.py`).
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        tokenizer: Decoder,
-        config: EngineConfig,
-        max_model_len: int,
-        eos_token_ids: Iterable[int],
+        self, runner: Runner, tokenizer: Decoder, config: EngineConfig, max_model_len: int, eos_token_ids: Iterable[int]
     ) -> None:
         index = None if config.prefix_cache == "off" else PrefixIndex()
         self.scheduler = Scheduler(
-            BlockManager(runner.num_blocks, config.block_size, index),
-            config.max_batched_tokens,
-            config.max_sequences,
+            BlockManager(runner.num_blocks, config.block_size, index), config.max_batched_tokens, config.max_sequences
         )
         self.metrics = EngineMetrics(blocks_total=runner.num_blocks)
         self.max_model_len = max_model_len
@@ -93,15 +87,12 @@ class Engine:
         self._eos_token_ids = frozenset(token for token in eos_token_ids if token < runner.vocab_size)
         self._cache_secret = secrets.token_bytes(16)
         self._under_way: deque[tuple[ScheduledBatch, StepResult]] = deque()  # launched, not yet applied
-        self._progress: list[Progress] = []  # of the step under way
-        self._open: dict[Sequence, None] = {}  # taken in, last progress not made yet
+        self._news = Progress()  # of the step under way
         self._lock = threading.Lock()  # guards what follows
-        self._live: dict[Request, Sequence] = {}  # until their last progress exists
+        self._live: dict[int, Sequence] = {}  # by request number, until their ends are told
         self._arrived: list[Sequence] = []
-        self._aborted: list[Sequence] = []
-        self._stopped: list[Sequence] = []  # their text met a stop string
+        self._cancelled: dict[int, str] = {}  # reasons by request number
         self._closed = ""
-        self._renderer = Renderer(tokenizer, self.stop, self.metrics.finished)
 
     @classmethod
     def from_checkpoint(cls, folder: Path | str, config: EngineConfig, tokenizer: Decoder | None = None) -> Engine:
@@ -126,12 +117,33 @@ class Engine:
         runner = ModelRunner.from_checkpoint(checkpoint, config, max_model_len)
         return cls(runner, tokenizer, config, max_model_len, stop_ids)
 
+    def step(self) -> Progress:
+        """Plans and runs a step, applies what is done and tells what came of it.
+
+        Where the runner overlaps, a step is launched before the one before it is applied. Rows of pictures may be
+        reused when their request's end is told: every step that reads them has been applied by then. If this raises,
+        call :meth:`fail_all`.
+        """
+        began = _waited_ns()
+        batch = self._plan()
+        self._run(batch)
+        self.metrics.held_up_ns += _waited_ns() - began
+        while len(self._under_way) > bool(batch.spans and self._runner.overlaps):
+            self._apply(*self._under_way.popleft())
+        return self._emit(batch)
+
+    def has_work(self) -> bool:
+        """Whether :meth:`step` would do or tell anything."""
+        with self._lock:
+            waiting = bool(self._arrived or self._cancelled)
+        return waiting or bool(self._under_way) or self.scheduler.has_work
+
     def submit(self, request: Request) -> Sequence:
-        """Queues a request.
+        """Queues a request; its progress may be told before this returns.
 
         Raises InvalidRequest when it is malformed or can never fit, Unavailable when too many are in flight.
         """
-        request.validate(self._runner.vocab_size, self._runner.hidden_size)
+        request.validate(self._runner.vocab_size, self._runner.hidden_size, self._runner.position_axes)
         sequence = self._new_sequence(request)
         self._check_fits(sequence)
         with self._lock:
@@ -140,104 +152,64 @@ class Engine:
             if len(self._live) >= self._config.max_in_flight:
                 queued = len(self._arrived) + len(self.scheduler.waiting)
                 raise Unavailable(f"{len(self._live)} requests are in flight, {queued} of them queued; try again later")
-            self._live[request] = sequence
+            self._live[request.number] = sequence
             self._arrived.append(sequence)
             self.metrics.requests += 1
         return sequence
 
-    def abort(self, sequence: Sequence) -> None:
-        """Ends a request early: its last event, "cancelled", comes with the next step. Too late does no harm."""
+    def cancel(self, number: int, reason: str = "cancelled") -> None:
+        """Ends a request early: the next step tells its end, with this reason. Too late does no harm."""
         with self._lock:
-            if sequence.request in self._live:
-                self._aborted.append(sequence)
+            if number in self._live:
+                self._cancelled.setdefault(number, reason)
 
-    def stop(self, request: Request) -> None:
-        """Ends a request whose text met a stop string; its last progress comes with the next step."""
-        with self._lock:
-            if request in self._live:
-                self._stopped.append(self._live[request])
-
-    def has_work(self) -> bool:
-        with self._lock:
-            waiting = self._arrived or self._aborted or self._stopped
-        return bool(waiting or self._under_way) or self.scheduler.has_work
-
-    def step(self) -> list[TokenEvent]:
-        """Plan, run, apply, emit. If it raises, call :meth:`fail_all`."""
-        return self.render(self.advance())
-
-    def advance(self) -> list[Progress]:
-        """Plan and run a step, apply what is done; the first half of :meth:`step`.
-
-        Where the runner overlaps, a step is launched before the one before it is applied. Rows of pictures may be
-        reused when their request's last progress is returned: every step that reads them has been applied by then.
-        """
-        began = time.perf_counter_ns() - time.thread_time_ns()
-        self._take_in()
-        batch = self.scheduler.schedule()
-        if batch.spans:
-            self._mark_scheduled(batch)
-            self._under_way.append((batch, self._runner.launch(batch)))
-        self.metrics.held_up_ns += time.perf_counter_ns() - time.thread_time_ns() - began
-        while len(self._under_way) > bool(batch.spans and self._runner.overlaps):
-            self._apply(*self._under_way.popleft())
-        self._count(batch)
-        return self._take_progress()
-
-    def render(self, steps: list[Progress]) -> list[TokenEvent]:
-        """Text and events of what :meth:`advance`, :meth:`fail_all` or :meth:`close` returned, in their order."""
-        return self._renderer.render(steps)
-
-    def fail_all(self, message: str) -> list[Progress]:
+    def fail_all(self, error: str) -> Progress:
         """Ends every request that a step may have seen with reason "error"; the engine then starts afresh."""
         self._under_way.clear()
         self.scheduler.drop_all()
-        for sequence in list(self._open):
-            sequence.finish_reason = "error"
-            self._add_progress(sequence, error=message)
-        self._count(ScheduledBatch([]))
-        return self._take_progress()
+        with self._lock:
+            unseen = {sequence.request.number for sequence in self._arrived}
+            seen = [sequence for number, sequence in self._live.items() if number not in unseen]
+        for sequence in seen:
+            sequence.finish_reason, sequence.error = "error", error
+            self._end(sequence)
+        return self._emit(ScheduledBatch([]))
 
-    def close(self, message: str) -> list[Progress]:
+    def close(self, error: str) -> Progress:
         """Takes no more requests and ends all there are with reason "error"."""
         with self._lock:
-            self._closed = message
-            arrived, self._arrived = self._arrived, []
-        self._open |= dict.fromkeys(arrived)
-        return self.fail_all(message)
+            self._closed, self._arrived = error, []
+        return self.fail_all(error)
 
     def _check_fits(self, sequence: Sequence) -> None:
         prompt, answer = sequence.prompt_length, sequence.max_tokens
-        what = "max_tokens" if sequence.labels is None else "choices of up to"
+        wanted = f"{prompt} prompt tokens and {sequence.answer_limit} {answer}"
         if prompt + answer > self.max_model_len:
             raise InvalidRequest(
-                f"{prompt} prompt tokens and {what} {answer} exceed the context of {self.max_model_len} tokens; "
+                f"{wanted} exceed the context of {self.max_model_len} tokens; "
                 f"shorten the prompt, use fewer image tiles or ask for less"
             )
         blocks = self.scheduler.blocks
         capacity = blocks.num_blocks * blocks.block_size
         if prompt + answer > capacity:
             raise InvalidRequest(
-                f"{prompt} prompt tokens and {what} {answer} can never fit the cache of {capacity} tokens; "
+                f"{wanted} can never fit the cache of {capacity} tokens; "
                 "ask for less, or give the server more kv_cache_bytes"
             )
 
     def _new_sequence(self, request: Request) -> Sequence:
         spans = np.asarray(request.spans).reshape(-1, 2)
-        limit = int(spans[0, 0]) if len(spans) and self._config.prefix_cache == "exclude" else None
-        return Sequence(
-            request,
-            cache_limit=limit,
+        options: dict[str, Any] = dict(
+            cache_limit=int(spans[0, 0]) if len(spans) and self._config.prefix_cache == "exclude" else None,
             image_cache_ids=image_cache_ids(request.digest, spans[:, 1], self._cache_secret),
             cache_salt=self._runner.cache_salt(len(request.input_ids)),
             stop_ids=self._eos_token_ids,
-            labels=self._labels(request),
         )
+        if request.sampling.choices is not None:
+            return LabelSequence(request, self._label_scorer(request.sampling.choices), **options)
+        return Sequence(request, **options)
 
-    def _labels(self, request: Request) -> LabelScorer | None:
-        choices = request.sampling.choices
-        if choices is None:
-            return None
+    def _label_scorer(self, choices: SequenceType[str]) -> LabelScorer:
         if not self._eos_token_ids:
             raise InvalidRequest(
                 "choices need a checkpoint that names the token that ends an answer; this one does not"
@@ -250,26 +222,27 @@ class Engine:
             )
         return labels
 
-    def _take_in(self) -> None:
-        """New requests into the queue; aborted, stopped and overdue ones out, wherever they are."""
+    def _plan(self) -> ScheduledBatch:
+        """New requests into the queue, cancelled and overdue ones out, wherever they are; then the next batch."""
         now = time.monotonic_ns()
         with self._lock:
             arrived, self._arrived = self._arrived, []
-            aborted, self._aborted = self._aborted, []
-            stopped, self._stopped = self._stopped, []
-            overdue = [
-                sequence
-                for request, sequence in self._live.items()
-                if request.deadline_ns is not None and request.deadline_ns <= now
-            ]
+            cancelled, self._cancelled = self._cancelled, {}
+            for number, sequence in self._live.items():
+                if sequence.request.deadline_ns is not None and sequence.request.deadline_ns <= now:
+                    cancelled.setdefault(number, "deadline")
+            ended = [(self._live[number], reason) for number, reason in cancelled.items() if number in self._live]
         for sequence in arrived:
-            self._open[sequence] = None
             self.scheduler.add(sequence)
-        for reason, sequences in (("stop", stopped), ("cancelled", aborted), ("deadline", overdue)):
-            for sequence in sequences:
-                if not sequence.finished:
-                    self.scheduler.finish(sequence, reason)
-                    self._add_progress(sequence)
+        for sequence, reason in ended:
+            self.scheduler.cancel(sequence, reason)
+            self._end(sequence)
+        return self.scheduler.schedule()
+
+    def _run(self, batch: ScheduledBatch) -> None:
+        if batch.spans:
+            self._mark_scheduled(batch)
+            self._under_way.append((batch, self._runner.launch(batch)))
 
     def _mark_scheduled(self, batch: ScheduledBatch) -> None:
         now = time.monotonic_ns()
@@ -284,42 +257,35 @@ class Engine:
 
     def _apply(self, batch: ScheduledBatch, result: StepResult) -> None:
         taken = self.scheduler.apply(batch, result.tokens())
+        if spoiled := self.scheduler.spoiled:
+            self._runner.clear(spoiled)
+            self.scheduler.spoiled = []
         self.metrics.busy_ns += result.device_ns()
         now = time.monotonic_ns()
         for sequence, token in taken:
             sequence.first_token_ns = sequence.first_token_ns or now
-            if sequence.labels is None:
+            if token is not None:
                 self.metrics.generated_tokens += 1
-                self._add_progress(sequence, token)
-            elif sequence.finished:
-                self._add_progress(sequence)
+                self._news.tokens.append((sequence.request.number, token))
+            if sequence.finished:
+                self._end(sequence)
+            if sequence.error is not None:
+                self.metrics.not_finite += 1
+                _LOG.error("request %r: %s", sequence.request.request_id, sequence.error)
 
-    def _add_progress(self, sequence: Sequence, *tokens: SampledToken, error: str | None = None) -> None:
-        labels = None
-        if sequence.finished:
-            with self._lock:
-                del self._live[sequence.request]
-            del self._open[sequence]
-            sequence.embeddings = None
-            if sequence.labels is not None and sequence.finish_reason == "stop":
-                labels = LabelAnswer(sequence.labels.best, [asdict(score) for score in sequence.labels.result()])
-        self._progress.append(
-            Progress(
-                sequence.request,
-                sequence.usage,
-                tokens,
-                sequence.finish_reason,
-                error,
-                sequence.cached_tokens,
-                sequence.scheduled_ns,
-                sequence.first_token_ns,
-                labels,
-            )
-        )
+    def _end(self, sequence: Sequence) -> None:
+        number, reason = sequence.request.number, sequence.finish_reason or ""
+        with self._lock:
+            del self._live[number]
+        sequence.embeddings = None
+        self.metrics.finished[reason] += 1
+        times = (sequence.cached_tokens, sequence.scheduled_ns, sequence.first_token_ns)
+        self._news.ends.append(End(number, reason, sequence.error, *times, sequence.labels))
 
-    def _take_progress(self) -> list[Progress]:
-        progress, self._progress = self._progress, []
-        return progress
+    def _emit(self, batch: ScheduledBatch) -> Progress:
+        self._count(batch)
+        news, self._news = self._news, Progress()
+        return news
 
     def _count(self, batch: ScheduledBatch) -> None:
         metrics, scheduler = self.metrics, self.scheduler
@@ -329,3 +295,8 @@ class Engine:
         metrics.preemptions = scheduler.preemptions
         metrics.waiting, metrics.running = len(scheduler.waiting), len(scheduler.running)
         metrics.blocks_used = scheduler.blocks.used
+
+
+def _waited_ns() -> int:
+    """Grows by what passes beyond what this thread computes."""
+    return time.perf_counter_ns() - time.thread_time_ns()

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tessera.errors import InvalidRequest
 
@@ -44,6 +44,14 @@ class LabelScore:
     logprob: float
     probability: float
     normalized: float
+
+
+class LabelAnswer(NamedTuple):
+    """What scoring labels came to: the best label's text and tokens, and one JSON-ready dict a label."""
+
+    best: str
+    tokens: tuple[int, ...]
+    scores: list[dict[str, Any]]
 
 
 class _Way(NamedTuple):
@@ -144,6 +152,10 @@ class LabelScorer:
             LabelScore(label, logprob, math.exp(logprob), weight / total)
             for label, logprob, weight in zip(self._labels, self._logprobs, weights)
         ]
+
+    def answer(self) -> LabelAnswer:
+        """All of it. Raises RuntimeError before all is known."""
+        return LabelAnswer(self.best, self.best_tokens, [asdict(score) for score in self.result()])
 
     def _best(self) -> int:
         self._check_done()

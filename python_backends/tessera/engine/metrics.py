@@ -14,7 +14,8 @@ class EngineMetrics:
 
     ``prompts`` began in ``prefill_steps`` of the ``steps``. ``graph_steps``: steps that ran as a CUDA graph;
     ``busy_ns``: time in which a step ran. ``held_up_ns``: time that planning and launching took beyond what they
-    computed, which on a GPU is waiting for the interpreter's lock, or for room in the GPU's queue.
+    computed, which on a GPU is waiting for the interpreter's lock, or for room in the GPU's queue. ``not_finite``:
+    requests that ended because their logits were NaN or infinite.
     """
 
     requests: int = 0
@@ -28,6 +29,7 @@ class EngineMetrics:
     cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    not_finite: int = 0
     waiting: int = 0
     running: int = 0
     blocks_used: int = 0
@@ -38,9 +40,4 @@ class EngineMetrics:
     def snapshot(self) -> dict[str, int]:
         """All numbers under flat names; ends of requests as finished_<reason>."""
         values = {name: value for name, value in vars(self).items() if isinstance(value, int)}
-        return values | ended_counts(self.finished)
-
-
-def ended_counts(finished: Counter[str]) -> dict[str, int]:
-    """Ends of requests under flat names."""
-    return {f"{ENDED}{reason}": count for reason, count in dict(finished).items()}
+        return values | {f"{ENDED}{reason}": count for reason, count in dict(self.finished).items()}

@@ -14,41 +14,42 @@ RENEW_SECONDS = 0.25
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 
+# What follows "tessera_" in a metric's name -> what it means.
+_GAUGES = {
+    "requests_running": "Requests in the running batch",
+    "requests_waiting": "Requests that wait for room in the batch",
+    "requests_in_flight": "Requests accepted and not yet ended",
+    "kv_blocks_used": "Blocks of the key/value cache in use",
+    "kv_blocks_total": "Blocks of the key/value cache",
+    "device_busy_fraction": "Share of the time in which a step ran",
+    "embedding_bytes": "Rows of pictures held on the device",
+    "embedding_bytes_peak": "The most of them so far",
+    "embedding_bytes_spilled": "Rows held in pinned memory",
+}
+# The same, and "_total" behind it.
+_COUNTERS = {
+    "prompt_tokens": "Tokens of prompts, image rows included",
+    "cached_tokens": "Prompt tokens taken from the prefix cache",
+    "generated_tokens": "Tokens generated",
+    "preemptions": "Sequences put back for lack of cache blocks",
+    "not_finite_logits": "Requests ended by logits that were NaN or infinite",
+    "steps": "Steps of the engine",
+    "graph_steps": "Steps that ran as a CUDA graph",
+    "prompts": "Prompts begun",
+    "prefill_steps": "Steps in which a prompt began",
+    "engine_held_up_seconds": "Time the engine's thread waited while it planned and launched steps",
+    "embeddings_on_cpu": "Requests whose rows came over the CPU to an engine on a GPU",
+}
+
 
 class MetricsPage:
-    """Publishes what ``counts`` returns, a Service's; one thread of its own, ended by close()."""
+    """Publishes what ``counts`` returns, an EngineProcess's; one thread of its own, ended by close()."""
 
     def __init__(self, counts: Callable[[], dict[str, int]]) -> None:
         self._counts = counts
         self._seen_busy = (0, time.monotonic_ns())
-        self._gauges = {
-            "requests_running": Gauge("tessera_requests_running", "Requests in the running batch"),
-            "requests_waiting": Gauge("tessera_requests_waiting", "Requests that wait for room in the batch"),
-            "requests_in_flight": Gauge("tessera_requests_in_flight", "Requests accepted and not yet ended"),
-            "kv_blocks_used": Gauge("tessera_kv_blocks_used", "Blocks of the key/value cache in use"),
-            "kv_blocks_total": Gauge("tessera_kv_blocks_total", "Blocks of the key/value cache"),
-            "device_busy": Gauge("tessera_device_busy_fraction", "Share of the time in which a step ran"),
-            "embedding_bytes": Gauge("tessera_embedding_bytes", "Rows of pictures held on the device"),
-            "embedding_bytes_peak": Gauge("tessera_embedding_bytes_peak", "The most of them so far"),
-            "embedding_bytes_spilled": Gauge("tessera_embedding_bytes_spilled", "Rows held in pinned memory"),
-        }
-        self._counters = {
-            "prompt_tokens": Counter("tessera_prompt_tokens_total", "Tokens of prompts, image rows included"),
-            "cached_tokens": Counter("tessera_cached_tokens_total", "Prompt tokens taken from the prefix cache"),
-            "generated_tokens": Counter("tessera_generated_tokens_total", "Tokens generated"),
-            "preemptions": Counter("tessera_preemptions_total", "Sequences put back for lack of cache blocks"),
-            "steps": Counter("tessera_steps_total", "Steps of the engine"),
-            "graph_steps": Counter("tessera_graph_steps_total", "Steps that ran as a CUDA graph"),
-            "prompts": Counter("tessera_prompts_total", "Prompts begun"),
-            "prefill_steps": Counter("tessera_prefill_steps_total", "Steps in which a prompt began"),
-        }
-        self._held_up = Counter(
-            "tessera_engine_held_up_seconds_total",
-            "Time the engine's thread waited while it planned and launched steps",
-        )
-        self._on_cpu = Counter(
-            "tessera_embeddings_on_cpu_total", "Requests whose rows came over the CPU to an engine on a GPU"
-        )
+        self._gauges = {name: Gauge(f"tessera_{name}", words) for name, words in _GAUGES.items()}
+        self._counters = {name: Counter(f"tessera_{name}_total", words) for name, words in _COUNTERS.items()}
         self._ended = Counter("tessera_requests_total", "Requests ended, by reason")
         self._first_token = Histogram(
             "tessera_time_to_first_token_seconds",
@@ -84,23 +85,20 @@ class MetricsPage:
     def _renew(self) -> None:
         now = self._counts()
         ended = {name.removeprefix(ENDED): count for name, count in now.items() if name.startswith(ENDED)}
-        values = {
+        values = now | {
             "requests_running": now["running"],
             "requests_waiting": now["waiting"],
             "requests_in_flight": now["requests"] - sum(ended.values()),
             "kv_blocks_used": now["blocks_used"],
             "kv_blocks_total": now["blocks_total"],
-            "device_busy": self._busy_since_last(now["busy_ns"]),
-            "embedding_bytes": now["embedding_bytes"],
-            "embedding_bytes_peak": now["embedding_bytes_peak"],
-            "embedding_bytes_spilled": now["embedding_bytes_spilled"],
+            "device_busy_fraction": self._busy_since_last(now["busy_ns"]),
+            "engine_held_up_seconds": now["held_up_ns"] / 1e9,
+            "not_finite_logits": now["not_finite"],
         }
-        for name, value in values.items():
-            self._gauges[name].set(value)
+        for name, gauge in self._gauges.items():
+            gauge.set(values[name])
         for name, counter in self._counters.items():
-            counter.raise_to(now[name])
-        self._held_up.raise_to(now["held_up_ns"] / 1e9)
-        self._on_cpu.raise_to(now["embeddings_on_cpu"])
+            counter.raise_to(values[name])
         for reason, count in ended.items():
             self._ended.raise_to(count, reason=reason)
 

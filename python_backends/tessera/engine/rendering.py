@@ -1,90 +1,171 @@
-"""What steps did to requests, as text and events."""
+"""Tokens become text here, several at a time, and text becomes events."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import time
 from collections.abc import Callable
-from time import monotonic_ns
+from dataclasses import dataclass, field
 from typing import Any
 
 from tessera.engine.detokenizer import Decoder, Detokenizer
-from tessera.engine.progress import Progress
-from tessera.engine.request import Request, TokenEvent
+from tessera.engine.progress import End, Progress
+from tessera.engine.request import Request, TokenEvent, Usage
 from tessera.engine.sequence import SampledToken
 
 _LOG = logging.getLogger(__name__)
+HOLD_S = 0.02
+MOST_TOKENS = 8
 
 
-class Renderer:
-    """Turns progress into events, on one thread; exactly one event of a request has a reason, and it is the last.
+@dataclass
+class Answer:
+    """One request's answer as far as it is known. Of ``tokens``, all but the ``held`` are in the text."""
 
-    ``stop`` is called with a request whose answer is over before the engine knows, because its text met a stop string.
-    ``finished`` counts the reasons.
+    request: Request
+    deliver: Callable[[TokenEvent], None]
+    detokenizer: Detokenizer
+    tokens: int = 0
+    held: list[SampledToken] = field(default_factory=list)
+    over: bool = False  # its last event is out, though the engine may not know yet
+    # Not delivered yet:
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody looks at it before its end: a client, or the search for a stop string."""
+        return self.request.stream or bool(self.request.sampling.stop)
+
+
+class Answers:
+    """Gathers the tokens of requests and delivers events; the last one of each has the reason.
+
+    A streamed answer's first token goes at once; later ones when 8 are there, after ``hold_s``, or with the last. Any
+    other answer is one event. ``cancel`` is called with number and reason where an answer is over before the engine
+    knows, because its text met a stop string. :meth:`add` and :meth:`drop` may be called from any thread, the rest from
+    one.
     """
 
-    def __init__(self, tokenizer: Decoder, stop: Callable[[Request], None], finished: Counter[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Decoder,
+        cancel: Callable[[int, str], None],
+        hold_s: float = HOLD_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._stop = stop
-        self._finished = finished
-        # From a request's first progress to its last; None once its last event is out.
-        self._texts: dict[Request, Detokenizer | None] = {}
+        self._cancel = cancel
+        self._hold_s = hold_s
+        self._clock = clock
+        self._answers: dict[int, Answer] = {}  # until the engine has ended them
+        self._since: dict[int, float] = {}  # of those with tokens that may not wait for the end, the longest held first
 
-    def render(self, steps: list[Progress]) -> list[TokenEvent]:
-        """The events of what an engine's advance(), fail_all() or close() returned, in their order."""
-        events = []
-        for progress in steps:
-            request = progress.request
-            if request not in self._texts:
-                self._texts[request] = Detokenizer(self._tokenizer, request.sampling)
-            detokenizer = self._texts[request]
-            if detokenizer is not None:
-                event = self._event_of(progress, detokenizer)
-                events.append(event)
-                if event.finish_reason is not None:
-                    self._texts[request] = None
-                    self._finished[event.finish_reason] += 1
-                    if progress.reason is None:
-                        self._stop(request)
-            if progress.reason is not None:
-                del self._texts[request]
-        return events
+    def add(self, request: Request, deliver: Callable[[TokenEvent], None]) -> None:
+        """Of this request progress may come; ``deliver`` gets its events and must be quick."""
+        self._answers[request.number] = Answer(request, deliver, Detokenizer(self._tokenizer, request.sampling))
 
-    def _event_of(self, progress: Progress, detokenizer: Detokenizer) -> TokenEvent:
+    def drop(self, number: int) -> None:
+        """The engine did not take the request."""
+        self._answers.pop(number, None)
+
+    def numbers_of(self, request_id: str) -> list[int]:
+        """The requests under way that go by this id."""
+        return [number for number, answer in list(self._answers.items()) if answer.request.request_id == request_id]
+
+    def take(self, progress: Progress) -> None:
+        """Takes what a step did and delivers what is due."""
+        for number, token in progress.tokens:
+            answer = self._answers[number]
+            answer.tokens += 1
+            answer.held.append(token)
+            if answer.watched and not answer.over:
+                if len(answer.held) >= MOST_TOKENS or answer.tokens == 1:
+                    self._advance(answer)
+                else:
+                    self._since.setdefault(number, self._clock())
+        for end in progress.ends:
+            answer = self._answers.pop(end.number)
+            if not answer.over:
+                self._advance(answer, end)
+        self.deliver_due()
+
+    def deliver_due(self) -> None:
+        """Delivers what was held long enough."""
+        while self._since:
+            number, since = next(iter(self._since.items()))
+            if since + self._hold_s > self._clock():
+                return
+            self._advance(self._answers[number])
+
+    def wait_s(self) -> float | None:
+        """Until when something held is due; None if nothing is."""
+        since = next(iter(self._since.values()), None)
+        return None if since is None else max(0.0, since + self._hold_s - self._clock())
+
+    def _advance(self, answer: Answer, end: End | None = None) -> None:
+        number = answer.request.number
+        self._since.pop(number, None)
         try:
-            return self._event(progress, detokenizer)
-        except Exception as error:  # one answer that has no text must not silence the others
-            _LOG.exception("request %r has no text", progress.request.request_id)
-            failed = progress._replace(tokens=(), reason="error", error=f"{type(error).__name__}: {error}")
-            return self._event(failed, Detokenizer(self._tokenizer, progress.request.sampling))
+            event = self._event(answer, end)
+        except Exception:  # one answer that has no text must not silence the others
+            _LOG.exception("request %r has no text", answer.request.request_id)
+            answer.text, answer.token_ids, answer.logprobs, answer.held = "", [], [], []
+            failed = End(number, "error", "no text could be made; the server's log says why")
+            event = self._flush(answer, "error", failed, answer.tokens)
+        if event is None:
+            return
+        answer.over = event.finish_reason is not None
+        if answer.over and end is None:
+            self._cancel(number, event.finish_reason or "")
+        try:
+            answer.deliver(event)
+        except Exception:
+            _LOG.exception("an event of request %r could not be delivered", answer.request.request_id)
 
-    def _event(self, progress: Progress, detokenizer: Detokenizer) -> TokenEvent:
-        request, reason, usage, tokens = progress.request, progress.reason, progress.usage, progress.tokens
-        ended_by_token = reason == "stop" and not request.sampling.include_stop_str_in_output
+    def _event(self, answer: Answer, end: End | None) -> TokenEvent | None:
+        """Makes text of what was held; None where the event would tell nobody anything yet."""
+        tokens, answer.held = answer.held, []
+        detokenizer, completion = answer.detokenizer, answer.tokens
+        reason = None if end is None else end.reason
+        ended_by_token = reason == "stop" and not answer.request.sampling.include_stop_str_in_output
         text, count = detokenizer.push([token.token_id for token in (tokens[:-1] if ended_by_token else tokens)])
         if detokenizer.stopped:
             # What was sampled after the stop string, while the text was not known yet, does not count.
-            usage = usage._replace(completion_tokens=usage.completion_tokens - len(tokens) + count)
+            completion += count - len(tokens)
             reason, tokens = "stop", tokens[:count]
         if reason is not None:
             text += detokenizer.flush()
-        if progress.labels is not None:
-            text = progress.labels.best
-        logprobs = [_logprob_entry(detokenizer, token) for token in tokens if token.logprob is not None]
-        return TokenEvent(
+            if detokenizer.stopped and reason == "length":
+                reason = "stop"
+        if end is not None and end.labels is not None:
+            text, completion = end.labels.best, len(end.labels.tokens)
+        answer.text += text
+        answer.token_ids += [token.token_id for token in tokens]
+        answer.logprobs += [_logprob_entry(detokenizer, token) for token in tokens if token.logprob is not None]
+        if reason is None and not answer.request.stream:
+            return None
+        return self._flush(answer, reason, end, completion)
+
+    def _flush(self, answer: Answer, reason: str | None, end: End | None, completion: int) -> TokenEvent:
+        request, end = answer.request, end or End(answer.request.number, "")
+        event = TokenEvent(
             request,
-            text,
-            [token.token_id for token in tokens],
-            logprobs or None,
+            answer.text,
+            answer.token_ids,
+            answer.logprobs or None,
             reason,
-            usage,
-            progress.cached_tokens,
-            progress.scheduled_ns,
-            progress.first_token_ns,
-            monotonic_ns(),
-            progress.error,
-            progress.labels and progress.labels.scores,
+            Usage(len(request.input_ids), completion, request.image_tokens),
+            end.cached_tokens,
+            end.scheduled_ns,
+            end.first_token_ns,
+            time.monotonic_ns(),
+            end.error,
+            end.labels and end.labels.scores,
         )
+        answer.text, answer.token_ids, answer.logprobs = "", [], []
+        return event
 
 
 def _logprob_entry(detokenizer: Detokenizer, token: SampledToken) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +26,7 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One prompt.
+    """One prompt. ``number`` names the request in all books of its process and the engine's; two never have the same.
 
     ``input_ids`` int32 [L]. ``spans`` int32 [k, 2]: start and length of each picture's rows in ``input_ids``; the
     ids that stand there are ignored. ``embeddings`` [sum of span lengths, hidden], any float dtype, on any device,
@@ -43,8 +44,14 @@ class Request:
     arrival_ns: int = field(default_factory=time.monotonic_ns)
     positions: np.ndarray | None = None
     deadline_ns: int | None = None
+    number: int = field(default_factory=itertools.count().__next__)
 
-    def validate(self, vocab_size: int, hidden_size: int) -> None:
+    @property
+    def image_tokens(self) -> int:
+        """Rows of pictures in the prompt."""
+        return int(np.asarray(self.spans).reshape(-1, 2)[:, 1].sum())
+
+    def validate(self, vocab_size: int, hidden_size: int, position_axes: int = 1) -> None:
         """Raises InvalidRequest when the parts of the request do not fit each other or the model."""
         ids, spans = np.asarray(self.input_ids), np.asarray(self.spans).reshape(-1, 2)
         if ids.ndim != 1 or not len(ids):
@@ -70,9 +77,9 @@ class Request:
         if np.size(self.digest) != 2 * len(spans):
             raise InvalidRequest(f"digest holds {np.size(self.digest)} numbers; {len(spans)} pictures need two each")
         if self.positions is not None and (
-            np.ndim(self.positions) != 2 or self.positions.shape[1] != len(ids) or self.positions.min() < 0
+            self.positions.shape != (position_axes, len(ids)) or self.positions.min() < 0
         ):
-            raise InvalidRequest(f"positions must be [axes, {len(ids)}] and not negative")
+            raise InvalidRequest(f"positions must be [{position_axes}, {len(ids)}] and not negative")
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +87,9 @@ class TokenEvent:
     """News of one request: a delta of text and tokens, or its end, or both.
 
     Exactly one event of a request has a ``finish_reason`` ("stop", "length", "cancelled", "deadline" or "error", the
-    last with ``error``), and it is the last. ``logprobs``: one JSON-ready dict a token: token_id, text, logprob and
-    top, a list of {token_id, text, logprob}. ``choices``: one JSON-ready dict a label, at the end of a request that
-    scores labels. Times are on time.monotonic_ns's clock, 0 where it did not happen.
+    last with ``error``, words for the client), and it is the last. ``logprobs``: one JSON-ready dict a token:
+    token_id, text, logprob and top, a list of {token_id, text, logprob}. ``choices``: one JSON-ready dict a label, at
+    the end of a request that scores labels. Times are on time.monotonic_ns's clock, 0 where it did not happen.
     """
 
     request: Request

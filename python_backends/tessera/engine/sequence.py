@@ -8,13 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tessera.engine.labels import LabelScorer
-from tessera.engine.request import Request, Usage
+from tessera.engine.labels import LabelAnswer
+from tessera.engine.request import Request
+
+NOT_FINITE = -1
+"""In a token's place: the model's logits held NaN or an infinity, so there is none."""
 
 
 @dataclass(frozen=True)
 class SampledToken:
-    """One chosen token. ``logprob`` and ``top`` (id, log probability) only where they were asked for.
+    """One chosen token, or NOT_FINITE. ``logprob`` and ``top`` (id, log probability) only where they were asked for.
 
     For a sequence that scores labels the token means nothing, and ``top`` holds its branch's children.
     """
@@ -29,8 +32,12 @@ class Sequence:
 
     Positions count from 0 over prompt and answer. ``computed`` positions have keys and values in ``block_table``
     (counted when their step is planned). ``in_flight`` tokens were planned to be sampled but are not known yet, so
-    that a step may be planned while the one before it still runs.
+    that a step may be planned while the one before it still runs. ``identities`` int64 [n] or [n, 1 + axes] is what
+    prefixes are compared by: the ``cache_ids`` int64 [n] and, where the request gave any, the rotary positions.
     """
+
+    rewinds = False  # whether the tokens after the prompt may change again
+    answer_limit = "max_tokens"  # what says how long the answer may be
 
     def __init__(
         self,
@@ -39,19 +46,18 @@ class Sequence:
         image_cache_ids: np.ndarray | None = None,
         cache_salt: int = 0,
         stop_ids: Collection[int] = (),
-        labels: LabelScorer | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         """``cache_limit``: positions at the front that may be reused by others; None is all. ``image_cache_ids``
         int64: one id a picture row, which stands for the row wherever prefixes are compared. ``cache_salt`` keeps
         apart prefixes whose keys and values differ though their tokens agree. ``stop_ids``: tokens that end the
-        answer. ``labels``: what to score instead of answering freely; the answer is then the best label's tokens.
+        answer. ``max_tokens``: None is the request's.
         """
         prompt = np.asarray(request.input_ids)
         spans = np.asarray(request.spans).reshape(-1, 2)
         self.request = request
         self.prompt_length = len(prompt)
-        self.labels = labels
-        self.max_tokens = request.sampling.max_tokens if labels is None else labels.longest_path + 1
+        self.max_tokens = max_tokens or request.sampling.max_tokens
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else seed
         self.stop_ids = frozenset() if request.sampling.ignore_eos else frozenset(stop_ids)
@@ -62,21 +68,17 @@ class Sequence:
         self.ids = np.zeros(self.prompt_length + self.max_tokens, np.int64)
         self.ids[: self.prompt_length] = prompt
         self.ids[self.image_positions] = 0  # their rows come from embeddings; the ids need not be valid
-        self.cache_ids = self.ids.copy()
+        self._position_offset = 0
+        self.identities = self.cache_ids = self.ids.copy()
+        if request.positions is not None:
+            self._position_offset = int(request.positions.max()) + 1 - self.prompt_length
+            self.identities = np.column_stack([self.ids, self.positions(0, len(self.ids)).T])
+            self.cache_ids = self.identities[:, 0]
         if image_cache_ids is not None:
             self.cache_ids[self.image_positions] = image_cache_ids
         self.cache_limit = len(self.ids) if cache_limit is None else cache_limit
-        if labels is not None:  # what follows the prompt is written anew for every branch
-            self.cache_limit = min(self.cache_limit, self.prompt_length)
         self.cache_salt = cache_salt
-        self._position_offset = 0
-        if request.positions is not None:
-            self._position_offset = int(request.positions.max()) + 1 - self.prompt_length
-
         self.outputs: list[int] = []
-        if labels is not None and labels.branch is not None:
-            self.outputs = list(labels.branch.path)
-            self.ids[self.prompt_length : self.known] = self.cache_ids[self.prompt_length : self.known] = self.outputs
         self.in_flight = 0
         self.computed = 0
         self.block_table: list[int] = []
@@ -84,6 +86,7 @@ class Sequence:
         self.committed = 0  # blocks at the front of the table that were offered to the prefix index
         self.cached_tokens = 0  # prompt positions reused from the cache when the sequence first ran
         self.finish_reason: str | None = None
+        self.error: str | None = None  # why the reason is "error", in words for the client
         self.scheduled_ns = 0
         self.first_token_ns = 0
 
@@ -100,24 +103,37 @@ class Sequence:
     @property
     def pending(self) -> int:
         """Positions that a step could run now."""
-        if self.in_flight and (self.labels is not None or len(self.outputs) + self.in_flight >= self.max_tokens):
+        if self.in_flight and len(self.outputs) + self.in_flight >= self.max_tokens:
             return 0
         return self.length - self.computed
+
+    @property
+    def children(self) -> tuple[int, ...]:
+        """Tokens whose log probabilities are asked for, where labels are scored."""
+        return ()
+
+    @property
+    def labels(self) -> LabelAnswer | None:
+        """What scoring labels came to."""
+        return None
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    @property
-    def usage(self) -> Usage:
-        answered = self.labels is None or self.labels.done  # until then the outputs are a branch's path
-        return Usage(self.prompt_length, len(self.outputs) if answered else 0, len(self.image_positions))
+    def take(self, sampled: SampledToken) -> SampledToken | None:
+        """Takes what a step sampled, and ends the sequence if it was the last one or none.
 
-    def take(self, sampled: SampledToken) -> None:
-        """Takes what a step sampled, and ends the sequence if it was the last one."""
-        if self.labels is not None:
-            self._score(self.labels, [logprob for _, logprob in sampled.top])
-            return
+        Returns the token if it is part of the answer.
+        """
+        if sampled.token_id == NOT_FINITE:
+            step = "decode" if self.outputs else "prefill"
+            self.finish_reason = "error"
+            self.error = f"the model's logits are NaN or infinite ({step}, position {self.known - 1})"
+            return None
+        return self._accept(sampled)
+
+    def _accept(self, sampled: SampledToken) -> SampledToken | None:
         token = sampled.token_id
         self.ids[self.known] = self.cache_ids[self.known] = token
         self.outputs.append(token)
@@ -125,22 +141,7 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.outputs) >= self.max_tokens:
             self.finish_reason = "length"
-
-    def _score(self, labels: LabelScorer, logprobs: list[float]) -> None:
-        """On to the next branch of the labels: its path takes the place of the one before, as far as they differ."""
-        labels.observe(logprobs)
-        branch = labels.branch
-        path = labels.best_tokens if branch is None else branch.path
-        same = 0
-        while same < min(len(path), len(self.outputs)) and path[same] == self.outputs[same]:
-            same += 1
-        self.outputs = list(path)
-        if branch is None:
-            self.finish_reason = "stop"
-            return
-        self.ids[self.prompt_length : self.known] = self.cache_ids[self.prompt_length : self.known] = path
-        # The branch's last position must run even where its keys are known: its logits are what is asked for.
-        self.computed = min(self.computed, self.prompt_length + same, self.known - 1)
+        return sampled
 
     def positions(self, start: int, end: int) -> np.ndarray:
         """Rotary positions of [start, end), int64 [axes, end - start]."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import threading
+import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from tessera.engine.config import EngineConfig
 from tessera.engine.engine_process import EngineProcess
 from tessera.engine.metrics_page import MetricsPage
 from tessera.engine.request import Request, SamplingParameters, TokenEvent
-from tessera.engine.service import EngineService, Service
 from tessera.errors import InvalidRequest
 from tessera.lost_device import end_process_if_lost
 from tessera.tritonserver import tensors
@@ -40,6 +40,8 @@ _NUMBERS = (
     "max_in_flight",
     "graph_batch_size",
 )
+SENDER_THREADS = 2
+SWITCH_S = 0.0005  # for whoever waits for the interpreter while text is made
 STAMPS = 5  # deadline, and when preprocess received and ended, vision began and ended
 STAMPS_OF_PREPROCESS = 3  # as they come past a vision stage that keeps no time (a TensorRT plan)
 
@@ -57,13 +59,10 @@ class TritonPythonModel:
             **texts,  # type: ignore[arg-type]
             **numbers,  # type: ignore[arg-type]
         )
-        self._outbox = Outbox("language_model", settings.integer("sender_threads"))
-        self._replies = Replies()
-        if settings.integer("engine_process"):
-            self._service: Service = EngineProcess(settings.checkpoint, config, self._on_events, end_stage)
-        else:
-            self._service = EngineService.from_checkpoint(settings.checkpoint, config, self._on_events)
-        self._page = MetricsPage(self._service.counts)
+        sys.setswitchinterval(SWITCH_S)
+        self._outbox = Outbox("language_model", SENDER_THREADS)
+        self._engine = EngineProcess(settings.checkpoint, config, end_stage)
+        self._page = MetricsPage(self._engine.counts)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -74,7 +73,7 @@ class TritonPythonModel:
                 responder.send(error_response("language_model", error), final=True)
 
     def finalize(self) -> None:
-        self._service.stop()
+        self._engine.stop()
         self._outbox.close()
         self._page.close()
 
@@ -85,26 +84,14 @@ class TritonPythonModel:
             return
         cancel = tensors.text(request, "CANCEL")
         if cancel is not None:
-            for known in self._replies.requests_of(cancel):
-                self._service.abort(known)
+            self._engine.cancel_all(cancel)
             responder.finish()
             return
         reply = Reply(request, responder, self._page)
         whole, rows = read_request(request, reply.stream, reply.deadline_ns)
-        self._replies.add(whole, reply)
-        try:
-            self._service.submit(whole, rows)
-        except Exception:
-            self._replies.take(whole, last=True)
-            raise
+        self._engine.submit(whole, partial(self._outbox.post, reply.channel), rows)
         if responder.is_cancelled():  # its client left while an earlier stage ran
-            self._service.abort(whole)
-
-    def _on_events(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            ended = event.finish_reason is not None
-            reply = self._replies.take(event.request, ended)
-            self._outbox.post(reply.channel, event, hold=not (reply.stream or ended))
+            self._engine.cancel(whole.number)
 
 
 def end_stage() -> None:
@@ -154,26 +141,6 @@ def read_stamps(request: Any) -> list[int]:
     return times
 
 
-class Replies:
-    """The replies under way, by request."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by_request: dict[Request, Reply] = {}
-
-    def add(self, request: Request, reply: Reply) -> None:
-        with self._lock:
-            self._by_request[request] = reply
-
-    def take(self, request: Request, last: bool) -> Reply:
-        with self._lock:
-            return self._by_request.pop(request) if last else self._by_request[request]
-
-    def requests_of(self, request_id: str) -> list[Request]:
-        with self._lock:
-            return [request for request in self._by_request if request.request_id == request_id]
-
-
 class Reply:
     """Turns one request's token events into responses."""
 
@@ -194,7 +161,7 @@ class Reply:
         if last.finish_reason is not None:
             self._page.observe(last)
         if last.finish_reason == "error":
-            self.responder.send(failure("INTERNAL", "language_model failed; the server's log says why"), final=True)
+            self.responder.send(failure("INTERNAL", f"language_model failed: {last.error}"), final=True)
             return
         if last.finish_reason == "deadline" and not last.usage.completion_tokens:
             self.responder.send(deadline_exceeded(self._stamps[0]), final=True)

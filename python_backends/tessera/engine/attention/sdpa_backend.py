@@ -42,10 +42,7 @@ class SdpaBackend(AttentionBackend):
         unseen = positions[None] >= table.context[:singles, None]
         pieces = [self._piece(*line) for line in zip(*(column[singles:] for column in _columns(table)))]
         return _Plan(
-            singles,
-            self._tensor(table.blocks[:singles, :most].reshape(-1)),
-            self._bias(unseen)[:, None, None],
-            pieces,
+            singles, self._tensor(table.blocks[:singles, :most].reshape(-1)), self._bias(unseen)[:, None, None], pieces
         )
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:

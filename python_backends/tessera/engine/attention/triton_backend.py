@@ -111,14 +111,7 @@ class TritonBackend(AttentionBackend):
         first, singles, pieces = plan.first_piece, plan.singles, plan.pieces
         if singles is not None:
             decode_attention(
-                q[:first],
-                keys,
-                values,
-                singles.blocks,
-                singles.context,
-                self.scale,
-                singles.splits,
-                out=out[:first],
+                q[:first], keys, values, singles.blocks, singles.context, self.scale, singles.splits, out=out[:first]
             )
         if pieces is not None:
             prefill_attention(

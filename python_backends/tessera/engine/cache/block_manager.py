@@ -80,6 +80,17 @@ class BlockManager:
             self._index.insert(key, parent, ids, sequence.block_table[number])
             sequence.committed = number + 1
 
+    def spoil(self, sequence: Sequence) -> list[int]:
+        """What the sequence wrote may be NaN: nobody finds its blocks any more, whoever committed them.
+
+        Returns those that nobody else holds, to be cleared. It may have given its own back since: then any free one.
+        """
+        blocks = sequence.block_table or list(self._free)
+        if self._index is not None:
+            for block in blocks:
+                self._index.forget(block)
+        return [block for block in blocks if self._holders[block] <= 1]
+
     def release(self, sequence: Sequence) -> None:
         """Takes back all blocks; the end of a prefix is reused before its beginning."""
         self._give_back(sequence, 0)
@@ -133,14 +144,14 @@ class BlockManager:
         return blocks
 
     def _identity(self, sequence: Sequence, number: int) -> tuple[bytes, bytes, np.ndarray]:
-        """(parent key, key, cache ids) of the sequence's block ``number``."""
+        """(parent key, key, identities) of the sequence's block ``number``."""
         keys, size = sequence.block_keys, self.block_size
         while len(keys) <= number:
             at = len(keys)
             parent = keys[-1] if keys else PrefixIndex.root(sequence.cache_salt)
-            keys.append(PrefixIndex.chain(parent, sequence.cache_ids[at * size : (at + 1) * size]))
+            keys.append(PrefixIndex.chain(parent, sequence.identities[at * size : (at + 1) * size]))
         parent = keys[number - 1] if number else PrefixIndex.root(sequence.cache_salt)
-        return parent, keys[number], sequence.cache_ids[number * size : (number + 1) * size]
+        return parent, keys[number], sequence.identities[number * size : (number + 1) * size]
 
     def _hold(self, block: int) -> None:
         if self._holders[block] == 0:

@@ -35,3 +35,8 @@ class KvStorage:
         """Stores keys and values [n, kv_heads, head_dim] at slots int64 [n]."""
         self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
         self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
+
+    def clear(self, blocks: torch.Tensor) -> None:
+        """Zeros in all layers' blocks, int64 [n]: masked NaN would spread, as 0 times NaN is NaN."""
+        for tensor in (*self.keys, *self.values):
+            tensor.index_fill_(0, blocks, 0)

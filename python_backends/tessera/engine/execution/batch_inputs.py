@@ -58,7 +58,8 @@ def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) ->
     sampling = np.array([span.samples for span in spans])
 
     tables = [span.sequence.block_table for span in spans]
-    blocks = np.zeros((len(spans), max(map(len, tables))), np.int64)
+    # Filled up with blocks of the sequence's own: a backend may read, and mask, what lies there.
+    blocks = np.repeat(np.array([table[:1] for table in tables], np.int64), max(map(len, tables)), axis=1)
     for line, table in zip(blocks, tables):
         line[: len(table)] = table
 
@@ -106,8 +107,11 @@ def to_inputs(
 
 
 def fill_in(ids: torch.Tensor, source: torch.Tensor, last_sampled: torch.Tensor) -> torch.Tensor:
-    """``ids``, and where ``source`` >= 0 the token of the step before that it names; all int64 [n]."""
-    return torch.where(source < 0, ids, last_sampled[source.clamp(min=0)])
+    """``ids``, and where ``source`` >= 0 the token of the step before that it names; all int64 [n].
+
+    A sequence that was given no token (NOT_FINITE) runs once more, for nobody, with token 0.
+    """
+    return torch.where(source < 0, ids, last_sampled[source.clamp(min=0)].clamp(min=0))
 
 
 def _positions(batch: ScheduledBatch, index: np.ndarray) -> np.ndarray:

@@ -7,28 +7,21 @@ columns below are the sequences, and the block numbers, of which there are few o
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in
+from tessera.engine.execution.sampler import greedy
 from tessera.engine.models.qwen2 import Qwen2
 from tessera.engine.transfer import to_device
 
+_LOG = logging.getLogger(__name__)
 _IDS, _SOURCE, _ROPE_LENGTHS, _SLOTS, _CONTEXT, _POSITIONS = range(6)
-
-
-@dataclass(frozen=True)
-class CaptureReport:
-    """What recording cost: seconds, and bytes of the device's memory that the graphs keep."""
-
-    sizes: list[int]
-    seconds: float
-    memory_bytes: int
 
 
 class DecodeGraphs:
@@ -39,12 +32,7 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self,
-        model: Qwen2,
-        attention: AttentionBackend,
-        sizes: list[int],
-        most_blocks: int,
-        last_sampled: torch.Tensor,
+        self, model: Qwen2, attention: AttentionBackend, sizes: list[int], most_blocks: int, last_sampled: torch.Tensor
     ) -> None:
         self._model = model
         self._attention = attention
@@ -57,7 +45,7 @@ class DecodeGraphs:
         self._inputs = torch.zeros(rows * self._sizes[-1], dtype=torch.int64, device=self._device)
         self._replays: dict[int, Callable[[], None]] = {}
 
-    def capture(self) -> CaptureReport:
+    def capture(self) -> None:
         """Records the graphs, largest first, so that the smaller ones live in its memory."""
         started, before = time.perf_counter(), self._reserved()
         pool = None
@@ -75,7 +63,10 @@ class DecodeGraphs:
                 self._run(size)
             pool = graph.pool()
             self._replays[size] = graph.replay
-        return CaptureReport(self._sizes, time.perf_counter() - started, self._reserved() - before)
+        spent, kept = time.perf_counter() - started, (self._reserved() - before) / 2**20
+        _LOG.info(
+            "decode graphs: %d batch sizes up to %d in %.1f s, %.0f MiB", len(self._sizes), self._sizes[-1], spent, kept
+        )
 
     def fits(self, packed: PackedBatch) -> bool:
         """Whether a batch of single, sampling queries has a graph; whether greedy will do is for the caller."""
@@ -107,7 +98,7 @@ class DecodeGraphs:
         plan = self._attention.captured_plan(lines[_CONTEXT], lines[self._header :])
         step = AttentionStep(cos, sin, lines[_SLOTS], None, plan)
         hidden = self._model(ids, None, None, self._attention, step, step)
-        self._last_sampled[:size].copy_(self._model.logits(hidden).argmax(dim=-1))
+        self._last_sampled[:size].copy_(greedy(self._model.logits(hidden)))
 
     def _view(self, size: int) -> torch.Tensor:
         """The buffer's front for a batch size: int64 [header + most_blocks, size]."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, create_backend
@@ -19,7 +21,7 @@ from tessera.engine.models.registry import model_class
 from tessera.engine.models.weights import load_weights, randomize
 from tessera.engine.quantization.scheme import scheme_selector
 from tessera.engine.scheduling.batch import ScheduledBatch
-from tessera.engine.transfer import Moment
+from tessera.engine.transfer import Moment, to_device
 
 if TYPE_CHECKING:
     from tessera.checkpoint.config import CheckpointConfig
@@ -34,6 +36,7 @@ class ModelRunner:
         weight = model.embedding.get_buffer("weight")
         self.vocab_size = model.config.vocab_size
         self.hidden_size = model.config.hidden_size
+        self.position_axes = model.rotary.axes
         self.num_blocks = attention.storage.keys[0].shape[0]
         self.overlaps = weight.is_cuda
         self.graph_steps = 0
@@ -101,14 +104,7 @@ class ModelRunner:
         """Records decode steps of the batch ``sizes`` whose sequences hold at most ``most_blocks``."""
         with torch.inference_mode():
             self._graphs = DecodeGraphs(self._model, self._attention, sizes, most_blocks, self._last_sampled)
-            report = self._graphs.capture()
-        _LOG.info(
-            "decode graphs: %d batch sizes up to %d in %.1f s, %.0f MiB",
-            len(report.sizes),
-            report.sizes[-1],
-            report.seconds,
-            report.memory_bytes / 2**20,
-        )
+            self._graphs.capture()
 
     def cache_salt(self, prompt_length: int) -> int:
         """What keeps apart the keys and values of prompts that begin with the same tokens; usually 0."""
@@ -132,7 +128,11 @@ class ModelRunner:
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
         """Writes the batch's keys and values; float32 [m, vocabulary] for the sequences that sample."""
         with torch.inference_mode():
-            return self._forward(self._pack(batch), batch)
+            return self._forward(self._pack(batch), batch).float()
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zeros in ``blocks``, after the steps that were launched: their next holder may read what it masks."""
+        self._attention.storage.clear(to_device(np.array(blocks, np.int64), self._last_sampled.device))
 
     def _pack(self, batch: ScheduledBatch) -> PackedBatch:
         return pack(batch, self._attention.storage.block_size, self._previous)

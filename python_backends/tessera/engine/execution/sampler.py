@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tessera.engine.request import SamplingParameters
-from tessera.engine.sequence import SampledToken, Sequence
+from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
 from tessera.engine.transfer import Moment, to_device, to_host
 
 
@@ -37,8 +37,7 @@ class SamplingRow:
         parameters = sequence.request.sampling
         place = len(sequence.outputs) + sequence.in_flight - 1
         forbidden = sequence.stop_ids if place < parameters.min_tokens else frozenset()
-        branch = sequence.labels.branch if sequence.labels is not None else None
-        return cls(parameters, sequence.seed, place, forbidden, () if branch is None else tuple(branch.children))
+        return cls(parameters, sequence.seed, place, forbidden, sequence.children)
 
     @property
     def plain(self) -> bool:
@@ -86,15 +85,33 @@ class SampledRows:
         return self._arrived.since(self._started)
 
 
-def sample(logits: torch.Tensor, rows: SequenceType[SamplingRow], started: Moment) -> SampledRows:
-    """logits float32 [m, vocabulary], m rows -> m tokens. Forbidden tokens are masked in ``logits`` itself.
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """logits of any float dtype [m, vocabulary] -> the likeliest tokens, int64 [m]; NOT_FINITE for a row with any NaN
+    or infinity."""
+    return _checked(logits.argmax(dim=-1), _spread(logits))
 
+
+def _spread(logits: torch.Tensor) -> torch.Tensor:
+    """[m]: infinite or NaN for rows with any NaN or infinity, found in one pass."""
+    lowest, highest = logits.aminmax(dim=-1)
+    return highest - lowest
+
+
+def _checked(tokens: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
+    return torch.where(spread < float("inf"), tokens, NOT_FINITE)
+
+
+def sample(logits: torch.Tensor, rows: SequenceType[SamplingRow], started: Moment) -> SampledRows:
+    """logits of any float dtype [m, vocabulary], m rows -> m tokens, NOT_FINITE for a row with any NaN or infinity.
+
+    Forbidden tokens are masked in ``logits`` itself.
     Indices go to the device by ``to_device``: plain lists as indices would wait for the whole step.
     """
     device = logits.device
     reported = [i for i, row in enumerate(rows) if row.parameters.logprobs is not None or row.children]
     where = to_device(np.array(reported, np.int64), device)
-    logprobs = logits[where].log_softmax(dim=-1) if reported else None
+    logprobs = logits[where].float().log_softmax(dim=-1) if reported else None
+    spread = _spread(logits)  # before any token is forbidden
     forbidden = [(i, token) for i, row in enumerate(rows) for token in row.forbidden]
     if forbidden:
         places = to_device(np.array(forbidden, np.int64), device)
@@ -103,8 +120,8 @@ def sample(logits: torch.Tensor, rows: SequenceType[SamplingRow], started: Momen
     drawn = [i for i, row in enumerate(rows) if row.parameters.temperature > 0]
     if drawn:
         chosen = to_device(np.array(drawn, np.int64), device)
-        tokens[chosen] = _draw(logits[chosen], [rows[i] for i in drawn])
-    sampled = SampledRows(tokens, started)
+        tokens[chosen] = _draw(logits[chosen].float(), [rows[i] for i in drawn])
+    sampled = SampledRows(_checked(tokens, spread), started)
     if logprobs is not None:
         counts, wanted = _wanted(logprobs, [rows[i] for i in reported])
         sampled.report(reported, tokens[where], logprobs, counts, wanted)
@@ -151,4 +168,4 @@ def _draw(logits: torch.Tensor, rows: SequenceType[SamplingRow]) -> torch.Tensor
     target = column([uniform(row.seed, row.place) for row in rows]) * cumulative[:, -1:]
     place = torch.searchsorted(cumulative, target, right=True)
     kept = (probabilities > 0).sum(dim=-1, keepdim=True)
-    return order.gather(1, place.minimum(kept - 1))[:, 0]
+    return order.gather(1, place.minimum(kept - 1).clamp(min=0))[:, 0]  # of NaN none is kept

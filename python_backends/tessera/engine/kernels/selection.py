@@ -28,10 +28,7 @@ def layer_kernels(device_type: str) -> LayerKernels:
         from tessera.engine.kernels import reference
 
         return LayerKernels(
-            reference.add_rms_norm,
-            reference.silu_and_multiply,
-            reference.skinny_linear,
-            reference.skinny_gate_up,
+            reference.add_rms_norm, reference.silu_and_multiply, reference.skinny_linear, reference.skinny_gate_up
         )
     from tessera.engine.kernels.add_rms_norm import add_rms_norm
     from tessera.engine.kernels.silu_multiply import silu_and_multiply

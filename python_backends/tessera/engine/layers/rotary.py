@@ -7,7 +7,7 @@ is computed per token from its own sequence's length, never kept as state.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,9 @@ class Rotary:
         scaling: Mapping[str, Any] | None,
         max_positions: int,
         device: torch.device,
+        sections: Sequence[int] | None = None,
     ) -> None:
+        """``sections`` (M-RoPE): how many of the head's frequencies follow each axis of the positions."""
         scaling = scaling or {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
@@ -51,8 +53,8 @@ class Rotary:
         self._theta = theta
         self._exponents = exponents.to(device)
         self._frequencies = frequencies.to(device)
-        self._axis = _axis_of_frequency(scaling.get("mrope_section"), head_dim, device)
-        self.axes = len(scaling.get("mrope_section") or (1,))
+        self._axis = _axis_of_frequency(sections, head_dim, device)
+        self.axes = len(sections or (1,))
 
     def salt(self, prompt_length: int) -> int:
         """What prompts must share, besides their tokens, for equal keys: the length if that rules their rotation."""
@@ -66,8 +68,8 @@ class Rotary:
         if self._axis is None:
             angles = positions[0].float()[:, None] * frequencies
         else:
-            axes = positions.expand(self.axes, -1) if len(positions) == 1 else positions
-            angles = axes[self._axis].T.float() * frequencies
+            axes = positions.expand(self.axes, -1)
+            angles = axes.T.index_select(1, self._axis).float() * frequencies
         return angles.cos(), angles.sin()
 
     def _dynamic_frequencies(self, lengths: torch.Tensor) -> torch.Tensor:
@@ -87,10 +89,10 @@ def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tens
     return (1 - blend) * frequencies / factor + blend * frequencies
 
 
-def _axis_of_frequency(sections: Any, head_dim: int, device: torch.device) -> torch.Tensor | None:
+def _axis_of_frequency(sections: Sequence[int] | None, head_dim: int, device: torch.device) -> torch.Tensor | None:
     """M-RoPE: which axis of the positions each frequency follows, int64 [head_dim / 2]; None for one axis."""
     if sections is None:
         return None
     if sum(sections) != head_dim // 2:
-        raise CheckpointError(f"mrope_section {sections} must sum to half the head size, {head_dim // 2}")
+        raise CheckpointError(f"mrope_section {list(sections)} must sum to half the head size, {head_dim // 2}")
     return torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections)).to(device)

@@ -90,7 +90,12 @@ class Qwen2(nn.Module):
         self.config = config
         self.heads = HeadShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         self.rotary = Rotary(
-            config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings, device
+            config.head_dim,
+            config.rope_theta,
+            config.rope_scaling,
+            config.max_position_embeddings,
+            device,
+            config.mrope_section,
         )
         # Matrix units want whole tiles: the head's rows are padded, and what they give is cut off.
         padded = -(-config.vocab_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
@@ -124,9 +129,9 @@ class Qwen2(nn.Module):
         return self.norm(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[m, hidden] -> float32 [m, vocabulary]."""
+        """[m, hidden] -> [m, vocabulary] of the model's dtype."""
         rows = F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)  # type: ignore[arg-type]
-        return rows[:, : self.config.vocab_size].float()
+        return rows[:, : self.config.vocab_size]
 
     def weight_targets(self) -> dict[str, Target]:
         """Where each tensor of the checkpoint goes, by its exact name."""

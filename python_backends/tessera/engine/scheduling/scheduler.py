@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceType
 
 from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
-from tessera.engine.sequence import SampledToken, Sequence
+from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
 
 
 class Scheduler:
@@ -27,6 +27,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.spoiled: list[int] = []  # blocks to be cleared before the next step is launched
         self._max_batched_tokens = max_batched_tokens
         self._max_sequences = max_sequences
 
@@ -45,26 +46,29 @@ class Scheduler:
         spans.sort(key=lambda span: span.count > 1)
         return ScheduledBatch(spans)
 
-    def apply(self, batch: ScheduledBatch, sampled: SequenceType[SampledToken]) -> list[tuple[Sequence, SampledToken]]:
+    def apply(
+        self, batch: ScheduledBatch, sampled: SequenceType[SampledToken]
+    ) -> list[tuple[Sequence, SampledToken | None]]:
         """Gives the batch's sampling sequences their tokens, and releases the sequences that ended by them.
 
-        Returns the tokens that were taken: a sequence that ended meanwhile takes none.
+        Returns the sequences that took theirs, and what it adds to the answer: one that ended meanwhile takes none.
         """
         taken = []
         for sequence, token in zip(batch.sampling, sampled, strict=True):
             sequence.in_flight -= 1
+            if token.token_id == NOT_FINITE:
+                self.spoiled += self.blocks.spoil(sequence)
             if sequence.finished:
                 continue
-            sequence.take(token)
-            taken.append((sequence, token))
+            taken.append((sequence, sequence.take(token)))
             if sequence.finished:
                 self._remove(sequence)
             else:
                 self.blocks.shrink(sequence)
         return taken
 
-    def finish(self, sequence: Sequence, reason: str) -> None:
-        """Ends a sequence that has not ended, wherever it is."""
+    def cancel(self, sequence: Sequence, reason: str) -> None:
+        """Ends a sequence early that has not ended, wherever it is."""
         if sequence.finished:
             raise RuntimeError(f"request {sequence.request.request_id!r} ended twice")
         sequence.finish_reason = reason
@@ -83,7 +87,7 @@ class Scheduler:
         assert len(set(everyone)) == len(everyone), "a sequence is queued twice"
         assert not any(sequence.finished for sequence in everyone), "a finished sequence is queued"
         assert not any(sequence.block_table for sequence in self.waiting), "a waiting sequence holds blocks"
-        reading = [sequence for sequence in self.running if sequence.labels is None and sequence.pending > 1]
+        reading = [sequence for sequence in self.running if not sequence.rewinds and sequence.pending > 1]
         assert reading in ([], self.running[-1:]), "a sequence overtook one that reads its prompt"
         assert len(self.running) <= self._max_sequences, "too many sequences run"
         self.blocks.check(everyone)

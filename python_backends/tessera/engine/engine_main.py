@@ -1,0 +1,107 @@
+"""The engine's own process: serves one stage (`engine_process.py`) until it says stop or is gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from tessera.engine.cache.embedding_pool import rows_at
+from tessera.engine.engine import Engine
+from tessera.engine.loop import StepLoop
+from tessera.engine.progress import Progress
+from tessera.engine.wire import Cancel, Count, Counts, Ready, Rows, Start, Stop, Submit, Taken, Wire
+from tessera.errors import TesseraError, Unavailable
+
+_LOG = logging.getLogger(__name__)
+# So soon the thread that steps gets the interpreter back from the one that listens; Python's 5 ms are a step.
+SWITCH_S = 0.0005
+
+
+class EngineServer:
+    """Listens on a thread of its own and steps on the caller's."""
+
+    def __init__(self, wire: Wire, engine: Engine, slab: torch.Tensor | None, pinned: bool) -> None:
+        self._wire = wire
+        self._engine = engine
+        self._slab = slab
+        self._pinned = pinned
+        self._loop = StepLoop(engine, self._tell)
+
+    def serve(self) -> None:
+        threading.Thread(target=self._listen, name="listen", daemon=True).start()
+        self._loop.run()
+        self._slab = None  # CUDA tells the stage that nobody reads it any more
+
+    def _listen(self) -> None:
+        try:
+            while not isinstance(message := self._wire.receive(), Stop):
+                self._hear(message)
+        except (EOFError, OSError):
+            os._exit(0)  # the stage is gone: nobody waits for anything, least of all for a step
+        self._loop.stop()
+
+    def _hear(self, message: Any) -> None:
+        if isinstance(message, Submit):
+            self._wire.send(Taken(message.request.number, self._submit(message)))
+            self._loop.wake()
+        elif isinstance(message, Cancel):
+            self._engine.cancel(message.number, message.reason)
+            self._loop.wake()
+        elif isinstance(message, Count):
+            self._wire.send(Counts(self._engine.metrics.snapshot()))
+        else:
+            _LOG.error("%s is no message for the engine", type(message).__name__)
+
+    def _submit(self, message: Submit) -> TesseraError | None:
+        try:
+            rows = None if message.rows is None else self._opened(message.rows)
+            self._engine.submit(replace(message.request, embeddings=rows))
+        except TesseraError as error:
+            return error
+        except Exception:
+            _LOG.exception("a request could not be taken")
+            return Unavailable("the language model could not take the request; the server's log says why")
+        return None
+
+    def _opened(self, rows: Rows) -> torch.Tensor:
+        if rows.place is not None:
+            assert self._slab is not None
+            return rows_at(self._slab, rows.place, rows.shape, rows.dtype)
+        data = torch.frombuffer(bytearray(rows.data), dtype=torch.uint8)
+        return rows_at(data.pin_memory() if self._pinned else data, 0, rows.shape, rows.dtype)
+
+    def _tell(self, progress: Progress) -> None:
+        if progress:
+            self._wire.send(progress)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="language_model: %(message)s")
+    sys.setswitchinterval(SWITCH_S)
+    wire = Wire(Connection(int(sys.argv[1])))
+    try:
+        start: Start = wire.receive()
+        try:
+            engine = Engine.from_checkpoint(start.folder, start.config)
+        except TesseraError as error:
+            wire.send(Ready({}, error))
+            return
+        slab = None if start.slab is None else start.slab[0](*start.slab[1])
+        wire.send(Ready(engine.metrics.snapshot()))
+        EngineServer(wire, engine, slab, start.config.device == "cuda").serve()
+    except (EOFError, OSError):
+        pass  # the stage is gone
+    # Whatever else still runs (a step that waits for a GPU) must not keep the process.
+    logging.shutdown()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

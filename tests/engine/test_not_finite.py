@@ -1,0 +1,145 @@
+"""NaN or infinite logits: their request ends with an error that names the step, nobody else notices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_fakes import (
+    contents_of,
+    ends,
+    expected_answer,
+    make_engine,
+    make_request,
+    run,
+    tiny_engine,
+    tiny_model,
+    tokens_of,
+)
+
+from tessera.engine.execution.sampler import SamplingRow, greedy, sample
+from tessera.engine.request import SamplingParameters
+from tessera.engine.sequence import NOT_FINITE
+from tessera.engine.transfer import Moment
+
+MODEL = tiny_model()
+PROMPT = [1, 2, *[0] * 12, *range(11, 19)]
+
+
+def picture_request(name, row, **sampling):
+    """A question about a picture whose rows are all ``row``."""
+    rows = torch.full((12, 32), float(row))
+    request = make_request(PROMPT, name, [(2, 12, 7)], **(dict(max_tokens=6, ignore_eos=True) | sampling))
+    return replace(request, embeddings=rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dict(),
+        dict(temperature=0.8, top_k=3, top_p=0.5),
+        dict(logprobs=2),
+        dict(temperature=1, logprobs=0),
+        dict(children=(1, 4)),
+        dict(forbidden=frozenset({2})),
+    ],
+    ids=str,
+)
+def test_a_row_with_one_odd_logit_has_no_token(dtype, odd, asked):
+    logits = torch.linspace(-2, 3, 24).view(3, 8).to(dtype)
+    logits[1, 5] = odd
+    named = {name: asked[name] for name in ("children", "forbidden") if name in asked}
+    parameters = SamplingParameters.parse({key: value for key, value in asked.items() if key not in named})
+    rows = [SamplingRow(parameters, 3, 0, **named) for _ in range(3)]
+    found = [token.token_id for token in sample(logits.clone(), rows, Moment(logits.device)).tokens()]
+    assert found[1] == NOT_FINITE and found[0] >= 0 and found[2] >= 0
+    assert greedy(logits).tolist() == [7, NOT_FINITE, 7]
+
+
+def test_a_token_that_we_forbid_is_no_fault():
+    logits = torch.zeros(1, 4)
+    row = SamplingRow(SamplingParameters(), 0, 0, frozenset({0, 1}))
+    assert sample(logits, [row], Moment(logits.device)).tokens()[0].token_id == 2
+
+
+def test_the_largest_finite_logits_are_no_fault():
+    assert greedy(torch.tensor([[1e30, -1e30, 0]])).tolist() == [0]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("asked", [dict(), dict(temperature=1.0, seed=1), dict(logprobs=1)], ids=str)
+def test_only_the_request_itself_ends(overlaps, asked):
+    """The sick one comes first, so that it holds block 0, which pads the others' block tables."""
+
+    def engine():
+        made = tiny_engine(MODEL)
+        made._runner.overlaps = overlaps
+        return made
+
+    others = [
+        make_request([5, 6, number] * (2 + number), f"{number}", max_tokens=9, ignore_eos=True) for number in range(4)
+    ]
+    alone = [tokens_of(_served(engine(), other), other.request_id) for other in others]
+    sick = engine()
+    events = _served(sick, picture_request("sick", float("nan"), **asked), *others)
+    last = next(event for event in events if event.request.request_id == "sick" and event.finish_reason)
+    assert last.finish_reason == "error" and not last.text and not last.logprobs
+    assert "NaN or infinite" in last.error and "prefill" in last.error and "position 21" in last.error
+    assert [tokens_of(events, other.request_id) for other in others] == alone
+    assert sick.metrics.not_finite == 1
+    assert ends(_served(sick, replace(others[0], request_id="later"))) == {"later": "length"}
+
+
+def test_labels_are_not_scored():
+    engine = tiny_engine(MODEL, eos=(256,))
+    request = picture_request("sick", float("inf"), choices=["yes", "no"], ignore_eos=False)
+    (last,) = _served(engine, request)
+    assert last.finish_reason == "error" and last.choices is None and "NaN or infinite" in last.error
+
+
+def test_what_it_wrote_is_never_shared():
+    engine = tiny_engine(MODEL, kv_cache_bytes=32 * 1024)  # few blocks, so that later prompts live in its
+    healthy = tokens_of(_served(tiny_engine(MODEL), picture_request("fine", 0.5)), "fine")
+    assert ends(_served(engine, picture_request("sick", float("nan")))) == {"sick": "error"}
+    events = _served(engine, picture_request("fine", 0.5))  # the same text and the same digest
+    assert events[-1].cached_tokens == 0 and tokens_of(events, "fine") == healthy
+    for number in range(20):
+        assert ends(_served(engine, make_request([number] * 7, f"{number}", max_tokens=5, ignore_eos=True))) == {
+            f"{number}": "length"
+        }
+
+
+def test_a_fault_while_decoding_names_its_position_and_keeps_the_text_so_far():
+    engine, runner = make_engine()
+    runner.script["r"] = [*b"ab", NOT_FINITE]
+    engine.submit(make_request([1, 2, 3], max_tokens=9))
+    engine.submit(other := make_request([9, 8], "other", max_tokens=9, ignore_eos=True))
+    events = run(engine)
+    assert ends(events) == {"r": "error", "other": "length"}
+    assert tokens_of(events) == [*b"ab"]
+    error = next(event.error for event in events if event.error)
+    assert "decode" in error and "position 4" in error
+    assert tokens_of(events, "other") == expected_answer(contents_of(other), 9, ())
+
+
+def test_blocks_that_a_healthy_request_shares_stay_as_they_are():
+    engine, runner = make_engine()
+    runner.script["sick"] = [*b"a", NOT_FINITE]
+    common = list(range(40, 60))
+    engine.submit(first := make_request(common, "fine", max_tokens=12, ignore_eos=True))
+    engine.submit(make_request([*common, 3], "sick", max_tokens=9, ignore_eos=True))
+    events = run(engine)
+    assert ends(events) == {"fine": "length", "sick": "error"}
+    assert tokens_of(events, "fine") == expected_answer(contents_of(first), 12, ())
+    engine.submit(replace(first, request_id="again"))
+    again = run(engine)
+    assert again[-1].cached_tokens < len(common) and tokens_of(again, "again") == tokens_of(events, "fine")
+
+
+def _served(engine, *requests):
+    for request in requests:
+        engine.submit(request)
+    return run(engine)

@@ -1,0 +1,129 @@
+"""Tokens are gathered so that text is made once for several: none late, none lost, none twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from engine_fakes import ByteTokenizer, make_request
+
+from tessera.engine.progress import End, Progress
+from tessera.engine.rendering import HOLD_S, MOST_TOKENS, Answers
+from tessera.engine.sequence import SampledToken
+
+
+class Asked:
+    """A request of which one token after the other becomes known."""
+
+    def __init__(self, answers, events, stream=True, **sampling):
+        self.request = replace(make_request([1], max_tokens=100, **sampling), stream=stream)
+        self.count = 0
+        answers.add(self.request, events.append)
+
+    def token(self, reason=None):
+        self.count += 1
+        return Progress([(self.request.number, SampledToken(self.count))], self.end(reason).ends if reason else [])
+
+    def end(self, reason):
+        return Progress([], [End(self.request.number, reason)])
+
+
+class Parts:
+    """Answers under a clock that stands still; ``take`` gives the events that a step brought."""
+
+    def __init__(self):
+        self.now, self.events, self.cancelled = 0.0, [], []
+        self.answers = Answers(
+            ByteTokenizer(), lambda *cancelled: self.cancelled.append(cancelled), clock=lambda: self.now
+        )
+
+    def asked(self, **settings):
+        return Asked(self.answers, self.events, **settings)
+
+    def take(self, *steps):
+        numbers = [token for step in steps for token in step.tokens]
+        self.answers.take(Progress(numbers, [end for step in steps for end in step.ends]))
+        events, self.events[:] = list(self.events), []
+        return events
+
+
+@pytest.fixture
+def parts():
+    return Parts()
+
+
+def ids(due):
+    return [event.token_ids for event in due]
+
+
+def test_the_first_token_goes_at_once_and_later_ones_when_enough_are_there(parts):
+    answer = parts.asked()
+    assert ids(parts.take(answer.token())) == [[1]]
+    for _ in range(MOST_TOKENS - 1):
+        assert parts.take(answer.token()) == []
+    (due,) = parts.take(answer.token())
+    assert ids([due]) == [list(range(2, MOST_TOKENS + 2))]
+    assert due.usage.completion_tokens == MOST_TOKENS + 1
+    assert parts.answers.wait_s() is None
+
+
+def test_held_tokens_go_when_their_time_is_up_the_oldest_first(parts):
+    slow, fast = parts.asked(), parts.asked()
+    parts.take(slow.token(), fast.token())
+    parts.take(slow.token())
+    parts.now = HOLD_S / 2
+    parts.take(fast.token(), slow.token())
+    assert parts.answers.wait_s() == pytest.approx(HOLD_S / 2)
+    parts.now = HOLD_S
+    assert ids(parts.take()) == [[2, 3]]
+    parts.now = 2 * HOLD_S
+    assert ids(parts.take()) == [[2]]
+
+
+def test_the_end_goes_at_once_with_all_that_was_held(parts):
+    ended, cancelled = parts.asked(), parts.asked()
+    parts.take(ended.token(), cancelled.token())
+    parts.take(ended.token(), cancelled.token())
+    due = parts.take(ended.token("length"), cancelled.end("cancelled"))
+    assert ids(due) == [[2, 3], [2]]
+    assert [event.finish_reason for event in due] == ["length", "cancelled"]
+    assert parts.answers.wait_s() is None
+
+
+def test_an_answer_that_is_not_streamed_waits_for_its_end(parts):
+    answer = parts.asked(stream=False)
+    for _ in range(3 * MOST_TOKENS):
+        assert parts.take(answer.token()) == []
+        parts.now += HOLD_S
+    assert parts.answers.wait_s() is None
+    assert ids(parts.take(answer.token("stop"))) == [list(range(1, 3 * MOST_TOKENS + 2))]
+
+
+def test_a_stop_string_is_searched_for_meanwhile(parts):
+    """It cancels the request at the engine, whose own end then tells nobody anything."""
+    answer = parts.asked(stream=False, stop=bytes([3]).decode())
+    assert parts.take(answer.token()) == parts.take(answer.token()) == parts.take(answer.token()) == []
+    parts.now = HOLD_S
+    (event,) = parts.take()
+    assert (event.text, event.token_ids, event.finish_reason) == (bytes([1, 2]).decode(), [1, 2, 3], "stop")
+    assert parts.cancelled == [(answer.request.number, "stop")]
+    assert parts.take(answer.token()) == parts.take(answer.end("stop")) == []
+
+
+def test_requests_are_found_by_their_id_until_they_end(parts):
+    first, second = parts.asked(), parts.asked()
+    assert parts.answers.numbers_of("r") == [first.request.number, second.request.number]
+    parts.take(first.end("cancelled"))
+    parts.answers.drop(second.request.number)
+    assert parts.answers.numbers_of("r") == []
+
+
+def test_a_failing_listener_silences_nobody_else(parts, caplog):
+    def fail(event):
+        raise OSError("the client left")
+
+    deaf, other = make_request([1]), parts.asked()
+    parts.answers.add(deaf, fail)
+    step = Progress([(deaf.number, SampledToken(65)), *other.token().tokens])
+    assert ids(parts.take(step)) == [[1]]
+    assert "the client left" in caplog.text
