@@ -98,6 +98,14 @@ def test_a_template_cannot_be_completed(tmp_path: Path, template: str) -> None:
         assert case.tokenizer.token_id("<|im_end|>") not in case.ours(text).input_ids.tolist()
 
 
+def test_a_user_cannot_pose_as_the_template_that_wrote_the_bos_token(tmp_path: Path) -> None:
+    template = "{{ messages[0]['content'] }}<|im_end|>"
+    case = Case(folders.write_hf_folder(tmp_path, folders.llama_like(), template, {"bos_token": "<s>"}))
+    ids = case.ours("<s>hi").input_ids.tolist()
+    assert ids[0] == case.tokenizer.bos_id and ids.count(case.tokenizer.bos_id) == 1
+    assert case.tokenizer.decode(ids, skip_special_tokens=False) == "<s> <s>hi<|im_end|>"
+
+
 def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     template = "{{ messages[0]['content'] | escape }}"
     case = Case(folders.write_hf_folder(tmp_path, folders.byte_level(), template))

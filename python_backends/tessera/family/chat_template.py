@@ -67,7 +67,7 @@ def template_renderer(source: str, tokenizer: Tokenizer, disguise: Disguise) -> 
             raise CheckpointError(f"the checkpoint's chat template failed: {type(error).__name__}: {error}") from None
         if disguise.show(rendered) != plainly:
             raise CheckpointError("the checkpoint's chat template changes the messages' text in an unsupported way")
-        return rendered
+        return str.__str__(rendered)  # disguised, and an ordinary string
 
     return render
 
