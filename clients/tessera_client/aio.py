@@ -12,13 +12,15 @@ from tessera_client.client import CLIENTS_TIMEOUT
 from tessera_client.errors import TesseraClientError
 from tessera_client.messages import (
     Answer,
-    Image,
     Models,
     Request,
     ServerStatus,
     chat_request,
+    check_job,
+    item_request,
     question_request,
 )
+from tessera_client.pictures import Image
 from tessera_client.retry import Retry
 from tessera_client.streaming import AsyncStream
 from tessera_client.transport import AsyncTransport, open_async_transport
@@ -48,11 +50,11 @@ class AsyncClient:
         models: Models | None = None,
         transport: AsyncTransport | None = None,
     ) -> None:
-        self.url = url if isinstance(url, str) else ",".join(url)
         self._timeout = timeout
         self._retry = retry or Retry()
         self._models = models or Models()
         self._transport = transport or open_async_transport(url, self._models)
+        self.url = url if isinstance(url, str) else ",".join(url)
 
     async def ask(
         self,
@@ -113,18 +115,17 @@ class AsyncClient:
         **options: Any,
     ) -> AsyncIterator[Any]:
         """As :meth:`Client.ask_many`, for ``async for``."""
-        if concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, got {concurrency}")
+        check_job(items, concurrency, errors)
         retry = retry or Retry.patient()
         timeout = options.pop("timeout", CLIENTS_TIMEOUT)
         slots = asyncio.Semaphore(concurrency)
         ended = 0
 
-        async def work(image: Any, question: str) -> Answer | TesseraClientError:
+        async def work(item: Any) -> Answer | TesseraClientError:
             nonlocal ended
             try:
                 async with slots:
-                    return await self._answer(question_request(image, question, **options), timeout, retry)
+                    return await self._answer(item_request(item, options), timeout, retry)
             except TesseraClientError as error:
                 return error
             finally:
@@ -140,8 +141,8 @@ class AsyncClient:
 
         waiting: deque[asyncio.Task[Answer | TesseraClientError]] = deque()
         try:
-            for image, question in items:
-                waiting.append(asyncio.ensure_future(work(image, question)))
+            for item in items:
+                waiting.append(asyncio.ensure_future(work(item)))
                 while len(waiting) >= 4 * concurrency or (waiting and waiting[0].done()):
                     await asyncio.wait([waiting[0]])
                     yield result(waiting.popleft())

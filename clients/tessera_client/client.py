@@ -12,13 +12,15 @@ from typing import Any, Literal
 from tessera_client.errors import TesseraClientError
 from tessera_client.messages import (
     Answer,
-    Image,
     Models,
     Request,
     ServerStatus,
     chat_request,
+    check_job,
+    item_request,
     question_request,
 )
+from tessera_client.pictures import Image
 from tessera_client.retry import Retry
 from tessera_client.streaming import Stream
 from tessera_client.transport import Transport, open_transport
@@ -59,11 +61,11 @@ class Client:
         models: Models | None = None,
         transport: Transport | None = None,
     ) -> None:
-        self.url = url if isinstance(url, str) else ",".join(url)
         self._timeout = timeout
         self._retry = retry or Retry()
         self._models = models or Models()
         self._transport = transport or open_transport(url, self._models)
+        self.url = url if isinstance(url, str) else ",".join(url)
 
     def ask(
         self,
@@ -77,7 +79,7 @@ class Client:
         """The whole answer to a question.
 
         Args:
-            image: one picture, a list of them, or None; for the forms see :data:`~tessera_client.messages.Image`.
+            image: one picture, a list of them, or None; for the forms see :data:`~tessera_client.pictures.Image`.
             question: plain text; ``<image>`` in it marks where a picture goes (before the text if there is none).
             max_tokens: the longest answer; the server's default is 64.
             timeout: seconds for this request, in place of the client's.
@@ -150,16 +152,15 @@ class Client:
             errors: ``"raise"`` ends the job with the first error met; ``"return"`` puts the error in its place.
             options: as for :meth:`ask`.
         """
-        if concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, got {concurrency}")
+        check_job(items, concurrency, errors)
         retry = retry or Retry.patient()
         timeout = options.pop("timeout", CLIENTS_TIMEOUT)
         ended, lock = 0, Lock()
 
-        def work(image: Any, question: str) -> Answer | TesseraClientError:
+        def work(item: Any) -> Answer | TesseraClientError:
             nonlocal ended
             try:
-                return self._answer(question_request(image, question, **options), timeout, retry)
+                return self._answer(item_request(item, options), timeout, retry)
             except TesseraClientError as error:
                 return error
             finally:
@@ -203,8 +204,8 @@ class Client:
 
 
 def _in_order(
-    work: Callable[[Any, str], Answer | TesseraClientError],
-    items: Iterable[tuple[Any, str]],
+    work: Callable[[Any], Answer | TesseraClientError],
+    items: Iterable[Any],
     concurrency: int,
     raising: bool,
 ) -> Iterator[Any]:
@@ -212,8 +213,8 @@ def _in_order(
     waiting: deque[Future[Answer | TesseraClientError]] = deque()
     with ThreadPoolExecutor(concurrency, thread_name_prefix="tessera-ask") as pool:
         try:
-            for image, question in items:
-                waiting.append(pool.submit(work, image, question))
+            for item in items:
+                waiting.append(pool.submit(work, item))
                 while len(waiting) >= 4 * concurrency or (waiting and waiting[0].done()):
                     yield _result(waiting.popleft(), raising)
             while waiting:

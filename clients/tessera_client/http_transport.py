@@ -183,12 +183,17 @@ class HttpTransport:
         ready = self._exchange("GET", "/v2/health/ready")
         is_ready = ready.response().status == 200
         ready.body()
-        metadata = json.loads(self._ask("GET", "/v2"))
-        index = json.loads(self._ask("POST", "/v2/repository/index"))
-        models = tuple(
-            ModelStatus(m["name"], m.get("version", ""), m.get("state", ""), m.get("reason", "")) for m in index
-        )
-        return ServerStatus(is_ready, metadata.get("version", ""), models)
+        metadata, index = self._ask("GET", "/v2"), self._ask("POST", "/v2/repository/index")
+        try:
+            models = tuple(
+                ModelStatus(m["name"], m.get("version", ""), m.get("state", ""), m.get("reason", ""))
+                for m in json.loads(index)
+            )
+            return ServerStatus(is_ready, json.loads(metadata)["version"], models)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise errors.ProtocolError(
+                "what answers here is no tritonserver", "is the address its HTTP port?"
+            ) from error
 
     def close(self) -> None:
         self._pool.close()
@@ -279,7 +284,7 @@ def _infer_body(request: Request, request_id: str, timeout: float | None) -> tup
 def _json(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise errors.ProtocolError(f"the server sent no JSON: {data[:80]!r}") from error
     if not isinstance(value, dict):
         raise errors.ProtocolError(f"the server sent no JSON object: {data[:80]!r}")
@@ -291,7 +296,7 @@ def _error_text(data: bytes) -> str:
     text = data.decode("utf-8", "replace").strip()
     try:
         return str(json.loads(text.removeprefix("data:"))["error"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return text
 
 

@@ -24,7 +24,8 @@ from tessera_client import recall
 from tessera_client.client import Client
 from tessera_client.datasets import Item
 from tessera_client.errors import InvalidRequest
-from tessera_client.messages import Answer, encode_image
+from tessera_client.messages import Answer
+from tessera_client.pictures import encode_image
 
 DEFAULT_POLICIES = (
     "reference",

@@ -11,6 +11,7 @@ without a status, so :func:`tessera_client.errors.from_server` goes by the words
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Protocol
@@ -95,25 +96,28 @@ def _open_async(url: str, models: Models) -> AsyncTransport:
 
 def addresses(url: str | Sequence[str]) -> list[str]:
     """The servers' addresses in a list or in a text with commas; the scheme of the first goes for those without."""
-    found = [each.strip() for each in (url.split(",") if isinstance(url, str) else url)]
+    given = url.split(",") if isinstance(url, str) else url if isinstance(url, (list, tuple)) else [url]
+    found = [each.strip() if isinstance(each, str) else "" for each in given]
     scheme = found[0].partition("://")[0] if found and "://" in found[0] else "grpc"
     if not found or "" in found:
-        raise errors.InvalidRequest(f"not server addresses: {url!r}", "use host:port, or several with commas between")
+        raise errors.InvalidRequest(
+            f"not server addresses: {url!r:.200}", "use host:port, or several with commas between"
+        )
     return [each if "://" in each else f"{scheme}://{each}" for each in found]
 
 
 def parse_url(url: str) -> tuple[str, str]:
     """``(scheme, "host:port")``; the ports default to tritonserver's, 8001 for gRPC and 8000 for HTTP."""
-    parts = urlsplit(url if "://" in url else f"grpc://{url}")
-    if parts.scheme not in ("grpc", "grpcs", "http", "https") or not parts.hostname or parts.path.strip("/"):
-        raise errors.InvalidRequest(
-            f"not a server address: {url!r}", "use host:port, grpc://host:port or http://host:port"
-        )
+    remedy = "use host:port, grpc://host:port or http://host:port"
     try:
-        port = parts.port
+        parts = urlsplit(url if "://" in url else f"grpc://{url}")
+        host, port = parts.hostname or "", parts.port
     except ValueError as error:
-        raise errors.InvalidRequest(f"not a server address: {url!r}: {error}") from None
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        raise errors.InvalidRequest(f"not a server address: {url!r:.200}: {error}", remedy) from None
+    beside = parts.path.strip("/") or parts.query or parts.fragment or parts.username
+    if parts.scheme not in ("grpc", "grpcs", "http", "https") or beside or not re.fullmatch(r"[\w.:%-]+", host, re.A):
+        raise errors.InvalidRequest(f"not a server address: {url!r:.200}", remedy)
+    host = f"[{host}]" if ":" in host else host
     return parts.scheme, f"{host}:{port or (8000 if parts.scheme.startswith('http') else 8001)}"
 
 

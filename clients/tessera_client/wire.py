@@ -85,13 +85,15 @@ def delta_from_raw(outputs: Iterable[tuple[str, bytes]]) -> Delta:
 def delta_from_json(values: Mapping[str, Any]) -> Delta:
     """A generate endpoint's JSON object as a :class:`Delta`. Raises ProtocolError."""
     try:
-        ended = values.get("finish_reason", "")
+        text, ended = values["text_output"], values.get("finish_reason", "")
+        if not isinstance(text, str) or not isinstance(ended, str):
+            raise TypeError("text_output and finish_reason must be text")
         usage = values.get("usage")  # zeros until the last response, as timings are
         timings = values.get("timings")
         logprobs = values.get("logprobs")
         choices = values.get("choices")
         return Delta(
-            text=values["text_output"],
+            text=text,
             finish_reason=ended,
             usage=Usage(*usage) if usage and ended else None,
             timings=Timings(*timings) if timings and ended else None,
@@ -103,7 +105,7 @@ def delta_from_json(values: Mapping[str, Any]) -> Delta:
             f"the response has no output {error}; it has {sorted(values)}",
             "is this model a Tessera ensemble?",
         ) from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"the response does not follow the contract: {error}") from error
 
 

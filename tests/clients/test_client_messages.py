@@ -13,7 +13,8 @@ import pytest
 
 from tessera_client import wire
 from tessera_client.errors import InvalidRequest, ProtocolError
-from tessera_client.messages import LabelScore, Timings, Usage, chat_request, encode_image, question_request, sampling
+from tessera_client.messages import LabelScore, Timings, Usage, chat_request, question_request, sampling
+from tessera_client.pictures import encode_image
 
 
 def test_pictures_from_path_bytes_file_and_data_url(tmp_path: Path) -> None:
