@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from tessera_client.client import CLIENTS_TIMEOUT
-from tessera_client.errors import TesseraClientError
 from tessera_client.messages import (
     Answer,
     Models,
@@ -23,7 +22,9 @@ from tessera_client.messages import (
 from tessera_client.pictures import Image
 from tessera_client.retry import Retry
 from tessera_client.streaming import AsyncStream
-from tessera_client.transport import AsyncTransport, open_async_transport
+from tessera_client.transports.base import Transport
+from tessera_client.transports.pool import open_transport
+from tessera_wire.errors import TesseraClientError
 
 
 class AsyncClient:
@@ -37,8 +38,8 @@ class AsyncClient:
                 async for delta in stream:
                     print(delta.text, end="", flush=True)
 
-    Arguments, results and errors are those of :class:`~tessera_client.client.Client`. Over ``http://`` each request
-    takes a thread of asyncio's default executor; gRPC takes none.
+    Arguments, results and errors are those of :class:`~tessera_client.client.Client`. A server's
+    connections are one thread's work, however many requests are under way.
     """
 
     def __init__(
@@ -48,12 +49,12 @@ class AsyncClient:
         timeout: float | None = 120.0,
         retry: Retry | None = None,
         models: Models | None = None,
-        transport: AsyncTransport | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self._timeout = timeout
         self._retry = retry or Retry()
         self._models = models or Models()
-        self._transport = transport or open_async_transport(url, self._models)
+        self._transport = transport or open_transport(url, self._models)
         self.url = url if isinstance(url, str) else ",".join(url)
 
     async def ask(
@@ -157,18 +158,18 @@ class AsyncClient:
     async def ready(self) -> bool:
         """As :meth:`Client.ready`."""
         try:
-            status = await self._transport.status()
+            status = await self.status()
         except TesseraClientError:
             return False
         return status.ready and any(m.name == self._models.vlm and m.state == "READY" for m in status.models)
 
     async def status(self) -> ServerStatus:
         """As :meth:`Client.status`."""
-        return await self._transport.status()
+        return await asyncio.to_thread(self._transport.status)
 
     async def close(self) -> None:
         """Closes the connection. Streams still open break."""
-        await self._transport.close()
+        await asyncio.to_thread(self._transport.close)
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -9,7 +9,6 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any, Literal
 
-from tessera_client.errors import TesseraClientError
 from tessera_client.messages import (
     Answer,
     Models,
@@ -23,7 +22,9 @@ from tessera_client.messages import (
 from tessera_client.pictures import Image
 from tessera_client.retry import Retry
 from tessera_client.streaming import Stream
-from tessera_client.transport import Transport, open_transport
+from tessera_client.transports.base import Transport
+from tessera_client.transports.pool import open_transport
+from tessera_wire.errors import TesseraClientError
 
 CLIENTS_TIMEOUT: Any = object()  # "the timeout given to the client"
 
@@ -49,7 +50,7 @@ class Client:
         models: the names under which the server's repository has the models.
         transport: used in place of one opened for ``url``; for tests.
 
-    Every method raises errors of :mod:`tessera_client.errors` only.
+    Every method raises errors of :mod:`tessera_wire.errors` only.
     """
 
     def __init__(

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tessera_client.errors import InvalidRequest
 from tessera_client.pictures import Image, encode_image, from_data_url
+from tessera_wire.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)

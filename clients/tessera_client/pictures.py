@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tessera_client.errors import InvalidRequest
+from tessera_wire.errors import InvalidRequest
 
 Image = Any
 """A picture in any of these forms:

@@ -6,7 +6,7 @@ import random
 import time
 from dataclasses import dataclass
 
-from tessera_client.errors import ConnectionFailed, DeadlineExceeded, InvalidRequest, TesseraClientError, Unavailable
+from tessera_wire.errors import ConnectionFailed, DeadlineExceeded, InvalidRequest, TesseraClientError, Unavailable
 
 LONGEST = 1e9  # seconds of a timeout: what locks and the wire can hold
 

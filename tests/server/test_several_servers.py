@@ -21,7 +21,7 @@ from clients import toy_model
 from tessera.launcher.guard import descendants
 from tessera.launcher.process import command_line
 from tessera_client import Answer, Client, Models, Retry
-from tessera_client.cli import main as tessera
+from tessera_command.cli import main as tessera
 
 pytestmark = [pytest.mark.server, pytest.mark.faults]
 

@@ -1,7 +1,4 @@
-"""The tensors of the contract as bytes and as JSON; shared by the gRPC and the HTTP transport.
-
-A BYTES tensor is each element behind its length as a little-endian uint32; BOOL is one byte, INT32 and FP32 four.
-"""
+"""The tensors that client and server agree on, as bytes and as JSON; shared by the gRPC and the HTTP transport."""
 
 from __future__ import annotations
 
@@ -9,25 +6,11 @@ import base64
 import json
 import struct
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from tessera_client.errors import ProtocolError
 from tessera_client.messages import Delta, LabelScore, Request, Timings, Usage
-
-
-class Tensor(NamedTuple):
-    """One input: ``data`` holds the raw little-endian contents."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-
-def bytes_tensor(name: str, *elements: bytes) -> Tensor:
-    """A BYTES tensor of one dimension."""
-    data = b"".join(piece for element in elements for piece in (len(element).to_bytes(4, "little"), element))
-    return Tensor(name, "BYTES", (len(elements),), data)
+from tessera_wire.errors import ProtocolError
+from tessera_wire.tensors import Tensor, bytes_tensor, elements
 
 
 def request_tensors(request: Request) -> list[Tensor]:
@@ -72,7 +55,7 @@ def delta_from_raw(outputs: Iterable[tuple[str, bytes]]) -> Delta:
     try:
         for name, data in outputs:
             if name in ("text_output", "finish_reason", "logprobs", "choices"):
-                values[name] = _first_element(data).decode("utf-8", "replace")
+                values[name] = next(elements(data), b"").decode("utf-8", "replace")
             elif name == "usage":
                 values[name] = struct.unpack(f"<{len(data) // 4}i", data)
             elif name == "timings":
@@ -107,10 +90,3 @@ def delta_from_json(values: Mapping[str, Any]) -> Delta:
         ) from None
     except (TypeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"the response does not follow the contract: {error}") from error
-
-
-def _first_element(data: bytes) -> bytes:
-    if not data:
-        return b""
-    (length,) = struct.unpack_from("<I", data)
-    return data[4 : 4 + length]

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tessera_client.client import Client
-from tessera_client.datasets import Item
 from tessera_client.messages import Answer
+from tessera_evaluation.datasets import Item
 
 LARGE = 1280
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from tessera_client import recall
 from tessera_client.client import Client
-from tessera_client.datasets import Item
-from tessera_client.errors import InvalidRequest
 from tessera_client.messages import Answer
 from tessera_client.pictures import encode_image
+from tessera_evaluation import recall
+from tessera_evaluation.datasets import Item
+from tessera_wire.errors import InvalidRequest
 
 DEFAULT_POLICIES = (
     "reference",
