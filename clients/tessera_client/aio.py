@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
-from tessera_client.client import CLIENTS_TIMEOUT
+from tessera_client.client import CLIENTS_TIMEOUT, Images, Messages, Seconds, Settings
 from tessera_client.messages import (
     Answer,
-    Models,
     Request,
     ServerStatus,
     chat_request,
@@ -19,15 +18,12 @@ from tessera_client.messages import (
     item_request,
     question_request,
 )
-from tessera_client.pictures import Image
 from tessera_client.retry import Retry
 from tessera_client.streaming import AsyncStream
-from tessera_client.transports.base import Transport
-from tessera_client.transports.pool import open_transport
 from tessera_wire.errors import TesseraClientError
 
 
-class AsyncClient:
+class AsyncClient(Settings):
     """Asks a Tessera server questions about pictures, from one event loop.
 
     ::
@@ -42,72 +38,31 @@ class AsyncClient:
     connections are one thread's work, however many requests are under way.
     """
 
-    def __init__(
-        self,
-        url: str | Sequence[str] = "localhost:8001",
-        *,
-        timeout: float | None = 120.0,
-        retry: Retry | None = None,
-        models: Models | None = None,
-        transport: Transport | None = None,
-    ) -> None:
-        self._timeout = timeout
-        self._retry = retry or Retry()
-        self._models = models or Models()
-        self._transport = transport or open_transport(url, self._models)
-        self.url = url if isinstance(url, str) else ",".join(url)
-
-    async def ask(
-        self,
-        image: Image | Sequence[Image] | None,
-        question: str,
-        *,
-        max_tokens: int | None = None,
-        timeout: float | None = CLIENTS_TIMEOUT,
-        **sampling: Any,
-    ) -> Answer:
+    async def ask(self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any) -> Answer:
         """As :meth:`Client.ask`."""
-        return await self._answer(question_request(image, question, max_tokens=max_tokens, **sampling), timeout)
+        return await self._answer(question_request(image, question, **sampling), timeout)
 
     def stream(
-        self,
-        image: Image | Sequence[Image] | None,
-        question: str,
-        *,
-        max_tokens: int | None = None,
-        timeout: float | None = CLIENTS_TIMEOUT,
-        **sampling: Any,
+        self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
     ) -> AsyncStream:
         """As :meth:`Client.stream`, for ``async with``."""
-        return self._stream(question_request(image, question, max_tokens=max_tokens, **sampling), timeout)
+        return self._stream(question_request(image, question, **sampling), timeout)
 
     async def chat(
-        self,
-        messages: Iterable[Mapping[str, Any]],
-        images: Image | Sequence[Image] | None = None,
-        *,
-        max_tokens: int | None = None,
-        timeout: float | None = CLIENTS_TIMEOUT,
-        **sampling: Any,
+        self, messages: Messages, images: Images = None, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
     ) -> Answer:
         """As :meth:`Client.chat`."""
-        return await self._answer(chat_request(messages, images, max_tokens=max_tokens, **sampling), timeout)
+        return await self._answer(chat_request(messages, images, **sampling), timeout)
 
     def chat_stream(
-        self,
-        messages: Iterable[Mapping[str, Any]],
-        images: Image | Sequence[Image] | None = None,
-        *,
-        max_tokens: int | None = None,
-        timeout: float | None = CLIENTS_TIMEOUT,
-        **sampling: Any,
+        self, messages: Messages, images: Images = None, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
     ) -> AsyncStream:
         """As :meth:`Client.chat_stream`, for ``async with``."""
-        return self._stream(chat_request(messages, images, max_tokens=max_tokens, **sampling), timeout)
+        return self._stream(chat_request(messages, images, **sampling), timeout)
 
     async def ask_many(
         self,
-        items: Iterable[tuple[Image | Sequence[Image] | None, str]],
+        items: Iterable[tuple[Images, str]],
         *,
         concurrency: int = 16,
         progress: Callable[[int], None] | None = None,
@@ -158,10 +113,9 @@ class AsyncClient:
     async def ready(self) -> bool:
         """As :meth:`Client.ready`."""
         try:
-            status = await self.status()
+            return self._is_ready(await self.status())
         except TesseraClientError:
             return False
-        return status.ready and any(m.name == self._models.vlm and m.state == "READY" for m in status.models)
 
     async def status(self) -> ServerStatus:
         """As :meth:`Client.status`."""
@@ -177,11 +131,9 @@ class AsyncClient:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    def _stream(self, request: Request, timeout: float | None) -> AsyncStream:
-        seconds = self._timeout if timeout is CLIENTS_TIMEOUT else timeout
-        return AsyncStream(self._transport, replace(request, stream=True), seconds, self._retry)
+    def _stream(self, request: Request, timeout: Seconds) -> AsyncStream:
+        return AsyncStream(self._transport, replace(request, stream=True), self._seconds(timeout), self._retry)
 
-    async def _answer(self, request: Request, timeout: float | None, retry: Retry | None = None) -> Answer:
-        seconds = self._timeout if timeout is CLIENTS_TIMEOUT else timeout
-        async with AsyncStream(self._transport, request, seconds, retry or self._retry) as stream:
+    async def _answer(self, request: Request, timeout: Seconds, retry: Retry | None = None) -> Answer:
+        async with AsyncStream(self._transport, request, self._seconds(timeout), retry or self._retry) as stream:
             return await stream.answer()

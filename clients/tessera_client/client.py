@@ -27,31 +27,13 @@ from tessera_client.transports.pool import open_transport
 from tessera_wire.errors import TesseraClientError
 
 CLIENTS_TIMEOUT: Any = object()  # "the timeout given to the client"
+Seconds = float | None
+Images = Image | Sequence[Image] | None
+Messages = Iterable[Mapping[str, Any]]
 
 
-class Client:
-    """Asks a Tessera server questions about pictures.
-
-    ::
-
-        with Client("localhost:8001") as client:
-            answer = client.ask("room.jpg", "Is there an exposed wire?", max_tokens=5)
-            print(answer.text, answer.timings.vision)
-
-    One client serves any number of threads; it keeps one connection to a server (gRPC) or a few (HTTP).
-
-    Args:
-        url: ``host:port`` or ``grpc://host:port`` for gRPC (port 8001 if left out; ``grpcs://`` for TLS),
-            ``http://host:port`` for HTTP (8000; or ``https://``). HTTP needs no package beyond Python's own.
-            Several servers as a list or with commas between: each request goes to the one with the fewest of this
-            client's requests under way, and its retries pass over a server that cannot be reached.
-        timeout: seconds a request may take in all, retries included; None for ever. Each call may give its own.
-        retry: what to do about UNAVAILABLE; ``Retry(attempts=1)`` turns retries off.
-        models: the names under which the server's repository has the models.
-        transport: used in place of one opened for ``url``; for tests.
-
-    Every method raises errors of :mod:`tessera_wire.errors` only.
-    """
+class Settings:
+    """What both clients are given, and what it makes of a request."""
 
     def __init__(
         self,
@@ -68,49 +50,58 @@ class Client:
         self._transport = transport or open_transport(url, self._models)
         self.url = url if isinstance(url, str) else ",".join(url)
 
-    def ask(
-        self,
-        image: Image | Sequence[Image] | None,
-        question: str,
-        *,
-        max_tokens: int | None = None,
-        timeout: float | None = CLIENTS_TIMEOUT,
-        **sampling: Any,
-    ) -> Answer:
+    def _seconds(self, timeout: Seconds) -> Seconds:
+        return self._timeout if timeout is CLIENTS_TIMEOUT else timeout
+
+    def _is_ready(self, status: ServerStatus) -> bool:
+        return status.ready and any(m.name == self._models.vlm and m.state == "READY" for m in status.models)
+
+
+class Client(Settings):
+    """Asks a Tessera server questions about pictures.
+
+    ::
+
+        with Client("localhost:8001") as client:
+            answer = client.ask("room.jpg", "Is there an exposed wire?", max_tokens=5)
+            print(answer.text, answer.timings.vision)
+
+    One client serves any number of threads; it keeps one connection to a server (gRPC) or a few (HTTP).
+
+    Args:
+        url: ``host:port`` or ``grpc://host:port`` for gRPC (port 8001 if left out; ``grpcs://`` for TLS),
+            ``http://host:port`` for HTTP (8000; or ``https://``).
+            Several servers as a list or with commas between: each request goes to the one with the fewest of this
+            client's requests under way, and its retries pass over a server that cannot be reached.
+        timeout: seconds a request may take in all, retries included; None for ever. Each call may give its own.
+        retry: what to do about UNAVAILABLE; ``Retry(attempts=1)`` turns retries off.
+        models: the names under which the server's repository has the models.
+        transport: used in place of one opened for ``url``; for tests.
+
+    Every method raises errors of :mod:`tessera_wire.errors` only.
+    """
+
+    def ask(self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any) -> Answer:
         """The whole answer to a question.
 
         Args:
             image: one picture, a list of them, or None; for the forms see :data:`~tessera_client.pictures.Image`.
             question: plain text; ``<image>`` in it marks where a picture goes (before the text if there is none).
-            max_tokens: the longest answer; the server's default is 64.
             timeout: seconds for this request, in place of the client's.
-            sampling: vLLM's names: min_tokens, temperature, top_p, top_k, seed, stop, ignore_eos, logprobs. And
-                ``max_tiles``, ``min_tiles``, ``thumbnail`` or a whole ``tile_policy``: how finely pictures are cut.
+            sampling: vLLM's names: max_tokens (the server's default is 64), min_tokens, temperature, top_p, top_k,
+                seed, stop, ignore_eos, logprobs. And ``max_tiles``, ``min_tiles``, ``thumbnail`` or a whole
+                ``tile_policy``: how finely pictures are cut.
                 ``choices=["yes", "no"]``: the answer is the likeliest of these labels, see :attr:`Answer.choices`.
                 ``exclude_input_in_output=False`` repeats the question before the answer.
         """
-        return self._answer(question_request(image, question, max_tokens=max_tokens, **sampling), timeout)
+        return self._answer(question_request(image, question, **sampling), timeout)
 
-    def stream(
-        self,
-        image: Image | Sequence[Image] | None,
-        question: str,
-        *,
-        max_tokens: int | None = None,
-        timeout: float | None = CLIENTS_TIMEOUT,
-        **sampling: Any,
-    ) -> Stream:
+    def stream(self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any) -> Stream:
         """The answer as it is written, for a ``with`` block; leaving it early cancels. Arguments as for :meth:`ask`."""
-        return self._stream(question_request(image, question, max_tokens=max_tokens, **sampling), timeout)
+        return self._stream(question_request(image, question, **sampling), timeout)
 
     def chat(
-        self,
-        messages: Iterable[Mapping[str, Any]],
-        images: Image | Sequence[Image] | None = None,
-        *,
-        max_tokens: int | None = None,
-        timeout: float | None = CLIENTS_TIMEOUT,
-        **sampling: Any,
+        self, messages: Messages, images: Images = None, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
     ) -> Answer:
         """The answer to a conversation of OpenAI-style messages.
 
@@ -118,23 +109,17 @@ class Client:
         "image_url": {"url": "data:..."}}``, ``{"type": "image"}`` for the next of ``images``, or
         ``{"type": "image", "image": "room.jpg"}``. The other arguments are those of :meth:`ask`.
         """
-        return self._answer(chat_request(messages, images, max_tokens=max_tokens, **sampling), timeout)
+        return self._answer(chat_request(messages, images, **sampling), timeout)
 
     def chat_stream(
-        self,
-        messages: Iterable[Mapping[str, Any]],
-        images: Image | Sequence[Image] | None = None,
-        *,
-        max_tokens: int | None = None,
-        timeout: float | None = CLIENTS_TIMEOUT,
-        **sampling: Any,
+        self, messages: Messages, images: Images = None, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
     ) -> Stream:
         """:meth:`chat`, streamed as :meth:`stream` does."""
-        return self._stream(chat_request(messages, images, max_tokens=max_tokens, **sampling), timeout)
+        return self._stream(chat_request(messages, images, **sampling), timeout)
 
     def ask_many(
         self,
-        items: Iterable[tuple[Image | Sequence[Image] | None, str]],
+        items: Iterable[tuple[Images, str]],
         *,
         concurrency: int = 16,
         progress: Callable[[int], None] | None = None,
@@ -175,10 +160,9 @@ class Client:
     def ready(self) -> bool:
         """Whether the server answers and the model is ready. Never raises for a server that is not there."""
         try:
-            status = self._transport.status()
+            return self._is_ready(self._transport.status())
         except TesseraClientError:
             return False
-        return status.ready and any(m.name == self._models.vlm and m.state == "READY" for m in status.models)
 
     def status(self) -> ServerStatus:
         """The server's version and models. Note that tritonserver calls a model ready even when its process died."""
@@ -194,13 +178,11 @@ class Client:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _stream(self, request: Request, timeout: float | None, retry: Retry | None = None) -> Stream:
-        seconds = self._timeout if timeout is CLIENTS_TIMEOUT else timeout
-        return Stream(self._transport, replace(request, stream=True), seconds, retry or self._retry)
+    def _stream(self, request: Request, timeout: Seconds) -> Stream:
+        return Stream(self._transport, replace(request, stream=True), self._seconds(timeout), self._retry)
 
-    def _answer(self, request: Request, timeout: float | None, retry: Retry | None = None) -> Answer:
-        seconds = self._timeout if timeout is CLIENTS_TIMEOUT else timeout
-        with Stream(self._transport, request, seconds, retry or self._retry) as stream:
+    def _answer(self, request: Request, timeout: Seconds, retry: Retry | None = None) -> Answer:
+        with Stream(self._transport, request, self._seconds(timeout), retry or self._retry) as stream:
             return stream.answer()
 
 

@@ -118,7 +118,22 @@ class Progress:
         )
 
 
-class Stream:
+class _Stream:
+    """What the twins share."""
+
+    _progress: Progress
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._progress.text
+
+    def __del__(self) -> None:
+        if progress := getattr(self, "_progress", None):  # none where the arguments were refused
+            progress.stop()
+
+
+class Stream(_Stream):
     """The deltas of one answer, as they come; made by :meth:`Client.stream`.
 
     ::
@@ -137,20 +152,11 @@ class Stream:
         self._inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._wake = threading.Event()  # ends the wait between attempts
 
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return self._progress.text
-
     def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if progress := getattr(self, "_progress", None):  # none where the arguments were refused
-            progress.stop()
 
     def __iter__(self) -> Stream:
         return self
@@ -208,27 +214,18 @@ class Stream:
             self._progress.cancel()
 
 
-class AsyncStream:
+class AsyncStream(_Stream):
     """The asyncio twin of :class:`Stream`: ``async with``, ``async for``, ``await stream.answer()``."""
 
     def __init__(self, transport: Transport, request: Request, timeout: float | None, retry: Retry) -> None:
         self._progress = Progress(transport, request, timeout, retry)
         self._inbox: Any = None  # an asyncio.Queue for each attempt
 
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return self._progress.text
-
     async def __aenter__(self) -> AsyncStream:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
-
-    def __del__(self) -> None:
-        if progress := getattr(self, "_progress", None):
-            progress.stop()
 
     def __aiter__(self) -> AsyncStream:
         return self

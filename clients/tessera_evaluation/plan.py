@@ -116,12 +116,7 @@ def measure(
     started = time.perf_counter()
     answers = ask(items, f"{mark} {policy}", progress and (lambda done: progress(done, len(items))))
     seconds = time.perf_counter() - started
-    outcomes = [
-        recall.Outcome(item, answer.text, seconds=answer.seconds)
-        if isinstance(answer, Answer)
-        else recall.Outcome(item, None, f"{type(answer).__name__}: {answer}")
-        for item, answer in zip(items, answers, strict=True)
-    ]
+    outcomes = recall.outcomes_of(items, answers)
     figures = recall.figures(outcomes, seconds)
     macro = figures["recall.macro"]
     classes = [each for each in figures["classes"].values() if each["balanced_accuracy"] is not None]
