@@ -13,7 +13,7 @@ from tessera.engine.engine import Engine
 from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.models.registry import model_class
 from tessera.engine.models.weights import load_weights
-from tessera.engine.quantization.scheme import scheme_selector
+from tessera.engine.quantization.selection import scheme_selector
 from tessera.engine.request import Request, SamplingParameters
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY = 48, 6, 2, 8, 3, 97
