@@ -15,38 +15,23 @@ from tessera_wire.tensors import Tensor, bytes_tensor, elements
 
 def request_tensors(request: Request) -> list[Tensor]:
     """The request's inputs; those that are not set are left out (all are optional on the server)."""
-    tensors = [
-        bytes_tensor(name, text.encode())
-        for name, text in (
-            ("text_input", request.text),
-            ("messages", request.messages),
-            ("sampling_parameters", request.sampling),
-        )
-        if text is not None
-    ]
+    tensors = [bytes_tensor(name, text.encode()) for name, text in _texts(request).items()]
     if request.images:
         tensors.append(bytes_tensor("image", *request.images))
-    tensors.append(Tensor("stream", "BOOL", (1,), bytes([request.stream])))
-    tensors.append(Tensor("exclude_input_in_output", "BOOL", (1,), bytes([request.exclude_input])))
-    return tensors
+    flags = (("stream", request.stream), ("exclude_input_in_output", request.exclude_input))
+    return tensors + [Tensor(name, "BOOL", (1,), bytes([flag])) for name, flag in flags]
 
 
 def request_json(request: Request, request_id: str) -> dict[str, Any]:
     """The body of a generate endpoint: same names, pictures as base64 text."""
-    body: dict[str, Any] = {
-        "id": request_id,
-        "stream": request.stream,
-        "exclude_input_in_output": request.exclude_input,
-    }
-    if request.text is not None:
-        body["text_input"] = request.text
-    if request.messages is not None:
-        body["messages"] = request.messages
-    if request.sampling is not None:
-        body["sampling_parameters"] = request.sampling
-    if request.images:
-        body["image"] = [base64.b64encode(image).decode("ascii") for image in request.images]
-    return body
+    flags = {"stream": request.stream, "exclude_input_in_output": request.exclude_input}
+    images = [base64.b64encode(image).decode("ascii") for image in request.images]
+    return {"id": request_id, **flags, **_texts(request), **({"image": images} if images else {})}
+
+
+def _texts(request: Request) -> dict[str, str]:
+    texts = {"text_input": request.text, "messages": request.messages, "sampling_parameters": request.sampling}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def delta_from_raw(outputs: Iterable[tuple[str, bytes]]) -> Delta:

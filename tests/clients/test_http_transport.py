@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import socket
 import struct
 import threading
 import time
@@ -23,13 +24,14 @@ from tessera_client import (
     DeadlineExceeded,
     InvalidRequest,
     LabelScore,
+    Models,
     ProtocolError,
     Retry,
     ServerError,
     TesseraClientError,
     Unavailable,
 )
-from tessera_client.transports.http import LENGTH_HEADER
+from tessera_client.transports.http import LENGTH_HEADER, HttpTransport
 
 ONCE = Retry(attempts=1)
 CHOICES = '[{"label": "yes", "logprob": -0.5, "probability": 0.6, "normalized": 1}]'
@@ -234,6 +236,19 @@ def test_neither_proxies_of_the_environment_nor_redirects_are_followed(
         assert client.ask(None, "hello").text == "hello"
         with pytest.raises(ServerError):
             client.ask(None, "fail 307 elsewhere")
+
+
+def test_nagle_is_off(server: Any) -> None:
+    """A request's last packet must not wait for the acknowledgement of the one before."""
+    transport = HttpTransport(server.url.removeprefix("http://"), Models())
+
+    async def option() -> int:
+        async with transport._client.stream("GET", "/v2") as response:
+            sock = response.extensions["network_stream"].get_extra_info("socket")
+            return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    assert transport._wait(option()) != 0
+    transport.close()
 
 
 def test_leaving_a_stream_early_closes_its_connection_and_no_other(server: Any) -> None:
