@@ -51,12 +51,13 @@ CMD ["--out", "plan/model.plan", "--timing-cache", "plan/timing"]
 FROM python:3.11.10-slim-bookworm AS loadtest
 ENV PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
-    PYTHONPATH=/opt/tessera/clients
+    PYTHONPATH=/opt/tessera/clients:/opt/tessera/python_backends
 WORKDIR /opt/tessera
 COPY requirements.txt requirements-loadtest.txt ./
 # Of the server's pins only what the client and the pictures need.
-RUN grep -E '^(numpy|opencv-python-headless|protobuf|tritonclient\[grpc\])==' requirements.txt > requirements-client.txt \
+RUN grep -E '^(numpy|opencv-python-headless|protobuf|httpx|tritonclient\[grpc\])==' requirements.txt > requirements-client.txt \
     && pip install --no-cache-dir --disable-pip-version-check -r requirements-client.txt -r requirements-loadtest.txt
+COPY python_backends/tessera_wire/ python_backends/tessera_wire/
 COPY clients/ clients/
 COPY loadtest/locustfile.py loadtest/users.py loadtest/workloads.py loadtest/
 USER 1000:1000

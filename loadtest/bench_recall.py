@@ -28,8 +28,9 @@ from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
 from tessera.vision.onnx_cpu import for_cpu
 from tessera.vision.onnx_graph import PRECISION
-from tessera_client import Client, plan, recall
-from tessera_client.datasets import Item, heldout_items
+from tessera_client import Client
+from tessera_evaluation import plan, recall
+from tessera_evaluation.datasets import Item, heldout_items
 
 sys.path.insert(0, str(figures.ROOT / "build"))
 import render_repository

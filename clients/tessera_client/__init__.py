@@ -16,7 +16,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tessera_client.client import Client
-from tessera_client.errors import (
+from tessera_client.messages import Answer, Delta, LabelScore, Models, ModelStatus, ServerStatus, Timings, Usage
+from tessera_client.retry import Retry
+from tessera_client.streaming import AsyncStream, Stream
+from tessera_wire.errors import (
     Cancelled,
     ConnectionFailed,
     DeadlineExceeded,
@@ -26,9 +29,6 @@ from tessera_client.errors import (
     TesseraClientError,
     Unavailable,
 )
-from tessera_client.messages import Answer, Delta, LabelScore, Models, ModelStatus, ServerStatus, Timings, Usage
-from tessera_client.retry import Retry
-from tessera_client.streaming import AsyncStream, Stream
 
 if TYPE_CHECKING:
     from tessera_client.aio import AsyncClient

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
-from tessera_client.client import CLIENTS_TIMEOUT
-from tessera_client.errors import TesseraClientError
+from tessera_client.client import CLIENTS_TIMEOUT, Images, Messages, Seconds, Settings
 from tessera_client.messages import (
     Answer,
-    Image,
-    Models,
     Request,
     ServerStatus,
     chat_request,
+    check_job,
+    item_request,
     question_request,
 )
 from tessera_client.retry import Retry
 from tessera_client.streaming import AsyncStream
-from tessera_client.transport import AsyncTransport, open_async_transport
+from tessera_wire.errors import TesseraClientError
 
 
-class AsyncClient:
+class AsyncClient(Settings):
     """Asks a Tessera server questions about pictures, from one event loop.
 
     ::
@@ -35,76 +34,35 @@ class AsyncClient:
                 async for delta in stream:
                     print(delta.text, end="", flush=True)
 
-    Arguments, results and errors are those of :class:`~tessera_client.client.Client`. Over ``http://`` each request
-    takes a thread of asyncio's default executor; gRPC takes none.
+    Arguments, results and errors are those of :class:`~tessera_client.client.Client`. A server's
+    connections are one thread's work, however many requests are under way.
     """
 
-    def __init__(
-        self,
-        url: str | Sequence[str] = "localhost:8001",
-        *,
-        timeout: float | None = 120.0,
-        retry: Retry | None = None,
-        models: Models | None = None,
-        transport: AsyncTransport | None = None,
-    ) -> None:
-        self.url = url if isinstance(url, str) else ",".join(url)
-        self._timeout = timeout
-        self._retry = retry or Retry()
-        self._models = models or Models()
-        self._transport = transport or open_async_transport(url, self._models)
-
-    async def ask(
-        self,
-        image: Image | Sequence[Image] | None,
-        question: str,
-        *,
-        max_tokens: int | None = None,
-        timeout: float | None = CLIENTS_TIMEOUT,
-        **sampling: Any,
-    ) -> Answer:
+    async def ask(self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any) -> Answer:
         """As :meth:`Client.ask`."""
-        return await self._answer(question_request(image, question, max_tokens=max_tokens, **sampling), timeout)
+        return await self._answer(question_request(image, question, **sampling), timeout)
 
     def stream(
-        self,
-        image: Image | Sequence[Image] | None,
-        question: str,
-        *,
-        max_tokens: int | None = None,
-        timeout: float | None = CLIENTS_TIMEOUT,
-        **sampling: Any,
+        self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
     ) -> AsyncStream:
         """As :meth:`Client.stream`, for ``async with``."""
-        return self._stream(question_request(image, question, max_tokens=max_tokens, **sampling), timeout)
+        return self._stream(question_request(image, question, **sampling), timeout)
 
     async def chat(
-        self,
-        messages: Iterable[Mapping[str, Any]],
-        images: Image | Sequence[Image] | None = None,
-        *,
-        max_tokens: int | None = None,
-        timeout: float | None = CLIENTS_TIMEOUT,
-        **sampling: Any,
+        self, messages: Messages, images: Images = None, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
     ) -> Answer:
         """As :meth:`Client.chat`."""
-        return await self._answer(chat_request(messages, images, max_tokens=max_tokens, **sampling), timeout)
+        return await self._answer(chat_request(messages, images, **sampling), timeout)
 
     def chat_stream(
-        self,
-        messages: Iterable[Mapping[str, Any]],
-        images: Image | Sequence[Image] | None = None,
-        *,
-        max_tokens: int | None = None,
-        timeout: float | None = CLIENTS_TIMEOUT,
-        **sampling: Any,
+        self, messages: Messages, images: Images = None, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
     ) -> AsyncStream:
         """As :meth:`Client.chat_stream`, for ``async with``."""
-        return self._stream(chat_request(messages, images, max_tokens=max_tokens, **sampling), timeout)
+        return self._stream(chat_request(messages, images, **sampling), timeout)
 
     async def ask_many(
         self,
-        items: Iterable[tuple[Image | Sequence[Image] | None, str]],
+        items: Iterable[tuple[Images, str]],
         *,
         concurrency: int = 16,
         progress: Callable[[int], None] | None = None,
@@ -113,18 +71,17 @@ class AsyncClient:
         **options: Any,
     ) -> AsyncIterator[Any]:
         """As :meth:`Client.ask_many`, for ``async for``."""
-        if concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, got {concurrency}")
+        check_job(items, concurrency, errors)
         retry = retry or Retry.patient()
         timeout = options.pop("timeout", CLIENTS_TIMEOUT)
         slots = asyncio.Semaphore(concurrency)
         ended = 0
 
-        async def work(image: Any, question: str) -> Answer | TesseraClientError:
+        async def work(item: Any) -> Answer | TesseraClientError:
             nonlocal ended
             try:
                 async with slots:
-                    return await self._answer(question_request(image, question, **options), timeout, retry)
+                    return await self._answer(item_request(item, options), timeout, retry)
             except TesseraClientError as error:
                 return error
             finally:
@@ -140,8 +97,8 @@ class AsyncClient:
 
         waiting: deque[asyncio.Task[Answer | TesseraClientError]] = deque()
         try:
-            for image, question in items:
-                waiting.append(asyncio.ensure_future(work(image, question)))
+            for item in items:
+                waiting.append(asyncio.ensure_future(work(item)))
                 while len(waiting) >= 4 * concurrency or (waiting and waiting[0].done()):
                     await asyncio.wait([waiting[0]])
                     yield result(waiting.popleft())
@@ -156,18 +113,17 @@ class AsyncClient:
     async def ready(self) -> bool:
         """As :meth:`Client.ready`."""
         try:
-            status = await self._transport.status()
+            return self._is_ready(await self.status())
         except TesseraClientError:
             return False
-        return status.ready and any(m.name == self._models.vlm and m.state == "READY" for m in status.models)
 
     async def status(self) -> ServerStatus:
         """As :meth:`Client.status`."""
-        return await self._transport.status()
+        return await asyncio.to_thread(self._transport.status)
 
     async def close(self) -> None:
         """Closes the connection. Streams still open break."""
-        await self._transport.close()
+        await asyncio.to_thread(self._transport.close)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -175,11 +131,9 @@ class AsyncClient:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    def _stream(self, request: Request, timeout: float | None) -> AsyncStream:
-        seconds = self._timeout if timeout is CLIENTS_TIMEOUT else timeout
-        return AsyncStream(self._transport, replace(request, stream=True), seconds, self._retry)
+    def _stream(self, request: Request, timeout: Seconds) -> AsyncStream:
+        return AsyncStream(self._transport, replace(request, stream=True), self._seconds(timeout), self._retry)
 
-    async def _answer(self, request: Request, timeout: float | None, retry: Retry | None = None) -> Answer:
-        seconds = self._timeout if timeout is CLIENTS_TIMEOUT else timeout
-        async with AsyncStream(self._transport, request, seconds, retry or self._retry) as stream:
+    async def _answer(self, request: Request, timeout: Seconds, retry: Retry | None = None) -> Answer:
+        async with AsyncStream(self._transport, request, self._seconds(timeout), retry or self._retry) as stream:
             return await stream.answer()

@@ -9,24 +9,55 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any, Literal
 
-from tessera_client.errors import TesseraClientError
 from tessera_client.messages import (
     Answer,
-    Image,
     Models,
     Request,
     ServerStatus,
     chat_request,
+    check_job,
+    item_request,
     question_request,
 )
+from tessera_client.pictures import Image
 from tessera_client.retry import Retry
 from tessera_client.streaming import Stream
-from tessera_client.transport import Transport, open_transport
+from tessera_client.transports.base import Transport
+from tessera_client.transports.pool import open_transport
+from tessera_wire.errors import TesseraClientError
 
 CLIENTS_TIMEOUT: Any = object()  # "the timeout given to the client"
+Seconds = float | None
+Images = Image | Sequence[Image] | None
+Messages = Iterable[Mapping[str, Any]]
 
 
-class Client:
+class Settings:
+    """What both clients are given, and what it makes of a request."""
+
+    def __init__(
+        self,
+        url: str | Sequence[str] = "localhost:8001",
+        *,
+        timeout: float | None = 120.0,
+        retry: Retry | None = None,
+        models: Models | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        self._timeout = timeout
+        self._retry = retry or Retry()
+        self._models = models or Models()
+        self._transport = transport or open_transport(url, self._models)
+        self.url = url if isinstance(url, str) else ",".join(url)
+
+    def _seconds(self, timeout: Seconds) -> Seconds:
+        return self._timeout if timeout is CLIENTS_TIMEOUT else timeout
+
+    def _is_ready(self, status: ServerStatus) -> bool:
+        return status.ready and any(m.name == self._models.vlm and m.state == "READY" for m in status.models)
+
+
+class Client(Settings):
     """Asks a Tessera server questions about pictures.
 
     ::
@@ -39,7 +70,7 @@ class Client:
 
     Args:
         url: ``host:port`` or ``grpc://host:port`` for gRPC (port 8001 if left out; ``grpcs://`` for TLS),
-            ``http://host:port`` for HTTP (8000; or ``https://``). HTTP needs no package beyond Python's own.
+            ``http://host:port`` for HTTP (8000; or ``https://``).
             Several servers as a list or with commas between: each request goes to the one with the fewest of this
             client's requests under way, and its retries pass over a server that cannot be reached.
         timeout: seconds a request may take in all, retries included; None for ever. Each call may give its own.
@@ -47,67 +78,30 @@ class Client:
         models: the names under which the server's repository has the models.
         transport: used in place of one opened for ``url``; for tests.
 
-    Every method raises errors of :mod:`tessera_client.errors` only.
+    Every method raises errors of :mod:`tessera_wire.errors` only.
     """
 
-    def __init__(
-        self,
-        url: str | Sequence[str] = "localhost:8001",
-        *,
-        timeout: float | None = 120.0,
-        retry: Retry | None = None,
-        models: Models | None = None,
-        transport: Transport | None = None,
-    ) -> None:
-        self.url = url if isinstance(url, str) else ",".join(url)
-        self._timeout = timeout
-        self._retry = retry or Retry()
-        self._models = models or Models()
-        self._transport = transport or open_transport(url, self._models)
-
-    def ask(
-        self,
-        image: Image | Sequence[Image] | None,
-        question: str,
-        *,
-        max_tokens: int | None = None,
-        timeout: float | None = CLIENTS_TIMEOUT,
-        **sampling: Any,
-    ) -> Answer:
+    def ask(self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any) -> Answer:
         """The whole answer to a question.
 
         Args:
-            image: one picture, a list of them, or None; for the forms see :data:`~tessera_client.messages.Image`.
+            image: one picture, a list of them, or None; for the forms see :data:`~tessera_client.pictures.Image`.
             question: plain text; ``<image>`` in it marks where a picture goes (before the text if there is none).
-            max_tokens: the longest answer; the server's default is 64.
             timeout: seconds for this request, in place of the client's.
-            sampling: vLLM's names: min_tokens, temperature, top_p, top_k, seed, stop, ignore_eos, logprobs. And
-                ``max_tiles``, ``min_tiles``, ``thumbnail`` or a whole ``tile_policy``: how finely pictures are cut.
+            sampling: vLLM's names: max_tokens (the server's default is 64), min_tokens, temperature, top_p, top_k,
+                seed, stop, ignore_eos, logprobs. And ``max_tiles``, ``min_tiles``, ``thumbnail`` or a whole
+                ``tile_policy``: how finely pictures are cut.
                 ``choices=["yes", "no"]``: the answer is the likeliest of these labels, see :attr:`Answer.choices`.
                 ``exclude_input_in_output=False`` repeats the question before the answer.
         """
-        return self._answer(question_request(image, question, max_tokens=max_tokens, **sampling), timeout)
+        return self._answer(question_request(image, question, **sampling), timeout)
 
-    def stream(
-        self,
-        image: Image | Sequence[Image] | None,
-        question: str,
-        *,
-        max_tokens: int | None = None,
-        timeout: float | None = CLIENTS_TIMEOUT,
-        **sampling: Any,
-    ) -> Stream:
+    def stream(self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any) -> Stream:
         """The answer as it is written, for a ``with`` block; leaving it early cancels. Arguments as for :meth:`ask`."""
-        return self._stream(question_request(image, question, max_tokens=max_tokens, **sampling), timeout)
+        return self._stream(question_request(image, question, **sampling), timeout)
 
     def chat(
-        self,
-        messages: Iterable[Mapping[str, Any]],
-        images: Image | Sequence[Image] | None = None,
-        *,
-        max_tokens: int | None = None,
-        timeout: float | None = CLIENTS_TIMEOUT,
-        **sampling: Any,
+        self, messages: Messages, images: Images = None, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
     ) -> Answer:
         """The answer to a conversation of OpenAI-style messages.
 
@@ -115,23 +109,17 @@ class Client:
         "image_url": {"url": "data:..."}}``, ``{"type": "image"}`` for the next of ``images``, or
         ``{"type": "image", "image": "room.jpg"}``. The other arguments are those of :meth:`ask`.
         """
-        return self._answer(chat_request(messages, images, max_tokens=max_tokens, **sampling), timeout)
+        return self._answer(chat_request(messages, images, **sampling), timeout)
 
     def chat_stream(
-        self,
-        messages: Iterable[Mapping[str, Any]],
-        images: Image | Sequence[Image] | None = None,
-        *,
-        max_tokens: int | None = None,
-        timeout: float | None = CLIENTS_TIMEOUT,
-        **sampling: Any,
+        self, messages: Messages, images: Images = None, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
     ) -> Stream:
         """:meth:`chat`, streamed as :meth:`stream` does."""
-        return self._stream(chat_request(messages, images, max_tokens=max_tokens, **sampling), timeout)
+        return self._stream(chat_request(messages, images, **sampling), timeout)
 
     def ask_many(
         self,
-        items: Iterable[tuple[Image | Sequence[Image] | None, str]],
+        items: Iterable[tuple[Images, str]],
         *,
         concurrency: int = 16,
         progress: Callable[[int], None] | None = None,
@@ -150,16 +138,15 @@ class Client:
             errors: ``"raise"`` ends the job with the first error met; ``"return"`` puts the error in its place.
             options: as for :meth:`ask`.
         """
-        if concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, got {concurrency}")
+        check_job(items, concurrency, errors)
         retry = retry or Retry.patient()
         timeout = options.pop("timeout", CLIENTS_TIMEOUT)
         ended, lock = 0, Lock()
 
-        def work(image: Any, question: str) -> Answer | TesseraClientError:
+        def work(item: Any) -> Answer | TesseraClientError:
             nonlocal ended
             try:
-                return self._answer(question_request(image, question, **options), timeout, retry)
+                return self._answer(item_request(item, options), timeout, retry)
             except TesseraClientError as error:
                 return error
             finally:
@@ -173,10 +160,9 @@ class Client:
     def ready(self) -> bool:
         """Whether the server answers and the model is ready. Never raises for a server that is not there."""
         try:
-            status = self._transport.status()
+            return self._is_ready(self._transport.status())
         except TesseraClientError:
             return False
-        return status.ready and any(m.name == self._models.vlm and m.state == "READY" for m in status.models)
 
     def status(self) -> ServerStatus:
         """The server's version and models. Note that tritonserver calls a model ready even when its process died."""
@@ -192,19 +178,17 @@ class Client:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _stream(self, request: Request, timeout: float | None, retry: Retry | None = None) -> Stream:
-        seconds = self._timeout if timeout is CLIENTS_TIMEOUT else timeout
-        return Stream(self._transport, replace(request, stream=True), seconds, retry or self._retry)
+    def _stream(self, request: Request, timeout: Seconds) -> Stream:
+        return Stream(self._transport, replace(request, stream=True), self._seconds(timeout), self._retry)
 
-    def _answer(self, request: Request, timeout: float | None, retry: Retry | None = None) -> Answer:
-        seconds = self._timeout if timeout is CLIENTS_TIMEOUT else timeout
-        with Stream(self._transport, request, seconds, retry or self._retry) as stream:
+    def _answer(self, request: Request, timeout: Seconds, retry: Retry | None = None) -> Answer:
+        with Stream(self._transport, request, self._seconds(timeout), retry or self._retry) as stream:
             return stream.answer()
 
 
 def _in_order(
-    work: Callable[[Any, str], Answer | TesseraClientError],
-    items: Iterable[tuple[Any, str]],
+    work: Callable[[Any], Answer | TesseraClientError],
+    items: Iterable[Any],
     concurrency: int,
     raising: bool,
 ) -> Iterator[Any]:
@@ -212,8 +196,8 @@ def _in_order(
     waiting: deque[Future[Answer | TesseraClientError]] = deque()
     with ThreadPoolExecutor(concurrency, thread_name_prefix="tessera-ask") as pool:
         try:
-            for image, question in items:
-                waiting.append(pool.submit(work, image, question))
+            for item in items:
+                waiting.append(pool.submit(work, item))
                 while len(waiting) >= 4 * concurrency or (waiting and waiting[0].done()):
                     yield _result(waiting.popleft(), raising)
             while waiting:

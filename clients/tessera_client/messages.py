@@ -5,27 +5,13 @@ Nothing in this file knows a transport. All types are frozen.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from tessera_client.errors import InvalidRequest
-
-Image = Any
-"""A picture in any of these forms:
-
-- a path (``str`` or ``Path``) to a JPEG, PNG or WebP file;
-- its encoded bytes, or a ``data:`` URL;
-- an open binary file;
-- a numpy array, uint8 [height, width, 3], RGB, or a Pillow image: sent as PNG (needs Pillow or OpenCV here).
-
-Files and bytes are sent as they are; the server decodes them.
-"""
+from tessera_client.pictures import Image, encode_image, from_data_url
+from tessera_wire.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +125,10 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as the contract has it. Exactly one of ``text`` and ``messages`` (JSON) is set."""
+    """One request as the contract has it. Exactly one of ``text`` and ``messages`` (JSON) is set.
+
+    Raises InvalidRequest for text that cannot travel as UTF-8.
+    """
 
     text: str | None = None
     messages: str | None = None
@@ -147,6 +136,13 @@ class Request:
     sampling: str | None = None
     stream: bool = False
     exclude_input: bool = True
+
+    def __post_init__(self) -> None:
+        for text in (self.text, self.messages, self.sampling):
+            try:
+                (text or "").encode()
+            except UnicodeEncodeError as error:
+                raise InvalidRequest(f"half a surrogate pair cannot be sent as text: {error}") from None
 
 
 def question_request(images: Image | Sequence[Image] | None, question: str, **options: Any) -> Request:
@@ -156,6 +152,25 @@ def question_request(images: Image | Sequence[Image] | None, question: str, **op
     encoded = tuple(encode_image(image) for image in _as_list(images))
     exclude = bool(options.pop("exclude_input_in_output", True))
     return Request(text=question, images=encoded, sampling=sampling(options), exclude_input=exclude)
+
+
+def item_request(item: Any, options: Mapping[str, Any]) -> Request:
+    """The request of one of ``ask_many``'s items."""
+    try:
+        images, question = item
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"an item must be a pair of picture and question, got {item!r:.80}") from None
+    return question_request(images, question, **options)
+
+
+def check_job(items: Any, concurrency: Any, errors: Any) -> None:
+    """Raises InvalidRequest for arguments with which ``ask_many`` cannot begin."""
+    if not isinstance(items, Iterable):
+        raise InvalidRequest(f"items must be pairs of picture and question, not a {type(items).__name__}")
+    if not isinstance(concurrency, int) or concurrency < 1:
+        raise InvalidRequest(f"concurrency must be a whole number from 1 on, got {concurrency!r:.80}")
+    if errors not in ("raise", "return"):
+        raise InvalidRequest(f"errors must be 'raise' or 'return', got {errors!r:.80}")
 
 
 def chat_request(
@@ -170,6 +185,8 @@ def chat_request(
     """
     supplied = iter(_as_list(images))
     pictures: list[bytes] = []
+    if not isinstance(messages, Iterable):
+        raise InvalidRequest(f"messages must be a list of messages, not a {type(messages).__name__}")
     turns = [_without_pictures(message, supplied, pictures) for message in messages]
     if not turns:
         raise InvalidRequest("messages is empty: give at least one user message")
@@ -193,6 +210,8 @@ def sampling(options: Mapping[str, Any]) -> str | None:
     """
     chosen = {name: value for name, value in options.items() if value is not None}
     given = chosen.pop("tile_policy", {})
+    if not isinstance(given, (str, Mapping)):
+        raise InvalidRequest(f"tile_policy must be a name or a dict, not a {type(given).__name__}")
     policy = {"name": given} if isinstance(given, str) else dict(given)
     for name in ("max_tiles", "min_tiles", "thumbnail"):
         if name in chosen:
@@ -202,76 +221,14 @@ def sampling(options: Mapping[str, Any]) -> str | None:
     return _json("sampling parameters", chosen) if chosen else None
 
 
-def encode_image(image: Image) -> bytes:
-    """The encoded bytes of a picture, whatever form of :data:`Image` it has."""
-    if isinstance(image, (bytes, bytearray, memoryview)):
-        data = bytes(image)
-    elif isinstance(image, str) and image.startswith("data:"):
-        data = _from_data_url(image)
-    elif isinstance(image, (str, os.PathLike)):
-        try:
-            data = Path(image).read_bytes()
-        except OSError as error:
-            raise InvalidRequest(f"cannot read the picture {os.fspath(image)}: {error.strerror or error}") from error
-    elif hasattr(image, "__array_interface__") or hasattr(image, "__array__"):
-        data = _encode_pixels(image)
-    elif hasattr(image, "read"):
-        data = image.read()
-        if not isinstance(data, bytes):
-            raise InvalidRequest("the picture's file must be opened in binary mode ('rb')")
-    else:
-        raise InvalidRequest(
-            f"a picture cannot be a {type(image).__name__}",
-            "give a path, bytes, an open file or an RGB uint8 array",
-        )
-    if not data:
-        raise InvalidRequest("the picture has zero bytes")
-    return data
-
-
-def _encode_pixels(image: Any) -> bytes:
-    import numpy as np
-
-    pixels = np.asarray(image.convert("RGB") if hasattr(image, "convert") else image)
-    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
-        raise InvalidRequest(
-            f"an array picture must be uint8 [height, width, 3] RGB, got {pixels.dtype} {list(pixels.shape)}"
-        )
-    try:
-        import cv2
-
-        return cv2.imencode(".png", pixels[:, :, ::-1], [cv2.IMWRITE_PNG_COMPRESSION, 1])[1].tobytes()
-    except ImportError:
-        pass
-    try:
-        from io import BytesIO
-
-        import PIL.Image
-    except ImportError as error:
-        raise InvalidRequest(
-            "an array picture needs an encoder", "pip install pillow, or give the encoded file's bytes"
-        ) from error
-    file = BytesIO()
-    PIL.Image.fromarray(pixels).save(file, "PNG", compress_level=1)
-    return file.getvalue()
-
-
-def _from_data_url(url: str) -> bytes:
-    header, comma, body = url.partition(",")
-    if not comma or not header.endswith(";base64"):
-        raise InvalidRequest(f"not a base64 data: URL: {url[:40]!r}...", "use data:image/jpeg;base64,<text>")
-    try:
-        return base64.b64decode(body, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InvalidRequest(f"the data: URL {url[:40]!r}... holds invalid base64: {error}") from error
-
-
 def _without_pictures(message: Mapping[str, Any], supplied: Any, pictures: list[bytes]) -> dict[str, Any]:
     if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
         raise InvalidRequest(f"a message must be a dict with role and content, got {message!r:.80}")
     content = message["content"]
     if isinstance(content, str):
         return dict(message)
+    if not isinstance(content, (list, tuple)):
+        raise InvalidRequest(f"a message's content must be a string or a list of parts, not {content!r:.80}")
     parts: list[Any] = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -284,7 +241,7 @@ def _without_pictures(message: Mapping[str, Any], supplied: Any, pictures: list[
             pictures.append(encode_image(image))
             parts.append({"type": "image"})
         elif kind == "image_url" and _url(part).startswith("data:"):
-            pictures.append(_from_data_url(_url(part)))
+            pictures.append(from_data_url(_url(part)))
             parts.append({"type": "image"})
         else:
             parts.append(part)
@@ -306,5 +263,5 @@ def _as_list(images: Image | Sequence[Image] | None) -> list[Image]:
 def _json(what: str, value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{what} cannot be written as JSON: {error}") from error

@@ -6,7 +6,9 @@ import random
 import time
 from dataclasses import dataclass
 
-from tessera_client.errors import ConnectionFailed, DeadlineExceeded, TesseraClientError, Unavailable
+from tessera_wire.errors import ConnectionFailed, DeadlineExceeded, InvalidRequest, TesseraClientError, Unavailable
+
+LONGEST = 1e9  # seconds of a timeout: what locks and the wire can hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,11 @@ class Retry:
 
 
 class Deadline:
-    """The time a request has over all its attempts; ``seconds`` None is for ever."""
+    """The time a request has over all its attempts; ``seconds`` None is for ever. Raises InvalidRequest."""
 
     def __init__(self, seconds: float | None) -> None:
+        if seconds is not None and not (isinstance(seconds, (int, float)) and seconds <= LONGEST):
+            raise InvalidRequest(f"timeout must be a number of seconds up to {LONGEST:g}, or None, got {seconds!r:.80}")
         self.seconds = seconds
         self.started = time.monotonic()
 

@@ -8,20 +8,23 @@ left before the answer is complete, the request is cancelled on the server too.
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import uuid
+from collections.abc import Callable
 from typing import Any
 
-from tessera_client.errors import Cancelled, DeadlineExceeded, ProtocolError, ServerError, TesseraClientError
 from tessera_client.messages import Answer, Delta, Request
 from tessera_client.retry import Deadline, Retry
-from tessera_client.transport import AsyncResponses, AsyncTransport, Responses, Transport
+from tessera_client.transports.base import Deliver, Item, Transport
+from tessera_wire.errors import Cancelled, DeadlineExceeded, ProtocolError, ServerError, TesseraClientError
 
 
 class Progress:
     """What both twins know of their request: ids, attempts, what has come so far."""
 
-    def __init__(self, request: Request, timeout: float | None, retry: Retry) -> None:
+    def __init__(self, transport: Transport, request: Request, timeout: float | None, retry: Retry) -> None:
+        self.transport = transport
         self.request = request
         self.retry = retry
         self.deadline = Deadline(timeout)
@@ -31,6 +34,40 @@ class Progress:
         self._id = uuid.uuid4().hex[:16]
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
+        self._stop: Callable[[], None] | None = None
+
+    def begin(self, deliver: Deliver) -> None:
+        """Starts an attempt, unless one is under way. ``deliver`` must not hold the stream alive."""
+        if self.closed:
+            raise Cancelled("the stream was closed")
+        if self._stop is None:
+            remaining = self.deadline.remaining()
+            self.attempts += 1
+            self._stop = self.transport.send(self.request, self.request_id, remaining, deliver)
+
+    def stop(self) -> bool:
+        """Breaks the attempt off on this side; False if none was under way."""
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            stop()
+        return stop is not None
+
+    def cancel(self) -> None:
+        """Tells the server too."""
+        with contextlib.suppress(TesseraClientError):
+            self.transport.cancel(self.request_id)
+
+    def take(self, item: Item) -> Delta:
+        """What a delivered item is to the reader; raises what it is not to see as one."""
+        if isinstance(item, TesseraClientError):
+            raise item
+        if item is None:
+            raise ProtocolError(
+                "the server ended the stream without a finish reason",
+                "a stage gave no output; the server's log may say why",
+            )
+        self.add(item)
+        return item
 
     @property
     def request_id(self) -> str:
@@ -54,12 +91,6 @@ class Progress:
         elif delta.logprobs is not None:
             self._logprobs.append(delta.logprobs)
         self.last = delta
-
-    def ended_early(self) -> ProtocolError:
-        return ProtocolError(
-            "the server ended the stream without a finish reason",
-            "a stage gave no output; the server's log may say why",
-        )
 
     def wait_before_retry(self, error: TesseraClientError) -> float:
         """Seconds to wait before the next attempt; raises what the caller is to see if there is none."""
@@ -87,7 +118,22 @@ class Progress:
         )
 
 
-class Stream:
+class _Stream:
+    """What the twins share."""
+
+    _progress: Progress
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._progress.text
+
+    def __del__(self) -> None:
+        if progress := getattr(self, "_progress", None):  # none where the arguments were refused
+            progress.stop()
+
+
+class Stream(_Stream):
     """The deltas of one answer, as they come; made by :meth:`Client.stream`.
 
     ::
@@ -97,20 +143,14 @@ class Stream:
                 print(delta.text, end="", flush=True)
         print(stream.answer().usage)
 
-    Leaving the block early cancels the request. ``close`` may be called from another thread; the iteration then
-    ends with :class:`~tessera_client.errors.Cancelled`.
+    Leaving the block early cancels the request; without a block, a stream that nobody holds any more stops listening.
+    ``close`` may be called from another thread; the iteration then ends with :class:`Cancelled`.
     """
 
     def __init__(self, transport: Transport, request: Request, timeout: float | None, retry: Retry) -> None:
-        self._transport = transport
-        self._progress = Progress(request, timeout, retry)
-        self._responses: Responses | None = None
+        self._progress = Progress(transport, request, timeout, retry)
+        self._inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._wake = threading.Event()  # ends the wait between attempts
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return self._progress.text
 
     def __enter__(self) -> Stream:
         return self
@@ -129,11 +169,12 @@ class Stream:
             try:
                 return self._receive()
             except TesseraClientError as error:
-                self._abandon(tell_server=isinstance(error, DeadlineExceeded))
+                self._abandon(tell_server=isinstance(error, (DeadlineExceeded, Cancelled)))
                 wait = progress.wait_before_retry(error)
             except BaseException:  # Ctrl-C while waiting
                 self._abandon(tell_server=True)
                 raise
+            self._inbox = queue.SimpleQueue()  # what the failed attempt still sends goes nowhere
             self._wake.wait(wait)
 
     def answer(self) -> Answer:
@@ -150,49 +191,35 @@ class Stream:
         self._wake.set()
         if not self._progress.complete:
             self._abandon(tell_server=True)
+            self._inbox.put(Cancelled("the stream was closed"))
 
     def _receive(self) -> Delta:
-        progress = self._progress
-        if progress.closed:
-            raise Cancelled("the stream was closed")
-        if self._responses is None:
-            remaining = progress.deadline.remaining()
-            progress.attempts += 1
-            self._responses = self._transport.send(progress.request, progress.request_id, remaining)
-        try:
-            delta = next(self._responses)
-        except StopIteration:
-            raise progress.ended_early() from None
-        progress.add(delta)
-        if progress.complete:
+        self._progress.begin(self._inbox.put)
+        delta = self._progress.take(self._next())
+        if self._progress.complete:
             with contextlib.suppress(TesseraClientError):
-                for _ in self._responses:  # the end of the call, so that the connection is left tidy
+                while isinstance(self._next(), Delta):  # the end of the call, so that the connection is left tidy
                     pass
-            self._responses = None
+            self._progress.stop()
         return delta
 
+    def _next(self) -> Item:
+        try:
+            return self._inbox.get(timeout=self._progress.deadline.remaining())
+        except queue.Empty:
+            raise self._progress.deadline.exceeded() from None
+
     def _abandon(self, tell_server: bool) -> None:
-        responses, self._responses = self._responses, None
-        if responses is None:
-            return
-        responses.cancel()
-        if tell_server:
-            with contextlib.suppress(TesseraClientError):
-                self._transport.cancel(self._progress.request_id)
+        if self._progress.stop() and tell_server:
+            self._progress.cancel()
 
 
-class AsyncStream:
+class AsyncStream(_Stream):
     """The asyncio twin of :class:`Stream`: ``async with``, ``async for``, ``await stream.answer()``."""
 
-    def __init__(self, transport: AsyncTransport, request: Request, timeout: float | None, retry: Retry) -> None:
-        self._transport = transport
-        self._progress = Progress(request, timeout, retry)
-        self._responses: AsyncResponses | None = None
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return self._progress.text
+    def __init__(self, transport: Transport, request: Request, timeout: float | None, retry: Retry) -> None:
+        self._progress = Progress(transport, request, timeout, retry)
+        self._inbox: Any = None  # an asyncio.Queue for each attempt
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -213,11 +240,12 @@ class AsyncStream:
             try:
                 return await self._receive()
             except TesseraClientError as error:
-                await self._abandon(tell_server=isinstance(error, DeadlineExceeded))
+                await self._abandon(tell_server=isinstance(error, (DeadlineExceeded, Cancelled)))
                 wait = progress.wait_before_retry(error)
             except asyncio.CancelledError:
                 await asyncio.shield(self._abandon(tell_server=True))
                 raise
+            self._inbox = None
             await asyncio.sleep(wait)
 
     async def answer(self) -> Answer:
@@ -233,32 +261,43 @@ class AsyncStream:
         self._progress.closed = True
         if not self._progress.complete:
             await self._abandon(tell_server=True)
+            if self._inbox is not None:
+                self._inbox.put_nowait(Cancelled("the stream was closed"))
 
     async def _receive(self) -> Delta:
-        progress = self._progress
-        if progress.closed:
-            raise Cancelled("the stream was closed")
-        if self._responses is None:
-            remaining = progress.deadline.remaining()
-            progress.attempts += 1
-            self._responses = self._transport.send(progress.request, progress.request_id, remaining)
-        try:
-            delta = await self._responses.__anext__()
-        except StopAsyncIteration:
-            raise progress.ended_early() from None
-        progress.add(delta)
-        if progress.complete:
+        import asyncio
+
+        if self._inbox is None:
+            self._inbox = asyncio.Queue()
+        self._progress.begin(_from_thread(asyncio.get_running_loop(), self._inbox))
+        delta = self._progress.take(await self._next())
+        if self._progress.complete:
             with contextlib.suppress(TesseraClientError):
-                async for _ in self._responses:
+                while isinstance(await self._next(), Delta):
                     pass
-            self._responses = None
+            self._progress.stop()
         return delta
 
+    async def _next(self) -> Item:
+        import asyncio
+
+        try:
+            return await asyncio.wait_for(self._inbox.get(), self._progress.deadline.remaining())
+        except asyncio.TimeoutError:
+            raise self._progress.deadline.exceeded() from None
+
     async def _abandon(self, tell_server: bool) -> None:
-        responses, self._responses = self._responses, None
-        if responses is None:
-            return
-        responses.cancel()
-        if tell_server:
-            with contextlib.suppress(TesseraClientError):
-                await self._transport.cancel(self._progress.request_id)
+        import asyncio
+
+        if self._progress.stop() and tell_server:
+            await asyncio.to_thread(self._progress.cancel)
+
+
+def _from_thread(loop: Any, inbox: Any) -> Deliver:
+    """Puts items into an asyncio.Queue from another thread, as long as its loop runs."""
+
+    def deliver(item: Item) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(inbox.put_nowait, item)
+
+    return deliver

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_transport import SCORES, AsyncFakeTransport, FakeTransport, Hang, final
+from fake_transport import SCORES, FakeTransport, Hang, final
 
 from tessera_client import AsyncClient, Cancelled, DeadlineExceeded, Delta, InvalidRequest, Retry, Unavailable
 
@@ -18,7 +18,7 @@ QUICK = Retry(attempts=3, first_delay=0.001, max_delay=0.002)
 
 def client(*script: Sequence[Any], fake: FakeTransport | None = None) -> tuple[AsyncClient, FakeTransport]:
     fake = fake or FakeTransport(script)
-    return AsyncClient(transport=AsyncFakeTransport(fake), retry=QUICK), fake
+    return AsyncClient(transport=fake, retry=QUICK), fake
 
 
 def test_ask_retries_and_answers() -> None:

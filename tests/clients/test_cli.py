@@ -24,9 +24,9 @@ from tessera_client import (
     ServerError,
     ServerStatus,
     client,
-    health,
 )
-from tessera_client.cli import main
+from tessera_command import health
+from tessera_command.cli import main
 
 
 @pytest.fixture

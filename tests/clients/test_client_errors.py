@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tessera_client import errors
+from tessera_wire import errors
 
 QUEUE = "in ensemble 'vlm', [request id: 17] Exceeds maximum queue size"
 

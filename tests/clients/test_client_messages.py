@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tessera_client import wire
-from tessera_client.errors import InvalidRequest, ProtocolError
-from tessera_client.messages import LabelScore, Timings, Usage, chat_request, encode_image, question_request, sampling
+from tessera_client import contract
+from tessera_client.messages import LabelScore, Timings, Usage, chat_request, question_request, sampling
+from tessera_client.pictures import encode_image
+from tessera_wire.errors import InvalidRequest, ProtocolError
 
 
 def test_pictures_from_path_bytes_file_and_data_url(tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_sampling_that_is_not_json_is_refused() -> None:
 
 def test_tensors_as_the_contract_names_them() -> None:
     request = question_request([b"abc", b""[:0] or b"z"], "é", seed=1)
-    tensors = {t.name: t for t in wire.request_tensors(request)}
+    tensors = {t.name: t for t in contract.request_tensors(request)}
     assert set(tensors) == {"text_input", "image", "sampling_parameters", "stream", "exclude_input_in_output"}
     assert tensors["text_input"].data == b"\x02\x00\x00\x00\xc3\xa9"
     assert tensors["image"].shape == (2,) and tensors["image"].data == b"\x03\0\0\0abc\x01\0\0\0z"
@@ -123,7 +124,7 @@ def test_outputs_become_a_delta() -> None:
     def text(value: bytes) -> bytes:
         return len(value).to_bytes(4, "little") + value
 
-    last = wire.delta_from_raw(
+    last = contract.delta_from_raw(
         [
             ("text_output", text("né".encode())),
             ("finish_reason", text(b"stop")),
@@ -136,7 +137,7 @@ def test_outputs_become_a_delta() -> None:
     assert (last.text, last.finish_reason, last.usage) == ("né", "stop", Usage(9, 2, 4))
     assert last.timings == Timings(0, 1, 2, 3, 4, 5) and last.logprobs == [{"token": 1}]
     assert last.choices == (LabelScore("né", -1, 0.4, 0.6),)
-    middle = wire.delta_from_raw(
+    middle = contract.delta_from_raw(
         [("usage", bytes(12)), ("text_output", text(b"a"))]
         + [(name, text(b"")) for name in ("finish_reason", "logprobs", "choices")]
     )
@@ -155,7 +156,7 @@ def test_outputs_become_a_delta() -> None:
 )
 def test_outputs_of_another_model_are_a_protocol_error(outputs: Any) -> None:
     with pytest.raises(ProtocolError):
-        wire.delta_from_raw(outputs)
+        contract.delta_from_raw(outputs)
 
 
 def test_a_tile_policy_may_be_a_name():

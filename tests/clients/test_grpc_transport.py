@@ -24,8 +24,8 @@ from tessera_client import (
     Retry,
     TesseraClientError,
     Unavailable,
-    lines,
 )
+from tessera_wire import line
 
 
 def element(text: str) -> bytes:
@@ -221,7 +221,7 @@ def test_nobody_there(server: Server) -> None:
 
 
 def test_an_idle_line_closes_itself_and_opens_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(line, "IDLE_SECONDS", 0.05)
     with Client(server.address) as client:
         client.ask(None, "one")
         deadline = time.monotonic() + 5
@@ -264,7 +264,7 @@ def test_asyncio_twin(server: Server) -> None:
 
 
 def test_asyncio_idle_line_and_lost_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(line, "IDLE_SECONDS", 0.05)
 
     async def run() -> None:
         async with AsyncClient(server.address, retry=Retry(attempts=1)) as client:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import socket
 import struct
 import threading
 import time
@@ -23,12 +24,14 @@ from tessera_client import (
     DeadlineExceeded,
     InvalidRequest,
     LabelScore,
+    Models,
     ProtocolError,
     Retry,
     ServerError,
+    TesseraClientError,
     Unavailable,
 )
-from tessera_client.http_transport import LENGTH_HEADER
+from tessera_client.transports.http import LENGTH_HEADER, HttpTransport
 
 ONCE = Retry(attempts=1)
 CHOICES = '[{"label": "yes", "logprob": -0.5, "probability": 0.6, "normalized": 1}]'
@@ -88,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def generate(self, body: dict[str, Any]) -> None:
         self.server.seen = body  # type: ignore[attr-defined]
-        words = body["text_input"].split()
+        words = body["text_input"].split(" ")
         if words[0] == "fail":
             self.reply(400, b'data: {"error":"in ensemble \'vlm\', %s"}\n\n' % " ".join(words[1:]).encode())
             return
@@ -106,7 +109,7 @@ class Handler(BaseHTTPRequestHandler):
                 elif i == len(words) - 1:
                     event |= {"finish_reason": "stop", "usage": [1, 2, 3], "timings": [0.0] * 6, "logprobs": ""}
                     event |= {"choices": CHOICES}
-                data = b"data: " + json.dumps(event).encode() + b"\n\n"
+                data = b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
             self.wfile.write(b"0\r\n\r\n")
         except OSError:
@@ -217,6 +220,55 @@ def test_status_and_nobody_there(server: Any) -> None:
         with pytest.raises(ConnectionFailed):
             client.ask(None, "q")
         assert not client.ready()
+
+
+def test_a_text_may_hold_what_other_readers_take_for_a_line_end(server: Any) -> None:
+    with Client(server.url) as client, client.stream(None, "a\u2028b\x85 c") as stream:
+        assert stream.answer().text == "a\u2028b\x85c"
+
+
+def test_neither_proxies_of_the_environment_nor_redirects_are_followed(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with Client(server.url, retry=ONCE) as client:
+        assert client.ask(None, "hello").text == "hello"
+        with pytest.raises(ServerError):
+            client.ask(None, "fail 307 elsewhere")
+
+
+def test_nagle_is_off(server: Any) -> None:
+    """A request's last packet must not wait for the acknowledgement of the one before."""
+    transport = HttpTransport(server.url.removeprefix("http://"), Models())
+
+    async def option() -> int:
+        async with transport._client.stream("GET", "/v2") as response:
+            sock = response.extensions["network_stream"].get_extra_info("socket")
+            return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    assert transport._wait(option()) != 0
+    transport.close()
+
+
+def test_leaving_a_stream_early_closes_its_connection_and_no_other(server: Any) -> None:
+    with Client(server.url) as client:
+        with client.stream(None, "a hang b") as stream:
+            next(stream)
+        assert client.ask(None, "q").text == "q"
+        assert len(server.cancelled) == 1
+
+
+def test_closing_the_client_ends_what_runs(server: Any) -> None:
+    client = Client(server.url)
+    stream = client.stream(None, "a hang b")
+    next(stream)
+    client.close()
+    client.close()
+    with pytest.raises(Cancelled, match="closed"):
+        next(stream)
+    with pytest.raises(TesseraClientError, match="closed"):
+        client.ask(None, "q")
 
 
 def test_asyncio_twin(server: Any) -> None:

@@ -14,9 +14,9 @@ import pytest
 from fake_transport import USAGE, FakeTransport, final
 
 from tessera_client import Client, InvalidRequest, client
-from tessera_client.cli import main
-from tessera_client.datasets import folder_items
-from tessera_client.plan import Measurement, loss, measure, parse_policy, plot, read_document, recommend
+from tessera_command.cli import main
+from tessera_evaluation.datasets import folder_items
+from tessera_evaluation.plan import Measurement, loss, measure, parse_policy, plot, read_document, recommend
 
 
 class Judge(FakeTransport):

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from fake_transport import FakeTransport, final
 
-from tessera_client import Client, InvalidRequest, Unavailable, recall
-from tessera_client.datasets import Item, evenly, folder_items, heldout_items, picture_size
+from tessera_client import Client, InvalidRequest, Unavailable
+from tessera_evaluation import recall
+from tessera_evaluation.datasets import Item, evenly, folder_items, heldout_items, picture_size
 
 HERE = Path("unused.jpg")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -28,9 +29,13 @@ BLOCKED = {
     "tessera.engine.cache.prefix_index": "torch",
     "tessera.measured_choices": "torch numpy tessera.engine tessera.vision",
     "tessera.tritonserver": "torch triton_python_backend_utils",
-    "tessera.fronts": "torch triton_python_backend_utils tessera.engine tessera.vision tessera.preprocess",
+    "tessera.fronts": "torch triton_python_backend_utils tessera.engine tessera.vision tessera.preprocess"
+    " tessera_client",
     "tessera.launcher": "torch numpy tritonclient triton_python_backend_utils pytriton",
-    "tessera_client": "torch numpy tritonclient tessera",
+    "tessera_wire": "torch numpy grpc tritonclient httpx tessera tessera_client",
+    "tessera_client": "torch numpy grpc tritonclient tessera tessera_evaluation tessera_command",
+    "tessera_evaluation": "torch numpy grpc tritonclient tessera tessera_command",
+    "tessera_command": "torch numpy grpc tritonclient tessera",
 }
 
 PROGRAM = """
@@ -64,3 +69,62 @@ def test_the_wall_stops_what_is_blocked():
         [sys.executable, "-c", PROGRAM, "tessera.family", "numpy"], env=environment, capture_output=True, text=True
     )
     assert "tessera.family may not need numpy" in run.stderr
+
+
+def imports() -> dict[str, set[str]]:
+    """Module -> the modules of this project that it imports, at its top or inside functions; not for types alone."""
+    files = {
+        ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): file
+        for source in SOURCES
+        for file in source.rglob("*.py")
+    }
+    found: dict[str, set[str]] = {}
+    for name, file in files.items():
+        targets = set()
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                targets |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                named = {f"{node.module}.{alias.name}" for alias in node.names}
+                targets |= {each if each in files else node.module for each in named}
+        found[name] = (targets & set(files)) - {name}
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """The groups of modules that can reach each other."""
+    reach = {name: set(targets) for name, targets in graph.items()}
+    while True:
+        wider = {name: targets.union(*(reach[target] for target in targets)) for name, targets in reach.items()}
+        if wider == reach:
+            break
+        reach = wider
+    return sorted({tuple(sorted(a for a in reach[name] if name in reach[a])) for name in reach if name in reach[name]})
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = imports()
+    assert {"tessera_wire.line", "tessera_client.client", "tessera.engine.engine"} <= set(graph)
+    assert circles(graph) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [("b", "c")]
+
+
+def test_the_client_stands_between_the_wire_and_the_command():
+    """tessera_wire <- tessera, tessera_client <- tessera_evaluation <- tessera_command; lazy imports count as well."""
+    may = {
+        "tessera_wire": {"tessera_wire"},
+        "tessera": {"tessera", "tessera_wire"},
+        "tessera_client": {"tessera_client", "tessera_wire"},
+        "tessera_evaluation": {"tessera_evaluation", "tessera_client", "tessera_wire"},
+    }
+    for name, targets in imports().items():
+        room = name.partition(".")[0]
+        rooms = {target.partition(".")[0] for target in targets}
+        assert rooms <= may.get(room, rooms), f"{name} imports {rooms - may[room]}"
+    assert {target for target in imports()["tessera_command.cli"] if target.partition(".")[0] == "tessera"} == {
+        "tessera.launcher.cli"
+    }

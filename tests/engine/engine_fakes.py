@@ -14,7 +14,7 @@ from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.labels import LabelScorer
 from tessera.engine.models.registry import model_class
 from tessera.engine.models.weights import randomize
-from tessera.engine.quantization.scheme import scheme_selector
+from tessera.engine.quantization.selection import scheme_selector
 from tessera.engine.rendering import Answers
 from tessera.engine.request import Request, SamplingParameters
 from tessera.engine.sequence import SampledToken

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from tessera.engine.config import EngineConfig
 from tessera.engine.models.registry import model_class
 from tessera.engine.models.weights import load_weights
-from tessera.engine.quantization.scheme import scheme_selector
+from tessera.engine.quantization.selection import scheme_selector
 from tessera.errors import CheckpointError, ConfigError
 
 HIDDEN, INNER = 32, 64

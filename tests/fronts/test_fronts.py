@@ -4,59 +4,76 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import pytest
 from fakes.backend import InferenceRequest, Tensor, strings, wait_until
 
 from tessera.fronts import stream, unary
-from tessera_client import errors
-from tessera_client.messages import Delta, LabelScore, Request, Timings, Usage
+from tessera_wire import errors
+from tessera_wire.connection import Connection
+from tessera_wire.tensors import Tensor as Sent
+from tessera_wire.tensors import bytes_tensor, elements
 
 BOTH = [(unary, "vlm_unary"), (stream, "vlm_stream")]
-LAST = Delta(
-    "b", "stop", Usage(9, 2, 4), Timings(1, 2, 3, 4, 5, 6), [{"token_id": 7}], (LabelScore("b", -0.5, 0.6, 0.7),)
-)
+MESSAGES = Connection("127.0.0.1:9")._messages
 
 
-class Responses:
-    def __init__(self, deltas: Iterable[Delta]) -> None:
-        self.deltas = iter(deltas)
+def answer_of(text: str, reason: str = "", usage: tuple[int, ...] = (0, 0, 0)) -> Any:
+    """A response of the ensemble."""
+    message = MESSAGES.ModelInferResponse()
+    for name, kind, shape, raw in (
+        ("text_output", "BYTES", [1], bytes_tensor("", text.encode()).data),
+        ("finish_reason", "BYTES", [1], bytes_tensor("", reason.encode()).data),
+        ("usage", "INT32", [3], np.array(usage, np.int32).tobytes()),
+        ("timings", "FP32", [2], np.array([0.5, 1.5], np.float32).tobytes()),
+    ):
+        message.outputs.add(name=name, datatype=kind, shape=shape)
+        message.raw_output_contents.append(raw)
+    return message
 
-    def __iter__(self) -> Iterator[Delta]:
-        return self.deltas
 
-    def cancel(self) -> None:
-        pass
+LAST = answer_of("b", "stop", (9, 2, 4))
 
 
 class Ensemble:
-    """A transport that answers with what `answer` yields, and notes what it was asked."""
+    """A line that answers with what `answer` yields, an error at the end or none, and notes what it was asked."""
 
-    def __init__(self, answer: Callable[[str], Iterable[Delta]], servers: int = 1) -> None:
+    def __init__(self, answer: Callable[[str], Iterable[Any]]) -> None:
         self.answer = answer
-        self.addresses = tuple(f"server{i}" for i in range(servers))
-        self.requests: dict[str, Request] = {}
-        self.bound: list[int | None] = []
+        self.requests: dict[str, dict[str, Sent]] = {}
         self.cancelled: list[str] = []
+        self.threads: list[threading.Thread] = []
 
-    def send(self, request: Request, request_id: str, timeout: float | None, only: int | None = None) -> Responses:
-        self.requests[request_id] = request
-        self.bound.append(only)
-        return Responses(self.answer(request_id))
+    def send(self, model: str, request_id: str, inputs: list[Sent], deliver: Callable[[Any], None]) -> None:
+        assert model == "vlm"
+        self.requests[request_id] = {tensor.name: tensor for tensor in inputs}
+        self.threads.append(threading.Thread(target=self.work, args=(request_id, deliver)))
+        self.threads[-1].start()
+
+    def work(self, request_id: str, deliver: Callable[[Any], None]) -> None:
+        try:
+            for message in self.answer(request_id):
+                deliver(message)
+        except errors.TesseraClientError as error:
+            deliver(error)
+        else:
+            deliver(None)
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
 
-    def close(self) -> None:
-        pass
+    def close(self, seconds: float) -> None:
+        for thread in self.threads:
+            thread.join()
 
 
 def started(kind, name, ensemble, monkeypatch):
     front = kind.TritonPythonModel()
-    monkeypatch.setattr(front, "open_transport", lambda settings: ensemble)
-    parameters = {"threads": {"string_value": "4"}}
+    monkeypatch.setattr(front, "open_line", lambda settings: ensemble)
+    parameters = {"ensemble": {"string_value": "vlm"}}
     front.initialize(
         {"model_name": name, "model_config": json.dumps({"parameters": parameters}), "model_repository": "/m"}
     )
@@ -80,31 +97,36 @@ def test_unary_asks_for_one_response_and_hands_all_of_it_on(backend, monkeypatch
     request = InferenceRequest(given, "mine")
     front.execute([request])
     front.finalize()
-    assert ensemble.requests == {"mine": Request("?", None, (b"one", b"two"), "{}", stream=False, exclude_input=True)}
+    assert set(ensemble.requests) == {"mine"}
+    sent = ensemble.requests["mine"]
+    assert set(sent) == {"text_input", "image", "sampling_parameters", "stream", "exclude_input_in_output"}
+    assert list(elements(sent["image"].data)) == [b"one", b"two"] and sent["image"].shape == (2,)
+    assert list(elements(sent["text_input"].data)) == [b"?"] and list(elements(sent["sampling_parameters"].data)) == [
+        b"{}"
+    ]
+    assert sent["stream"] == Sent("stream", "BOOL", (1,), b"\0")
+    assert sent["exclude_input_in_output"] == Sent("exclude_input_in_output", "BOOL", (1,), b"\1")
     (response,) = request.sender.responses
     assert request.sender.final
     assert outputs(response) == {
         "text_output": [b"b"],
         "finish_reason": [b"stop"],
         "usage": [9, 2, 4],
-        "timings": [1, 2, 3, 4, 5, 6],
-        "logprobs": [b'[{"token_id": 7}]'],
-        "choices": [b'[{"label": "b", "logprob": -0.5, "probability": 0.6, "normalized": 0.7}]'],
+        "timings": [0.5, 1.5],
     }
 
 
 def test_stream_relays_every_response_and_then_ends(backend, monkeypatch):
-    ensemble = Ensemble(lambda _: [Delta("a"), LAST])
+    ensemble = Ensemble(lambda _: [answer_of("a"), LAST])
     front = started(stream, "vlm_stream", ensemble, monkeypatch)
     request = InferenceRequest([strings("text_input", b"?")])
     front.execute([request])
     front.finalize()
     first, last = (outputs(response) for response in request.sender.responses)
     assert first["text_output"] == [b"a"] and first["finish_reason"] == [b""] and first["usage"] == [0, 0, 0]
-    assert first["logprobs"] == first["choices"] == [b""]
     assert last["text_output"] == [b"b"]
     assert request.sender.final
-    assert next(iter(ensemble.requests.values())).stream
+    assert next(iter(ensemble.requests.values()))["stream"].data == b"\1"
 
 
 @pytest.mark.parametrize(("kind", "name"), BOTH)
@@ -132,50 +154,17 @@ def test_an_error_of_the_ensemble_reaches_the_client_once_with_its_code(backend,
     assert request.sender.final
 
 
-@pytest.mark.parametrize(("kind", "name"), BOTH)
-def test_a_request_without_an_id_goes_on_to_the_next_server_that_takes_it(backend, monkeypatch, kind, name):
-    def answer(_):
-        if len(ensemble.bound) < 3:
-            raise [errors.ConnectionFailed("refused"), errors.Unavailable("stopping")][len(ensemble.bound) - 1]
-        yield LAST
-
-    ensemble = Ensemble(answer, servers=3)
-    front = started(kind, name, ensemble, monkeypatch)
-    request = InferenceRequest([strings("text_input", b"?")])
-    front.execute([request])
-    front.finalize()
-    assert ensemble.bound == [None] * 3 and len(ensemble.requests) == 1
-    assert outputs(request.sender.responses[0])["text_output"] == [b"b"] and request.sender.final
-
-
-@pytest.mark.parametrize(("kind", "name"), BOTH)
-def test_a_request_with_an_id_stays_with_its_server(backend, monkeypatch, kind, name):
-    """Its client may ask this server's language model to cancel the id."""
-
-    def refuse(_):
-        raise errors.Unavailable("the queue is full")
-        yield
-
-    ensemble = Ensemble(refuse, servers=2)
-    front = started(kind, name, ensemble, monkeypatch)
-    request = InferenceRequest([strings("text_input", b"?")], "mine")
-    front.execute([request])
-    front.finalize()
-    assert ensemble.bound == [0] and set(ensemble.requests) == {"mine"}
-    assert request.sender.responses[0].error().code() == "UNAVAILABLE"
-
-
 def test_a_stream_that_breaks_after_its_first_part_is_not_begun_again(backend, monkeypatch):
     def answer(_):
-        yield Delta("a")
+        yield answer_of("a")
         raise errors.ConnectionFailed("the line broke")
 
-    ensemble = Ensemble(answer, servers=2)
+    ensemble = Ensemble(answer)
     front = started(stream, "vlm_stream", ensemble, monkeypatch)
     request = InferenceRequest([strings("text_input", b"?")])
     front.execute([request])
     front.finalize()
-    assert len(ensemble.bound) == 1
+    assert len(ensemble.requests) == 1
     first, last = request.sender.responses
     assert outputs(first)["text_output"] == [b"a"] and last.error().code() == "UNAVAILABLE"
 
@@ -187,7 +176,7 @@ def test_a_client_that_goes_away_cancels_its_request_until_it_ends(backend, monk
 
     def working(_):
         wait_until(lambda: len(ensemble.cancelled) >= 3)
-        yield Delta("", "cancelled")
+        yield answer_of("", "cancelled")
 
     ensemble = Ensemble(working)
     front = started(kind, name, ensemble, monkeypatch)
@@ -204,7 +193,7 @@ def test_two_requests_under_one_id_are_told_apart(backend, monkeypatch):
 
     def answer(request_id):
         both.wait(5)
-        yield Delta(request_id, "stop")
+        yield answer_of(request_id, "stop")
 
     ensemble = Ensemble(answer)
     front = started(unary, "vlm_unary", ensemble, monkeypatch)
@@ -234,25 +223,48 @@ def test_a_timeout_travels_in_the_sampling_parameters(backend, monkeypatch):
     front.execute([InferenceRequest([strings("sampling_parameters", b'{"max_tokens": 3}')], timeout=500)])
     front.execute([InferenceRequest([strings("sampling_parameters", b"not json")], timeout=500)])
     front.finalize()
-    sent = {request.sampling for request in ensemble.requests.values()}
-    assert sent == {'{"timeout_us": 500, "max_tokens": 3}', "not json"}
+    sent = {next(elements(sent["sampling_parameters"].data)) for sent in ensemble.requests.values()}
+    assert sent == {b'{"timeout_us": 500, "max_tokens": 3}', b"not json"}
 
 
-@pytest.mark.parametrize("kind", [unary, stream])
-def test_request_parameters_travel_in_the_sampling_parameters(kind, backend, monkeypatch):
+@pytest.mark.parametrize(("kind", "name"), BOTH)
+def test_request_parameters_travel_in_the_sampling_parameters(kind, name, backend, monkeypatch):
     ensemble = Ensemble(lambda _: [LAST])
-    front = started(kind, "front", ensemble, monkeypatch)
+    front = started(kind, name, ensemble, monkeypatch)
     parameters = '{"id": "7", "top_k": 5, "stream": false, "exclude_input_in_output": true, "timeout": 900}'
     front.execute([InferenceRequest([strings("sampling_parameters", b'{"max_tokens": 3}')], parameters=parameters)])
     front.finalize()
     (sent,) = ensemble.requests.values()
-    assert json.loads(sent.sampling) == {"max_tokens": 3, "top_k": 5, "timeout_us": 900}
-    assert not sent.stream and sent.exclude_input
+    (sampling,) = elements(sent["sampling_parameters"].data)
+    assert json.loads(sampling) == {"max_tokens": 3, "top_k": 5, "timeout_us": 900}
+    assert (sent["stream"].data, sent["exclude_input_in_output"].data) == (b"\0", b"\1")
 
 
-def test_text_that_is_not_utf8_is_refused_here(backend, monkeypatch):
-    front = started(unary, "vlm_unary", Ensemble(lambda _: [LAST]), monkeypatch)
-    request = InferenceRequest([strings("text_input", b"\xff")])
+def test_an_ensemble_without_an_answer_is_an_error_and_never_silence(backend, monkeypatch):
+    front = started(unary, "vlm_unary", Ensemble(lambda _: []), monkeypatch)
+    request = InferenceRequest([strings("text_input", b"?")])
     front.execute([request])
     front.finalize()
-    assert request.sender.responses[0].error().code() == "INVALID_ARG"
+    assert "no answer" in request.sender.responses[0].error().message() and request.sender.final
+
+
+@pytest.mark.parametrize(("kind", "name"), BOTH)
+def test_an_answer_that_cannot_be_relayed_is_an_error(backend, monkeypatch, kind, name):
+    broken = answer_of("a")
+    broken.raw_output_contents[0] = b"\1"
+    front = started(kind, name, Ensemble(lambda _: [broken]), monkeypatch)
+    request = InferenceRequest([strings("text_input", b"?")])
+    front.execute([request])
+    front.finalize()
+    assert request.sender.responses[0].error().code() == "INTERNAL" and request.sender.final
+
+
+def test_what_only_preprocess_judges_passes_through(backend, monkeypatch):
+    """Text that is no UTF-8, and whatever tensor the ensemble learns to take."""
+    ensemble = Ensemble(lambda _: [LAST])
+    front = started(unary, "vlm_unary", ensemble, monkeypatch)
+    front.execute([InferenceRequest([strings("text_input", b"\xff"), strings("new", b"x")], "mine")])
+    front.execute([InferenceRequest([strings("sampling_parameters", b"\xff")], "timed", timeout=500)])
+    front.finalize()
+    assert ensemble.requests["mine"]["text_input"] == bytes_tensor("text_input", b"\xff")
+    assert ensemble.requests["mine"]["new"] == bytes_tensor("new", b"x") and "timed" not in ensemble.requests

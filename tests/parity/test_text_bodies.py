@@ -13,7 +13,7 @@ from tessera.engine.engine import Engine
 from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.models.registry import model_class
 from tessera.engine.models.weights import load_weights
-from tessera.engine.quantization.scheme import scheme_selector
+from tessera.engine.quantization.selection import scheme_selector
 from tessera.engine.request import Request, SamplingParameters
 from tessera.family.text_stream import TextStream
 

@@ -21,7 +21,7 @@ from toy_servers import COUNT, DYING, PINGED, Launched, add_model, all_gone, wai
 from tessera.launcher import guard, leftovers
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
-from tessera_client.cli import main as tessera
+from tessera_command.cli import main as tessera
 
 pytestmark = [pytest.mark.server, pytest.mark.faults]
 

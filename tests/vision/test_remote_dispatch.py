@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2
 
 from tessera.errors import ConfigError, InvalidRequest, Unavailable
 from tessera.vision.pictures import VisionItem
-from tessera.vision.remote import METHOD, RemoteDispatcher
+from tessera.vision.remote import RemoteDispatcher
 
 ITEM = VisionItem(np.arange(12, dtype=np.uint8), np.array([0, 1, 2, 2], np.int32), np.array([7, -9], np.int64))
 ROWS = torch.arange(6, dtype=torch.bfloat16).view(3, 2)
@@ -50,7 +50,7 @@ class Other(grpc.GenericRpcHandler):
         self.server.start()
 
     def service(self, details):
-        assert details.method == METHOD
+        assert details.method == "/inference.GRPCInferenceService/ModelInfer"
         return grpc.unary_unary_rpc_method_handler(
             self.infer, service_pb2.ModelInferRequest.FromString, service_pb2.ModelInferResponse.SerializeToString
         )

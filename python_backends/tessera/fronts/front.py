@@ -1,11 +1,9 @@
-"""What both fronts share: hand a request on to the ensemble, watch for clients that go away.
+"""What both fronts share: hand a request on to this server's ensemble, watch for clients that go away.
+
+Tensors pass through as they are, both ways: preprocess checks a request, the ensemble's config says what is answered.
 
 Cancellation does not reach a step of an ensemble that has begun, so a front, which sees its own client leave, sends the
 language model a control request with the request's id.
-
-Where `tessera serve` runs several servers, a front spreads its requests over the ensembles of all of them. A request
-whose client gave it an id stays with this server: it is this server's language model that the client may ask to cancel
-that id.
 """
 
 from __future__ import annotations
@@ -15,28 +13,31 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tessera.tritonserver import heaps, tensors
 from tessera.tritonserver.deadline import KEY as TIMEOUT_KEY
-from tessera.tritonserver.failures import error_response, failure, log_exception
+from tessera.tritonserver.failures import error_response, failure
+from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.settings import StageSettings
-from tessera_client import errors
-from tessera_client.messages import Delta, Models, Request
-from tessera_client.pool import NOT_NOW, PooledTransport
-from tessera_client.transport import open_transport
+from tessera_wire import errors
+from tessera_wire.connection import Connection
+from tessera_wire.line import Line
+from tessera_wire.tensors import Tensor, bytes_tensor, elements
 
 WATCH_SECONDS = 0.02
 CANCEL_AGAIN_SECONDS = 0.5
-THIS_SERVER = 0  # its place among the addresses
+CLOSE_SECONDS = 3.0
+SENDER_THREADS = 4
+NUMBERS = {"INT32": np.int32, "FP32": np.float32}
 
-# The client's errors -> the status a front answers with; whatever is not here is INTERNAL.
+# The ensemble's errors -> the status a front answers with; whatever is not here is INTERNAL.
 STATUS: dict[type[errors.TesseraClientError], str] = {
     errors.InvalidRequest: "INVALID_ARGUMENT",
     errors.Unavailable: "UNAVAILABLE",
@@ -56,16 +57,15 @@ class Watched:
 
 
 class Front(ABC):
-    """Base of the two fronts: one thread of the pool hands on one request; one more thread watches the clients."""
+    """Base of the two fronts. A few threads send what the ensemble answers; one more watches the clients."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         heaps.one_a_core()
         settings = StageSettings(args)
         self._name = settings.stage
-        self._transport = self.open_transport(settings)
-        self._pool = ThreadPoolExecutor(settings.integer("threads"), thread_name_prefix=self._name)
-        # Cancels have a thread of their own: the pool may be full of the very requests to cancel.
-        self._cancels = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-cancel")
+        self._ensemble = settings.text("ensemble")
+        self._line = self.open_line(settings)
+        self._outbox = Outbox(self._name, SENDER_THREADS)
         self._watched: dict[Responder, Watched] = {}
         self._changed = threading.Condition()
         self._stopping = False
@@ -78,6 +78,7 @@ class Front(ABC):
             try:
                 self._take(request, responder)
             except Exception as error:
+                self._forget(responder)
                 responder.send(error_response(self._name, error), final=True)
 
     def finalize(self) -> None:
@@ -85,13 +86,12 @@ class Front(ABC):
             self._stopping = True
             self._changed.notify()
         self._watcher.join()
-        self._pool.shutdown(wait=True)
-        self._cancels.shutdown(wait=True)
-        self._transport.close()
+        self._line.close(CLOSE_SECONDS)
+        self._outbox.close()
 
-    def open_transport(self, settings: StageSettings) -> PooledTransport:
-        """The way to the ensembles of this machine; the connections themselves are made by the first requests."""
-        return open_transport(settings.grpc_address, Models(vlm=settings.text("ensemble")))
+    def open_line(self, settings: StageSettings) -> Line:
+        """The way to this server's ensemble; the connection itself is made by the first request."""
+        return Line(Connection(settings.grpc_address.partition(",")[0]))
 
     @abstractmethod
     def wants_stream(self, request: Any) -> bool:
@@ -102,14 +102,14 @@ class Front(ABC):
         """Answers a ping."""
 
     @abstractmethod
-    def relay(self, deltas: Iterable[Delta], responder: Responder) -> None:
-        """Sends on what the ensemble answers; must end the request."""
+    def relay(self, message: Any, responder: Responder) -> None:
+        """Sends on one response of the ensemble's, or ends the request where it is None, the end."""
 
     def _take(self, request: Any, responder: Responder) -> None:
         if tensors.text(request, "PING") is not None:
             self.pong(responder)
             return
-        forwarded = self._read(request)
+        inputs = self._inputs(request)
         with self._changed:
             # An id of our own where the client gave none, or one that is under way: it is what a control request
             # names, and what tells the answers apart.
@@ -118,48 +118,43 @@ class Front(ABC):
             request_id = responder.request_id if own else uuid.uuid4().hex
             self._watched[responder] = Watched(request_id)
             self._changed.notify()
-        self._pool.submit(self._serve, responder, forwarded, request_id, THIS_SERVER if own else None)
+        channel: Channel[Any] = Channel(partial(self._answer, responder))
+        self._line.send(self._ensemble, request_id, inputs, partial(self._outbox.post, channel))
 
-    def _read(self, request: Any) -> Request:
-        """The client's tensors, unchecked: that is for preprocess to do."""
+    def _inputs(self, request: Any) -> list[Tensor]:
+        """The client's tensors, unchecked, but for those that a front decides or that request parameters add to."""
         sampling = tensors.sampling_text(request, "sampling_parameters")
-        return Request(
-            text=tensors.text(request, "text_input"),
-            messages=tensors.text(request, "messages"),
-            images=tuple(tensors.byte_strings(request, "image")),
-            sampling=with_timeout(sampling, request.timeout()) if request.timeout() > 0 else sampling,
-            stream=self.wants_stream(request),
-            exclude_input=tensors.flag(request, "exclude_input_in_output", False),
-        )
+        if request.timeout() > 0:
+            sampling = with_timeout(sampling, request.timeout())
+        flags = {
+            "stream": self.wants_stream(request),
+            "exclude_input_in_output": tensors.flag(request, "exclude_input_in_output", False),
+        }
+        inputs = [
+            bytes_tensor(tensor.name(), *map(bytes, tensor.as_numpy().reshape(-1)))
+            for tensor in request.inputs()
+            if tensor.name() not in (*flags, "sampling_parameters")
+        ]
+        if sampling is not None:
+            inputs.append(bytes_tensor("sampling_parameters", sampling.encode()))
+        return [*inputs, *(Tensor(name, "BOOL", (1,), bytes([value])) for name, value in flags.items())]
 
-    def _serve(self, responder: Responder, request: Request, request_id: str, only: int | None) -> None:
-        try:
-            self.relay(self._deltas(request, request_id, only), responder)
-        except errors.TesseraClientError as error:
-            responder.send(failure(STATUS.get(type(error), "INTERNAL"), error.message), final=True)
-        except Exception as error:
-            responder.send(error_response(self._name, error), final=True)
-        finally:
-            with self._changed:
-                self._watched.pop(responder, None)
-
-    def _deltas(self, request: Request, request_id: str, only: int | None) -> Iterator[Delta]:
-        """What the ensemble answers: the server ``only``, else the first that takes the request."""
-        untried = 1 if only is not None else len(self._transport.addresses)
-        begun = False
-        while True:
-            responses = self._transport.send(request, request_id, timeout=None, only=only)
-            untried -= 1
+    def _answer(self, responder: Responder, items: list[Any]) -> None:
+        for item in items:
+            ended = item is None or isinstance(item, errors.TesseraClientError)
             try:
-                for delta in responses:
-                    begun = True
-                    yield delta
-                return
-            except NOT_NOW:
-                if begun or not untried:
-                    raise
-            finally:
-                responses.cancel()
+                if item is not None and ended:
+                    responder.send(failure(STATUS.get(type(item), "INTERNAL"), item.message), final=True)
+                else:
+                    self.relay(item, responder)
+            except Exception as error:
+                responder.send(error_response(self._name, error), final=True)
+            if ended:
+                self._forget(responder)
+
+    def _forget(self, responder: Responder) -> None:
+        with self._changed:
+            self._watched.pop(responder, None)
 
     def _watch(self) -> None:
         while True:
@@ -172,37 +167,27 @@ class Front(ABC):
                 now = time.monotonic()
                 if now >= request.cancel_at and responder.is_cancelled():
                     request.cancel_at = now + CANCEL_AGAIN_SECONDS
-                    self._cancels.submit(self._cancel, request.request_id)
+                    self._line.cancel(request.request_id)
             time.sleep(WATCH_SECONDS)
 
-    def _cancel(self, request_id: str) -> None:
-        try:
-            self._transport.cancel(request_id)
-        except Exception as error:
-            log_exception(self._name, error)
 
-
-def response(delta: Delta) -> Any:
-    """One response of the ensemble as a response of a front."""
+def response(message: Any) -> Any:
+    """One response of the ensemble (a ModelInferResponse) as a response of a front."""
     import triton_python_backend_utils as pb_utils
 
-    usage, timings = delta.usage, delta.timings
-    spent = (
-        (timings.preprocess, timings.vision_queue, timings.vision, timings.queue, timings.first_token, timings.decode)
-        if timings
-        else (0.0,) * 6
-    )
-    tokens = (usage.prompt_tokens, usage.completion_tokens, usage.image_tokens) if usage else (0, 0, 0)
     return pb_utils.InferenceResponse(
-        output_tensors=[
-            tensors.text_output("text_output", delta.text),
-            tensors.text_output("finish_reason", delta.finish_reason),
-            tensors.output("usage", np.array(tokens, dtype=np.int32)),
-            tensors.output("timings", np.array(spent, dtype=np.float32)),
-            tensors.text_output("logprobs", json.dumps(delta.logprobs) if delta.logprobs else ""),
-            tensors.text_output("choices", json.dumps(list(map(asdict, delta.choices))) if delta.choices else ""),
+        [
+            tensors.output(output.name, values_of(output.datatype, raw).reshape(output.shape))
+            for output, raw in zip(message.outputs, message.raw_output_contents, strict=True)
         ]
     )
+
+
+def values_of(datatype: str, raw: bytes) -> np.ndarray:
+    """A BYTES, INT32 or FP32 tensor's raw contents as a flat array."""
+    if datatype == "BYTES":
+        return np.array(list(elements(raw)), dtype=np.object_)
+    return np.frombuffer(bytearray(raw), dtype=NUMBERS[datatype])
 
 
 def with_timeout(sampling: str | None, microseconds: int) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from tessera.fronts.front import Front, response
 from tessera.tritonserver import tensors
 from tessera.tritonserver.responder import Responder
-from tessera_client.messages import Delta
 
 
 class TritonPythonModel(Front):
@@ -20,7 +18,8 @@ class TritonPythonModel(Front):
     def pong(self, responder: Responder) -> None:
         responder.finish()
 
-    def relay(self, deltas: Iterable[Delta], responder: Responder) -> None:
-        for delta in deltas:
-            responder.send(response(delta), final=False)
-        responder.finish()
+    def relay(self, message: Any, responder: Responder) -> None:
+        if message is None:
+            responder.finish()
+        else:
+            responder.send(response(message), final=False)

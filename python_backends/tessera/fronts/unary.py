@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from tessera.fronts.front import Front, response
 from tessera.tritonserver import tensors
 from tessera.tritonserver.failures import failure
 from tessera.tritonserver.responder import Responder
-from tessera_client.messages import Delta
 
 
 class TritonPythonModel(Front):
@@ -23,8 +21,8 @@ class TritonPythonModel(Front):
 
         responder.send(pb_utils.InferenceResponse([tensors.text_output("finish_reason", "")]), final=True)
 
-    def relay(self, deltas: Iterable[Delta], responder: Responder) -> None:
-        answers = list(deltas)
-        responder.send(
-            response(answers[-1]) if answers else failure("INTERNAL", "the ensemble gave no answer"), final=True
-        )
+    def relay(self, message: Any, responder: Responder) -> None:
+        if message is not None:
+            responder.send(response(message), final=True)
+        else:  # not sent where the answer was
+            responder.send(failure("INTERNAL", "the ensemble gave no answer"), final=True)

@@ -42,7 +42,7 @@ class StageSettings:
 
     @property
     def grpc_address(self) -> str:
-        """host:port of this server's own gRPC service, then those of its neighbours with commas between.
+        """host:port of this server's own gRPC service; what stands behind a comma is not asked.
 
         `tessera serve` says it in the environment.
         """

@@ -14,32 +14,17 @@ from typing import Any
 
 import torch
 
-import tessera.tritonserver.client_path  # noqa: F401
 from tessera.errors import ConfigError, InvalidRequest, Unavailable
 from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.vision.dispatch import Job
 from tessera.vision.pictures import VisionItem
-from tessera_client import errors
-from tessera_client.transport import parse_url
+from tessera_wire import errors
+from tessera_wire.address import parse_url
+from tessera_wire.connection import Connection
+from tessera_wire.tensors import Tensor
 
 MODEL = "vision_encoder"
-METHOD = "/inference.GRPCInferenceService/ModelInfer"
 SENDER_THREADS = 2
-OPTIONS = [
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.enable_retries", 0),
-    # A restarted server is found again at once, not after gRPC's default of up to two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    # A server that fell silent is given up after 30 s, in the middle of a call or between two. The pings also keep a
-    # firewall from forgetting the connection. `tessera serve` lets its server accept them.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-]
 
 
 class RemoteDispatcher:
@@ -50,26 +35,14 @@ class RemoteDispatcher:
     """
 
     def __init__(self, url: str) -> None:
-        import grpc
-        from tritonclient.grpc import service_pb2
-
         try:
             scheme, self.address = parse_url(url)
         except errors.InvalidRequest as error:
             raise ConfigError(f"vision_encoder: vision_url: {error}") from None
         if scheme not in ("grpc", "grpcs"):
             raise ConfigError(f"vision_encoder: vision_url {url!r} must be a gRPC address, host:port")
-        self._channel = (
-            grpc.secure_channel(self.address, grpc.ssl_channel_credentials(), options=OPTIONS)
-            if scheme == "grpcs"
-            else grpc.insecure_channel(self.address, options=OPTIONS)
-        )
-        self._messages: Any = service_pb2
-        self._infer = self._channel.unary_unary(
-            METHOD,
-            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
-            response_deserializer=service_pb2.ModelInferResponse.FromString,
-        )
+        self._connection = Connection(self.address, tls=scheme == "grpcs", keep_alive=True)
+        self._infer = self._connection.unary("ModelInfer")
         self._outbox = Outbox("vision_encoder", SENDER_THREADS)
         self._changed = threading.Condition()
         self._under_way = 0
@@ -85,7 +58,7 @@ class RemoteDispatcher:
                 job.fail(error)
 
     def close(self) -> None:
-        self._channel.close()  # which ends the calls under way
+        self._connection.close()  # which ends the calls under way
         with self._changed:
             self._changed.wait_for(lambda: not self._under_way)
         self._outbox.close()
@@ -95,11 +68,20 @@ class RemoteDispatcher:
         remaining = (job.deadline_ns - time.monotonic_ns()) / 1e9 if job.deadline_ns else None
         if remaining is not None and remaining <= 0:
             raise TimeoutError
-        call = self._infer.future(request_message(self._messages, job.item), timeout=remaining)
+        call = self._infer.future(self._message(job.item), timeout=remaining)
         with self._changed:
             self._under_way += 1
         answered: Channel[Any] = Channel(partial(self._finish, job))
         call.add_done_callback(lambda done: self._outbox.post(answered, done))
+
+    def _message(self, item: VisionItem) -> Any:
+        """A ModelInferRequest with copies of the item's tensors."""
+        inputs = (("PIXELS", "UINT8", item.pixels), ("PLAN", "INT32", item.plan), ("DIGEST", "INT64", item.digest))
+        message = self._connection.infer_message(
+            MODEL, "", [Tensor(name, kind, (1, values.size), values.tobytes()) for name, kind, values in inputs]
+        )
+        message.outputs.add(name="EMBEDDINGS")
+        return message
 
     def _finish(self, job: Job, calls: list[Any]) -> None:
         (call,) = calls
@@ -124,20 +106,6 @@ class RemoteDispatcher:
         if isinstance(found, (errors.Unavailable, errors.Cancelled)):
             return Unavailable(f"the vision stage at {self.address} does not answer: {found.message}")
         return RuntimeError(f"the vision stage at {self.address}: {code}: {details}")
-
-
-def request_message(messages: Any, item: VisionItem) -> Any:
-    """A ModelInferRequest (of tritonclient's module ``messages``) with copies of the item's tensors."""
-    message = messages.ModelInferRequest(model_name=MODEL)
-    for name, datatype, values in (
-        ("PIXELS", "UINT8", item.pixels),
-        ("PLAN", "INT32", item.plan),
-        ("DIGEST", "INT64", item.digest),
-    ):
-        message.inputs.add(name=name, datatype=datatype, shape=(1, values.size))
-        message.raw_input_contents.append(values.tobytes())
-    message.outputs.add(name="EMBEDDINGS")
-    return message
 
 
 def rows_of(response: Any) -> torch.Tensor:

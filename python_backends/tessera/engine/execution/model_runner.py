@@ -19,7 +19,7 @@ from tessera.engine.execution.sampler import SampledRows, SamplingRow, sample
 from tessera.engine.models.qwen2 import Qwen2
 from tessera.engine.models.registry import model_class
 from tessera.engine.models.weights import load_weights, randomize
-from tessera.engine.quantization.scheme import scheme_selector
+from tessera.engine.quantization.selection import scheme_selector
 from tessera.engine.scheduling.batch import ScheduledBatch
 from tessera.engine.transfer import Moment, to_device
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from tessera.engine.kernels.selection import layer_kernels
-from tessera.errors import CheckpointError
 
 if TYPE_CHECKING:
     from tessera.engine.layers.linear import Linear
@@ -46,17 +45,3 @@ class LinearScheme(ABC):
 
 
 SchemeSelector = Callable[[str], LinearScheme]
-
-
-def scheme_selector(quantization: Mapping[str, Any] | None) -> SchemeSelector:
-    """From a checkpoint's quantization_config to the scheme of each module, by the module's exact name.
-
-    Raises CheckpointError for a method that is not supported.
-    """
-    if quantization is None:
-        from tessera.engine.quantization.unquantized import Unquantized
-
-        scheme = Unquantized()
-        return lambda module_name: scheme
-    method = quantization.get("quant_method")
-    raise CheckpointError(f"quantization method {method!r} is not supported; use an unquantized checkpoint")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -50,16 +48,13 @@ class Health:
 
 def ask(url: str, timeout: float = 2.0) -> Health | None:
     """The page at ``http://host:port[/healthz]``; None if nobody, or nobody of ours, answers there."""
+    import httpx
+
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port or DEFAULT_PORT, timeout=timeout)
-        try:
-            connection.request("GET", "/healthz")
-            page = json.loads(connection.getresponse().read())
-        finally:
-            connection.close()
-        return _health(page)
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError):
+        address = f"http://{parts.netloc}" if parts.port else f"http://{parts.netloc}:{DEFAULT_PORT}"
+        return _health(httpx.get(f"{address}/healthz", timeout=timeout, trust_env=False).json())
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -1,7 +1,7 @@
 """Several servers behind one client: which of them gets a request, and a transport that goes by it.
 
-:class:`ServerPool` decides and knows no network; :class:`PooledTransport` and its asyncio twin put it behind the seam
-of :mod:`tessera_client.transport`. A client of one server takes the same way, with a pool of one.
+:class:`ServerPool` decides and knows no network; :class:`PooledTransport` puts it behind the seam. A client of one
+server takes the same way, with a pool of one.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from tessera_client.errors import ConnectionFailed, TesseraClientError, Unavailable
-from tessera_client.messages import Delta, ModelStatus, Request, ServerStatus
-
-if TYPE_CHECKING:
-    from tessera_client.transport import AsyncResponses, AsyncTransport, Responses, Transport
+from tessera_client.messages import Delta, Models, ModelStatus, Request, ServerStatus
+from tessera_client.transports.base import Deliver, Item, Transport
+from tessera_wire.address import addresses, parse_url
+from tessera_wire.errors import ConnectionFailed, Unavailable
 
 REST_SECONDS = 1.0
 NOT_NOW = (Unavailable, ConnectionFailed)  # the errors that say so, which are the retried ones
@@ -36,7 +34,7 @@ class ServerPool:
         if servers < 1:
             raise ValueError(f"a pool needs a server, got {servers}")
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a stream that is collected while it is held ends its request
         self._counts = [0] * servers
         self._rest_ends: list[float | None] = [None] * servers  # None: it is in order
         self._under_way: dict[str, int] = {}
@@ -49,15 +47,15 @@ class ServerPool:
         with self._lock:
             return tuple(self._counts)
 
-    def pick(self, request_id: str, only: int | None = None) -> int:
+    def pick(self, request_id: str) -> int:
         """The server for a new request, which counts as under way from now on.
 
-        ``only``: the server it has to be. Raises ValueError if a request with this id is under way.
+        Raises ValueError if a request with this id is under way.
         """
         with self._lock:
             if request_id in self._under_way:
                 raise ValueError(f"request {request_id!r} is under way already")
-            server = self._next() if only is None else only
+            server = self._next()
             self._counts[server] += 1
             self._under_way[request_id] = server
             return server
@@ -65,7 +63,7 @@ class ServerPool:
     def answered(self, request_id: str) -> None:
         """The request's server has sent something: if it has rested, it is in order again."""
         server = self._under_way.get(request_id)
-        if server is None or self._rest_ends[server] is None:  # nearly always; a lock a token would be waste
+        if server is None or self._rest_ends[server] is None:  # nearly always; a lock per token would be waste
             return
         with self._lock:
             rest_ends = self._rest_ends[server]
@@ -101,24 +99,52 @@ class ServerPool:
         return server
 
 
+def open_transport(url: str | Sequence[str], models: Models) -> PooledTransport:
+    """The transport for one or several servers (see :func:`~tessera_wire.address.addresses`), each ``host:port`` or
+    ``grpc://`` (``grpcs://``: TLS), or ``http://`` / ``https://``."""
+    return PooledTransport({each: _open(each, models) for each in addresses(url)})
+
+
+def _open(url: str, models: Models) -> Transport:
+    scheme, address = parse_url(url)
+    if scheme.startswith("http"):
+        from tessera_client.transports.http import HttpTransport
+
+        return HttpTransport(address, models, tls=scheme == "https")
+    from tessera_client.transports.grpc import GrpcTransport
+
+    return GrpcTransport(address, models, tls=scheme == "grpcs")
+
+
 class PooledTransport:
-    """A :class:`~tessera_client.transport.Transport` over those of several servers, by their addresses."""
+    """A :class:`~tessera_client.transports.base.Transport` over those of several servers, by their addresses."""
 
     def __init__(self, transports: Mapping[str, Transport]) -> None:
         self.addresses = tuple(transports)
         self._transports = tuple(transports.values())
         self._pool = ServerPool(len(transports))
 
-    def send(
-        self, request: Request, request_id: str, timeout: float | None, only: int | None = None
-    ) -> _PooledResponses:
-        """As the protocol has it; ``only`` names the server by its place among ``addresses``."""
-        server = self._pool.pick(request_id, only)
+    def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Callable[[], None]:
+        server = self._pool.pick(request_id)
+
+        def count(item: Item) -> None:
+            if isinstance(item, Delta):
+                self._pool.answered(request_id)
+            else:
+                self._pool.end(request_id, item)
+            deliver(item)
+
         try:
-            return _PooledResponses(self._transports[server].send(request, request_id, timeout), self._pool, request_id)
+            stop = self._transports[server].send(request, request_id, timeout, count)
         except BaseException as error:
             self._pool.end(request_id, error)
             raise
+
+        def stop_counting() -> None:
+            stop()
+            self._pool.end(request_id)
+
+        return stop_counting
 
     def cancel(self, request_id: str) -> None:
         """Tells the server that has the request; a request that was never sent needs no cancelling."""
@@ -132,88 +158,6 @@ class PooledTransport:
     def close(self) -> None:
         for transport in self._transports:
             transport.close()
-
-
-class _PooledResponses:
-    def __init__(self, responses: Responses, pool: ServerPool, request_id: str) -> None:
-        self._responses = responses
-        self._pool = pool
-        self._id = request_id
-
-    def __iter__(self) -> _PooledResponses:
-        return self
-
-    def __next__(self) -> Delta:
-        try:
-            delta = next(self._responses)
-        except StopIteration:
-            self._pool.end(self._id)
-            raise
-        except TesseraClientError as error:
-            self._pool.end(self._id, error)
-            raise
-        self._pool.answered(self._id)
-        return delta
-
-    def cancel(self) -> None:
-        self._responses.cancel()
-        self._pool.end(self._id)
-
-
-class AsyncPooledTransport:
-    """As :class:`PooledTransport`, for one event loop."""
-
-    def __init__(self, transports: Mapping[str, AsyncTransport]) -> None:
-        self.addresses = tuple(transports)
-        self._transports = tuple(transports.values())
-        self._pool = ServerPool(len(transports))
-
-    def send(self, request: Request, request_id: str, timeout: float | None) -> _AsyncPooledResponses:
-        server = self._pool.pick(request_id)
-        try:
-            return _AsyncPooledResponses(
-                self._transports[server].send(request, request_id, timeout), self._pool, request_id
-            )
-        except BaseException as error:
-            self._pool.end(request_id, error)
-            raise
-
-    async def cancel(self, request_id: str) -> None:
-        if (server := self._pool.server_of(request_id)) is not None:
-            await self._transports[server].cancel(request_id)
-
-    async def status(self) -> ServerStatus:
-        return merged({a: await t.status() for a, t in zip(self.addresses, self._transports, strict=True)})
-
-    async def close(self) -> None:
-        for transport in self._transports:
-            await transport.close()
-
-
-class _AsyncPooledResponses:
-    def __init__(self, responses: AsyncResponses, pool: ServerPool, request_id: str) -> None:
-        self._responses = responses
-        self._pool = pool
-        self._id = request_id
-
-    def __aiter__(self) -> _AsyncPooledResponses:
-        return self
-
-    async def __anext__(self) -> Delta:
-        try:
-            delta = await self._responses.__anext__()
-        except StopAsyncIteration:
-            self._pool.end(self._id)
-            raise
-        except TesseraClientError as error:
-            self._pool.end(self._id, error)
-            raise
-        self._pool.answered(self._id)
-        return delta
-
-    def cancel(self) -> None:
-        self._responses.cancel()
-        self._pool.end(self._id)
 
 
 def merged(statuses: Mapping[str, ServerStatus]) -> ServerStatus:

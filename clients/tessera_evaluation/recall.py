@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tessera_client.client import Client
-from tessera_client.datasets import Item
 from tessera_client.messages import Answer
+from tessera_evaluation.datasets import Item
 
 LARGE = 1280
 
@@ -76,13 +76,18 @@ def run(
         errors="return",
         **options,
     )
-    outcomes = [
+    outcomes = outcomes_of(items, answers)
+    return outcomes, time.perf_counter() - started
+
+
+def outcomes_of(items: Iterable[Item], answers: Iterable[Any]) -> list[Outcome]:
+    """What became of each item, by its answer or the error in its place."""
+    return [
         Outcome(item, answer.text, seconds=answer.seconds)
         if isinstance(answer, Answer)
         else Outcome(item, None, f"{type(answer).__name__}: {answer}")
         for item, answer in zip(items, answers, strict=True)
     ]
-    return outcomes, time.perf_counter() - started
 
 
 def figures(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:

@@ -19,21 +19,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from tessera_client import health
 from tessera_client.client import Client
-from tessera_client.errors import (
+from tessera_client.messages import LabelScore, ServerStatus
+from tessera_command import health
+from tessera_wire.address import addresses, parse_url
+from tessera_wire.errors import (
     ConnectionFailed,
     DeadlineExceeded,
     InvalidRequest,
     TesseraClientError,
     Unavailable,
 )
-from tessera_client.messages import LabelScore, ServerStatus
-from tessera_client.transport import addresses, parse_url
 
 if TYPE_CHECKING:
-    from tessera_client.datasets import Item
-    from tessera_client.plan import Measurement
+    from tessera_evaluation.datasets import Item
+    from tessera_evaluation.plan import Measurement
 
 DEFAULT_URL = "localhost:8001"
 
@@ -168,7 +168,7 @@ def _points(text: str) -> float:
 
 
 def _policy(text: str) -> str:
-    from tessera_client.plan import parse_policy
+    from tessera_evaluation.plan import parse_policy
 
     try:
         parse_policy(text)
@@ -208,7 +208,7 @@ def _table(choices: Sequence[LabelScore]) -> str:
 
 
 def _recall(options: argparse.Namespace) -> int:
-    from tessera_client import recall
+    from tessera_evaluation import recall
 
     with Client(options.url, timeout=options.timeout) as client, _cache(options.cache) as cache:
         items = _items(client, options, cache)
@@ -236,7 +236,7 @@ def _recall(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tessera_client import plan
+    from tessera_evaluation import plan
 
     if options.folder and options.folder.is_file():
         measured, about = plan.read_document(options.folder)
@@ -260,7 +260,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _measured(options: argparse.Namespace) -> list[Measurement]:
-    from tessera_client import plan
+    from tessera_evaluation import plan
 
     run = secrets.token_hex(8)
     measured = []
@@ -284,7 +284,7 @@ def _measured(options: argparse.Namespace) -> list[Measurement]:
 
 def _items(client: Client, options: argparse.Namespace, cache: Path) -> list[Item]:
     """The questions of the user's folder, or of the held-out set; raises where the server is not ready for them."""
-    from tessera_client.datasets import folder_items, heldout_items
+    from tessera_evaluation.datasets import folder_items, heldout_items
 
     if not client.ready():
         client.status()  # says why, if it can

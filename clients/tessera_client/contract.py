@@ -1,7 +1,4 @@
-"""The tensors of the contract as bytes and as JSON; shared by the gRPC and the HTTP transport.
-
-A BYTES tensor is each element behind its length as a little-endian uint32; BOOL is one byte, INT32 and FP32 four.
-"""
+"""The tensors that client and server agree on, as bytes and as JSON; shared by the gRPC and the HTTP transport."""
 
 from __future__ import annotations
 
@@ -9,61 +6,32 @@ import base64
 import json
 import struct
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from tessera_client.errors import ProtocolError
 from tessera_client.messages import Delta, LabelScore, Request, Timings, Usage
-
-
-class Tensor(NamedTuple):
-    """One input: ``data`` holds the raw little-endian contents."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-
-def bytes_tensor(name: str, *elements: bytes) -> Tensor:
-    """A BYTES tensor of one dimension."""
-    data = b"".join(piece for element in elements for piece in (len(element).to_bytes(4, "little"), element))
-    return Tensor(name, "BYTES", (len(elements),), data)
+from tessera_wire.errors import ProtocolError
+from tessera_wire.tensors import Tensor, bytes_tensor, elements
 
 
 def request_tensors(request: Request) -> list[Tensor]:
     """The request's inputs; those that are not set are left out (all are optional on the server)."""
-    tensors = [
-        bytes_tensor(name, text.encode())
-        for name, text in (
-            ("text_input", request.text),
-            ("messages", request.messages),
-            ("sampling_parameters", request.sampling),
-        )
-        if text is not None
-    ]
+    tensors = [bytes_tensor(name, text.encode()) for name, text in _texts(request).items()]
     if request.images:
         tensors.append(bytes_tensor("image", *request.images))
-    tensors.append(Tensor("stream", "BOOL", (1,), bytes([request.stream])))
-    tensors.append(Tensor("exclude_input_in_output", "BOOL", (1,), bytes([request.exclude_input])))
-    return tensors
+    flags = (("stream", request.stream), ("exclude_input_in_output", request.exclude_input))
+    return tensors + [Tensor(name, "BOOL", (1,), bytes([flag])) for name, flag in flags]
 
 
 def request_json(request: Request, request_id: str) -> dict[str, Any]:
     """The body of a generate endpoint: same names, pictures as base64 text."""
-    body: dict[str, Any] = {
-        "id": request_id,
-        "stream": request.stream,
-        "exclude_input_in_output": request.exclude_input,
-    }
-    if request.text is not None:
-        body["text_input"] = request.text
-    if request.messages is not None:
-        body["messages"] = request.messages
-    if request.sampling is not None:
-        body["sampling_parameters"] = request.sampling
-    if request.images:
-        body["image"] = [base64.b64encode(image).decode("ascii") for image in request.images]
-    return body
+    flags = {"stream": request.stream, "exclude_input_in_output": request.exclude_input}
+    images = [base64.b64encode(image).decode("ascii") for image in request.images]
+    return {"id": request_id, **flags, **_texts(request), **({"image": images} if images else {})}
+
+
+def _texts(request: Request) -> dict[str, str]:
+    texts = {"text_input": request.text, "messages": request.messages, "sampling_parameters": request.sampling}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def delta_from_raw(outputs: Iterable[tuple[str, bytes]]) -> Delta:
@@ -72,7 +40,7 @@ def delta_from_raw(outputs: Iterable[tuple[str, bytes]]) -> Delta:
     try:
         for name, data in outputs:
             if name in ("text_output", "finish_reason", "logprobs", "choices"):
-                values[name] = _first_element(data).decode("utf-8", "replace")
+                values[name] = next(elements(data), b"").decode("utf-8", "replace")
             elif name == "usage":
                 values[name] = struct.unpack(f"<{len(data) // 4}i", data)
             elif name == "timings":
@@ -85,13 +53,15 @@ def delta_from_raw(outputs: Iterable[tuple[str, bytes]]) -> Delta:
 def delta_from_json(values: Mapping[str, Any]) -> Delta:
     """A generate endpoint's JSON object as a :class:`Delta`. Raises ProtocolError."""
     try:
-        ended = values.get("finish_reason", "")
+        text, ended = values["text_output"], values.get("finish_reason", "")
+        if not isinstance(text, str) or not isinstance(ended, str):
+            raise TypeError("text_output and finish_reason must be text")
         usage = values.get("usage")  # zeros until the last response, as timings are
         timings = values.get("timings")
         logprobs = values.get("logprobs")
         choices = values.get("choices")
         return Delta(
-            text=values["text_output"],
+            text=text,
             finish_reason=ended,
             usage=Usage(*usage) if usage and ended else None,
             timings=Timings(*timings) if timings and ended else None,
@@ -103,12 +73,5 @@ def delta_from_json(values: Mapping[str, Any]) -> Delta:
             f"the response has no output {error}; it has {sorted(values)}",
             "is this model a Tessera ensemble?",
         ) from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"the response does not follow the contract: {error}") from error
-
-
-def _first_element(data: bytes) -> bytes:
-    if not data:
-        return b""
-    (length,) = struct.unpack_from("<I", data)
-    return data[4 : 4 + length]

@@ -1,6 +1,6 @@
 """Questions with known answers: this project's held-out set, or a labelled folder of the user's own.
 
-A dataset is a list of :class:`Item`; whatever makes one can be measured by :mod:`tessera_client.recall`.
+A dataset is a list of :class:`Item`; whatever makes one can be measured by :mod:`tessera_evaluation.recall`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tessera_client.errors import InvalidRequest
+from tessera_wire.errors import InvalidRequest
 
 SCENE_FOLDER = Path("build", "default_model")
 

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from tessera_client import recall
 from tessera_client.client import Client
-from tessera_client.datasets import Item
-from tessera_client.errors import InvalidRequest
-from tessera_client.messages import Answer, encode_image
+from tessera_client.messages import Answer
+from tessera_client.pictures import encode_image
+from tessera_evaluation import recall
+from tessera_evaluation.datasets import Item
+from tessera_wire.errors import InvalidRequest
 
 DEFAULT_POLICIES = (
     "reference",
@@ -115,12 +116,7 @@ def measure(
     started = time.perf_counter()
     answers = ask(items, f"{mark} {policy}", progress and (lambda done: progress(done, len(items))))
     seconds = time.perf_counter() - started
-    outcomes = [
-        recall.Outcome(item, answer.text, seconds=answer.seconds)
-        if isinstance(answer, Answer)
-        else recall.Outcome(item, None, f"{type(answer).__name__}: {answer}")
-        for item, answer in zip(items, answers, strict=True)
-    ]
+    outcomes = recall.outcomes_of(items, answers)
     figures = recall.figures(outcomes, seconds)
     macro = figures["recall.macro"]
     classes = [each for each in figures["classes"].values() if each["balanced_accuracy"] is not None]

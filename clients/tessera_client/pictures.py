@@ -1,0 +1,121 @@
+"""A picture in any form a caller may have, as the encoded bytes that the server takes."""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from tessera_wire.errors import InvalidRequest
+
+Image = Any
+"""A picture in any of these forms:
+
+- a path (``str`` or ``Path``) to a JPEG, PNG or WebP file;
+- its encoded bytes, or a ``data:`` URL;
+- an open binary file, which is left where it was found;
+- a numpy array, uint8 [height, width, 3], RGB, or a Pillow image: sent as PNG (needs Pillow or OpenCV here).
+
+Files and bytes are sent as they are; the server decodes them.
+"""
+
+PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")  # Pillow's names of what a PNG can hold
+_FILES = threading.Lock()  # one file may be given in several requests at once
+
+
+def encode_image(image: Image) -> bytes:
+    """The encoded bytes of a picture, whatever form of :data:`Image` it has. Raises InvalidRequest and nothing else."""
+    try:
+        data = _encoded(image)
+    except InvalidRequest:
+        raise
+    except Exception as error:  # a caller's file or array may raise anything
+        what = f"picture {image!r:.200}" if isinstance(image, (str, os.PathLike)) else f"{type(image).__name__} picture"
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidRequest(f"cannot read the {what}: {reason or type(error).__name__}") from error
+    if not data:
+        at_end = "; is the file at its end?" if hasattr(image, "read") else ""
+        raise InvalidRequest(f"the picture has zero bytes{at_end}")
+    return data
+
+
+def from_data_url(url: str) -> bytes:
+    """The bytes in a ``data:...;base64,...`` URL. Raises InvalidRequest."""
+    header, comma, body = url.partition(",")
+    if not comma or not header.endswith(";base64"):
+        raise InvalidRequest(f"not a base64 data: URL: {url[:40]!r}...", "use data:image/jpeg;base64,<text>")
+    try:
+        return base64.b64decode(body, validate=True)
+    except ValueError as error:
+        raise InvalidRequest(f"the data: URL {url[:40]!r}... holds invalid base64: {error}") from error
+
+
+def _encoded(image: Image) -> bytes:
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        return bytes(image)
+    if isinstance(image, str) and image.startswith("data:"):
+        return from_data_url(image)
+    if isinstance(image, (str, os.PathLike)):
+        return Path(image).read_bytes()
+    pillow = sys.modules.get("PIL.Image")  # imported by whoever has one of its images
+    if pillow is not None and isinstance(image, pillow.Image):
+        return _encode_pillow(image)
+    if hasattr(image, "__array_interface__") or hasattr(image, "__array__"):
+        return _encode_pixels(image)
+    if hasattr(image, "read"):
+        return _read(image)
+    raise InvalidRequest(
+        f"a picture cannot be a {type(image).__name__}", "give a path, bytes, an open file or an RGB uint8 array"
+    )
+
+
+def _read(file: Any) -> bytes:
+    """What is left in the file, which stays left in it, so that it can be sent again."""
+    with _FILES:
+        start = file.tell() if hasattr(file, "seekable") and file.seekable() else None
+        data = file.read()
+        if start is not None:
+            file.seek(start)
+    if not isinstance(data, bytes):
+        raise InvalidRequest("the picture's file must be opened in binary mode ('rb')")
+    return data
+
+
+def _encode_pillow(image: Any) -> bytes:
+    """Upright, as the server makes an encoded file, whose orientation would be lost here."""
+    from io import BytesIO
+
+    import PIL.ImageOps
+
+    if image.mode == "F":
+        raise InvalidRequest("a Pillow image of mode 'F' has no range of brightness", "convert it to 'L' or 'RGB'")
+    upright = PIL.ImageOps.exif_transpose(image)
+    file = BytesIO()
+    (upright if upright.mode in PNG_MODES else upright.convert("RGB")).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _encode_pixels(image: Any) -> bytes:
+    import numpy as np
+
+    pixels = np.asarray(image)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
+        raise InvalidRequest(
+            f"an array picture must be uint8 [height, width, 3] RGB, got {pixels.dtype} {list(pixels.shape)}"
+        )
+    try:
+        import cv2
+
+        return cv2.imencode(".png", pixels[:, :, ::-1], [cv2.IMWRITE_PNG_COMPRESSION, 1])[1].tobytes()
+    except ImportError:
+        pass
+    try:
+        import PIL.Image
+    except ImportError as error:
+        raise InvalidRequest(
+            "an array picture needs an encoder", "pip install pillow, or give the encoded file's bytes"
+        ) from error
+    return _encode_pillow(PIL.Image.fromarray(pixels))

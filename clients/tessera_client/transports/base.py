@@ -1,0 +1,34 @@
+"""What a client needs of the network. Clients know nothing else of it, so tests put a fake here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from tessera_client.messages import Delta, Request, ServerStatus
+from tessera_wire.errors import TesseraClientError
+
+CONTROL_SECONDS = 3.0  # time given to status questions and to the request that cancels another
+
+Item = Delta | TesseraClientError | None
+Deliver = Callable[[Item], None]
+"""Takes a request's deltas as they come, then, once, None for the end or an error. Called by a thread of the
+transport's, which it must not hold up."""
+
+
+class Transport(Protocol):
+    """Thread-safe. All it raises and delivers is of :mod:`tessera_wire.errors`; deadlines are the caller's to keep."""
+
+    def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Callable[[], None]:
+        """Starts a request, which the server is told to end after ``timeout`` seconds.
+
+        Returns what breaks it off on this side, at any time: what comes then is not delivered.
+        """
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Tells the language model to stop working on a request (a running ensemble notices nothing itself)."""
+        ...
+
+    def status(self) -> ServerStatus: ...
+    def close(self) -> None: ...

@@ -1,0 +1,57 @@
+"""gRPC: all requests of a client share one call to a server (see :mod:`tessera_wire.line`)."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Any
+
+from tessera_client import contract
+from tessera_client.messages import Models, ModelStatus, Request, ServerStatus
+from tessera_client.transports.base import CONTROL_SECONDS, Deliver
+from tessera_wire.connection import Connection
+from tessera_wire.errors import DeadlineExceeded, TesseraClientError
+from tessera_wire.line import Line
+
+
+class GrpcTransport:
+    """One server at ``host:port``."""
+
+    def __init__(self, address: str, models: Models, tls: bool = False) -> None:
+        self._model = models.vlm
+        self._line = Line(Connection(address, tls), models.language_model)
+
+    def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Callable[[], None]:
+        def hand_on(item: Any) -> None:
+            if item is not None and not isinstance(item, TesseraClientError):
+                names = (output.name for output in item.outputs)
+                try:
+                    item = contract.delta_from_raw(zip(names, item.raw_output_contents, strict=False))
+                except TesseraClientError as error:
+                    item = error
+            deliver(item)
+
+        return self._line.send(self._model, request_id, contract.request_tensors(request), hand_on, timeout)
+
+    def cancel(self, request_id: str) -> None:
+        told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        forget = self._line.cancel(request_id, told.put)
+        try:
+            answer = told.get(timeout=CONTROL_SECONDS)
+        except queue.Empty:
+            forget()
+            raise DeadlineExceeded("the server did not answer the control request") from None
+        if isinstance(answer, TesseraClientError):
+            raise answer
+
+    def status(self) -> ServerStatus:
+        ask = self._line.connection.ask
+        ready, metadata, index = (
+            ask(name, CONTROL_SECONDS) for name in ("ServerReady", "ServerMetadata", "RepositoryIndex")
+        )
+        models = tuple(ModelStatus(m.name, m.version, m.state, m.reason) for m in index.models)
+        return ServerStatus(bool(ready.ready), metadata.version, models)
+
+    def close(self) -> None:
+        """Cancels what is under way on the server, then lets the line end in order."""
+        self._line.close(CONTROL_SECONDS)

@@ -1,0 +1,105 @@
+"""One gRPC channel to a tritonserver; the only file that imports grpc and the messages of tritonclient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tessera_wire import errors
+from tessera_wire.tensors import Tensor
+
+SERVICE = "/inference.GRPCInferenceService/"
+OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.enable_retries", 0),
+    # A restarted server is found again at once, not after gRPC's default of up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+# A server that fell silent is given up after 30 s, in the middle of a call or between two. The pings also keep a
+# firewall from forgetting the connection. `tessera serve` lets its server accept them; others may close on them.
+KEEP_ALIVE = [
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+class Connection:
+    """The channel and the calls on it. Nothing is sent before the first call.
+
+    Args:
+        address: ``host:port``.
+        tls: whether to speak TLS, trusting this machine's certificates.
+        keep_alive: whether to ping a silent server.
+    """
+
+    def __init__(self, address: str, tls: bool = False, keep_alive: bool = False) -> None:
+        try:
+            import grpc
+            from tritonclient.grpc import service_pb2
+        except (ImportError, RuntimeError) as error:
+            raise errors.TesseraClientError(
+                f"gRPC needs tritonclient: {error}", "pip install 'tritonclient[grpc]', or use http://"
+            ) from error
+        self.address = address
+        self._messages: Any = service_pb2
+        self._rpc_error = grpc.RpcError
+        options = OPTIONS + (KEEP_ALIVE if keep_alive else [])
+        self._channel: Any = (
+            grpc.secure_channel(address, grpc.ssl_channel_credentials(), options=options)
+            if tls
+            else grpc.insecure_channel(address, options=options)
+        )
+
+    def unary(self, name: str) -> Any:
+        """A call of one message and one answer, such as ``ServerReady``: grpc's multicallable."""
+        return self._channel.unary_unary(
+            f"{SERVICE}{name}",
+            request_serializer=getattr(self._messages, f"{name}Request").SerializeToString,
+            response_deserializer=getattr(self._messages, f"{name}Response").FromString,
+        )
+
+    def ask(self, name: str, timeout: float) -> Any:
+        """The answer to a message without contents. Raises errors of :mod:`tessera_wire.errors`."""
+        try:
+            return self.unary(name)(getattr(self._messages, f"{name}Request")(), timeout=timeout)
+        except Exception as error:
+            raise self.mapped(error) from error
+
+    def stream(self, requests: Iterator[Any]) -> Any:
+        """Starts a ModelStreamInfer call; its responses, to iterate over."""
+        return self._channel.stream_stream(
+            f"{SERVICE}ModelStreamInfer",
+            request_serializer=self._messages.ModelInferRequest.SerializeToString,
+            response_deserializer=self._messages.ModelStreamInferResponse.FromString,
+        )(requests)
+
+    def infer_message(
+        self, model: str, request_id: str, tensors: Iterable[Tensor], timeout: float | None = None
+    ) -> Any:
+        """A request to a model; ``timeout`` in seconds."""
+        message = self._messages.ModelInferRequest(model_name=model, id=request_id)
+        for tensor in tensors:
+            message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+            message.raw_input_contents.append(tensor.data)
+        if timeout is not None:
+            message.parameters["timeout"].int64_param = max(1, int(timeout * 1e6))
+        return message
+
+    def mapped(self, error: BaseException) -> errors.TesseraClientError:
+        """grpc's error as ours. A call that carries many requests fails only when the connection does."""
+        if not isinstance(error, self._rpc_error):
+            return errors.Cancelled("the client was closed")
+        call: Any = error
+        code, details = call.code().name, call.details() or ""
+        if code in ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED"):
+            return errors.connection_failed(self.address, details)
+        return errors.from_server(details, code)
+
+    def close(self) -> None:
+        """Ends what is under way on it."""
+        self._channel.close()

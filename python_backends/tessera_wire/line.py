@@ -1,0 +1,162 @@
+"""Many requests on one long-lived bidirectional call, told apart by their ids: :class:`Line`.
+
+Why not one call per request: tritonserver 2.51 crashes, now and then, when a client that has closed its own direction
+cancels a ModelStreamInfer call with a response on its way, and when a call asks for true statuses (header
+``triton_grpc_error``) and fails. A line's call is not cancelled while requests are on it: who loses interest stops
+listening and sends a control request.
+
+A call that was idle for a moment ends, because the server cannot shut down while one is open; the next request opens
+another. tritonserver reports a failed request on such a call by a message without a status, so
+:func:`tessera_wire.errors.from_server` goes by the words.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from tessera_wire.connection import Connection
+from tessera_wire.errors import Cancelled, ConnectionFailed, TesseraClientError, from_server
+from tessera_wire.tensors import Tensor, bytes_tensor
+
+IDLE_SECONDS = 1.0
+
+Deliver = Callable[[Any], None]
+"""Takes a request's ModelInferResponses as they come, then, once, None for the end or an error. Called by the thread
+that reads for all requests, so it must neither wait nor raise."""
+
+
+class Line:
+    """Requests to one server. Thread-safe.
+
+    Args:
+        language_model: the model that takes control requests.
+    """
+
+    def __init__(self, connection: Connection, language_model: str = "language_model") -> None:
+        self.connection = connection
+        self._language_model = language_model
+        self._lock = threading.Lock()
+        self._call: _Call | None = None
+        self._closed = False
+
+    def send(
+        self, model: str, request_id: str, tensors: Iterable[Tensor], deliver: Deliver, timeout: float | None = None
+    ) -> Callable[[], None]:
+        """Starts a request; the server gives it ``timeout`` seconds. Returns what ends the listening to it."""
+        message = self.connection.infer_message(model, request_id, tensors, timeout)
+        message.parameters["triton_enable_empty_final_response"].bool_param = True
+        with self._lock:
+            if self._closed:
+                raise TesseraClientError("this client is closed", "open a new one")
+            if self._call is None or not self._call.send(request_id, message, deliver):
+                self._call = _Call(self.connection)
+                self._call.send(request_id, message, deliver)
+            call = self._call
+        return lambda: call.forget(request_id)
+
+    def cancel(self, request_id: str, deliver: Deliver = lambda item: None) -> Callable[[], None]:
+        """Tells the language model to stop working on a request (a running ensemble notices nothing itself)."""
+        tensor = bytes_tensor("CANCEL", request_id.encode())
+        return self.send(self._language_model, f"cancel-{request_id}", [tensor], deliver)
+
+    def close(self, seconds: float) -> None:
+        """Cancels what is under way on the server, then lets the call end in order, for up to ``seconds``."""
+        call = self._call
+        for request_id in call.waiting() if call else ():
+            self.cancel(request_id)
+        with self._lock:
+            self._closed = True
+        if self._call is not None:
+            self._call.close(seconds)
+        self.connection.close()
+
+
+class _Call:
+    """One ModelStreamInfer call."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._listeners: dict[str, Deliver] = {}
+        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of `_open` and of what may be sent only while it holds
+        self._open = True
+        self._reader = threading.Thread(target=self._read, name="tessera-line", daemon=True)
+        self._reader.start()
+
+    def send(self, request_id: str, message: Any, deliver: Deliver) -> bool:
+        """Puts a request on the call; False if it has ended meanwhile."""
+        with self._lock:
+            if self._open:
+                self._listeners[request_id] = deliver
+                self._outgoing.put(message)
+            return self._open
+
+    def forget(self, request_id: str) -> None:
+        self._listeners.pop(request_id, None)
+
+    def waiting(self) -> list[str]:
+        """The ids of the requests under way."""
+        return list(self._listeners)
+
+    def close(self, seconds: float) -> None:
+        """Takes no new request, waits for those on it, then lets the server end it."""
+        with self._lock:
+            self._open = False
+        deadline = time.monotonic() + seconds
+        while self._listeners and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if not self._listeners:  # else the channel's end cancels the call, with our direction still open
+            self._outgoing.put(None)
+            self._reader.join(seconds)
+        self._fail(Cancelled("the client was closed"))
+
+    def _requests(self) -> Iterator[Any]:
+        """What grpc sends; its end closes our direction of the call."""
+        while True:
+            try:
+                message = self._outgoing.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if self._listeners or not self._outgoing.empty():
+                        continue
+                    self._open = False
+                return
+            if message is None:
+                return
+            yield message
+
+    def _read(self) -> None:
+        error: TesseraClientError = ConnectionFailed("the server ended the call")
+        try:
+            for response in self._connection.stream(self._requests()):
+                self._hand_out(response)
+        except Exception as foreign:
+            error = self._connection.mapped(foreign)
+        with self._lock:
+            self._open = False
+        self._outgoing.put(None)
+        self._fail(error)
+
+    def _hand_out(self, response: Any) -> None:
+        """Gives a response to the one who waits for it; drops it if nobody does."""
+        result = response.infer_response
+        deliver = self._listeners.get(result.id)
+        if deliver is None:
+            return
+        failed = bool(response.error_message)
+        if not failed and result.outputs:
+            deliver(result)
+        if failed or result.parameters["triton_final_response"].bool_param:
+            self._listeners.pop(result.id, None)
+            deliver(from_server(response.error_message) if failed else None)
+
+    def _fail(self, error: TesseraClientError) -> None:
+        """Ends all that wait."""
+        for request_id in self.waiting():
+            deliver = self._listeners.pop(request_id, None)
+            if deliver is not None:
+                deliver(error)
