@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tessera.checkpoint.config import CheckpointConfig, read_config
-from tessera.vision.intern_vit import pixel_statistics
+from tessera.vision.towers.intern_vit import pixel_statistics
 
 
 class Peer:

@@ -1,8 +1,7 @@
 """A picture that travels as its file's bytes, for the vision stage to decode: what preprocess writes into PIXELS.
 
-Kind 1 of tensor PLAN is (1, tiles, rows, columns); there is a thumbnail where tiles = rows x columns + 1. PIXELS then
-holds a frame instead of pixels: the file's length in bytes (uint64), its stored width and height and its EXIF
-orientation (uint32 each, little-endian), and the file itself.
+Where tensor PLAN has kind 1, PIXELS holds a frame instead of pixels: the file's length in bytes (uint64), its stored
+width and height and its EXIF orientation (uint32 each, little-endian), and the file itself.
 """
 
 from __future__ import annotations
@@ -33,6 +32,10 @@ class EncodedPicture:
     def upright_size(self) -> tuple[int, int]:
         """(width, height) after rotation: orientations 5..8 lie on their side."""
         return (self.height, self.width) if self.orientation >= 5 else (self.width, self.height)
+
+    @property
+    def size_text(self) -> str:
+        return f"{self.width}x{self.height} pixels"
 
     def framed(self) -> np.ndarray:
         """What stands in PIXELS, uint8."""

@@ -8,10 +8,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tessera.family.encoded_picture import KIND_ENCODED
 from tessera.family.tile_policy import TilePolicy
 
 KIND_TILES = 0
+
+
+@dataclass(frozen=True)
+class View:
+    """The whole picture resized once and cut: uint8 [height, width, 3] -> reshape(split) -> transpose(order)."""
+
+    width: int
+    height: int
+    split: tuple[int, ...]
+    order: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -36,11 +45,24 @@ class ImagePlan:
         """Shape of the uint8 RGB pixels."""
         return self.t, self.h, self.w, 3
 
+    @property
+    def cost(self) -> int:
+        """Units of the vision stage's work."""
+        return self.t
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        split = (self.rows, self.h, self.columns, self.w, 3)
+        grid = View(self.columns * self.w, self.rows * self.h, split, (0, 2, 1, 3, 4))
+        return (grid, View(self.w, self.h, (1, self.h, 1, self.w, 3), (0, 2, 1, 3, 4)))[: 1 + self.thumbnail]
+
+    @property
+    def pixel_bytes(self) -> int:
+        return 3 * sum(view.width * view.height for view in self.views)
+
     def wire(self) -> tuple[int, int, int, int]:
-        """The four int32 of tensor PLAN: kind, tiles, then a tile's height and width or the grid's rows and columns."""
-        if self.kind == KIND_ENCODED:
-            return self.kind, self.t, self.rows, self.columns
-        return self.kind, self.t, self.h, self.w
+        """The four int32 of tensor PLAN: kind, tiles, the grid's rows and columns."""
+        return self.kind, self.t, self.rows, self.columns
 
 
 @dataclass(frozen=True)
@@ -61,6 +83,9 @@ class ModelFamily(ABC):
     control_tokens: tuple[str, ...]
     #: special tokens that a user's text may use with their meaning (grounding marks); all others are plain text there
     user_tokens: tuple[str, ...] = ()
+    #: what a plan's cost counts, for messages, and the uint8 shape of one such unit
+    cost_unit: str
+    unit_shape: tuple[int, ...]
 
     @abstractmethod
     def default_policy(self) -> TilePolicy:
@@ -72,6 +97,10 @@ class ModelFamily(ABC):
 
         Raises InvalidRequest where the policy's token budget is too small for any plan.
         """
+
+    @abstractmethod
+    def plan_of(self, wire: tuple[int, int, int]) -> ImagePlan:
+        """The same plan from t, h, w of tensor PLAN. Raises InvalidRequest if it cannot be one."""
 
     @abstractmethod
     def pieces(self, plan: ImagePlan) -> tuple[tuple[str, int], ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tessera.errors import CheckpointError
+from tessera.errors import CheckpointError, InvalidRequest
 from tessera.family.checkpoint_files import read_json
 from tessera.family.family import KIND_TILES, ImagePlan, ImageSpan, ModelFamily
 from tessera.family.tile_policy import TilePolicy
@@ -93,10 +93,12 @@ class InternVL(ModelFamily):
     """Both checkpoint layouts: HF-native ``InternVLForConditionalGeneration`` and ``InternVLChatModel``."""
 
     user_tokens = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>")
+    cost_unit = "tiles"
 
     def __init__(self, config: CheckpointConfig) -> None:
         self.layout = config.layout
         self.tile = config.vision.image_size
+        self.unit_shape = (self.tile, self.tile, 3)
         self.image_token_id = config.image_token_id
         side = self.tile // config.vision.patch_size * config.downsample_ratio
         if side < 1 or side != int(side):
@@ -120,6 +122,15 @@ class InternVL(ModelFamily):
         return ImagePlan(
             KIND_TILES, tiles, self.tile, self.tile, columns, rows, thumbnail, tiles * self.tokens_per_tile
         )
+
+    def plan_of(self, wire: tuple[int, int, int]) -> ImagePlan:
+        tiles, rows, columns = wire
+        if rows < 1 or columns < 1 or tiles - rows * columns not in (0, 1):
+            raise InvalidRequest(
+                f"{tiles} tiles are not a grid of {columns}x{rows} (columns, rows), with or without a thumbnail"
+            )
+        thumbnail, tokens = tiles > rows * columns, tiles * self.tokens_per_tile
+        return ImagePlan(KIND_TILES, tiles, self.tile, self.tile, columns, rows, thumbnail, tokens)
 
     def pieces(self, plan: ImagePlan) -> tuple[tuple[str, int], ...]:
         return (self.start_token, 1), (self.image_token, plan.tokens), (self.end_token, 1)

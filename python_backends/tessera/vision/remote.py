@@ -18,7 +18,7 @@ import tessera.tritonserver.client_path  # noqa: F401
 from tessera.errors import ConfigError, InvalidRequest, Unavailable
 from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.vision.dispatch import Job
-from tessera.vision.pictures import VisionItem
+from tessera.vision.encoding.pictures import VisionItem
 from tessera_client import errors
 from tessera_client.transport import parse_url
 
