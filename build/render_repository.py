@@ -61,8 +61,7 @@ class PlanShape:
     def of_checkpoint(folder: Path, max_tiles: int) -> PlanShape:
         """Raises CheckpointError for a folder that holds no known checkpoint."""
         config = read_config(folder)
-        rows = round((config.vision.patches_per_side * config.downsample_ratio) ** 2)
-        return PlanShape(config.vision.image_size, rows, config.text.hidden_size, max_tiles)
+        return PlanShape(config.vision.image_size, config.vision.tokens_per_tile, config.text.hidden_size, max_tiles)
 
     def buckets(self) -> list[int]:
         """Numbers of tiles that get a CUDA graph: powers of two and the maximum."""
@@ -150,7 +149,7 @@ def _fit(repository: Path, plan: PlanShape) -> None:
     tile = [plan.side, plan.side, 3]
     file = repository / "preprocess" / "configs" / "tensorrt.pbtxt"
     preprocess = _read(repository, "preprocess")[file]
-    preprocess.parameters["max_tiles"].string_value = str(plan.max_tiles)
+    preprocess.parameters["max_cost"].string_value = str(plan.max_tiles)
     next(output for output in preprocess.output if output.name == "TILES").dims[:] = [-1, *tile]
     _write(file, preprocess)
     file = repository / "vision_encoder" / "configs" / "tensorrt.pbtxt"

@@ -21,8 +21,7 @@ import numpy as np
 import workloads
 from PIL import Image
 
-from tessera.family.family import ImagePlan
-from tessera.preprocess.preprocessor import Preprocessor, PreprocessSettings
+from tessera.preprocess.preprocessor import Picture, Preprocessor, PreprocessSettings
 from tessera.preprocess.resize_cpu import RESIZE_MODES, use_one_thread
 
 CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"
@@ -32,14 +31,15 @@ SIZES = {(448, 448): 8, (480, 320): 8, (1280, 720): 4, (1920, 1080): 3, (3840, 2
 SEED = 5
 
 
-def pillow_tiles(jpeg: bytes, plan: ImagePlan) -> np.ndarray:
-    """The reference processor's tiles of a picture, uint8 [t, h, w, 3]."""
-    image = Image.open(io.BytesIO(jpeg)).convert("RGB")
-    grid = image.resize((plan.columns * plan.w, plan.rows * plan.h), Image.Resampling.BICUBIC)
-    corners = [(column * plan.w, row * plan.h) for row in range(plan.rows) for column in range(plan.columns)]
-    tiles = [grid.crop((left, top, left + plan.w, top + plan.h)) for left, top in corners]
-    if plan.thumbnail:
-        tiles.append(image.resize((plan.w, plan.h), Image.Resampling.BICUBIC))
+def pillow_tiles(picture: Picture, side: int) -> np.ndarray:
+    """The reference processor's tiles of a picture, uint8 [t, side, side, 3]."""
+    image = Image.open(io.BytesIO(picture.data)).convert("RGB")
+    count, rows, columns = picture.plan.wire
+    grid = image.resize((columns * side, rows * side), Image.Resampling.BICUBIC)
+    corners = [(column * side, row * side) for row in range(rows) for column in range(columns)]
+    tiles = [grid.crop((left, top, left + side, top + side)) for left, top in corners]
+    if count > rows * columns:
+        tiles.append(image.resize((side, side), Image.Resampling.BICUBIC))
     return np.stack([np.asarray(tile) for tile in tiles])
 
 
@@ -57,12 +57,13 @@ def compare(
     means: dict[str, list[float]] = {name: [] for name in preprocessors}
     most = dict.fromkeys(preprocessors, 0)
     any_of_them = next(iter(preprocessors.values()))
-    plan = any_of_them.family.plan(*size, any_of_them.policy)
+    side = any_of_them.family.unit_shape[0]
     for number in range(pictures):
         jpeg = workloads.picture(*size, (SEED, *size, number))
-        calls: dict[str, Callable[[], np.ndarray]] = {"pillow": lambda jpeg=jpeg: pillow_tiles(jpeg, plan)}
+        picture = any_of_them.picture(jpeg, any_of_them.policy)
+        calls: dict[str, Callable[[], np.ndarray]] = {"pillow": lambda picture=picture: pillow_tiles(picture, side)}
         for name, preprocessor in preprocessors.items():
-            calls[name] = lambda jpeg=jpeg, ours=preprocessor: ours.pixels([jpeg], [plan])
+            calls[name] = lambda picture=picture, ours=preprocessor: ours.pixels([picture])
         expected = calls["pillow"]().astype(int)
         for name in preprocessors:
             difference = np.abs(calls[name]().reshape(expected.shape) - expected)
@@ -72,7 +73,11 @@ def compare(
         for name in times:
             times[name].append(statistics.median(one[name] for one in taken))
     mean = {name: statistics.mean(values) for name, values in times.items()}
-    row: dict[str, Any] = {"size": f"{size[0]}x{size[1]}", "tiles": plan.t, "pillow_ms": round(mean["pillow"], 2)}
+    row: dict[str, Any] = {
+        "size": f"{size[0]}x{size[1]}",
+        "tiles": picture.plan.cost,
+        "pillow_ms": round(mean["pillow"], 2),
+    }
     for name in preprocessors:
         row[name] = {
             "ms": round(mean[name], 2),

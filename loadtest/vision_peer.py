@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 from tessera.checkpoint.config import CheckpointConfig, read_config
-from tessera.vision.towers.intern_vit import pixel_statistics
 
 
 class Peer:
@@ -18,7 +17,7 @@ class Peer:
 
     def __init__(self, model: Any, config: CheckpointConfig) -> None:
         self.model = model.eval().requires_grad_(False)
-        self._statistics = pixel_statistics(config)
+        self._statistics = config.vision.pixel_mean, config.vision.pixel_std
 
     def values(self, tiles: torch.Tensor) -> torch.Tensor:
         """uint8 [n, side, side, 3] -> what its processor makes of them: [n, 3, side, side] of the model's dtype."""

@@ -95,8 +95,8 @@ def test_a_plan_of_another_checkpoint(tmp_path):
     ]  # fmt: skip
     assert all(list(graph.input["TILES"].dim) == [448, 448, 3] for graph in graphs)
     preprocess = config(tmp_path / "out", "preprocess", NAMED)
-    assert preprocess.parameters["max_tiles"].string_value == "13"
+    assert preprocess.parameters["max_cost"].string_value == "13"
     # Other settings reach the named configs as well; the default config keeps its own limit.
     assert preprocess.instance_group[0].count == 3
     assert config(tmp_path / "out", "language_model", NAMED).parameters["threads"].string_value == "2"
-    assert config(tmp_path / "out", "preprocess").parameters["max_tiles"].string_value == "104"
+    assert config(tmp_path / "out", "preprocess").parameters["max_cost"].string_value == "0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
@@ -25,26 +26,26 @@ def edit(folder, change):
 
 def test_hf_native(native):
     config = read_config(native)
-    assert (config.layout, config.model_type, config.ps_version) == ("hf_native", "internvl", "v2")
-    assert (config.vision.image_size, config.vision.patch_size, config.tokens_per_tile) == (448, 56, 16)
+    assert (config.layout, config.model_type, config.vision.ps_version) == ("hf_native", "internvl", "v2")
+    assert (config.vision.image_size, config.vision.patch_size, config.vision.tokens_per_tile) == (448, 56, 16)
     assert config.text.architecture == "LlamaForCausalLM"
     assert (config.text.num_attention_heads, config.text.num_key_value_heads, config.text.head_dim) == (4, 2, 16)
     assert (config.text.rope_theta, config.text.rope_scaling) == (10000.0, None)
     assert not (config.text.attention_bias or config.text.output_bias or config.text.mlp_bias)
-    assert (config.eos_token_ids, config.image_token_id, config.dtype) == ((2,), 5, "float32")
+    assert (config.eos_token_ids, config.image_token_id) == ((2,), 5)
     assert config.processor["max_patches"] == 12
     assert config.processor["image_seq_length"] == 16
 
 
 def test_the_two_layouts_of_one_model_read_the_same(native, tmp_path):
     ours, chat = read_config(native), read_config(as_internvl_chat(native, tmp_path / "chat", ps_version="v1"))
-    assert (chat.layout, chat.model_type, chat.ps_version) == ("internvl_chat", "internvl_chat", "v1")
-    assert chat.vision == ours.vision
+    assert (chat.layout, chat.model_type, chat.vision.ps_version) == ("internvl_chat", "internvl_chat", "v1")
+    assert replace(chat.vision, ps_version="v2") == ours.vision
+    assert replace(chat.pictures, order="columns") == ours.pictures
     assert chat.text.architecture == "InternLM2ForCausalLM"
     same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "rope_theta")
     assert [getattr(chat.text, name) for name in same] == [getattr(ours.text, name) for name in same]
     assert chat.image_token_id is None
-    assert chat.tokens_per_tile == ours.tokens_per_tile
 
 
 def test_qwen2_has_query_key_value_biases_only(tmp_path):
@@ -52,16 +53,14 @@ def test_qwen2_has_query_key_value_biases_only(tmp_path):
     assert (text.architecture, text.attention_bias, text.output_bias) == ("Qwen2ForCausalLM", True, False)
 
 
-def test_rope_and_dtype_of_older_savers(native):
+def test_rope_of_older_savers(native):
     def change(raw):
-        raw["torch_dtype"] = raw.pop("dtype").replace("float32", "bfloat16")
         del raw["text_config"]["rope_parameters"]
         raw["text_config"] |= {"rope_theta": 5e5, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
 
     config = read_config(edit(native, change))
     assert config.text.rope_theta == 5e5
     assert config.text.rope_scaling == {"rope_type": "dynamic", "factor": 2.0}
-    assert config.dtype == "bfloat16"
 
 
 def test_what_a_saver_left_out_takes_the_class_default(native):
@@ -74,6 +73,47 @@ def test_what_a_saver_left_out_takes_the_class_default(native):
     assert (config.vision.hidden_size, config.vision.num_attention_heads) == (1024, 16)
     assert config.vision.norm_type == "layer_norm"
     assert config.text.max_position_embeddings == 2048
+
+
+@pytest.mark.parametrize(
+    ("settings", "scaling"),
+    [
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, None),  # transformers 4
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}, None),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2, "mrope_section": [2, 3, 3]}}, "dynamic"),
+    ],
+)
+def test_rope_of_several_axes(native, settings, scaling):
+    def change(raw):
+        del raw["text_config"]["rope_parameters"]
+        raw["text_config"] |= settings
+
+    text = read_config(edit(native, change)).text
+    assert text.mrope_section == (2, 3, 3)
+    assert (text.rope_scaling or {}).get("rope_type") == scaling
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"rope_type": "mrope"}, "mrope_section None"),
+        ({"rope_type": "default", "mrope_section": [2, 3]}, "sum to half the head size, 8"),
+        ({"rope_type": "default", "mrope_section": [4, 4.0]}, "mrope_section"),
+        ({"rope_type": "default", "mrope_section": 8}, "mrope_section 8"),
+        ({"rope_type": "default", "mrope_section": [2, 3, 3], "mrope_interleaved": True}, "mrope_interleaved"),
+    ],
+)
+def test_axes_that_do_not_fit_are_refused(native, settings, complaint):
+    with pytest.raises(CheckpointError, match=complaint):
+        read_config(edit(native, lambda raw: raw["text_config"].update(rope_parameters=settings)))
+
+
+def test_the_original_layout_names_its_conversation(native, tmp_path):
+    chat = as_internvl_chat(native, tmp_path / "chat")
+    edit(chat, lambda raw: raw.update(template="internvl2_5", system_message="Be brief."))
+    config = read_config(chat)
+    assert (config.conversation, config.system_message) == ("internvl2_5", "Be brief.")
+    assert (read_config(native).conversation, read_config(native).system_message) == (None, None)
 
 
 @pytest.mark.parametrize(("flag", "stored", "effective"), [(True, True, False), (True, False, True)])
@@ -93,7 +133,10 @@ def test_generation_config_names_the_end_tokens(native):
     ("change", "complaint"),
     [
         (lambda raw: raw.update(architectures=["LlavaForConditionalGeneration"]), "LlavaForConditionalGeneration"),
-        (lambda raw: raw["text_config"].update(model_type="gemma"), "'gemma'.*qwen2, llama, internlm2"),
+        (
+            lambda raw: raw["text_config"].update(model_type="gemma"),
+            "'gemma'.*Qwen2ForCausalLM, Llama",
+        ),
         (lambda raw: raw["vision_config"].update(norm_type="batch_norm"), "norm_type 'batch_norm'"),
         (lambda raw: raw["vision_config"].update(patch_size=[14, 16]), "patch_size"),
         (lambda raw: raw["vision_config"].update(patch_size=60), "patch_size 60 does not divide"),

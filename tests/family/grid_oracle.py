@@ -10,7 +10,7 @@ import random
 from fractions import Fraction
 from functools import lru_cache
 
-LAYOUTS = ("hf_native", "internvl_chat")
+ORDERS = ("columns", "set")
 MASK = (1 << 64) - 1
 
 
@@ -78,8 +78,8 @@ class SetModel:
 
 
 @lru_cache(maxsize=64)
-def reference_order(layout: str, least: int, most: int) -> list[tuple[int, int]]:
-    if layout == "internvl_chat":
+def reference_order(order: str, least: int, most: int) -> list[tuple[int, int]]:
+    if order == "set":
         model = SetModel()
         for n in range(least, most + 1):
             for columns in range(1, n + 1):
@@ -94,9 +94,9 @@ def reference_order(layout: str, least: int, most: int) -> list[tuple[int, int]]
     return sorted(found, key=lambda grid: grid[0] * grid[1])
 
 
-def expected_grid(layout: str, width: int, height: int, least: int, most: int) -> tuple[int, int]:
+def expected_grid(order: str, width: int, height: int, least: int, most: int) -> tuple[int, int]:
     """All nearest grids at once, then the tie rule from the first to the last of them."""
-    grids = reference_order(layout, least, most)
+    grids = reference_order(order, least, most)
     aspect = Fraction(float(Fraction(width, height)))
     distance = [float(abs(aspect - Fraction(float(Fraction(*grid))))) for grid in grids]
     tied = [grid for grid, value in zip(grids, distance, strict=True) if value == min(distance)]

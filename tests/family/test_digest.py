@@ -8,22 +8,24 @@ from pathlib import Path
 import numpy as np
 
 from tessera.family.digest import checkpoint_id, digest
-from tessera.family.family import ImagePlan
+from tessera.family.family import ImagePlan, View
 
-PLAN = ImagePlan(0, 3, 448, 448, 2, 1, True, 768)
+PLAN = ImagePlan(768, 3, (3, 1, 2), (View(896, 448, (1, 448, 2, 448, 3), (0, 2, 1, 3, 4)),))
 
 
 def test_every_part_counts() -> None:
-    base = digest(b"picture", PLAN, "settings", b"id")
+    base = digest(b"picture", 0, PLAN, "settings", b"id")
     assert base.dtype == np.int64 and base.shape == (2,)
-    assert np.array_equal(base, digest(b"picture", PLAN, "settings", b"id"))
+    assert np.array_equal(base, digest(b"picture", 0, PLAN, "settings", b"id"))
     others = [
-        digest(b"picturf", PLAN, "settings", b"id"),
-        digest(b"picture", replace(PLAN, columns=1, rows=2), "settings", b"id"),
-        digest(b"picture", PLAN, "setting", b"sid"),
-        digest(b"picture", PLAN, "settings", b"iD"),
+        digest(b"picturf", 0, PLAN, "settings", b"id"),
+        digest(b"picture", 1, PLAN, "settings", b"id"),
+        digest(b"picture", 0, replace(PLAN, wire=(3, 2, 1)), "settings", b"id"),
+        digest(b"picture", 0, replace(PLAN, views=(replace(PLAN.views[0], order=(2, 0, 1, 3, 4)),)), "settings", b"id"),
+        digest(b"picture", 0, PLAN, "setting", b"sid"),
+        digest(b"picture", 0, PLAN, "settings", b"iD"),
     ]
-    assert len({tuple(value) for value in [base, *others]}) == 5
+    assert len({tuple(value) for value in [base, *others]}) == 7
 
 
 def write_checkpoint(folder: Path, weights: bytes) -> bytes:

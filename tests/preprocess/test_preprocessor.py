@@ -32,7 +32,7 @@ def ask(preprocessor: Preprocessor, *images: bytes, text: str | None = "Is there
 def test_shapes_and_types(preprocessor: Preprocessor) -> None:
     found = ask(preprocessor, JPEG, pictures.jpeg(100, 100))
     assert found.pixels.dtype == np.uint8 and found.pixels.shape == ((7 + 1) * 448 * 448 * 3,)
-    assert found.plan.dtype == np.int32 and found.plan.tolist() == [0, 7, 448, 448, 0, 1, 448, 448]
+    assert found.plan.dtype == np.int32 and found.plan.tolist() == [0, 7, 2, 3, 0, 1, 1, 1]
     assert found.digest.dtype == np.int64 and found.digest.shape == (4,)
     assert found.input_ids.dtype == np.int32 and found.input_ids.ndim == 1
     assert found.spans.dtype == np.int32 and found.spans[:, 1].tolist() == [7 * 64, 64]
@@ -63,19 +63,19 @@ def test_rotated_pictures_are_planned_upright(preprocessor: Preprocessor) -> Non
     rotated = pictures.saved(wide, "JPEG", exif=pictures.exif(6))
     found = ask(preprocessor, rotated, tile_policy={"thumbnail": "never"})
     tiles = found.pixels.reshape(-1, 448, 448, 3)
-    assert (found.plans[0].columns, found.plans[0].rows) == (1, 2)
+    assert found.plans[0].wire == (2, 2, 1)
     assert np.array_equal(np.concatenate(list(tiles)), decode(rotated))
 
 
 def test_policies_of_deployment_and_request() -> None:
     deployment = Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(tile_policy={"max_tiles": 1}))
-    assert ask(deployment, JPEG).plan.tolist() == [0, 1, 448, 448]
-    assert ask(deployment, JPEG, tile_policy="two-tile").plan.tolist() == [0, 2, 448, 448]
-    assert ask(deployment, JPEG, tile_policy={"name": "dense"}).plan.tolist() == [0, 13, 448, 448]
+    assert ask(deployment, JPEG).plan.tolist() == [0, 1, 1, 1]
+    assert ask(deployment, JPEG, tile_policy="two-tile").plan.tolist() == [0, 2, 1, 2]
+    assert ask(deployment, JPEG, tile_policy={"name": "dense"}).plan.tolist() == [0, 13, 3, 4]
     native = Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(tile_policy='{"name": "native"}'))
-    assert ask(native, JPEG).plan.tolist() == [0, 1, 448, 448]
-    assert ask(native, JPEG, tile_policy="reference").plan.tolist() == [0, 7, 448, 448]
-    assert ask(native, JPEG, tile_policy={"thumbnail": "always"}).plan.tolist() == [0, 2, 448, 448]
+    assert ask(native, JPEG).plan.tolist() == [0, 1, 1, 1]
+    assert ask(native, JPEG, tile_policy="reference").plan.tolist() == [0, 7, 2, 3]
+    assert ask(native, JPEG, tile_policy={"thumbnail": "always"}).plan.tolist() == [0, 2, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_plan_tokens_pixels_and_digest_agree_under_every_policy(preprocessor: Pr
     for policy in policies:
         found = ask(preprocessor, JPEG, tile_policy=policy)
         (plan,) = found.plans
-        assert found.pixels.size == plan.t * 448 * 448 * 3
-        assert found.spans[:, 1].tolist() == [plan.t * 64] == [plan.tokens]
+        assert found.pixels.size == plan.cost * 448 * 448 * 3
+        assert found.spans[:, 1].tolist() == [plan.cost * 64] == [plan.tokens]
         digests.setdefault(plan, set()).add(tuple(found.digest))
     assert len(digests) == 8  # 1x1, 2x1, 3x2 and 4x3, each with and without the thumbnail
     assert all(len(of_plan) == 1 for of_plan in digests.values())
@@ -124,18 +124,18 @@ def test_messages_with_data_urls_and_next_images(preprocessor: Preprocessor) -> 
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "image"}, {"type": "text", "text": "Alike?"}]
     messages = [{"role": "user", "content": parts}]
     found = ask(preprocessor, pictures.jpeg(100, 100), text=None, messages=messages)
-    assert found.plan.tolist() == [0, 7, 448, 448, 0, 1, 448, 448]
+    assert found.plan.tolist() == [0, 7, 2, 3, 0, 1, 1, 1]
     assert np.array_equal(found.digest[:2], ask(preprocessor, JPEG).digest)
 
 
 def test_limits_say_both_numbers(preprocessor: Preprocessor) -> None:
     small = Preprocessor.from_checkpoint(
-        CHECKPOINT, PreprocessSettings(limits=Limits(max_tiles=20, max_request_bytes=len(JPEG) + 100))
+        CHECKPOINT, PreprocessSettings(limits=Limits(max_cost=20, max_request_bytes=len(JPEG) + 100))
     )
     with pytest.raises(InvalidRequest, match="9 images; the limit is 8"):
         ask(preprocessor, *[JPEG] * 9)
     with pytest.raises(InvalidRequest, match=r"3 images make 21 tiles; the limit is 20.*tile_policy"):
-        ask(Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(limits=Limits(max_tiles=20))), *[JPEG] * 3)
+        ask(Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(limits=Limits(max_cost=20))), *[JPEG] * 3)
     with pytest.raises(InvalidRequest, match="bytes; the limit is"):
         ask(small, JPEG, JPEG)
     with pytest.raises(InvalidRequest, match="max_tiles 21 is above .* 20"):

@@ -119,7 +119,7 @@ def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[R
     input_ids, spans = tensors.array(request, "INPUT_IDS"), tensors.array(request, "SPANS")
     if input_ids is None or spans is None:
         raise InvalidRequest("language_model wants INPUT_IDS and SPANS; clients talk to the ensemble 'vlm'")
-    digest = tensors.array(request, "DIGEST")
+    digest, positions = tensors.array(request, "DIGEST"), tensors.array(request, "POSITIONS")
     sampling = SamplingParameters.parse(tensors.json_value(request, "sampling_parameters", dict))
     rows = pb_utils.get_input_tensor_by_name(request, "EMBEDDINGS")
     whole = Request(
@@ -131,6 +131,7 @@ def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[R
         sampling=sampling,
         stream=stream,
         deadline_ns=deadline_ns,
+        positions=None if positions is None else positions.copy(),
     )
     # A text-only request past a plan brings the rows of a blank tile, which nothing points at.
     has_rows = rows is not None and spans.size > 0

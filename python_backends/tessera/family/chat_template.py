@@ -12,9 +12,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tessera.checkpoint.files import read_json
 from tessera.errors import CheckpointError, InvalidRequest
 from tessera.family.chat import ImagePlace, Message
-from tessera.family.checkpoint_files import read_json
 from tessera.family.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

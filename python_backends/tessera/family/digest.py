@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from hashlib import blake2b
 from pathlib import Path
 
@@ -13,13 +14,15 @@ SAMPLES = 16
 SAMPLE_BYTES = 4096
 
 
-def digest(encoded: bytes, plan: ImagePlan, settings: str, checkpoint: bytes) -> np.ndarray:
-    """blake2b-128 over encoded bytes, plan, preprocessing settings and checkpoint id, as int64 [2].
+def digest(encoded: bytes, kind: int, plan: ImagePlan, settings: str, checkpoint: bytes) -> np.ndarray:
+    """blake2b-128 over encoded bytes, what PLAN says, the plan's views, preprocessing settings and checkpoint id, as
+    int64 [2].
 
     Known before anything is decoded. Every part goes in with its length, so that none can imitate another.
     """
     hasher = blake2b(digest_size=16)
-    for part in (encoded, repr(plan).encode(), settings.encode(), checkpoint):
+    views = [(view.width, view.height, view.split, view.order) for view in plan.views]
+    for part in (encoded, json.dumps([kind, plan.wire, views]).encode(), settings.encode(), checkpoint):
         hasher.update(len(part).to_bytes(8, "little"))
         hasher.update(part)
     return np.frombuffer(hasher.digest(), dtype="<i8").astype(np.int64)

@@ -1,7 +1,8 @@
 """A picture that travels as its file's bytes, for the vision stage to decode: what preprocess writes into PIXELS.
 
-Where tensor PLAN has kind 1, PIXELS holds a frame instead of pixels: the file's length in bytes (uint64), its stored
-width and height and its EXIF orientation (uint32 each, little-endian), and the file itself.
+Tensor PLAN has four int32 for each picture: its kind, then what its family's plan is on the wire. Of kind 0 PIXELS
+holds the pixels as the family cuts them; of kind 1 a frame: the file's length in bytes (uint64), its stored width and
+height and its EXIF orientation (uint32 each, little-endian), and the file itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from tessera.errors import InvalidRequest
 
-KIND_ENCODED = 1
+KIND_PIXELS, KIND_ENCODED = 0, 1
 FRAME = struct.Struct("<QIII")
 LEAST_SIDE = 8  # libjpeg spreads the chroma of narrower pictures in another way
 MOST_SIDE = 65535  # of any JPEG

@@ -1,21 +1,24 @@
-"""The seam between a model family and everything else: how an image is cut, what it costs, where its rows stand."""
+"""The seam between a model family and everything else: how a picture is cut, what it costs, where its rows stand."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from tessera.family.tile_policy import TilePolicy
+from tessera.errors import InvalidRequest
 
-KIND_TILES = 0
+#: (picture uint8 [H, W, 3], width, height) -> uint8 [height, width, 3]
+Resize = Callable[[np.ndarray, int, int], np.ndarray]
 
 
 @dataclass(frozen=True)
 class View:
-    """The whole picture resized once and cut: uint8 [height, width, 3] -> reshape(split) -> transpose(order)."""
+    """The whole picture resized once and cut: uint8 [height, width, 3], reshaped to ``split``, its axes in ``order``,
+    flattened."""
 
     width: int
     height: int
@@ -25,52 +28,21 @@ class View:
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """What becomes of one picture, known from its size alone.
+    """What becomes of one picture, known from its size alone; opaque outside of its family.
 
-    ``kind`` 0: ``t`` square tiles of ``h`` x ``w`` pixels, the grid of ``columns`` x ``rows`` row by row, then the
-    thumbnail if there is one; 1: the same, cut by the vision stage. ``tokens``: rows the vision encoder will give.
+    ``tokens``: the rows that the vision encoder gives. ``cost``: units of the vision stage's work, such as tiles; all
+    have as many bytes. ``wire``: what tensor PLAN says of the picture behind its kind. ``views``: its pixels, one after
+    the other.
     """
 
-    kind: int
-    t: int
-    h: int
-    w: int
-    columns: int
-    rows: int
-    thumbnail: bool
     tokens: int
-
-    @property
-    def pixel_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the uint8 RGB pixels."""
-        return self.t, self.h, self.w, 3
-
-    @property
-    def cost(self) -> int:
-        """Units of the vision stage's work."""
-        return self.t
-
-    @property
-    def views(self) -> tuple[View, ...]:
-        split = (self.rows, self.h, self.columns, self.w, 3)
-        grid = View(self.columns * self.w, self.rows * self.h, split, (0, 2, 1, 3, 4))
-        return (grid, View(self.w, self.h, (1, self.h, 1, self.w, 3), (0, 2, 1, 3, 4)))[: 1 + self.thumbnail]
+    cost: int
+    wire: tuple[int, int, int]
+    views: tuple[View, ...]
 
     @property
     def pixel_bytes(self) -> int:
         return 3 * sum(view.width * view.height for view in self.views)
-
-    def wire(self) -> tuple[int, int, int, int]:
-        """The four int32 of tensor PLAN: kind, tiles, the grid's rows and columns."""
-        return self.kind, self.t, self.rows, self.columns
-
-
-@dataclass(frozen=True)
-class ImageSpan:
-    """Where one picture's rows stand in ``input_ids``: ``length`` positions from ``start``."""
-
-    start: int
-    length: int
 
 
 class ModelFamily(ABC):
@@ -83,33 +55,48 @@ class ModelFamily(ABC):
     control_tokens: tuple[str, ...]
     #: special tokens that a user's text may use with their meaning (grounding marks); all others are plain text there
     user_tokens: tuple[str, ...] = ()
-    #: what a plan's cost counts, for messages, and the uint8 shape of one such unit
+    #: what cost counts, for messages, and the uint8 shape of one such unit
     cost_unit: str
     unit_shape: tuple[int, ...]
+    #: the most that one request may cost where the deployment sets no limit
+    max_cost: int
+
+    def policy(self, value: Any, default: Any = None, max_cost: int | None = None) -> Any:
+        """A deployment's or a request's ``tile_policy`` parsed, for ``plan``.
+
+        ``default`` (None: the checkpoint's own) stands where ``value`` is None, and for what it leaves open.
+        Raises InvalidRequest, also where ``value`` allows a picture to cost more than ``max_cost``.
+        """
+        if value is not None:
+            raise InvalidRequest("tile_policy: this model does not cut pictures into tiles; leave it out")
+        return default
 
     @abstractmethod
-    def default_policy(self) -> TilePolicy:
-        """The policy that the checkpoint's own files state."""
-
-    @abstractmethod
-    def plan(self, width: int, height: int, policy: TilePolicy) -> ImagePlan:
+    def plan(self, width: int, height: int, policy: Any) -> ImagePlan:
         """Plan for a picture of ``width`` x ``height`` pixels (after EXIF rotation).
 
-        Raises InvalidRequest where the policy's token budget is too small for any plan.
+        Raises InvalidRequest where the picture, or the policy, allows no plan.
         """
 
     @abstractmethod
     def plan_of(self, wire: tuple[int, int, int]) -> ImagePlan:
-        """The same plan from t, h, w of tensor PLAN. Raises InvalidRequest if it cannot be one."""
+        """The plan whose wire form this is. Raises InvalidRequest where there is none."""
 
     @abstractmethod
     def pieces(self, plan: ImagePlan) -> tuple[tuple[str, int], ...]:
         """(special token, repetitions) that take the place of the prompt's one image token."""
 
-    @abstractmethod
-    def positions(self, input_length: int, spans: Sequence[ImageSpan], plans: Sequence[ImagePlan]) -> np.ndarray:
-        """Rotary positions, int64 [axes, input_length]."""
+    def positions(self, input_length: int, spans: np.ndarray, plans: Sequence[ImagePlan]) -> np.ndarray | None:
+        """Rotary positions of the prompt, int32 [axes, input_length]; None: 0 to input_length - 1, of one axis.
 
-    def placeholder(self, plan: ImagePlan) -> str:
-        """The text that takes the place of the prompt's one image token."""
-        return "".join(token * count for token, count in self.pieces(plan))
+        ``spans`` int32 [k, 2]: (start, length) of each picture's rows. The answer goes on at the highest position + 1.
+        """
+        return None
+
+    def cut(self, picture: np.ndarray, plan: ImagePlan, resize: Resize, out: np.ndarray) -> None:
+        """Fill ``out``, uint8 [plan.pixel_bytes], with the views of ``picture``, uint8 [H, W, 3], upright."""
+        start = 0
+        for view in plan.views:
+            pixels = resize(picture, view.width, view.height).reshape(view.split).transpose(view.order)
+            out[start : start + pixels.size].reshape(pixels.shape)[:] = pixels
+            start += pixels.size

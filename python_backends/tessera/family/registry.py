@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tessera.errors import CheckpointError
+from tessera.checkpoint.files import one_of
 from tessera.family.family import ModelFamily
 
 if TYPE_CHECKING:
@@ -19,10 +19,6 @@ FAMILIES = {
 
 def family_for(config: CheckpointConfig) -> ModelFamily:
     """The family of a checkpoint. Raises CheckpointError for a model type that none is registered for."""
-    try:
-        module, name = FAMILIES[config.model_type].split(":")
-    except KeyError:
-        raise CheckpointError(
-            f"no model family for model_type {config.model_type!r}; known are {sorted(FAMILIES)}"
-        ) from None
+    one_of(config.model_type, FAMILIES, "model_type")
+    module, name = FAMILIES[config.model_type].split(":")
     return getattr(import_module(module), name)(config)

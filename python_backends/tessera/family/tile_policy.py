@@ -1,6 +1,6 @@
 """Into how many tiles a picture is cut: named policies, each with keys that a deployment or a request may change.
 
-What they make of a 480x320 picture at InternVL's 256 tokens a tile (seed 000 tells of 3328 tokens becoming 512):
+What they make of a 480x320 picture at InternVL's 256 tokens a tile:
 
 ==================  =======================  ======
 policy              tiles                    tokens
@@ -12,9 +12,8 @@ two-tile            2 x 1, no thumbnail      512
 native              1                        256
 ==================  =======================  ======
 
-3328 is 13 tiles of 256: InternVL's rule gives it to a 480x320 picture only where small grids are ruled out
-(``dense``, 7 to 12 tiles); left to itself it gives 1792. 512 is two tiles: ``two-tile``, or one tile with a thumbnail
-of the same picture (``{"max_tiles": 1, "thumbnail": "always"}``).
+InternVL's own rule is ``reference``; ``dense`` rules small grids out (7 to 12 tiles). Two tiles may also be one tile
+with a thumbnail of the same picture: ``{"max_tiles": 1, "thumbnail": "always"}``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from typing import Any
 
 from tessera.errors import InvalidRequest
 
-GRID_RULES = ("aspect", "native")
 THUMBNAIL_RULES = ("auto", "never", "always")
 KEYS = ("min_tiles", "max_tiles", "thumbnail", "token_budget")
 
@@ -52,18 +50,15 @@ class TilePolicy:
     def __post_init__(self) -> None:
         for key in ("min_tiles", "max_tiles", "token_budget"):
             value = getattr(self, key)
-            if key == "token_budget" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if (value is not None or key != "token_budget") and (type(value) is not int or value < 1):
                 raise InvalidRequest(f"tile policy: {key} must be a whole number of at least 1, not {value!r:.50}")
         if self.min_tiles > self.max_tiles:
             raise InvalidRequest(
                 f"tile policy: min_tiles {self.min_tiles!r:.20} is above max_tiles {self.max_tiles!r:.20}; "
                 "raise max_tiles"
             )
-        for key, known in (("thumbnail", THUMBNAIL_RULES), ("grid", GRID_RULES)):
-            if getattr(self, key) not in known:
-                raise InvalidRequest(f"tile policy: {key} must be one of {known}, not {getattr(self, key)!r:.50}")
+        if self.thumbnail not in THUMBNAIL_RULES:
+            raise InvalidRequest(f"tile policy: thumbnail must be one of {THUMBNAIL_RULES}, not {self.thumbnail!r:.50}")
 
     def has_thumbnail(self, grid_tiles: int) -> bool:
         """Whether a grid of so many tiles gets a thumbnail."""

@@ -16,8 +16,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from tessera.checkpoint.files import read_json
 from tessera.errors import CheckpointError
-from tessera.family.checkpoint_files import read_json
 from tessera.family.sentencepiece_model import SPACE, SentencePieceModel, spm_decoder
 
 # How Qwen2 splits text into words (transformers tokenization_qwen2.py); vocab.json + merges.txt do not say.

@@ -31,10 +31,13 @@ REDUCED = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for. ``max_pixels`` is for each picture, ``max_request_bytes`` for all together."""
+    """What one request may ask for. ``max_pixels`` is for each picture, ``max_request_bytes`` for all together.
+
+    ``max_cost``: the work of all its pictures together, in the family's units (InternVL: tiles); 0: the family's limit.
+    """
 
     max_images: int = 8
-    max_tiles: int = 104
+    max_cost: int = 0
     max_pixels: int = 50_000_000
     max_request_bytes: int = 64 << 20
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,10 @@ from tessera.errors import ConfigError, InvalidRequest
 from tessera.family.chat import Chat, parse_chat
 from tessera.family.conversation import conversation_for
 from tessera.family.digest import checkpoint_id, digest
-from tessera.family.encoded_picture import FRAME, KIND_ENCODED, LEAST_SIDE, EncodedPicture
+from tessera.family.encoded_picture import FRAME, KIND_ENCODED, KIND_PIXELS, LEAST_SIDE, EncodedPicture
 from tessera.family.family import ImagePlan, ModelFamily
 from tessera.family.prompt import PromptBuilder
 from tessera.family.registry import family_for
-from tessera.family.tile_policy import TilePolicy
 from tessera.family.tokenizer import Tokenizer
 from tessera.preprocess.decode import Limits, decode, encoded_bytes, read_checked_header
 from tessera.preprocess.headers import Header
@@ -26,7 +25,7 @@ from tessera.preprocess.resize_cpu import resize_mode
 
 # Part of every digest: raise it when the same bytes and plan would give other pixels than before.
 PIXELS_VERSION = "1"
-# Longer pictures are decoded here: the GPU's resize holds a weight for each pixel of a side and each of the grid's.
+# Longer pictures are decoded here: the GPU's resize holds a weight for each pixel of a side and each of the result's.
 MOST_GPU_SIDE = 16384
 
 
@@ -39,7 +38,7 @@ class PreprocessSettings:
 
     limits: Limits = field(default_factory=Limits)
     resize: str = "reference"
-    tile_policy: TilePolicy | dict[str, Any] | str | None = None
+    tile_policy: dict[str, Any] | str | None = None
     context_length: int | None = None
     system: str | None = None
     gpu_pixels: int = 0
@@ -56,9 +55,25 @@ class PreprocessRequest:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """One of a request's pictures before its pixels. ``kind``: whether they or the file itself (``data``) travel."""
+
+    data: bytes
+    header: Header
+    plan: ImagePlan
+    kind: int
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes of PIXELS."""
+        return FRAME.size + len(self.data) if self.kind == KIND_ENCODED else self.plan.pixel_bytes
+
+
+@dataclass(frozen=True)
 class Prepared:
     """``pixels`` uint8 [bytes of all images]; ``plan`` int32 [4k]; ``digest`` int64 [2k]; ``input_ids`` int32 [L];
-    ``spans`` int32 [k, 2] of (start, length). ``plans`` are the same k images' plans as objects.
+    ``spans`` int32 [k, 2] of (start, length); ``positions`` int32 [axes, L], None for 0 to L - 1. ``plans`` are the
+    same k images' plans as objects.
 
     In ``pixels`` an image of kind 1 has its frame (``family/encoded_picture.py``)."""
 
@@ -67,6 +82,7 @@ class Prepared:
     digest: np.ndarray
     input_ids: np.ndarray
     spans: np.ndarray
+    positions: np.ndarray | None
     plans: tuple[ImagePlan, ...]
 
 
@@ -79,12 +95,12 @@ class Preprocessor:
         self.family = family
         self.prompts = prompts
         self.limits = settings.limits
+        self.max_cost = settings.limits.max_cost or family.max_cost
         if settings.gpu_pixels < 0:
             raise ConfigError(f"preprocess: gpu_pixels {settings.gpu_pixels} must be 0 (never) or more")
         self.gpu_pixels = settings.gpu_pixels
         try:
-            self.policy = TilePolicy.parse(settings.tile_policy, default=family.default_policy())
-            family.plan(1, 1, self.policy)  # a token budget too small for any picture is refused here
+            self.policy = family.policy(settings.tile_policy)
         except InvalidRequest as error:
             raise ConfigError(f"preprocess: {error}") from None
         self._mode = resize_mode(settings.resize)
@@ -97,7 +113,7 @@ class Preprocessor:
         settings = settings or PreprocessSettings()
         config = read_config(folder)
         family = family_for(config)
-        bos = conversation_for(config.raw).bos if config.layout == "internvl_chat" else None
+        bos = conversation_for(config.raw).bos if config.conversation is not None else None
         tokenizer = Tokenizer.from_folder(config.folder, bos)
         prompts = PromptBuilder(config, family, tokenizer, settings.context_length, settings.system)
         return Preprocessor(family, prompts, checkpoint_id(config.folder), settings)
@@ -106,19 +122,20 @@ class Preprocessor:
         """Raises InvalidRequest that names the image by its place in the prompt (from 0)."""
         chat = parse_chat(request.text, request.messages, len(request.images))
         images = self._encoded(chat, request.images)
-        policy = TilePolicy.parse(request.tile_policy, default=self.policy)
-        plans = self._plans(images, policy)
+        pictures = self._pictures(images, self.family.policy(request.tile_policy, self.policy, self.max_cost))
+        plans = tuple(picture.plan for picture in pictures)
         prompt = self.prompts.build(chat.messages, plans)
         digests = [
-            digest(image, plan, self._digest_settings, self._checkpoint)
-            for image, plan in zip(images, plans, strict=True)
+            digest(picture.data, picture.kind, picture.plan, self._digest_settings, self._checkpoint)
+            for picture in pictures
         ]
         return Prepared(
-            pixels=self.pixels(images, plans),
-            plan=np.array([plan.wire() for plan in plans], dtype=np.int32).reshape(-1),
+            pixels=self.pixels(pictures),
+            plan=np.array([(picture.kind, *picture.plan.wire) for picture in pictures], dtype=np.int32).reshape(-1),
             digest=np.concatenate(digests) if digests else np.empty(0, dtype=np.int64),
             input_ids=prompt.input_ids,
             spans=prompt.spans,
+            positions=self.family.positions(len(prompt.input_ids), prompt.spans, plans),
             plans=plans,
         )
 
@@ -133,25 +150,21 @@ class Preprocessor:
             raise InvalidRequest(f"the request has {size} bytes; the limit is {self.limits.max_request_bytes}")
         return [encoded_bytes(source, f"image {index}") for index, source in enumerate(sources)]
 
-    def _plans(self, images: Sequence[bytes], policy: TilePolicy) -> tuple[ImagePlan, ...]:
-        most = self.limits.max_tiles
-        if policy.max_tiles > most:
+    def _pictures(self, images: Sequence[bytes], policy: Any) -> list[Picture]:
+        pictures = [self.picture(image, policy, f"image {index}") for index, image in enumerate(images)]
+        cost = sum(picture.plan.cost for picture in pictures)
+        if cost > self.max_cost:
             raise InvalidRequest(
-                f"tile policy: max_tiles {policy.max_tiles} is above this server's limit of {most} tiles a request"
+                f"{len(pictures)} images make {cost} {self.family.cost_unit}; the limit is {self.max_cost}. Send fewer "
+                "images, or a tile_policy that makes less of each"
             )
-        plans = tuple(self._plan(image, policy, f"image {index}") for index, image in enumerate(images))
-        tiles = sum(plan.t for plan in plans)
-        if tiles > most:
-            raise InvalidRequest(
-                f"{len(plans)} images make {tiles} tiles; the limit is {most}. Send fewer images, "
-                "or a tile_policy with a lower max_tiles or token_budget"
-            )
-        return plans
+        return pictures
 
-    def _plan(self, image: bytes, policy: TilePolicy, name: str) -> ImagePlan:
+    def picture(self, image: bytes, policy: Any, name: str = "image") -> Picture:
+        """An encoded picture planned by its header alone. Raises InvalidRequest that calls it ``name``."""
         header = read_checked_header(image, self.limits, name)
         plan = self.family.plan(*header.upright_size, policy)
-        return replace(plan, kind=KIND_ENCODED) if self._is_for_gpu(header) else plan
+        return Picture(image, header, plan, KIND_ENCODED if self._is_for_gpu(header) else KIND_PIXELS)
 
     def _is_for_gpu(self, header: Header) -> bool:
         return (
@@ -161,34 +174,19 @@ class Preprocessor:
             and header.chroma_step is not None
         )
 
-    def pixels(self, images: Sequence[bytes], plans: Sequence[ImagePlan]) -> np.ndarray:
-        """Decode and cut encoded ``images`` as their ``plans`` say: uint8, flat. Raises InvalidRequest.
-
-        Of an image of kind 1 its frame.
-        """
-        sizes = [
-            FRAME.size + len(image) if plan.kind == KIND_ENCODED else int(np.prod(plan.pixel_shape))
-            for image, plan in zip(images, plans, strict=True)
-        ]
-        pixels = np.empty(sum(sizes), dtype=np.uint8)
-        ends = np.cumsum(sizes)
-        for index, (image, plan, size, end) in enumerate(zip(images, plans, sizes, ends, strict=True)):
-            if plan.kind == KIND_ENCODED:
-                header = read_checked_header(image, self.limits, f"image {index}")
-                data = np.frombuffer(image, dtype=np.uint8)
-                picture = EncodedPicture(data, header.width, header.height, header.orientation)
-                pixels[end - size : end] = picture.framed()
+    def pixels(self, pictures: Sequence[Picture]) -> np.ndarray:
+        """Decode and cut ``pictures`` as their plans say, or frame the file: uint8, flat. Raises InvalidRequest."""
+        pixels = np.empty(sum(picture.size for picture in pictures), dtype=np.uint8)
+        start = 0
+        for index, picture in enumerate(pictures):
+            out = pixels[start : start + picture.size]
+            start += picture.size
+            if picture.kind == KIND_ENCODED:
+                data, header = np.frombuffer(picture.data, dtype=np.uint8), picture.header
+                out[:] = EncodedPicture(data, header.width, header.height, header.orientation).framed()
                 continue
-            enough = (plan.columns * plan.w, plan.rows * plan.h) if self._mode.reduced else None
-            decoded = decode(image, self.limits, f"image {index}", enough)
-            self._write_tiles(decoded, plan, pixels[end - size : end].reshape(plan.pixel_shape))
+            views = picture.plan.views
+            enough = max(view.width for view in views), max(view.height for view in views)
+            decoded = decode(picture.data, self.limits, f"image {index}", enough if self._mode.reduced else None)
+            self.family.cut(decoded, picture.plan, self._mode.resize, out)
         return pixels
-
-    def _write_tiles(self, image: np.ndarray, plan: ImagePlan, out: np.ndarray) -> None:
-        """Fill ``out`` [t, h, w, 3]: the whole image resized to the grid and cut row by row, the thumbnail last."""
-        grid = self._mode.resize(image, plan.columns * plan.w, plan.rows * plan.h)
-        cut = grid.reshape(plan.rows, plan.h, plan.columns, plan.w, 3).transpose(0, 2, 1, 3, 4)
-        count = plan.rows * plan.columns
-        out[:count].reshape(plan.rows, plan.columns, plan.h, plan.w, 3)[:] = cut
-        if plan.thumbnail:
-            out[count] = self._mode.resize(image, plan.w, plan.h)

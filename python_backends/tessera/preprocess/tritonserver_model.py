@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tessera.errors import ConfigError, InvalidRequest
-from tessera.family.family import KIND_TILES
+from tessera.family.family import ModelFamily
 from tessera.preprocess.decode import Limits
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
 from tessera.preprocess.resize_cpu import use_one_thread
@@ -29,7 +29,7 @@ class TritonPythonModel:
         use_one_thread(resize)
         limits = Limits(
             max_images=settings.integer("max_images"),
-            max_tiles=settings.integer("max_tiles"),
+            max_cost=settings.integer("max_cost"),
             max_pixels=settings.integer("max_pixels"),
             max_request_bytes=settings.integer("max_request_bytes"),
         )
@@ -42,7 +42,8 @@ class TritonPythonModel:
                 gpu_pixels=settings.integer("gpu_pixels"),
             ),
         )
-        self._blank_tile = _blank_tile(self._preprocessor, settings.text("pictures_as"), settings.integer("gpu_pixels"))
+        family, pictures_as = self._preprocessor.family, settings.text("pictures_as")
+        self._blank_tile = _blank_tile(family, pictures_as, settings.integer("gpu_pixels"))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
@@ -67,23 +68,24 @@ class TritonPythonModel:
         if prompt + answer > context:
             raise InvalidRequest(
                 f"{prompt} prompt tokens and max_tokens {answer} exceed the context of {context} tokens; "
-                "shorten the prompt, use fewer image tiles or lower max_tokens"
+                "shorten the prompt, use fewer or smaller images or lower max_tokens"
             )
 
     def _response(self, prepared: Prepared, deadline: int, received: int) -> Any:
         import triton_python_backend_utils as pb_utils
 
         stamps = np.array([[deadline, received, time.monotonic_ns()]], dtype=np.int64)
-        return pb_utils.InferenceResponse(
-            output_tensors=[
-                *self._pictures(prepared),
-                # A leading 1: the vision stage batches requests along it.
-                tensors.output("DIGEST", prepared.digest.reshape(1, -1)),
-                tensors.output("STAMPS", stamps),
-                tensors.output("INPUT_IDS", prepared.input_ids),
-                tensors.output("SPANS", prepared.spans),
-            ]
-        )
+        outputs = [
+            *self._pictures(prepared),
+            # A leading 1: the vision stage batches requests along it.
+            tensors.output("DIGEST", prepared.digest.reshape(1, -1)),
+            tensors.output("STAMPS", stamps),
+            tensors.output("INPUT_IDS", prepared.input_ids),
+            tensors.output("SPANS", prepared.spans),
+        ]
+        if prepared.positions is not None:
+            outputs.append(tensors.output("POSITIONS", prepared.positions))
+        return pb_utils.InferenceResponse(output_tensors=outputs)
 
     def _pictures(self, prepared: Prepared) -> list[Any]:
         if self._blank_tile is None:
@@ -95,7 +97,7 @@ class TritonPythonModel:
         return [tensors.output("TILES", tiles if len(tiles) else self._blank_tile)]
 
 
-def _blank_tile(preprocessor: Preprocessor, pictures_as: str, gpu_pixels: int) -> np.ndarray | None:
+def _blank_tile(family: ModelFamily, pictures_as: str, gpu_pixels: int) -> np.ndarray | None:
     """Where pictures leave as tiles, the one that a request without pictures sends; None where they leave as pixels."""
     if pictures_as == "pixels":
         return None
@@ -105,10 +107,9 @@ def _blank_tile(preprocessor: Preprocessor, pictures_as: str, gpu_pixels: int) -
         raise ConfigError(
             f"preprocess: with pictures_as tiles none may travel encoded; set gpu_pixels to 0, not {gpu_pixels}"
         )
-    plan = preprocessor.family.plan(1, 1, preprocessor.policy)
-    if plan.kind != KIND_TILES:
-        raise ConfigError("preprocess: pictures_as tiles wants a checkpoint whose pictures are tiles of one size")
-    return np.zeros((1, plan.h, plan.w, 3), np.uint8)
+    if family.cost_unit != "tiles":
+        raise ConfigError(f"preprocess: pictures_as tiles does not go with pictures of {family.cost_unit}")
+    return np.zeros((1, *family.unit_shape), np.uint8)
 
 
 def _pong(now: int) -> Any:

@@ -9,12 +9,11 @@ import numpy as np
 import torch
 
 from tessera.errors import InvalidRequest
-from tessera.family.encoded_picture import KIND_ENCODED, EncodedPicture
+from tessera.family.encoded_picture import KIND_ENCODED, KIND_PIXELS, EncodedPicture
 from tessera.family.family import ImagePlan, ModelFamily
 from tessera.vision.decoding.decoder import PictureDecoder, Undecoded
 
 _PLAN_LENGTH = 4  # kind and t, h, w
-KIND_PIXELS = 0
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tessera.checkpoint.config import CheckpointConfig, VisionConfig
+from tessera.checkpoint.config import CheckpointConfig
+from tessera.checkpoint.layouts.internvl import VisionConfig
 from tessera.checkpoint.weights import Placement
 from tessera.measured_choices import MeasuredChoices
 from tessera.vision.kernels.attention import BACKENDS, attend
@@ -31,9 +32,6 @@ from tessera.vision.kernels.tower_kernels import (
     linear_with_epilogue,
 )
 from tessera.vision.towers.tower import Forward, Tower
-
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class RMSNorm(nn.Module):
@@ -147,20 +145,20 @@ class InternViT(Tower):
         super().__init__()
         vision = config.vision
         self.patch = vision.patch_size
-        self.statistics = pixel_statistics(config)
-        self.normed = config.vision_feature_layer == -1
-        self.merge = round(1 / config.downsample_ratio)
+        self.statistics = vision.pixel_mean, vision.pixel_std
+        self.normed = vision.feature_layer == -1
+        self.merge = round(1 / vision.downsample_ratio)
         self.grid = vision.patches_per_side // self.merge
-        self.transposed = config.ps_version == "v1"
+        self.transposed = vision.ps_version == "v1"
         # How many layers run: hidden state k is the input of layer k, the last one the output of the last layer.
-        self.depth = config.vision_feature_layer % (vision.num_hidden_layers + 1)
+        self.depth = vision.feature_layer % (vision.num_hidden_layers + 1)
         self.patch_embedding = nn.Linear(vision.num_channels * vision.patch_size**2, vision.hidden_size)
         self.class_embedding = nn.Parameter(torch.zeros(1, 1, vision.hidden_size))
         self.position_embedding = nn.Parameter(torch.zeros(1, vision.patches_per_side**2 + 1, vision.hidden_size))
         self.layers = nn.ModuleList(Layer(vision) for _ in range(vision.num_hidden_layers))
         self.final_norm = nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps) if vision.final_norm else None
         self.projector = Projector(
-            vision.hidden_size * self.merge**2, config.text.hidden_size, config.projector_hidden_act
+            vision.hidden_size * self.merge**2, config.text.hidden_size, vision.projector_hidden_act
         )
         self.unit_shape = (vision.image_size, vision.image_size, vision.num_channels)
         self.row_shape = (self.grid**2, config.text.hidden_size)
@@ -271,13 +269,6 @@ class InternViT(Tower):
             )
             epilogue = chosen == "epilogue"
         return partial(self, kernels=gpu_kernels(backend, epilogue))
-
-
-def pixel_statistics(config: CheckpointConfig) -> tuple[Sequence[float], Sequence[float]]:
-    """(mean, std) a channel of pixels in 0..1. The original layout's code has ImageNet's built in."""
-    if config.layout == "internvl_chat":
-        return IMAGENET_MEAN, IMAGENET_STD
-    return config.processor.get("image_mean", IMAGENET_MEAN), config.processor.get("image_std", IMAGENET_STD)
 
 
 def _fit_positions(stored: torch.Tensor, side: int) -> torch.Tensor:

@@ -107,7 +107,7 @@ def unfilled_tower(config: CheckpointConfig, dtype: torch.dtype = torch.float32)
 def vision_fingerprint(config: CheckpointConfig) -> str:
     """A hex digest of the vision weights as stored and of the settings that shape their use."""
     source = SafetensorsFolder(config.folder)
-    digest = blake2b(repr((config.raw, config.processor)).encode(), digest_size=16)
+    digest = blake2b(repr(config.vision).encode(), digest_size=16)
     for name in sorted(split_names(source.names(), config)["vision"]):
         digest.update(name.encode())
         digest.update(source.get(name).contiguous().view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,49 @@
+"""Small JSON files of a checkpoint folder, and what they must state.
+
+Messages of ``read_json`` name the file, never the folder: clients may see them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tessera.errors import CheckpointError
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """The object in ``folder/name``, or {} if there is no such file."""
+    try:
+        value = json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise CheckpointError(f"{name} of the checkpoint is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{name} of the checkpoint must hold an object, not {type(value).__name__}")
+    return value
+
+
+def read_processor(folder: Path) -> dict[str, Any]:
+    """preprocessor_config.json and the image processor's part of processor_config.json as one; the latter wins.
+
+    Without the nulls, which savers write for what is not set.
+    """
+    whole = read_json(folder, "processor_config.json")
+    merged = read_json(folder, "preprocessor_config.json") | (whole.get("image_processor") or {})
+    merged |= {name: value for name, value in whole.items() if not isinstance(value, dict)}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def section(raw: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+    """An object inside config.json; raises CheckpointError where there is none."""
+    if not isinstance(raw.get(name), dict):
+        raise CheckpointError(f"{where} has no section {name!r}")
+    return raw[name]
+
+
+def one_of(value: Any, supported: Iterable[Any], what: str) -> None:
+    """Raises CheckpointError for any other value."""
+    if value not in (known := list(supported)):
+        raise CheckpointError(f"{what} {value!r:.80} is not supported; supported are {', '.join(map(str, known))}")
