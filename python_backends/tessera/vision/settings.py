@@ -37,12 +37,7 @@ class VisionSettings:
             raise ConfigError("the onnx runner computes in float32 on the CPU; for anything else use graph or torch")
         if self.runner == "graph" and not self.device.startswith("cuda"):
             raise ConfigError(f"the graph runner records CUDA graphs; it needs device cuda, not {self.device!r}")
-        for name, least in (
-            ("infer_batch_size", 1),
-            ("threads", 1),
-            ("cache_bytes", 0),
-            ("decode_bytes", 0),
-            ("memory_bytes", 0),
-        ):
+        least_of = {"infer_batch_size": 1, "threads": 1, "cache_bytes": 0, "decode_bytes": 0, "memory_bytes": 0}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"the vision stage needs {name} >= {least}, not {getattr(self, name)}")
