@@ -22,11 +22,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends"))
 
+from onnx_cpu import for_cpu
+
 from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError, TesseraError
-from tessera.vision.intern_vit import InternViT, load_vision, vision_fingerprint
-from tessera.vision.onnx_cpu import for_cpu
-from tessera.vision.onnx_graph import FINGERPRINT, PRECISION
+from tessera.vision.towers.intern_vit import InternViT
+from tessera.vision.towers.intern_vit_graph import FINGERPRINT, PRECISION
+from tessera.vision.towers.tower import load_tower, vision_fingerprint
 
 # The least cosine to torch in float32 that passes, by what the matrix products compute in. bfloat16 has 8 bits, fp8 4.
 BOUNDS = {"float32": 0.9999, "float16": 0.9999, "bfloat16": 0.999, "int8": 0.99, "fp8": 0.99}
@@ -87,7 +89,7 @@ def check(checkpoint: Path, onnx_file: Path, bound: float | None = None, random:
         bound = BOUNDS[precision.partition(" ")[0]]
     model = for_cpu(model)
     tiles = test_tiles(config.vision.image_size)
-    expected = torch_states(load_vision(config, random_weights=random), tiles)
+    expected = torch_states(load_tower(config, random_weights=random), tiles)
     actual = graph_states(model, ["embeddings"], tiles)["embeddings"]
     result: dict[str, Any] = {"precision": precision, "bound": bound, **compare(expected["embeddings"], actual)}
     result["passed"] = result["cosine"] >= bound

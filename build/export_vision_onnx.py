@@ -4,9 +4,10 @@
     python build/export_vision_onnx.py --checkpoint DIR --out FILE --target tensorrt \
         [--precision float16|bfloat16|float32] [--quantize int8|fp8 [--pictures DIR] [--percentile P]]
 
-``onnxruntime`` (the default) is what the CPU vision stage runs; ``portable`` has standard operators only; ``tensorrt``
-is a strongly typed graph for build/build_vision_plan.py (docs/tensorrt.md). ``--quantize`` inserts Q/DQ nodes whose
-scales are measured first, on ``--pictures`` or else on training pictures of the default data set (never held-out ones).
+``onnxruntime`` (the default) is what the CPU vision stage runs, which also exports it by itself; ``portable`` has
+standard operators only; ``tensorrt`` is a strongly typed graph for build/build_vision_plan.py (docs/tensorrt.md).
+``--quantize`` inserts Q/DQ nodes whose scales are measured first, on ``--pictures`` or else on training pictures of the
+default data set (never held-out ones).
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends"))
 
+from calibration import KINDS, Quantization, calibrate
+from vision_graphs import PRECISIONS, TARGETS, vision_graph
+
 from tessera.checkpoint.config import CheckpointConfig, read_config
 from tessera.errors import ConfigError, TesseraError
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
-from tessera.vision.calibration import KINDS, Quantization, calibrate
-from tessera.vision.intern_vit import InternViT, load_vision, vision_fingerprint
-from tessera.vision.onnx_graph import PRECISIONS, TARGETS, vision_graph
+from tessera.user_cache import write_whole
+from tessera.vision.towers.intern_vit import InternViT
+from tessera.vision.towers.tower import load_tower, vision_fingerprint
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = 32
@@ -37,10 +41,7 @@ def export(model: onnx.ModelProto, out: Path, target: str) -> None:
     """Write the graph, whole or not at all."""
     if target != "onnxruntime":
         onnx.checker.check_model(model)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(out.name + ".part")
-    onnx.save(model, str(unfinished))
-    unfinished.replace(out)
+    write_whole(out, lambda draft: onnx.save(model, str(draft)))
 
 
 def calibration_pictures(folder: Path | None, count: int) -> Iterator[bytes]:
@@ -93,7 +94,7 @@ def main() -> int:
         parser.error("--percentile wants a number above 0 and up to 100, --count one of 1 or more")
     try:
         config = read_config(args.checkpoint)
-        tower = load_vision(config, random_weights=args.random_weights)
+        tower = load_tower(config, random_weights=args.random_weights)
         fingerprint = "random" if args.random_weights else vision_fingerprint(config)
         scales = None
         if args.quantize:

@@ -1,24 +1,21 @@
 """Big pictures on the GPU against the CPU (part of `make bench-preprocess`; without a GPU it says so and ends).
 
-The CPU side is preprocess's own: one thread, libjpeg-turbo through OpenCV, then the `reference` resize to the grid and
-the thumbnail. The GPU side is the vision stage's: the file's bytes in host memory, nvJPEG (which uploads them), chroma
-and colours, resize, tiles left on the GPU; each call ends with a synchronisation.
+The CPU side is preprocess's own: libjpeg-turbo through OpenCV, then the `reference` resize to the grid and the
+thumbnail, one thread a picture and as many at once as there are cores. The GPU side is the vision stage's: the files'
+bytes in host memory, nvImageCodec, resize and cut, pixels left on the GPU; alone and in batches.
 
 `preprocess.gpu_4k_resize_ratio` compares the same work on both: a decoded 3840x2160 picture (uint8 RGB in page-locked
-host memory) to tiles, the GPU's upload of these 25 MB included and decoding in neither; `from_ordinary_memory` is the
-same from memory that is not page-locked. `whole` is the ratio that a request sees: file to tiles, decoding in both.
-The CPU's resize is the whole less its decoding.
-
-Grey levels are compared with the CPU's for a colour field (the standard workloads' picture) and for a page of coloured
-letters, once as we decode and once by nvJPEG's own RGB, which is what torchvision's decoder gives.
+host memory) to tiles, the GPU's upload of these 25 MB included and decoding in neither.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cv2
@@ -27,23 +24,27 @@ import numpy as np
 import torch
 import workloads
 
-from tessera.family.encoded_picture import EncodedPicture
 from tessera.preprocess.decode import decode
-from tessera.preprocess.preprocessor import Preprocessor
+from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest, PreprocessSettings
 from tessera.preprocess.resize_cpu import use_one_thread
-from tessera.vision.gpu_pictures import Cut, GpuPictures
-from tessera.vision.jpeg_planes import cut, tiles_of_planes
-from tessera.vision.nvjpeg import OUTPUT_RGB, NvJpeg
+from tessera.vision.decoding.decoder import GpuDecoder, Undecoded, bytes_of, pixels_of
+from tessera.vision.encoding.pictures import VisionItem, pictures_of
 
 CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"
 COMMAND = "make bench-preprocess"
-SIZES = [(448, 448), (640, 480), (1280, 720), (1920, 1080), (2560, 1440), (3840, 2160), (7680, 4320)]
-COMPARED = [(448, 448), (1920, 1080), (3840, 2160), (7680, 4320)]
+SIZES = [(448, 448), (1280, 720), (1919, 1081), (1920, 1080), (3840, 2160), (7680, 4320)]
 FOUR_K = (3840, 2160)
+CAPACITY = 2 << 30  # the vision stage's default
 SEED = 7
+# What a JPEG may be beside its size: OpenCV's parameters.
+KINDS = {
+    "4:2:0": [],
+    "4:2:2": [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_422],
+    "4:4:4": [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444],
+}
 
 
-def page(width: int, height: int) -> bytes:
+def page(width: int, height: int, kind: str = "4:2:0") -> bytes:
     """A JPEG of small coloured letters on white, where coarse chroma shows most."""
     dice = np.random.default_rng((SEED, width, height))
     image = np.full((height, width, 3), 255, np.uint8)
@@ -53,61 +54,9 @@ def page(width: int, height: int) -> bytes:
             cv2.putText(
                 image, f"{dice.integers(1 << 30):x}", (x, y), cv2.FONT_HERSHEY_SIMPLEX, 0.5, colour, 1, cv2.LINE_AA
             )
-    encoded, jpeg = cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, workloads.JPEG_QUALITY])
+    encoded, jpeg = cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, workloads.JPEG_QUALITY, *KINDS[kind]])
     assert encoded
     return jpeg.tobytes()
-
-
-class Sides:
-    """Both sides of the comparison for one picture."""
-
-    def __init__(self, preprocessor: Preprocessor, decoder: Any, nvjpeg: Any, device: str, jpeg: bytes) -> None:
-        self._preprocessor, self._decoder, self._nvjpeg, self._device = preprocessor, decoder, nvjpeg, device
-        self.jpeg, self.data = jpeg, np.frombuffer(jpeg, np.uint8)
-        self.image = decode(jpeg)
-        height, width = self.image.shape[:2]
-        self.picture = preprocessor.picture(jpeg, preprocessor.policy)
-        tiles, rows, columns = self.picture.plan.wire
-        grid = (preprocessor.family.unit_shape[0], columns, rows, tiles > rows * columns)
-        self.grid = grid
-        self.cut = Cut(EncodedPicture(self.data, width, height), *grid)
-        self.planes = nvjpeg.planes(self.data)
-        self.locked = torch.from_numpy(self.image)
-        if device != "cpu":
-            self.locked = self.locked.pin_memory()
-
-    def cpu_decode(self) -> np.ndarray:
-        return decode(self.jpeg)
-
-    def cpu_whole(self) -> np.ndarray:
-        return self._preprocessor.pixels([self.picture])
-
-    def gpu_decode(self) -> list[torch.Tensor]:
-        return self._nvjpeg.planes(self.data)
-
-    def gpu_tiles(self) -> torch.Tensor:
-        """Planes on the GPU to tiles."""
-        return tiles_of_planes(self.planes, 1, *self.grid)
-
-    def gpu_whole(self) -> torch.Tensor:
-        return self._decoder.tiles(self.cut)
-
-    def gpu_resize(self) -> torch.Tensor:
-        """A decoded picture in page-locked host memory to tiles."""
-        return self._resized(self.locked)
-
-    def gpu_resize_unlocked(self) -> torch.Tensor:
-        return self._resized(torch.from_numpy(self.image))
-
-    def _resized(self, image: torch.Tensor) -> torch.Tensor:
-        pixels = image.to(self._device, non_blocking=True).permute(2, 0, 1)
-        return cut((channel.float() for channel in pixels), *self.grid)
-
-    def differences(self) -> dict[str, dict[str, float]]:
-        """Grey levels from the CPU's tiles, of our decoding and of nvJPEG's own RGB with the same resize."""
-        expected = self.cpu_whole().reshape(-1, *self._preprocessor.family.unit_shape)
-        plain = cut((channel.float() for channel in self._nvjpeg.planes(self.data, OUTPUT_RGB)), *self.grid)
-        return {"ours": grey_levels(self.gpu_whole(), expected), "nvjpeg_rgb": grey_levels(plain, expected)}
 
 
 def grey_levels(found: torch.Tensor, expected: np.ndarray) -> dict[str, float]:
@@ -115,20 +64,6 @@ def grey_levels(found: torch.Tensor, expected: np.ndarray) -> dict[str, float]:
     below = np.cumsum(counts) / counts.sum()
     mean = float((counts * np.arange(256)).sum() / counts.sum())
     return {"mean": round(mean, 4), "p99.9": int(np.searchsorted(below, 0.999)), "max": int(counts.nonzero()[0][-1])}
-
-
-class StandIn:
-    """For trials without a GPU: OpenCV's planes with every second chroma sample. Its figures mean nothing."""
-
-    def planes(self, data: np.ndarray, output: int = 0) -> list[torch.Tensor]:
-        pixels = decode(data.tobytes())
-        if output == OUTPUT_RGB:
-            return list(torch.from_numpy(pixels).permute(2, 0, 1))
-        luma, red, blue = cv2.split(cv2.cvtColor(pixels, cv2.COLOR_RGB2YCrCb))
-        return [torch.from_numpy(np.ascontiguousarray(plane)) for plane in (luma, blue[::2, ::2], red[::2, ::2])]
-
-    def tiles(self, cut: Cut) -> torch.Tensor:
-        return tiles_of_planes(self.planes(cut.picture.data), 1, cut.side, cut.columns, cut.rows, cut.thumbnail)
 
 
 def milliseconds(call: Callable[[], Any], rounds: int, device: str) -> float:
@@ -144,96 +79,119 @@ def milliseconds(call: Callable[[], Any], rounds: int, device: str) -> float:
     return statistics.median(taken[2:])
 
 
-def row_of(sides: Sides, rounds: int, device: str) -> dict[str, Any]:
-    """One size's times in ms and their ratios."""
+class Ways:
+    """Both ways from files to pixels."""
+
+    def __init__(self, device: str) -> None:
+        self.here = Preprocessor.from_checkpoint(CHECKPOINT)
+        self.there = Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(gpu_pixels=1))
+        self.device, self.decoder = device, GpuDecoder(device, CAPACITY)
+
+    def cpu(self, jpeg: bytes) -> np.ndarray:
+        return self.here(PreprocessRequest(text="", images=[jpeg])).pixels
+
+    def undecoded(self, jpeg: bytes) -> Undecoded:
+        found = self.there(PreprocessRequest(text="", images=[jpeg]))
+        item = VisionItem(found.pixels, found.plan, found.digest)
+        (picture,) = pictures_of(item, self.there.family, self.decoder)
+        assert picture.encoded
+        return picture.encoded
+
+    def gpu(self, line: list[Undecoded]) -> list[torch.Tensor]:
+        """All of a line, in as many batches as it takes."""
+        found: list[Any] = []
+        while len(found) < len(line):
+            found += self.decoder.pixels(line[len(found) :])
+        for error in found:
+            if isinstance(error, Exception):
+                raise error
+        return found
+
+
+def row_of(ways: Ways, jpeg: bytes, rounds: int, cores: int, batch: int) -> dict[str, Any]:
+    """One size's times in ms and rates, and the share of the GPU's memory that a batch took."""
+    image, undecoded = decode(jpeg), ways.undecoded(jpeg)
+    views, line = undecoded[1], [undecoded] * batch
+    locked = torch.from_numpy(image).pin_memory()
+
+    def upload_and_resize() -> torch.Tensor:
+        return pixels_of(locked.to(ways.device, non_blocking=True).permute(2, 0, 1), 1, views)
+
+    few = max(3, rounds // 4)
     ms = {
-        "cpu_decode": milliseconds(sides.cpu_decode, max(3, rounds // 3), "cpu"),
-        "cpu_whole": milliseconds(sides.cpu_whole, max(3, rounds // 3), "cpu"),
-        "gpu_decode": milliseconds(sides.gpu_decode, rounds, device),
-        "gpu_tiles": milliseconds(sides.gpu_tiles, rounds, device),
-        "gpu_whole": milliseconds(sides.gpu_whole, rounds, device),
-        "gpu_resize": milliseconds(sides.gpu_resize, rounds, device),
-        "gpu_resize_unlocked": milliseconds(sides.gpu_resize_unlocked, rounds, device),
+        "cpu_decode": milliseconds(lambda: decode(jpeg), few, "cpu"),
+        "cpu": milliseconds(lambda: ways.cpu(jpeg), few, "cpu"),
+        "gpu": milliseconds(lambda: ways.gpu([undecoded]), rounds, ways.device),
+        "gpu_resize": milliseconds(upload_and_resize, rounds, ways.device),
+        "gpu_batch": milliseconds(lambda: ways.gpu(line), few, ways.device),
     }
-    ms["cpu_resize"] = max(0.0, ms["cpu_whole"] - ms["cpu_decode"])
-    height, width = sides.image.shape[:2]
+    with ThreadPoolExecutor(cores) as pool:
+        count = cores * max(2, few // 2)
+        list(pool.map(ways.cpu, [jpeg] * cores))
+        started = time.perf_counter()
+        list(pool.map(ways.cpu, [jpeg] * count))
+        cpu_rate = count / (time.perf_counter() - started)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    ways.gpu([undecoded])
+    torch.cuda.synchronize()
+    own = free - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
+    height, width = image.shape[:2]
+    gpu_rate = 1e3 * batch / ms["gpu_batch"]
     return {
         "size": f"{width}x{height}",
         "pixels": width * height,
-        "tiles": sides.picture.plan.cost,
-        "file_bytes": len(sides.jpeg),
+        "file_bytes": len(jpeg),
         **{f"{name}_ms": round(value, 3) for name, value in ms.items()},
-        "unlocked_ratio": round(ms["cpu_resize"] / ms["gpu_resize_unlocked"], 2),
-        "resize_ratio": round(ms["cpu_resize"] / ms["gpu_resize"], 2),
-        "whole_ratio": round(ms["cpu_whole"] / ms["gpu_whole"], 2),
+        "batch": batch,
+        "cpu_per_second": round(cpu_rate, 1),
+        "gpu_per_second": round(gpu_rate, 1),
+        "rate_ratio": round(gpu_rate / cpu_rate, 2),
+        "resize_ratio": round(max(0.0, ms["cpu"] - ms["cpu_decode"]) / ms["gpu_resize"], 2),
+        "announced_bytes": bytes_of([undecoded]),
+        "torch_bytes": torch.cuda.max_memory_allocated(),
+        "decoder_bytes_beyond_before": own,
     }
 
 
-def memory_row(sides: Sides) -> dict[str, int]:
-    """Bytes that one picture takes on the GPU in a decoder of its own, and what was announced for it."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    decoder = GpuPictures("cuda")
-    tiles = decoder.tiles(sides.cut)
-    torch.cuda.synchronize()
-    own = free - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
-    peak = torch.cuda.max_memory_allocated() - before
-    del tiles
-    return {"torch": peak, "nvjpeg": own, "nvjpeg_a_pixel": round(own / sides.image.shape[0] / sides.image.shape[1], 2),
-            "announced": sides.cut.peak_bytes}  # fmt: skip
-
-
-def crossover(rows: list[dict[str, Any]], cores: int) -> int | None:
-    """Pixels of the smallest measured size from which on the GPU is quicker than so many cores; None if it never is."""
-    slower = [row["pixels"] for row in rows if row["gpu_whole_ms"] * cores > row["cpu_whole_ms"]]
-    quicker = [row["pixels"] for row in rows if row["pixels"] > max(slower, default=0)]
-    return min(quicker, default=None)
+def crossover(rows: list[dict[str, Any]]) -> int:
+    """Pixels of the smallest measured size from which on the GPU is quicker than all cores; 0 if it never is."""
+    slower = [row["pixels"] for row in rows if row["rate_ratio"] < 1]
+    return min((row["pixels"] for row in rows if row["pixels"] > max(slower, default=0)), default=0)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--cores", type=int, default=8, help="preprocess instances to compare the GPU's rate with")
-    parser.add_argument("--trial", action="store_true", help="on the CPU at small sizes: does it run?")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=32, help="pictures decoded at once, where they fit")
+    parser.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="threads of the CPU's rate")
     arguments = parser.parse_args()
-    device = "cpu" if arguments.trial else "cuda"
-    if device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         print("bench_gpu_preprocess: no GPU here, left out")
         return 0
     use_one_thread("reference")
-    preprocessor = Preprocessor.from_checkpoint(CHECKPOINT)
-    nvjpeg: Any = StandIn() if arguments.trial else NvJpeg(device)
-    decoder: Any = nvjpeg if arguments.trial else GpuPictures(device)
-
-    def sides(jpeg: bytes) -> Sides:
-        return Sides(preprocessor, decoder, nvjpeg, device, jpeg)
-
+    ways = Ways("cuda")
     rows, differences = [], []
-    for size in SIZES[:2] if arguments.trial else SIZES:
-        field = sides(workloads.picture(*size, (SEED, *size)))
-        rows.append(row_of(field, arguments.rounds, device))
-        if device == "cuda":
-            rows[-1]["memory"] = memory_row(field)
+    for size in SIZES:
+        for name, jpeg in {
+            "field": workloads.picture(*size, (SEED, *size)),
+            **{f"page {kind}": page(*size, kind) for kind in KINDS},
+        }.items():
+            (found,) = ways.gpu([ways.undecoded(jpeg)])
+            differences.append({"size": "{}x{}".format(*size), "picture": name, **grey_levels(found, ways.cpu(jpeg))})
+            print(f"grey levels from the CPU's: {differences[-1]}", flush=True)
+        rows.append(row_of(ways, page(*size), arguments.rounds, arguments.cores, arguments.batch))
         print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-        if size in COMPARED:
-            found = {"field": field.differences(), "page": sides(page(*size)).differences()}
-            differences.append({"size": f"{size[0]}x{size[1]}", **found})
-            print(f"  grey levels from the CPU's: {found}", flush=True)
-    if arguments.trial:
-        return 0
     (four_k,) = [row for row in rows if row["size"] == "{}x{}".format(*FOUR_K)]
-    figures.emit("preprocess.gpu_4k_resize_ratio", four_k["resize_ratio"], "ratio", command=COMMAND,
-                 from_ordinary_memory=four_k["unlocked_ratio"], whole=four_k["whole_ratio"],
-                 rounds=arguments.rounds, table=rows)  # fmt: skip
-    worst = [kind["ours"] for row in differences for kind in (row["field"], row["page"])]
-    figures.emit("preprocess.gpu_grey_levels_p99_9", max(levels["p99.9"] for levels in worst), "grey levels",
-                 command=COMMAND, mean=max(levels["mean"] for levels in worst), bound="mean <= 1, p99.9 <= 8",
-                 table=differences)  # fmt: skip
-    figures.emit("preprocess.gpu_crossover_pixels", crossover(rows, arguments.cores) or 0, "pixels", command=COMMAND,
-                 cores=arguments.cores, against_one_core=crossover(rows, 1), is_0="never")  # fmt: skip
+    notes = {"command": COMMAND, "cores": arguments.cores, "batch": arguments.batch}
+    figures.emit("preprocess.gpu_4k_resize_ratio", four_k["resize_ratio"], "ratio", command=COMMAND)
+    figures.emit("preprocess.gpu_4k_rate", four_k["gpu_per_second"], "pictures/s", **notes,
+                 over_all_cores=four_k["rate_ratio"], table=rows)  # fmt: skip
+    figures.emit("preprocess.gpu_grey_levels_p99_9", max(row["p99.9"] for row in differences), "grey levels",
+                 command=COMMAND, mean=max(row["mean"] for row in differences),
+                 worst=max(row["max"] for row in differences), table=differences)  # fmt: skip
+    figures.emit("preprocess.gpu_crossover_pixels", crossover(rows), "pixels", **notes, is_0="never")
     return 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import sys
 import tempfile
@@ -26,14 +27,16 @@ from rich.progress import Progress
 
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
-from tessera.vision.onnx_cpu import for_cpu
-from tessera.vision.onnx_graph import PRECISION
+from tessera.user_cache import write_whole
+from tessera.vision.runners.onnx_runner import graph_path
+from tessera.vision.towers.intern_vit_graph import FINGERPRINT, PRECISION
 from tessera_client import Client
 from tessera_evaluation import plan, recall
 from tessera_evaluation.datasets import Item, heldout_items
 
 sys.path.insert(0, str(figures.ROOT / "build"))
 import render_repository
+from onnx_cpu import for_cpu
 
 MAX_TOKENS = 96  # enough for a description
 MAX_LOSS = 1.0  # points of recall that a policy may cost
@@ -92,10 +95,15 @@ def write_plan(client: Client, items: list[Item], concurrency: int, file: Path) 
     return sum(each.errors for each in measured)
 
 
-def use_graph(repository: Path, file: Path) -> str:
-    """Put the exported graph in place of the CPU stage's own; returns the name of its precision."""
+def use_graph(cache: Path, file: Path) -> str:
+    """Have servers that start from now on find the exported graph in their cache, in place of the CPU stage's own.
+
+    Returns the name of its precision.
+    """
     graph = onnx.load(str(file))
-    onnx.save(for_cpu(graph), str(repository / "vision_encoder" / "1" / "model.onnx"))
+    os.environ["TESSERA_CACHE"] = str(cache)
+    fingerprint = next(entry.value for entry in graph.metadata_props if entry.key == FINGERPRINT)
+    write_whole(graph_path(fingerprint), lambda draft: onnx.save(for_cpu(graph), str(draft)))
     return next(entry.value for entry in graph.metadata_props if entry.key == PRECISION).partition(" ")[0]
 
 
@@ -122,7 +130,7 @@ def main() -> int:
             (render_repository.GPU_SETTINGS if arguments.gpu else {})
             | dict(pair.split("=", 1) for pair in arguments.parameters),
         )
-        graph = use_graph(repository, arguments.onnx) if arguments.onnx else None
+        graph = use_graph(Path(folder) / "cache", arguments.onnx) if arguments.onnx else None
         with bar("rendering") as advance:
             items = heldout_items(
                 arguments.limit, arguments.pictures or Path(folder), root=figures.ROOT, progress=advance

@@ -33,10 +33,12 @@ from vision_peer import Peer, load_peer
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.measured_choices import graph_milliseconds
-from tessera.vision.attention import BACKENDS, attend
-from tessera.vision.graph_runner import GraphRunner, bucket_sizes
-from tessera.vision.intern_vit import InternViT, load_vision
-from tessera.vision.tower_kernels import gpu_kernels, linear_and_activate_in_place, linear_with_epilogue
+from tessera.vision.kernels.attention import BACKENDS, attend
+from tessera.vision.kernels.tower_kernels import gpu_kernels, linear_and_activate_in_place, linear_with_epilogue
+from tessera.vision.runners.graph_runner import GraphRunner, bucket_sizes
+from tessera.vision.settings import VisionSettings
+from tessera.vision.towers.intern_vit import InternViT
+from tessera.vision.towers.tower import load_tower
 
 SHAPE = figures.ROOT / "loadtest" / "shapes" / "internvl3-8b-shape"
 GOALS = {"tiles32.ms": 50.0, "b1.ms": 3.2, "b1.over_transformers": 0.75}
@@ -98,7 +100,8 @@ def sample_tiles(count: int, side: int) -> np.ndarray:
 
 
 def least_cosine(rows: torch.Tensor, expected: torch.Tensor) -> float:
-    return float(F.cosine_similarity(rows.double(), expected.double(), dim=-1).min())
+    both = (each.double().flatten(0, -2) for each in (rows, expected))
+    return float(F.cosine_similarity(*both, dim=-1).min())
 
 
 # --- a forward's parts
@@ -178,7 +181,7 @@ def measure_parts(tower: InternViT, count: int) -> Parts:
     say(f"  addition and norm{'':18} {norm:8.4f} ms {4 * x.nbytes / norm / 1e6:6.0f} GB/s")
     each["two norms"] = 2 * norm
 
-    tiles = torch.randint(0, 256, (count, *tower.tile_shape), dtype=torch.uint8, device=weight.device)
+    tiles = torch.randint(0, 256, (count, *tower.unit_shape), dtype=torch.uint8, device=weight.device)
     merged = rows(count, tower.grid**2, projector.linear1.in_features)
     once = {
         "embedding": graph_milliseconds(partial(tower.embed, tiles)),
@@ -215,8 +218,9 @@ class Bench:
     def runner(self, dtype: torch.dtype, largest: int) -> GraphRunner:
         """As the server starts it; on the CPU, where nothing is recorded, with plain kernels."""
         if self.device.type == "cuda":
-            return GraphRunner.from_checkpoint(self.config, str(dtype).removeprefix("torch."), "cuda", largest)
-        return GraphRunner(load_vision(self.config, dtype), bucket_sizes(largest))
+            name = str(dtype).removeprefix("torch.")
+            return GraphRunner.from_checkpoint(self.config, VisionSettings("graph", largest, dtype=name, device="cuda"))
+        return GraphRunner(load_tower(self.config, dtype), bucket_sizes(largest))
 
     def run(self, profile_to: Path | None, profile: bool) -> None:
         ceilings = self.ceilings()
@@ -236,7 +240,7 @@ class Bench:
             return {}
         product, copy = machine_speeds()
         say(f"{torch.cuda.get_device_name()}: bf16 product {product:.0f} TFLOP/s, copy {copy:.0f} GB/s")
-        tower = load_vision(self.config, torch.bfloat16).to(self.device)
+        tower = load_tower(self.config, torch.bfloat16).to(self.device)
         found = {}
         for count in (len(self.tiles), 1):
             parts = measure_parts(tower, count)

@@ -22,13 +22,12 @@ from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
 from tessera.engine.request import Request, SamplingParameters
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.pictures import VisionItem
+from tessera.vision.encoding.encoder import VisionEncoder
+from tessera.vision.encoding.pictures import VisionItem
 from tessera.vision.settings import VisionSettings
 
 sys.path.insert(0, str(figures.ROOT / "build" / "default_model"))
 CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"
-ONNX = figures.ROOT / "model_repository" / "vision_encoder" / "1" / "model.onnx"
 MAX_TOKENS = 8
 
 
@@ -44,7 +43,7 @@ class Ours:
     def load(cls, checkpoint: Path = CHECKPOINT) -> Ours:
         return cls(
             Preprocessor.from_checkpoint(checkpoint, PreprocessSettings()),
-            VisionEncoder.from_checkpoint(checkpoint, VisionSettings(runner="onnx", onnx_path=ONNX, threads=2)),
+            VisionEncoder.from_checkpoint(checkpoint, VisionSettings(threads=2)),
             Engine.from_checkpoint(checkpoint, EngineConfig(dtype="float32", threads=2)),
         )
 

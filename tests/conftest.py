@@ -16,6 +16,13 @@ from tessera.launcher.process import Server
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels then run without a GPU
 
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Exported graphs and measured choices of the tests stay out of the user's own cache."""
+    os.environ["TESSERA_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 REPOSITORY = Path(__file__).resolve().parents[1] / "model_repository"
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
+
+from tessera.user_cache import cache_folder, write_whole
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,20 +49,18 @@ class MeasuredChoices:
             return float("inf")
 
     def _write(self) -> None:
-        """All of the file at once, so that a reader never sees half of it; what others wrote meanwhile stays."""
+        """What others wrote meanwhile stays."""
         self._known = _read(self._path) | self._known
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            draft = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-            draft.write_text(json.dumps(self._known, indent=1, sort_keys=True))
-            draft.replace(self._path)
+            text = json.dumps(self._known, indent=1, sort_keys=True)
+            write_whole(self._path, lambda draft: draft.write_text(text))
         except OSError as error:
             _LOG.warning("measured choices are not kept: %s", error)
 
 
 def choices_path() -> Path:
-    """Where this user's choices are kept: in TESSERA_CACHE, else in ~/.cache/tessera."""
-    return Path(os.environ.get("TESSERA_CACHE") or Path.home() / ".cache" / "tessera") / "choices.json"
+    """Where this user's choices are kept."""
+    return cache_folder() / "choices.json"
 
 
 def graph_milliseconds(way: Callable[[], object]) -> float:

@@ -18,7 +18,7 @@ from tessera.checkpoint.config import read_config
 from tessera.checkpoint.normalization import IMAGENET_MEAN, IMAGENET_STD
 from tessera.errors import CheckpointError
 from tessera.family.registry import family_for
-from tessera.vision.intern_vit import load_vision
+from tessera.vision.towers.tower import load_tower
 
 STATED: list[dict[str, Any]] = [
     {},
@@ -64,7 +64,7 @@ def test_the_tower_sees_what_transformers_processor_gives(native: Path, stated: 
     model = InternVLForConditionalGeneration.from_pretrained(native, dtype=torch.float32).eval()
     with torch.inference_mode():
         expected = model.model.get_image_features(values.float()).pooler_output
-        found = load_vision(read_config(native))(torch.from_numpy(pixels)[None])
+        found = load_tower(read_config(native))(torch.from_numpy(pixels)[None])
     # Grey levels far outside of what the tower was made for: compare relative to the rows' own size.
     assert (found - expected).abs().max() <= 1e-4 * max(1.0, float(expected.abs().max()))
 

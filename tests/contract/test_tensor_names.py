@@ -150,7 +150,13 @@ def test_the_fronts_and_the_client_name_the_ensembles_tensors():
     for file in fronts.glob("*.py"):
         more_read, more_written = tensors_named(file)
         read, written = read | more_read, written | more_written
-    assert read - set(config("vlm_unary").parameters) == {"PING", "stream", "sampling_parameters", "exclude_input_in_output"}
+    decided = {"stream", "sampling_parameters", "exclude_input_in_output"}
+    assert read - set(config("vlm_unary").parameters) == {"PING", *decided}
+        "PING",
+        "stream",
+        "sampling_parameters",
+        "exclude_input_in_output",
+    }
     assert read - {"PING"} - set(config("vlm_unary").parameters) <= names(ensemble.input)
     assert written <= names(ensemble.output)
     full = Request("text", "[]", (b"",), "{}")

@@ -15,13 +15,16 @@ from PIL import Image
 
 from tessera.errors import InvalidRequest
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest, PreprocessSettings
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.gpu_pictures import GpuPictures
-from tessera.vision.pictures import VisionItem, pictures_of
+from tessera.vision.decoding.decoder import GpuDecoder, bytes_of
+from tessera.vision.encoding.encoder import VisionEncoder
+from tessera.vision.encoding.pictures import Picture, VisionItem, pictures_of
 from tessera.vision.settings import VisionSettings
+
+pytest.importorskip("nvidia.nvimgcodec", reason="needs nvidia-nvimgcodec-cu13 and nvidia-nvjpeg")
 
 CHECKPOINT = Path(__file__).parents[2] / "build" / "default_model" / "checkpoint"
 SIDE = 448
+CAPACITY = 2 << 30
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,8 +60,8 @@ def ways() -> tuple[Preprocessor, Preprocessor]:
 
 
 @pytest.fixture(scope="module")
-def decoder() -> GpuPictures:
-    return GpuPictures("cuda")
+def decoder() -> GpuDecoder:
+    return GpuDecoder("cuda", CAPACITY)
 
 
 def item(preprocessor: Preprocessor, *images: bytes) -> VisionItem:
@@ -66,12 +69,22 @@ def item(preprocessor: Preprocessor, *images: bytes) -> VisionItem:
     return VisionItem(found.pixels, found.plan, found.digest)
 
 
-def assert_near(ways: tuple[Preprocessor, Preprocessor], decoder: GpuPictures, jpeg: bytes) -> None:
-    (cut,), (encoded,) = (pictures_of(item(way, jpeg), SIDE, encoded=True) for way in ways)
-    assert encoded.readable(decoder), encoded.error
-    assert encoded.tiles.is_cuda and encoded.tiles.dtype == torch.uint8
-    difference = np.abs(encoded.tiles.cpu().numpy().astype(int) - cut.tiles)
-    assert difference.mean() <= 1 and np.quantile(difference, 0.999) <= 8
+def tiles_of(way: Preprocessor, decoder: GpuDecoder, *files: bytes) -> list[Picture]:
+    """The pictures with their pixels, decoded now; those of a batch that is too large in several turns."""
+    pictures = pictures_of(item(way, *files), way.family, decoder)
+    while line := [picture for picture in pictures if picture.undecoded]:
+        for picture, decoded in zip(line, decoder.pixels([picture.encoded for picture in line])):
+            picture.take(decoded, way.family.unit_shape)
+    return pictures
+
+
+def assert_near(ways: tuple[Preprocessor, Preprocessor], decoder: GpuDecoder, *files: bytes) -> None:
+    """Measured: at most 0.08 in the mean, 99.9% within 1, none beyond 2."""
+    for cut, encoded in zip(*(tiles_of(way, decoder, *files) for way in ways), strict=True):
+        assert encoded.error is None, encoded.error
+        assert encoded.pixels.is_cuda and encoded.pixels.dtype == torch.uint8
+        difference = np.abs(encoded.pixels.cpu().numpy().astype(int) - cut.pixels)
+        assert difference.mean() <= 0.1 and np.quantile(difference, 0.999) <= 1 and difference.max() <= 3
 
 
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
@@ -95,19 +108,29 @@ def test_the_longest_pictures_that_come(ways, decoder) -> None:
     assert_near(ways, decoder, page(64, 16384))
 
 
-def test_memory_stays_below_what_was_announced(ways, decoder) -> None:
-    assert_near(ways, decoder, page(640, 480))  # cuBLAS has its workspace from here on
-    for size in ((1919, 1081), (3840, 2160), (7680, 4320), (16384, 448), (448, 448)):
-        for subsampling in (0, 2):
-            for orientation in (1, 6):
-                jpeg = page(*size, subsampling=subsampling, exif=rotated(orientation))
-                (picture,) = pictures_of(item(ways[1], jpeg), SIDE, encoded=True)
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                assert picture.readable(decoder)
-                taken = torch.cuda.max_memory_allocated() - before
-                assert taken <= picture.encoded.peak_bytes, (size, subsampling, orientation)
+def test_a_batch_of_all_sizes_is_decoded_at_once(ways, decoder) -> None:
+    sizes = [(640, 480), (1280, 720), (97, 1301), (800, 600), (448, 448), (1919, 1081), (1000, 700), (300, 900)]
+    assert_near(ways, decoder, *(page(*size, subsampling=number % 3) for number, size in enumerate(sizes)))
+
+
+def test_memory_stays_below_what_was_announced(ways) -> None:
+    """Of the whole device: the decoder's memory is not torch's."""
+    small = GpuDecoder("cuda", CAPACITY)
+    tiles_of(ways[1], small, page(640, 480))
+    for size in ((1919, 1081), (3840, 2160), (7680, 4320), (16384, 448)):
+        for orientation in (1, 6):
+            pictures = pictures_of(item(ways[1], page(*size, exif=rotated(orientation))), ways[1].family, small)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+            kept = small.pixels([picture.encoded for picture in pictures])
+            torch.cuda.synchronize()
+            own = free - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
+            taken = own + torch.cuda.max_memory_allocated() - before
+            announced = bytes_of([picture.encoded for picture in pictures])
+            assert len(kept) == 1
+            assert taken <= announced + (64 << 20), (size, orientation, own, taken, announced)
 
 
 def damaged(jpeg: bytes) -> list[bytes]:
@@ -126,39 +149,40 @@ def test_damaged_files_are_refused_or_decoded_and_never_more(ways, decoder) -> N
     good = page(1000, 700)
     for file in damaged(good):
         try:
-            broken = item(ways[1], file)
+            (picture,) = tiles_of(ways[1], decoder, file)
         except InvalidRequest:
             continue
-        (picture,) = pictures_of(broken, SIDE, encoded=True)
-        if not picture.readable(decoder):
+        if picture.error:
             assert "cannot be decoded" in str(picture.error)
         torch.cuda.synchronize()
         assert_near(ways, decoder, good)
 
 
-def test_a_frame_that_states_another_size_is_refused(ways, decoder) -> None:
-    (picture,) = pictures_of(item(ways[1], page(640, 480)), SIDE, encoded=True)
-    picture.encoded = replace(picture.encoded, picture=replace(picture.encoded.picture, width=639))
-    assert not picture.readable(decoder)
-    assert "639x480" in str(picture.error)
+def test_a_frame_that_states_another_size_is_refused_and_its_neighbours_are_not(ways, decoder) -> None:
+    (picture,) = pictures_of(item(ways[1], page(640, 480)), ways[1].family, decoder)
+    good, views = picture.encoded
+    wrong, right = decoder.pixels([(replace(good, width=639), views), (good, views)])
+    assert "640x480" in str(wrong) and "639x480" in str(wrong)
+    assert torch.equal(right, decoder.pixels([(good, views)])[0])
 
 
 def test_pictures_in_a_row_do_not_mix_while_the_gpu_is_busy(ways, decoder) -> None:
-    pictures = [pictures_of(item(ways[1], page(900 + 40 * number, 700)), SIDE, encoded=True)[0] for number in range(8)]
+    files = [page(900 + 40 * number, 700) for number in range(8)]
+    lines = [[pictures_of(item(ways[1], file), ways[1].family, decoder)[0].encoded] for file in files]
     alone = []
-    for picture in pictures:
-        alone.append(decoder.tiles(picture.encoded).clone())
+    for line in lines:
+        alone.append(decoder.pixels(line)[0].clone())
         torch.cuda.synchronize()
     work = torch.randn(8192, 8192, device="cuda")
-    for _ in range(20):  # the decoded planes wait behind this
+    for _ in range(20):  # whoever reads the pixels waits behind this
         work = work @ work
-    together = [decoder.tiles(picture.encoded) for picture in pictures]
+    together = [decoder.pixels(line)[0] for line in lines]
     for one, other in zip(alone, together):
         assert torch.equal(one, other)
 
 
 def test_through_the_encoder_with_its_cache(ways) -> None:
-    settings = VisionSettings(runner="torch", device="cuda", picture_decoder="nvjpeg", infer_batch_size=5)
+    settings = VisionSettings(runner="torch", device="cuda", infer_batch_size=5)
     encoder = VisionEncoder.from_checkpoint(CHECKPOINT, settings)
     first, second = page(1000, 700), page(1300, 900)
     expected = encoder.encode([item(ways[0], first, second)])[0]
@@ -168,13 +192,16 @@ def test_through_the_encoder_with_its_cache(ways) -> None:
 
 
 def test_cached_pictures_are_not_decoded(ways) -> None:
-    settings = VisionSettings(runner="torch", device="cuda", picture_decoder="nvjpeg")
+    settings = VisionSettings(runner="torch", device="cuda")
     encoder = VisionEncoder.from_checkpoint(CHECKPOINT, settings)
     asked = item(ways[1], page(1000, 700))
     (first,) = encoder.encode([asked])
 
     class Never:
-        def tiles(self, cut: Any) -> torch.Tensor:
+        def check(self, undecoded: Any) -> None:
+            pass
+
+        def pixels(self, line: Any) -> list[torch.Tensor | Exception]:
             raise AssertionError("decoded again")
 
     encoder.decoder = Never()

@@ -8,8 +8,8 @@ from parity import CHECKPOINT, Ours, pictures
 
 from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.pictures import VisionItem
+from tessera.vision.encoding.encoder import VisionEncoder
+from tessera.vision.encoding.pictures import VisionItem
 from tessera.vision.settings import VisionSettings
 
 pytestmark = [

@@ -12,10 +12,10 @@ from parity import CHECKPOINT
 
 from tessera.checkpoint.config import read_config
 from tessera.vision.dispatch import LocalDispatcher
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.lane import Lane
-from tessera.vision.pictures import VisionItem
-from tessera.vision.runner import weight_bytes
+from tessera.vision.encoding.encoder import VisionEncoder
+from tessera.vision.encoding.lane import Lane
+from tessera.vision.encoding.pictures import VisionItem
+from tessera.vision.runners.runner import weight_bytes
 from tessera.vision.settings import VisionSettings
 
 pytestmark = [
@@ -28,7 +28,7 @@ SIDE = 448
 
 def item(seed: int, tiles: int) -> VisionItem:
     pixels = np.random.default_rng(seed).integers(0, 256, tiles * SIDE * SIDE * 3, dtype=np.uint8)
-    return VisionItem(pixels, np.array([0, tiles, SIDE, SIDE], np.int32), np.array([seed, tiles], np.int64))
+    return VisionItem(pixels, np.array([0, tiles, 1, tiles], np.int32), np.array([seed, tiles], np.int64))
 
 
 def encoder(**settings) -> VisionEncoder:
@@ -103,7 +103,7 @@ def test_rows_from_a_small_cache_are_those_that_were_computed():
 def test_the_stage_stays_within_its_share():
     share, cache = 192 << 20, 16 << 20
     before = torch.cuda.memory_allocated()
-    stage = encoder(infer_batch_size=8, cache_bytes=cache, memory_bytes=share)
+    stage = encoder(infer_batch_size=8, cache_bytes=cache, decode_bytes=0, memory_bytes=share)
     stage.encode([item(1000, 8)])
     torch.cuda.synchronize()
     # Workspaces of the matrix library count as the process's own, not the stage's.

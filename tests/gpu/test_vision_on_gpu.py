@@ -9,8 +9,9 @@ from parity import CHECKPOINT
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError
-from tessera.vision.graph_runner import GraphRunner, bucket_sizes
-from tessera.vision.torch_runner import TorchRunner
+from tessera.vision.runners.graph_runner import GraphRunner, bucket_sizes
+from tessera.vision.runners.torch_runner import TorchRunner
+from tessera.vision.settings import VisionSettings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +21,11 @@ pytestmark = [
 LARGEST = 16
 ROUNDING = 1 << 20  # the allocator's, at most, for one tensor
 LEAST_COSINE = {"float32": 0.99999, "bfloat16": 0.999}
-SIDE = 448
+SIDE, TOKENS = 448, 64
+
+
+def on_gpu(runner: str, dtype: str) -> VisionSettings:
+    return VisionSettings(runner, infer_batch_size=LARGEST, dtype=dtype, device="cuda")
 
 
 def cosine(rows: torch.Tensor, expected: torch.Tensor) -> float:
@@ -41,7 +46,7 @@ def tiles() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def expected(tiles) -> torch.Tensor:
-    return TorchRunner.from_checkpoint(read_config(CHECKPOINT), threads=4).run(tiles)
+    return TorchRunner.from_checkpoint(read_config(CHECKPOINT), VisionSettings("torch", threads=4)).run(tiles)
 
 
 @pytest.fixture(scope="module", params=LEAST_COSINE)
@@ -51,7 +56,7 @@ def dtype(request) -> str:
 
 @pytest.fixture(scope="module")
 def runner(dtype) -> GraphRunner:
-    return GraphRunner.from_checkpoint(read_config(CHECKPOINT), dtype, "cuda", LARGEST)
+    return GraphRunner.from_checkpoint(read_config(CHECKPOINT), on_gpu("graph", dtype))
 
 
 def test_every_graph_and_every_filled_up_size(runner, dtype, tiles, expected):
@@ -59,16 +64,16 @@ def test_every_graph_and_every_filled_up_size(runner, dtype, tiles, expected):
     for count in range(1, LARGEST + 1):
         rows = runner.run(tiles[LARGEST - count :])  # others than those that the buffer held at the same place
         assert rows.is_cuda and rows.dtype == getattr(torch, dtype)
-        assert cosine(rows, expected[LARGEST - count :]) >= LEAST_COSINE[dtype], count
+        assert cosine(rows, expected[(LARGEST - count) * TOKENS :]) >= LEAST_COSINE[dtype], count
 
 
 def test_more_tiles_than_the_largest_graph(runner, dtype, tiles, expected):
     rows = runner.run(np.concatenate([tiles, tiles[:3]]))
-    assert cosine(rows, torch.cat([expected, expected[:3]])) >= LEAST_COSINE[dtype]
+    assert cosine(rows, torch.cat([expected, expected[: 3 * TOKENS]])) >= LEAST_COSINE[dtype]
 
 
 def test_plain_torch_on_the_gpu_agrees(runner, dtype, tiles, expected):
-    plain = TorchRunner.from_checkpoint(read_config(CHECKPOINT), dtype=dtype, device="cuda").run(tiles)
+    plain = TorchRunner.from_checkpoint(read_config(CHECKPOINT), on_gpu("torch", dtype)).run(tiles)
     assert cosine(plain, expected) >= LEAST_COSINE[dtype]
     assert cosine(runner.run(tiles), plain) >= LEAST_COSINE[dtype]
 
@@ -89,14 +94,14 @@ def test_rows_stay_right_while_later_forwards_run(runner, tiles):
 
 def test_rows_are_in_the_order_of_the_callers_stream(runner, tiles):
     """Tiles made by slow work on a stream of the caller's, rows used there at once, memory given back at once."""
-    source, expected = torch.from_numpy(tiles[:4]).cuda(), runner.run(tiles[:4]).double().sum((1, 2))
+    source, expected = torch.from_numpy(tiles[:4]).cuda(), runner.run(tiles[:4]).double().sum(1)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(5):
             torch.cuda._sleep(20_000_000)
             late = source.clone()
-            sums = runner.run(late).double().sum((1, 2))
+            sums = runner.run(late).double().sum(1)
             late.zero_()
             del late
         stream.synchronize()
@@ -116,7 +121,7 @@ def test_a_forward_allocates_what_it_said(runner, tiles):
 
 
 def test_plain_torch_allocates_no_more_than_it_said(dtype, tiles):
-    plain = TorchRunner.from_checkpoint(read_config(CHECKPOINT), dtype=dtype, device="cuda")
+    plain = TorchRunner.from_checkpoint(read_config(CHECKPOINT), on_gpu("torch", dtype))
     device_tiles = torch.from_numpy(tiles).cuda()
     plain.run(device_tiles)  # cuBLAS's workspace, which stays
     for count in (2, LARGEST):
@@ -131,7 +136,7 @@ def test_plain_torch_allocates_no_more_than_it_said(dtype, tiles):
 
 def test_the_graphs_memory_is_reported_and_bounded(runner, dtype):
     """Together they keep little more than what the largest needs as plain torch."""
-    largest = TorchRunner.from_checkpoint(read_config(CHECKPOINT), dtype=dtype, device="cuda")
+    largest = TorchRunner.from_checkpoint(read_config(CHECKPOINT), on_gpu("torch", dtype))
     kept = runner.report.memory_bytes
     assert 0 < kept <= 2 * largest.activation_bytes(LARGEST) + (128 << 20)
     assert runner.report.seconds > 0
@@ -143,4 +148,4 @@ def test_what_does_not_fit_is_refused(monkeypatch):
 
     monkeypatch.setattr(GraphRunner, "_record", full)
     with pytest.raises(ConfigError, match=r"lower\s+visual_infer_batch_size"):
-        GraphRunner.from_checkpoint(read_config(CHECKPOINT), "bfloat16", "cuda", 2)
+        GraphRunner.from_checkpoint(read_config(CHECKPOINT), on_gpu("graph", "bfloat16"))

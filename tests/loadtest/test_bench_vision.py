@@ -11,7 +11,7 @@ from tiny_checkpoints import Shape, hf_native
 from torch.utils.flop_counter import FlopCounterMode
 from vision_peer import load_peer
 
-from tessera.vision.intern_vit import load_vision
+from tessera.vision.towers.tower import load_tower
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_random_weights_are_the_same_on_both_sides(bare, tmp_path):
     peer, config = load_peer(bare, tmp_path)
     tiles = torch.from_numpy(bench_vision.sample_tiles(3, 56))
     with torch.inference_mode():
-        ours = load_vision(config)(tiles)
+        ours = load_tower(config)(tiles).view(3, -1, config.text.hidden_size)
     assert ours.std() > 0
     torch.testing.assert_close(peer.rows_of(tiles), ours, atol=1e-5, rtol=1e-5)
     assert bench_vision.least_cosine(ours, peer.rows_of(tiles)) > 0.99999
@@ -41,7 +41,7 @@ def test_random_weights_are_the_same_on_both_sides(bare, tmp_path):
 
 def test_the_work_of_a_forward_is_all_of_it(checkpoint, monkeypatch, capsys):
     pytest.importorskip("triton", reason="one of the parts is written in triton, which is not installed")
-    tower = load_vision(load_peer(checkpoint, checkpoint)[1])
+    tower = load_tower(load_peer(checkpoint, checkpoint)[1])
     monkeypatch.setattr(bench_vision, "graph_milliseconds", lambda call: (call(), 0.5)[1])
     parts = bench_vision.measure_parts(tower, 2)
     with FlopCounterMode(display=False) as counter, torch.inference_mode():

@@ -9,10 +9,10 @@ from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 from transformers import InternVLForConditionalGeneration
 
 from tessera.checkpoint.config import read_config
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.intern_vit import load_vision
-from tessera.vision.pictures import VisionItem
+from tessera.vision.encoding.encoder import VisionEncoder
+from tessera.vision.encoding.pictures import VisionItem
 from tessera.vision.settings import VisionSettings
+from tessera.vision.towers.tower import load_tower
 
 TOLERANCE = 1e-4
 SHAPES = {
@@ -50,7 +50,7 @@ def reference(folder, pixels):
 
 
 def encoded(folder, pixels, runner):
-    plan = np.array([0, *pixels.shape[:3]], np.int32)
+    plan = np.array([0, len(pixels), 1, len(pixels)], np.int32)
     item = VisionItem(pixels.ravel(), plan, np.array([1, 2], np.int64))
     (rows,) = VisionEncoder.from_checkpoint(folder, VisionSettings(runner=runner)).encode([item])
     return rows.view(len(pixels), -1, rows.shape[-1])
@@ -69,7 +69,7 @@ def test_the_original_layout_gives_the_same_rows(native, tmp_path):
     chat = as_internvl_chat(native, tmp_path, text=text)
     pixels = torch.from_numpy(tiles())
     with torch.inference_mode():
-        ours, theirs = load_vision(config)(pixels), load_vision(read_config(chat))(pixels)
+        ours, theirs = load_tower(config)(pixels), load_tower(read_config(chat))(pixels)
     assert (ours - theirs).abs().max() <= 1e-6
 
 

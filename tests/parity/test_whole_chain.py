@@ -14,8 +14,8 @@ from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
 from tessera.engine.request import Request, SamplingParameters
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.pictures import VisionItem
+from tessera.vision.encoding.encoder import VisionEncoder
+from tessera.vision.encoding.pictures import VisionItem
 from tessera.vision.settings import VisionSettings
 
 TOKENS = 8

@@ -77,7 +77,7 @@ def infer_vision(server: Server, tiles: int) -> np.ndarray:
     """What the server's vision stage itself answers."""
     values = {
         "PIXELS": np.zeros((1, tiles * 448 * 448 * 3), np.uint8),
-        "PLAN": np.array([[0, tiles, 448, 448]], np.int32),
+        "PLAN": np.array([[0, tiles, 1, tiles]], np.int32),
         "DIGEST": np.array([[tiles, 1]], np.int64),
     }
     inputs = []

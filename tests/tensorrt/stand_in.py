@@ -11,9 +11,9 @@ import numpy as np
 import onnx
 import torch
 import triton_python_backend_utils as pb_utils
+from onnx_cpu import for_cpu
 
-from tessera.vision.onnx_cpu import for_cpu
-from tessera.vision.onnx_runner import OnnxRunner
+from tessera.vision.runners.onnx_runner import OnnxRunner
 
 
 class TritonPythonModel:

@@ -13,13 +13,13 @@ import pytest
 from google.protobuf import text_format
 from render_repository import render
 from tritonclient.grpc import model_config_pb2
+from vision_graphs import vision_graph
 
 import scene
 from tessera.checkpoint.config import read_config
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
-from tessera.vision.intern_vit import load_vision
-from tessera.vision.onnx_graph import vision_graph
+from tessera.vision.towers.tower import load_tower
 from tessera_client import Client, InvalidRequest
 
 pytestmark = pytest.mark.server
@@ -44,7 +44,7 @@ def put_stand_in(repository: Path) -> None:
     file.write_text(text_format.MessageToString(config))
     version = repository / "vision_encoder" / "1"
     shutil.copy(Path(__file__).with_name("stand_in.py"), version)
-    onnx.save(vision_graph(load_vision(read_config(CHECKPOINT)), "tensorrt"), str(version / "typed.onnx"))
+    onnx.save(vision_graph(load_tower(read_config(CHECKPOINT)), "tensorrt"), str(version / "typed.onnx"))
 
 
 @pytest.fixture(scope="module")

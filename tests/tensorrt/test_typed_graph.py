@@ -13,17 +13,18 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from calibration import Quantization, calibrate, quantized_layers
 from onnx import TensorProto, numpy_helper
+from onnx_cpu import for_cpu
 from tiny_checkpoints import Shape, hf_native
+from vision_graphs import PRECISIONS, vision_graph
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError
-from tessera.vision.calibration import Quantization, calibrate, quantized_layers
-from tessera.vision.intern_vit import InternViT, load_vision
-from tessera.vision.onnx_cpu import for_cpu
-from tessera.vision.onnx_graph import PRECISIONS, vision_graph
-from tessera.vision.onnx_runner import OnnxRunner
-from tessera.vision.torch_runner import TorchRunner
+from tessera.vision.runners.onnx_runner import OnnxRunner, graph_path
+from tessera.vision.runners.torch_runner import TorchRunner
+from tessera.vision.towers.intern_vit import InternViT
+from tessera.vision.towers.tower import load_tower
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
 DEFAULT = BUILD / "default_model" / "checkpoint"
@@ -37,7 +38,7 @@ SHAPES = [
 
 @pytest.fixture(scope="module")
 def tower(tmp_path_factory) -> InternViT:
-    return load_vision(read_config(hf_native(tmp_path_factory.mktemp("tiny") / "checkpoint", Shape(**SMALL))))
+    return load_tower(read_config(hf_native(tmp_path_factory.mktemp("tiny") / "checkpoint", Shape(**SMALL))))
 
 
 def tiles(count: int, seed: int = 0) -> np.ndarray:
@@ -60,7 +61,7 @@ def element_types(model: onnx.ModelProto) -> dict[str, int]:
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.norm_type}-{shape.hidden_act}")
 @pytest.mark.parametrize(("precision", "bound"), [("float32", 0.999999), ("float16", 0.9999), ("bfloat16", 0.999)])
 def test_it_computes_what_torch_does(tmp_path, shape, precision, bound):
-    tower = load_vision(read_config(hf_native(tmp_path, shape)))
+    tower = load_tower(read_config(hf_native(tmp_path, shape)))
     model = vision_graph(tower, "tensorrt", precision=precision)
     onnx.checker.check_model(model, full_check=True)
     assert {node.domain for node in model.graph.node} == {""}
@@ -151,16 +152,17 @@ def test_bfloat16_is_rounded_on_the_cpu_where_the_graph_says(tower):
     assert 1e-4 < float(difference) < 0.05
 
 
-def test_recall_is_measured_on_the_exported_graph(tower, tmp_path):
-    """bench_recall.py puts the graph where the CPU stage loads its own, with the fingerprint that the stage checks."""
+def test_recall_is_measured_on_the_exported_graph(tower, tmp_path, monkeypatch):
+    """bench_recall.py puts the graph where the CPU stage finds its own."""
     graph = vision_graph(
         tower, "tensorrt", "the weights", quantization=calibrate(tower, [torch.from_numpy(tiles(1))], "int8")
     )
     onnx.save(graph, str(tmp_path / "typed.onnx"))
-    (tmp_path / "vision_encoder" / "1").mkdir(parents=True)
+    monkeypatch.setenv("TESSERA_CACHE", "")
     assert bench_recall.use_graph(tmp_path, tmp_path / "typed.onnx") == "int8"
-    runner = OnnxRunner(tmp_path / "vision_encoder" / "1" / "model.onnx")
-    assert runner.fingerprint == "the weights"
+    kept = graph_path("the weights")
+    assert kept.parent == tmp_path
+    runner = OnnxRunner(kept)
     expected = OnnxRunner(for_cpu(graph).SerializeToString()).run(tiles(2))
     assert torch.equal(runner.run(tiles(2)), expected)
 

@@ -15,13 +15,14 @@ import onnx
 import pytest
 import torch
 from build_vision_plan import Plan, PlanError, Settings, Toolkit, build_plan, load_toolkit
+from calibration import calibrate
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
+from vision_graphs import vision_graph
 
 from tessera.checkpoint.config import read_config
-from tessera.vision.calibration import calibrate
-from tessera.vision.intern_vit import InternViT, load_vision
-from tessera.vision.onnx_graph import vision_graph
+from tessera.vision.towers.intern_vit import InternViT
+from tessera.vision.towers.tower import load_tower
 
 ROOT = Path(__file__).resolve().parents[2]
 RTX_4090 = "8.9"
@@ -40,7 +41,7 @@ def toolkit() -> Toolkit:
 
 @pytest.fixture(scope="module")
 def tower() -> InternViT:
-    return load_vision(read_config(ROOT / "build" / "default_model" / "checkpoint"))
+    return load_tower(read_config(ROOT / "build" / "default_model" / "checkpoint"))
 
 
 @pytest.fixture(scope="module")

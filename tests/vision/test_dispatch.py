@@ -6,13 +6,13 @@ import gc
 import threading
 
 import pytest
-from test_encoder import SIDE, TOKENS, CountingRunner, item, tiles_of
+from test_encoder import TOKENS, CountingRunner, TileFamily, item, tiles_of
 
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.vision.dispatch import LocalDispatcher
-from tessera.vision.encoder import VisionEncoder, in_groups
-from tessera.vision.memory import RowBudget
-from tessera.vision.pictures import Picture
+from tessera.vision.encoding.encoder import VisionEncoder, in_groups
+from tessera.vision.encoding.memory import RowBudget
+from tessera.vision.encoding.pictures import Picture
 
 BYTES = TOKENS * 2 * 4  # of a tile's rows
 # Pictures' tiles a request: big ones to be split, small ones to be merged, one without pictures, two with several.
@@ -42,7 +42,7 @@ class FailingRunner(CountingRunner):
         super().__init__()
         self.at = at
 
-    def run(self, tiles):
+    def run(self, tiles, wires=()):
         if self.at in tiles[:, 0, 0, 0]:
             raise RuntimeError("the card melted")
         return super().run(tiles)
@@ -51,7 +51,7 @@ class FailingRunner(CountingRunner):
 def dispatched(runner, infer, send, requests=REQUESTS, budget=None):
     """All answers in their order, once the dispatcher is closed."""
     answers = []
-    encoder = VisionEncoder(runner, SIDE, infer, budget=budget)
+    encoder = VisionEncoder(runner, TileFamily(), infer, budget=budget)
     dispatcher = LocalDispatcher(encoder, send)
     dispatcher.encode([Job(number, pictures, answers) for number, pictures in enumerate(requests)])
     dispatcher.close()
@@ -60,7 +60,7 @@ def dispatched(runner, infer, send, requests=REQUESTS, budget=None):
 
 def groups_of(infer, send):
     """(indices, forwards run so far) of each group."""
-    encoder = VisionEncoder(CountingRunner(), SIDE, infer)
+    encoder = VisionEncoder(CountingRunner(), TileFamily(), infer)
     found = []
     for group in encoder.encode_in_groups([item(*pictures) for pictures in REQUESTS], send):
         found.append(([encoded.index for encoded in group], len(encoder.runner.batches)))
@@ -130,7 +130,7 @@ def test_a_failing_answer_fails_its_own_request_only():
             raise OSError("no shared memory")
 
     budget = RowBudget(BYTES, 100 * BYTES)
-    dispatcher = LocalDispatcher(VisionEncoder(CountingRunner(), SIDE, budget=budget), 2)
+    dispatcher = LocalDispatcher(VisionEncoder(CountingRunner(), TileFamily(), budget=budget), 2)
     dispatcher.encode([Clumsy(0, [[1]], answers), Job(1, [[2]], answers)])
     dispatcher.close()
     assert [(number, str(outcome)) for number, outcome in answers] == [(0, "no shared memory"), (1, "[2]")]
@@ -147,7 +147,7 @@ def test_the_next_batch_is_computed_while_answers_are_being_sent():
             super().answer(rows)
 
     runner = CountingRunner()
-    dispatcher = LocalDispatcher(VisionEncoder(runner, SIDE), 1)
+    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily()), 1)
     dispatcher.encode([Slow(0, [[1]], answers)])
     assert entered.wait(5)
     dispatcher.encode([Job(1, [[2]], answers)])
@@ -158,7 +158,7 @@ def test_the_next_batch_is_computed_while_answers_are_being_sent():
 
 
 def test_rows_are_gone_when_their_bytes_are_given_to_the_next_wave():
-    vision = VisionEncoder(CountingRunner(), SIDE, 1, budget=RowBudget(BYTES, 2 * BYTES))
+    vision = VisionEncoder(CountingRunner(), TileFamily(), 1, budget=RowBudget(BYTES, 2 * BYTES))
     living = []
     for group in vision.encode_in_groups([item([number]) for number in range(1, 7)]):
         while group:
@@ -174,9 +174,9 @@ def test_rows_that_exceed_the_budget_together_go_in_waves():
     shown = []
     runner = CountingRunner()
     run = runner.run
-    runner.run = lambda tiles: peaks.append(held.used_bytes) or run(tiles)
+    runner.run = lambda tiles, wires: peaks.append(held.used_bytes) or run(tiles)
     answers = []
-    dispatcher = LocalDispatcher(VisionEncoder(runner, SIDE, 4, budget=held), 8, shown.append)
+    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily(), 4, budget=held), 8, shown.append)
     dispatcher.encode([Job(number, pictures, answers) for number, pictures in enumerate(REQUESTS)])
     dispatcher.close()
     assert len(answers) == len(REQUESTS) and not any(isinstance(outcome, Exception) for _, outcome in answers)
@@ -186,7 +186,7 @@ def test_rows_that_exceed_the_budget_together_go_in_waves():
 
 
 def test_a_request_that_can_never_fit_is_refused_with_numbers():
-    dispatcher = LocalDispatcher(VisionEncoder(CountingRunner(), SIDE, budget=RowBudget(1 << 20, 5 << 20)), 1)
+    dispatcher = LocalDispatcher(VisionEncoder(CountingRunner(), TileFamily(), budget=RowBudget(1 << 20, 5 << 20)), 1)
     dispatcher.check(item([1, 2, 3], [4, 5]))
     with pytest.raises(InvalidRequest, match=r"6 tiles need 6.0 MiB .* has 5.0 MiB, which is 5 tiles.*memory_bytes"):
         dispatcher.check(item([1, 2, 3], [4, 5, 6]))
@@ -195,13 +195,13 @@ def test_a_request_that_can_never_fit_is_refused_with_numbers():
 
 def test_a_group_has_at_least_one_picture():
     with pytest.raises(ConfigError, match="visual_send_batch_size is 0"):
-        LocalDispatcher(VisionEncoder(CountingRunner(), SIDE), 0)
+        LocalDispatcher(VisionEncoder(CountingRunner(), TileFamily()), 0)
 
 
 def test_rows_are_independent_of_the_pixels_memory():
     """A stage's pixels are the server's memory, which it takes back when execute() returns."""
     answers = []
-    dispatcher = LocalDispatcher(VisionEncoder(CountingRunner(), SIDE), 1)
+    dispatcher = LocalDispatcher(VisionEncoder(CountingRunner(), TileFamily()), 1)
     job = Job(0, [[7]], answers)
     dispatcher.encode([job])
     job.item.pixels[:] = 0

@@ -2,41 +2,66 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.family.encoded_picture import FRAME, EncodedPicture
-from tessera.vision.embedding_cache import EmbeddingCache
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.gpu_pictures import Cut
-from tessera.vision.pictures import VisionItem, joined, pictures_of
-from tessera.vision.settings import VisionSettings
+from tessera.family.family import View
+from tessera.vision.decoding.decoder import GpuDecoder, Undecoded, bytes_of
+from tessera.vision.encoding.embedding_cache import EmbeddingCache
+from tessera.vision.encoding.encoder import VisionEncoder
+from tessera.vision.encoding.pictures import VisionItem, joined, pictures_of
 
 SIDE = 2
 
 
+class Family:
+    """Tiles of SIDE pixels; the wire is (tiles, rows, columns)."""
+
+    cost_unit, unit_shape = "tiles", (SIDE, SIDE, 3)
+
+    def plan_of(self, wire: tuple[int, int, int]) -> SimpleNamespace:
+        tiles, rows, columns = wire
+        if rows < 1 or tiles - rows * columns not in (0, 1):
+            raise InvalidRequest(f"{tiles} tiles are not a grid of {columns}x{rows}")
+        views = (View(columns * SIDE, rows * SIDE, (), ()),)
+        return SimpleNamespace(tokens=tiles, cost=tiles, views=views, pixel_bytes=tiles * SIDE * SIDE * 3)
+
+
 class Decoder:
-    """A file's bytes are its tiles' numbers; a zero is damage."""
+    """A file's bytes are its tiles' numbers; a zero is damage. Takes two pictures at once."""
 
     def __init__(self) -> None:
-        self.decoded: list[Cut] = []
+        self.decoded: list[EncodedPicture] = []
 
-    def tiles(self, cut: Cut) -> torch.Tensor:
-        self.decoded.append(cut)
-        if not cut.picture.data.all():
-            raise InvalidRequest("damaged")
-        if 255 in cut.picture.data:
+    def check(self, undecoded: Undecoded) -> None:
+        pass
+
+    def pixels(self, line: list[Undecoded]) -> list[torch.Tensor | Exception]:
+        if 255 in line[0][0].data:
             raise RuntimeError("the decoder itself failed")
-        return torch.from_numpy(cut.picture.data.copy())[:, None, None, None].expand(-1, SIDE, SIDE, 3)
+        self.decoded += [picture for picture, _ in line[:2]]
+        return [
+            torch.from_numpy(picture.data.copy())[:, None].expand(-1, SIDE * SIDE * 3).flatten()
+            if picture.data.all()
+            else InvalidRequest("damaged")
+            for picture, _ in line[:2]
+            if 255 not in picture.data
+        ]
 
 
 class Runner:
     """One row a tile: its first byte."""
 
-    def run(self, tiles: np.ndarray | torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(tiles)[:, :1, 0, :1].float()
+    tower = SimpleNamespace(splits=True, max_cost=0)
+
+    def run(self, tiles: np.ndarray | torch.Tensor, wires: object) -> torch.Tensor:
+        return torch.as_tensor(tiles)[:, 0, 0, :1].float()
 
 
 def frame(*tiles: int) -> np.ndarray:
@@ -50,35 +75,35 @@ def item(*pictures: tuple[int, ...], kinds: str = "") -> VisionItem:
     for tiles, kind in zip(pictures, kinds, strict=True):
         encoded = kind == "e"
         pixels.append(frame(*tiles) if encoded else np.repeat(np.array(tiles, np.uint8), SIDE * SIDE * 3))
-        plan += [1, len(tiles), 1, len(tiles)] if encoded else [0, len(tiles), SIDE, SIDE]
+        plan += [int(encoded), len(tiles), 1, len(tiles)]
     digest = [number for tiles in pictures for number in (hash(tiles), 0)]
     return VisionItem(np.concatenate(pixels), np.array(plan, np.int32), np.array(digest, np.int64))
 
 
 def encoder(cache: int = 0) -> VisionEncoder:
-    return VisionEncoder(Runner(), SIDE, infer_batch_size=3, cache=EmbeddingCache(cache), decoder=Decoder())
+    return VisionEncoder(Runner(), Family(), infer_batch_size=3, cache=EmbeddingCache(cache), decoder=Decoder())
 
 
 def test_a_frame_comes_back() -> None:
     pixels = np.concatenate([frame(1, 2, 3), frame(4)])
-    (first, second) = pictures_of(VisionItem(pixels, np.array([1, 3, 1, 2, 1, 1, 1, 1]), np.arange(4)), SIDE, True)
-    assert first.encoded.picture.data.tolist() == [1, 2, 3]
-    assert (first.encoded.columns, first.encoded.rows, first.encoded.thumbnail, first.count) == (2, 1, True, 3)
-    assert (second.encoded.columns, second.encoded.rows, second.encoded.thumbnail, second.count) == (1, 1, False, 1)
-    picture = second.encoded.picture
+    given = VisionItem(pixels, np.array([1, 3, 1, 2, 1, 1, 1, 1]), np.arange(4))
+    first, second = pictures_of(given, Family(), Decoder())
+    assert first.encoded[0].data.tolist() == [1, 2, 3]
+    assert (first.plan.cost, first.wire, second.plan.cost, second.wire) == (3, (3, 1, 2), 1, (1, 1, 1))
+    picture, views = second.encoded
     assert (picture.width, picture.height, picture.orientation, picture.data.tolist()) == (640, 480, 6, [4])
-    assert second.tiles is None
+    assert second.pixels is None and views == second.plan.views
 
 
 def answers_of(vision, items):
     """(index, rows or the error in their place) as they are given out."""
     for group in vision.encode_in_groups(items):
-        for encoded in group:
+        for pending in group:
             try:
-                with encoded as rows:
-                    yield encoded.index, rows
+                with pending as rows:
+                    yield pending.index, rows
             except (InvalidRequest, RuntimeError) as error:
-                yield encoded.index, error
+                yield pending.index, error
 
 
 GOOD = frame(1, 2)
@@ -103,12 +128,12 @@ GOOD = frame(1, 2)
 def test_frames_that_cannot_be_right_are_refused(pixels: object, plan: tuple[int, ...], complaint: str) -> None:
     data = np.frombuffer(pixels, np.uint8) if isinstance(pixels, bytes) else pixels
     with pytest.raises(InvalidRequest, match=complaint):
-        pictures_of(VisionItem(data, np.array(plan, np.int32), np.zeros(2, np.int64)), SIDE, encoded=True)
+        pictures_of(VisionItem(data, np.array(plan, np.int32), np.zeros(2, np.int64)), Family(), Decoder())
 
 
 def test_a_stage_without_a_decoder_says_what_to_set() -> None:
-    with pytest.raises(InvalidRequest, match="picture_decoder to nvjpeg, or preprocess's gpu_pixels to 0"):
-        pictures_of(item((1,)), SIDE)
+    with pytest.raises(InvalidRequest, match="set preprocess.gpu_pixels to 0, or run the vision stage on a GPU"):
+        pictures_of(item((1,)), Family())
 
 
 def test_encoded_and_cut_pictures_share_forwards() -> None:
@@ -125,11 +150,12 @@ def test_a_picture_is_decoded_once_and_never_when_its_rows_are_known() -> None:
     assert len(vision.decoder.decoded) == 2
 
 
-def test_pictures_are_decoded_as_late_as_their_forward() -> None:
+def test_pictures_are_decoded_when_a_forward_needs_them_and_others_with_them() -> None:
+    """Forwards of three tiles, two pictures decoded at once: the third waits for the forward that it is in."""
     vision = encoder()
-    answers = answers_of(vision, [item((1, 2, 3)), item((4,)), item((5, 6, 7))])
+    answers = answers_of(vision, [item((1, 2, 3)), item((4,)), item((5, 6, 7)), item((8,), kinds="p"), item((9,))])
     seen = [(index, len(vision.decoder.decoded)) for index, _ in answers]
-    assert seen == [(0, 1), (1, 3), (2, 3)]
+    assert seen == [(0, 2), (1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -154,7 +180,7 @@ def test_a_damaged_picture_alone_is_answered() -> None:
 
 def test_a_picture_too_large_to_decode_is_refused_with_numbers() -> None:
     vision = encoder()
-    vision.decode_bytes = 1000
+    vision.decoder = GpuDecoder("cuda", 1000)
     with pytest.raises(InvalidRequest, match=r"640x480 pixels takes \d+ bytes .* keeps 1000 .*decode_bytes"):
         vision.checked(item((1,)))
 
@@ -167,12 +193,20 @@ def test_joined_tiles_are_where_the_decoded_ones_are() -> None:
     assert isinstance(mixed, torch.Tensor) and mixed[:, 0, 0, 0].tolist() == [0, 0, 1]
 
 
-def test_memory_is_known_before() -> None:
-    small, large = (Cut(EncodedPicture(np.ones(9, np.uint8), w, w), SIDE, 2, 2, True).peak_bytes for w in (100, 1000))
-    assert 100 * 100 * 3 < small < large / 90
+def test_memory_is_known_before_and_bounds_what_is_decoded_at_once() -> None:
+    def undecoded(side: int) -> Undecoded:
+        return EncodedPicture(np.ones(9, np.uint8), side, side), (View(100, 100, (), ()),)
+
+    small, large = (bytes_of([undecoded(side)]) for side in (100, 1000))
+    assert 100 * 100 * 3 < small < large / 30
+    assert large < bytes_of([undecoded(1000)] * 2) < 2 * large
+    decoder = GpuDecoder("cuda", capacity=large)
+    decoder.check(undecoded(1000))
+    with pytest.raises(InvalidRequest, match=rf"1001x1001 pixels takes \d+ bytes .* keeps {large} .*decode_bytes"):
+        decoder.check(undecoded(1001))
 
 
-@pytest.mark.parametrize("settings", [{"picture_decoder": "pillow"}, {"picture_decoder": "nvjpeg", "device": "cpu"}])
-def test_decoders_that_cannot_be(settings: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="picture_decoder"):
-        VisionSettings(runner="torch", **settings)
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", None)
+    with pytest.raises(ConfigError, match="needs the packages nvidia-nvimgcodec-cu13 and nvidia-nvjpeg"):
+        GpuDecoder("cuda", 1 << 30).pixels([(EncodedPicture(np.ones(9, np.uint8), 8, 8), ())])

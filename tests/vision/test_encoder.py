@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from tessera.errors import ConfigError, InvalidRequest
-from tessera.vision.embedding_cache import EmbeddingCache
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.pictures import VisionItem
+from tessera.vision.encoding.embedding_cache import EmbeddingCache
+from tessera.vision.encoding.encoder import VisionEncoder
+from tessera.vision.encoding.pictures import VisionItem
 from tessera.vision.settings import VisionSettings
 
 SIDE, TOKENS = 2, 3
 
 
+class TileFamily:
+    """Pictures of small tiles in a row: the wire is (tiles, 1, tiles)."""
+
+    cost_unit, unit_shape = "tiles", (SIDE, SIDE, 3)
+
+    def plan_of(self, wire):
+        tiles, rows, columns = wire
+        if rows != 1 or columns != tiles or tiles < 1:
+            raise InvalidRequest(f"{tiles} tiles are no row of {columns}")
+        return SimpleNamespace(tokens=TOKENS * tiles, cost=tiles, views=(), pixel_bytes=tiles * SIDE * SIDE * 3)
+
+
 class CountingRunner:
     """Rows say which tile they came from: the tile's first byte, then the row's number."""
 
-    def __init__(self):
+    def __init__(self, splits=True, max_cost=0):
         self.batches = []
+        self.wires = []
+        self.tower = SimpleNamespace(splits=splits, max_cost=max_cost)
 
-    def run(self, tiles):
+    def run(self, tiles, wires=()):
+        self.wires.append(list(wires))
         assert tiles.dtype == np.uint8
         assert tiles.shape[1:] == (SIDE, SIDE, 3)
         self.batches.append(len(tiles))
         first = torch.from_numpy(tiles[:, 0, 0, 0].astype(np.float32))
-        return torch.stack([first[:, None].expand(-1, TOKENS), torch.arange(TOKENS).expand(len(tiles), -1)], dim=-1)
+        rows = torch.stack([first[:, None].expand(-1, TOKENS), torch.arange(TOKENS).expand(len(tiles), -1)], dim=-1)
+        return rows.flatten(0, 1)
 
     def activation_bytes(self, tiles):
         return 0
@@ -36,7 +54,7 @@ def item(*pictures, side=SIDE):
     """One request; each picture is a list of tile numbers. Equal pictures get equal digests."""
     tiles = [np.full((side, side, 3), number, np.uint8) for picture in pictures for number in picture]
     pixels = np.concatenate([tile.ravel() for tile in tiles]) if tiles else np.empty(0, np.uint8)
-    plan = np.array([[0, len(picture), side, side] for picture in pictures], np.int32).ravel()
+    plan = np.array([[0, len(picture), 1, len(picture)] for picture in pictures], np.int32).ravel()
     digest = np.array([[sum(1 << n for n in picture), len(picture)] for picture in pictures], np.int64).ravel()
     return VisionItem(pixels, plan, digest)
 
@@ -46,8 +64,10 @@ def tiles_of(rows):
     return rows[::TOKENS, 0].int().tolist()
 
 
-def encoder(batch=4, cache=0):
-    return VisionEncoder(CountingRunner(), SIDE, infer_batch_size=batch, cache=EmbeddingCache(cache, 2, torch.float32))
+def encoder(batch=4, cache=0, **tower):
+    return VisionEncoder(
+        CountingRunner(**tower), TileFamily(), infer_batch_size=batch, cache=EmbeddingCache(cache, 2, torch.float32)
+    )
 
 
 def test_big_requests_are_split_and_small_ones_merged():
@@ -67,6 +87,23 @@ def test_every_batch_size_gives_the_same_rows(batch):
     assert max(vision.runner.batches) <= batch
     assert sum(vision.runner.batches) == 11
     assert all(count == batch for count in vision.runner.batches[:-1])
+
+
+def test_a_tower_that_needs_a_picture_whole_gets_it_whole():
+    """A forward's cost is bounded by 4; one picture alone may cost up to 6."""
+    vision = encoder(batch=4, splits=False, max_cost=6)
+    rows = vision.encode([item([1, 2, 3]), item([4, 5]), item([6, 7, 8, 9, 10, 11], [12]), item([13])])
+    assert vision.runner.batches == [3, 2, 6, 2]
+    assert vision.runner.wires == [[(3, 1, 3)], [(2, 1, 2)], [(6, 1, 6)], [(1, 1, 1), (1, 1, 1)]]
+    assert [tiles_of(r) for r in rows] == [[1, 2, 3], [4, 5], [*range(6, 12), 12], [13]]
+    with pytest.raises(InvalidRequest, match="picture 1 costs 7 tiles; the vision tower takes at most 6 at once"):
+        vision.encode([item([1], list(range(2, 9)))])
+
+
+def test_towers_that_split_are_told_nothing_of_pictures():
+    vision = encoder(batch=4)
+    vision.encode([item([1, 2, 3]), item([4, 5])])
+    assert vision.runner.wires == [[], []]
 
 
 def test_a_request_is_answered_before_later_forwards_run():
@@ -116,9 +153,10 @@ def test_the_same_digest_under_another_plan_is_another_picture():
         (dict(pixels=np.zeros(5, np.uint8)), "PIXELS has 5 bytes; the plan needs 12"),
         (dict(pixels=np.zeros(13, np.uint8)), "PIXELS has 13 bytes"),
         (dict(plan=np.array([0, 1, 2], np.int32)), "PLAN has 3 values"),
-        (dict(plan=np.array([1, 1, 2, 2], np.int32)), "kind 1"),
-        (dict(plan=np.array([0, 1, 2, 4], np.int32)), "4x2"),
-        (dict(plan=np.array([0, -1, 2, 2], np.int32)), "with -1"),
+        (dict(plan=np.array([1, 1, 1, 1], np.int32)), "picture 0 is encoded"),
+        (dict(plan=np.array([2, 1, 1, 1], np.int32)), "picture 0 is of kind 2"),
+        (dict(plan=np.array([0, 1, 2, 4], np.int32)), "picture 0: 1 tiles are no row of 4"),
+        (dict(plan=np.array([0, -1, 1, -1], np.int32)), "picture 0: -1 tiles"),
         (dict(digest=np.zeros(1, np.int64)), "DIGEST has 1 values"),
     ],
 )

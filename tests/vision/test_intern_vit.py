@@ -9,8 +9,9 @@ from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError
-from tessera.vision.attention import attend
-from tessera.vision.intern_vit import InternViT, load_vision
+from tessera.vision.kernels.attention import attend
+from tessera.vision.towers.intern_vit import InternViT
+from tessera.vision.towers.tower import load_tower
 
 SMALL = dict(image_size=56, patch_size=14)
 
@@ -26,10 +27,10 @@ def test_missing_and_left_over_vision_weights_are_named(tmp_path):
     name = "vision_tower.encoder.layer.1.attention.k_proj.bias"
     change_weights(folder, lambda tensors: tensors.pop(name))
     with pytest.raises(CheckpointError, match=r"missing: layers\.1\.attention\.qkv\.bias"):
-        load_vision(read_config(folder))
+        load_tower(read_config(folder))
     change_weights(folder, lambda tensors: tensors.update({name.replace("layer.1", "layer.2"): torch.ones(32)}))
     with pytest.raises(CheckpointError, match=r"left over: vision_tower\.encoder\.layer\.2\.attention\.k_proj\.bias"):
-        load_vision(read_config(folder))
+        load_tower(read_config(folder))
 
 
 def test_positions_of_another_grid_are_resized_as_the_reference_does(tmp_path):
@@ -37,7 +38,7 @@ def test_positions_of_another_grid_are_resized_as_the_reference_does(tmp_path):
     stored = torch.randn(1, 1 + 6 * 6, 32, generator=torch.Generator().manual_seed(3))
     key = "vision_model.embeddings.position_embedding"
     change_weights(chat, lambda tensors: tensors.update({key: stored}))
-    tower = load_vision(read_config(chat))
+    tower = load_tower(read_config(chat))
     square = stored[:, 1:].reshape(1, 6, 6, 32).permute(0, 3, 1, 2)
     resized = torch.nn.functional.interpolate(square, size=(4, 4), mode="bicubic", align_corners=False)
     expected = resized.permute(0, 2, 3, 1).reshape(16, 32)
@@ -49,7 +50,7 @@ def test_patches_are_taken_in_blocks_of_the_pixel_shuffle(tmp_path):
     config = read_config(hf_native(tmp_path, Shape(**SMALL)))
     assert InternViT(config).patch_order().tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
     # The patch at row 1, column 2 is the fifth block's... third block row-major: position 6 of the order above.
-    tower = load_vision(config)
+    tower = load_tower(config)
     black, lit = torch.zeros(2, 1, 56, 56, 3, dtype=torch.uint8)
     lit[0, 14:28, 28:42] = 255
     changed = (tower.embed(lit) - tower.embed(black)).abs().amax(-1)[0].nonzero().flatten().tolist()

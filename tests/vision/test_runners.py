@@ -6,23 +6,28 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
 import pytest
 import torch
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
+from vision_graphs import vision_graph
 
 from tessera.checkpoint.config import read_config
-from tessera.errors import CheckpointError, ConfigError
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.intern_vit import load_vision
-from tessera.vision.onnx_graph import vision_graph
-from tessera.vision.onnx_runner import OnnxRunner
-from tessera.vision.pictures import VisionItem
+from tessera.errors import CheckpointError, ConfigError, InvalidRequest
+from tessera.family.registry import FAMILIES
+from tessera.user_cache import write_whole
+from tessera.vision.encoding.encoder import VisionEncoder
+from tessera.vision.encoding.pictures import VisionItem
+from tessera.vision.runners import onnx_runner
+from tessera.vision.runners.onnx_runner import OnnxRunner, kept_graph
+from tessera.vision.runners.torch_runner import TorchRunner
 from tessera.vision.settings import VisionSettings
-from tessera.vision.torch_runner import TorchRunner
+from tessera.vision.towers.tower import TOWERS, Tower, load_tower
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
 SMALL = dict(image_size=56, patch_size=14)
@@ -50,7 +55,7 @@ def tiles(count, side=56, seed=0):
     ids=lambda shape: f"{shape.norm_type}-{shape.hidden_act}-{shape.feature_layer}-{shape.mean_pooling}",
 )
 def test_the_graph_computes_what_torch_does(tmp_path, shape, target):
-    tower = load_vision(read_config(hf_native(tmp_path, shape)))
+    tower = load_tower(read_config(hf_native(tmp_path, shape)))
     model = vision_graph(tower, target)
     runner, pixels = OnnxRunner(model.SerializeToString()), tiles(3)
     torch.testing.assert_close(runner.run(pixels), TorchRunner(tower).run(pixels), atol=2e-5, rtol=1e-5)
@@ -62,15 +67,15 @@ def test_the_graph_computes_what_torch_does(tmp_path, shape, target):
 def test_the_transposed_pixel_shuffle(checkpoint, tmp_path):
     shape = Shape(text="llama", **SMALL)
     chat = as_internvl_chat(hf_native(tmp_path / "a", shape), tmp_path / "b", ps_version="v1")
-    tower = load_vision(read_config(chat))
+    tower = load_tower(read_config(chat))
     runner, pixels = OnnxRunner(vision_graph(tower).SerializeToString()), tiles(2)
     torch.testing.assert_close(runner.run(pixels), TorchRunner(tower).run(pixels), atol=2e-5, rtol=1e-5)
 
 
 def test_any_number_of_tiles_gives_each_tile_its_own_rows(checkpoint):
-    runner, pixels = OnnxRunner.from_checkpoint(read_config(checkpoint)), tiles(7)
+    runner, pixels = OnnxRunner.from_checkpoint(read_config(checkpoint), VisionSettings()), tiles(7)
     together = runner.run(pixels)
-    assert together.shape == (7, 4, 64)
+    assert together.shape == (7 * 4, 64)
     alone = torch.cat([runner.run(pixels[i : i + 1]) for i in range(7)])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
@@ -79,17 +84,19 @@ def test_any_number_of_tiles_gives_each_tile_its_own_rows(checkpoint):
 def test_encoder_from_checkpoint(checkpoint, runner):
     vision = VisionEncoder.from_checkpoint(checkpoint, VisionSettings(runner=runner, infer_batch_size=2))
     pixels = tiles(3)
-    item = VisionItem(pixels.ravel(), np.array([0, 3, 56, 56], np.int32), np.array([1, 2], np.int64))
+    item = VisionItem(pixels.ravel(), np.array([0, 3, 1, 3], np.int32), np.array([1, 2], np.int64))
     (rows,) = vision.encode([item])
-    expected = TorchRunner.from_checkpoint(read_config(checkpoint)).run(pixels).flatten(0, 1)
+    expected = TorchRunner.from_checkpoint(read_config(checkpoint), VisionSettings(runner="torch")).run(pixels)
     assert rows.shape == (12, 64)
     torch.testing.assert_close(rows, expected, atol=2e-5, rtol=1e-5)
 
 
 def test_bfloat16_stays_near_float32(checkpoint):
     config, pixels = read_config(checkpoint), tiles(2)
-    wide = TorchRunner.from_checkpoint(config).run(pixels)
-    narrow = TorchRunner.from_checkpoint(config, dtype="bfloat16").run(pixels)
+    wide, narrow = (
+        TorchRunner.from_checkpoint(config, VisionSettings(runner="torch", dtype=dtype)).run(pixels)
+        for dtype in ("float32", "bfloat16")
+    )
     assert narrow.dtype == torch.bfloat16
     assert torch.nn.functional.cosine_similarity(wide, narrow.float(), dim=-1).min() > 0.999
 
@@ -97,7 +104,7 @@ def test_bfloat16_stays_near_float32(checkpoint):
 def test_random_weights_need_no_weights_and_repeat(checkpoint, tmp_path):
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     settings = VisionSettings(random_weights=True)
-    item = VisionItem(tiles(1).ravel(), np.array([0, 1, 56, 56], np.int32), np.array([1, 2], np.int64))
+    item = VisionItem(tiles(1).ravel(), np.array([0, 1, 1, 1], np.int32), np.array([1, 2], np.int64))
     first, second = (VisionEncoder.from_checkpoint(tmp_path, settings).encode([item])[0] for _ in range(2))
     assert torch.equal(first, second)
     assert first.std() > 0
@@ -120,17 +127,133 @@ def test_export_check_and_use(checkpoint, tmp_path):
     assert json.loads(checked.stdout)["cosine"] >= 0.9999
 
     config, pixels = read_config(checkpoint), tiles(2)
-    assert torch.equal(
-        OnnxRunner.from_checkpoint(config, out).run(pixels), OnnxRunner.from_checkpoint(config).run(pixels)
-    )
-    other = read_config(hf_native(tmp_path / "other", Shape(**SMALL), seed=1))
-    with pytest.raises(ConfigError, match="exported from other weights"):
-        OnnxRunner.from_checkpoint(other, out)
-    with pytest.raises(ConfigError, match="does not exist"):
-        OnnxRunner.from_checkpoint(config, tmp_path / "none.onnx")
+    expected = OnnxRunner.from_checkpoint(config, VisionSettings()).run(pixels)
+    assert torch.equal(OnnxRunner(out).run(pixels), expected)
+    hf_native(tmp_path / "other", Shape(**SMALL), seed=1)
     failed = run_script("check_export.py", "--checkpoint", tmp_path / "other", "--onnx", out)
     assert failed.returncode == 1
     assert "not exported from the weights" in failed.stderr
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TESSERA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def start(checkpoint):
+    return OnnxRunner.from_checkpoint(read_config(checkpoint), VisionSettings())
+
+
+def test_the_graph_is_exported_on_first_use_and_kept(checkpoint, cache, monkeypatch):
+    first = start(checkpoint).run(tiles(2))
+    (kept,) = cache.iterdir()
+    monkeypatch.setattr(onnx_runner, "load_tower", lambda *_, **__: pytest.fail("exported again"))
+    assert torch.equal(start(checkpoint).run(tiles(2)), first)
+    assert [*cache.iterdir()] == [kept]
+
+
+def test_other_weights_or_other_code_are_another_graph(checkpoint, cache, tmp_path, monkeypatch):
+    (first,) = (start(checkpoint), *cache.iterdir())[1:]
+    other = start(hf_native(tmp_path / "other", Shape(**SMALL), seed=1)).run(tiles(2))
+    assert len([*cache.iterdir()]) == 2 and not torch.equal(other, start(checkpoint).run(tiles(2)))
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    (newer / "tower.py").write_text("# changed")
+    monkeypatch.setattr(onnx_runner.towers, "__file__", str(newer / "tower.py"))
+    start(checkpoint)
+    assert len([*cache.iterdir()]) == 2 and not first.exists()  # of the same weights only the newest is kept
+
+
+def test_two_processes_may_export_at_once(checkpoint, cache):
+    """The second begins while the first is half done, and finishes first; nobody reads half a file."""
+    seen = []
+
+    def write_slowly(draft):
+        draft.write_bytes(b"half")
+        seen.append(start(checkpoint).run(tiles(2)))
+        draft.write_bytes(next(cache.glob("*.onnx")).read_bytes())
+
+    graph = kept_graph(read_config(checkpoint))
+    graph.unlink()
+    write_whole(graph, write_slowly)
+    assert torch.equal(start(checkpoint).run(tiles(2)), seen[0])
+    assert [*cache.iterdir()] == [graph]
+
+
+def test_a_draft_that_fails_leaves_nothing(tmp_path):
+    def fail(draft):
+        draft.write_bytes(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_whole(tmp_path / "graph.onnx", fail)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_without_a_place_for_it_the_graph_is_exported_every_time(checkpoint, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TESSERA_CACHE", str(tmp_path / "file" / "below"))
+    assert start(checkpoint).run(tiles(1)).shape == (4, 64)
+    assert "the exported vision graph is not kept" in caplog.text
+
+
+def test_a_tower_too_large_for_a_graph_is_refused_with_what_to_do(checkpoint, monkeypatch):
+    monkeypatch.setattr(onnx_runner, "_MOST_BYTES", 1000)
+    with pytest.raises(ConfigError, match="GiB of float32 weights.*set vision_encoder.runner to torch"):
+        start(checkpoint)
+
+
+class OtherTower(Tower):
+    """Pictures of any number of patches, of which each attends to all of its own picture: the mean of a picture."""
+
+    splits, max_cost, unit_shape = False, 9, (2, 2, 3)
+
+    def __init__(self, config):
+        super().__init__()
+        self.row_shape = (1, config.text.hidden_size)
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def activation_bytes(self, cost, scores=False):
+        return 1000 * cost
+
+    def forward(self, pixels, wires=()):
+        sizes = [t * h * w for t, h, w in wires]
+        rows = [part.float().mean().expand(len(part), self.row_shape[1]) for part in pixels.split(sizes)]
+        return torch.cat(rows)
+
+
+class OtherFamily:
+    cost_unit, unit_shape = "patches", (2, 2, 3)
+
+    def __init__(self, config):
+        pass
+
+    def plan_of(self, wire):
+        cost = wire[0] * wire[1] * wire[2]
+        return SimpleNamespace(tokens=cost, cost=cost, views=(), pixel_bytes=12 * cost)
+
+
+def test_another_family_passes_without_an_edit(checkpoint, monkeypatch):
+    """A tower of the test, registered by name: no graphs on a GPU, no ONNX graph, memory by its largest picture."""
+    config = replace(read_config(checkpoint), model_type="other")
+    for registry, name in ((TOWERS, "OtherTower"), (FAMILIES, "OtherFamily")):
+        monkeypatch.setitem(registry, "other", f"{__name__}:{name}")
+    settings = VisionSettings(
+        runner="torch", random_weights=True, infer_batch_size=4, cache_bytes=0, memory_bytes=1 << 20
+    )
+    vision = VisionEncoder.from_checkpoint(config, settings)
+    assert vision.budget.capacity == (1 << 20) - 4 - 9 * 1000 - 2 * 9 * 12
+    plan = [(0, 1, 1, 3), (0, 1, 2, 4), (0, 1, 1, 1)]
+    pixels = np.repeat(np.array([1, 5, 9], np.uint8), [3 * 12, 8 * 12, 12])
+    (rows,) = vision.encode([VisionItem(pixels, np.array(plan, np.int32).ravel(), np.arange(6))])
+    assert rows[:, 0].tolist() == [1] * 3 + [5] * 8 + [9] and rows.shape[1] == 64
+    with pytest.raises(InvalidRequest, match="picture 0 costs 10 patches; the vision tower takes at most 9"):
+        vision.encode([VisionItem(pixels[:120], np.array([0, 1, 2, 5], np.int32), np.arange(2))])
+    with pytest.raises(ConfigError, match="model_type 'other' has no ONNX graph: set runner to torch"):
+        VisionEncoder.from_checkpoint(config, replace(settings, runner="onnx"))
+    with pytest.raises(CheckpointError, match="no vision tower for model_type 'third'"):
+        VisionEncoder.from_checkpoint(replace(config, model_type="third"), settings)
 
 
 def test_check_export_names_the_layer_that_differs(checkpoint, tmp_path):

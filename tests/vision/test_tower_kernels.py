@@ -9,16 +9,15 @@ from torch import nn
 
 from tessera.checkpoint.config import read_config
 from tessera.measured_choices import MeasuredChoices
-from tessera.vision import tuning
-from tessera.vision.attention import BACKENDS
-from tessera.vision.intern_vit import load_vision
 from tessera.vision.kernels import reference
-from tessera.vision.tower_kernels import (
+from tessera.vision.kernels.attention import BACKENDS
+from tessera.vision.kernels.tower_kernels import (
     gpu_kernels,
     linear_and_activate,
     linear_and_activate_in_place,
     linear_with_epilogue,
 )
+from tessera.vision.towers.tower import load_tower
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
@@ -101,16 +100,16 @@ def test_the_activation_in_place(activation):
 )
 @pytest.mark.parametrize("epilogue", [False, True])
 def test_a_tower_of_faster_kernels_gives_the_same_rows(tmp_path, shape, epilogue):
-    tower = load_vision(read_config(hf_native(tmp_path, shape))).to(DEVICE)
+    tower = load_tower(read_config(hf_native(tmp_path, shape))).to(DEVICE)
     pixels = (torch.arange(2 * 56 * 56 * 3) % 251).to(torch.uint8).view(2, 56, 56, 3).to(DEVICE)
     with torch.inference_mode():
-        expected, actual = tower(pixels), tower(pixels, gpu_kernels("default", epilogue))
+        expected, actual = tower(pixels), tower(pixels, kernels=gpu_kernels("default", epilogue))
     torch.testing.assert_close(actual, expected, atol=1e-3 if epilogue else 2e-5, rtol=1e-3 if epilogue else 1e-5)
 
 
 def test_each_part_is_chosen_by_measurement(tmp_path, monkeypatch):
     folder = hf_native(tmp_path / "tiny", Shape(image_size=56, patch_size=14))
-    tower = load_vision(read_config(folder), torch.bfloat16).to(DEVICE)
+    tower = load_tower(read_config(folder), torch.bfloat16).to(DEVICE)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some card")
     questions = []
 
@@ -120,7 +119,7 @@ def test_each_part_is_chosen_by_measurement(tmp_path, monkeypatch):
             assert all(callable(way) for way in ways.values())
             return list(ways)[-1]
 
-    kernels = tuning.fastest_kernels(tower, 3, Scripted(tmp_path / "choices.json", lambda way: 1.0))
+    kernels = tower.tuned(3, Scripted(tmp_path / "choices.json", lambda way: 1.0)).keywords["kernels"]
     assert kernels.attend.keywords == {"backend": list(BACKENDS.values())[-1]}
     assert kernels.linear_and_activate is linear_with_epilogue
     attention, gelu = questions
@@ -128,6 +127,6 @@ def test_each_part_is_chosen_by_measurement(tmp_path, monkeypatch):
         assert named in attention
     for named in ("gelu", "51 rows", "torch.bfloat16", "some card"):
         assert named in gelu
-    wide = load_vision(read_config(folder)).to(DEVICE)
-    exact = tuning.fastest_kernels(wide, 3, Scripted(tmp_path / "choices.json", lambda way: 1.0))
+    wide = load_tower(read_config(folder)).to(DEVICE)
+    exact = wide.tuned(3, Scripted(tmp_path / "choices.json", lambda way: 1.0)).keywords["kernels"]
     assert exact.linear_and_activate is linear_and_activate_in_place and len(questions) == 2

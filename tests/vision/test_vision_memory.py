@@ -13,11 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.intern_vit import load_vision, unfilled_tower
-from tessera.vision.memory import RowBudget, row_budget
-from tessera.vision.runner import weight_bytes
+from tessera.vision.encoding.encoder import VisionEncoder
+from tessera.vision.encoding.memory import RowBudget, row_budget
+from tessera.vision.runners.runner import weight_bytes
 from tessera.vision.settings import VisionSettings
+from tessera.vision.towers.tower import load_tower, unfilled_tower
 
 DEFAULT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
 
@@ -62,7 +62,7 @@ def test_a_checkpoint_loads_with_enough_and_not_with_less(config):
     side, rows = config.vision.image_size, config.vision.tokens_per_tile * config.text.hidden_size * 4
     held = weight_bytes(config, settings) + encoder.runner.activation_bytes(2) + 2 * 2 * side * side * 3 + (1 << 20)
     assert encoder.budget.capacity == (1 << 30) - held
-    assert encoder.budget.bytes_per_tile == 2 * rows
+    assert encoder.budget.bytes_per_unit == 2 * rows
     least = held + 2 * 2 * rows
     VisionEncoder.from_checkpoint(config, replace(settings, memory_bytes=least))
     with pytest.raises(ConfigError, match="memory_bytes"):
@@ -71,7 +71,7 @@ def test_a_checkpoint_loads_with_enough_and_not_with_less(config):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_are_counted_from_shapes_alone(config, dtype):
-    tower = load_vision(config, getattr(torch, dtype))
+    tower = load_tower(config, getattr(torch, dtype))
     held = sum(parameter.nbytes for parameter in tower.parameters())
     counted = weight_bytes(config, VisionSettings(runner="torch", dtype=dtype))
     # Layer scales are folded away after loading.
@@ -84,7 +84,7 @@ def test_activations_are_estimated_from_above(config, which):
     if which == "default":
         config = read_config(DEFAULT)
     side = config.vision.image_size
-    tower, tiles = load_vision(config), torch.zeros(2, side, side, 3, dtype=torch.uint8)
+    tower, tiles = load_tower(config), torch.zeros(2, side, side, 3, dtype=torch.uint8)
     with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         tower(tiles)
     held, peak = 0, 0

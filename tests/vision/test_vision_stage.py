@@ -48,7 +48,7 @@ def stage(backend, monkeypatch):
 def request(tiles, digest=1, deadline=0, **change):
     tensors = {
         "PIXELS": np.full((1, tiles * SIDE * SIDE * 3), digest, np.uint8),
-        "PLAN": np.array([[0, tiles, SIDE, SIDE] if tiles else []], np.int32),
+        "PLAN": np.array([[0, tiles, 1, tiles] if tiles else []], np.int32),
         "DIGEST": np.array([[digest, 0] if tiles else []], np.int64),
         "STAMPS": np.array([[deadline, 5, 6]], np.int64),
     } | change

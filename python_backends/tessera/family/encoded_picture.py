@@ -34,6 +34,10 @@ class EncodedPicture:
         """(width, height) after rotation: orientations 5..8 lie on their side."""
         return (self.height, self.width) if self.orientation >= 5 else (self.width, self.height)
 
+    @property
+    def size_text(self) -> str:
+        return f"{self.width}x{self.height} pixels"
+
     def framed(self) -> np.ndarray:
         """What stands in PIXELS, uint8."""
         head = FRAME.pack(self.data.size, self.width, self.height, self.orientation)

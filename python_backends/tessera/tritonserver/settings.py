@@ -30,11 +30,6 @@ class StageSettings:
         self._values = {key: value["string_value"] for key, value in parameters.items()}
 
     @property
-    def version_folder(self) -> Path:
-        """The folder of version 1 of this model, where its files (an exported graph) lie."""
-        return self._model_folder / "1"
-
-    @property
     def checkpoint(self) -> Path:
         """The checkpoint folder; a relative one counts from the model repository."""
         value = self._environment.get("TESSERA_CHECKPOINT") or self.text("checkpoint")

@@ -14,8 +14,8 @@ import torch
 from tessera.errors import ConfigError
 from tessera.lost_device import end_process_if_lost
 from tessera.tritonserver.outbox import Channel, Outbox
-from tessera.vision.encoder import Encoded, VisionEncoder
-from tessera.vision.pictures import VisionItem
+from tessera.vision.encoding.encoder import PendingRows, VisionEncoder
+from tessera.vision.encoding.pictures import VisionItem
 
 
 class Job(Protocol):
@@ -71,7 +71,7 @@ class LocalDispatcher:
         self._send_batch_size = send_batch_size
         encoder.budget.show_bytes = show_bytes
         self._outbox = Outbox("vision_encoder", threads=1)
-        self._channel: Channel[list[tuple[Job, Encoded]]] = Channel(self._send)
+        self._channel: Channel[list[tuple[Job, PendingRows]]] = Channel(self._send)
 
     def check(self, item: VisionItem) -> None:
         self._encoder.checked(item)
@@ -81,7 +81,7 @@ class LocalDispatcher:
         try:
             items = [job.item for job in jobs]
             for group in self._encoder.encode_in_groups(items, self._send_batch_size):
-                self._outbox.post(self._channel, [(waiting.pop(encoded.index), encoded) for encoded in group])
+                self._outbox.post(self._channel, [(waiting.pop(pending.index), pending) for pending in group])
                 del group  # its rows end with their sending
         except Exception as error:
             end_process_if_lost()
@@ -91,15 +91,15 @@ class LocalDispatcher:
     def close(self) -> None:
         self._outbox.close()
 
-    def _send(self, groups: list[list[tuple[Job, Encoded]]]) -> None:
+    def _send(self, groups: list[list[tuple[Job, PendingRows]]]) -> None:
         for group in groups:
             while group:  # what is sent is let go of at once
                 _answer(*group.pop(0))
 
 
-def _answer(job: Job, encoded: Encoded) -> None:
+def _answer(job: Job, pending: PendingRows) -> None:
     try:
-        with encoded as rows:
+        with pending as rows:
             job.answer(rows)
     except Exception as error:
         end_process_if_lost()

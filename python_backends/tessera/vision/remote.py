@@ -17,7 +17,7 @@ import torch
 from tessera.errors import ConfigError, InvalidRequest, Unavailable
 from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.vision.dispatch import Job
-from tessera.vision.pictures import VisionItem
+from tessera.vision.encoding.pictures import VisionItem
 from tessera_wire import errors
 from tessera_wire.address import parse_url
 from tessera_wire.connection import Connection

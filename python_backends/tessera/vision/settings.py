@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from tessera.errors import ConfigError
 
@@ -13,10 +12,10 @@ class VisionSettings:
     """The deployment's choices.
 
     ``runner``: onnx on the CPU, graph (CUDA graphs) on a GPU, torch as the readable twin of both;
-    ``threads`` inside one forward; ``onnx_path`` is the exported file (without one, the graph is written from
-    the checkpoint at start); ``infer_batch_size`` tiles at most are one forward; ``cache_bytes`` bounds the embeddings
-    kept of pictures seen before; ``picture_decoder`` decodes the pictures that travel encoded, each of which may take
-    ``decode_bytes``; ``memory_bytes`` bounds all that the stage holds (memory.py says what that is), 0 nothing.
+    ``threads`` inside one forward; ``infer_batch_size`` bounds what the pictures of one forward cost (tiles, patches);
+    ``cache_bytes`` bounds the embeddings kept of pictures seen before; on a GPU a picture that travels encoded may take
+    ``decode_bytes`` to decode, 0 refuses them all; ``memory_bytes`` bounds all that the stage holds (encoding/memory.py
+    says what that is), 0 nothing.
     """
 
     runner: str = "onnx"
@@ -24,10 +23,8 @@ class VisionSettings:
     threads: int = 1
     dtype: str = "float32"
     device: str = "cpu"
-    onnx_path: Path | None = None
     random_weights: bool = False
     cache_bytes: int = 256 * 2**20
-    picture_decoder: str = "none"
     decode_bytes: int = 2**31
     memory_bytes: int = 0
 
@@ -40,16 +37,7 @@ class VisionSettings:
             raise ConfigError("the onnx runner computes in float32 on the CPU; for anything else use graph or torch")
         if self.runner == "graph" and not self.device.startswith("cuda"):
             raise ConfigError(f"the graph runner records CUDA graphs; it needs device cuda, not {self.device!r}")
-        if self.picture_decoder not in ("none", "nvjpeg"):
-            raise ConfigError(f"picture_decoder {self.picture_decoder!r} is not known; known are none, nvjpeg")
-        if self.picture_decoder == "nvjpeg" and not self.device.startswith("cuda"):
-            raise ConfigError(f"picture_decoder nvjpeg needs device cuda, not {self.device!r}")
-        for name, least in (
-            ("infer_batch_size", 1),
-            ("threads", 1),
-            ("cache_bytes", 0),
-            ("decode_bytes", 0),
-            ("memory_bytes", 0),
-        ):
+        least_of = {"infer_batch_size": 1, "threads": 1, "cache_bytes": 0, "decode_bytes": 0, "memory_bytes": 0}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"the vision stage needs {name} >= {least}, not {getattr(self, name)}")

@@ -19,8 +19,8 @@ from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.server_log import write_to_server_log
 from tessera.tritonserver.settings import StageSettings
 from tessera.vision.dispatch import Dispatcher, LocalDispatcher
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.pictures import VisionItem
+from tessera.vision.encoding.encoder import VisionEncoder
+from tessera.vision.encoding.pictures import VisionItem
 from tessera.vision.remote import RemoteDispatcher
 from tessera.vision.settings import VisionSettings
 
@@ -58,19 +58,16 @@ class TritonPythonModel:
 
 def local_dispatcher(settings: StageSettings) -> LocalDispatcher:
     """The tower in this process, as the stage's settings have it."""
-    runner = settings.text("runner")
     encoder = VisionEncoder.from_checkpoint(
         settings.checkpoint,
         VisionSettings(
-            runner=runner,
+            runner=settings.text("runner"),
             device=settings.text("device"),
             dtype=settings.text("dtype"),
             infer_batch_size=settings.integer("visual_infer_batch_size"),
             threads=settings.integer("threads"),
-            onnx_path=settings.version_folder / "model.onnx" if runner == "onnx" else None,
             cache_bytes=settings.integer("cache_bytes"),
             memory_bytes=settings.integer("memory_bytes"),
-            picture_decoder=settings.text("picture_decoder"),
             decode_bytes=settings.integer("decode_bytes"),
             random_weights=settings.text("weights") == "random",
         ),

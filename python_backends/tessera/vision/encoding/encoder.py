@@ -1,8 +1,9 @@
 """Batching around a runner: pictures of many requests in, their rows out.
 
-Tiles of all items are lined up whatever request they belong to, cut into forwards of at most ``infer_batch_size``
-tiles, and the rows put back together by picture. A picture seen before (same digest, same plan) is not computed again.
-Items go out in groups that are cut by pictures, wherever the forwards were cut.
+What the pictures of all items cost (tiles, or patches) is lined up whatever request they belong to, cut into forwards
+of at most ``infer_batch_size``, and the rows put back together by picture. Where a tower wants a picture's units in one
+forward, none is cut, and one that alone costs more has a forward for itself. A picture seen before (same digest, same
+plan) is not computed again. Items go out in groups that are cut by pictures, wherever the forwards were cut.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from math import prod
 from pathlib import Path
 
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig, read_config
 from tessera.errors import InvalidRequest
-from tessera.vision.embedding_cache import EmbeddingCache
-from tessera.vision.gpu_pictures import TileDecoder, make_decoder
-from tessera.vision.lane import AHEAD, Lane, Mark
-from tessera.vision.memory import COPIES_OF_ROWS, RowBudget, row_budget
-from tessera.vision.pictures import Picture, VisionItem, joined, pictures_of
-from tessera.vision.runner import Runner, load_runner
+from tessera.family.family import ModelFamily
+from tessera.family.registry import family_for
+from tessera.vision.decoding.decoder import GpuDecoder, PictureDecoder
+from tessera.vision.encoding.embedding_cache import EmbeddingCache
+from tessera.vision.encoding.lane import AHEAD, Lane, LaunchedWork
+from tessera.vision.encoding.memory import COPIES_OF_ROWS, RowBudget, row_budget
+from tessera.vision.encoding.pictures import Picture, VisionItem, joined, pictures_of
+from tessera.vision.runners.loading import load_runner
+from tessera.vision.runners.runner import Runner
 from tessera.vision.settings import VisionSettings
 
 Waiting = dict[int, list[Picture]]  # an item's index -> its pictures
@@ -31,8 +36,8 @@ Rows = dict[int, "torch.Tensor | Exception | None"]
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """An item's rows, perhaps still being computed: ``with encoded as rows`` waits for them, and frees them at its end.
+class PendingRows:
+    """An item's rows, perhaps still being computed: ``with pending as rows`` waits for them, and frees them at its end.
 
     Each must be entered once, or its bytes stay counted. ``rows`` is [tokens, hidden] of all the item's ``pictures`` in
     order, None without any; items with the same picture may share them: do not change them in place. Entering
@@ -41,9 +46,9 @@ class Encoded:
 
     index: int
     pictures: int
-    _tiles: int
+    _cost: int
     _rows: torch.Tensor | Exception | None
-    _mark: Mark
+    _work: LaunchedWork
     _budget: RowBudget
 
     def __enter__(self) -> torch.Tensor | None:
@@ -51,14 +56,14 @@ class Encoded:
             if isinstance(self._rows, Exception):
                 raise self._rows
             if self._rows is not None:
-                self._mark.wait(self._rows)
+                self._work.wait(self._rows)
         except BaseException:
             self.__exit__()
             raise
         return self._rows
 
     def __exit__(self, *error: object) -> None:
-        self._budget.give_back(self._tiles)
+        self._budget.give_back(self._cost)
 
 
 class VisionEncoder:
@@ -66,34 +71,31 @@ class VisionEncoder:
 
     Args:
         runner: computes a forward.
-        tile_side: of the square tiles, in pixels.
-        infer_batch_size: tiles of a forward at most.
+        family: says what a picture's plan is.
+        infer_batch_size: what the pictures of a forward cost at most.
         cache: of the rows of pictures seen before; without one all are computed.
         lane: where the runner's device works.
         budget: for rows on their way out; without one there is no limit.
         decoder: of pictures that travel encoded; without one they are refused.
-        decode_bytes: what decoding one picture may take.
     """
 
     def __init__(
         self,
         runner: Runner,
-        tile_side: int,
+        family: ModelFamily,
         infer_batch_size: int = 4,
         cache: EmbeddingCache | None = None,
         lane: Lane | None = None,
         budget: RowBudget | None = None,
-        decoder: TileDecoder | None = None,
-        decode_bytes: int = 2**31,
+        decoder: PictureDecoder | None = None,
     ) -> None:
         self.runner = runner
-        self.decoder = decoder
-        self.decode_bytes = decode_bytes
-        self.tile_side = tile_side
+        self.family = family
         self.infer_batch_size = infer_batch_size
         self.cache = cache or EmbeddingCache()
         self.lane = lane or Lane()
-        self.budget = budget or RowBudget(bytes_per_tile=0)
+        self.budget = budget or RowBudget(bytes_per_unit=0)
+        self.decoder = decoder
 
     @classmethod
     def from_checkpoint(
@@ -106,22 +108,23 @@ class VisionEncoder:
         settings = settings or VisionSettings()
         config = folder if isinstance(folder, CheckpointConfig) else read_config(folder)
         runner, kept = load_runner(config, settings)
-        size, batch = config.vision.image_size, settings.infer_batch_size
+        largest = max(settings.infer_batch_size, runner.tower.max_cost)
         parts = {
             "weights": kept,
-            "activations": runner.activation_bytes(batch),
-            "pixels": (1 + AHEAD) * batch * size * size * config.vision.num_channels,
+            "activations": runner.activation_bytes(largest),
+            "pixels": (1 + AHEAD) * largest * prod(runner.tower.unit_shape),
             "cache": settings.cache_bytes,
         }
-        decoder = make_decoder(settings.picture_decoder, settings.device)
-        if decoder is not None:
+        decoder = None
+        if settings.device != "cpu" and settings.decode_bytes:
+            decoder = GpuDecoder(settings.device, settings.decode_bytes)
             parts["decoding"] = settings.decode_bytes
-        hidden, dtype = config.text.hidden_size, getattr(torch, settings.dtype)
-        per_tile = COPIES_OF_ROWS * config.vision.tokens_per_tile * hidden * dtype.itemsize
-        budget = row_budget(settings.memory_bytes, parts, per_tile, batch)
+        (rows, hidden), dtype = runner.tower.row_shape, getattr(torch, settings.dtype)
+        family = family_for(config)
+        each = COPIES_OF_ROWS * rows * hidden * dtype.itemsize
+        budget = row_budget(settings.memory_bytes, parts, each, largest, family.cost_unit)
         cache = EmbeddingCache(settings.cache_bytes, hidden, dtype, settings.device)
-        lane = Lane(settings.device)
-        return cls(runner, size, batch, cache, lane, budget, decoder, settings.decode_bytes)
+        return cls(runner, family, settings.infer_batch_size, cache, Lane(settings.device), budget, decoder)
 
     def encode(self, items: Sequence[VisionItem]) -> list[torch.Tensor | None]:
         """Rows [tokens, hidden] of each item (of all its pictures, in order); None for an item without pictures.
@@ -131,12 +134,12 @@ class VisionEncoder:
         """
         found: dict[int, torch.Tensor | None] = {}
         for group in self.encode_in_groups(items):
-            for encoded in group:
-                with encoded as rows:
-                    found[encoded.index] = rows
+            for pending in group:
+                with pending as rows:
+                    found[pending.index] = rows
         return [found[index] for index in range(len(items))]
 
-    def encode_in_groups(self, items: Sequence[VisionItem], size: int = 1) -> Iterator[list[Encoded]]:
+    def encode_in_groups(self, items: Sequence[VisionItem], size: int = 1) -> Iterator[list[PendingRows]]:
         """The same one by one, each as soon as the forwards that it needs are launched, in groups of ``size`` pictures.
 
         Where rows would not fit the budget together, items are worked off in waves: the next begins when enough of
@@ -144,12 +147,12 @@ class VisionEncoder:
         Raises InvalidRequest for an item that :meth:`checked` would refuse.
         """
         pictures = [self._pictures(item) for item in items]
-        tiles = [_tiles(group) for group in pictures]
-        for wave in self.budget.waves(tiles):
+        costs = [_cost(group) for group in pictures]
+        for wave in self.budget.waves(costs):
             waiting = {index: pictures[index] for index in wave}
             for index in wave:  # their rows must be gone when their bytes are given to the next wave
                 pictures[index] = []
-            self.budget.reserve(sum(tiles[index] for index in wave))
+            self.budget.reserve(sum(costs[index] for index in wave))
             yield from in_groups(self._encode(waiting), size)
 
     def checked(self, item: VisionItem) -> VisionItem:
@@ -158,18 +161,17 @@ class VisionEncoder:
         return item
 
     def _pictures(self, item: VisionItem) -> list[Picture]:
-        pictures = pictures_of(item, self.tile_side, encoded=self.decoder is not None)
-        self.budget.check(_tiles(pictures))
-        for picture in pictures:
-            if picture.encoded is not None and picture.encoded.peak_bytes > self.decode_bytes:
+        pictures, tower = pictures_of(item, self.family, self.decoder), self.runner.tower
+        self.budget.check(_cost(pictures))
+        for number, picture in enumerate(pictures):
+            if not tower.splits and picture.plan.cost > tower.max_cost:
                 raise InvalidRequest(
-                    f"a picture of {picture.size_text} takes {picture.encoded.peak_bytes} bytes to decode on the GPU, "
-                    f"and the vision stage keeps {self.decode_bytes} for that: raise vision_encoder.decode_bytes, send "
-                    "a smaller picture, or set preprocess.gpu_pixels to 0"
+                    f"picture {number} costs {picture.plan.cost} {self.family.cost_unit}; the vision tower takes at "
+                    f"most {tower.max_cost} at once: send a smaller picture"
                 )
         return pictures
 
-    def _encode(self, waiting: Waiting) -> Iterator[Encoded]:
+    def _encode(self, waiting: Waiting) -> Iterator[PendingRows]:
         """Takes items, whose rows are reserved, out of ``waiting`` as they are done."""
         try:
             known: dict[Hashable, Picture] = {}
@@ -178,17 +180,17 @@ class VisionEncoder:
             yield from self._take(waiting, *self.lane.launch(partial(self._recall, waiting, known)))
             unknown = [picture for picture in known.values() if picture.rows is None]
             parts: dict[Hashable, list[torch.Tensor]] = {picture.key: [] for picture in unknown}
-            for batch in _batches(unknown, self.infer_batch_size):
+            for batch in _batches(unknown, self.infer_batch_size, self.runner.tower.splits):
                 # What finishes an item's rows is launched with its forward: after the next one it would wait for that.
                 step = partial(self._step, batch, parts, waiting, known)
                 yield from self._take(waiting, *self.lane.forward(step))
         finally:
-            self.budget.give_back(sum(map(_tiles, waiting.values())))
+            self.budget.give_back(sum(map(_cost, waiting.values())))
 
-    def _take(self, waiting: Waiting, done: Rows, mark: Mark) -> Iterator[Encoded]:
+    def _take(self, waiting: Waiting, done: Rows, work: LaunchedWork) -> Iterator[PendingRows]:
         for index, rows in done.items():
             group = waiting.pop(index)
-            yield Encoded(index, len(group), _tiles(group), rows, mark, self.budget)
+            yield PendingRows(index, len(group), _cost(group), rows, work, self.budget)
 
     def _recall(self, waiting: Waiting, known: Mapping[Hashable, Picture]) -> Rows:
         """Gives pictures their rows that were seen before."""
@@ -203,34 +205,48 @@ class VisionEncoder:
         waiting: Waiting,
         known: Mapping[Hashable, Picture],
     ) -> Rows:
-        """Runs some pictures' tiles; a picture whose last tile is among them gets its rows from ``parts``."""
-        readable = [(picture, rows) for picture, rows in batch if picture.readable(self.decoder)]
+        """Runs some pictures' units; a picture whose last one is among them gets its rows from ``parts``."""
+        while any(picture.undecoded for picture, _ in batch):
+            self._decode([picture for picture in known.values() if picture.undecoded])
+        readable = [(picture, units) for picture, units in batch if picture.pixels is not None]
         if not readable:
             return _finished(waiting, known)
-        tiles = [picture.part(rows) for picture, rows in readable]
-        pieces = self.runner.run(joined(tiles)).split([len(piece) for piece in tiles])
-        for (picture, rows), piece in zip(readable, pieces, strict=True):
-            parts[picture.key].append(piece.flatten(0, 1))
-            if rows.stop == picture.count:
+        pixels = joined([picture.part(units) for picture, units in readable])
+        rows = self.runner.run(pixels, () if self.runner.tower.splits else [picture.wire for picture, _ in readable])
+        pieces = rows.split([picture.rows_of(units) for picture, units in readable])
+        for (picture, units), piece in zip(readable, pieces, strict=True):
+            parts[picture.key].append(piece)
+            if units.stop == picture.plan.cost:
                 whole = parts.pop(picture.key)
                 picture.rows = torch.cat(whole) if len(whole) > 1 else whole[0]
                 self.cache.put(picture.key, picture.rows)
-                picture.tiles = None
+                picture.pixels = None
         return _finished(waiting, known)
 
+    def _decode(self, line: list[Picture]) -> None:
+        """Some of the line's first, at least one: the decoder takes several at once, also for later forwards."""
+        assert self.decoder is not None
+        found: list[torch.Tensor | Exception]
+        try:
+            found = self.decoder.pixels([picture.encoded for picture in line if picture.encoded])
+        except Exception as error:
+            found = [error]
+        for picture, decoded in zip(line, found, strict=False):
+            picture.take(decoded, self.family.unit_shape)
 
-def in_groups(finished: Iterable[Encoded], size: int) -> Iterator[list[Encoded]]:
+
+def in_groups(finished: Iterable[PendingRows], size: int) -> Iterator[list[PendingRows]]:
     """Holds items back until ``size`` pictures are together, or no more come; what has no picture is not held.
 
     If ``finished`` raises, what is held is given out first: it is done, whatever became of the rest.
     """
-    group: list[Encoded] = []
+    group: list[PendingRows] = []
     try:
-        for encoded in finished:
-            if not encoded.pictures:
-                yield [encoded]
+        for pending in finished:
+            if not pending.pictures:
+                yield [pending]
                 continue
-            group.append(encoded)
+            group.append(pending)
             if sum(each.pictures for each in group) >= size:
                 yield group
                 group = []
@@ -242,8 +258,8 @@ def in_groups(finished: Iterable[Encoded], size: int) -> Iterator[list[Encoded]]
         yield group
 
 
-def _tiles(pictures: list[Picture]) -> int:
-    return sum(picture.count for picture in pictures)
+def _cost(pictures: list[Picture]) -> int:
+    return sum(picture.plan.cost for picture in pictures)
 
 
 def _finished(waiting: Waiting, known: Mapping[Hashable, Picture]) -> Rows:
@@ -261,19 +277,22 @@ def _finished(waiting: Waiting, known: Mapping[Hashable, Picture]) -> Rows:
     return found
 
 
-def _batches(pictures: list[Picture], size: int) -> Iterator[list[tuple[Picture, slice]]]:
-    """Cut the line of all tiles into batches of ``size`` (the last may be smaller): (picture, which of its tiles)."""
+def _batches(pictures: list[Picture], size: int, splits: bool) -> Iterator[list[tuple[Picture, slice]]]:
+    """Cut the line of all units into batches of ``size`` (the last may be smaller): (picture, which of its units).
+
+    Where a picture must not be split the batch ends before it instead; one that is larger is a batch by itself.
+    """
     batch: list[tuple[Picture, slice]] = []
     room = size
     for picture in pictures:
-        start = 0
-        while start < picture.count:
-            stop = min(start + room, picture.count)
+        cost, start = picture.plan.cost, 0
+        while start < cost:
+            if room <= 0 or (batch and not splits and cost > room):
+                yield batch
+                batch, room = [], size
+            stop = min(start + room, cost) if splits else cost
             batch.append((picture, slice(start, stop)))
             room -= stop - start
             start = stop
-            if room == 0:
-                yield batch
-                batch, room = [], size
     if batch:
         yield batch

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tessera.vision.attention import BACKENDS, attend
+from tessera.vision.kernels.attention import BACKENDS, attend
 
 
 def _quick_gelu(x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""The vision tower as CUDA graphs: one recorded launch a forward instead of hundreds.
+"""A vision tower as CUDA graphs: one recorded launch instead of hundreds. For towers whose units are independent.
 
-A graph is recorded for each of some numbers of tiles; a smaller forward is filled up with whatever the input buffer
-held before, whose rows nobody reads. All graphs share one pool of memory, so together they take little more than the
-largest, and a forward allocates nothing but the rows that it gives away.
+A graph is recorded for each of some costs (numbers of tiles); a smaller forward is filled up with whatever the input
+buffer held before, whose rows nobody reads. All graphs share one pool of memory, so together they take little more than
+the largest, and a forward allocates nothing but the rows that it gives away.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import torch
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError
 from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
-from tessera.vision.intern_vit import InternViT, load_vision
-from tessera.vision.tower_kernels import PLAIN, TowerKernels
-from tessera.vision.tuning import fastest_kernels
+from tessera.vision.runners.runner import Wires
+from tessera.vision.runners.torch_runner import uploadable
+from tessera.vision.settings import VisionSettings
+from tessera.vision.towers.tower import Forward, Tower, load_tower
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class CaptureReport:
+class RecordingReport:
     """What recording cost: seconds, and bytes of the device's memory that graphs and buffers keep, weights apart."""
 
     sizes: list[int]
@@ -39,37 +40,35 @@ class CaptureReport:
 class GraphRunner:
     """Runs a tower on the device and in the dtype its weights have; used by one thread at a time.
 
-    ``kernels_for`` a number of tiles gives the kernels to record. On the CPU nothing is recorded: a replay computes.
+    ``forward_for`` a cost gives the forward to record. On the CPU nothing is recorded: a replay computes.
     """
 
-    def __init__(
-        self, tower: InternViT, sizes: Sequence[int], kernels_for: Callable[[int], TowerKernels] = lambda tiles: PLAIN
-    ) -> None:
-        self._tower = tower
+    def __init__(self, tower: Tower, sizes: Sequence[int], forward_for: Callable[[int], Forward] | None = None) -> None:
+        self.tower = tower
         self._sizes = sorted(sizes)
-        self._device, self._dtype = tower.class_embedding.device, tower.class_embedding.dtype
+        weight = next(tower.parameters())
+        self._device, self._dtype = weight.device, weight.dtype
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._replays: dict[int, Callable[[], torch.Tensor]] = {}
         started, before = time.perf_counter(), self._held()
         self._pool: Any = None
-        self._tiles = torch.zeros((self._sizes[-1], *tower.tile_shape), dtype=torch.uint8, device=self._device)
+        self._pixels = torch.zeros((self._sizes[-1], *tower.unit_shape), dtype=torch.uint8, device=self._device)
         for size in reversed(self._sizes):  # the largest first: the smaller ones live in its memory
-            self._replays[size] = self._record(size, kernels_for(size))
-        self.report = CaptureReport(self._sizes, time.perf_counter() - started, self._held() - before)
+            self._replays[size] = self._record(size, forward_for(size) if forward_for else tower)
+        self.report = RecordingReport(self._sizes, time.perf_counter() - started, self._held() - before)
 
     @classmethod
-    def from_checkpoint(
-        cls, config: CheckpointConfig, dtype: str, device: str, largest: int, random_weights: bool = False
-    ) -> GraphRunner:
-        """Graphs for up to ``largest`` tiles, with the kernels that are the fastest on this GPU.
+    def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> GraphRunner:
+        """Graphs for up to ``infer_batch_size``, with the kernels that are the fastest on this GPU.
 
         Raises CheckpointError, or ConfigError when the GPU's memory does not hold them.
         """
-        tower = load_vision(config, getattr(torch, dtype), random_weights)
+        largest = settings.infer_batch_size
+        tower = load_tower(config, getattr(torch, settings.dtype), settings.random_weights)
         choices = MeasuredChoices(choices_path(), graph_milliseconds)
         try:
-            tower.to(device)
-            runner = cls(tower, bucket_sizes(largest), lambda tiles: fastest_kernels(tower, tiles, choices))
+            tower.to(settings.device)
+            runner = cls(tower, bucket_sizes(largest), lambda cost: tower.tuned(cost, choices))
         except torch.cuda.OutOfMemoryError as error:
             raise ConfigError(
                 f"the vision tower with forwards of {largest} tiles does not fit the GPU's free memory: lower "
@@ -84,41 +83,37 @@ class GraphRunner:
         )
         return runner
 
-    def activation_bytes(self, tiles: int) -> int:
+    def activation_bytes(self, cost: int) -> int:
         """What a forward allocates: its rows. All else was allocated when the graphs were recorded."""
-        tokens, width = self._tower.row_shape
-        return tiles * tokens * width * self._dtype.itemsize
+        rows, width = self.tower.row_shape
+        return cost * rows * width * self._dtype.itemsize
 
     @torch.inference_mode()
-    def run(self, tiles: np.ndarray | torch.Tensor) -> torch.Tensor:
-        """uint8 [n, side, side, 3], n >= 1, on the host or the device -> rows [n, tokens per tile, hidden].
-
-        Returns before the GPU is done. Tiles on the device must be ready on the current stream, and that is the stream
-        on which the rows, which are the caller's to keep, become ready.
+    def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
+        """Returns before the GPU is done. Pixels on the device must be ready on the current stream, and that is the
+        stream on which the rows, which are the caller's to keep, become ready.
         """
         largest = self._sizes[-1]
-        parts = [self._forward(tiles[start : start + largest]) for start in range(0, len(tiles), largest)]
+        parts = [self._forward(pixels[start : start + largest]) for start in range(0, len(pixels), largest)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _forward(self, tiles: np.ndarray | torch.Tensor) -> torch.Tensor:
-        source = tiles if isinstance(tiles, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(tiles))
-        if self._stream is not None and not source.is_cuda:
-            source = source.pin_memory()  # torch keeps a pinned block until the copies out of it are done
-        count = len(source)
-        size = next(size for size in self._sizes if size >= count)
-        rows = torch.empty((count, *self._tower.row_shape), dtype=self._dtype, device=self._device)
+    def _forward(self, pixels: np.ndarray | torch.Tensor) -> torch.Tensor:
+        source = uploadable(pixels, self._device)
+        size = next(size for size in self._sizes if size >= len(source))
+        each, width = self.tower.row_shape
+        rows = torch.empty((len(source) * each, width), dtype=self._dtype, device=self._device)
         with self._own_stream():
-            self._tiles[:count].copy_(source, non_blocking=True)
-            rows.copy_(self._replays[size]()[:count])
+            self._pixels[: len(source)].copy_(source, non_blocking=True)
+            rows.copy_(self._replays[size]()[: len(rows)])
         return rows
 
-    def _record(self, size: int, kernels: TowerKernels) -> Callable[[], torch.Tensor]:
-        """What computes the first ``size`` tiles of the buffer; its rows stay until the next graph runs."""
-        tiles = self._tiles[:size]
+    def _record(self, size: int, forward: Forward) -> Callable[[], torch.Tensor]:
+        """What computes the first ``size`` units of the buffer; its rows stay until the next graph runs."""
+        pixels = self._pixels[:size]
 
         @torch.inference_mode()
         def compute() -> torch.Tensor:
-            return self._tower(tiles, kernels)
+            return forward(pixels)
 
         if self._stream is None:
             return compute
@@ -157,5 +152,5 @@ class GraphRunner:
 
 
 def bucket_sizes(largest: int) -> list[int]:
-    """Numbers of tiles worth a graph: so close that a filled-up forward wastes less than a third of itself."""
+    """Costs worth a graph: so close that a filled-up forward wastes less than a third of itself."""
     return sorted({min(size, largest) for size in (1, 2, 4, 6, 8, 12, *range(16, largest + 8, 8))})

@@ -9,9 +9,7 @@ from __future__ import annotations
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from tessera.vision.onnx_graph import INPUTS, OUTPUTS
-
-TILES, ROWS = INPUTS["onnxruntime"], OUTPUTS["onnxruntime"]
+TILES, ROWS = "tiles", "embeddings"  # what the graph of the CPU vision stage calls them
 
 
 def for_cpu(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -25,9 +23,9 @@ def for_cpu(model: onnx.ModelProto) -> onnx.ModelProto:
     narrow = any(constant.data_type == TensorProto.BFLOAT16 for constant in graph.initializer)
     nodes = []
     for node in graph.node:
-        if list(node.output) == [OUTPUTS["tensorrt"]]:
+        if list(node.output) == ["EMBEDDINGS"]:
             continue
-        node.input[:] = [TILES if name == INPUTS["tensorrt"] else name for name in node.input]
+        node.input[:] = [TILES if name == "TILES" else name for name in node.input]
         if narrow and node.op_type == "Cast":
             rounded = f"{node.output[0]}_rounded"
             nodes.append(helper.make_node("Cast", node.input, [rounded], f"{node.name}_round", to=TensorProto.BFLOAT16))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from hashlib import blake2b
+from functools import partial
 from typing import cast
 
 import torch
@@ -20,8 +20,18 @@ from torch.nn import functional
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.layouts.internvl import VisionConfig
-from tessera.checkpoint.weights import Placement, SafetensorsFolder, load_strict, split_names
-from tessera.vision.tower_kernels import PLAIN, TowerKernels
+from tessera.checkpoint.weights import Placement
+from tessera.measured_choices import MeasuredChoices
+from tessera.vision.kernels.attention import BACKENDS, attend
+from tessera.vision.kernels.tower_kernels import (
+    GELUS,
+    PLAIN,
+    TowerKernels,
+    gpu_kernels,
+    linear_and_activate_in_place,
+    linear_with_epilogue,
+)
+from tessera.vision.towers.tower import Forward, Tower
 
 
 class RMSNorm(nn.Module):
@@ -125,54 +135,49 @@ class Projector(nn.Module):
         return self.linear2(kernels.linear_and_activate(self.norm(x), self.linear1, self.activation_name))
 
 
-class InternViT(nn.Module):
-    """uint8 tiles [n, side, side, 3] (RGB, 0..255) -> rows [n, tokens per tile, text hidden] of the weights' dtype.
+class InternViT(Tower):
+    """uint8 tiles [n, side, side, 3] (RGB, 0..255) -> rows [n * tokens per tile, text hidden] of the weights' dtype.
 
-    A fresh instance has initial values as torch gives them; :func:`load_vision` fills one from a checkpoint.
+    A fresh instance has initial values as torch gives them; ``load_tower`` fills one from a checkpoint.
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
         super().__init__()
         vision = config.vision
         self.patch = vision.patch_size
-        self.normed = config.vision.feature_layer == -1
-        self.merge = round(1 / config.vision.downsample_ratio)
+        self.statistics = vision.pixel_mean, vision.pixel_std
+        self.normed = vision.feature_layer == -1
+        self.merge = round(1 / vision.downsample_ratio)
         self.grid = vision.patches_per_side // self.merge
-        self.transposed = config.vision.ps_version == "v1"
+        self.transposed = vision.ps_version == "v1"
         # How many layers run: hidden state k is the input of layer k, the last one the output of the last layer.
-        self.depth = config.vision.feature_layer % (vision.num_hidden_layers + 1)
+        self.depth = vision.feature_layer % (vision.num_hidden_layers + 1)
         self.patch_embedding = nn.Linear(vision.num_channels * vision.patch_size**2, vision.hidden_size)
         self.class_embedding = nn.Parameter(torch.zeros(1, 1, vision.hidden_size))
         self.position_embedding = nn.Parameter(torch.zeros(1, vision.patches_per_side**2 + 1, vision.hidden_size))
         self.layers = nn.ModuleList(Layer(vision) for _ in range(vision.num_hidden_layers))
         self.final_norm = nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps) if vision.final_norm else None
         self.projector = Projector(
-            vision.hidden_size * self.merge**2, config.text.hidden_size, config.vision.projector_hidden_act
+            vision.hidden_size * self.merge**2, config.text.hidden_size, vision.projector_hidden_act
         )
+        self.unit_shape = (vision.image_size, vision.image_size, vision.num_channels)
+        self.row_shape = (self.grid**2, config.text.hidden_size)
 
     @property
     def blocks(self) -> list[Layer]:
         return cast("list[Layer]", list(self.layers))
 
-    @property
-    def tile_shape(self) -> tuple[int, int, int]:
-        side = self.grid * self.merge * self.patch
-        return side, side, self.patch_embedding.in_features // self.patch**2
-
-    @property
-    def row_shape(self) -> tuple[int, int]:
-        """(tokens per tile, text hidden)."""
-        return self.grid**2, self.projector.linear2.out_features
-
-    def forward(self, tiles: torch.Tensor, kernels: TowerKernels = PLAIN) -> torch.Tensor:
-        x, update = self.embed(tiles), None
+    def forward(
+        self, pixels: torch.Tensor, wires: Sequence[tuple[int, int, int]] = (), kernels: TowerKernels = PLAIN
+    ) -> torch.Tensor:
+        x, update = self.embed(pixels), None
         for layer in self.blocks[: self.depth]:
             x, update = layer(x, update, kernels)
         x = x[:, 1:] if update is None else x[:, 1:] + update[:, 1:]  # the class row has served
         if self.final_norm is not None and self.normed:
             x = self.final_norm(x)
         merged = x.reshape(-1, self.grid**2, self.projector.norm.normalized_shape[0])
-        return self.projector(merged, kernels)
+        return self.projector(merged, kernels).flatten(0, 1)
 
     def embed(self, tiles: torch.Tensor) -> torch.Tensor:
         """Tiles -> the first layer's input [n, 1 + patches, hidden], the class row first."""
@@ -187,17 +192,17 @@ class InternViT(nn.Module):
         torch.add(patches, self.position_embedding[:, 1:], out=x[:, 1:])
         return x
 
-    def activation_bytes(self, tiles: int, scores: bool = False) -> int:
-        """The most memory that PLAIN kernels hold at a time in a forward of so many tiles, rows included.
+    def activation_bytes(self, cost: int, scores: bool = False) -> int:
+        """With PLAIN kernels.
 
-        That is in a layer's MLP (five tensors as wide as the residual stream, and its inner rows twice), in its
-        attention (eleven: q, k and v twice, where torch's kernel wants copies of its own; with ``scores``, those too,
-        before and after the softmax), or where the pixels or the rows are wide. Not counted are what the allocator
-        rounds up (at most 1 MiB a tensor) and the scratch memory of matrix products.
+        The most is held in a layer's MLP (five tensors as wide as the residual stream, and its inner rows twice), in
+        its attention (eleven: q, k and v twice, where torch's kernel wants copies of its own; scores before and after
+        the softmax), or where the pixels or the rows are wide. Not counted are what the allocator rounds up (at most
+        1 MiB a tensor) and the scratch memory of matrix products.
         """
         mlp, projector = self.blocks[0].mlp.linear1, self.projector.linear2
         tokens, hidden = self.position_embedding.shape[1:]
-        pixels = math.prod(self.tile_shape)
+        pixels = math.prod(self.unit_shape)
         attention = 11 * tokens * hidden + (2 * self.blocks[0].attention.heads * tokens**2 if scores else 0)
         largest = max(
             tokens * (5 * hidden + 2 * mlp.out_features),
@@ -205,7 +210,7 @@ class InternViT(nn.Module):
             2 * tokens * hidden + 3 * self.grid**2 * projector.out_features,
             pixels + 2 * tokens * hidden,
         )
-        return tiles * (2 * pixels + largest * self.class_embedding.itemsize)
+        return cost * (2 * pixels + largest * self.class_embedding.itemsize)
 
     def patch_order(self) -> torch.Tensor:
         """int64 [patches]: the row-major index of each patch, in the order in which forward takes them."""
@@ -213,68 +218,57 @@ class InternViT(nn.Module):
         index = torch.arange(count**2).view(self.grid, self.merge, self.grid, self.merge)
         return index.permute((2, 0, 1, 3) if self.transposed else (0, 2, 1, 3)).flatten()
 
+    def place(self, name: str, tensor: torch.Tensor) -> torch.Tensor | list[Placement]:
+        if name == "patch_embedding.weight":  # [hidden, channel, y, x] -> [hidden, (y, x, channel)]
+            return tensor.permute(0, 2, 3, 1).flatten(1)
+        if name == "class_embedding":
+            return tensor.reshape(1, 1, -1)
+        if name == "position_embedding":
+            fitted = _fit_positions(tensor.float(), self.grid * self.merge)
+            return torch.cat((fitted[:, :1], fitted[:, 1:][:, self.patch_order()]), dim=1)
+        head, _, leaf = name.rpartition("_proj.")
+        if head:  # layers.N.attention.q -> rows of layers.N.attention.qkv
+            prefix, part = head[:-1], "qkv".index(head[-1])
+            size = tensor.shape[0]
+            return [Placement(f"{prefix}qkv.{leaf}", tensor, slice(part * size, (part + 1) * size))]
+        return tensor
+
     @torch.no_grad()
-    def fold_constants(self, mean: Sequence[float], std: Sequence[float]) -> None:
+    def finish_loading(self) -> None:
         """Fold pixel normalisation (x/255 - mean) / std into the patch embedding, and the layer scales."""
         weight, bias = self.patch_embedding.weight, self.patch_embedding.bias
-        channels = torch.tensor(std, dtype=torch.float64), torch.tensor(mean, dtype=torch.float64)
-        wide = weight.double().unflatten(1, (-1, len(std))) / channels[0]
-        bias.copy_(bias.double() - (wide * channels[1]).sum((1, 2)))
+        mean, std = (torch.tensor(values, dtype=torch.float64) for values in self.statistics)
+        wide = weight.double().unflatten(1, (-1, len(std))) / std
+        bias.copy_(bias.double() - (wide * mean).sum((1, 2)))
         weight.copy_(wide.flatten(1) / 255)
         for layer in self.blocks:
             layer.fold_scales()
 
-
-def load_vision(
-    config: CheckpointConfig, dtype: torch.dtype = torch.float32, random_weights: bool = False
-) -> InternViT:
-    """The vision tower of a checkpoint on the CPU, ready to run, weights in ``dtype``.
-
-    ``random_weights`` draws them from a fixed seed instead (benchmarks on folders without weights).
-    Raises CheckpointError for weights that are missing, left over or of a wrong shape.
-    """
-    tower = InternViT(config).requires_grad_(False).eval()
-    if random_weights:
-        _draw(tower)
-    else:
-        source = SafetensorsFolder(config.folder)
-        mapping = split_names(source.names(), config)["vision"]
-        load_strict(tower, mapping, source, lambda name, tensor: _place(tower, name, tensor))
-    tower.fold_constants(config.vision.pixel_mean, config.vision.pixel_std)
-    return tower.to(dtype)
-
-
-def unfilled_tower(config: CheckpointConfig, dtype: torch.dtype = torch.float32) -> InternViT:
-    """The tower's shapes without its weights, to count bytes with."""
-    with torch.device("meta"):
-        return InternViT(config).to(dtype)
-
-
-def vision_fingerprint(config: CheckpointConfig) -> str:
-    """A hex digest of the vision weights as stored and of the settings that shape their use."""
-    source = SafetensorsFolder(config.folder)
-    digest = blake2b(repr(config.vision).encode(), digest_size=16)
-    for name in sorted(split_names(source.names(), config)["vision"]):
-        digest.update(name.encode())
-        digest.update(source.get(name).contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _place(tower: InternViT, name: str, tensor: torch.Tensor) -> torch.Tensor | list[Placement]:
-    """A stored tensor in the shape and order in which the tower keeps it."""
-    if name == "patch_embedding.weight":  # [hidden, channel, y, x] -> [hidden, (y, x, channel)]
-        return tensor.permute(0, 2, 3, 1).flatten(1)
-    if name == "class_embedding":
-        return tensor.reshape(1, 1, -1)
-    if name == "position_embedding":
-        fitted = _fit_positions(tensor.float(), tower.grid * tower.merge)
-        return torch.cat((fitted[:, :1], fitted[:, 1:][:, tower.patch_order()]), dim=1)
-    head, _, leaf = name.rpartition("_proj.")
-    if head:  # layers.N.attention.q -> rows of layers.N.attention.qkv
-        prefix, part = head[:-1], "qkv".index(head[-1])
-        size = tensor.shape[0]
-        return [Placement(f"{prefix}qkv.{leaf}", tensor, slice(part * size, (part + 1) * size))]
-    return tensor
+    @torch.inference_mode()
+    def tuned(self, cost: int, choices: MeasuredChoices) -> Forward:
+        """With the kernels measured on the tower's own weights and shapes; in float32 there is no choice."""
+        layer, weight = self.blocks[0], self.class_embedding
+        if weight.itemsize > 2:
+            return partial(self, kernels=gpu_kernels("default", epilogue=False))
+        attention, mlp = layer.attention, layer.mlp
+        tokens, width, heads = self.position_embedding.shape[1], weight.shape[-1], attention.heads
+        machine = f"{torch.cuda.get_device_name(weight.device)}, torch {torch.__version__}"
+        x = torch.randn(cost, tokens, width, dtype=weight.dtype, device=weight.device)
+        query, key, value = attention.qkv(x).unflatten(-1, (3, heads, width // heads)).unbind(2)
+        backend = choices.fastest(
+            f"vision attention, {cost} x {tokens}, {heads} heads of {width // heads}, {weight.dtype}, {machine}",
+            {name: partial(attend, query, key, value, backend=BACKENDS.get(name)) for name in ("default", *BACKENDS)},
+        )
+        epilogue = False
+        if mlp.activation_name in GELUS:
+            shape = f"{mlp.linear1.out_features} x {width}, {cost * tokens} rows"
+            ways = {"apart": linear_and_activate_in_place, "epilogue": linear_with_epilogue}
+            chosen = choices.fastest(
+                f"vision linear + {mlp.activation_name}, {shape}, {weight.dtype}, {machine}",
+                {name: partial(way, x, mlp.linear1, mlp.activation_name) for name, way in ways.items()},
+            )
+            epilogue = chosen == "epilogue"
+        return partial(self, kernels=gpu_kernels(backend, epilogue))
 
 
 def _fit_positions(stored: torch.Tensor, side: int) -> torch.Tensor:
@@ -285,13 +279,3 @@ def _fit_positions(stored: torch.Tensor, side: int) -> torch.Tensor:
     square = stored[:, 1:].unflatten(1, (stored_side, stored_side)).permute(0, 3, 1, 2)
     square = functional.interpolate(square, size=(side, side), mode="bicubic", align_corners=False)
     return torch.cat((stored[:, :1], square.permute(0, 2, 3, 1).flatten(1, 2)), dim=1)
-
-
-def _draw(tower: InternViT) -> None:
-    """Random matrices from a fixed seed, no biases; norms keep their initial values."""
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in tower.named_parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(std=0.02, generator=generator)
-        elif name.endswith("bias"):
-            parameter.zero_()

@@ -1,7 +1,7 @@
 """Attention of the vision towers: every token sees every token of its own tile.
 
 torch's scaled_dot_product_attention, with torch's own choice of the kernel (on the CPU its flash kernel) or a given
-one: which is the fastest depends on the GPU and the number of tiles, see ``tuning.py``.
+one: which is the fastest depends on the GPU and the number of tiles; a tower measures it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Pictures that travel encoded, decoded on the GPU."""

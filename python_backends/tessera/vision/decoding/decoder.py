@@ -1,0 +1,154 @@
+"""Pictures that travel encoded, decoded, resized and cut on the GPU inside the vision process.
+
+NVIDIA's nvImageCodec decodes, on the GPU's JPEG engines where it has some, which work side by side and leave the
+multiprocessors to the towers. What follows gives the grey levels of the CPU way (libjpeg-turbo, then the `reference`
+resize of preprocess).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import interpolate
+
+from tessera.errors import ConfigError, InvalidRequest
+from tessera.family.encoded_picture import EncodedPicture
+from tessera.family.family import View
+
+Undecoded = tuple[EncodedPicture, Sequence[View]]
+# Bytes for each pixel: of every picture decoded at once (the engine's own, three channels), and of every view's pixels;
+# of the one picture being resized (its channels as numbers), of what is between the two passes, and of a view.
+DECODED_BYTES, KEPT_BYTES, RESIZED_BYTES, BETWEEN_BYTES, VIEW_BYTES = 12, 6, 6, 12, 18
+
+
+class PictureDecoder(Protocol):
+    """Encoded pictures -> the pixels of their views on the runner's device."""
+
+    def check(self, undecoded: Undecoded) -> None:
+        """Raises InvalidRequest for a picture that takes more memory than there is for decoding."""
+        ...
+
+    def pixels(self, line: Sequence[Undecoded]) -> list[torch.Tensor | Exception]:
+        """For the first pictures of the line, as many as fit at once but one at least: uint8 [bytes of all views].
+
+        In place of one whose file cannot be decoded or is not what its frame states, an InvalidRequest.
+        """
+        ...
+
+
+class GpuDecoder:
+    """On one device, for one thread; ``capacity`` bounds the bytes that decoding takes there."""
+
+    def __init__(self, device: str, capacity: int) -> None:
+        self._device = torch.device(device)
+        self._capacity = capacity
+        self._codec: Any = None
+
+    def check(self, undecoded: Undecoded) -> None:
+        size, (picture, _) = bytes_of([undecoded]), undecoded
+        if size > self._capacity:
+            raise InvalidRequest(
+                f"a picture of {picture.size_text} takes {size} bytes to decode on the GPU, and the vision stage keeps "
+                f"{self._capacity} for that: raise vision_encoder.decode_bytes, send a smaller picture, or set "
+                "preprocess.gpu_pixels to 0"
+            )
+
+    @torch.inference_mode()
+    def pixels(self, line: Sequence[Undecoded]) -> list[torch.Tensor | Exception]:
+        """On a stream of its own, for a decoder waits for what its stream was given before."""
+        if self._codec is None:
+            self._start()
+        taken = list(line[:1])
+        while len(taken) < len(line) and bytes_of(line[: len(taken) + 1]) <= self._capacity:
+            taken.append(line[len(taken)])
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            found = self._decoded([picture for picture, _ in taken])
+            for number, (picture, views) in enumerate(taken):
+                planes = found[number]
+                if isinstance(planes, torch.Tensor):
+                    found[number] = pixels_of(planes, picture.orientation, views)
+                    found[number].record_stream(current)
+        current.wait_stream(self._stream)
+        return found
+
+    def _decoded(self, pictures: list[EncodedPicture]) -> list[Any]:
+        """uint8 [3, height, width] as stored, or why not."""
+        sources = {}
+        found: list[Any] = [InvalidRequest("its JPEG data are damaged or of an unusual kind; save it anew")] * len(
+            pictures
+        )
+        for number, picture in enumerate(pictures):
+            try:
+                source = self._codec.CodeStream(picture.data)
+                size = source.width, source.height
+            except RuntimeError:
+                continue
+            if size == (picture.width, picture.height):
+                sources[number] = source
+            else:
+                found[number] = InvalidRequest(f"it is {size[0]}x{size[1]} pixels; announced were {picture.size_text}")
+        images = self._decoder.decode([*sources.values()], params=self._form, cuda_stream=self._stream.cuda_stream)
+        for number, image in zip(sources, images, strict=True):
+            if image is not None:
+                found[number] = torch.as_tensor(image, device=self._device)
+        return found
+
+    def _start(self) -> None:
+        os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")  # what it says of damaged files, the request's error says
+        try:
+            from nvidia import nvimgcodec as codec
+        except ImportError as error:
+            raise ConfigError(
+                f"decoding on the GPU needs the packages nvidia-nvimgcodec-cu13 and nvidia-nvjpeg ({error}): install "
+                "them, or set preprocess.gpu_pixels to 0"
+            ) from None
+        kinds = codec.BackendKind.HW_GPU_ONLY, codec.BackendKind.GPU_ONLY, codec.BackendKind.HYBRID_CPU_GPU
+        self._form = codec.DecodeParams(False, codec.ColorSpec.SRGB, False, codec.SampleFormat.P_RGB)
+        self._decoder = codec.Decoder(
+            device_id=torch.cuda.current_device() if self._device.index is None else self._device.index,
+            backends=[codec.Backend(kind) for kind in kinds],
+            options=":fancy_upsampling=1",  # as libjpeg spreads chroma; the nearest blurs the edges of coloured letters
+        )
+        self._stream = torch.cuda.Stream(self._device)
+        self._codec = codec
+
+
+def bytes_of(pictures: Sequence[Undecoded]) -> int:
+    """The most of the GPU's memory that decoding and cutting them at once take, their pixels included."""
+    held, largest = 0, 0
+    for picture, views in pictures:
+        (width, height), seen = picture.upright_size, [view.width * view.height for view in views]
+        between = max(max(view.width * height, width * view.height) for view in views)
+        held += DECODED_BYTES * width * height + KEPT_BYTES * sum(seen)
+        largest = max(largest, RESIZED_BYTES * width * height + BETWEEN_BYTES * between + VIEW_BYTES * max(seen))
+    return held + largest
+
+
+def pixels_of(planes: torch.Tensor, orientation: int, views: Sequence[View]) -> torch.Tensor:
+    """uint8 [3, height, width] as stored, and its EXIF orientation (1..8) -> uint8 [bytes of all views].
+
+    On a GPU in float16, whose 11 bits hold whole grey levels.
+    """
+    if orientation >= 5:
+        planes = planes.transpose(1, 2)
+    flips = ([2] if orientation in (2, 3, 6, 7) else []) + ([1] if orientation in (3, 4, 7, 8) else [])
+    numbers = planes.flip(flips).to(torch.float16 if planes.is_cuda else torch.float32)[None]
+    cuts = [resized(numbers, view)[0].to(torch.uint8).permute(1, 2, 0).reshape(view.split) for view in views]
+    return torch.cat([part.permute(view.order).flatten() for part, view in zip(cuts, views, strict=True)])
+
+
+def resized(numbers: torch.Tensor, view: View) -> torch.Tensor:
+    """Whole numbers [1, 3, rows, columns] -> [1, 3, height, width]: Pillow 13's antialiased bicubic.
+
+    Whole numbers between its two passes as well, which come in the order of ``preprocess/resize_cpu.py``.
+    """
+    rows, columns = numbers.shape[2:]
+    down_first = view.height < rows and rows - view.height > 2 * (columns - view.width)
+    for size in ((view.height, columns) if down_first else (rows, view.width), (view.height, view.width)):
+        if size != numbers.shape[2:]:
+            numbers = interpolate(numbers, size=size, mode="bicubic", antialias=True).round_().clamp_(0, 255)
+    return numbers

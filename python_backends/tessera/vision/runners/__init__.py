@@ -1,0 +1,1 @@
+"""What computes a tower's forward: onnxruntime, torch, CUDA graphs."""

@@ -1,0 +1,40 @@
+"""The runner that the settings ask for, and what it keeps."""
+
+from __future__ import annotations
+
+import torch
+
+from tessera.checkpoint.config import CheckpointConfig
+from tessera.vision.runners.runner import Runner, weight_bytes
+from tessera.vision.settings import VisionSettings
+from tessera.vision.towers.tower import tower_class
+
+
+def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:
+    """Load the tower of a checkpoint. Raises CheckpointError or ConfigError saying what does not fit."""
+    if settings.runner == "onnx":
+        from tessera.vision.runners.onnx_runner import OnnxRunner
+
+        return OnnxRunner.from_checkpoint(config, settings)
+    if settings.runner == "graph" and tower_class(config).splits:  # no graph is recorded of pictures of any size
+        from tessera.vision.runners.graph_runner import GraphRunner
+
+        return GraphRunner.from_checkpoint(config, settings)
+    from tessera.vision.runners.torch_runner import TorchRunner
+
+    return TorchRunner.from_checkpoint(config, settings)
+
+
+def load_runner(config: CheckpointConfig, settings: VisionSettings) -> tuple[Runner, int]:
+    """As :func:`make_runner`, with the bytes that the runner keeps: weights, on a GPU graphs and buffers as well."""
+    if settings.device == "cpu":
+        return make_runner(config, settings), weight_bytes(config, settings)
+    before = _reserved(settings.device)
+    runner = make_runner(config, settings)
+    return runner, _reserved(settings.device) - before
+
+
+def _reserved(device: str) -> int:
+    """Bytes of the GPU that this process has; what it only kept for later is given back first."""
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)

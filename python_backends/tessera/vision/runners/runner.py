@@ -1,0 +1,37 @@
+"""What computes a forward: the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tessera.checkpoint.config import CheckpointConfig
+from tessera.vision.settings import VisionSettings
+from tessera.vision.towers.tower import Tower, unfilled_tower
+
+Wires = Sequence[tuple[int, int, int]]
+
+
+class Runner(Protocol):
+    """Used by one thread at a time. Runners on a GPU also take pixels that are there already, and return before it is
+    done: pixels and rows are ready in the order of the current stream."""
+
+    #: what it runs, perhaps without its weights
+    tower: Tower
+
+    def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
+        """What the tower's ``forward`` makes of them, the caller's to keep."""
+        ...
+
+    def activation_bytes(self, cost: int) -> int:
+        """The device memory that a forward of so much allocates at most, rows included, known before it runs."""
+        ...
+
+
+def weight_bytes(config: CheckpointConfig, settings: VisionSettings) -> int:
+    """What the tower's weights take, from the shapes alone."""
+    tower = unfilled_tower(config, getattr(torch, settings.dtype))
+    return sum(parameter.nbytes for parameter in tower.parameters())

@@ -1,0 +1,129 @@
+"""What the stage needs of a vision tower, and which tower a checkpoint has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from tessera.checkpoint.config import CheckpointConfig
+from tessera.checkpoint.names import split_names
+from tessera.checkpoint.weights import Placement, SafetensorsFolder, load_strict
+from tessera.errors import CheckpointError, ConfigError
+from tessera.measured_choices import MeasuredChoices
+
+# model_type -> the tower's class, and the function that writes it as an ONNX graph if there is one.
+TOWERS = {
+    "internvl": "tessera.vision.towers.intern_vit:InternViT",
+    "internvl_chat": "tessera.vision.towers.intern_vit:InternViT",
+}
+ONNX_GRAPHS = {
+    "internvl": "tessera.vision.towers.intern_vit_graph:vision_graph",
+    "internvl_chat": "tessera.vision.towers.intern_vit_graph:vision_graph",
+}
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Tower(torch.nn.Module):
+    """The pixels of pictures -> rows of the language model; made from a CheckpointConfig, which is its one argument.
+
+    Cost counts what the family's plans count: tiles, or patches. A subclass sets these:
+    """
+
+    #: whether a picture's units are independent of each other, so that a forward may take any of them
+    splits: bool = True
+    #: where they are not: the most that one picture may cost; it may be more than a forward takes of several
+    max_cost: int = 0
+    #: uint8 shape of the pixels of one unit of cost
+    unit_shape: tuple[int, ...]
+    #: (rows that one unit of cost becomes at most, values of a row)
+    row_shape: tuple[int, int]
+
+    def forward(self, pixels: torch.Tensor, wires: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor:
+        """uint8 [cost, *unit_shape], picture after picture -> rows [rows, hidden] of the weights' dtype.
+
+        ``wires``: each picture's (t, h, w) of tensor PLAN; none where the tower ``splits``.
+        """
+        raise NotImplementedError
+
+    def activation_bytes(self, cost: int, scores: bool = False) -> int:
+        """The most memory that a forward takes at a time, its rows included; ``scores``: attention writes its own."""
+        raise NotImplementedError
+
+    def tuned(self, cost: int, choices: MeasuredChoices) -> Forward:
+        """The forward for so much, with what is the fastest on the tower's GPU. Towers that split only."""
+        return self
+
+    def place(self, name: str, tensor: torch.Tensor) -> torch.Tensor | list[Placement]:
+        """A stored tensor in the shape and order in which the tower keeps it."""
+        return tensor
+
+    def finish_loading(self) -> None:
+        """Called once when all float32 weights are there."""
+
+
+def tower_class(config: CheckpointConfig) -> type[Tower]:
+    """Raises CheckpointError for a model type that no tower is registered for."""
+    if config.model_type not in TOWERS:
+        raise CheckpointError(f"no vision tower for model_type {config.model_type!r}; known are {sorted(TOWERS)}")
+    return _imported(TOWERS[config.model_type])
+
+
+def onnx_writer(config: CheckpointConfig) -> Callable[..., Any]:
+    """(tower, fingerprint) -> onnx.ModelProto. Raises ConfigError for a tower that has no graph."""
+    if config.model_type not in ONNX_GRAPHS:
+        raise ConfigError(
+            f"the vision tower of model_type {config.model_type!r} has no ONNX graph: set runner to torch"
+        )
+    return _imported(ONNX_GRAPHS[config.model_type])
+
+
+def load_tower(config: CheckpointConfig, dtype: torch.dtype = torch.float32, random_weights: bool = False) -> Any:
+    """The vision tower of a checkpoint on the CPU, ready to run, weights in ``dtype``.
+
+    ``random_weights`` draws them from a fixed seed instead (benchmarks on folders without weights).
+    Raises CheckpointError for weights that are missing, left over or of a wrong shape.
+    """
+    tower = tower_class(config)(config).requires_grad_(False).eval()
+    if random_weights:
+        _draw(tower)
+    else:
+        source = SafetensorsFolder(config.folder)
+        load_strict(tower, split_names(source.names(), config)["vision"], source, tower.place)
+    tower.finish_loading()
+    return tower.to(dtype)
+
+
+def unfilled_tower(config: CheckpointConfig, dtype: torch.dtype = torch.float32) -> Tower:
+    """The tower's shapes without its weights, to count bytes with."""
+    with torch.device("meta"):
+        return tower_class(config)(config).to(dtype)
+
+
+def vision_fingerprint(config: CheckpointConfig) -> str:
+    """A hex digest of the vision weights as stored and of the settings that shape their use."""
+    source = SafetensorsFolder(config.folder)
+    digest = blake2b(repr(config.vision).encode(), digest_size=16)
+    for name in sorted(split_names(source.names(), config)["vision"]):
+        digest.update(name.encode())
+        digest.update(source.get(name).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _imported(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(import_module(module), name)
+
+
+def _draw(tower: Tower) -> None:
+    """Random matrices from a fixed seed, no biases; norms keep their initial values."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in tower.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=0.02, generator=generator)
+        elif name.endswith("bias"):
+            parameter.zero_()
