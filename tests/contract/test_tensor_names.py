@@ -93,9 +93,9 @@ def test_a_stage_reads_and_writes_what_its_config_declares(stage):
 
 
 @pytest.mark.parametrize("stage", ["preprocess", "language_model"])
-def test_a_stage_has_the_same_parameters_by_either_config(stage):
+def test_a_stage_is_the_same_by_either_config(stage):
     default, named = config(stage), config(stage, "tensorrt")
-    assert set(named.parameters) == set(default.parameters)
+    assert set(named.parameters) - {"max_tiles"} == set(default.parameters)  # a plan has its own maximum
     assert named.name == stage
     assert named.model_transaction_policy == default.model_transaction_policy
 

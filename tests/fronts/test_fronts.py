@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
@@ -55,11 +54,8 @@ class Ensemble:
 
 def started(kind, name, ensemble, monkeypatch):
     front = kind.TritonPythonModel()
-    monkeypatch.setattr(front, "open_transport", lambda settings: ensemble)
-    parameters = {"threads": {"string_value": "4"}}
-    front.initialize(
-        {"model_name": name, "model_config": json.dumps({"parameters": parameters}), "model_repository": "/m"}
-    )
+    monkeypatch.setattr(front, "open_transport", lambda addresses, name: ensemble)
+    front.initialize({"model_name": name, "model_config": "{}", "model_repository": "/m"})
     return front
 
 

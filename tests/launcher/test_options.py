@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tessera.errors import ConfigError
+from tessera.gpu_memory import divide, find_device
 from tessera.launcher import options as options_module
 from tessera.launcher.cli import parse
 from tessera.launcher.installation import Installation
 from tessera.launcher.options import (
     ServerOptions,
-    has_gpu,
     mps_control,
     server_environment,
     server_flags,
@@ -22,20 +22,23 @@ from tessera.launcher.options import (
 )
 from tessera.launcher.ports import one_a_gpu, ports_of
 from tessera.launcher.process import log_path
+from tessera.launcher.settings import ServerSetup
 
 INSTALLATION = Installation(
     "test", Path("/s/bin/t"), Path("/s/backends"), None, (Path("/l1"), Path("/l2")), Path("/py")
 )
 
+CPU = ServerSetup({}, [], "cpu")
+
 
 def test_the_command_line_becomes_options_and_flags(tmp_path: Path) -> None:
     argv = ["--model-repository", str(tmp_path), "--http-port", "0", "--model-config-name", "tensorrt"]
     passed_on = ["--model-control-mode=poll", "--cache-config", "local,size=1"]
-    options, gpus, supervision, verbose = parse([*argv, "--verbose", "--", *passed_on])
-    assert verbose and gpus == ()
+    options, gpus, supervision, own = parse([*argv, "--verbose", "--", *passed_on])
+    assert own.verbose and not own.show_settings and gpus == ()
     assert options.http_port == 0 and options.grpc_port == 8001 and options.host == "127.0.0.1"
     assert supervision.restart and supervision.health_port == 8003
-    flags = server_flags(options, INSTALLATION, (1, 2, 3), "prefix-")
+    flags = server_flags(options, INSTALLATION, (1, 2, 3), "prefix-", CPU, tmp_path)
     assert flags[-3:] == passed_on
     assert "--model-control-mode=none" not in flags
     assert {"--http-port=1", "--grpc-port=2", "--metrics-port=3", "--http-address=127.0.0.1"} <= set(flags)
@@ -46,7 +49,7 @@ def test_the_command_line_becomes_options_and_flags(tmp_path: Path) -> None:
 
 def test_clients_are_kept_out_of_the_servers_administration(tmp_path: Path) -> None:
     """Loading a model is running code; shared-memory endpoints reach the stubs' own regions."""
-    given = server_flags(ServerOptions(tmp_path), INSTALLATION, (1, 2, 3), "p")
+    given = server_flags(ServerOptions(tmp_path), INSTALLATION, (1, 2, 3), "p", CPU, tmp_path)
     flags = {name: value for name, _, value in (flag.partition("=") for flag in given)}
     assert flags["--model-control-mode"] == "none"
     for name in ("--http-restricted-api", "--grpc-restricted-protocol"):
@@ -56,27 +59,24 @@ def test_clients_are_kept_out_of_the_servers_administration(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_memory_pools_follow_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
-    monkeypatch.setattr(options_module, "has_gpu", lambda environment: gpu)
-    flags = server_flags(ServerOptions(tmp_path), INSTALLATION, (1, 2, 3), "p")
+def test_memory_pools_follow_the_gpu(tmp_path: Path, gpu: bool) -> None:
+    setup = ServerSetup({}, [], "cuda", divide(80 << 30, 0.9, (0, 0))) if gpu else CPU
+    flags = server_flags(ServerOptions(tmp_path), INSTALLATION, (1, 2, 3), "p", setup, tmp_path)
     assert ("--cuda-memory-pool-byte-size=0:4294967296" in flags) == gpu
     assert ("--pinned-memory-pool-byte-size=0" in flags) == (not gpu)
 
 
-def test_an_mps_daemon_is_ours_where_there_is_a_gpu_and_nobody_elses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_mps_daemon_is_ours_where_there_is_a_gpu_and_nobody_elses(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-cuda-mps-control"
     program.touch(0o755)
     environment, options = {"PATH": str(tmp_path)}, ServerOptions(tmp_path)
-    assert mps_control(options, environment) is None  # no GPU here
-    monkeypatch.setattr(options_module, "has_gpu", lambda environment: True)
-    assert mps_control(options, environment) == str(program)
-    assert mps_control(options, {"PATH": "/nowhere"}) is None
-    assert mps_control(options, {**environment, "CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps"}) is None
-    assert mps_control(options, {**environment, "CUDA_VISIBLE_DEVICES": "MIG-0123"}) is None
+    assert mps_control(options, environment, "cpu") is None
+    assert mps_control(options, environment, "cuda") == str(program)
+    assert mps_control(options, {"PATH": "/nowhere"}, "cuda") is None
+    assert mps_control(options, {**environment, "CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps"}, "cuda") is None
+    assert mps_control(options, {**environment, "CUDA_VISIBLE_DEVICES": "MIG-0123"}, "cuda") is None
     unwanted, *_ = parse(["--model-repository", str(tmp_path), "--no-mps"])
-    assert mps_control(unwanted, environment) is None
+    assert mps_control(unwanted, environment, "cuda") is None
 
 
 def test_flags_that_the_launcher_owns_are_refused(tmp_path: Path) -> None:
@@ -99,18 +99,17 @@ def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
 def test_the_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
-    monkeypatch.setenv("TESSERA_LANGUAGE_MODEL_THREADS", "3")
+    monkeypatch.setenv("TESSERA_THREADS", "3")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     options = ServerOptions(tmp_path, checkpoint=Path("model"), environment={"TESSERA_X": "1"})
-    environment = server_environment(options, INSTALLATION, 8001)
+    environment = server_environment(options, INSTALLATION, 8001, options.set_up())
     assert environment["PATH"] == "/py:/usr/bin" and environment["LD_LIBRARY_PATH"] == "/l1:/l2:/mine"
     assert environment["TESSERA_CHECKPOINT"] == str(tmp_path / "model")
-    assert environment["TESSERA_LANGUAGE_MODEL_THREADS"] == "3" and environment["TESSERA_X"] == "1"
-    assert environment["TESSERA_LANGUAGE_MODEL_SERVER_MEMORY_BYTES"] == str((4 << 30) + (1 << 30))
+    assert environment["TESSERA_THREADS"] == "3" and environment["TESSERA_X"] == "1"
     monkeypatch.delenv("LD_LIBRARY_PATH")
     bare = replace(INSTALLATION, library_path=())
-    assert "LD_LIBRARY_PATH" not in server_environment(options, bare, 8001)
+    assert "LD_LIBRARY_PATH" not in server_environment(options, bare, 8001, CPU)
 
 
 def test_shared_memory_is_modest_where_there_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +126,7 @@ def test_one_server_a_gpu_with_ports_and_neighbours_of_its_own(tmp_path: Path) -
     assert (first.http_port, first.grpc_port, first.metrics_port) == (base, base + 1, base + 2)
     assert (second.http_port, second.grpc_port, second.metrics_port) == (base + 10, base + 11, base + 12)
     for server, gpu, address in ((first, "3", f"127.0.0.1:{base + 1}"), (second, "GPU-5ac2-11", "127.0.0.1:20011")):
-        environment = server_environment(server, INSTALLATION, server.grpc_port)
+        environment = server_environment(server, INSTALLATION, server.grpc_port, CPU)
         assert environment["CUDA_VISIBLE_DEVICES"] == gpu and server.name == f"gpu{gpu}"
         here, there = environment["TESSERA_GRPC_ADDRESS"].split(",")
         assert here == address and there != here
@@ -161,4 +160,4 @@ def test_what_names_no_gpus_is_refused(text: str, capsys: pytest.CaptureFixture[
 
 
 def test_a_hidden_gpu_is_none() -> None:
-    assert not has_gpu({"CUDA_VISIBLE_DEVICES": ""}) and not has_gpu({"CUDA_VISIBLE_DEVICES": "-1"})
+    assert find_device({"CUDA_VISIBLE_DEVICES": ""}) == find_device({"CUDA_VISIBLE_DEVICES": "-1"}) == "cpu"

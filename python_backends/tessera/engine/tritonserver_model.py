@@ -27,19 +27,7 @@ from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.server_log import write_to_server_log
 from tessera.tritonserver.settings import StageSettings
 
-_TEXTS = ("device", "dtype", "weights", "attention", "prefix_cache")
-_NUMBERS = (
-    "threads",
-    "kv_cache_bytes",
-    "memory_bytes",
-    "vision_memory_bytes",
-    "embedding_pool_bytes",
-    "server_memory_bytes",
-    "max_batched_tokens",
-    "max_sequences",
-    "max_in_flight",
-    "graph_batch_size",
-)
+SENDER_THREADS = 2
 STAMPS = 5  # deadline, and when preprocess received and ended, vision began and ended
 STAMPS_OF_PREPROCESS = 3  # as they come past a vision stage that keeps no time (a TensorRT plan)
 
@@ -50,16 +38,10 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         write_to_server_log("language_model")
         settings = StageSettings(args)
-        texts = {name: settings.text(name) for name in _TEXTS}
-        numbers = {name: settings.integer(name) for name in _NUMBERS}
-        config = EngineConfig(
-            max_model_len=settings.integer("max_model_len") or None,
-            **texts,  # type: ignore[arg-type]
-            **numbers,  # type: ignore[arg-type]
-        )
-        self._outbox = Outbox("language_model", settings.integer("sender_threads"))
+        config = settings.read(EngineConfig)
+        self._outbox = Outbox("language_model", SENDER_THREADS)
         self._replies = Replies()
-        if settings.integer("engine_process"):
+        if config.device == "cuda":
             self._service: Service = EngineProcess(settings.checkpoint, config, self._on_events, end_stage)
         else:
             self._service = EngineService.from_checkpoint(settings.checkpoint, config, self._on_events)

@@ -46,6 +46,14 @@ STATUS: dict[type[errors.TesseraClientError], str] = {
 }
 
 
+@dataclass(frozen=True)
+class FrontSettings:
+    """The model behind a front, and how many requests it hands on at once."""
+
+    ensemble: str = "vlm"
+    threads: int = 256
+
+
 @dataclass
 class Watched:
     """A request whose client is watched. One cancel may come too early, while the request is not yet at the language
@@ -60,10 +68,11 @@ class Front(ABC):
 
     def initialize(self, args: Mapping[str, str]) -> None:
         heaps.one_a_core()
-        settings = StageSettings(args)
-        self._name = settings.stage
-        self._transport = self.open_transport(settings)
-        self._pool = ThreadPoolExecutor(settings.integer("threads"), thread_name_prefix=self._name)
+        stage = StageSettings(args)
+        settings = stage.read(FrontSettings)
+        self._name = stage.stage
+        self._transport = self.open_transport(stage.grpc_address, settings.ensemble)
+        self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix=self._name)
         # Cancels have a thread of their own: the pool may be full of the very requests to cancel.
         self._cancels = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-cancel")
         self._watched: dict[Responder, Watched] = {}
@@ -89,9 +98,9 @@ class Front(ABC):
         self._cancels.shutdown(wait=True)
         self._transport.close()
 
-    def open_transport(self, settings: StageSettings) -> PooledTransport:
+    def open_transport(self, addresses: str, ensemble: str) -> PooledTransport:
         """The way to the ensembles of this machine; the connections themselves are made by the first requests."""
-        return open_transport(settings.grpc_address, Models(vlm=settings.text("ensemble")))
+        return open_transport(addresses, Models(vlm=ensemble))
 
     @abstractmethod
     def wants_stream(self, request: Any) -> bool:

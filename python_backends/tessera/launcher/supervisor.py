@@ -116,9 +116,9 @@ class Supervisor:
             "stages": {name: stage_report(name, pid, pinger) for name, pid in stages.items()},
         }
 
-    def _start(self) -> None:
+    def _start(self, *attempts: int) -> None:
         began = time.monotonic()
-        server = self.server.start()
+        server = self.server.start(*attempts)
         if server.swept:
             self.say(f"removed {len(server.swept)} leftovers of a server that was killed", False)
         for crash in server.crashes:
@@ -178,7 +178,7 @@ class Supervisor:
         self.say(f"{reason}; starting anew{later} (restart {self.health.restarts})", True)
         self._sleep(pause)
         try:
-            self._start()
+            self._start(1)  # more would come without a pause
         except TesseraError as error:
             if self._stopped.is_set():
                 raise Stopped from error

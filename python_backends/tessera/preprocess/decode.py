@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import os
 import re
-from dataclasses import dataclass
 
 import cv2
 import numpy as np
 
 from tessera.errors import InvalidRequest
 from tessera.preprocess.headers import Header, image_format, plain_png, read_header
+from tessera.preprocess.settings import Limits
 
 # A progressive JPEG redraws the picture in every scan; a hostile one has thousands.
 FULL_SIZE_PASSES = 16
@@ -27,16 +27,6 @@ REDUCED = {
     2: cv2.IMREAD_REDUCED_COLOR_2 & ~cv2.IMREAD_COLOR,
     1: 0,
 }
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one request may ask for. ``max_pixels`` is for each picture, ``max_request_bytes`` for all together."""
-
-    max_images: int = 8
-    max_tiles: int = 104
-    max_pixels: int = 50_000_000
-    max_request_bytes: int = 64 << 20
 
 
 def encoded_bytes(image: bytes | str, name: str = "image") -> bytes:

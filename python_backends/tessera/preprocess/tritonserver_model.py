@@ -10,9 +10,9 @@ import numpy as np
 
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.family.family import KIND_TILES
-from tessera.preprocess.decode import Limits
-from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
+from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
 from tessera.preprocess.resize_cpu import use_one_thread
+from tessera.preprocess.settings import PreprocessSettings
 from tessera.sampling import SamplingParameters
 from tessera.tritonserver import tensors
 from tessera.tritonserver.deadline import deadline_ns
@@ -24,25 +24,12 @@ class TritonPythonModel:
     """tritonserver's interface; one picture-decoding thread, so the server runs several instances."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        settings = StageSettings(args)
-        resize = settings.text("resize")
-        use_one_thread(resize)
-        limits = Limits(
-            max_images=settings.integer("max_images"),
-            max_tiles=settings.integer("max_tiles"),
-            max_pixels=settings.integer("max_pixels"),
-            max_request_bytes=settings.integer("max_request_bytes"),
-        )
-        self._preprocessor = Preprocessor.from_checkpoint(
-            settings.checkpoint,
-            PreprocessSettings(
-                limits=limits,
-                resize=resize,
-                tile_policy=settings.text("tile_policy") or None,
-                gpu_pixels=settings.integer("gpu_pixels"),
-            ),
-        )
-        self._blank_tile = _blank_tile(self._preprocessor, settings.text("pictures_as"), settings.integer("gpu_pixels"))
+        stage = StageSettings(args)
+        settings = stage.read(PreprocessSettings)
+        use_one_thread(settings.resize)
+        self._preprocessor = Preprocessor.from_checkpoint(stage.checkpoint, settings)
+        # The config `tensorrt` has pictures leave as whole tiles.
+        self._blank_tile = _blank_tile(self._preprocessor) if "TILES" in stage.outputs else None
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
@@ -95,19 +82,16 @@ class TritonPythonModel:
         return [tensors.output("TILES", tiles if len(tiles) else self._blank_tile)]
 
 
-def _blank_tile(preprocessor: Preprocessor, pictures_as: str, gpu_pixels: int) -> np.ndarray | None:
-    """Where pictures leave as tiles, the one that a request without pictures sends; None where they leave as pixels."""
-    if pictures_as == "pixels":
-        return None
-    if pictures_as != "tiles":
-        raise ConfigError(f"preprocess: pictures_as is pixels or tiles, not {pictures_as!r}")
-    if gpu_pixels:
+def _blank_tile(preprocessor: Preprocessor) -> np.ndarray:
+    """What a request without pictures sends where they leave as tiles."""
+    if preprocessor.gpu_pixels:
         raise ConfigError(
-            f"preprocess: with pictures_as tiles none may travel encoded; set gpu_pixels to 0, not {gpu_pixels}"
+            f"preprocess: where pictures leave as TILES none may travel encoded; set gpu_pixels to 0, not "
+            f"{preprocessor.gpu_pixels}"
         )
     plan = preprocessor.family.plan(1, 1, preprocessor.policy)
     if plan.kind != KIND_TILES:
-        raise ConfigError("preprocess: pictures_as tiles wants a checkpoint whose pictures are tiles of one size")
+        raise ConfigError("preprocess: TILES wants a checkpoint whose pictures are tiles of one size")
     return np.zeros((1, plan.h, plan.w, 3), np.uint8)
 
 

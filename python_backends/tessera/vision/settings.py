@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tessera.errors import ConfigError
+from tessera.settings import check, setting
 
 
 @dataclass(frozen=True)
@@ -19,37 +20,28 @@ class VisionSettings:
     ``decode_bytes``; ``memory_bytes`` bounds all that the stage holds (memory.py says what that is), 0 nothing.
     """
 
-    runner: str = "onnx"
-    infer_batch_size: int = 4
-    threads: int = 1
-    dtype: str = "float32"
+    runner: str = setting("onnx", cuda="graph", choices=("onnx", "torch", "graph"))
+    infer_batch_size: int = setting(4, cuda=32, name="visual_infer_batch_size", least=1)
+    threads: int = setting(1, common=True, least=1)
+    dtype: str = setting("float32", cuda="bfloat16", common=True, choices=("float32", "bfloat16", "float16"))
     device: str = "cpu"
+    random_weights: bool = setting(False, name="weights", common=True, choices={"checkpoint": False, "random": True})
+    cache_bytes: int = setting(256 << 20, least=0)
+    picture_decoder: str = setting("none", settable=False, choices=("none", "nvjpeg"))
+    gpu_pixels: int = setting(0, common=True, least=0)
+    decode_bytes: int = setting(2 << 30, settable=False, least=0)
+    memory_bytes: int = setting(0, least=0, share="vision")
+    send_batch_size: int = setting(1, name="visual_send_batch_size", least=1)
+    vision_url: str = setting("")
     onnx_path: Path | None = None
-    random_weights: bool = False
-    cache_bytes: int = 256 * 2**20
-    picture_decoder: str = "none"
-    decode_bytes: int = 2**31
-    memory_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.runner not in ("onnx", "torch", "graph"):
-            raise ConfigError(f"vision runner {self.runner!r} is not known; known are onnx, torch, graph")
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ConfigError(f"vision dtype {self.dtype!r} is not known; known are float32, bfloat16, float16")
+        check(self, "vision_encoder")
+        if self.gpu_pixels and self.picture_decoder == "none":
+            object.__setattr__(self, "picture_decoder", "nvjpeg")
         if self.runner == "onnx" and (self.dtype, self.device) != ("float32", "cpu"):
             raise ConfigError("the onnx runner computes in float32 on the CPU; for anything else use graph or torch")
         if self.runner == "graph" and not self.device.startswith("cuda"):
             raise ConfigError(f"the graph runner records CUDA graphs; it needs device cuda, not {self.device!r}")
-        if self.picture_decoder not in ("none", "nvjpeg"):
-            raise ConfigError(f"picture_decoder {self.picture_decoder!r} is not known; known are none, nvjpeg")
         if self.picture_decoder == "nvjpeg" and not self.device.startswith("cuda"):
-            raise ConfigError(f"picture_decoder nvjpeg needs device cuda, not {self.device!r}")
-        for name, least in (
-            ("infer_batch_size", 1),
-            ("threads", 1),
-            ("cache_bytes", 0),
-            ("decode_bytes", 0),
-            ("memory_bytes", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"the vision stage needs {name} >= {least}, not {getattr(self, name)}")
+            raise ConfigError(f"picture_decoder nvjpeg (gpu_pixels) needs device cuda, not {self.device!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,10 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         heaps.one_a_core()  # what one thread allocates, another sends and frees
         write_to_server_log("vision_encoder")
-        settings = StageSettings(args)
-        url = settings.text("vision_url")
-        self._dispatcher: Dispatcher = RemoteDispatcher(url) if url else local_dispatcher(settings)
+        stage = StageSettings(args)
+        settings = stage.read(VisionSettings)
+        url = settings.vision_url
+        self._dispatcher: Dispatcher = RemoteDispatcher(url) if url else local_dispatcher(stage.checkpoint, settings)
 
     def execute(self, requests: list[Any]) -> None:
         jobs = []
@@ -56,27 +58,11 @@ class TritonPythonModel:
         self._dispatcher.close()
 
 
-def local_dispatcher(settings: StageSettings) -> LocalDispatcher:
-    """The tower in this process, as the stage's settings have it."""
-    runner = settings.text("runner")
-    encoder = VisionEncoder.from_checkpoint(
-        settings.checkpoint,
-        VisionSettings(
-            runner=runner,
-            device=settings.text("device"),
-            dtype=settings.text("dtype"),
-            infer_batch_size=settings.integer("visual_infer_batch_size"),
-            threads=settings.integer("threads"),
-            onnx_path=settings.version_folder / "model.onnx" if runner == "onnx" else None,
-            cache_bytes=settings.integer("cache_bytes"),
-            memory_bytes=settings.integer("memory_bytes"),
-            picture_decoder=settings.text("picture_decoder"),
-            decode_bytes=settings.integer("decode_bytes"),
-            random_weights=settings.text("weights") == "random",
-        ),
-    )
+def local_dispatcher(checkpoint: Path, settings: VisionSettings) -> LocalDispatcher:
+    """The tower in this process."""
+    encoder = VisionEncoder.from_checkpoint(checkpoint, settings)
     gauge = Gauge("tessera_vision_row_bytes", "Rows of pictures reserved or held for requests that are not answered")
-    return LocalDispatcher(encoder, settings.integer("visual_send_batch_size"), gauge.set)
+    return LocalDispatcher(encoder, settings.send_batch_size, gauge.set)
 
 
 class StageJob:
