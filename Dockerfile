@@ -16,12 +16,10 @@ COPY clients/ clients/
 COPY build/export_vision_onnx.py build/
 COPY build/default_model/checkpoint/ build/default_model/checkpoint/
 COPY model_repository/ model_repository/
-# The vision graphs are not tracked: they are made from the checkpoint. Everything belongs to root, so that the server,
-# which is not root, cannot change its models. The plan lies in a volume, which the image `plan` fills; without one there
+# The graph for the plan is made from the checkpoint. Everything belongs to root, so that the server, which is not root,
+# cannot change its models. The plan lies in a volume, which the image `plan` fills; without one there
 # is an empty file, for tritonserver complains of a link to nothing.
-RUN python3 build/export_vision_onnx.py --checkpoint build/default_model/checkpoint \
-        --out model_repository/vision_encoder/1/model.onnx \
-    && python3 build/export_vision_onnx.py --checkpoint build/default_model/checkpoint --target tensorrt \
+RUN python3 build/export_vision_onnx.py --checkpoint build/default_model/checkpoint --target tensorrt \
         --out vision_tensorrt.onnx \
     && mkdir plan && touch plan/model.plan \
     && ln -s /opt/tessera/plan/model.plan model_repository/vision_encoder/1/model.plan \

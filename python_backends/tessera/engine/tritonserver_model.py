@@ -16,7 +16,6 @@ from tessera.engine.config import EngineConfig
 from tessera.engine.engine_process import EngineProcess
 from tessera.engine.metrics_page import MetricsPage
 from tessera.engine.request import Request, SamplingParameters, TokenEvent
-from tessera.engine.service import EngineService, Service
 from tessera.errors import InvalidRequest
 from tessera.lost_device import end_process_if_lost
 from tessera.tritonserver import tensors
@@ -41,10 +40,7 @@ class TritonPythonModel:
         config = settings.read(EngineConfig)
         self._outbox = Outbox("language_model", SENDER_THREADS)
         self._replies = Replies()
-        if config.device == "cuda":
-            self._service: Service = EngineProcess(settings.checkpoint, config, self._on_events, end_stage)
-        else:
-            self._service = EngineService.from_checkpoint(settings.checkpoint, config, self._on_events)
+        self._service = EngineProcess(settings.checkpoint, config, self._on_events, end_stage)
         self._page = MetricsPage(self._service.counts)
 
     def execute(self, requests: list[Any]) -> None:
