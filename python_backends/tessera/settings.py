@@ -20,34 +20,49 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True)
 class Setting:
-    """How one field may be set. ``share`` names the part of a GPU's division that a size of 0 takes on a GPU."""
+    """How one field of a dataclass may be set.
+
+    ``default``: for who builds the dataclass himself, and on a device for which nothing else is said. ``cpu`` and
+    ``cuda``: a stage's default there. ``kind`` makes a value of text; without one the default's own type does. ``name``: where it
+    is not the field's. ``common``: one for all stages. ``settable``: False for what has a range, but is no user's to
+    set. ``choices``: all that are allowed; a mapping gives the value of each. ``share``: the part of a GPU's division
+    that a size of 0 stands for on a GPU.
+    """
 
     default: Any
-    devices: Mapping[str, Any]
-    kind: Callable[[str], Any]
-    name: str
-    common: bool
-    least: float | None
-    most: float | None
-    choices: Mapping[str, Any] | None
-    share: str
+    cpu: Any = None
+    cuda: Any = None
+    kind: Callable[[str], Any] | None = None
+    name: str = ""
+    common: bool = False
+    settable: bool = True
+    least: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] | Mapping[str, Any] = ()
+    share: str = ""
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """What the choices stand for."""
+        return self.choices if isinstance(self.choices, Mapping) else {text: text for text in self.choices}
 
     def parse(self, title: str, text: str) -> Any:
         """The value that ``text`` says. Raises ConfigError with what is allowed."""
         if self.default is None and text in ("", "0"):
             return None
+        kind = self.kind or type(self.default)
         try:
-            value = self.choices[text] if self.choices else self.kind(text)
+            value = self.values[text] if self.choices else kind(text)
         except (KeyError, ValueError):
-            what = {int: "a whole number", float: "a number"}.get(self.kind, "")  # type: ignore[call-overload]
-            allowed = f"one of {', '.join(self.choices)}" if self.choices else what
+            number = "a whole number" if kind is int else "a number"
+            allowed = f"one of {', '.join(self.choices)}" if self.choices else number
             raise ConfigError(f"{title} is {text!r}; it must be {allowed}") from None
         self.check(title, value)
         return value
 
     def check(self, title: str, value: Any) -> None:
         """Raises ConfigError for a value that is out of range or not among the choices."""
-        if self.choices and value not in self.choices.values():
+        if self.choices and value not in self.values.values():
             raise ConfigError(f"{title} is {value!r}; it must be one of {', '.join(self.choices)}")
         if self.least is not None and value is not None and value < self.least:
             raise ConfigError(f"{title} is {value}; it must be at least {self.least}")
@@ -92,51 +107,21 @@ class Sources:
                 raise ConfigError(f"unknown environment variable {name}" + nearest(name, variables))
 
 
-def setting(
-    default: Any,
-    *,
-    cpu: Any = None,
-    cuda: Any = None,
-    kind: Callable[[str], Any] | None = None,
-    name: str = "",
-    common: bool = False,
-    settable: bool = True,
-    least: float | None = None,
-    most: float | None = None,
-    choices: Iterable[str] | Mapping[str, Any] | None = None,
-    share: str = "",
-) -> Any:
-    """A dataclass field that may be set.
-
-    Args:
-        default: for who builds the dataclass himself, and on a device for which nothing else is said.
-        cpu: default of a stage on the CPU.
-        cuda: default of a stage on a GPU.
-        kind: makes a value of text; the default's own type where it is left out.
-        name: where it is not the field's.
-        common: one for all stages.
-        settable: False for what has a range and a default for each device, but is no user's to set.
-        choices: all that are allowed; a mapping gives the value of each.
-        share: see :class:`Setting`.
-    """
-    chosen = choices if isinstance(choices, Mapping) or choices is None else {text: text for text in choices}
-    devices = {device: value for device, value in (("cpu", cpu), ("cuda", cuda)) if value is not None}
-    made = Setting(default, devices, kind or type(default), name, common, least, most, chosen, share)
-    return field(default=default, metadata={"setting": made, "settable": settable})
+def setting(default: Any, **about: Any) -> Any:
+    """A dataclass field that may be set; ``about`` as in :class:`Setting`."""
+    return field(default=default, metadata={"setting": Setting(default, **about)})
 
 
 def settings_of(kind: type) -> Iterator[Setting]:
     """All that may be set in a dataclass, those within its fields included."""
-    for _, each, settable in _walk(kind):
-        if settable:
-            yield each
+    return (entry for _, entry in _walk(kind) if entry.settable)
 
 
 def check(instance: Any, title: str) -> None:
-    """For ``__post_init__``: every field in its range. Raises ConfigError that begins with ``title``."""
-    for name, each, _ in _walk(type(instance)):
+    """Every field in its range; else ConfigError, which begins with ``title``."""
+    for name, entry in _walk(type(instance)):
         if hasattr(instance, name):
-            each.check(f"{title}: {each.name}", getattr(instance, name))
+            entry.check(f"{title}: {entry.name}", getattr(instance, name))
 
 
 def read(
@@ -155,34 +140,25 @@ def read(
     """
     values: dict[str, Any] = {}
     for each in fields(kind):  # type: ignore[arg-type]
-        if each.name == "device" and "setting" not in each.metadata:
-            values["device"] = device
-        elif is_dataclass(each.default_factory):
+        if is_dataclass(each.default_factory):
             values[each.name] = read(each.default_factory, sources, device, division, report)
-        elif "setting" in each.metadata:
-            entry = named(each)
-            title = entry.name if entry.common else f"{sources.stage}: {entry.name}"
-            found = sources.find(entry) if each.metadata["settable"] else None
-            if found is not None:
-                value, origin = entry.parse(title, found[0]), found[1]
-            elif device in entry.devices:
-                value, origin = entry.devices[device], "device"
-            else:
-                value, origin = entry.default, "default"
-            if entry.share and not value and device == "cuda" and (shares := division()) is not None:
-                value, origin = getattr(shares, entry.share), "device"
-            values[each.name] = value
-            if each.metadata["settable"]:
-                texts = {value: text for text, value in entry.choices.items()} if entry.choices else {}
-                full = entry.name if entry.common else f"{sources.stage}.{entry.name}"
-                report(Effective(full, texts.get(value, value), origin))
+    for name, entry in _walk(kind, deep=False):
+        full = entry.name if entry.common else f"{sources.stage}.{entry.name}"
+        found = sources.find(entry) if entry.settable else None
+        if found is not None:
+            value, origin = entry.parse(full.replace(".", ": "), found[0]), found[1]
+        else:
+            own = getattr(entry, device, None)
+            value, origin = (entry.default, "default") if own is None else (own, "device")
+        if entry.share and not value and device == "cuda" and (shares := division()) is not None:
+            value, origin = getattr(shares, entry.share), "device"
+        values[name] = value
+        if entry.settable:
+            texts = {value: text for text, value in entry.values.items()}
+            report(Effective(full, texts.get(value, value), origin))
+    if any(each.name == "device" for each in fields(kind)):  # type: ignore[arg-type]
+        values.setdefault("device", device)
     return kind(**values)
-
-
-def named(each: Any) -> Setting:
-    """The setting of a dataclass's field, which gives it its name."""
-    made: Setting = each.metadata["setting"]
-    return made if made.name else replace(made, name=each.name)
 
 
 def variable(stage: str, setting: Setting) -> str:
@@ -197,9 +173,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(names))}"
 
 
-def _walk(kind: Any) -> Iterator[tuple[str, Setting, bool]]:
+def _walk(kind: Any, deep: bool = True) -> Iterator[tuple[str, Setting]]:
+    """Names and settings of the fields."""
     for each in fields(kind):
-        if is_dataclass(each.default_factory):
+        if deep and is_dataclass(each.default_factory):
             yield from _walk(each.default_factory)
-        elif "setting" in each.metadata:
-            yield each.name, named(each), each.metadata["settable"]
+        elif entry := each.metadata.get("setting"):
+            yield each.name, entry if entry.name else replace(entry, name=each.name)

@@ -87,7 +87,7 @@ def test_flags_that_the_launcher_owns_are_refused(tmp_path: Path) -> None:
 
 
 def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--metrics-port: 70000"):
+    with pytest.raises(ConfigError, match="--metrics-port is 70000"):
         ServerOptions(tmp_path, metrics_port=70000).validate()
     with pytest.raises(ConfigError, match="--checkpoint: no folder"):
         ServerOptions(tmp_path, checkpoint=tmp_path / "none").validate()
@@ -148,7 +148,7 @@ def test_ports_of_several_servers_that_collide_or_overflow_are_named(tmp_path: P
             one_a_gpu(options, ["0", "1"])
     with pytest.raises(ConfigError, match="--http-port of gpu1"):
         one_a_gpu(ServerOptions(tmp_path, http_port=20000, grpc_port=20010, metrics_port=0), ["0", "1"])
-    with pytest.raises(ConfigError, match="--metrics-port: 65539"):
+    with pytest.raises(ConfigError, match="--metrics-port is 65539"):
         one_a_gpu(ServerOptions(tmp_path, http_port=0, grpc_port=0, metrics_port=65529), ["0", "1"])
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from tessera.errors import ConfigError
 from tessera.launcher.installation import Installation
 from tessera.launcher.settings import INSTANCES, ServerSetup, set_up
+from tessera.settings import check, setting
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -51,9 +52,9 @@ class ServerOptions:
     """What tells it from the others, where there are several ("gpu1"): in messages and in its log's name."""
     checkpoint: Path | None = None
     host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
+    http_port: int = setting(8000, name="--http-port", least=0, most=65535)
+    grpc_port: int = setting(8001, name="--grpc-port", least=0, most=65535)
+    metrics_port: int = setting(8002, name="--metrics-port", least=0, most=65535)
     model_config_name: str | None = None
     log_verbose: int = 0
     ready_timeout_s: float = 300.0
@@ -85,9 +86,7 @@ class ServerOptions:
                 )
         if self.checkpoint is not None and not self.checkpoint.is_dir():
             raise ConfigError(f"--checkpoint: no folder {self.checkpoint}")
-        for name in ("http_port", "grpc_port", "metrics_port"):
-            if not 0 <= getattr(self, name) < 65536:
-                raise ConfigError(f"--{name.replace('_', '-')}: {getattr(self, name)} is not in 0..65535")
+        check(self, "tessera serve")
 
     @property
     def given(self) -> dict[str, str]:

@@ -81,11 +81,16 @@ def _hold(options: ServerOptions, flag: str, port: int, held: ExitStack) -> int:
         bound.bind((options.host, port))
         bound.listen()  # the port of a connection that just closed may be taken again, a listener's not
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            whose = f" of {options.name}" if options.name else ""
-            raise ConfigError(
-                f"port {port} on {options.host} is already in use ({flag}{whose}): stop what listens there, or "
-                "choose another port (0 picks a free one)"
-            ) from error
-        raise ConfigError(f"cannot listen on {options.host}:{port}: {error.strerror} (--host)") from error
+        whose = f" of {options.name}" if options.name else ""
+        raise cannot_listen(options.host, port, flag + whose, error) from error
     return port
+
+
+def cannot_listen(host: str, port: int, flag: str, error: OSError) -> ConfigError:
+    """The refusal of a port that the user asked for."""
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"port {port} on {host} is already in use ({flag}): stop what listens there, or choose another port (0 "
+            "picks a free one)"
+        )
+    return ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (--host, {flag})")

@@ -7,7 +7,6 @@ process ends. Here is what a caller sees: addresses, process ids, and one clear 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from tessera.launcher import guard, leftovers
 from tessera.launcher.diagnosis import check_repository, explain_log, failed_models
 from tessera.launcher.installation import STUB, Installation, cache_folder, find_installation
 from tessera.launcher.options import SHARED_MEMORY, ServerOptions, mps_control, server_environment, server_flags
+from tessera.launcher.ping import NoAnswer, request
 from tessera.launcher.ports import choose_ports, ports_of, with_ports
 from tessera.launcher.settings import ServerSetup, lay_out
 
@@ -311,19 +311,13 @@ class Server:
         return None if index is None else {e["name"] for e in json.loads(index) if e.get("state") == "READY"}
 
     def _answer(self, method: str, path: str, port: int = 0) -> bytes | None:
-        """Body of a 200 answer, else None. One connection a call: an idle one would delay the server's end."""
+        """Body of a 200 answer, else None."""
         if self._aborted.is_set():
             return None
-        connection = http.client.HTTPConnection(self.host, port or self.http_port, timeout=2.0)
         try:
-            connection.request(method, path, headers={"Connection": "close"})
-            response = connection.getresponse()
-            body = response.read()
-            return body if response.status == 200 else None
-        except (OSError, http.client.HTTPException):
+            return request((self.host, port or self.http_port), method, path, 2.0)
+        except NoAnswer:
             return None
-        finally:
-            connection.close()
 
     def read_log(self) -> str:
         """What the server has written so far, on standard output and error."""
