@@ -24,9 +24,9 @@ class Setting:
 
     ``default``: for who builds the dataclass himself, and on a device for which nothing else is said. ``cpu`` and
     ``cuda``: a stage's default there. ``kind`` makes a value of text; without one the default's own type does.
-    ``name``: where it is not the field's. ``common``: one for all stages. ``settable``: False for what has a range, but is no user's to
-    set. ``choices``: all that are allowed; a mapping gives the value of each. ``share``: the part of a GPU's division
-    that a size of 0 stands for on a GPU.
+    ``name``: where it is not the field's. ``common``: one for all stages. ``settable``: False for what has a range, but
+    is no user's to set. ``choices``: all that are allowed; a mapping gives the value of each. ``share``: the part of a
+    GPU's division that a size of 0 stands for on a GPU.
     """
 
     default: Any
