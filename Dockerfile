@@ -17,8 +17,8 @@ COPY clients/ clients/
 COPY build/export_vision_onnx.py build/vision_graphs.py build/calibration.py build/
 COPY build/default_model/checkpoint/ build/default_model/checkpoint/
 COPY model_repository/ model_repository/
-# TensorRT's vision graph is not tracked: it is made from the checkpoint. Everything belongs to root, so that the server,
-# which is not root, cannot change its models. The plan lies in a volume, which the image `plan` fills; without one there
+# The graph for the plan is made from the checkpoint. Everything belongs to root, so that the server, which is not root,
+# cannot change its models. The plan lies in a volume, which the image `plan` fills; without one there
 # is an empty file, for tritonserver complains of a link to nothing.
 RUN python3 build/export_vision_onnx.py --checkpoint build/default_model/checkpoint --target tensorrt \
         --out vision_tensorrt.onnx \

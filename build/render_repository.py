@@ -13,10 +13,9 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
@@ -25,25 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import TesseraError
+from tessera.gpu_memory import ServerSettings
+from tessera.launcher.settings import STAGES
+from tessera.settings import nearest, settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Vision stage and language model on one GPU, each in a process of its own (see docs/gpu.md).
-GPU_SETTINGS = {
-    "vision_encoder.runner": "graph",
-    "vision_encoder.device": "cuda",
-    "vision_encoder.dtype": "bfloat16",
-    "vision_encoder.visual_infer_batch_size": "32",
-    "vision_encoder.memory_bytes": str(7 << 30),
-    "language_model.device": "cuda",
-    "language_model.dtype": "bfloat16",
-    "language_model.kv_cache_bytes": "0",
-    "language_model.max_batched_tokens": "8192",
-    "language_model.max_sequences": "256",
-}
-# What the vision stage's process takes of a GPU beside its memory_bytes: CUDA's context and libraries.
-CONTEXT_BYTES = 1 << 30
-SHARING = ("vision_encoder", "language_model")
+# What --gpu says: all else follows from the device.
+GPU_SETTINGS = {"preprocess.device": "cuda", "vision_encoder.device": "cuda", "language_model.device": "cuda"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +76,7 @@ def render(
         only: the models to copy; empty for all.
 
     Raises:
-        ValueError: a model or a parameter does not exist, or `out` does, or the stages' shares of a GPU disagree.
+        ValueError: a model or a parameter does not exist, or `out` does.
     """
     if out.exists():
         raise ValueError(f"{out} exists already")
@@ -105,42 +93,24 @@ def render(
     for name, value in parameters.items():
         model, _, parameter = name.partition(".")
         configs = _read(out, model)
-        having = {file: config for file, config in configs.items() if parameter in config.parameters}
-        if not having:
-            known = ", ".join(sorted({name for config in configs.values() for name in config.parameters}))
-            raise ValueError(f"{model} has no parameter {parameter!r}; it has {known}")
-        for file, config in having.items():
-            config.parameters[parameter].string_value = value
-            _write(file, config)
+        known = [
+            entry.name for kind in (ServerSettings, STAGES.get(model, ServerSettings)) for entry in settings_of(kind)
+        ]
+        if parameter not in known:
+            raise ValueError(f"{model} has no parameter {parameter!r}{nearest(parameter, known)}")
+        for file, config in configs.items():
+            if config.backend == "python":
+                config.parameters[parameter].string_value = value
+                _write(file, config)
     if plan:
         _fit(out, plan)
     # A relative checkpoint counts from the repository, which lies elsewhere now.
-    for model in out.glob("*/config.pbtxt"):
-        for file, config in _read(out, model.parent.name).items():
-            if "checkpoint" in config.parameters:
-                checkpoint = config.parameters["checkpoint"].string_value
-                config.parameters["checkpoint"].string_value = str((source / checkpoint).resolve())
+    for model in set(STAGES) & {path.name for path in out.iterdir()}:
+        for file, config in _read(out, model).items():
+            if config.backend == "python":
+                said = config.parameters["checkpoint"].string_value or ServerSettings.checkpoint
+                config.parameters["checkpoint"].string_value = str((source / said).resolve())
                 _write(file, config)
-    if not only:
-        try:
-            _check_shares(*(_read(out, model)[out / model / "config.pbtxt"].parameters for model in SHARING))
-        except ValueError:
-            shutil.rmtree(out)
-            raise
-
-
-def _check_shares(vision: Mapping[str, Any], language: Mapping[str, Any]) -> None:
-    """On one GPU the vision stage may hold no more than the language model leaves to it."""
-    if vision["vision_url"].string_value or {p["device"].string_value for p in (vision, language)} != {"cuda"}:
-        return
-    own, left = int(vision["memory_bytes"].string_value), int(language["vision_memory_bytes"].string_value)
-    if not own:
-        raise ValueError("vision_encoder.memory_bytes 0 is no limit, which two stages on one GPU need; set it")
-    if own + CONTEXT_BYTES > left:
-        raise ValueError(
-            f"vision_encoder.memory_bytes {own} and {CONTEXT_BYTES} for CUDA itself exceed "
-            f"language_model.vision_memory_bytes {left}; lower the first or raise the last"
-        )
 
 
 def _fit(repository: Path, plan: PlanShape) -> None:

@@ -29,7 +29,7 @@ import figures
 from workloads import PROMPT, WORKLOADS, Pictures, Workload
 
 from tessera.launcher.options import ServerOptions
-from tessera.launcher.ports import one_a_gpu
+from tessera.launcher.ports import one_per_gpu
 from tessera.launcher.process import Server
 from tessera_client import Client
 
@@ -171,7 +171,7 @@ def running(
             mps=mps,
             log_path=log or Path(folder) / "server.log",
         )
-        each = one_a_gpu(options, gpus) if gpus else [options]
+        each = one_per_gpu(options, gpus) if gpus else [options]
         with ThreadPoolExecutor(len(each)) as pool:  # servers start side by side
             yield list(pool.map(lambda own: stack.enter_context(Server(own)), each))
 

@@ -34,7 +34,7 @@ def test_instances_and_parameters_change_and_the_checkpoint_stays_found(tmp_path
 def test_unknown_names_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no model 'vission'; there are .*vision_encoder"):
         render(SOURCE, tmp_path / "a", {"vission": 2}, {})
-    with pytest.raises(ValueError, match="no parameter 'runer'; it has .*runner"):
+    with pytest.raises(ValueError, match="no parameter 'runer'; did you mean runner"):
         render(SOURCE, tmp_path / "b", {}, {"vision_encoder.runer": "torch"})
     with pytest.raises(ValueError, match="exists already"):
         render(SOURCE, tmp_path, {}, {})
@@ -52,22 +52,6 @@ def test_one_model_can_be_rendered_alone(tmp_path):
     assert [path.name for path in (tmp_path / "vision").iterdir()] == ["vision_encoder"]
     with pytest.raises(ValueError, match="no model 'eyes'"):
         render(SOURCE, tmp_path / "other", {}, {}, only=["eyes"])
-
-
-def test_shares_of_one_gpu_must_agree(tmp_path):
-    greedy = {**GPU_SETTINGS, "vision_encoder.memory_bytes": str(8 << 30)}
-    with pytest.raises(ValueError, match="vision_encoder.memory_bytes 8589934592 .* exceed .*vision_memory_bytes"):
-        render(SOURCE, tmp_path / "greedy", {}, greedy)
-    render(SOURCE, tmp_path / "elsewhere", {}, greedy | {"vision_encoder.vision_url": "other:8001"})
-
-
-def test_the_named_config_has_the_gpu_settings_as_it_is_tracked():
-    """There is no plan without a GPU, and docker-compose.yml takes the repository as it is."""
-    tracked = config(SOURCE, "language_model", NAMED).parameters
-    for name, value in GPU_SETTINGS.items():
-        model, _, parameter = name.partition(".")
-        if model == "language_model":
-            assert tracked[parameter].string_value == value, parameter
 
 
 def test_the_tracked_named_config_is_the_one_for_the_default_checkpoint(tmp_path):
@@ -99,4 +83,4 @@ def test_a_plan_of_another_checkpoint(tmp_path):
     # Other settings reach the named configs as well; the default config keeps its own limit.
     assert preprocess.instance_group[0].count == 3
     assert config(tmp_path / "out", "language_model", NAMED).parameters["threads"].string_value == "2"
-    assert config(tmp_path / "out", "preprocess").parameters["max_cost"].string_value == "0"
+    assert "max_cost" not in config(tmp_path / "out", "preprocess").parameters

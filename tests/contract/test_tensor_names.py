@@ -102,9 +102,9 @@ def test_a_stage_reads_and_writes_what_its_config_declares(stage):
 
 
 @pytest.mark.parametrize("stage", ["preprocess", "language_model"])
-def test_a_stage_has_the_same_parameters_by_either_config(stage):
+def test_a_stage_is_the_same_by_either_config(stage):
     default, named = config(stage), config(stage, "tensorrt")
-    assert set(named.parameters) == set(default.parameters)
+    assert set(named.parameters) - {"max_cost"} == set(default.parameters)  # a plan has its own maximum
     assert named.name == stage
     assert named.model_transaction_policy == default.model_transaction_policy
 
@@ -152,11 +152,6 @@ def test_the_fronts_and_the_client_name_the_ensembles_tensors():
         read, written = read | more_read, written | more_written
     decided = {"stream", "sampling_parameters", "exclude_input_in_output"}
     assert read - set(config("vlm_unary").parameters) == {"PING", *decided}
-        "PING",
-        "stream",
-        "sampling_parameters",
-        "exclude_input_in_output",
-    }
     assert read - {"PING"} - set(config("vlm_unary").parameters) <= names(ensemble.input)
     assert written <= names(ensemble.output)
     full = Request("text", "[]", (b"",), "{}")

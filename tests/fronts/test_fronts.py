@@ -72,11 +72,8 @@ class Ensemble:
 
 def started(kind, name, ensemble, monkeypatch):
     front = kind.TritonPythonModel()
-    monkeypatch.setattr(front, "open_line", lambda settings: ensemble)
-    parameters = {"ensemble": {"string_value": "vlm"}}
-    front.initialize(
-        {"model_name": name, "model_config": json.dumps({"parameters": parameters}), "model_repository": "/m"}
-    )
+    monkeypatch.setattr(front, "open_line", lambda address: ensemble)
+    front.initialize({"model_name": name, "model_config": "{}", "model_repository": "/m"})
     return front
 
 

@@ -103,7 +103,7 @@ def test_rows_from_a_small_cache_are_those_that_were_computed():
 def test_the_stage_stays_within_its_share():
     share, cache = 192 << 20, 16 << 20
     before = torch.cuda.memory_allocated()
-    stage = encoder(infer_batch_size=8, cache_bytes=cache, decode_bytes=0, memory_bytes=share)
+    stage = encoder(infer_batch_size=8, cache_bytes=cache, memory_bytes=share)
     stage.encode([item(1000, 8)])
     torch.cuda.synchronize()
     # Workspaces of the matrix library count as the process's own, not the stage's.

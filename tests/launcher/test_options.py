@@ -9,33 +9,36 @@ from pathlib import Path
 import pytest
 
 from tessera.errors import ConfigError
+from tessera.gpu_memory import divide, find_device
 from tessera.launcher import options as options_module
 from tessera.launcher.cli import parse
 from tessera.launcher.installation import Installation
 from tessera.launcher.options import (
     ServerOptions,
-    has_gpu,
     mps_control,
     server_environment,
     server_flags,
     stub_shared_memory,
 )
-from tessera.launcher.ports import one_a_gpu, ports_of
+from tessera.launcher.ports import one_per_gpu, ports_of
 from tessera.launcher.process import log_path
+from tessera.launcher.settings import ServerSetup
 
 INSTALLATION = Installation(
     "test", Path("/s/bin/t"), Path("/s/backends"), None, (Path("/l1"), Path("/l2")), Path("/py")
 )
 
+CPU = ServerSetup({}, [], "cpu")
+
 
 def test_the_command_line_becomes_options_and_flags(tmp_path: Path) -> None:
     argv = ["--model-repository", str(tmp_path), "--http-port", "0", "--model-config-name", "tensorrt"]
     passed_on = ["--model-control-mode=poll", "--cache-config", "local,size=1"]
-    options, gpus, supervision, verbose = parse([*argv, "--verbose", "--", *passed_on])
-    assert verbose and gpus == ()
+    options, gpus, supervision, own = parse([*argv, "--verbose", "--", *passed_on])
+    assert own.verbose and not own.show_settings and gpus == ()
     assert options.http_port == 0 and options.grpc_port == 8001 and options.host == "127.0.0.1"
     assert supervision.restart and supervision.health_port == 8003
-    flags = server_flags(options, INSTALLATION, (1, 2, 3), "prefix-")
+    flags = server_flags(options, INSTALLATION, (1, 2, 3), "prefix-", CPU, tmp_path)
     assert flags[-3:] == passed_on
     assert "--model-control-mode=none" not in flags
     assert {"--http-port=1", "--grpc-port=2", "--metrics-port=3", "--http-address=127.0.0.1"} <= set(flags)
@@ -46,7 +49,7 @@ def test_the_command_line_becomes_options_and_flags(tmp_path: Path) -> None:
 
 def test_clients_are_kept_out_of_the_servers_administration(tmp_path: Path) -> None:
     """Loading a model is running code; shared-memory endpoints reach the stubs' own regions."""
-    given = server_flags(ServerOptions(tmp_path), INSTALLATION, (1, 2, 3), "p")
+    given = server_flags(ServerOptions(tmp_path), INSTALLATION, (1, 2, 3), "p", CPU, tmp_path)
     flags = {name: value for name, _, value in (flag.partition("=") for flag in given)}
     assert flags["--model-control-mode"] == "none"
     for name in ("--http-restricted-api", "--grpc-restricted-protocol"):
@@ -56,27 +59,24 @@ def test_clients_are_kept_out_of_the_servers_administration(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_memory_pools_follow_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
-    monkeypatch.setattr(options_module, "has_gpu", lambda environment: gpu)
-    flags = server_flags(ServerOptions(tmp_path), INSTALLATION, (1, 2, 3), "p")
+def test_memory_pools_follow_the_gpu(tmp_path: Path, gpu: bool) -> None:
+    setup = ServerSetup({}, [], "cuda", divide(80 << 30, 0.9, (0, 0))) if gpu else CPU
+    flags = server_flags(ServerOptions(tmp_path), INSTALLATION, (1, 2, 3), "p", setup, tmp_path)
     assert ("--cuda-memory-pool-byte-size=0:4294967296" in flags) == gpu
     assert ("--pinned-memory-pool-byte-size=0" in flags) == (not gpu)
 
 
-def test_an_mps_daemon_is_ours_where_there_is_a_gpu_and_nobody_elses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_mps_daemon_is_ours_where_there_is_a_gpu_and_nobody_elses(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-cuda-mps-control"
     program.touch(0o755)
     environment, options = {"PATH": str(tmp_path)}, ServerOptions(tmp_path)
-    assert mps_control(options, environment) is None  # no GPU here
-    monkeypatch.setattr(options_module, "has_gpu", lambda environment: True)
-    assert mps_control(options, environment) == str(program)
-    assert mps_control(options, {"PATH": "/nowhere"}) is None
-    assert mps_control(options, {**environment, "CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps"}) is None
-    assert mps_control(options, {**environment, "CUDA_VISIBLE_DEVICES": "MIG-0123"}) is None
+    assert mps_control(options, environment, "cpu") is None
+    assert mps_control(options, environment, "cuda") == str(program)
+    assert mps_control(options, {"PATH": "/nowhere"}, "cuda") is None
+    assert mps_control(options, {**environment, "CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps"}, "cuda") is None
+    assert mps_control(options, {**environment, "CUDA_VISIBLE_DEVICES": "MIG-0123"}, "cuda") is None
     unwanted, *_ = parse(["--model-repository", str(tmp_path), "--no-mps"])
-    assert mps_control(unwanted, environment) is None
+    assert mps_control(unwanted, environment, "cuda") is None
 
 
 def test_flags_that_the_launcher_owns_are_refused(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_flags_that_the_launcher_owns_are_refused(tmp_path: Path) -> None:
 
 
 def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--metrics-port: 70000"):
+    with pytest.raises(ConfigError, match="--metrics-port is 70000"):
         ServerOptions(tmp_path, metrics_port=70000).validate()
     with pytest.raises(ConfigError, match="--checkpoint: no folder"):
         ServerOptions(tmp_path, checkpoint=tmp_path / "none").validate()
@@ -99,18 +99,17 @@ def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
 def test_the_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
-    monkeypatch.setenv("TESSERA_LANGUAGE_MODEL_THREADS", "3")
+    monkeypatch.setenv("TESSERA_THREADS", "3")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     options = ServerOptions(tmp_path, checkpoint=Path("model"), environment={"TESSERA_X": "1"})
-    environment = server_environment(options, INSTALLATION, 8001)
+    environment = server_environment(options, INSTALLATION, 8001, options.set_up())
     assert environment["PATH"] == "/py:/usr/bin" and environment["LD_LIBRARY_PATH"] == "/l1:/l2:/mine"
     assert environment["TESSERA_CHECKPOINT"] == str(tmp_path / "model")
-    assert environment["TESSERA_LANGUAGE_MODEL_THREADS"] == "3" and environment["TESSERA_X"] == "1"
-    assert environment["TESSERA_LANGUAGE_MODEL_SERVER_MEMORY_BYTES"] == str((4 << 30) + (1 << 30))
+    assert environment["TESSERA_THREADS"] == "3" and environment["TESSERA_X"] == "1"
     monkeypatch.delenv("LD_LIBRARY_PATH")
     bare = replace(INSTALLATION, library_path=())
-    assert "LD_LIBRARY_PATH" not in server_environment(options, bare, 8001)
+    assert "LD_LIBRARY_PATH" not in server_environment(options, bare, 8001, CPU)
 
 
 def test_shared_memory_is_modest_where_there_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,25 +118,24 @@ def test_shared_memory_is_modest_where_there_is_little(monkeypatch: pytest.Monke
     assert stub_shared_memory(8 << 20) == (8 << 20, 8 << 20)
 
 
-def test_one_server_a_gpu_with_ports_and_neighbours_of_its_own(tmp_path: Path) -> None:
+def test_one_server_per_gpu_with_ports_of_its_own(tmp_path: Path) -> None:
     base = 20000  # outside the range in which this machine picks ports
     ports = [word for i, kind in enumerate(("http", "grpc", "metrics")) for word in (f"--{kind}-port", str(base + i))]
     options, gpus, _, _ = parse([*ports, "--model-repository", str(tmp_path), "--gpus", "3, GPU-5ac2-11"])
-    first, second = one_a_gpu(options, gpus)
+    first, second = one_per_gpu(options, gpus)
     assert (first.http_port, first.grpc_port, first.metrics_port) == (base, base + 1, base + 2)
     assert (second.http_port, second.grpc_port, second.metrics_port) == (base + 10, base + 11, base + 12)
     for server, gpu, address in ((first, "3", f"127.0.0.1:{base + 1}"), (second, "GPU-5ac2-11", "127.0.0.1:20011")):
-        environment = server_environment(server, INSTALLATION, server.grpc_port)
+        environment = server_environment(server, INSTALLATION, server.grpc_port, CPU)
         assert environment["CUDA_VISIBLE_DEVICES"] == gpu and server.name == f"gpu{gpu}"
-        here, there = environment["TESSERA_GRPC_ADDRESS"].split(",")
-        assert here == address and there != here
+        assert environment["TESSERA_GRPC_ADDRESS"] == address
     assert log_path(replace(first, log_path=Path("/x/server.log"))) == Path("/x/server-gpu3.log")
     assert log_path(first).name != log_path(second).name
 
 
 def test_picked_ports_are_all_different(tmp_path: Path) -> None:
     options = ServerOptions(tmp_path, http_port=0, grpc_port=0, metrics_port=0)
-    ports = [port for each in one_a_gpu(options, ["0", "1", "2"]) for port in ports_of(each)]
+    ports = [port for each in one_per_gpu(options, ["0", "1", "2"]) for port in ports_of(each)]
     assert len(set(ports)) == 9 and 0 not in ports
 
 
@@ -146,11 +144,11 @@ def test_ports_of_several_servers_that_collide_or_overflow_are_named(tmp_path: P
         port = taken.getsockname()[1]
         options = ServerOptions(tmp_path, http_port=0, grpc_port=port - 10, metrics_port=0)
         with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is already in use \(--grpc-port of gpu1\)"):
-            one_a_gpu(options, ["0", "1"])
+            one_per_gpu(options, ["0", "1"])
     with pytest.raises(ConfigError, match="--http-port of gpu1"):
-        one_a_gpu(ServerOptions(tmp_path, http_port=20000, grpc_port=20010, metrics_port=0), ["0", "1"])
-    with pytest.raises(ConfigError, match="--metrics-port: 65539"):
-        one_a_gpu(ServerOptions(tmp_path, http_port=0, grpc_port=0, metrics_port=65529), ["0", "1"])
+        one_per_gpu(ServerOptions(tmp_path, http_port=20000, grpc_port=20010, metrics_port=0), ["0", "1"])
+    with pytest.raises(ConfigError, match="--metrics-port is 65539"):
+        one_per_gpu(ServerOptions(tmp_path, http_port=0, grpc_port=0, metrics_port=65529), ["0", "1"])
 
 
 @pytest.mark.parametrize("text", ["", "0,", "all", "0,0", "-1", "1/2"])
@@ -161,4 +159,4 @@ def test_what_names_no_gpus_is_refused(text: str, capsys: pytest.CaptureFixture[
 
 
 def test_a_hidden_gpu_is_none() -> None:
-    assert not has_gpu({"CUDA_VISIBLE_DEVICES": ""}) and not has_gpu({"CUDA_VISIBLE_DEVICES": "-1"})
+    assert find_device({"CUDA_VISIBLE_DEVICES": ""}) == find_device({"CUDA_VISIBLE_DEVICES": "-1"}) == "cpu"

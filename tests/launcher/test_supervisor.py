@@ -25,11 +25,13 @@ class Script:
     def __init__(self, starts: list[Any]):
         self.starts = starts  # an error, or how many seconds the server lives
         self.done: list[str] = []
+        self.attempts: list[int] = []
         self.pid = 0
         self.now = 0.0
         self.dies_at = 0.0
 
-    def start(self) -> Script:
+    def start(self, attempts: int = 3) -> Script:
+        self.attempts.append(attempts)
         self.done.append("start")
         step = self.starts.pop(0)
         if isinstance(step, BaseException):
@@ -129,6 +131,8 @@ def test_a_start_that_fails_counts_as_a_restart(monkeypatch: pytest.MonkeyPatch)
     run = Run(monkeypatch, [1.0, busy, busy, 1.0, busy, busy], max_restarts=5)
     assert run.supervisor.run() == "port taken; giving up after 5 restarts within 300 s"
     assert run.server.starts == []
+    # A crash of tritonserver is tried again at once in the first start alone: restarts have their own pauses and count.
+    assert run.server.attempts == [3, 1, 1, 1, 1, 1]
 
 
 def test_the_first_start_must_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,10 +174,10 @@ def test_a_stop_during_a_restart_is_no_failure_of_it(monkeypatch: pytest.MonkeyP
     run = Run(monkeypatch, [1.0, ServerStartError("stopped during the start")])
     start = run.server.start
 
-    def stopped_the_second_time() -> Script:
+    def stopped_the_second_time(*attempts: int) -> Script:
         if "kill" in run.server.done:
             run.supervisor.stop()
-        return start()
+        return start(*attempts)
 
     monkeypatch.setattr(run.server, "start", stopped_the_second_time)
     assert run.supervisor.run() is None

@@ -109,5 +109,5 @@ def test_limits_hold_before_a_picture_travels() -> None:
 
 
 def test_a_negative_threshold_ends_the_start() -> None:
-    with pytest.raises(ConfigError, match="gpu_pixels -1"):
+    with pytest.raises(ConfigError, match="gpu_pixels is -1"):
         ask(-1)

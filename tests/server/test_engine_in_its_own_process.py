@@ -12,7 +12,6 @@ from pathlib import Path
 
 import metrics_page
 import pytest
-from render_repository import render
 from toy_servers import Launched, all_gone, command_line, descendants, wait_until
 
 from tessera_client import Client, InvalidRequest, Retry
@@ -26,8 +25,7 @@ PICTURE = ROOT / "docs" / "answers.jpg"
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     folder = tmp_path_factory.mktemp("process")
-    render(ROOT / "model_repository", folder / "repository", {}, {})
-    running = Launched(folder / "repository", folder / "log", "--ping-interval", "0.2")
+    running = Launched(ROOT / "model_repository", folder / "log", "--ping-interval", "0.2")
     yield running
     running.process.kill()
     running.process.communicate()

@@ -16,7 +16,6 @@ import metrics_page
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from render_repository import render
 
 import scene
 from tessera.launcher.options import ServerOptions
@@ -29,17 +28,18 @@ REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 QUESTION = "Is there an exposed wire?"
 
 
-def options(folder: Path) -> ServerOptions:
-    return ServerOptions(folder, http_port=0, grpc_port=0, metrics_port=0, log_path=folder.with_suffix(".log"))
+def options(log: Path, settings: dict[str, str], *only: str) -> ServerOptions:
+    return ServerOptions(
+        REPOSITORY, http_port=0, grpc_port=0, metrics_port=0, log_path=log, settings=settings, only=only
+    )
 
 
 @pytest.fixture(scope="module")
 def eyes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with a vision stage and nothing else."""
-    folder = tmp_path_factory.mktemp("remote") / "eyes"
+    log = tmp_path_factory.mktemp("remote") / "eyes.log"
     small = {"vision_encoder.memory_bytes": str(41 << 20), "vision_encoder.cache_bytes": "0"}
-    render(REPOSITORY, folder, {}, small, only=["vision_encoder"])
-    with Server(options(folder)) as running:
+    with Server(options(log, small, "vision_encoder")) as running:
         running.keep_ports()
         yield running
 
@@ -47,9 +47,8 @@ def eyes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def brain(eyes: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A whole server whose vision stage asks the other's."""
-    folder = tmp_path_factory.mktemp("local") / "brain"
-    render(REPOSITORY, folder, {}, {"vision_encoder.vision_url": eyes.grpc_url})
-    with Server(options(folder)) as running:
+    log = tmp_path_factory.mktemp("local") / "brain.log"
+    with Server(options(log, {"vision_encoder.vision_url": eyes.grpc_url})) as running:
         yield running
 
 

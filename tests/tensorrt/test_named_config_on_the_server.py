@@ -26,11 +26,6 @@ pytestmark = pytest.mark.server
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "build" / "default_model" / "checkpoint"
-ON_THE_CPU = {
-    "language_model.device": "cpu",
-    "language_model.dtype": "float32",
-    "language_model.kv_cache_bytes": "536870912",
-}
 QUESTIONS = ("Is there an exposed wire?", "Describe the room.", "Is there a door?")
 
 
@@ -50,7 +45,7 @@ def put_stand_in(repository: Path) -> None:
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("tensorrt")
-    render(ROOT / "model_repository", folder / "repository", {}, ON_THE_CPU)
+    render(ROOT / "model_repository", folder / "repository", {}, {})
     put_stand_in(folder / "repository")
     options = ServerOptions(
         folder / "repository",
@@ -59,6 +54,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         metrics_port=0,
         log_path=folder / "log",
         model_config_name="tensorrt",
+        settings={"device": "cpu"},
         extra_flags=("--cache-config=local,size=67108864",),
     )
     with Server(options) as running:

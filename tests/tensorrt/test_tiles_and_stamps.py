@@ -32,7 +32,9 @@ def stage(config: str, **changed: str) -> TritonPythonModel:
         {
             "model_name": "preprocess",
             "model_repository": str(MODEL),
-            "model_config": json.dumps({"parameters": values}),
+            "model_config": json.dumps(
+                {"parameters": values, "output": [{"name": output.name} for output in read.output]}
+            ),
         }
     )
     return started
@@ -59,9 +61,7 @@ def test_tiles_are_the_same_pixels_and_there_is_always_one(backend: Any) -> None
     assert alone["SPANS"].size == 0
 
 
-def test_an_unknown_form_of_pictures_is_refused(backend: Any) -> None:
-    with pytest.raises(ConfigError, match="pictures_as is pixels or tiles, not 'frames'"):
-        stage("config.pbtxt", pictures_as="frames")
+def test_encoded_pictures_are_refused_where_pictures_leave_as_tiles(backend: Any) -> None:
     with pytest.raises(ConfigError, match="set gpu_pixels to 0, not 9"):
         stage("configs/tensorrt.pbtxt", gpu_pixels="9")
 

@@ -15,7 +15,7 @@ SCRIPT = """
 import ctypes, os, sys, tempfile, threading
 from tessera.tritonserver import heaps
 if sys.argv[1] == "limited":
-    heaps.one_a_core()
+    heaps.one_per_core()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 here, go_on = threading.Barrier(THREADS + 1), threading.Event()

@@ -17,6 +17,7 @@ from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.server_log import write_to_server_log
 from tessera.tritonserver.settings import StageSettings
+from tessera.vision.settings import VisionSettings
 
 
 def stage_args(tmp_path, **parameters):
@@ -29,22 +30,44 @@ def stage_args(tmp_path, **parameters):
 
 
 def test_settings_come_from_the_config_and_yield_to_the_environment(tmp_path):
-    args = stage_args(tmp_path, threads="2", checkpoint="../weights")
+    args = stage_args(tmp_path, threads="2", visual_send_batch_size="3", checkpoint="../weights")
     plain = StageSettings(args, {})
-    assert plain.integer("threads") == 2
+    read = plain.read(VisionSettings)
+    assert (read.threads, read.send_batch_size, read.device) == (2, 3, "cpu")
     assert plain.checkpoint == tmp_path / "weights"
-    environment = {"TESSERA_VISION_ENCODER_THREADS": "4", "TESSERA_CHECKPOINT": str(tmp_path / "other")}
+    environment = {
+        "TESSERA_THREADS": "4",
+        "TESSERA_VISION_ENCODER_VISUAL_SEND_BATCH_SIZE": "8",
+        "TESSERA_CHECKPOINT": str(tmp_path / "other"),
+    }
     overridden = StageSettings(args, environment)
-    assert overridden.integer("threads") == 4
+    read = overridden.read(VisionSettings)
+    assert (read.threads, read.send_batch_size) == (4, 8)
     assert overridden.checkpoint == tmp_path / "other"
 
 
-def test_settings_name_what_is_missing_or_wrong(tmp_path):
-    settings = StageSettings(stage_args(tmp_path, threads="many"), {})
-    with pytest.raises(ConfigError, match="vision_encoder.*'threads'.*'many'"):
-        settings.integer("threads")
-    with pytest.raises(ConfigError, match="vision_encoder.*'runner'"):
-        settings.text("runner")
+def test_where_nothing_is_set_the_dataclass_and_the_device_say_it(tmp_path):
+    cpu = StageSettings(stage_args(tmp_path), {}).read(VisionSettings)
+    assert cpu == VisionSettings()
+    gpu = StageSettings(stage_args(tmp_path, memory_bytes=str(1 << 30)), {"TESSERA_DEVICE": "cuda"})
+    read = gpu.read(VisionSettings)
+    assert (read.device, read.runner, read.dtype, read.infer_batch_size) == ("cuda", "graph", "bfloat16", 32)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "environment", "words"),
+    [
+        ({"threads": "many"}, {}, "threads is 'many'; it must be a whole number"),
+        ({"runner": "fast"}, {}, "vision_encoder: runner is 'fast'; it must be one of onnx, torch, graph"),
+        ({"cache_bytes": "-1"}, {}, "cache_bytes is -1; it must be at least 0"),
+        ({"cash_bytes": "1"}, {}, "vision_encoder/config.pbtxt: unknown parameter 'cash_bytes'; did you mean cache_b"),
+        ({}, {"TESSERA_VISION_ENCODER_RUNER": "onnx"}, "unknown .*_RUNER; did you mean TESSERA_VISION_ENCODER_RUNNER"),
+        ({}, {"TESSERA_DEVICE": "tpu"}, "device is 'tpu'; it must be one of auto, cpu, cuda"),
+    ],
+)
+def test_what_is_unknown_or_wrong_is_refused_with_what_is_allowed(tmp_path, parameters, environment, words):
+    with pytest.raises(ConfigError, match=words):
+        StageSettings(stage_args(tmp_path, **parameters), environment).read(VisionSettings)
 
 
 def test_text_inputs_must_be_single_and_utf8(backend):

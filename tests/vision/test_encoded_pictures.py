@@ -132,7 +132,7 @@ def test_frames_that_cannot_be_right_are_refused(pixels: object, plan: tuple[int
 
 
 def test_a_stage_without_a_decoder_says_what_to_set() -> None:
-    with pytest.raises(InvalidRequest, match="set preprocess.gpu_pixels to 0, or run the vision stage on a GPU"):
+    with pytest.raises(InvalidRequest, match="set gpu_pixels for both stages or neither"):
         pictures_of(item((1,)), Family())
 
 
@@ -181,7 +181,7 @@ def test_a_damaged_picture_alone_is_answered() -> None:
 def test_a_picture_too_large_to_decode_is_refused_with_numbers() -> None:
     vision = encoder()
     vision.decoder = GpuDecoder("cuda", 1000)
-    with pytest.raises(InvalidRequest, match=r"640x480 pixels takes \d+ bytes .* keeps 1000 .*decode_bytes"):
+    with pytest.raises(InvalidRequest, match=r"640x480 pixels takes \d+ bytes .* keeps 1000 .*gpu_pixels"):
         vision.checked(item((1,)))
 
 
@@ -202,7 +202,7 @@ def test_memory_is_known_before_and_bounds_what_is_decoded_at_once() -> None:
     assert large < bytes_of([undecoded(1000)] * 2) < 2 * large
     decoder = GpuDecoder("cuda", capacity=large)
     decoder.check(undecoded(1000))
-    with pytest.raises(InvalidRequest, match=rf"1001x1001 pixels takes \d+ bytes .* keeps {large} .*decode_bytes"):
+    with pytest.raises(InvalidRequest, match=rf"1001x1001 pixels takes \d+ bytes .* keeps {large} .*gpu_pixels"):
         decoder.check(undecoded(1001))
 
 

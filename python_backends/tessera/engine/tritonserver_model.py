@@ -27,19 +27,6 @@ from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.server_log import write_to_server_log
 from tessera.tritonserver.settings import StageSettings
 
-_TEXTS = ("device", "dtype", "weights", "attention", "prefix_cache")
-_NUMBERS = (
-    "threads",
-    "kv_cache_bytes",
-    "memory_bytes",
-    "vision_memory_bytes",
-    "embedding_pool_bytes",
-    "server_memory_bytes",
-    "max_batched_tokens",
-    "max_sequences",
-    "max_in_flight",
-    "graph_batch_size",
-)
 SENDER_THREADS = 2
 SWITCH_S = 0.0005  # for whoever waits for the interpreter while text is made
 STAMPS = 5  # deadline, and when preprocess received and ended, vision began and ended
@@ -52,16 +39,9 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         write_to_server_log("language_model")
         settings = StageSettings(args)
-        texts = {name: settings.text(name) for name in _TEXTS}
-        numbers = {name: settings.integer(name) for name in _NUMBERS}
-        config = EngineConfig(
-            max_model_len=settings.integer("max_model_len") or None,
-            **texts,  # type: ignore[arg-type]
-            **numbers,  # type: ignore[arg-type]
-        )
         sys.setswitchinterval(SWITCH_S)
         self._outbox = Outbox("language_model", SENDER_THREADS)
-        self._engine = EngineProcess(settings.checkpoint, config, end_stage)
+        self._engine = EngineProcess(settings.checkpoint, settings.read(EngineConfig), end_stage)
         self._page = MetricsPage(self._engine.counts)
 
     def execute(self, requests: list[Any]) -> None:

@@ -31,6 +31,7 @@ from tessera_wire.connection import Connection
 from tessera_wire.line import Line
 from tessera_wire.tensors import Tensor, bytes_tensor, elements
 
+ENSEMBLE = "vlm"
 WATCH_SECONDS = 0.02
 CANCEL_AGAIN_SECONDS = 0.5
 CLOSE_SECONDS = 3.0
@@ -60,11 +61,10 @@ class Front(ABC):
     """Base of the two fronts. A few threads send what the ensemble answers; one more watches the clients."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        heaps.one_a_core()
-        settings = StageSettings(args)
-        self._name = settings.stage
-        self._ensemble = settings.text("ensemble")
-        self._line = self.open_line(settings)
+        heaps.one_per_core()
+        stage = StageSettings(args)
+        self._name = stage.stage
+        self._line = self.open_line(stage.grpc_address)
         self._outbox = Outbox(self._name, SENDER_THREADS)
         self._watched: dict[Responder, Watched] = {}
         self._changed = threading.Condition()
@@ -89,9 +89,9 @@ class Front(ABC):
         self._line.close(CLOSE_SECONDS)
         self._outbox.close()
 
-    def open_line(self, settings: StageSettings) -> Line:
+    def open_line(self, address: str) -> Line:
         """The way to this server's ensemble; the connection itself is made by the first request."""
-        return Line(Connection(settings.grpc_address.partition(",")[0]))
+        return Line(Connection(address))
 
     @abstractmethod
     def wants_stream(self, request: Any) -> bool:
@@ -119,7 +119,7 @@ class Front(ABC):
             self._watched[responder] = Watched(request_id)
             self._changed.notify()
         channel: Channel[Any] = Channel(partial(self._answer, responder))
-        self._line.send(self._ensemble, request_id, inputs, partial(self._outbox.post, channel))
+        self._line.send(ENSEMBLE, request_id, inputs, partial(self._outbox.post, channel))
 
     def _inputs(self, request: Any) -> list[Tensor]:
         """The client's tensors, unchecked, but for those that a front decides or that request parameters add to."""

@@ -10,18 +10,27 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import tessera
 from tessera.errors import TesseraError
 from tessera.launcher.fleet import Fleet
 from tessera.launcher.health import HealthPort
 from tessera.launcher.options import ServerOptions
-from tessera.launcher.ports import one_a_gpu
+from tessera.launcher.ports import one_per_gpu
 from tessera.launcher.process import Server
+from tessera.launcher.settings import ServerSetup
 from tessera.launcher.supervisor import Supervision
 
+DEFAULTS = {
+    field.name: field.default
+    for kind in (ServerOptions, Supervision)
+    for field in fields(kind)
+    if field.default is not MISSING
+}
 GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z-]+")
 
 
@@ -31,14 +40,22 @@ class StopRequested(BaseException):
 
 def serve_main(argv: Sequence[str] | None = None) -> int:
     """Runs ``tessera serve``. Returns 0 after a stop by signal, 1 when the server failed (2: wrong usage)."""
-    options, gpus, supervision, verbose = parse(list(sys.argv[1:] if argv is None else argv))
+    options, gpus, supervision, flags = parse(list(sys.argv[1:] if argv is None else argv))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, request_stop)
     try:
         supervision.validate()
-        fleet = Fleet(one_a_gpu(options, gpus) if gpus else [options], supervision, say)
+        options.validate()
+        first = replace(options, environment={"CUDA_VISIBLE_DEVICES": gpus[0]}) if gpus else options
+        setup = first.set_up()
+        if flags.show_settings:
+            show(setup)
+            return 0
+        fleet = Fleet(one_per_gpu(options, gpus) if gpus else [options], supervision, say)
+        if setup.division:
+            say(setup.division.describe())
         with HealthPort(fleet.health, options.host, supervision.health_port):
-            if verbose:
+            if flags.verbose:
                 for server in fleet.servers:
                     threading.Thread(target=follow_log, args=(server,), daemon=True).start()
             try:
@@ -62,93 +79,103 @@ def request_stop(number: int, frame: FrameType | None) -> None:
     raise StopRequested
 
 
-def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision, bool]:
-    """Command line -> (options, GPUs, supervision, verbose). What follows ``--`` goes to tritonserver as it is."""
-    ours, passed_on = argv, []
-    if "--" in argv:
-        split = argv.index("--")
-        ours, passed_on = argv[:split], argv[split + 1 :]
+def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision, argparse.Namespace]:
+    """Command line -> (options, GPUs, supervision, what concerns this command alone).
+
+    What follows ``--`` goes to tritonserver as it is.
+    """
+    split = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
         prog="tessera serve",
         description="Run tritonserver on a model repository until SIGTERM or Ctrl-C, and restart it when it dies.",
         epilog="Flags after -- are passed on to tritonserver. A port of 0 picks a free one.",
     )
-    add = parser.add_argument
-    add("--model-repository", type=Path, metavar="DIR", help="default: model_repository here or in the source tree")
-    add("--checkpoint", type=Path, metavar="DIR", help="model folder, handed to the stages as TESSERA_CHECKPOINT")
-    add(
-        "--gpus",
-        type=gpu_names,
-        default=(),
-        metavar="N,N,...",
-        help="one server for each of these GPUs (numbers or UUIDs, as in CUDA_VISIBLE_DEVICES); each server's ports "
-        "are the ones before plus 10",
-    )
-    add("--no-mps", action="store_true", help="start no CUDA MPS daemon: the stages take turns on the GPU")
-    add("--host", default=ServerOptions.host, help="address to listen on (default %(default)s: this machine only)")
-    add("--http-port", type=int, default=ServerOptions.http_port, metavar="N", help="default %(default)s")
-    add("--grpc-port", type=int, default=ServerOptions.grpc_port, metavar="N", help="default %(default)s")
-    add("--metrics-port", type=int, default=ServerOptions.metrics_port, metavar="N", help="default %(default)s")
-    add("--health-port", type=int, default=Supervision.health_port, metavar="N", help="default %(default)s")
-    add("--no-restart", action="store_true", help="end when a stage or the server dies")
-    add("--max-restarts", type=int, default=Supervision.max_restarts, metavar="N", help="default %(default)s")
-    add(
-        "--restart-window",
-        type=float,
-        default=Supervision.restart_window_s,
-        metavar="S",
-        help="give up after more than --max-restarts within S seconds (%(default)s)",
-    )
-    add("--ping-interval", type=float, default=Supervision.ping_interval_s, metavar="S", help="default %(default)s")
-    add(
-        "--ping-timeout",
-        type=float,
-        default=Supervision.ping_timeout_s,
-        metavar="S",
-        help="a stage that does nothing for S seconds is dead (%(default)s)",
-    )
-    add("--model-config-name", metavar="NAME", help="use configs/NAME.pbtxt of each model that has it")
-    add("--ready-timeout", type=float, default=ServerOptions.ready_timeout_s, metavar="S", help="default %(default)s")
-    add("--shm-bytes", type=int, metavar="N", help="shared memory that each Python process starts with")
-    add("--log", type=Path, metavar="FILE", help="the server's log (default: in the cache folder)")
-    add("--log-verbose", type=int, default=0, metavar="N", help="tritonserver's verbosity")
-    add("--verbose", action="store_true", help="show the server's log here as well")
-    known = parser.parse_args(ours)
+
+    def add(flag: str, help: str = "default %(default)s", **how: Any) -> None:
+        """Its default is that of the field with the flag's name."""
+        name = how.setdefault("dest", flag.strip("-").replace("-", "_"))
+        if "action" not in how:
+            how.setdefault("type", type(DEFAULTS.get(name)) if name in DEFAULTS else str)
+            how.setdefault("metavar", "N" if how["type"] in (int, float) else "NAME")
+        parser.add_argument(flag, help=help, default=how.pop("default", DEFAULTS.get(name)), **how)
+
+    add("--checkpoint", "model folder", type=Path, metavar="DIR")
+    add("--device", "auto, cpu or cuda (default auto: cuda where there is a GPU)")
+    add("--gpu-memory", "the part of each GPU's memory that the server may use (default 0.9)", metavar="0.9")
+    add("--set", "any other setting, such as language_model.max_sequences=64; may be repeated", dest="settings",
+        type=pair, action="append", default=[], metavar="NAME=VALUE")  # fmt: skip
+    add("--show-settings", "print all settings and who set them, and end", action="store_true")
+    add("--model-repository", "default: model_repository here or in the source tree", type=Path, metavar="DIR")
+    add("--only", "load these models only (as vision_encoder, for other servers to use)", type=names, metavar="NAME,..")
+    add("--gpus", "one server for each of these GPUs (numbers or UUIDs, as in CUDA_VISIBLE_DEVICES); each server's "
+        "ports are the ones before plus 10", type=gpu_names, default=(), metavar="N,N,...")  # fmt: skip
+    add("--no-mps", "start no CUDA MPS daemon: the stages take turns on the GPU", dest="mps", action="store_false")
+    add("--host", "address to listen on (default %(default)s: this machine only)")
+    for port in ("--http-port", "--grpc-port", "--metrics-port", "--health-port"):
+        add(port)
+    add("--no-restart", "end when a stage or the server dies", dest="restart", action="store_false")
+    add("--max-restarts")
+    add("--restart-window", "give up after more than --max-restarts within S seconds (%(default)s)",
+        dest="restart_window_s", metavar="S")  # fmt: skip
+    add("--ping-interval", dest="ping_interval_s", metavar="S")
+    add("--ping-timeout", "a stage that does nothing for S seconds is dead (%(default)s)", dest="ping_timeout_s",
+        metavar="S")  # fmt: skip
+    add("--model-config-name", "use configs/NAME.pbtxt of each model that has it", type=str)
+    add("--ready-timeout", dest="ready_timeout_s", metavar="S")
+    add("--shm-bytes", "shared memory that each Python process starts with", type=int)
+    add("--log", "the server's log (default: in the cache folder)", dest="log_path", type=Path, metavar="FILE")
+    add("--log-verbose", "tritonserver's verbosity")
+    add("--verbose", "show the server's log here as well", action="store_true")
+    known = vars(parser.parse_args(argv[:split]))
+    settings = dict(known.pop("settings"))
+    settings |= {name: value for name in ("device", "gpu_memory") if (value := known.pop(name)) is not None}
+    known["model_repository"] = known["model_repository"] or default_repository()
+    ours = [field.name for field in fields(Supervision) if field.name in known]
+    supervision = Supervision(**{name: known.pop(name) for name in ours})
+    theirs = [field.name for field in fields(ServerOptions) if field.name in known]
     options = ServerOptions(
-        model_repository=known.model_repository or default_repository(),
-        checkpoint=known.checkpoint,
-        host=known.host,
-        http_port=known.http_port,
-        grpc_port=known.grpc_port,
-        metrics_port=known.metrics_port,
-        model_config_name=known.model_config_name,
-        log_verbose=known.log_verbose,
-        ready_timeout_s=known.ready_timeout,
-        log_path=known.log,
-        shm_bytes=known.shm_bytes,
-        mps=not known.no_mps,
-        extra_flags=tuple(passed_on),
+        **{name: known.pop(name) for name in theirs}, settings=settings, extra_flags=tuple(argv[split + 1 :])
     )
-    supervision = Supervision(
-        restart=not known.no_restart,
-        max_restarts=known.max_restarts,
-        restart_window_s=known.restart_window,
-        ping_interval_s=known.ping_interval,
-        ping_timeout_s=known.ping_timeout,
-        health_port=known.health_port,
-    )
-    return options, known.gpus, supervision, known.verbose
+    return options, known["gpus"], supervision, argparse.Namespace(**known)
+
+
+def pair(text: str) -> tuple[str, str]:
+    """The value of --set."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is no setting: write NAME=VALUE")
+    return name, value
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The value of --only."""
+    return tuple(name.strip() for name in text.split(","))
+
+
+def show(setup: ServerSetup) -> None:
+    """A table of the settings in force."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    table = Table(*(Column(title, overflow="fold") for title in ("setting", "value", "from")))
+    for each in setup.effective:
+        value = "-" if each.value in (None, "") else str(each.value)
+        table.add_row(each.name, escape(value), each.origin)
+    Console().print(table)
+    if setup.division:
+        print(setup.division.describe())
 
 
 def gpu_names(text: str) -> tuple[str, ...]:
     """The value of --gpus."""
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
+    gpus = names(text)
+    for name in gpus:
         if not GPU_NAME.fullmatch(name):
             raise argparse.ArgumentTypeError(f"{name!r} is no GPU: give numbers with commas between, such as 0,1")
-        if names.count(name) > 1:
+        if gpus.count(name) > 1:
             raise argparse.ArgumentTypeError(f"GPU {name} is named twice")
-    return names
+    return gpus
 
 
 def default_repository() -> Path:

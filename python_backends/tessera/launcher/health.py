@@ -5,7 +5,6 @@ The page is the launcher's own, because tritonserver itself stays "ready" over d
 
 from __future__ import annotations
 
-import errno
 import http.server
 import json
 import socket
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from tessera.errors import ConfigError
+from tessera.launcher.ports import cannot_listen
 
 STATES = ("starting", "ready", "restarting", "failed", "stopping")
 BY_GRAVITY = ("ready", "starting", "restarting", "failed", "stopping")
@@ -122,13 +121,7 @@ class HealthPort:
         try:
             self._listener = Listener((host, port), Page)
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                message = (
-                    f"port {port} on {host} is already in use (--health-port): choose another (0 picks a free one)"
-                )
-            else:
-                message = f"cannot listen on {host}:{port}: {error.strerror} (--host, --health-port)"
-            raise ConfigError(message) from error
+            raise cannot_listen(host, port, "--health-port", error) from error
         at = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
         health.url = f"http://{at}:{self._listener.server_address[1]}/healthz"
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from tessera.errors import ConfigError
 from tessera.launcher.installation import Installation
+from tessera.launcher.settings import INSTANCES, ServerSetup, set_up
+from tessera.settings import check, setting
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -33,8 +35,8 @@ RESERVED_FLAGS = {
 
 MPS_CONTROL = "nvidia-cuda-mps-control"
 MPS_SOCKET = Path("/tmp/nvidia-mps/control")  # of the machine's own daemon, if it has one
-# CUDA contexts of tritonserver and of the language model's stage.
-CONTEXTS_BYTES = 1 << 30
+# tritonserver's pool on a GPU of which only the stages can ask the size.
+SMALL_POOL_BYTES = 1 << 30
 RESTRICTED = {
     "--http-restricted-api": "shared-memory,trace,logging",
     "--grpc-restricted-protocol": "shared-memory,trace,logging",
@@ -50,9 +52,9 @@ class ServerOptions:
     """What tells it from the others, where there are several ("gpu1"): in messages and in its log's name."""
     checkpoint: Path | None = None
     host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
+    http_port: int = setting(8000, name="--http-port", least=0, most=65535)
+    grpc_port: int = setting(8001, name="--grpc-port", least=0, most=65535)
+    metrics_port: int = setting(8002, name="--metrics-port", least=0, most=65535)
     model_config_name: str | None = None
     log_verbose: int = 0
     ready_timeout_s: float = 300.0
@@ -61,13 +63,13 @@ class ServerOptions:
     log_path: Path | None = None
     shm_bytes: int | None = None
     """Shared memory a Python stub starts with, in bytes; None chooses by what /dev/shm has free."""
-    cuda_pool_bytes: int = 4 << 30
-    """Pool for tensors that stay on the GPU between stages; ignored without a GPU."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """The stages' settings by name ("language_model.max_sequences", "device"), as `--set` takes them."""
+    only: tuple[str, ...] = ()
+    """The models to load; empty for all."""
     mps: bool = True
     """Let the stages use the GPU at the same time, by a CUDA MPS daemon of this server's own, where there is MPS."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    neighbours: tuple[str, ...] = ()
-    """gRPC addresses of the other servers of this launcher; the fronts spread their requests over them too."""
     extra_flags: tuple[str, ...] = ()
 
     def validate(self) -> None:
@@ -82,9 +84,18 @@ class ServerOptions:
                 )
         if self.checkpoint is not None and not self.checkpoint.is_dir():
             raise ConfigError(f"--checkpoint: no folder {self.checkpoint}")
-        for name in ("http_port", "grpc_port", "metrics_port"):
-            if not 0 <= getattr(self, name) < 65536:
-                raise ConfigError(f"--{name.replace('_', '-')}: {getattr(self, name)} is not in 0..65535")
+        check(self, "tessera serve")
+
+    @property
+    def given(self) -> dict[str, str]:
+        """All settings that are given here."""
+        checkpoint = {} if self.checkpoint is None else {"checkpoint": str(self.checkpoint.resolve())}
+        return {**self.settings, **checkpoint}
+
+    def set_up(self) -> ServerSetup:
+        """The settings as they are in force. Raises ConfigError."""
+        environment = {**os.environ, **self.environment}
+        return set_up(self.model_repository, self.model_config_name, environment, self.given, self.only)
 
     @property
     def local_host(self) -> str:
@@ -96,21 +107,14 @@ class ServerOptions:
         return f"[{self.local_host}]:{port}" if ":" in self.local_host else f"{self.local_host}:{port}"
 
 
-def has_gpu(environment: Mapping[str, str]) -> bool:
-    """Whether an NVIDIA GPU is here and not hidden; looks at the driver's files only, touches no device."""
-    if environment.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "none"):
-        return False
-    return any(Path("/proc/driver/nvidia/gpus").glob("*")) or Path("/dev/nvidia0").exists()
-
-
-def mps_control(options: ServerOptions, environment: Mapping[str, str]) -> str | None:
+def mps_control(options: ServerOptions, environment: Mapping[str, str], device: str) -> str | None:
     """The program to start as this server's MPS daemon; None without a GPU, without MPS, or if it is not wanted.
 
     Where somebody else runs a daemon, CUDA uses that one. A part of a GPU (MIG) would need a daemon that is told of it.
     """
     elsewhere = "CUDA_MPS_PIPE_DIRECTORY" in environment or MPS_SOCKET.exists()
     part = any("MIG-" in environment.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"))
-    if not options.mps or elsewhere or part or not has_gpu(environment):
+    if not options.mps or elsewhere or part or device == "cpu":
         return None
     return shutil.which(MPS_CONTROL, path=environment.get("PATH"))
 
@@ -128,13 +132,18 @@ def stub_shared_memory(wanted: int | None) -> tuple[int, int]:
 
 
 def server_flags(
-    options: ServerOptions, installation: Installation, ports: tuple[int, int, int], shm_prefix: str
+    options: ServerOptions,
+    installation: Installation,
+    ports: tuple[int, int, int],
+    shm_prefix: str,
+    setup: ServerSetup,
+    repository: Path,
 ) -> list[str]:
     """The command line of tritonserver after the program's name. ``ports``: HTTP, gRPC, metrics."""
     http, grpc, metrics = ports
     start, growth = stub_shared_memory(options.shm_bytes)
     flags = [
-        f"--model-repository={options.model_repository.resolve()}",
+        f"--model-repository={repository.resolve()}",
         # Auto-complete imports every model.py twice; our configurations are complete.
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={options.exit_timeout_s}",
@@ -157,8 +166,9 @@ def server_flags(
         flags.append(f"--backend-directory={installation.backend_directory}")
     if installation.cache_directory:
         flags.append(f"--cache-directory={installation.cache_directory}")
-    if has_gpu({**os.environ, **options.environment}):
-        flags.append(f"--cuda-memory-pool-byte-size=0:{options.cuda_pool_bytes}")
+    if setup.device == "cuda":
+        pool = setup.division.server if setup.division else SMALL_POOL_BYTES
+        flags.append(f"--cuda-memory-pool-byte-size=0:{pool}")
     else:
         flags += ["--pinned-memory-pool-byte-size=0", "--allow-gpu-metrics=false"]
     if options.model_config_name:
@@ -182,15 +192,14 @@ def closed_doors(extra_flags: tuple[str, ...]) -> list[str]:
     return flags
 
 
-def server_environment(options: ServerOptions, installation: Installation, grpc_port: int) -> dict[str, str]:
-    """The environment of tritonserver and its stubs: ours, with the interpreter first in PATH."""
-    environment = {**os.environ, **options.environment}
-    # The fronts reach the ensemble as clients of this same server, and of its neighbours.
-    environment["TESSERA_GRPC_ADDRESS"] = ",".join((options.local(grpc_port), *options.neighbours))
-    if options.checkpoint is not None:
-        environment["TESSERA_CHECKPOINT"] = str(options.checkpoint.resolve())
-    # The engine shares its GPU with tritonserver's own pool.
-    environment.setdefault("TESSERA_LANGUAGE_MODEL_SERVER_MEMORY_BYTES", str(options.cuda_pool_bytes + CONTEXTS_BYTES))
+def server_environment(
+    options: ServerOptions, installation: Installation, grpc_port: int, setup: ServerSetup
+) -> dict[str, str]:
+    """The environment of tritonserver and its stubs: ours, with the settings and with the interpreter first in PATH."""
+    environment = {**os.environ, **options.environment, **setup.environment}
+    environment.pop(INSTANCES, None)  # the launcher's own
+    # The fronts reach the ensemble as clients of this same server.
+    environment["TESSERA_GRPC_ADDRESS"] = options.local(grpc_port)
     for name, folders in (
         ("PATH", (installation.python_bin,)),
         ("LD_LIBRARY_PATH", installation.library_path),

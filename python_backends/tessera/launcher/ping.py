@@ -82,7 +82,7 @@ class Pinger:
             completed = None
             try:
                 completed = self._completed(ping)
-                self._ask(ping.method, ping.path, ping.body, self._timeout_s)
+                request(self._address, ping.method, ping.path, self._timeout_s, ping.body)
                 alive = time.monotonic()
                 with self._lock:
                     self._answers[ping.stage] = ((alive - asked) * 1e3, alive)
@@ -114,24 +114,25 @@ class Pinger:
         return sum(int(version["inference_stats"]["success"]["count"]) for version in statistics)
 
     def _json(self, path: str) -> Any:
-        return json.loads(self._ask("GET", path, b"", min(QUESTION_TIMEOUT_S, self._timeout_s)))
+        return json.loads(request(self._address, "GET", path, min(QUESTION_TIMEOUT_S, self._timeout_s)))
 
-    def _ask(self, method: str, path: str, body: bytes, timeout_s: float) -> bytes:
-        """One HTTP request on a connection of its own: an idle one would delay the server's end."""
-        connection = http.client.HTTPConnection(*self._address, timeout=timeout_s)
-        try:
-            connection.request(method, path, body, {"Content-Type": "application/json", "Connection": "close"})
-            response = connection.getresponse()
-            data = response.read()
-        except TimeoutError:
-            raise NoAnswer("no answer") from None
-        except (OSError, http.client.HTTPException) as error:
-            raise NoAnswer(str(error) or type(error).__name__) from error
-        finally:
-            connection.close()
-        if response.status != 200:
-            raise NoAnswer(" ".join(data[:200].decode("utf-8", "replace").split()), response.status)
-        return data
+
+def request(address: tuple[str, int], method: str, path: str, timeout_s: float, body: bytes = b"") -> bytes:
+    """Body of a 200 answer; raises NoAnswer. One connection a call: an idle one would delay the server's end."""
+    connection = http.client.HTTPConnection(*address, timeout=timeout_s)
+    try:
+        connection.request(method, path, body, {"Content-Type": "application/json", "Connection": "close"})
+        response = connection.getresponse()
+        data = response.read()
+    except TimeoutError:
+        raise NoAnswer("no answer") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise NoAnswer(str(error) or type(error).__name__) from error
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise NoAnswer(" ".join(data[:200].decode("utf-8", "replace").split()), response.status)
+    return data
 
 
 def ping_of(configuration: dict[str, Any]) -> Ping | None:

@@ -26,11 +26,11 @@ def choose_ports(options: ServerOptions) -> tuple[int, int, int]:
         return hold_ports(options, held)
 
 
-def one_a_gpu(options: ServerOptions, gpus: Sequence[str]) -> list[ServerOptions]:
+def one_per_gpu(options: ServerOptions, gpus: Sequence[str]) -> list[ServerOptions]:
     """The options of one server for each GPU, which sees no other.
 
-    The first has the ports asked for, each next one those plus 10 (and where 0 was asked for, free ones); each is told
-    the gRPC addresses of the others. Raises ConfigError for a port that is taken, by another of these servers too.
+    The first has the ports asked for, each next one those plus 10 (and where 0 was asked for, free ones). Raises
+    ConfigError for a port that is taken, by another of these servers too.
     """
     each = []
     with ExitStack() as held:
@@ -40,8 +40,7 @@ def one_a_gpu(options: ServerOptions, gpus: Sequence[str]) -> list[ServerOptions
             own = with_ports(own, [port and port + APART * number for port in ports_of(options)])
             own.validate()
             each.append(with_ports(own, hold_ports(own, held)))
-    urls = [own.local(own.grpc_port) for own in each]
-    return [replace(own, neighbours=(*urls[:i], *urls[i + 1 :])) for i, own in enumerate(each)]
+    return each
 
 
 def ports_of(options: ServerOptions) -> tuple[int, int, int]:
@@ -81,11 +80,16 @@ def _hold(options: ServerOptions, flag: str, port: int, held: ExitStack) -> int:
         bound.bind((options.host, port))
         bound.listen()  # the port of a connection that just closed may be taken again, a listener's not
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            whose = f" of {options.name}" if options.name else ""
-            raise ConfigError(
-                f"port {port} on {options.host} is already in use ({flag}{whose}): stop what listens there, or "
-                "choose another port (0 picks a free one)"
-            ) from error
-        raise ConfigError(f"cannot listen on {options.host}:{port}: {error.strerror} (--host)") from error
+        whose = f" of {options.name}" if options.name else ""
+        raise cannot_listen(options.host, port, flag + whose, error) from error
     return port
+
+
+def cannot_listen(host: str, port: int, flag: str, error: OSError) -> ConfigError:
+    """The refusal of a port that the user asked for."""
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"port {port} on {host} is already in use ({flag}): stop what listens there, or choose another port (0 "
+            "picks a free one)"
+        )
+    return ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (--host, {flag})")

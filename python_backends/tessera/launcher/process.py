@@ -7,7 +7,6 @@ process ends. Here is what a caller sees: addresses, process ids, and one clear 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import re
@@ -25,8 +24,10 @@ from tessera.errors import TesseraError
 from tessera.launcher import guard, leftovers
 from tessera.launcher.diagnosis import check_repository, explain_log, failed_models
 from tessera.launcher.installation import STUB, Installation, cache_folder, find_installation
-from tessera.launcher.options import ServerOptions, mps_control, server_environment, server_flags
+from tessera.launcher.options import SHARED_MEMORY, ServerOptions, mps_control, server_environment, server_flags
+from tessera.launcher.ping import NoAnswer, request
 from tessera.launcher.ports import choose_ports, ports_of, with_ports
+from tessera.launcher.settings import ServerSetup, lay_out
 
 # tritonserver ends one second after its exit timeout at the latest, if it ends by itself at all.
 GRACE_BEYOND_EXIT_TIMEOUT_S = 1.5
@@ -57,6 +58,8 @@ class Server:
         self.installation = installation
         self.models: tuple[str, ...] = ()
         self.http_port = self.grpc_port = self.metrics_port = 0
+        self.setup = ServerSetup({}, [], "cpu")
+        """The settings of the last start."""
         self.pid = 0
         """Process id of tritonserver."""
         self.mps = False
@@ -104,21 +107,22 @@ class Server:
     def metrics_url(self) -> str:
         return f"http://{self.options.local(self.metrics_port)}/metrics"
 
-    def start(self) -> Server:
+    def start(self, attempts: int = START_ATTEMPTS) -> Server:
         """Starts the server and returns when every model is ready.
 
-        A tritonserver that crashes, as it does once in a while for no fault of a model, is started again. Raises
-        ConfigError or InstallationError before anything runs, ServerStartError (after cleaning up) when the server
-        fails to become ready within ``ready_timeout_s``, or :meth:`abort` was called.
+        A tritonserver that crashes, as it does once in a while for no fault of a model, is started again, up to
+        ``attempts`` starts. Raises ConfigError or InstallationError before anything runs, ServerStartError (after
+        cleaning up) when the server fails to become ready within ``ready_timeout_s``, or :meth:`abort` was called.
         """
         self.options.validate()
         check_repository(self.options.model_repository, self.options.model_config_name)
+        self.setup = self.options.set_up()
         if self.installation is None:
             self.installation = find_installation()
         self.swept = tuple(leftovers.sweep())
         self.crashes = ()
         picked = 0 in ports_of(self.options)
-        for attempt in range(START_ATTEMPTS):
+        for attempt in range(attempts):
             try:
                 self._spawn(self.installation, choose_ports(self.options))
                 self._wait_ready()
@@ -126,7 +130,7 @@ class Server:
             except ServerStartError as error:
                 # A picked port was free a moment ago; whoever took it since will not take the next one too.
                 taken = picked and "already in use" in str(error)
-                if attempt == START_ATTEMPTS - 1 or not (taken or isinstance(error, ServerCrashed)):
+                if attempt == attempts - 1 or not (taken or isinstance(error, ServerCrashed)):
                     raise
                 if not taken:
                     self.crashes += (self._keep_crash(str(error)),)
@@ -219,17 +223,23 @@ class Server:
         self.http_port, self.grpc_port, self.metrics_port = ports
         self.shm_prefix = f"tessera-{uuid.uuid4().hex[:12]}-"
         self._status = self._why = None
-        environment = server_environment(self.options, installation, self.grpc_port)
+        repository = lay_out(
+            self.options.model_repository,
+            self.options.model_config_name,
+            self.setup,
+            SHARED_MEMORY / f"{self.shm_prefix}models",  # where it goes with the server, however that ends
+        )
+        environment = server_environment(self.options, installation, self.grpc_port, self.setup)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self.options.log_path is None:
             remove_old_logs(self.log_path.parent)
         job = {
             "command": [
                 str(installation.binary),
-                *server_flags(self.options, installation, ports, self.shm_prefix),
+                *server_flags(self.options, installation, ports, self.shm_prefix, self.setup, repository),
             ],
             "environment": environment,
-            "mps_control": mps_control(self.options, environment),
+            "mps_control": mps_control(self.options, environment, self.setup.device),
             # The stubs have the server's folder on sys.path: so model.py finds this package, installed or not.
             "folder": str(Path(tessera.__file__).resolve().parent.parent),
             "shm_prefix": self.shm_prefix,
@@ -301,19 +311,13 @@ class Server:
         return None if index is None else {e["name"] for e in json.loads(index) if e.get("state") == "READY"}
 
     def _answer(self, method: str, path: str, port: int = 0) -> bytes | None:
-        """Body of a 200 answer, else None. One connection a call: an idle one would delay the server's end."""
+        """Body of a 200 answer, else None."""
         if self._aborted.is_set():
             return None
-        connection = http.client.HTTPConnection(self.host, port or self.http_port, timeout=2.0)
         try:
-            connection.request(method, path, headers={"Connection": "close"})
-            response = connection.getresponse()
-            body = response.read()
-            return body if response.status == 200 else None
-        except (OSError, http.client.HTTPException):
+            return request((self.host, port or self.http_port), method, path, 2.0)
+        except NoAnswer:
             return None
-        finally:
-            connection.close()
 
     def read_log(self) -> str:
         """What the server has written so far, on standard output and error."""

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tessera.errors import ConfigError, TesseraError
+from tessera.errors import TesseraError
 from tessera.launcher.health import Health
 from tessera.launcher.ping import SERVER, NoAnswer, Pinger
 from tessera.launcher.process import Server, command_line, model_of
+from tessera.settings import check, setting
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 5.0
@@ -23,23 +24,17 @@ class Supervision:
     """How a server is watched, and how often it may be started anew."""
 
     restart: bool = True
-    max_restarts: int = 5
+    max_restarts: int = setting(5, name="--max-restarts", least=0)
     """More than so many within ``restart_window_s`` are a crash loop, which nobody mends by restarting."""
-    restart_window_s: float = 300.0
+    restart_window_s: float = setting(300.0, name="--restart-window", least=0.001)
     look_interval_s: float = 0.5
-    ping_interval_s: float = 5.0
-    ping_timeout_s: float = 60.0
-    health_port: int = 8003
+    ping_interval_s: float = setting(5.0, name="--ping-interval", least=0.001)
+    ping_timeout_s: float = setting(60.0, name="--ping-timeout", least=0.001)
+    health_port: int = setting(8003, name="--health-port", least=0, most=65535)
 
     def validate(self) -> None:
         """Raises ConfigError that names the option."""
-        if self.max_restarts < 0:
-            raise ConfigError(f"--max-restarts: {self.max_restarts} is below 0")
-        for name in ("restart_window", "ping_interval", "ping_timeout"):
-            if getattr(self, f"{name}_s") <= 0:
-                raise ConfigError(f"--{name.replace('_', '-')}: must be above 0 seconds")
-        if not 0 <= self.health_port < 65536:
-            raise ConfigError(f"--health-port: {self.health_port} is not in 0..65535")
+        check(self, "tessera serve")
 
 
 class Stopped(Exception):
@@ -116,9 +111,9 @@ class Supervisor:
             "stages": {name: stage_report(name, pid, pinger) for name, pid in stages.items()},
         }
 
-    def _start(self) -> None:
+    def _start(self, *attempts: int) -> None:
         began = time.monotonic()
-        server = self.server.start()
+        server = self.server.start(*attempts)
         if server.swept:
             self.say(f"removed {len(server.swept)} leftovers of a server that was killed", False)
         for crash in server.crashes:
@@ -178,7 +173,7 @@ class Supervisor:
         self.say(f"{reason}; starting anew{later} (restart {self.health.restarts})", True)
         self._sleep(pause)
         try:
-            self._start()
+            self._start(1)  # more would come without a pause
         except TesseraError as error:
             if self._stopped.is_set():
                 raise Stopped from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import re
-from dataclasses import dataclass
 
 import cv2
 import numpy as np
@@ -13,6 +12,7 @@ from simplejpeg import decode_jpeg
 
 from tessera.errors import InvalidRequest
 from tessera.preprocess.headers import Header, image_format, plain_png, plain_webp, read_header
+from tessera.preprocess.settings import Limits
 
 # A progressive JPEG redraws the picture in every scan; a hostile one has thousands.
 FULL_SIZE_PASSES = 16
@@ -25,19 +25,6 @@ GREY_16_FLAGS = cv2.IMREAD_GRAYSCALE | cv2.IMREAD_ANYDEPTH | cv2.IMREAD_IGNORE_O
 DIVISORS = (8, 4, 2)
 GREY_16 = b"\x10\x00"  # in a PNG's IHDR: bits a sample, colour type
 UNSCALED_GREY = 4096  # 16-bit grey in which no sample reaches this is of fewer bits, or very dark
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one request may ask for. ``max_pixels`` is for each picture, ``max_request_bytes`` for all together.
-
-    ``max_cost``: the work of all its pictures together, in the family's units (InternVL: tiles); 0: the family's limit.
-    """
-
-    max_images: int = 8
-    max_cost: int = 0
-    max_pixels: int = 50_000_000
-    max_request_bytes: int = 64 << 20
 
 
 def encoded_bytes(image: bytes | str, name: str = "image") -> bytes:

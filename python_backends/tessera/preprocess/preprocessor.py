@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +18,15 @@ from tessera.family.family import ImagePlan, ModelFamily
 from tessera.family.prompt import PromptBuilder
 from tessera.family.registry import family_for
 from tessera.family.tokenizer import Tokenizer
-from tessera.preprocess.decode import Limits, decode, encoded_bytes, read_checked_header
+from tessera.preprocess.decode import decode, encoded_bytes, read_checked_header
 from tessera.preprocess.headers import Header
 from tessera.preprocess.resize_cpu import resize_mode
+from tessera.preprocess.settings import PreprocessSettings
 
 # Part of every digest: raise it when the same bytes and plan would give other pixels than before.
 PIXELS_VERSION = "2"
 # Longer pictures are decoded here: the GPU's resize holds a weight for each pixel of a side and each of the result's.
 MOST_GPU_SIDE = 16384
-
-
-@dataclass(frozen=True)
-class PreprocessSettings:
-    """A deployment's settings. None means the checkpoint's own: tile policy, context length in tokens, system text.
-
-    ``gpu_pixels``: JPEGs of at least so many pixels are left to the vision stage to decode; 0 leaves it none.
-    """
-
-    limits: Limits = field(default_factory=Limits)
-    resize: str = "reference"
-    tile_policy: dict[str, Any] | str | None = None
-    context_length: int | None = None
-    system: str | None = None
-    gpu_pixels: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,8 +81,6 @@ class Preprocessor:
         self.prompts = prompts
         self.limits = settings.limits
         self.max_cost = settings.limits.max_cost or family.max_cost
-        if settings.gpu_pixels < 0:
-            raise ConfigError(f"preprocess: gpu_pixels {settings.gpu_pixels} must be 0 (never) or more")
         self.gpu_pixels = settings.gpu_pixels
         try:
             self.policy = family.policy(settings.tile_policy)

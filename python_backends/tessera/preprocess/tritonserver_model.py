@@ -10,9 +10,9 @@ import numpy as np
 
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.family.family import ModelFamily
-from tessera.preprocess.decode import Limits
-from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
+from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
 from tessera.preprocess.resize_cpu import use_one_thread
+from tessera.preprocess.settings import PreprocessSettings
 from tessera.sampling import SamplingParameters
 from tessera.tritonserver import tensors
 from tessera.tritonserver.deadline import deadline_ns
@@ -24,27 +24,13 @@ class TritonPythonModel:
     """tritonserver's interface; one picture-decoding thread, so the server runs several instances."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        settings = StageSettings(args)
-        resize = settings.text("resize")
-        use_one_thread(resize)
-        limits = Limits(
-            max_images=settings.integer("max_images"),
-            max_cost=settings.integer("max_cost"),
-            max_pixels=settings.integer("max_pixels"),
-            max_request_bytes=settings.integer("max_request_bytes"),
-        )
-        self._preprocessor = Preprocessor.from_checkpoint(
-            settings.checkpoint,
-            PreprocessSettings(
-                limits=limits,
-                resize=resize,
-                tile_policy=settings.text("tile_policy") or None,
-                gpu_pixels=settings.integer("gpu_pixels"),
-                context_length=settings.integer("max_model_len") or None,
-            ),
-        )
-        family, pictures_as = self._preprocessor.family, settings.text("pictures_as")
-        self._blank_tile = _blank_tile(family, pictures_as, settings.integer("gpu_pixels"))
+        stage = StageSettings(args)
+        settings = stage.read(PreprocessSettings)
+        use_one_thread(settings.resize)
+        self._preprocessor = Preprocessor.from_checkpoint(stage.checkpoint, settings)
+        # The config `tensorrt` has pictures leave as whole tiles.
+        whole = "TILES" in stage.outputs
+        self._blank_tile = _blank_tile(self._preprocessor.family, settings.gpu_pixels) if whole else None
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
@@ -98,18 +84,14 @@ class TritonPythonModel:
         return [tensors.output("TILES", tiles if len(tiles) else self._blank_tile)]
 
 
-def _blank_tile(family: ModelFamily, pictures_as: str, gpu_pixels: int) -> np.ndarray | None:
-    """Where pictures leave as tiles, the one that a request without pictures sends; None where they leave as pixels."""
-    if pictures_as == "pixels":
-        return None
-    if pictures_as != "tiles":
-        raise ConfigError(f"preprocess: pictures_as is pixels or tiles, not {pictures_as!r}")
+def _blank_tile(family: ModelFamily, gpu_pixels: int) -> np.ndarray:
+    """What a request without pictures sends where they leave as tiles."""
     if gpu_pixels:
         raise ConfigError(
-            f"preprocess: with pictures_as tiles none may travel encoded; set gpu_pixels to 0, not {gpu_pixels}"
+            f"preprocess: where pictures leave as TILES none may travel encoded; set gpu_pixels to 0, not {gpu_pixels}"
         )
     if family.cost_unit != "tiles":
-        raise ConfigError(f"preprocess: pictures_as tiles does not go with pictures of {family.cost_unit}")
+        raise ConfigError(f"preprocess: TILES does not go with pictures of {family.cost_unit}")
     return np.zeros((1, *family.unit_shape), np.uint8)
 
 

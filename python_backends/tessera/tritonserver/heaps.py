@@ -8,7 +8,7 @@ import os
 M_ARENA_MAX = -8  # malloc.h of glibc
 
 
-def one_a_core() -> None:
+def one_per_core() -> None:
     """From now on threads share heaps. Left alone, glibc keeps up to eight a core, each with gaps of its own, so that a
     process of many threads creeps up by what its requests leave behind. Call it before the threads start; where the C
     library is another, nothing happens."""

@@ -1,60 +1,74 @@
-"""A stage's settings: the ``parameters`` of its config.pbtxt, each open to an environment variable."""
+"""A stage's settings, as its dataclass: from config.pbtxt's parameters and the environment."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
-from tessera.errors import ConfigError
+from tessera import settings
+from tessera.gpu_memory import Division, ServerSettings, divide, find_device, vision_said, weights_of
+
+Settings = TypeVar("Settings")
 
 
 class StageSettings:
-    """Typed look-ups in one stage's parameters.
-
-    ``TESSERA_<STAGE>_<PARAMETER>`` overrides a parameter of one stage, ``TESSERA_CHECKPOINT`` the checkpoint of all
-    (config.pbtxt itself expands no variables).
+    """What one stage is told.
 
     Args:
         args: what the Python backend passes to ``initialize``: ``model_config`` (JSON), ``model_name``,
             ``model_repository`` (the folder of this one model).
         environment: the process's environment.
+
+    Raises:
+        ConfigError: a common setting has a value that it cannot have.
     """
 
     def __init__(self, args: Mapping[str, str], environment: Mapping[str, str] = os.environ) -> None:
         self.stage = args["model_name"]
-        self._model_folder = Path(args["model_repository"])
         self._environment = environment
-        parameters = json.loads(args["model_config"]).get("parameters", {})
-        self._values = {key: value["string_value"] for key, value in parameters.items()}
+        config = json.loads(args["model_config"])
+        self.outputs = {output["name"] for output in config.get("output", ())}
+        parameters = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
+        self._sources = settings.Sources(self.stage, parameters, environment)
+        self._models = Path(args["model_repository"]).parent
+        # The launcher may have laid the repository out anew, with links to the versions' folders.
+        self._repository = (Path(args["model_repository"]) / "1").resolve().parents[1]
+        self._server = settings.read(ServerSettings, self._sources, "")
 
     @property
     def checkpoint(self) -> Path:
-        """The checkpoint folder; a relative one counts from the model repository."""
-        value = self._environment.get("TESSERA_CHECKPOINT") or self.text("checkpoint")
-        return (self._model_folder.parent / value).resolve()
+        """The checkpoint folder."""
+        return (self._repository / self._server.checkpoint).resolve()
+
+    @property
+    def device(self) -> str:
+        """cpu or cuda."""
+        said = self._server.device
+        return find_device(self._environment) if said == "auto" else said
 
     @property
     def grpc_address(self) -> str:
-        """host:port of this server's own gRPC service; what stands behind a comma is not asked.
+        """host:port of this server's own gRPC service.
 
-        `tessera serve` says it in the environment.
+        `tessera serve` says it in the environment; under a server started by hand it is the usual port.
         """
-        return self._environment.get("TESSERA_GRPC_ADDRESS") or self.text("grpc_address")
+        return self._environment.get("TESSERA_GRPC_ADDRESS", "127.0.0.1:8001")
 
-    def text(self, name: str) -> str:
-        override = self._environment.get(f"TESSERA_{self.stage}_{name}".upper())
-        if override is not None:
-            return override
-        try:
-            return self._values[name]
-        except KeyError:
-            raise ConfigError(f"{self.stage}/config.pbtxt lacks the parameter {name!r}") from None
+    def read(self, kind: type[Settings]) -> Settings:
+        """The stage's dataclass. Raises ConfigError for what it does not know, or that cannot be."""
+        self._sources.refuse_unknown(kind, ServerSettings)
+        return settings.read(kind, self._sources, self.device, lambda: self._division)
 
-    def integer(self, name: str) -> int:
-        value = self.text(name)
-        try:
-            return int(value)
-        except ValueError:
-            raise ConfigError(f"{self.stage}: parameter {name!r} wants a whole number, got {value!r}") from None
+    @cached_property
+    def _division(self) -> Division:
+        import torch
+
+        card = torch.cuda.get_device_properties(0).total_memory
+        dtype = self._environment.get("TESSERA_DTYPE") or self._sources.parameters.get("dtype", "")
+        language = (self._models / "language_model").is_dir()
+        weights = weights_of(self.checkpoint, dtype)
+        return divide(card, self._server.gpu_memory, weights, vision_said(self._environment), language)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,12 @@ class TritonPythonModel:
     """tritonserver's interface to one dispatcher: execute() hands over, the answers come from other threads."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        heaps.one_a_core()  # what one thread allocates, another sends and frees
+        heaps.one_per_core()  # what one thread allocates, another sends and frees
         write_to_server_log("vision_encoder")
-        settings = StageSettings(args)
-        url = settings.text("vision_url")
-        self._dispatcher: Dispatcher = RemoteDispatcher(url) if url else local_dispatcher(settings)
+        stage = StageSettings(args)
+        settings = stage.read(VisionSettings)
+        url = settings.vision_url
+        self._dispatcher: Dispatcher = RemoteDispatcher(url) if url else local_dispatcher(stage.checkpoint, settings)
 
     def execute(self, requests: list[Any]) -> None:
         jobs = []
@@ -56,24 +58,11 @@ class TritonPythonModel:
         self._dispatcher.close()
 
 
-def local_dispatcher(settings: StageSettings) -> LocalDispatcher:
-    """The tower in this process, as the stage's settings have it."""
-    encoder = VisionEncoder.from_checkpoint(
-        settings.checkpoint,
-        VisionSettings(
-            runner=settings.text("runner"),
-            device=settings.text("device"),
-            dtype=settings.text("dtype"),
-            infer_batch_size=settings.integer("visual_infer_batch_size"),
-            threads=settings.integer("threads"),
-            cache_bytes=settings.integer("cache_bytes"),
-            memory_bytes=settings.integer("memory_bytes"),
-            decode_bytes=settings.integer("decode_bytes"),
-            random_weights=settings.text("weights") == "random",
-        ),
-    )
+def local_dispatcher(checkpoint: Path, settings: VisionSettings) -> LocalDispatcher:
+    """The tower in this process."""
+    encoder = VisionEncoder.from_checkpoint(checkpoint, settings)
     gauge = Gauge("tessera_vision_row_bytes", "Rows of pictures reserved or held for requests that are not answered")
-    return LocalDispatcher(encoder, settings.integer("visual_send_batch_size"), gauge.set)
+    return LocalDispatcher(encoder, settings.send_batch_size, gauge.set)
 
 
 class StageJob:

@@ -53,12 +53,12 @@ class MemoryBudget:
         if blocks < 1:
             raise ConfigError(
                 f"engine: a cache of {cache_bytes} bytes holds no block of {block_size} tokens, which takes "
-                f"{self._bytes_per_block}; raise kv_cache_bytes or memory_bytes"
+                f"{self._bytes_per_block}; raise kv_cache_bytes or gpu_memory"
             )
         if self._device.type == "cuda" and blocks < one:
             raise ConfigError(
                 f"engine: the cache holds {blocks * block_size} tokens, less than one context of {max_model_len}; "
-                + ("raise kv_cache_bytes" if self._config.kv_cache_bytes else "raise memory_bytes")
+                + ("raise kv_cache_bytes" if self._config.kv_cache_bytes else "raise gpu_memory")
                 + ", or lower max_model_len"
             )
         return min(blocks, self._config.max_sequences * one)
@@ -79,7 +79,7 @@ class MemoryBudget:
         if used + _RESERVE_BYTES >= share:
             raise ConfigError(
                 f"engine: weights and the largest step take {used / 2**30:.1f} GiB and {_RESERVE_BYTES >> 30} GiB are "
-                f"kept back; that is all of the engine's {share / 2**30:.1f} GiB; raise memory_bytes"
+                f"kept back; that is all of the engine's {share / 2**30:.1f} GiB; raise gpu_memory"
             )
         return share - used - _RESERVE_BYTES
 
@@ -100,18 +100,15 @@ class MemoryBudget:
 
 
 def engine_share(config: EngineConfig, total: int) -> int:
-    """Bytes of a card of ``total`` for the language model: ``memory_bytes``, or all that the others leave.
+    """Bytes of a card of ``total`` for the language model: ``memory_bytes``, or nine tenths less the rows' pool.
 
-    Raises ConfigError when the shares together exceed the card.
+    Raises ConfigError when the two together exceed the card.
     """
-    others = config.vision_memory_bytes + config.embedding_pool_bytes + config.server_memory_bytes
-    share = config.memory_bytes or total - others
-    if share <= 0 or share + others > total:
+    share = config.memory_bytes or total * 9 // 10 - config.embedding_pool_bytes
+    if share <= 0 or share + config.embedding_pool_bytes > total:
         raise ConfigError(
-            f"engine: {config.vision_memory_bytes / 2**30:.1f} GiB for the vision stage, "
-            f"{config.embedding_pool_bytes / 2**30:.1f} GiB for waiting pictures, "
-            f"{config.server_memory_bytes / 2**30:.1f} GiB for the server and {share / 2**30:.1f} GiB for the language "
-            f"model exceed the card's {total / 2**30:.1f} GiB; lower one of them"
+            f"engine: {config.embedding_pool_bytes / 2**30:.1f} GiB for waiting pictures and {share / 2**30:.1f} GiB "
+            f"for the language model exceed the card's {total / 2**30:.1f} GiB; lower gpu_memory"
         )
     return share
 

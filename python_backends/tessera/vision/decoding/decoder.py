@@ -52,8 +52,7 @@ class GpuDecoder:
         if size > self._capacity:
             raise InvalidRequest(
                 f"a picture of {picture.size_text} takes {size} bytes to decode on the GPU, and the vision stage keeps "
-                f"{self._capacity} for that: raise vision_encoder.decode_bytes, send a smaller picture, or set "
-                "preprocess.gpu_pixels to 0"
+                f"{self._capacity} for that: send it smaller, or serve with gpu_pixels 0"
             )
 
     @torch.inference_mode()

@@ -116,7 +116,7 @@ class VisionEncoder:
             "cache": settings.cache_bytes,
         }
         decoder = None
-        if settings.device != "cpu" and settings.decode_bytes:
+        if settings.gpu_pixels:
             decoder = GpuDecoder(settings.device, settings.decode_bytes)
             parts["decoding"] = settings.decode_bytes
         (rows, hidden), dtype = runner.tower.row_shape, getattr(torch, settings.dtype)

@@ -91,8 +91,8 @@ def row_budget(
         named = ", ".join(f"{name} {_megabytes(size)}" for name, size in {**parts, "rows": rows}.items())
         raise ConfigError(
             f"vision_encoder: memory_bytes is {_megabytes(memory_bytes)}; a forward of {largest} {unit} needs "
-            f"{_megabytes(sum(parts.values()) + rows)} ({named}); raise it, or lower visual_infer_batch_size, "
-            "cache_bytes or decode_bytes"
+            f"{_megabytes(sum(parts.values()) + rows)} ({named}); raise it, or lower visual_infer_batch_size "
+            "or cache_bytes"
         )
     return RowBudget(bytes_per_unit, left, unit)
 

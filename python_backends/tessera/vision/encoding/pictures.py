@@ -99,8 +99,7 @@ def pictures_of(item: VisionItem, family: ModelFamily, decoder: PictureDecoder |
         if kind == KIND_ENCODED:
             if decoder is None:
                 raise InvalidRequest(
-                    f"{name} is encoded, and this vision stage decodes none: set preprocess.gpu_pixels to 0, or run "
-                    "the vision stage on a GPU with decode_bytes above 0"
+                    f"{name} is encoded, and this vision stage decodes none: set gpu_pixels for both stages or neither"
                 )
             file, start = EncodedPicture.read(item.pixels, start, name)
             picture.encoded = file, plan.views

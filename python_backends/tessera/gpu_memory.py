@@ -1,0 +1,156 @@
+"""Which device there is, and how the stages of one server divide the memory of a GPU.
+
+All of it follows from the environment, the card's size and the checkpoint's files: so the launcher, and each stage
+under a tritonserver started by hand, come to the same numbers by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from tessera.errors import ConfigError
+from tessera.settings import setting
+
+GIB = 1 << 30
+CONTEXTS_BYTES = 2 * GIB
+"""What CUDA itself takes, for tritonserver and for both stages' processes."""
+OF_THE_VISION_STAGE = re.compile(r"(model\.)?(vision|visual|mlp1|multi_modal_projector)")
+FLOATS = ("F64", "F32", "BF16", "F16")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What holds for all stages. ``checkpoint``: a folder, absolute or relative to the model repository.
+    ``gpu_memory``: the part of each GPU's memory that this server may use."""
+
+    checkpoint: str = setting("../build/default_model/checkpoint", common=True)
+    device: str = setting("auto", common=True, choices=("auto", "cpu", "cuda"))
+    gpu_memory: float = setting(0.9, common=True, least=0.05, most=1.0)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who holds what of one GPU, in bytes.
+
+    ``server``: tritonserver's pool for tensors between the stages; ``embedding_pool``: rows of pictures whose requests
+    wait or run; ``vision`` and ``language``: all else of a stage, its weights (``..._weights``, estimated) included.
+    """
+
+    card: int
+    server: int
+    embedding_pool: int
+    vision: int
+    vision_weights: int
+    language: int
+    language_weights: int
+
+    def describe(self) -> str:
+        """One line for the user."""
+        parts = [("CUDA", CONTEXTS_BYTES, ""), ("tritonserver's pool", self.server, "")]
+        if self.vision:
+            parts.append(("vision stage", self.vision, f" (weights {_gib(self.vision_weights)})"))
+        if self.language:
+            cache = f" (weights {_gib(self.language_weights)}, then steps and key/value cache)"
+            parts += [("picture rows", self.embedding_pool, ""), ("language model", self.language, cache)]
+        used = sum(size for _, size, _ in parts)
+        named = ", ".join(f"{name} {_gib(size)}{note}" for name, size, note in parts)
+        return f"GPU memory: {_gib(used)} of {_gib(self.card)} GiB: {named}"
+
+
+def divide(
+    card: int, fraction: float, weights: tuple[int, int], vision: int | None = None, language: bool = True
+) -> Division:
+    """Divides ``fraction`` of a card of ``card`` bytes.
+
+    Args:
+        weights: bytes of the vision stage's and of the language model's, see :func:`weights_of`.
+        vision: the vision stage's share where somebody says it; 0 where it is on another server.
+        language: whether this server has the language model.
+
+    Raises:
+        ConfigError: the weights do not fit.
+    """
+    usable = int(card * fraction)
+    server = pool = min(4 * GIB, usable // 16)
+    left = usable - CONTEXTS_BYTES - server
+    if not language:
+        return Division(card, server, 0, left, weights[0], 0, 0)
+    if vision is None:  # activations of a forward, pixels, known rows and rows on their way out
+        vision = weights[0] + min(6 * GIB, usable // 8)
+    division = Division(card, server, pool, vision, weights[0], left - pool - vision, weights[1])
+    if division.language <= weights[1]:
+        raise ConfigError(
+            f"the language model's weights take {_gib(weights[1])} GiB and its share is {_gib(division.language)} GiB: "
+            f"raise gpu_memory ({fraction:g}), lower vision_encoder.memory_bytes, or take a larger GPU "
+            f"({division.describe()})"
+        )
+    return division
+
+
+def weights_of(checkpoint: Path, dtype: str) -> tuple[int, int]:
+    """Bytes that the vision stage and the language model will load, by the headers of the safetensors files alone.
+
+    Floating-point tensors count as ``dtype``. Zeros for a folder without weights, which only random ones can serve.
+    """
+    size = {"float32": 4}.get(dtype, 2)
+    vision = language = 0
+    for file in checkpoint.glob("*.safetensors"):
+        with open(file, "rb") as stream:
+            try:
+                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            except ValueError as error:
+                raise ConfigError(f"{file} is no safetensors file: {error}") from None
+        for name, tensor in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = tensor["data_offsets"]
+            count = size * math.prod(tensor["shape"]) if tensor["dtype"] in FLOATS else end - begin
+            if OF_THE_VISION_STAGE.match(name):
+                vision += count
+            else:
+                language += count
+    return vision, language
+
+
+def vision_said(environment: Mapping[str, str]) -> int | None:
+    """The vision stage's share where the environment says it, 0 where that stage is on another server, else None."""
+    if environment.get("TESSERA_VISION_ENCODER_VISION_URL"):
+        return 0
+    said = environment.get("TESSERA_VISION_ENCODER_MEMORY_BYTES", "")
+    return int(said) or None if said.isdecimal() else None  # what is no number is refused by its own stage
+
+
+def find_device(environment: Mapping[str, str]) -> str:
+    """cuda if an NVIDIA GPU is here and not hidden, and torch is built for it, else cpu.
+
+    Looks at the driver's files only: touches no device, imports no torch.
+    """
+    if environment.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "none"):
+        return "cpu"
+    if not any(Path("/proc/driver/nvidia/gpus").glob("*")) and not any(Path("/dev").glob("nvidia[0-9]*")):
+        return "cpu"
+    try:
+        return "cpu" if metadata.version("torch").endswith("+cpu") else "cuda"
+    except metadata.PackageNotFoundError:  # the stages' interpreter may be another
+        return "cuda"
+
+
+def card_bytes(environment: Mapping[str, str]) -> int | None:
+    """The memory of the first GPU that the environment shows; None if the driver's tool does not say."""
+    gpu = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    asked = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        return int(subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout) << 20
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}"

@@ -1,0 +1,176 @@
+"""All settings of one server as they are in force, before it is started: from `--set` down to the defaults."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tessera import settings
+from tessera.engine.config import EngineConfig
+from tessera.errors import ConfigError
+from tessera.gpu_memory import (
+    Division,
+    ServerSettings,
+    card_bytes,
+    divide,
+    find_device,
+    vision_said,
+    weights_of,
+)
+from tessera.preprocess.settings import PreprocessSettings
+from tessera.settings import Effective, Sources, nearest, settings_of, variable
+from tessera.vision.settings import VisionSettings
+
+if TYPE_CHECKING:
+    from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+PREPROCESS, VISION, LANGUAGE = "preprocess", "vision_encoder", "language_model"
+INSTANCES = "TESSERA_PREPROCESS_INSTANCES"
+STAGES: dict[str, type] = {PREPROCESS: PreprocessSettings, VISION: VisionSettings, LANGUAGE: EngineConfig}
+
+
+@dataclass(frozen=True)
+class InstanceSettings:
+    """How many processes prepare pictures, each on one thread; for the launcher, which writes it into config.pbtxt."""
+
+    instances: int = settings.setting(2, cuda=max(1, min(8, len(os.sched_getaffinity(0)) // 2)), least=1)
+
+
+@dataclass
+class ServerSetup:
+    """What one server is started with. ``division`` is None without a GPU, or where the driver does not say its size;
+    ``instances`` of preprocess differ from config.pbtxt's, or are None."""
+
+    environment: dict[str, str]
+    effective: list[Effective]
+    device: str
+    division: Division | None = None
+    instances: int | None = None
+    only: tuple[str, ...] = ()
+
+
+def variables(given: Mapping[str, str]) -> dict[str, str]:
+    """What ``--set`` says, as the environment that tells it to the stages. Raises ConfigError for unknown names."""
+    known = {entry.name: variable("", entry) for entry in settings_of(ServerSettings)}
+    for stage, kind in STAGES.items():
+        own = [*settings_of(kind), *(settings_of(InstanceSettings) if stage == PREPROCESS else ())]
+        known |= {e.name if e.common else f"{stage}.{e.name}": variable(stage, e) for e in own}
+    for name in given:
+        if name not in known:
+            common = name.partition(".")[2]
+            hint = f"; it is one for all stages: {common}" if common in known else nearest(name, known)
+            raise ConfigError(f"--set {name}: there is no such setting{hint}")
+    return {known[name]: value for name, value in given.items()}
+
+
+def set_up(
+    repository: Path,
+    config_name: str | None,
+    environment: Mapping[str, str],
+    given: Mapping[str, str],
+    only: tuple[str, ...] = (),
+) -> ServerSetup:
+    """Settles the settings of the stages that the repository has.
+
+    Args:
+        config_name: of the named configs that are used instead of config.pbtxt.
+        environment: of the server.
+        given: settings by name, which win.
+        only: the models that are loaded; empty for all.
+
+    Raises:
+        ConfigError: a setting is unknown or has a value that it cannot have; the GPU is too small.
+    """
+    told = variables(given)
+    known = {path.parent.name for path in repository.glob("*/config.pbtxt")}
+    for name in set(only) - known:
+        raise ConfigError(f"--only {name}: there is no such model{nearest(name, known)}")
+    kinds = {stage: kind for stage, kind in STAGES.items() if stage in (only or known) and stage in known}
+    configs = {stage: read_config(config_file(repository, stage, config_name)) for stage in kinds}
+    all_told = {**environment, **told}
+    counted = all_told.pop(INSTANCES, None)
+    sources = {stage: Sources(stage, parameters(config), all_told) for stage, config in configs.items()}
+    found: dict[str, Effective] = {}
+
+    def report(effective: Effective) -> None:
+        if effective.name in given:
+            effective = effective._replace(origin="command line")
+        found.setdefault(effective.name, effective)
+
+    first = next(iter(sources.values()), Sources("", {}, all_told))
+    server = settings.read(ServerSettings, first, "", report=report)
+    here = find_device(all_told)
+    device = here if server.device == "auto" else server.device
+    if (server.device, here) == ("cuda", "cpu"):
+        raise ConfigError("device is cuda, but no NVIDIA GPU that torch can use is here, or it is hidden")
+    checkpoint = (repository / server.checkpoint).resolve()
+    found["checkpoint"] = found["checkpoint"]._replace(value=checkpoint)
+    if server.device == "auto":
+        found["device"] = Effective("device", device, "device")
+    division = None
+    if device == "cuda" and {VISION, LANGUAGE} & kinds.keys() and (card := card_bytes(all_told)):
+        dtype = all_told.get("TESSERA_DTYPE") or first.parameters.get("dtype", "")
+        shares = vision_said(all_told), LANGUAGE in kinds
+        division = divide(card, server.gpu_memory, weights_of(checkpoint, dtype), *shares)
+    instances = None
+    for stage, kind in kinds.items():
+        sources[stage].refuse_unknown(kind, ServerSettings)
+        settings.read(kind, sources[stage], device, lambda: division, report)
+    if PREPROCESS in kinds:
+        stated = configs[PREPROCESS].instance_group[0].count
+        own = Sources(PREPROCESS, {}, {INSTANCES: counted} if counted else {})
+        if counted is None and stated != InstanceSettings.instances:
+            report(Effective(f"{PREPROCESS}.instances", stated, "config.pbtxt"))
+        else:
+            count = settings.read(InstanceSettings, own, device, report=report).instances
+            instances = count if count != stated else None
+    return ServerSetup(told | {"TESSERA_DEVICE": device}, list(found.values()), device, division, instances, only)
+
+
+def config_file(repository: Path, model: str, config_name: str | None) -> Path:
+    named = repository / model / "configs" / f"{config_name}.pbtxt"
+    return named if config_name and named.is_file() else repository / model / "config.pbtxt"
+
+
+def read_config(file: Path) -> ModelConfig:
+    """Raises ConfigError for a file that tritonserver could not read either."""
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    try:
+        return text_format.Parse(file.read_text("utf-8"), model_config_pb2.ModelConfig())
+    except text_format.ParseError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def parameters(config: ModelConfig) -> dict[str, str]:
+    return {name: value.string_value for name, value in config.parameters.items()}
+
+
+def lay_out(repository: Path, config_name: str | None, setup: ServerSetup, folder: Path) -> Path:
+    """The repository that tritonserver is to load: the given one, or in ``folder`` one of links to it that has the
+    models and the instances of ``setup``, neither of which tritonserver takes by a flag."""
+    if setup.instances is None and not setup.only:
+        return repository
+    for model in sorted(repository.resolve().iterdir()):
+        if not (model / "config.pbtxt").is_file() or (setup.only and model.name not in setup.only):
+            continue
+        own = folder / model.name
+        own.mkdir(parents=True)
+        for entry in model.iterdir():
+            if entry.name == "configs":
+                shutil.copytree(entry, own / "configs")
+            elif entry.name == "config.pbtxt":
+                shutil.copy(entry, own)
+            else:
+                (own / entry.name).symlink_to(entry)
+        if model.name == PREPROCESS and setup.instances is not None:
+            file = config_file(folder, PREPROCESS, config_name)
+            config = read_config(file)
+            config.instance_group[0].count = setup.instances
+            file.write_text(str(config))
+    return folder

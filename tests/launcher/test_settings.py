@@ -1,0 +1,125 @@
+"""`--set`, config.pbtxt, the environment and the defaults: what is in force, and who said so."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tessera.errors import ConfigError
+from tessera.gpu_memory import GIB
+from tessera.launcher import settings
+from tessera.launcher.cli import serve_main
+from tessera.launcher.settings import INSTANCES, ServerSetup, lay_out, read_config, set_up
+
+REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
+MOST = 25
+
+
+def rows(setup: ServerSetup) -> dict[str, tuple[object, str]]:
+    return {each.name: (each.value, each.origin) for each in setup.effective}
+
+
+def test_a_user_can_set_no_more_than_he_can_read() -> None:
+    assert len(rows(set_up(REPOSITORY, None, {}, {}))) <= MOST
+
+
+def test_each_setting_says_who_set_it(tmp_path: Path) -> None:
+    repository = tmp_path / "models"
+    shutil.copytree(REPOSITORY, repository)
+    with open(repository / "preprocess" / "config.pbtxt", "a") as config:
+        config.write('parameters [ { key: "max_images" value { string_value: "3" } } ]\n')
+    environment = {"TESSERA_LANGUAGE_MODEL_MAX_SEQUENCES": "7", "TESSERA_THREADS": "2"}
+    setup = set_up(repository, None, environment, {"device": "cpu", "threads": "4", "gpu_memory": "0.5"})
+    found = rows(setup)
+    assert found["preprocess.max_images"] == (3, "config.pbtxt")
+    assert found["language_model.max_sequences"] == (7, "environment")
+    assert found["threads"] == (4, "command line")  # which wins
+    assert found["language_model.max_batched_tokens"] == (2048, "device")
+    assert found["preprocess.max_cost"] == (0, "default")
+    assert setup.environment == {"TESSERA_DEVICE": "cpu", "TESSERA_THREADS": "4", "TESSERA_GPU_MEMORY": "0.5"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"language_model.max_sequence": "3"}, "no such setting; did you mean language_model.max_sequences"),
+        ({"vision_encoder.dtype": "float16"}, "it is one for all stages: dtype"),
+        ({"xyz": "3"}, "no such setting; known are checkpoint, device"),
+        (
+            {"language_model.max_sequences": "many"},
+            "max_sequences is 'many'; it must be a whole number",
+        ),
+        ({"preprocess.instances": "0"}, "preprocess: instances is 0; it must be at least 1"),
+        ({"gpu_memory": "1.5"}, "gpu_memory is 1.5; it must be at most 1"),
+        ({"gpu_memory": "all"}, "gpu_memory is 'all'; it must be a number"),
+        ({"weights": "none"}, "weights is 'none'; it must be one of checkpoint, random"),
+        ({"device": "cuda"}, "device is cuda, but no NVIDIA GPU"),
+    ],
+)
+def test_what_is_unknown_or_wrong_is_refused_before_the_start(given: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        set_up(REPOSITORY, None, {"CUDA_VISIBLE_DEVICES": ""}, given)
+
+
+def test_an_unknown_variable_of_a_stage_is_refused() -> None:
+    with pytest.raises(ConfigError, match="TESSERA_LANGUAGE_MODEL_MAXSEQUENCES; did you mean TESSERA_LANGUAGE_MODEL_M"):
+        set_up(REPOSITORY, None, {"TESSERA_LANGUAGE_MODEL_MAXSEQUENCES": "1"}, {})
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "find_device", lambda environment: "cuda")
+    monkeypatch.setattr(settings, "card_bytes", lambda environment: 80 * GIB)
+
+
+def test_on_a_gpu_the_defaults_and_the_division_are_its_own(gpu: None) -> None:
+    setup = set_up(REPOSITORY, None, {}, {})
+    found = rows(setup)
+    assert found["device"] == ("cuda", "device") and found["vision_encoder.runner"] == ("graph", "device")
+    assert found["dtype"] == ("bfloat16", "device")
+    assert found["language_model.max_sequences"] == (256, "default")
+    assert setup.division is not None
+    assert found["vision_encoder.memory_bytes"] == (setup.division.vision, "device")
+    half = set_up(REPOSITORY, None, {}, {"gpu_memory": "0.45"}).division
+    assert half is not None and half.language < setup.division.language / 2
+    own = set_up(REPOSITORY, None, {}, {"vision_encoder.memory_bytes": str(3 * GIB)})
+    assert rows(own)["vision_encoder.memory_bytes"] == (3 * GIB, "command line")
+    assert own.division is not None and own.division.vision == 3 * GIB
+
+
+def test_where_the_driver_does_not_say_the_size_the_stages_find_it(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "card_bytes", lambda environment: None)
+    setup = set_up(REPOSITORY, None, {}, {})
+    assert setup.division is None and rows(setup)["vision_encoder.memory_bytes"] == (0, "default")
+
+
+def test_instances_and_a_choice_of_models_are_links_to_the_repository(tmp_path: Path) -> None:
+    setup = set_up(REPOSITORY, None, {}, {"preprocess.instances": "8"})
+    assert rows(setup)["preprocess.instances"] == (8, "command line") and setup.instances == 8
+    laid_out = lay_out(REPOSITORY, None, setup, tmp_path / "eight")
+    assert read_config(laid_out / "preprocess" / "config.pbtxt").instance_group[0].count == 8
+    assert (laid_out / "preprocess" / "1").resolve() == REPOSITORY / "preprocess" / "1"
+    assert {path.name for path in laid_out.iterdir()} == {
+        path.parent.name for path in REPOSITORY.glob("*/config.pbtxt")
+    }
+    named = set_up(REPOSITORY, "tensorrt", {INSTANCES: "5"}, {})
+    file = lay_out(REPOSITORY, "tensorrt", named, tmp_path / "named") / "preprocess" / "configs" / "tensorrt.pbtxt"
+    assert read_config(file).instance_group[0].count == 5
+    eyes = set_up(REPOSITORY, None, {}, {}, ("vision_encoder",))
+    assert not any(name.startswith(("preprocess", "language_model")) for name in rows(eyes))
+    assert [path.name for path in lay_out(REPOSITORY, None, eyes, tmp_path / "eyes").iterdir()] == ["vision_encoder"]
+    with pytest.raises(ConfigError, match="--only vision: there is no such model; did you mean vision_encoder"):
+        set_up(REPOSITORY, None, {}, {}, ("vision",))
+    as_it_is = set_up(REPOSITORY, None, {}, {"device": "cpu"})
+    assert lay_out(REPOSITORY, None, as_it_is, tmp_path / "none") == REPOSITORY and not (tmp_path / "none").exists()
+
+
+def test_the_table_is_shown_and_nothing_started(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model-repository", str(REPOSITORY), "--device", "cpu", "--set", "language_model.max_sequences=9"]
+    assert serve_main([*flags, "--show-settings"]) == 0
+    shown = capsys.readouterr().out
+    assert "language_model.max_sequences" in shown and "command line" in shown and "9" in shown
+    assert serve_main([*flags, "--set", "resize=fast", "--show-settings"]) == 1
+    assert "no such setting; did you mean preprocess.resize" in capsys.readouterr().err

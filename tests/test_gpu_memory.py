@@ -1,0 +1,86 @@
+"""How the memory of a GPU is divided: by its size, the dial and the checkpoint's files alone."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tessera import gpu_memory
+from tessera.errors import ConfigError
+from tessera.gpu_memory import CONTEXTS_BYTES, GIB, card_bytes, divide, find_device, vision_said, weights_of
+
+
+@pytest.mark.parametrize("card", [16, 24, 80, 140])
+def test_the_shares_are_the_dialled_part_of_the_card(card: int) -> None:
+    given = divide(card * GIB, 0.9, (GIB, 4 * GIB))
+    shares = given.server + given.embedding_pool + given.vision + given.language + CONTEXTS_BYTES
+    assert shares == int(card * GIB * 0.9)
+    assert given.vision > GIB and given.language > 4 * GIB
+    assert f"of {card:.1f} GiB" in given.describe() and "language model" in given.describe()
+
+
+def test_a_vision_stage_elsewhere_or_with_a_share_of_its_own_leaves_the_rest() -> None:
+    usual = divide(80 * GIB, 0.9, (GIB, 4 * GIB))
+    assert divide(80 * GIB, 0.9, (GIB, 4 * GIB), vision=0).language == usual.language + usual.vision
+    assert divide(80 * GIB, 0.9, (GIB, 4 * GIB), vision=3 * GIB).vision == 3 * GIB
+    alone = divide(80 * GIB, 0.9, (GIB, 4 * GIB), language=False)
+    assert (alone.language, alone.embedding_pool) == (0, 0) and alone.vision > 60 * GIB
+    assert vision_said({}) is None and vision_said({"TESSERA_VISION_ENCODER_MEMORY_BYTES": "77"}) == 77
+    assert vision_said({"TESSERA_VISION_ENCODER_VISION_URL": "other:8001"}) == 0
+
+
+def test_a_model_that_is_too_large_is_refused_with_what_to_change() -> None:
+    with pytest.raises(ConfigError, match=r"weights take 30.0 GiB and its share is 1\d.\d GiB: raise gpu_memory \(0.9"):
+        divide(24 * GIB, 0.9, (GIB, 30 * GIB))
+
+
+def test_weights_are_counted_by_their_files_headers(tmp_path: Path) -> None:
+    half, whole = np.zeros((4, 8), np.float16), np.zeros((3, 5), np.float32)
+    save_file({"vision_tower.a": half, "model.vision_tower.b": half, "mlp1.0.c": whole}, tmp_path / "a.safetensors")
+    save_file({"language_model.d": whole, "packed": np.zeros(9, np.int32)}, tmp_path / "b.safetensors")
+    assert weights_of(tmp_path, "bfloat16") == (2 * (32 + 32 + 15), 2 * 15 + 36)
+    assert weights_of(tmp_path, "float32") == (4 * (32 + 32 + 15), 4 * 15 + 36)
+    assert weights_of(tmp_path / "none", "") == (0, 0)
+    (tmp_path / "c.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    with pytest.raises(ConfigError, match="c.safetensors is no safetensors file"):
+        weights_of(tmp_path, "")
+
+
+def test_both_stages_weights_of_the_default_checkpoint_are_found() -> None:
+    folder = Path(__file__).resolve().parents[1] / "build" / "default_model" / "checkpoint"
+    header = json.loads((folder / "model.safetensors").read_bytes()[8:].split(b"]}}", 1)[0] + b"]}}")
+    header.pop("__metadata__", None)
+    vision, language = weights_of(folder, "")
+    assert vision > 1 << 20 and language > 1 << 20
+    assert vision + language == sum(2 * int(np.prod(tensor["shape"])) for tensor in header.values())
+
+
+def test_the_device_is_found_without_touching_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gpus:
+        def __init__(self, folder: str) -> None: ...
+
+        def glob(self, pattern: str) -> list[str]:
+            return ["0000:00:06.0"]
+
+    monkeypatch.setattr(gpu_memory, "Path", Gpus)
+    monkeypatch.setattr(metadata, "version", lambda name: "2.13.0")
+    assert find_device({}) == find_device({"CUDA_VISIBLE_DEVICES": "1"}) == "cuda"
+    assert find_device({"CUDA_VISIBLE_DEVICES": ""}) == find_device({"CUDA_VISIBLE_DEVICES": "-1"}) == "cpu"
+    monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cpu")
+    assert find_device({}) == "cpu"
+
+
+def test_the_drivers_tool_says_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\n[ "$1" = --id=3 ] && echo 143771\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert card_bytes({"CUDA_VISIBLE_DEVICES": "3,4"}) == 143771 << 20
+    assert card_bytes({}) is None
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert card_bytes({}) is None
