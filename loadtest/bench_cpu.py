@@ -1,4 +1,4 @@
-"""`make bench-cpu`: the ensemble against a `transformers` loop: same checkpoint, pictures, questions, machine, run.
+"""The ensemble against a `transformers` loop (`make bench NAME=cpu`): same checkpoint, pictures, questions, machine.
 
 Two parts: distinct pictures with a question each, and a quarter of the pictures with four questions each, where the
 ensemble's caches may help. Each part has a server of its own.
@@ -21,13 +21,11 @@ from typing import Any
 import figures
 import torch
 from rich.progress import track
+from serving import DEFAULT_CHECKPOINT, Setup, serve
 
-from tessera.launcher.options import ServerOptions
-from tessera.launcher.process import Server
 from tessera_client import Client
 
-sys.path.insert(0, str(figures.ROOT / "build" / "default_model"))
-CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"
+sys.path.insert(0, str(DEFAULT_CHECKPOINT.parent))
 MAX_TOKENS = 8
 
 Job = tuple[bytes, str]
@@ -101,8 +99,8 @@ def load_transformers() -> None:
     from transformers import AutoModelForImageTextToText
 
     global MODEL, PROCESSOR
-    MODEL = AutoModelForImageTextToText.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
-    PROCESSOR = load_processor(CHECKPOINT)
+    MODEL = AutoModelForImageTextToText.from_pretrained(DEFAULT_CHECKPOINT, dtype=torch.float32).eval()
+    PROCESSOR = load_processor(DEFAULT_CHECKPOINT)
 
 
 def compare(metric: str, work: list[Job], concurrency: int) -> None:
@@ -115,10 +113,7 @@ def compare(metric: str, work: list[Job], concurrency: int) -> None:
     theirs = transformers_loop(work)
     loop_seconds = time.perf_counter() - started
 
-    options = ServerOptions(
-        model_repository=figures.ROOT / "model_repository", http_port=0, grpc_port=0, metrics_port=0
-    )
-    with Server(options) as server, Client(server.grpc_url) as client:
+    with serve(Setup()) as server, Client(server.grpc) as client:
         ensemble(client, warm_up, concurrency)
         started = time.perf_counter()
         ours = ensemble(client, work, concurrency)
@@ -132,7 +127,7 @@ def compare(metric: str, work: list[Job], concurrency: int) -> None:
         metric,
         round(loop_seconds / ensemble_seconds, 3),
         "ratio",
-        command="make bench-cpu",
+        command="make bench NAME=cpu",
         pictures=len({jpeg for jpeg, _ in work}),
         questions=count,
         concurrency=concurrency,

@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import counting
 import figures
 import torch
 from engine_load import PROMPT_TOKENS, ClosedLoop, Load, Prompts, decode_step_s, prefill_tokens_per_s
@@ -106,7 +107,8 @@ def standard_load(name: str, quick: bool = False) -> Load:
     workload = WORKLOADS[name]
     if quick:
         return Load(workload.tokens, workload.concurrency, workload.concurrency, 2 * workload.concurrency)
-    return Load(workload.tokens, workload.concurrency, workload.warm_up, workload.requests)
+    warm_up, requests = counting.warm_up(workload.concurrency), counting.ROUNDS * workload.concurrency
+    return Load(workload.tokens, workload.concurrency, warm_up, requests)
 
 
 @dataclass(frozen=True)

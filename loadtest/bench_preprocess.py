@@ -1,4 +1,4 @@
-"""`make bench-preprocess`: JPEG bytes to tiles, Pillow against both resize modes.
+"""JPEG bytes to tiles, Pillow against both resize modes (`make bench NAME=preprocess`).
 
 Pillow does what the reference processor does: decode, resize to the grid (bicubic), crop tile by tile, resize the
 thumbnail; the tiles end as one uint8 array, as ours do. All sides get the same JPEG bytes and tile plan and one thread,
@@ -26,7 +26,7 @@ from tessera.preprocess.preprocessor import Preprocessor, PreprocessSettings
 from tessera.preprocess.resize_cpu import RESIZE_MODES, use_one_thread
 
 CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"
-COMMAND = "make bench-preprocess"
+COMMAND = "make bench NAME=preprocess"
 # (width, height) -> how many distinct pictures
 SIZES = {(448, 448): 8, (480, 320): 8, (1280, 720): 4, (1920, 1080): 3, (3840, 2160): 2}
 SEED = 5
