@@ -52,7 +52,7 @@ def milliseconds(call: Callable[[], Any]) -> float:
 def compare(
     preprocessors: dict[str, Preprocessor], size: tuple[int, int], pictures: int, rounds: int
 ) -> dict[str, Any]:
-    """One row of the table: ms a picture of Pillow and of each mode, Pillow's over theirs, grey levels between them."""
+    """One row of the table: ms per picture for Pillow and each mode, Pillow's over theirs, grey levels between them."""
     times: dict[str, list[float]] = {name: [] for name in ("pillow", *preprocessors)}
     means: dict[str, list[float]] = {name: [] for name in preprocessors}
     most = dict.fromkeys(preprocessors, 0)

@@ -181,14 +181,12 @@ def main() -> int:
     parser.add_argument("--label", default="bf16", help="stands in the figures' names")
     arguments = parser.parse_args()
     gpus = tuple(arguments.gpus.split(",")) if arguments.gpus else ()
-    settings = pairs(arguments.settings, "STAGE.PARAMETER=VALUE")
-    if arguments.weights == "random":
-        settings |= {f"{stage}.weights": "random" for stage in ("vision_encoder", "language_model")}
     setup = Setup(
         checkpoint=arguments.checkpoint,
         gpus=gpus,
-        settings=settings,
+        settings=pairs(arguments.settings, "STAGE.PARAMETER=VALUE"),
         instances={stage: int(count) for stage, count in pairs(arguments.instances, "STAGE=N").items()},
+        random_weights=arguments.weights == "random",
         mps=not arguments.no_mps,
         tree=arguments.tree.resolve(),
         log=arguments.log,

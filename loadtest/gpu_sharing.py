@@ -1,6 +1,6 @@
 """What two processes lose that share one GPU, the vision stage and the language model (`make bench NAME=gpu_sharing`).
 
-Stand-ins of both models (InternVL3-8B's sizes) do work like W1's: one tile, 316 prompt tokens and 3 decoded tokens a
+Stand-ins of both models (InternVL3-8B's sizes) do work like W1's: one tile, 316 prompt tokens and 3 decoded tokens per
 picture, tiles in batches of 32, prompts in steps of 8,192 tokens, decode in steps of 64. Vision hands its tiles over
 through a bounded queue, so the slower side sets the pace. Measured: both on two streams of one process, both on one
 stream in turn, each in a process of its own, between which the GPU slices its time, and the same under an MPS daemon,
@@ -29,10 +29,10 @@ from processes import in_processes
 from tessera.launcher.options import MPS_CONTROL
 
 COMMAND = "make bench NAME=gpu_sharing"
-TILES = 32  # a vision batch
-PICTURES = 26  # a prefill step: 8,192 tokens at 316 (here 315) a prompt
+TILES = 32  # in a vision batch
+PICTURES = 26  # in a prefill step: 8,192 tokens at 316 (here 315) per prompt
 STEP_TOKENS = 8192
-DECODED = 3  # tokens a picture after the first
+DECODED = 3  # tokens per picture after the first
 DECODE_BATCH = 64
 CONTEXT = 320
 ROOM = 64  # tiles that may wait between the two sides

@@ -40,6 +40,7 @@ class Setup:
     """The models to serve; none for all."""
     change: Callable[[Path], None] | None = None
     """Called with a copy of the model repository before the start."""
+    random_weights: bool = False
     mps: bool = True
     tree: Path = ROOT
     """The checkout whose server it is."""
@@ -91,10 +92,15 @@ def serve_command(setup: Setup, folder: Path, environment: Mapping[str, str]) ->
     if takes_settings:
         flags = ["--device", "cuda" if setup.gpus else "cpu"]
         counts = {f"{stage}.instances": str(count) for stage, count in setup.instances.items()}
-        for name, value in {**counts, **setup.settings}.items():
+        weights = {"weights": "random"} if setup.random_weights else {}
+        for name, value in {**counts, **weights, **setup.settings}.items():
             flags += ["--set", f"{name}={value}"]
-        if setup.only or setup.change:
-            repository = shutil.copytree(repository, folder / "model_repository", ignore=_but(repository, setup.only))
+        if setup.only:
+            flags += ["--only", ",".join(setup.only)]
+        if setup.change:
+            repository = shutil.copytree(
+                repository, folder / "model_repository", ignore=shutil.ignore_patterns("__pycache__")
+            )
     elif setup != Setup(checkpoint=setup.checkpoint, mps=setup.mps, tree=setup.tree, log=setup.log):
         repository = _render(setup, folder / "model_repository", environment)
     if setup.change:
@@ -112,25 +118,17 @@ def serve_command(setup: Setup, folder: Path, environment: Mapping[str, str]) ->
     ]
 
 
-def _but(repository: Path, only: tuple[str, ...]) -> Callable[[str, list[str]], list[str]]:
-    """For shutil.copytree: leaves out the other models, if any are named, and what Python left there."""
-
-    def ignored(folder: str, names: list[str]) -> list[str]:
-        others = [name for name in names if only and Path(folder) == repository and name not in only]
-        return ["__pycache__", *others]
-
-    return ignored
-
-
 def _render(setup: Setup, out: Path, environment: Mapping[str, str]) -> Path:
     """The model repository of a tree whose `tessera serve` takes no settings."""
     command = [sys.executable, str(setup.tree / "build" / "render_repository.py"), "--out", str(out)]
     if setup.gpus:
         command.append("--gpu")
+    stages = ("vision_encoder", "language_model") if setup.random_weights else ()
+    weights = {f"{stage}.weights": "random" for stage in stages}
     for flag, values in (
         ("--only", list(setup.only)),
         ("--instances", [f"{stage}={count}" for stage, count in setup.instances.items()]),
-        ("--set", [f"{name}={value}" for name, value in setup.settings.items()]),
+        ("--set", [f"{name}={value}" for name, value in {**weights, **setup.settings}.items()]),
     ):
         if values:
             command += [flag, *values]

@@ -360,7 +360,7 @@ def main() -> int:
     if traffic.unanswered > sum(traffic.faults.values()):
         faults.append(f"{traffic.unanswered - sum(traffic.faults.values())} requests never ended")
     print(f"{traffic.requests} requests sent: {dict(traffic.sent)}; ended: {dict(traffic.ended)}")
-    command = f"make soak MINUTES={arguments.minutes:g}"
+    command = f'make soak ARGS="--minutes {arguments.minutes:g}"'
     notes = {"concurrency": arguments.concurrency, "settings": arguments.set}
     figures.emit("soak.minutes", round(minutes, 1), "min", command, **notes)
     figures.emit("soak.requests", traffic.requests, "requests", command, **notes)

@@ -30,21 +30,27 @@ def checkout(folder: Path, program: str) -> Path:
 
 def test_a_server_that_takes_settings_is_told_them(tmp_path):
     tree = checkout(tmp_path / "tree", 'add("--set")')
-    setup = Setup(tmp_path, ("0", "1"), {"language_model.weights": "random"}, {"preprocess": 10}, tree=tree, mps=False)
+    setup = Setup(
+        tmp_path, ("0", "1"), {"preprocess.resize": "fast"}, {"preprocess": 10}, ("preprocess", "vision_encoder"),
+        random_weights=True, tree=tree, mps=False,
+    )  # fmt: skip
     command = " ".join(serve_command(setup, tmp_path, {}))
     assert f"--model-repository {tree}/model_repository --checkpoint {tmp_path}" in command
-    assert "--device cuda --set preprocess.instances=10 --set language_model.weights=random --gpus 0,1" in command
+    for flags in (
+        "--device cuda --set preprocess.instances=10 --set weights=random --set preprocess.resize=fast",
+        "--only preprocess,vision_encoder --gpus 0,1",
+    ):
+        assert flags in command
     assert "--no-mps" in command and "--no-restart" in command and command.count("-port 0") == 4
     assert "--device cpu" in " ".join(serve_command(Setup(tree=tree), tmp_path, {}))
 
 
-def test_some_models_only_and_a_change_are_made_to_a_copy(tmp_path):
+def test_a_change_is_made_to_a_copy(tmp_path):
     tree = checkout(tmp_path / "tree", 'add("--set")')
     changed = []
-    command = serve_command(Setup(tree=tree, only=("preprocess",), change=changed.append), tmp_path, {})
+    command = serve_command(Setup(tree=tree, change=changed.append), tmp_path, {})
     copy = tmp_path / "model_repository"
     assert str(copy) in command and changed == [copy]
-    assert [path.name for path in copy.iterdir()] == ["preprocess"]
     assert [path.name for path in (copy / "preprocess").iterdir()] == ["config.pbtxt"]
 
 
@@ -52,12 +58,15 @@ def test_for_one_that_takes_none_the_repository_is_rendered(tmp_path, monkeypatc
     tree = checkout(tmp_path / "tree", "")
     ran = []
     monkeypatch.setattr(subprocess, "run", lambda command, **options: ran.append(command))
-    setup = Setup(gpus=("0",), settings={"a.b": "1", "c.d": "2"}, instances={"e": 2}, only=("a", "c"), tree=tree)
+    setup = Setup(
+        gpus=("0",), settings={"a.b": "1"}, instances={"e": 2}, only=("a", "c"), random_weights=True, tree=tree
+    )
     command = " ".join(serve_command(setup, tmp_path, {}))
     (rendered,) = (" ".join(command[1:]) for command in ran)
     out = tmp_path / "model_repository"
     assert rendered == (
-        f"{tree}/build/render_repository.py --out {out} --gpu --only a c --instances e=2 --set a.b=1 c.d=2"
+        f"{tree}/build/render_repository.py --out {out} --gpu --only a c --instances e=2 "
+        "--set vision_encoder.weights=random language_model.weights=random a.b=1"
     )
     assert f"--model-repository {out}" in command and "--device" not in command and "--set" not in command
     ran.clear()
