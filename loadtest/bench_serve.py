@@ -20,7 +20,6 @@ import hashlib
 import random
 import sys
 import time
-import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,18 +32,11 @@ import cv2
 import figures
 from closed_loop import Ask, Reply
 from gpu_power import GpuPower
+from metrics_page import counted
 from serving import DEFAULT_CHECKPOINT, Running, Setup, pairs, serve
 from workloads import PROMPT, WORKLOADS, Pictures, Workload
 
 from tessera_client import Client, Retry
-
-COUNTED = (
-    "tessera_steps_total",
-    "tessera_graph_steps_total",
-    "tessera_embeddings_on_cpu_total",
-    "tessera_engine_held_up_seconds_total",
-    "tessera_embedding_bytes_peak",
-)
 
 
 @dataclass(frozen=True)
@@ -119,14 +111,6 @@ def report(
         emit("joules", round(watts / run.requests_s, 2), "J/request")
 
 
-def counters(url: str) -> dict[str, float]:
-    """What the language model counted so far."""
-    with urllib.request.urlopen(url, timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    found = {line.split("{")[0].split(" ")[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"}
-    return {name: found.get(name, 0.0) for name in COUNTED}
-
-
 def measure(
     server: Running,
     workload: Workload,
@@ -137,16 +121,19 @@ def measure(
     **notes: object,
 ) -> None:
     """Runs one workload and emits its figures."""
-    before = [counters(url) for url in server.metrics]
+    before = [counted(url) for url in server.metrics]
     asker = Asker(server.grpc, workload, seed)
     with GpuPower(gpus) as power:
         began, answers = closed_loop.run(
             asker.prepare, workload.concurrency, counting.requests(workload.concurrency), processes
         )
-    after = [counters(url) for url in server.metrics]
+    after = [counted(url) for url in server.metrics]
     run = counting.count(began, answers, workload.concurrency)
-    grown = {name: sum(now[name] - then[name] for now, then in zip(after, before)) for name in COUNTED}
     lasted = answers[-1].ended - began
+
+    def grown(name: str) -> float:
+        return sum(now[name] - then[name] for now, then in zip(after, before))
+
     report(
         workload,
         run,
@@ -156,9 +143,9 @@ def measure(
         seed=seed,
         first_picture=first_picture(workload, seed),
         startup_s=server.startup_s,
-        embeddings_on_cpu=int(grown["tessera_embeddings_on_cpu_total"]),
-        graph_steps=round(grown["tessera_graph_steps_total"] / max(1.0, grown["tessera_steps_total"]), 3),
-        held_up=round(grown["tessera_engine_held_up_seconds_total"] / lasted / len(server.grpc), 4),
+        embeddings_on_cpu=int(grown("tessera_embeddings_on_cpu_total")),
+        graph_steps=round(grown("tessera_graph_steps_total") / max(1.0, grown("tessera_steps_total")), 3),
+        held_up=round(grown("tessera_engine_held_up_seconds_total") / lasted / len(server.grpc), 4),
         embedding_mib_peak=round(max(now["tessera_embedding_bytes_peak"] for now in after) / 2**20, 1),
         **notes,
     )
