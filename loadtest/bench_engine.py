@@ -1,4 +1,4 @@
-"""`make bench-engine`: the engine alone, in this process, on one GPU: InternVL3-8B's shape, random weights.
+"""The engine alone on one GPU, in this process (`make bench NAME=engine`): InternVL3-8B's shape, random weights.
 
 Requests are those of W1: 316 prompt tokens, 256 of them rows of a picture that are given, no two alike. Prefill and
 decode are stepped here one by one; the loads w4a, w4b and w1 are closed loops on the engine's own thread; `busy` is
@@ -137,7 +137,7 @@ class Report:
             f"engine.{name}" if self.record else f"trial.engine.{name}",
             round(value, 4),
             unit,
-            command="make bench-engine",
+            command="make bench NAME=engine",
             ceiling=None if ceiling is None else round(ceiling, 3),
             settings=self.settings,
             **notes,

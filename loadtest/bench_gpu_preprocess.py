@@ -1,4 +1,4 @@
-"""Big pictures on the GPU against the CPU (part of `make bench-preprocess`; without a GPU it says so and ends).
+"""Big pictures on the GPU against the CPU (`make bench NAME=gpu_preprocess`; ends without one).
 
 The CPU side is preprocess's own: one thread, libjpeg-turbo through OpenCV, then the `reference` resize to the grid and
 the thumbnail. The GPU side is the vision stage's: the file's bytes in host memory, nvJPEG (which uploads them), chroma
@@ -37,7 +37,7 @@ from tessera.vision.jpeg_planes import cut, tiles_of_planes
 from tessera.vision.nvjpeg import OUTPUT_RGB, NvJpeg
 
 CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"
-COMMAND = "make bench-preprocess"
+COMMAND = "make bench NAME=gpu_preprocess"
 SIZES = [(448, 448), (640, 480), (1280, 720), (1920, 1080), (2560, 1440), (3840, 2160), (7680, 4320)]
 COMPARED = [(448, 448), (1920, 1080), (3840, 2160), (7680, 4320)]
 FOUR_K = (3840, 2160)
