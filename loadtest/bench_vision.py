@@ -1,4 +1,4 @@
-"""The vision encoder alone on one GPU (`make bench NAME=vision`): InternViT-300M, InternVL3-8B's projector, random weights.
+"""The vision encoder alone on one GPU (`make bench NAME=vision`): InternViT-300M, random weights.
 
 Forwards of 32 tiles and of one, tiles on the device, against `transformers` with the same weights; rows against
 transformers' in float32. Before that every part of a forward is measured by itself: their sum predicts the forward,
