@@ -87,7 +87,7 @@ def report(
     workload: Workload, run: counting.Run, power: tuple[float, float] | None, name: str, **notes: object
 ) -> None:
     """Emits the figures of a run; ``name`` is what their names begin with."""
-    command = f'make bench NAME=serve ARGS="--workloads {workload.name}"'
+    command = f'make bench NAME=serve ARGS="{" ".join(sys.argv[1:])}"'
     streamed = run.first_token_p50 is not None
     notes |= {"requests": run.count, "concurrency": workload.concurrency}
     spent = {"p50_ms": round(1e3 * run.p50, 1), "p99_ms": round(1e3 * run.p99, 1)}

@@ -24,7 +24,8 @@ def lines(capsys) -> dict[str, dict]:
     return {line["metric"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
 
 
-def test_a_workload_of_short_answers_on_a_gpu(capsys):
+def test_a_workload_of_short_answers_on_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench_serve.py", "--workloads", "W1", "W2"])
     bench_serve.report(WORKLOADS["W1"], run(False), (700.0, 1500.4), "serve.W1.bf16", gpus=1)
     found = lines(capsys)
     assert {name: (line["value"], line["unit"]) for name, line in found.items()} == {
@@ -38,7 +39,7 @@ def test_a_workload_of_short_answers_on_a_gpu(capsys):
     steady = found["serve.W1.bf16.req_s"]
     assert (steady["p50_ms"], steady["p99_ms"]) == (1520.0, 4000.0)
     assert (steady["requests"], steady["gpus"]) == (50, 1)
-    assert steady["command"] == 'make bench NAME=serve ARGS="--workloads W1"'
+    assert steady["command"] == 'make bench NAME=serve ARGS="--workloads W1 W2"'
 
 
 def test_a_streamed_workload_without_a_gpu(capsys):
