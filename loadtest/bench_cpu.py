@@ -1,4 +1,4 @@
-"""`make bench-cpu`: the ensemble against a `transformers` loop: same checkpoint, pictures, questions, machine, run.
+"""The ensemble against a `transformers` loop (`make bench NAME=cpu`): same checkpoint, pictures, questions, machine.
 
 Two parts: distinct pictures with a question each, and a quarter of the pictures with four questions each, where the
 ensemble's caches may help. Each part has a server of its own.
@@ -11,24 +11,18 @@ each answer of one is compared with the other's.
 from __future__ import annotations
 
 import argparse
-import io
 import os
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import figures
 import torch
+from parity import MAX_TOKENS, Theirs
 from rich.progress import track
+from serving import Setup, serve
 
-from tessera.launcher.options import ServerOptions
-from tessera.launcher.process import Server
 from tessera_client import Client
-
-sys.path.insert(0, str(figures.ROOT / "build" / "default_model"))
-CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"
-MAX_TOKENS = 8
 
 Job = tuple[bytes, str]
 
@@ -62,20 +56,10 @@ def heldout_pictures(count: int) -> list[tuple[Any, bytes]]:
     ]
 
 
-def transformers_loop(work: list[Job]) -> list[str]:
+def transformers_loop(theirs: Theirs, work: list[Job]) -> list[str]:
     """One picture after the other through transformers; the caller times it."""
-    from PIL import Image
-
-    answers = []
-    for jpeg, question in work:
-        picture = Image.open(io.BytesIO(jpeg)).convert("RGB")
-        content = [{"type": "image"}, {"type": "text", "text": question}]
-        prompt = PROCESSOR.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-        inputs = PROCESSOR(images=[picture], text=prompt, return_tensors="pt")
-        with torch.inference_mode():
-            output = MODEL.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)
-        answers.append(PROCESSOR.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-    return answers
+    tokens = [theirs.tokens(theirs.from_picture(jpeg, question)) for jpeg, question in work]
+    return [theirs.processor.decode(answer, skip_special_tokens=True) for answer in tokens]
 
 
 def ensemble(client: Client, work: list[Job], concurrency: int) -> list[str]:
@@ -84,55 +68,43 @@ def ensemble(client: Client, work: list[Job], concurrency: int) -> list[str]:
         return list(pool.map(lambda job: client.ask(job[0], job[1], max_tokens=MAX_TOKENS).text, work))
 
 
-def fastest_threads(work: list[Job]) -> int:
+def fastest_threads(theirs: Theirs, work: list[Job]) -> int:
     """The number of torch threads with which the loop is fastest on some pictures; also its warm-up."""
     seconds = {}
     for threads in range(1, (os.cpu_count() or 1) + 1):
         torch.set_num_threads(threads)
-        transformers_loop(work[:2])
+        transformers_loop(theirs, work[:2])
         started = time.perf_counter()
-        transformers_loop(work)
+        transformers_loop(theirs, work)
         seconds[threads] = time.perf_counter() - started
     return min(seconds, key=seconds.__getitem__)
 
 
-def load_transformers() -> None:
-    from architecture import load_processor
-    from transformers import AutoModelForImageTextToText
-
-    global MODEL, PROCESSOR
-    MODEL = AutoModelForImageTextToText.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
-    PROCESSOR = load_processor(CHECKPOINT)
-
-
-def compare(metric: str, work: list[Job], concurrency: int) -> None:
+def compare(metric: str, theirs: Theirs, work: list[Job], concurrency: int) -> None:
     """Gives the jobs to both and reports how many times faster the ensemble is."""
     # Caches may help with the jobs themselves only, so the warm-up shows other bytes of the same scenes.
     warm_up = [(jpeg + b"\0", question) for jpeg, question in work[:concurrency]]
-    threads = fastest_threads(warm_up)
+    threads = fastest_threads(theirs, warm_up)
     torch.set_num_threads(threads)
     started = time.perf_counter()
-    theirs = transformers_loop(work)
+    expected = transformers_loop(theirs, work)
     loop_seconds = time.perf_counter() - started
 
-    options = ServerOptions(
-        model_repository=figures.ROOT / "model_repository", http_port=0, grpc_port=0, metrics_port=0
-    )
-    with Server(options) as server, Client(server.grpc_url) as client:
+    with serve(Setup()) as server, Client(server.grpc) as client:
         ensemble(client, warm_up, concurrency)
         started = time.perf_counter()
         ours = ensemble(client, work, concurrency)
         ensemble_seconds = time.perf_counter() - started
 
     count = len(work)
-    same = sum(a == b for a, b in zip(ours, theirs))
+    same = sum(a == b for a, b in zip(ours, expected))
     print(f"transformers loop {count / loop_seconds:.2f} req/s, ensemble {count / ensemble_seconds:.2f} req/s,")
     print(f"{same} of {count} answers the same")
     figures.emit(
         metric,
         round(loop_seconds / ensemble_seconds, 3),
         "ratio",
-        command="make bench-cpu",
+        command="make bench NAME=cpu",
         pictures=len({jpeg for jpeg, _ in work}),
         questions=count,
         concurrency=concurrency,
@@ -149,11 +121,11 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=128)
     parser.add_argument("--concurrency", type=int, default=16)
     arguments = parser.parse_args()
-    load_transformers()
+    theirs = Theirs.load()
     if arguments.part != "4-questions":
-        compare("cpu.ratio_distinct", distinct(arguments.questions), arguments.concurrency)
+        compare("cpu.ratio_distinct", theirs, distinct(arguments.questions), arguments.concurrency)
     if arguments.part != "distinct":
-        compare("cpu.ratio_4_questions", four_questions(arguments.questions // 4), arguments.concurrency)
+        compare("cpu.ratio_4_questions", theirs, four_questions(arguments.questions // 4), arguments.concurrency)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`make bench-engine`: the engine alone, in this process, on one GPU: InternVL3-8B's shape, random weights.
+"""The engine alone on one GPU, in this process (`make bench NAME=engine`): InternVL3-8B's shape, random weights.
 
 Requests are those of W1: 316 prompt tokens, 256 of them rows of a picture that are given, no two alike. Prefill and
 decode are stepped here one by one; the loads w4a, w4b and w1 are closed loops around the same steps; `busy` is w1 under
@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import counting
 import figures
 import torch
 from engine_load import PROMPT_TOKENS, ClosedLoop, Load, Prompts, decode_step_s, prefill_tokens_per_s
@@ -106,7 +107,8 @@ def standard_load(name: str, quick: bool = False) -> Load:
     workload = WORKLOADS[name]
     if quick:
         return Load(workload.tokens, workload.concurrency, workload.concurrency, 2 * workload.concurrency)
-    return Load(workload.tokens, workload.concurrency, workload.warm_up, workload.requests)
+    warm_up, requests = counting.warm_up(workload.concurrency), counting.ROUNDS * workload.concurrency
+    return Load(workload.tokens, workload.concurrency, warm_up, requests)
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class Report:
             f"engine.{name}" if self.record else f"trial.engine.{name}",
             round(value, 4),
             unit,
-            command="make bench-engine",
+            command="make bench NAME=engine",
             ceiling=None if ceiling is None else round(ceiling, 3),
             settings=self.settings,
             **notes,

@@ -1,4 +1,4 @@
-"""Big pictures on the GPU against the CPU (part of `make bench-preprocess`; without a GPU it says so and ends).
+"""Big pictures on the GPU against the CPU (`make bench NAME=gpu_preprocess`; ends without one).
 
 The CPU side is preprocess's own: libjpeg-turbo through OpenCV, then the `reference` resize to the grid and the
 thumbnail, one thread a picture and as many at once as there are cores. The GPU side is the vision stage's: the files'
@@ -31,7 +31,7 @@ from tessera.vision.decoding.decoder import GpuDecoder, Undecoded, bytes_of, pix
 from tessera.vision.encoding.pictures import VisionItem, pictures_of
 
 CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"
-COMMAND = "make bench-preprocess"
+COMMAND = "make bench NAME=gpu_preprocess"
 SIZES = [(448, 448), (1280, 720), (1919, 1081), (1920, 1080), (3840, 2160), (7680, 4320)]
 FOUR_K = (3840, 2160)
 CAPACITY = 2 << 30  # the vision stage's default

@@ -1,4 +1,4 @@
-"""`make bench-preprocess`: JPEG bytes to tiles, Pillow against both resize modes.
+"""JPEG bytes to tiles, Pillow against both resize modes (`make bench NAME=preprocess`).
 
 Pillow does what the reference processor does: decode, resize to the grid (bicubic), crop tile by tile, resize the
 thumbnail; the tiles end as one uint8 array, as ours do. All sides get the same JPEG bytes and tile plan and one thread,
@@ -25,7 +25,7 @@ from tessera.preprocess.preprocessor import Picture, Preprocessor, PreprocessSet
 from tessera.preprocess.resize_cpu import RESIZE_MODES, use_one_thread
 
 CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"
-COMMAND = "make bench-preprocess"
+COMMAND = "make bench NAME=preprocess"
 # (width, height) -> how many distinct pictures
 SIZES = {(448, 448): 8, (480, 320): 8, (1280, 720): 4, (1920, 1080): 3, (3840, 2160): 2}
 SEED = 5
@@ -52,7 +52,7 @@ def milliseconds(call: Callable[[], Any]) -> float:
 def compare(
     preprocessors: dict[str, Preprocessor], size: tuple[int, int], pictures: int, rounds: int
 ) -> dict[str, Any]:
-    """One row of the table: ms a picture of Pillow and of each mode, Pillow's over theirs, grey levels between them."""
+    """One row of the table: ms per picture for Pillow and each mode, Pillow's over theirs, grey levels between them."""
     times: dict[str, list[float]] = {name: [] for name in ("pillow", *preprocessors)}
     means: dict[str, list[float]] = {name: [] for name in preprocessors}
     most = dict.fromkeys(preprocessors, 0)

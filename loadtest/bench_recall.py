@@ -1,8 +1,7 @@
-"""`make bench-recall`: the held-out set through the running ensemble, at the default tile policy and at one tile.
+"""The held-out set through the running ensemble, at the default tile policy and at one tile (`make bench NAME=recall`).
 
-With `--plan docs/tile_policies.json` every tile policy is asked too; the curve is drawn beside that file.
-`--gpu`, `--instances` and `--set` change the repository first, as they do for build/render_repository.py:
-    python loadtest/bench_recall.py --gpu --instances preprocess=10 --concurrency 64
+With `--plan docs/tile_policies.json` every tile policy is asked too; the curve is drawn beside that file. On a GPU:
+    python loadtest/bench_recall.py --gpus 0 --instances preprocess=10 --concurrency 64
 `--onnx FILE` has the vision stage compute another graph, one written for TensorRT (docs/tensorrt.md), on the CPU.
 """
 
@@ -24,9 +23,8 @@ import figures
 import onnx
 from rich.console import Console
 from rich.progress import Progress
+from serving import Setup, pairs, serve
 
-from tessera.launcher.options import ServerOptions
-from tessera.launcher.process import Server
 from tessera.user_cache import write_whole
 from tessera.vision.runners.onnx_runner import graph_path
 from tessera.vision.towers.intern_vit_graph import FINGERPRINT, PRECISION
@@ -35,7 +33,6 @@ from tessera_evaluation import plan, recall
 from tessera_evaluation.datasets import Item, heldout_items
 
 sys.path.insert(0, str(figures.ROOT / "build"))
-import render_repository
 from onnx_cpu import for_cpu
 
 MAX_TOKENS = 96  # enough for a description
@@ -111,44 +108,39 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, help="only the first N questions, even over the classes")
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--instances", nargs="*", default=[], metavar="MODEL=N")
-    parser.add_argument("--set", nargs="*", default=[], metavar="MODEL.PARAMETER=VALUE", dest="parameters")
-    parser.add_argument("--gpu", action="store_true", help="both models on the GPU; --set still wins")
+    parser.add_argument("--instances", nargs="*", default=[], metavar="STAGE=N")
+    parser.add_argument("--set", nargs="*", default=[], metavar="STAGE.PARAMETER=VALUE", dest="parameters")
+    parser.add_argument("--gpus", default="", help="numbers with commas between; without any the CPU computes")
     parser.add_argument("--label", help="for other settings than the default's: the figures are recall.LABEL.*")
     parser.add_argument("--plan", type=Path, metavar="FILE.json", help="measure every tile policy and write this")
     parser.add_argument("--pictures", type=Path, help="a folder that keeps the rendered pictures for the next run")
     parser.add_argument("--onnx", type=Path, metavar="FILE", help="a graph of build/export_vision_onnx.py to judge")
     parser.add_argument("--json", type=Path, help="write all figures of both runs here")
     arguments = parser.parse_args()
+    setup = Setup(
+        gpus=tuple(arguments.gpus.split(",")) if arguments.gpus else (),
+        settings=pairs(arguments.parameters, "STAGE.PARAMETER=VALUE"),
+        instances={stage: int(count) for stage, count in pairs(arguments.instances, "STAGE=N").items()},
+    )
     with tempfile.TemporaryDirectory(prefix="tessera-recall-") as folder:
-        repository = Path(folder) / "model_repository"
-        instances = dict(pair.split("=", 1) for pair in arguments.instances)
-        render_repository.render(
-            figures.ROOT / "model_repository",
-            repository,
-            {model: int(count) for model, count in instances.items()},
-            (render_repository.GPU_SETTINGS if arguments.gpu else {})
-            | dict(pair.split("=", 1) for pair in arguments.parameters),
-        )
         graph = use_graph(Path(folder) / "cache", arguments.onnx) if arguments.onnx else None
         with bar("rendering") as advance:
             items = heldout_items(
                 arguments.limit, arguments.pictures or Path(folder), root=figures.ROOT, progress=advance
             )
         large = [item for item in items if max(item.width, item.height) >= recall.LARGE]
-        options = ServerOptions(model_repository=repository, http_port=0, grpc_port=0, metrics_port=0)
-        with Server(options) as server, Client(server.grpc_url) as client:
+        with serve(setup) as server, Client(server.grpc) as client:
             client.ask(items[0].picture, "Is there a door?", max_tokens=1)
             default = measure(client, items, arguments.concurrency)
             one_tile = measure(client, large, arguments.concurrency, max_tiles=1)
             failed = write_plan(client, items, arguments.concurrency, arguments.plan) if arguments.plan else 0
     if arguments.json:
         arguments.json.write_text(json.dumps({"default": default, "large_at_one_tile": one_tile}, indent=1))
-    command = "make bench-recall" + (f" N={arguments.limit}" if arguments.limit else "")
     label = arguments.label or graph
-    if arguments.label:
-        command += f' RECALL="--label {arguments.label} --set {" ".join(arguments.parameters)}"'
-    command += f' RECALL="--onnx {arguments.onnx}"' if graph else ""
+    flags = {"--limit": arguments.limit, "--label": arguments.label, "--set": " ".join(arguments.parameters)}
+    flags["--onnx"] = arguments.onnx
+    given = " ".join(f"{flag} {value}" for flag, value in flags.items() if value)
+    command = "make bench NAME=recall" + (f' ARGS="{given}"' if given else "")
     notes = {"pictures": len(items), "settings": [*arguments.instances, *arguments.parameters]}
     # A part of the set is a check of one machine against another; only the whole gives the figures that count.
     prefix = ".".join(filter(None, ["recall", label, "sample" if arguments.limit else ""]))

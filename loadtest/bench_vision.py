@@ -1,4 +1,4 @@
-"""`make bench-vision`: the vision encoder alone on one GPU: InternViT-300M, InternVL3-8B's projector, random weights.
+"""The vision encoder alone on one GPU (`make bench NAME=vision`): InternViT-300M, random weights.
 
 Forwards of 32 tiles and of one, tiles on the device, against `transformers` with the same weights; rows against
 transformers' in float32. Before that every part of a forward is measured by itself: their sum predicts the forward,
@@ -65,7 +65,7 @@ class Report:
             words += f" goal {LEAST[name]:g} {'met' if value >= LEAST[name] else 'MISSED'}"
         say(words + "".join(f" {key}={note}" for key, note in notes.items()))
         metric = f"vision.{name}" if self.record else f"trial.vision.{name}"
-        figures.emit(metric, round(value, 7), unit, command="make bench-vision", ceiling=ceiling, **notes)
+        figures.emit(metric, round(value, 7), unit, command="make bench NAME=vision", ceiling=ceiling, **notes)
 
 
 def milliseconds(call: Call, device: torch.device, repeats: int) -> float:

@@ -1,7 +1,7 @@
 """A benchmark's figure as one JSON line, with what is needed to take it again.
 
-A benchmark prints its lines; ``make record`` appends them to results/metrics.jsonl. The README's and reports' tables
-are generated from that file, where the newest line of a metric counts.
+A benchmark prints its lines; record.py appends them to results/metrics.jsonl. The documents' tables are generated from
+that file (report.py), where the newest line of a metric counts.
 """
 
 from __future__ import annotations

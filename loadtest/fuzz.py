@@ -131,7 +131,7 @@ def main() -> int:
     for line in wrong[:20]:
         print(line)
     failures = fuzz.failures + len(wrong)
-    command = f"make fuzz (--minutes {arguments.minutes:g} --concurrency {arguments.concurrency} --seed {seed})"
+    command = f'make fuzz ARGS="--minutes {arguments.minutes:g} --concurrency {arguments.concurrency} --seed {seed}"'
     slowest = max(fuzz.refused, default=(0.0, ""))
     p99 = float(np.percentile([seconds for seconds, _ in fuzz.refused] or [0.0], 99))
     inputs = sum(fuzz.counts.values())

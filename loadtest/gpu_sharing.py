@@ -1,6 +1,6 @@
-"""`make gpu-sharing`: what it costs that two processes share one GPU, the vision stage and the language model.
+"""What two processes lose that share one GPU, the vision stage and the language model (`make bench NAME=gpu_sharing`).
 
-Stand-ins of both models (InternVL3-8B's sizes) do work like W1's: one tile, 316 prompt tokens and 3 decoded tokens a
+Stand-ins of both models (InternVL3-8B's sizes) do work like W1's: one tile, 316 prompt tokens and 3 decoded tokens per
 picture, tiles in batches of 32, prompts in steps of 8,192 tokens, decode in steps of 64. Vision hands its tiles over
 through a bounded queue, so the slower side sets the pace. Measured: both on two streams of one process, both on one
 stream in turn, each in a process of its own, between which the GPU slices its time, and the same under an MPS daemon,
@@ -10,7 +10,6 @@ which lets both use it at once.
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.connection
 import os
 import shutil
 import subprocess
@@ -25,13 +24,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import figures
+from processes import in_processes
 
 from tessera.launcher.options import MPS_CONTROL
 
-TILES = 32  # a vision batch
-PICTURES = 26  # a prefill step: 8,192 tokens at 316 (here 315) a prompt
+COMMAND = "make bench NAME=gpu_sharing"
+TILES = 32  # in a vision batch
+PICTURES = 26  # in a prefill step: 8,192 tokens at 316 (here 315) per prompt
 STEP_TOKENS = 8192
-DECODED = 3  # tokens a picture after the first
+DECODED = 3  # tokens per picture after the first
 DECODE_BATCH = 64
 CONTEXT = 320
 ROOM = 64  # tiles that may wait between the two sides
@@ -199,45 +200,6 @@ def own_process(side: str, queue: HandOver, both_ready: Any) -> list[float]:
     return vision_side(work, queue, until) if side == "vision" else language_side(work, queue, until)
 
 
-def in_processes(tasks: Sequence[tuple[Any, ...]], timeout: float) -> list[Any]:
-    """Runs each task, a function and its arguments, in a new process, all at once; their results in order.
-
-    No process is left afterwards, whatever happens. Raises RuntimeError when one dies or fails, TimeoutError.
-    """
-    context = multiprocessing.get_context("spawn")
-    results: dict[int, Any] = {}
-    processes = []
-    waiting: dict[Any, int] = {}
-    deadline = time.monotonic() + timeout
-    try:
-        for number, task in enumerate(tasks):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_report, args=(theirs, *task), daemon=True)
-            process.start()
-            processes.append(process)
-            theirs.close()  # so that the end of the process is the end of the pipe
-            waiting[ours] = number
-        while waiting:
-            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise TimeoutError(f"{len(waiting)} processes were not done after {timeout:g} s")
-            for pipe in ready:
-                number = waiting.pop(pipe)
-                try:
-                    results[number] = pipe.recv()
-                except EOFError:
-                    raise RuntimeError(f"the process of {tasks[number][0].__name__} failed") from None
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return [results[number] for number in range(len(tasks))]
-
-
-def _report(pipe: Any, function: Callable[..., Any], *arguments: Any) -> None:
-    pipe.send(function(*arguments))
-
-
 def two_processes() -> float:
     """Pictures a second with each side in a process of its own."""
     context = multiprocessing.get_context("spawn")
@@ -287,13 +249,11 @@ def main() -> int:
     print(f"alone: vision {found['vision_alone']:.1f} tiles/s, language model {found['language_alone']:.1f} pictures/s")
     for name in [name for name in found if not name.endswith("alone")]:
         print(f"{name:17} {found[name]:7.2f} pictures/s ({found[name] / added:.1%} of both added up, {added:.2f})")
-        figures.emit(
-            f"gpu_sharing.{name}", round(found[name], 3), "pictures/s", "make gpu-sharing", ceiling=round(added, 3)
-        )
+        figures.emit(f"gpu_sharing.{name}", round(found[name], 3), "pictures/s", COMMAND, ceiling=round(added, 3))
     best = max(found["two_streams"], found["one_stream"])
     loss = loss_pct(found["two_processes"], best)
     print(f"two processes lose {loss:.2f}% against the better of one process")
-    figures.emit("gpu_sharing.loss_pct", round(loss, 3), "%", "make gpu-sharing", ceiling=0)
+    figures.emit("gpu_sharing.loss_pct", round(loss, 3), "%", COMMAND, ceiling=0)
     return 0
 
 

@@ -23,7 +23,9 @@ __all__ = ["GrpcUser", "HttpUser"]
 @events.init_command_line_parser.add_listener
 def add_options(parser: Any) -> None:
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="W1", help="which standard workload")
-    parser.add_argument("--stock", type=int, default=256, help="pictures made before the load begins, a process")
+    parser.add_argument(
+        "--stock", type=int, default=256, help="pictures that each process makes before the load begins"
+    )
 
 
 @events.init.add_listener

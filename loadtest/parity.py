@@ -1,7 +1,8 @@
-"""`make parity`: our greedy tokens against `transformers`' on held-out pictures (fp32, CPU, default checkpoint).
+"""Our greedy tokens against `transformers`' on held-out pictures (`make bench NAME=parity`).
 
-Twice: on identical pixels (our preprocessor's uint8 tiles given to both), and through each side's own processor. Ours
-is the same chain as the server's, in one process: Preprocessor -> VisionEncoder (ONNX) -> Engine.
+Float32, on the CPU, with the default checkpoint; twice: on identical pixels (our preprocessor's uint8 tiles given to
+both), and through each side's own processor. Ours is the same chain as the server's, in one process: Preprocessor ->
+VisionEncoder (ONNX) -> Engine.
 """
 
 from __future__ import annotations
@@ -130,7 +131,9 @@ def main() -> int:
         same_pixels += tokens == theirs.tokens(theirs.from_prepared(prepared))
         own_processor += tokens == theirs.tokens(theirs.from_picture(jpeg, question))
     for name, same in (("same_pixels", same_pixels), ("own_processor", own_processor)):
-        figures.emit(f"parity.{name}", same / count, "share equal", command="make parity", ceiling=1, pictures=count)
+        figures.emit(
+            f"parity.{name}", same / count, "share equal", command="make bench NAME=parity", ceiling=1, pictures=count
+        )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""Appends the figures in a benchmark's output to results/metrics.jsonl: `make bench-cpu | python loadtest/record.py`.
+"""Appends the figures in a benchmark's output to results/metrics.jsonl, and writes the documents' tables anew.
+
+    make bench NAME=cpu | .venv/bin/python loadtest/record.py
 
 Lines that are not figures pass through, so that the benchmark's own words stay visible.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 
+import report
 from figures import RESULTS
 
 REQUIRED = ("metric", "value", "unit", "command", "machine", "versions", "commit", "date")
@@ -38,6 +41,8 @@ def main() -> int:
             if figure:
                 results.write(json.dumps(figure) + "\n")
                 count += 1
+    if count:
+        report.update()
     print(f"{count} figures appended to {RESULTS.name}", file=sys.stderr)
     return 0 if count else 1
 

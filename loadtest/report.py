@@ -1,43 +1,28 @@
-"""Writes the newest figure of every metric into docs/figures.md, and some of them into the README: `make report`."""
+"""Writes the figures into the documents: the newest of every metric into docs/figures.md, and into README.md how the
+server compares with the newest peer on the standard workloads. record.py does it too, after it has kept new ones.
+
+    python loadtest/report.py [--check]     (--check writes nothing; 1 says that a table would change)
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from figures import RESULTS, ROOT
 
 BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
-# What a user asks first; everything else is in docs/figures.md.
-HEADLINES = (
-    "serve.W1.bf16.req_s",
-    "serve.W3.bf16.req_s",
-    "serve.W4a.bf16.tok_s",
-    "serve.W4a.bf16.ttft_p50_ms",
-    "serve.W1.bf16.2gpus.req_s",
-    "recall.macro",
-    "engine.prefill.tokens_per_s",
-    "engine.decode.b10.ms",
-    "vision.tiles32.ms",
-    "preprocess.opencv_over_pillow",
-    "preprocess.stage.images_per_s",
-    "cpu.ratio_distinct",
-    "cpu.ratio_4_questions",
-    "soak.unanswered",
-)
+PEERS = RESULTS.with_name("peers.json")
 
 
 def newest() -> dict[str, dict[str, Any]]:
     """The last line of each metric."""
-    figures: dict[str, dict[str, Any]] = {}
-    for line in RESULTS.read_text().splitlines():
-        figure = json.loads(line)
-        figures[figure["metric"]] = figure
-    return figures
+    figures = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    return {figure["metric"]: figure for figure in figures}
 
 
 def table(figures: Iterable[dict[str, Any]]) -> str:
@@ -56,29 +41,59 @@ def table(figures: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def comparison(figures: Mapping[str, dict[str, Any]], peers: Mapping[str, dict[str, Any]]) -> str:
+    """A Markdown table of the standard workloads: ours, the peer's in bf16 and in FP8, and who is ahead in bf16."""
+    lines = ["| | Tessera bf16 | vLLM 0.33 bf16 | vLLM 0.33 FP8 | ahead in bf16 |", "|---|---|---|---|---|"]
+    for name, peer in peers.items():
+        ours = {what: figures.get(f"serve.{name}.bf16.{what}") for what in ("req_s", "tok_s", "ttft_p50_ms")}
+        rate, first = ours["tok_s" if peer["unit"] == "tok/s" else "req_s"], ours["ttft_p50_ms"]
+        cells = [
+            peer["title"],
+            rate_cell(rate["value"], peer["unit"], first and first["value"]) if rate else "not measured yet",
+            *(rate_cell(peer[kind], peer["unit"], peer.get("ttft_ms", {}).get(kind)) for kind in ("bf16", "fp8")),
+            ahead([own / theirs for own, theirs in peer["side_by_side"]]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def rate_cell(rate: float, unit: str, first_token_ms: float | None) -> str:
+    """A rate, and when the first token came where answers are streamed."""
+    text = f"{rate:,.0f} {unit}" if rate >= 1000 else f"{rate:.4g} {unit}"
+    return text if first_token_ms is None else f"{text}, first token {first_token_ms:.0f} ms"
+
+
+def ahead(ratios: list[float]) -> str:
+    """Who is ahead, by our rate over the peer's, each pair from one machine in one hour."""
+    told = " and ".join(f"{ratio:.2f}" for ratio in sorted(ratios))
+    if min(ratios) > 1:
+        return f"Tessera: {told} times vLLM"
+    return f"vLLM: Tessera has {told} of it" if max(ratios) < 1 else f"neither: {told}"
+
+
 def rounded(value: float) -> str:
     """Five digits are more than any of these is good for."""
     return f"{value:.5g}" if abs(value) < 1e5 else f"{value:.0f}"
 
 
-def main() -> int:
-    figures = newest()
-    tables = {
-        ROOT / "README.md": table(figures[name] for name in HEADLINES if name in figures),
-        ROOT / "docs" / "figures.md": table(figures[name] for name in sorted(figures)),
-    }
-    return max(write(file, rows) for file, rows in tables.items())
-
-
-def write(file: Path, rows: str) -> int:
-    """Replaces the table in a file; with --check nothing is written and 1 says that it would change."""
+def write(file: Path, rows: str, check: bool) -> bool:
+    """Replaces the table in a file, unless it is only to be checked; whether that changes it."""
     text = file.read_text()
     written = BLOCK.sub(lambda match: match[1] + rows + match[2], text)
-    if "--check" in sys.argv:
-        return int(written != text)
-    file.write_text(written)
-    return 0
+    if not check:
+        file.write_text(written)
+    return written != text
+
+
+def update(check: bool = False) -> bool:
+    """Writes all tables; whether any of them changes."""
+    figures, peers = newest(), json.loads(PEERS.read_text())["workloads"]
+    changed = [
+        write(ROOT / "README.md", comparison(figures, peers), check),
+        write(ROOT / "docs" / "figures.md", table(figures[name] for name in sorted(figures)), check),
+    ]
+    return any(changed)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(int(update(check="--check" in sys.argv) and "--check" in sys.argv))

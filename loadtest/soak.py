@@ -16,13 +16,13 @@ import random
 import sys
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
 import figures
+from metrics_page import counted
 from workloads import picture
 
 from tessera.launcher.options import ServerOptions
@@ -266,11 +266,8 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 
 def counted_by_server(server: Server) -> tuple[int, int]:
     """(requests that ended in the language model, requests still in it), from the metrics page."""
-    with urllib.request.urlopen(server.metrics_url, timeout=10) as page:
-        lines = [line for line in page.read().decode().splitlines() if line.startswith("tessera_requests_")]
-    values = [(line.split("{")[0].split(" ")[0], float(line.rsplit(" ", 1)[1])) for line in lines]
-    ended = sum(value for name, value in values if name == "tessera_requests_total")
-    return int(ended), int(sum(value for name, value in values if name == "tessera_requests_in_flight"))
+    values = counted(server.metrics_url)
+    return int(values["tessera_requests_total"]), int(values["tessera_requests_in_flight"])
 
 
 def drain(server: Server, accepted: int) -> tuple[int, int]:
@@ -360,7 +357,7 @@ def main() -> int:
     if traffic.unanswered > sum(traffic.faults.values()):
         faults.append(f"{traffic.unanswered - sum(traffic.faults.values())} requests never ended")
     print(f"{traffic.requests} requests sent: {dict(traffic.sent)}; ended: {dict(traffic.ended)}")
-    command = f"make soak MINUTES={arguments.minutes:g}"
+    command = f'make soak ARGS="--minutes {arguments.minutes:g}"'
     notes = {"concurrency": arguments.concurrency, "settings": arguments.set}
     figures.emit("soak.minutes", round(minutes, 1), "min", command, **notes)
     figures.emit("soak.requests", traffic.requests, "requests", command, **notes)

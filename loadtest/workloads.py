@@ -6,9 +6,9 @@ prompt, greedy, a fixed number of tokens (`ignore_eos`), closed loop.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,16 +42,6 @@ class Workload:
         return self.tokens > 16
 
     @property
-    def warm_up(self) -> int:
-        """Requests to leave out of the figures: 1.5 times the concurrency."""
-        return -(-self.concurrency * 3 // 2)
-
-    @property
-    def requests(self) -> int:
-        """The fewest requests that make a figure: 5 times the concurrency."""
-        return 5 * self.concurrency
-
-    @property
     def sampling(self) -> dict[str, Any]:
         """Keyword arguments for the client's ``ask`` and ``stream``."""
         tiles = {} if self.max_tiles is None else {"max_tiles": self.max_tiles}
@@ -70,15 +60,24 @@ WORKLOADS = {
 }
 
 
-def picture(width: int, height: int, seed: tuple[int, ...]) -> bytes:
+def picture(width: int, height: int, seed: int | Sequence[int]) -> bytes:
     """One JPEG: a smooth random colour field with fine noise on it. Equal seeds give equal bytes, others never.
 
     Such a picture costs the server what a photograph of its size costs, and no cache can have it.
     """
-    random = np.random.default_rng(seed)
+    return _encode(_draw(np.random.default_rng(seed), width, height))
+
+
+def _draw(random: np.random.Generator, width: int, height: int) -> tuple[np.ndarray, np.ndarray]:
+    """The next picture of a stream: its colour field (a pixel for each 16 x 16) and its noise, both uint8 [h, w, 3]."""
     field = random.integers(0, 255, (height // GRID + 1, width // GRID + 1, 3), dtype=np.uint8)
+    return field, random.integers(0, NOISE, (height, width, 3), dtype=np.uint8)
+
+
+def _encode(drawn: tuple[np.ndarray, np.ndarray]) -> bytes:
+    field, noise = drawn
+    height, width = noise.shape[:2]
     smooth = cv2.resize(field, (width, height), interpolation=cv2.INTER_CUBIC)
-    noise = random.integers(0, NOISE, smooth.shape, dtype=np.uint8)
     encoded, jpeg = cv2.imencode(".jpg", cv2.add(smooth, noise), [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])
     if not encoded:
         raise ValueError(f"OpenCV cannot encode a picture of {width} x {height} pixels")
@@ -86,7 +85,8 @@ def picture(width: int, height: int, seed: tuple[int, ...]) -> bytes:
 
 
 class Pictures:
-    """Deals out distinct pictures of one workload to any number of threads.
+    """Deals out distinct pictures of one workload to any number of threads: one stream of random numbers, the same
+    that the peers' load generator draws from, so that equal seeds give both servers equal pictures.
 
     A stock is made before the load begins, so that making pictures takes no time from it; when the stock is used up,
     pictures are made on demand.
@@ -99,8 +99,7 @@ class Pictures:
 
     def __init__(self, workload: Workload, seed: int, stock: int = 0) -> None:
         self._size = (workload.width, workload.height)
-        self._seed = seed
-        self._numbers = itertools.count()
+        self._random = np.random.default_rng(seed)
         self._lock = threading.Lock()
         self._stock = deque(self._make() for _ in range(stock))
 
@@ -118,5 +117,5 @@ class Pictures:
 
     def _make(self) -> bytes:
         with self._lock:
-            number = next(self._numbers)
-        return picture(*self._size, (self._seed, number))
+            drawn = _draw(self._random, *self._size)
+        return _encode(drawn)

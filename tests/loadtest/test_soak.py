@@ -162,7 +162,7 @@ def test_the_servers_books_are_read_from_its_page(monkeypatch):
         def read(self):
             return page.encode()
 
-    monkeypatch.setattr(soak.urllib.request, "urlopen", lambda url, timeout: Page())
+    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: Page())
     assert soak.counted_by_server(SimpleNamespace(metrics_url="")) == (42, 3)
 
 

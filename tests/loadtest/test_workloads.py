@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import threading
 
 import cv2
@@ -19,14 +21,23 @@ def test_the_workloads_are_the_standard_ones():
         "W4a": (448, 448, 256, 64, None),
         "W4b": (448, 448, 256, 10, None),
     }
-    assert PROMPT.startswith("You are inspecting a rental flat for safety.")
-    assert PROMPT.endswith("is there an exposed electrical wire, yes or no?")
+    assert hashlib.md5(PROMPT.encode()).hexdigest() == "8282c11b95c7b0c2d3f2915e1c47f5cf"
 
 
-def test_a_run_is_long_enough_to_count():
-    for workload in WORKLOADS.values():
-        assert workload.requests >= 5 * workload.concurrency
-        assert workload.warm_up >= 1.5 * workload.concurrency
+# What the peers' load generator makes of the same seed: its base64 text by the first digits of MD5.
+PEERS = {
+    "W1": ["97d9903e", "2936937f", "c2fd03ea"],
+    "W2": ["0013112d", "2f64d15c", "8337f106"],
+    "W3": ["aedf03be", "e7d06c44", "b5a87c54"],
+}
+
+
+@pytest.mark.skipif(not cv2.__version__.startswith("4.11"), reason="another OpenCV's JPEGs have other bytes")
+@pytest.mark.parametrize("name", PEERS)
+def test_pictures_equal_those_that_the_peers_were_measured_with(name):
+    dealer = Pictures(WORKLOADS[name], seed=449, stock=2)  # the third is made on demand
+    dealt = [base64.b64encode(dealer.deal()) for _ in PEERS[name]]
+    assert [hashlib.md5(text).hexdigest()[:8] for text in dealt] == PEERS[name]
 
 
 def test_answers_have_a_fixed_length_and_are_greedy():

@@ -1,4 +1,4 @@
-"""The default checkpoint gives `transformers`' tokens; `make parity` shows the same on 200 pictures."""
+"""The default checkpoint gives `transformers`' tokens; `make bench NAME=parity` shows the same on 200 pictures."""
 
 from __future__ import annotations
 

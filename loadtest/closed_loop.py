@@ -1,0 +1,107 @@
+"""A closed loop: a fixed number of requests in flight, kept up by several processes.
+
+Concurrency is exact over all processes together: from the common start until the last ``concurrency`` requests are
+begun, so many are in flight, no more and no fewer.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from processes import in_processes
+
+PATIENCE_S = 500.0
+
+
+class Reply(NamedTuple):
+    """A whole answer. ``first``: time.perf_counter() when its first part came, None where it was not streamed."""
+
+    first: float | None
+    tokens: int
+    parts: int = 1
+
+
+class Answered(NamedTuple):
+    """When a request ended (time.perf_counter(), which all processes share), and what it took, in seconds."""
+
+    ended: float
+    seconds: float
+    first_token: float | None
+    """Seconds to the first token; None where the answer was not streamed."""
+    tokens: int
+    parts: int
+
+
+Ask = Callable[[], Reply]
+Prepare = Callable[[int, int], AbstractContextManager[Ask]]
+"""(number of the process, requests it may be asked for) -> what sends one request, from any thread, and waits for its
+answer. Called in each process before the common start: the place to make pictures and connections."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """One process's part of the load: ``callers`` threads that take the next of the requests left for all processes."""
+
+    number: int
+    callers: int
+    stock: int
+    prepare: Prepare
+
+    def run(self, start: Any, left: Any) -> tuple[float, list[Answered]]:
+        """The common start, and the answers of this process."""
+        answers: list[Answered] = []
+        stopped = threading.Event()
+
+        def call(ask: Ask) -> None:
+            while not stopped.is_set():
+                with left.get_lock():
+                    if left.value == 0:
+                        return
+                    left.value -= 1
+                began = time.perf_counter()
+                try:
+                    reply = ask()
+                except BaseException:
+                    stopped.set()
+                    raise
+                ended = time.perf_counter()
+                first = None if reply.first is None else reply.first - began
+                answers.append(Answered(ended, ended - began, first, reply.tokens, reply.parts))
+
+        with self.prepare(self.number, self.stock) as ask, ThreadPoolExecutor(self.callers) as pool:
+            start.wait(PATIENCE_S)
+            began = time.perf_counter()
+            for caller in [pool.submit(call, ask) for _ in range(self.callers)]:
+                caller.result()
+        return began, answers
+
+
+def shares(total: int, parts: int) -> list[int]:
+    """The total cut into whole numbers that differ by one at most."""
+    return [total // parts + (number < total % parts) for number in range(parts)]
+
+
+def run(prepare: Prepare, concurrency: int, requests: int, processes: int) -> tuple[float, list[Answered]]:
+    """Sends so many requests; when the first was begun (time.perf_counter()), and the answers in order of their ends.
+
+    Raises:
+        RuntimeError: a request failed; names the first error of its process.
+        TimeoutError: the load took more than ten minutes.
+    """
+    context = multiprocessing.get_context("spawn")
+    callers = shares(concurrency, min(processes, concurrency))
+    start, left = context.Barrier(len(callers)), context.Value("q", requests)
+    # Any process may answer a little more than its share.
+    each = [
+        Share(number, count, -(-requests * count // concurrency) + count, prepare)
+        for number, count in enumerate(callers)
+    ]
+    results = in_processes([(share.run, start, left) for share in each], 1.2 * PATIENCE_S)
+    return min(began for began, _ in results), sorted(answer for _, answers in results for answer in answers)

@@ -1,0 +1,83 @@
+"""How a closed loop's answers become figures: one rule for every server and workload.
+
+Answers are taken in the order of their ends. The first 1.5 x concurrency are warm-up and the last 1 x concurrency are
+draining; what lies between, five rounds of ``concurrency`` answers, is the steady part. Its rate is that of all its
+answers but the first, by the time from its first end to its last. The whole run is all answers by all the time from the
+common start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from closed_loop import Answered
+
+ROUNDS = 5
+
+
+def warm_up(concurrency: int) -> int:
+    """Answers that are left out at the beginning."""
+    return -(-3 * concurrency // 2)
+
+
+def requests(concurrency: int) -> int:
+    """How many requests a run has: warm-up, five steady rounds, draining."""
+    return warm_up(concurrency) + (ROUNDS + 1) * concurrency
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which this share of the sorted values lies."""
+    return values[min(len(values) - 1, int(len(values) * share))]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's figures. Times in seconds, rates by the second."""
+
+    count: int
+    """Answers in the steady part."""
+    began: float
+    ended: float
+    """The steady part on time.perf_counter()'s clock."""
+    requests_s: float
+    tokens_s: float
+    parts_s: float
+    p50: float
+    p99: float
+    first_token_p50: float | None
+    first_token_p99: float | None
+    whole_requests_s: float
+    whole_tokens_s: float
+
+
+def count(began: float, answers: Sequence[Answered], concurrency: int) -> Run:
+    """Counts a run that began at this time.
+
+    Raises:
+        ValueError: the steady part has fewer than five rounds, or no whole number of them.
+    """
+    answers = sorted(answers)
+    steady = answers[warm_up(concurrency) : len(answers) - concurrency]
+    if len(steady) < ROUNDS * concurrency or len(steady) % concurrency:
+        raise ValueError(
+            f"{len(answers)} answers leave {len(steady)} in the steady part, which wants whole rounds of "
+            f"{concurrency}, at least {ROUNDS}"
+        )
+    seconds, lasted = steady[-1].ended - steady[0].ended, answers[-1].ended - began
+    spent = sorted(answer.seconds for answer in steady)
+    first = sorted(answer.first_token for answer in steady if answer.first_token is not None)
+    return Run(
+        count=len(steady),
+        began=steady[0].ended,
+        ended=steady[-1].ended,
+        requests_s=(len(steady) - 1) / seconds,
+        tokens_s=sum(answer.tokens for answer in steady[1:]) / seconds,
+        parts_s=sum(answer.parts for answer in steady[1:]) / seconds,
+        p50=percentile(spent, 0.5),
+        p99=percentile(spent, 0.99),
+        first_token_p50=percentile(first, 0.5) if first else None,
+        first_token_p99=percentile(first, 0.99) if first else None,
+        whole_requests_s=len(answers) / lasted,
+        whole_tokens_s=sum(answer.tokens for answer in answers) / lasted,
+    )

@@ -1,0 +1,151 @@
+"""The one way in which a benchmark starts its server: the command `tessera serve`, of this tree or of another one.
+
+Through the command, not the package, so that a benchmark can be run against another commit's server for a comparison:
+both are then asked by the same load and counted by the same rule.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from figures import ROOT
+
+DEFAULT_CHECKPOINT = ROOT / "build" / "default_model" / "checkpoint"
+READY = re.compile(r"ready in ([\d.]+) s: grpc (\S+), http (\S+), metrics (\S+), health (\S+), ")
+STOP_S = 30.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a server is started with. Equal setups are equal servers."""
+
+    checkpoint: Path = DEFAULT_CHECKPOINT
+    gpus: tuple[str, ...] = ()
+    """One server on each; none: one server on the CPU."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """"stage.parameter" -> value, where it is not the default."""
+    instances: Mapping[str, int] = field(default_factory=dict)
+    """stage -> processes, where it is not the default."""
+    only: tuple[str, ...] = ()
+    """The models to serve; none for all."""
+    random_weights: bool = False
+    mps: bool = True
+    tree: Path = ROOT
+    """The checkout whose server it is."""
+    log: Path | None = None
+    """Where the server's log stays; None: it goes with the server."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server's addresses; several where there are several GPUs."""
+
+    grpc: list[str]
+    http: list[str]
+    metrics: list[str]
+    health: str
+    startup_s: float
+
+
+@contextmanager
+def serve(setup: Setup) -> Iterator[Running]:
+    """The server, ready; ended with the context.
+
+    Raises RuntimeError with what it said when it does not become ready, or when it dies meanwhile.
+    """
+    packages = [str(setup.tree / folder) for folder in ("python_backends", "clients")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(packages)}
+    with tempfile.TemporaryDirectory(prefix="tessera-bench-") as folder:
+        command = serve_command(setup, Path(folder), environment)
+        server = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+        )
+        try:
+            yield _wait_ready(server)
+            if server.poll() is not None:
+                raise RuntimeError(f"the server ended with {server.returncode}: {_rest(server)}")
+        finally:
+            server.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(STOP_S)
+            server.kill()
+            server.wait()
+
+
+def serve_command(setup: Setup, folder: Path, environment: Mapping[str, str]) -> list[str]:
+    """The command line of `tessera serve`; what has to be written first goes into ``folder``."""
+    repository = setup.tree / "model_repository"
+    takes_settings = '"--set"' in (setup.tree / "python_backends" / "tessera" / "launcher" / "cli.py").read_text()
+    flags = []
+    if takes_settings:
+        flags = ["--device", "cuda" if setup.gpus else "cpu"]
+        counts = {f"{stage}.instances": str(count) for stage, count in setup.instances.items()}
+        weights = {"weights": "random"} if setup.random_weights else {}
+        for name, value in {**counts, **weights, **setup.settings}.items():
+            flags += ["--set", f"{name}={value}"]
+        if setup.only:
+            flags += ["--only", ",".join(setup.only)]
+    elif setup != Setup(checkpoint=setup.checkpoint, mps=setup.mps, tree=setup.tree, log=setup.log):
+        repository = _render(setup, folder / "model_repository", environment)
+    if setup.gpus:
+        flags += ["--gpus", ",".join(setup.gpus)]
+    if not setup.mps:
+        flags.append("--no-mps")
+    for port in ("http", "grpc", "metrics", "health"):
+        flags += [f"--{port}-port", "0"]
+    return [
+        *(sys.executable, "-m", "tessera.launcher.cli", "--no-restart"),
+        *("--model-repository", str(repository), "--checkpoint", str(setup.checkpoint.resolve())),
+        *("--log", str(setup.log or folder / "server.log"), *flags),
+    ]
+
+
+def _render(setup: Setup, out: Path, environment: Mapping[str, str]) -> Path:
+    """The model repository of a tree whose `tessera serve` takes no settings."""
+    command = [sys.executable, str(setup.tree / "build" / "render_repository.py"), "--out", str(out)]
+    if setup.gpus:
+        command.append("--gpu")
+    stages = ("vision_encoder", "language_model") if setup.random_weights else ()
+    weights = {f"{stage}.weights": "random" for stage in stages}
+    for flag, values in (
+        ("--only", list(setup.only)),
+        ("--instances", [f"{stage}={count}" for stage, count in setup.instances.items()]),
+        ("--set", [f"{name}={value}" for name, value in {**weights, **setup.settings}.items()]),
+    ):
+        if values:
+            command += [flag, *values]
+    subprocess.run(command, env=dict(environment), check=True)
+    return out
+
+
+def _wait_ready(server: subprocess.Popen[str]) -> Running:
+    assert server.stdout is not None
+    said = []
+    for line in server.stdout:
+        said.append(line)
+        if found := READY.search(line):
+            seconds, grpc, http, metrics, health = found.groups()
+            return Running(grpc.split(","), http.split(","), metrics.split(","), health, float(seconds))
+    raise RuntimeError(f"the server did not start: {''.join(said[-5:]).strip()}")
+
+
+def _rest(server: subprocess.Popen[str]) -> str:
+    assert server.stdout is not None
+    return server.stdout.read().strip()
+
+
+def pairs(given: list[str], expected: str) -> dict[str, str]:
+    """NAME=VALUE arguments as a dictionary. Raises SystemExit for one that is none."""
+    for pair in given:
+        if not all(pair.partition("=")):
+            raise SystemExit(f"expected {expected}, got {pair!r}")
+    return dict(pair.split("=", 1) for pair in given)

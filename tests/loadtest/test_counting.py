@@ -1,0 +1,66 @@
+"""The counting rule on runs that are worked out by hand."""
+
+from __future__ import annotations
+
+import random
+
+import counting
+import pytest
+from closed_loop import Answered
+
+
+def worked() -> list[Answered]:
+    """Two in flight, 15 answers: 3 of warm-up, 10 steady, 2 of draining, the last of which took its time.
+
+    Answer k ends k seconds after the start, took k tenths of a second and had k tokens in 2 k parts.
+    """
+    answers = [Answered(100.0 + k, k / 10, k / 100, k, 2 * k) for k in range(1, 15)]
+    return [*answers, Answered(120.0, 1.5, 0.15, 15, 30)]
+
+
+def test_a_run_worked_out_by_hand():
+    run = counting.count(100.0, worked(), concurrency=2)
+    assert run.count == 10  # answers 4 to 13
+    assert (run.began, run.ended) == (104.0, 113.0)
+    assert run.requests_s == pytest.approx(9 / 9)
+    assert run.tokens_s == pytest.approx((5 + 6 + 7 + 8 + 9 + 10 + 11 + 12 + 13) / 9)
+    assert run.parts_s == pytest.approx(2 * 81 / 9)
+    assert (run.p50, run.p99) == (0.9, 1.3)
+    assert (run.first_token_p50, run.first_token_p99) == (0.09, 0.13)
+    assert run.whole_requests_s == pytest.approx(15 / 20)
+    assert run.whole_tokens_s == pytest.approx(120 / 20)
+
+
+def test_answers_count_in_the_order_of_their_ends():
+    shuffled = worked()
+    random.Random(1).shuffle(shuffled)
+    assert counting.count(100.0, shuffled, 2) == counting.count(100.0, worked(), 2)
+
+
+def test_warm_up_and_draining_are_left_out():
+    slow = [answer._replace(seconds=9.0, tokens=900) for answer in worked()]
+    run = counting.count(100.0, [*slow[:3], *worked()[3:13], *slow[13:]], concurrency=2)
+    plain = counting.count(100.0, worked(), concurrency=2)
+    assert (run.requests_s, run.tokens_s, run.p99) == (plain.requests_s, plain.tokens_s, plain.p99)
+    assert run.whole_tokens_s > plain.whole_tokens_s
+
+
+@pytest.mark.parametrize(("concurrency", "requests"), [(256, 1920), (192, 1440), (64, 480), (10, 75), (3, 23)])
+def test_a_run_has_warm_up_five_rounds_and_draining(concurrency, requests):
+    assert counting.requests(concurrency) == requests
+    answers = [Answered(float(k), 1.0, None, 4, 1) for k in range(requests)]
+    assert counting.count(-1.0, answers, concurrency).count == 5 * concurrency
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_run_too_short_or_with_part_of_a_round_is_refused(missing):
+    with pytest.raises(ValueError, match="at least 5"):
+        counting.count(100.0, worked()[missing:], concurrency=2)
+    longer = [*worked(), Answered(121.0, 1.0, None, 1, 1)]
+    with pytest.raises(ValueError, match="whole rounds of 2"):
+        counting.count(100.0, longer, concurrency=2)
+
+
+def test_what_was_not_streamed_has_no_first_token():
+    run = counting.count(100.0, [answer._replace(first_token=None) for answer in worked()], concurrency=2)
+    assert run.first_token_p50 is None and run.first_token_p99 is None

@@ -1,0 +1,71 @@
+"""The tables in the documents are the recorded figures, and the comparison says who is ahead."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import record
+import report
+from figures import ROOT
+
+PEER = {"title": "a photo", "unit": "req/s", "bf16": 20.8, "fp8": 24.11, "side_by_side": [[19.0, 20.0], [9.9, 10.0]]}
+STREAMED = {
+    "title": "a long answer", "unit": "tok/s", "bf16": 8259, "fp8": 10077, "ttft_ms": {"bf16": 371, "fp8": 350},
+    "side_by_side": [[11.0, 10.0]],
+}  # fmt: skip
+
+
+def test_the_documents_hold_what_was_recorded():
+    assert not report.update(check=True), "run: .venv/bin/python loadtest/report.py"
+
+
+def test_the_readme_names_no_metric():
+    text = (ROOT / "README.md").read_text()
+    assert [metric for metric in report.newest() if metric in text] == []
+
+
+def test_the_comparison_has_a_row_for_each_workload_and_says_who_is_ahead():
+    figures = {
+        "serve.Wx.bf16.req_s": {"value": 19.537},
+        "serve.Wy.bf16.tok_s": {"value": 8986.2},
+        "serve.Wy.bf16.ttft_p50_ms": {"value": 281.4},
+    }
+    rows = report.comparison(figures, {"Wx": PEER, "Wy": STREAMED, "Wz": PEER}).splitlines()[2:]
+    assert rows == [
+        "| a photo | 19.54 req/s | 20.8 req/s | 24.11 req/s | vLLM: Tessera has 0.95 and 0.99 of it |",
+        "| a long answer | 8,986 tok/s, first token 281 ms | 8,259 tok/s, first token 371 ms "
+        "| 10,077 tok/s, first token 350 ms | Tessera: 1.10 times vLLM |",
+        "| a photo | not measured yet | 20.8 req/s | 24.11 req/s | vLLM: Tessera has 0.95 and 0.99 of it |",
+    ]
+    assert report.ahead([0.98, 1.02]) == "neither: 0.98 and 1.02"
+
+
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+    """Results of their own, and documents that are left alone."""
+    updates = []
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "metrics.jsonl")
+    monkeypatch.setattr(record.report, "update", lambda: updates.append(1))
+    return tmp_path / "metrics.jsonl", updates
+
+
+def recorded(monkeypatch, *lines: str) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    return record.main()
+
+
+def test_figures_are_kept_other_lines_pass_and_the_tables_follow(monkeypatch, capsys, results):
+    figure = {name: "x" for name in record.REQUIRED} | {"metric": "a.b"}
+    assert recorded(monkeypatch, "python bench.py", json.dumps(figure)) == 0
+    assert [json.loads(line) for line in results[0].read_text().splitlines()] == [figure]
+    assert "python bench.py" in capsys.readouterr().out and results[1] == [1]
+
+
+def test_a_figure_that_lacks_its_commit_is_refused_and_no_figure_is_an_error(monkeypatch, results):
+    figure = {name: "x" for name in record.REQUIRED} | {"metric": "a.b", "commit": None}
+    with pytest.raises(ValueError, match=r"a\.b lacks commit"):
+        recorded(monkeypatch, json.dumps(figure))
+    assert recorded(monkeypatch, "nothing came of it") == 1
+    assert results[1] == []

@@ -1,0 +1,107 @@
+"""The command that a benchmark starts its server with, for both kinds of checkout, and how the server's end is seen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from serving import Setup, pairs, serve, serve_command
+
+READY = (
+    "tessera: ready in 3.5 s: grpc h:1,h:2, http http://h:3,http://h:4, metrics http://h:5,http://h:6, "
+    "health http://h:7, models vlm, log x"
+)
+
+
+def checkout(folder: Path, program: str) -> Path:
+    """A checkout whose launcher is this program; it has two models."""
+    launcher = folder / "python_backends" / "tessera" / "launcher"
+    launcher.mkdir(parents=True)
+    for package in (launcher.parent, launcher):
+        (package / "__init__.py").touch()
+    (launcher / "cli.py").write_text(program)
+    for model in ("preprocess", "language_model"):
+        (folder / "model_repository" / model / "__pycache__").mkdir(parents=True)
+        (folder / "model_repository" / model / "config.pbtxt").touch()
+    return folder
+
+
+def test_a_server_that_takes_settings_is_told_them(tmp_path):
+    tree = checkout(tmp_path / "tree", 'add("--set")')
+    setup = Setup(
+        tmp_path, ("0", "1"), {"preprocess.resize": "fast"}, {"preprocess": 10}, ("preprocess", "vision_encoder"),
+        random_weights=True, tree=tree, mps=False,
+    )  # fmt: skip
+    command = " ".join(serve_command(setup, tmp_path, {}))
+    assert f"--model-repository {tree}/model_repository --checkpoint {tmp_path}" in command
+    for flags in (
+        "--device cuda --set preprocess.instances=10 --set weights=random --set preprocess.resize=fast",
+        "--only preprocess,vision_encoder --gpus 0,1",
+    ):
+        assert flags in command
+    assert "--no-mps" in command and "--no-restart" in command and command.count("-port 0") == 4
+    assert "--device cpu" in " ".join(serve_command(Setup(tree=tree), tmp_path, {}))
+
+
+def test_a_change_is_made_to_a_copy(tmp_path):
+    tree = checkout(tmp_path / "tree", 'add("--set")')
+    changed = []
+    command = serve_command(Setup(tree=tree, change=changed.append), tmp_path, {})
+    copy = tmp_path / "model_repository"
+    assert str(copy) in command and changed == [copy]
+    assert [path.name for path in (copy / "preprocess").iterdir()] == ["config.pbtxt"]
+
+
+def test_for_one_that_takes_none_the_repository_is_rendered(tmp_path, monkeypatch):
+    tree = checkout(tmp_path / "tree", "")
+    ran = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: ran.append(command))
+    setup = Setup(
+        gpus=("0",), settings={"a.b": "1"}, instances={"e": 2}, only=("a", "c"), random_weights=True, tree=tree
+    )
+    command = " ".join(serve_command(setup, tmp_path, {}))
+    (rendered,) = (" ".join(command[1:]) for command in ran)
+    out = tmp_path / "model_repository"
+    assert rendered == (
+        f"{tree}/build/render_repository.py --out {out} --gpu --only a c --instances e=2 "
+        "--set vision_encoder.weights=random language_model.weights=random a.b=1"
+    )
+    assert f"--model-repository {out}" in command and "--device" not in command and "--set" not in command
+    ran.clear()
+    assert f"--model-repository {tree}/model_repository" in " ".join(serve_command(Setup(tree=tree), tmp_path, {}))
+    assert ran == []
+
+
+def test_the_addresses_are_those_it_says_and_it_is_told_to_stop(tmp_path):
+    waits = f"""
+import signal, sys
+def stop(*_):
+    open({str(tmp_path / "stopped")!r}, "w").close()
+    sys.exit()
+signal.signal(signal.SIGTERM, stop)
+print({READY!r}, flush=True)
+signal.pause()
+"""
+    with serve(Setup(tree=checkout(tmp_path / "tree", waits))) as running:
+        assert (running.grpc, running.metrics) == (["h:1", "h:2"], ["http://h:5", "http://h:6"])
+        assert (running.http, running.health, running.startup_s) == (["http://h:3", "http://h:4"], "http://h:7", 3.5)
+        assert not (tmp_path / "stopped").exists()
+    assert (tmp_path / "stopped").exists()
+
+
+def test_a_server_that_does_not_start_or_dies_is_an_error_with_its_words(tmp_path):
+    refuses = checkout(tmp_path / "a", "raise SystemExit('no such checkpoint')")
+    with pytest.raises(RuntimeError, match="did not start: no such checkpoint"), serve(Setup(tree=refuses)):
+        pass
+    dies = checkout(tmp_path / "b", f"print({READY!r}, flush=True)\nraise SystemExit('stage gone')")
+    with pytest.raises(RuntimeError, match="ended with 1: stage gone"), serve(Setup(tree=dies)):
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+
+
+def test_pairs_are_name_and_value():
+    assert pairs(["a.b=1", "c=d=e"], "NAME=VALUE") == {"a.b": "1", "c": "d=e"}
+    for wrong in ("a.b", "=1", "a="):
+        with pytest.raises(SystemExit, match="expected NAME=VALUE"):
+            pairs([wrong], "NAME=VALUE")
