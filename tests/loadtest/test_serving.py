@@ -45,15 +45,6 @@ def test_a_server_that_takes_settings_is_told_them(tmp_path):
     assert "--device cpu" in " ".join(serve_command(Setup(tree=tree), tmp_path, {}))
 
 
-def test_a_change_is_made_to_a_copy(tmp_path):
-    tree = checkout(tmp_path / "tree", 'add("--set")')
-    changed = []
-    command = serve_command(Setup(tree=tree, change=changed.append), tmp_path, {})
-    copy = tmp_path / "model_repository"
-    assert str(copy) in command and changed == [copy]
-    assert [path.name for path in (copy / "preprocess").iterdir()] == ["config.pbtxt"]
-
-
 def test_for_one_that_takes_none_the_repository_is_rendered(tmp_path, monkeypatch):
     tree = checkout(tmp_path / "tree", "")
     ran = []

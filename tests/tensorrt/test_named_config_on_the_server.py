@@ -38,7 +38,8 @@ def put_stand_in(repository: Path) -> None:
     config.instance_group[0].kind = model_config_pb2.ModelInstanceGroup.KIND_CPU
     file.write_text(text_format.MessageToString(config))
     version = repository / "vision_encoder" / "1"
-    shutil.copy(Path(__file__).with_name("stand_in.py"), version)
+    for file in (Path(__file__).with_name("stand_in.py"), ROOT / "build" / "onnx_cpu.py"):
+        shutil.copy(file, version)
     onnx.save(vision_graph(load_tower(read_config(CHECKPOINT)), "tensorrt"), str(version / "typed.onnx"))
 
 
