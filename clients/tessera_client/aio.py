@@ -14,7 +14,7 @@ from tessera_client.client import CLIENTS_TIMEOUT, BaseClient, Images, Seconds, 
 from tessera_client.messages import Answer, Delta, Request, ServerStatus, check_job, item_request
 from tessera_client.retry import Retry
 from tessera_client.streaming import BaseStream, Inbox
-from tessera_client.transports.base import Item
+from tessera_client.transports.base import Item, Sent
 from tessera_wire.errors import TesseraClientError
 
 
@@ -50,8 +50,8 @@ class AsyncStream(BaseStream):
     def _open_inbox(self) -> Inbox:
         return _LoopInbox()
 
-    async def _tell_server(self) -> None:
-        await asyncio.shield(asyncio.to_thread(self._transport.cancel, self._request_id))
+    async def _tell_server(self, sent: Sent) -> None:
+        await asyncio.shield(asyncio.to_thread(sent.cancel))
 
 
 class _LoopInbox:

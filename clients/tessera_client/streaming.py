@@ -14,12 +14,12 @@ import contextlib
 import queue
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
 from tessera_client.messages import Answer, Delta, Request
 from tessera_client.retry import Deadline, Retry
-from tessera_client.transports.base import Item, Transport
+from tessera_client.transports.base import Item, Sent, Transport
 from tessera_wire.errors import Cancelled, DeadlineExceeded, ProtocolError, ServerError, TesseraClientError
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class BaseStream(ABC):
         self._id = uuid.uuid4().hex[:16]
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
-        self._stop: Callable[[], None] | None = None
+        self._sent: Sent | None = None  # while an attempt is under way
         self._inbox: Inbox | None = None  # another for each attempt
 
     @property
@@ -58,14 +58,14 @@ class BaseStream(ABC):
         return "".join(self._texts)
 
     def __del__(self) -> None:
-        if getattr(self, "_stop", None):  # none where the arguments were refused
+        if getattr(self, "_sent", None):  # none where the arguments were refused
             self._stop_listening()
 
     @abstractmethod
     def _open_inbox(self) -> Inbox: ...
 
     @abstractmethod
-    async def _tell_server(self) -> None:
+    async def _tell_server(self, sent: Sent) -> None:
         """Cancels the request on the server, which may take a while."""
 
     @property
@@ -99,10 +99,10 @@ class BaseStream(ABC):
         if self._closed:
             raise Cancelled("the stream was closed")
         self._inbox = self._inbox or self._open_inbox()
-        if self._stop is None:
+        if self._sent is None:
             remaining = self._deadline.remaining()
             self._attempts += 1
-            self._stop = self._transport.send(self._request, self._request_id, remaining, self._inbox.put)
+            self._sent = self._transport.send(self._request, self._request_id, remaining, self._inbox.put)
         item = await self._next(self._inbox)
         if isinstance(item, TesseraClientError):
             raise item
@@ -157,16 +157,17 @@ class BaseStream(ABC):
                 self._inbox.put(Cancelled("the stream was closed"))
 
     async def _abandon(self, tell_server: bool) -> None:
-        if self._stop_listening() and tell_server:
+        sent = self._stop_listening()
+        if sent and tell_server:
             with contextlib.suppress(TesseraClientError):
-                await self._tell_server()
+                await self._tell_server(sent)
 
-    def _stop_listening(self) -> bool:
-        """Breaks the attempt off on this side; False if none was under way."""
-        stop, self._stop = self._stop, None
-        if stop is not None:
-            stop()
-        return stop is not None
+    def _stop_listening(self) -> Sent | None:
+        """Breaks the attempt off on this side; None if none was under way."""
+        sent, self._sent = self._sent, None
+        if sent:
+            sent.stop()
+        return sent
 
     def _answer(self) -> Answer:
         assert self._last is not None
@@ -225,8 +226,8 @@ class Stream(BaseStream):
     def _open_inbox(self) -> Inbox:
         return _BlockingInbox()
 
-    async def _tell_server(self) -> None:
-        self._transport.cancel(self._request_id)
+    async def _tell_server(self, sent: Sent) -> None:
+        sent.cancel()
 
 
 class _BlockingInbox(queue.SimpleQueue[Item]):
