@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,7 +34,7 @@ class Health:
     reason: str
     grpc: str = ""
     http: str = ""
-    stages: tuple[StageHealth, ...] = field(default=())
+    stages: tuple[StageHealth, ...] = ()
 
     @property
     def ready(self) -> bool:
@@ -59,9 +59,6 @@ def ask(url: str, timeout: float = 2.0) -> Health | None:
 
 
 def _health(page: dict[str, Any]) -> Health:
-    stages = tuple(
-        StageHealth(name, bool(s["alive"]), int(s["pid"]), s.get("last_ping_ms"), s.get("last_ping_age_s"))
-        for name, s in page["stages"].items()
-    )
-    texts = {name: str(page.get(name, "")) for name in ("state", "since", "reason", "grpc", "http")}
-    return Health(restarts=int(page["restarts"]), stages=stages, **texts)
+    stages = tuple(StageHealth(name, **about) for name, about in page["stages"].items())
+    known = {each.name: page[each.name] for each in fields(Health) if each.name in page}
+    return Health(**known | {"stages": stages})
