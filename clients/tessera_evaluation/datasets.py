@@ -43,13 +43,12 @@ def heldout_items(
     folder: Path,
     *,
     root: Path | None = None,
-    workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Item]:
     """The first ``limit`` items of the held-out set (all if None), their pictures rendered into ``folder``.
 
-    Each stretch of the set is even over classes and answers. Rendering runs in ``workers`` low-priority processes
-    (one a core if None) and is complete when this returns, so that it takes nothing from a server being measured.
+    Each stretch of the set is even over classes and answers. Rendering runs in low-priority processes, one for
+    each core, and is complete when this returns, so that it takes nothing from a server being measured.
     Pictures that are in the folder already, drawn by the same renderer, are kept.
 
     Raises InvalidRequest where the project's repository is not to be found.
@@ -82,7 +81,7 @@ def heldout_items(
     ]
     missing = [(item.scene_seed, str(to.picture)) for item, to in zip(heldout, items, strict=True)]
     missing = [task for task in missing if not os.path.exists(task[1])]
-    for done, _ in enumerate(_rendered(missing, scene_folder, workers), 1):
+    for done, _ in enumerate(_rendered(missing, scene_folder), 1):
         if progress is not None:
             progress(done, len(missing))
     return items
@@ -101,13 +100,13 @@ def find_scene_folder(root: Path | None = None) -> Path:
     )
 
 
-def _rendered(tasks: Sequence[tuple[int, str]], scene_folder: Path, workers: int | None) -> Iterator[None]:
+def _rendered(tasks: Sequence[tuple[int, str]], scene_folder: Path) -> Iterator[None]:
     if not tasks:
         return
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
-    count = max(1, min(workers or os.cpu_count() or 1, len(tasks)))
+    count = min(os.cpu_count() or 1, len(tasks))
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, spawn, initializer=_prepare_worker, initargs=(str(scene_folder),)) as pool:
         yield from pool.map(_render, tasks, chunksize=4)

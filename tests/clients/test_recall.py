@@ -188,7 +188,7 @@ def test_the_heldout_set_is_rendered_by_workers_and_kept(tmp_path: Path, monkeyp
     seen: list[tuple[int, int]] = []
 
     def drawn() -> list[Item]:
-        return heldout_items(3, tmp_path / "cache", workers=1, progress=lambda *n: seen.append(n))
+        return heldout_items(3, tmp_path / "cache", progress=lambda *n: seen.append(n))
 
     items = drawn()
     assert [i.picture.read_bytes() for i in items] == [b"picture 100", b"picture 101", b"picture 102"]
