@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from tessera_client.client import Client
 from tessera_client.messages import LabelScore, ServerStatus
@@ -282,12 +281,9 @@ def _status(options: argparse.Namespace) -> int:
 def _supervised(url: str, health_url: str | None) -> health.Health | None:
     """The health page for the server at ``url``, or for the first of several; None where there is none, or it is
     another server's."""
-    address = urlsplit(f"//{parse_url(addresses(url)[0])[1]}")
-    if health_url:
-        return health.ask(health_url)
-    host = f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname
-    page = health.ask(f"http://{host}:{health.DEFAULT_PORT}")
-    return page if page is not None and page.serves(address.port or 0) else None
+    host, _, port = parse_url(addresses(url)[0])[1].rpartition(":")
+    page = health.ask(health_url or f"http://{host}:{health.DEFAULT_PORT}")
+    return page if page and (health_url or page.serves(port)) else None
 
 
 def _print_status(

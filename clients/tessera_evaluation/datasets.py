@@ -66,21 +66,17 @@ def heldout_items(
     heldout = scene.heldout() if limit is None else scene.heldout(limit)
     folder = folder / f"heldout-{_fingerprint(scene_folder)}"
     folder.mkdir(parents=True, exist_ok=True)
+    shared = ("question", "answer", "kind", "cls", "width", "height")
     items = [
         Item(
-            picture=folder / f"{item.scene_seed}.jpg",
-            question=item.question,
-            answer=item.answer,
-            kind=item.kind,
-            cls=item.cls,
-            width=item.width,
-            height=item.height,
-            scored=item.cls in scene.HAZARDS,
+            picture=folder / f"{each.scene_seed}.jpg",
+            scored=each.cls in scene.HAZARDS,
+            **{name: getattr(each, name) for name in shared},
         )
-        for item in heldout
+        for each in heldout
     ]
-    missing = [(item.scene_seed, str(to.picture)) for item, to in zip(heldout, items, strict=True)]
-    missing = [task for task in missing if not os.path.exists(task[1])]
+    pictures = ((each.scene_seed, item.picture) for each, item in zip(heldout, items, strict=True))
+    missing = [(seed, str(picture)) for seed, picture in pictures if not picture.exists()]
     for done, _ in enumerate(_rendered(missing, scene_folder), 1):
         if progress is not None:
             progress(done, len(missing))

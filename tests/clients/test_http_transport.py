@@ -44,6 +44,10 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionResetError):  # the client was closed in the middle of an answer
+            super().handle()
+
     def do_GET(self) -> None:
         self.reply(200, b'{"version": "9"}' if self.path == "/v2" else b"")
 
