@@ -11,7 +11,7 @@
     ├── ServerError         the server failed at its own work
     └── ProtocolError       the answer is not what this client understands
 
-Foreign exceptions (gRPC's, http.client's, socket's) never leave the transports: they are mapped to this tree at
+Foreign exceptions (gRPC's, httpx's) never leave the transports: they are mapped to this tree at
 the edge. ``error.message`` keeps the server's own words, without the prefixes that tritonserver adds on the way
 (``in ensemble 'vlm', ``, ``[request id: 17] ``); ``error.remedy``, where known, says what to do about it.
 """
