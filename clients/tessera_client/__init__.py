@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tessera_client.client import Client
 from tessera_client.messages import Answer, Delta, LabelScore, Models, ModelStatus, ServerStatus, Timings, Usage
 from tessera_client.retry import Retry
-from tessera_client.streaming import AsyncStream, Stream
+from tessera_client.streaming import Stream
 from tessera_wire.errors import (
     Cancelled,
     ConnectionFailed,
@@ -31,7 +31,7 @@ from tessera_wire.errors import (
 )
 
 if TYPE_CHECKING:
-    from tessera_client.aio import AsyncClient
+    from tessera_client.aio import AsyncClient, AsyncStream
 
 __all__ = [
     "Answer",
@@ -59,8 +59,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "AsyncClient":  # loads asyncio
-        from tessera_client.aio import AsyncClient
+    if name in ("AsyncClient", "AsyncStream"):  # load asyncio
+        from tessera_client import aio
 
-        return AsyncClient
+        return getattr(aio, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,27 +3,74 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
-from tessera_client.client import CLIENTS_TIMEOUT, Images, Messages, Seconds, Settings
-from tessera_client.messages import (
-    Answer,
-    Request,
-    ServerStatus,
-    chat_request,
-    check_job,
-    item_request,
-    question_request,
-)
+from tessera_client.client import CLIENTS_TIMEOUT, BaseClient, Images, Seconds, given_out
+from tessera_client.messages import Answer, Delta, Request, ServerStatus, check_job, item_request
 from tessera_client.retry import Retry
-from tessera_client.streaming import AsyncStream
+from tessera_client.streaming import BaseStream, Inbox
+from tessera_client.transports.base import Item, Sent
 from tessera_wire.errors import TesseraClientError
 
 
-class AsyncClient(Settings):
+class AsyncStream(BaseStream):
+    """The asyncio twin of :class:`~tessera_client.streaming.Stream`: ``async with``, ``async for``,
+    ``await stream.answer()``."""
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        delta = await self._advance()
+        if delta is None:
+            raise StopAsyncIteration
+        return delta
+
+    async def answer(self) -> Answer:
+        """Reads on to the end and returns the whole answer."""
+        async for _ in self:
+            pass
+        return self._answer()
+
+    async def close(self) -> None:
+        """As :meth:`Stream.close`."""
+        await self._end()
+
+    def _open_inbox(self) -> Inbox:
+        return _LoopInbox()
+
+    async def _tell_server(self, sent: Sent) -> None:
+        await asyncio.shield(asyncio.to_thread(sent.cancel))
+
+
+class _LoopInbox:
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[Item] = asyncio.Queue()
+
+    def put(self, item: Item) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+
+    async def take(self, seconds: float | None) -> Item:
+        try:
+            return await asyncio.wait_for(self._items.get(), seconds)
+        except asyncio.TimeoutError:  # Python 3.10's own
+            raise TimeoutError from None
+
+
+class AsyncClient(BaseClient[Coroutine[Any, Any, Answer], AsyncStream]):
     """Asks a Tessera server questions about pictures, from one event loop.
 
     ::
@@ -37,28 +84,6 @@ class AsyncClient(Settings):
     Arguments, results and errors are those of :class:`~tessera_client.client.Client`. A server's
     connections are one thread's work, however many requests are under way.
     """
-
-    async def ask(self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any) -> Answer:
-        """As :meth:`Client.ask`."""
-        return await self._answer(question_request(image, question, **sampling), timeout)
-
-    def stream(
-        self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
-    ) -> AsyncStream:
-        """As :meth:`Client.stream`, for ``async with``."""
-        return self._stream(question_request(image, question, **sampling), timeout)
-
-    async def chat(
-        self, messages: Messages, images: Images = None, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
-    ) -> Answer:
-        """As :meth:`Client.chat`."""
-        return await self._answer(chat_request(messages, images, **sampling), timeout)
-
-    def chat_stream(
-        self, messages: Messages, images: Images = None, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
-    ) -> AsyncStream:
-        """As :meth:`Client.chat_stream`, for ``async with``."""
-        return self._stream(chat_request(messages, images, **sampling), timeout)
 
     async def ask_many(
         self,
@@ -81,7 +106,7 @@ class AsyncClient(Settings):
             nonlocal ended
             try:
                 async with slots:
-                    return await self._answer(item_request(item, options), timeout, retry)
+                    return await self._answer(partial(item_request, item, options), timeout, retry)
             except TesseraClientError as error:
                 return error
             finally:
@@ -89,22 +114,16 @@ class AsyncClient(Settings):
                 if progress is not None:
                     progress(ended)
 
-        def result(task: asyncio.Task[Answer | TesseraClientError]) -> Answer | TesseraClientError:
-            value = task.result()
-            if errors == "raise" and isinstance(value, TesseraClientError):
-                raise value
-            return value
-
         waiting: deque[asyncio.Task[Answer | TesseraClientError]] = deque()
         try:
             for item in items:
                 waiting.append(asyncio.ensure_future(work(item)))
                 while len(waiting) >= 4 * concurrency or (waiting and waiting[0].done()):
                     await asyncio.wait([waiting[0]])
-                    yield result(waiting.popleft())
+                    yield given_out(waiting.popleft().result(), errors)
             while waiting:
                 await asyncio.wait([waiting[0]])
-                yield result(waiting.popleft())
+                yield given_out(waiting.popleft().result(), errors)
         finally:
             for task in waiting:
                 task.cancel()
@@ -134,6 +153,6 @@ class AsyncClient(Settings):
     def _stream(self, request: Request, timeout: Seconds) -> AsyncStream:
         return AsyncStream(self._transport, replace(request, stream=True), self._seconds(timeout), self._retry)
 
-    async def _answer(self, request: Request, timeout: Seconds, retry: Retry | None = None) -> Answer:
-        async with AsyncStream(self._transport, request, self._seconds(timeout), retry or self._retry) as stream:
+    async def _answer(self, request: Callable[[], Request], timeout: Seconds, retry: Retry | None = None) -> Answer:
+        async with AsyncStream(self._transport, request(), self._seconds(timeout), retry or self._retry) as stream:
             return await stream.answer()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from threading import Lock
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from tessera_client.messages import (
     Answer,
@@ -30,10 +32,12 @@ CLIENTS_TIMEOUT: Any = object()  # "the timeout given to the client"
 Seconds = float | None
 Images = Image | Sequence[Image] | None
 Messages = Iterable[Mapping[str, Any]]
+AnswerT = TypeVar("AnswerT", covariant=True)
+StreamT = TypeVar("StreamT", covariant=True)
 
 
-class Settings:
-    """What both clients are given, and what it makes of a request."""
+class BaseClient(ABC, Generic[AnswerT, StreamT]):
+    """What both clients are given, and what they ask: an AnswerT is an answer, or what is awaited for one."""
 
     def __init__(
         self,
@@ -50,6 +54,49 @@ class Settings:
         self._transport = transport or open_transport(url, self._models)
         self.url = url if isinstance(url, str) else ",".join(url)
 
+    def ask(self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any) -> AnswerT:
+        """The whole answer to a question.
+
+        Args:
+            image: one picture, a list of them, or None; for the forms see :data:`~tessera_client.pictures.Image`.
+            question: plain text; ``<image>`` in it marks where a picture goes (before the text if there is none).
+            timeout: seconds for this request, in place of the client's.
+            sampling: vLLM's names: max_tokens (the server's default is 64), min_tokens, temperature, top_p, top_k,
+                seed, stop, ignore_eos, logprobs. And ``max_tiles``, ``min_tiles``, ``thumbnail`` or a whole
+                ``tile_policy``: how finely pictures are cut.
+                ``choices=["yes", "no"]``: the answer is the likeliest of these labels, see :attr:`Answer.choices`.
+                ``exclude_input_in_output=False`` repeats the question before the answer.
+        """
+        return self._answer(partial(question_request, image, question, **sampling), timeout)
+
+    def stream(self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any) -> StreamT:
+        """The answer as it is written, for a ``with`` block; leaving it early cancels. Arguments as for :meth:`ask`."""
+        return self._stream(question_request(image, question, **sampling), timeout)
+
+    def chat(
+        self, messages: Messages, images: Images = None, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
+    ) -> AnswerT:
+        """The answer to a conversation of OpenAI-style messages.
+
+        ``content`` is a string or a list of parts: ``{"type": "text", "text": ...}``, ``{"type": "image_url",
+        "image_url": {"url": "data:..."}}``, ``{"type": "image"}`` for the next of ``images``, or
+        ``{"type": "image", "image": "room.jpg"}``. The other arguments are those of :meth:`ask`.
+        """
+        return self._answer(partial(chat_request, messages, images, **sampling), timeout)
+
+    def chat_stream(
+        self, messages: Messages, images: Images = None, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
+    ) -> StreamT:
+        """:meth:`chat`, streamed as :meth:`stream` does."""
+        return self._stream(chat_request(messages, images, **sampling), timeout)
+
+    @abstractmethod
+    def _answer(self, request: Callable[[], Request], timeout: Seconds, retry: Retry | None = None) -> AnswerT:
+        """The answer to the request that is made when its turn comes."""
+
+    @abstractmethod
+    def _stream(self, request: Request, timeout: Seconds) -> StreamT: ...
+
     def _seconds(self, timeout: Seconds) -> Seconds:
         return self._timeout if timeout is CLIENTS_TIMEOUT else timeout
 
@@ -57,7 +104,7 @@ class Settings:
         return status.ready and any(m.name == self._models.vlm and m.state == "READY" for m in status.models)
 
 
-class Client(Settings):
+class Client(BaseClient[Answer, Stream]):
     """Asks a Tessera server questions about pictures.
 
     ::
@@ -80,42 +127,6 @@ class Client(Settings):
 
     Every method raises errors of :mod:`tessera_wire.errors` only.
     """
-
-    def ask(self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any) -> Answer:
-        """The whole answer to a question.
-
-        Args:
-            image: one picture, a list of them, or None; for the forms see :data:`~tessera_client.pictures.Image`.
-            question: plain text; ``<image>`` in it marks where a picture goes (before the text if there is none).
-            timeout: seconds for this request, in place of the client's.
-            sampling: vLLM's names: max_tokens (the server's default is 64), min_tokens, temperature, top_p, top_k,
-                seed, stop, ignore_eos, logprobs. And ``max_tiles``, ``min_tiles``, ``thumbnail`` or a whole
-                ``tile_policy``: how finely pictures are cut.
-                ``choices=["yes", "no"]``: the answer is the likeliest of these labels, see :attr:`Answer.choices`.
-                ``exclude_input_in_output=False`` repeats the question before the answer.
-        """
-        return self._answer(question_request(image, question, **sampling), timeout)
-
-    def stream(self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any) -> Stream:
-        """The answer as it is written, for a ``with`` block; leaving it early cancels. Arguments as for :meth:`ask`."""
-        return self._stream(question_request(image, question, **sampling), timeout)
-
-    def chat(
-        self, messages: Messages, images: Images = None, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
-    ) -> Answer:
-        """The answer to a conversation of OpenAI-style messages.
-
-        ``content`` is a string or a list of parts: ``{"type": "text", "text": ...}``, ``{"type": "image_url",
-        "image_url": {"url": "data:..."}}``, ``{"type": "image"}`` for the next of ``images``, or
-        ``{"type": "image", "image": "room.jpg"}``. The other arguments are those of :meth:`ask`.
-        """
-        return self._answer(chat_request(messages, images, **sampling), timeout)
-
-    def chat_stream(
-        self, messages: Messages, images: Images = None, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
-    ) -> Stream:
-        """:meth:`chat`, streamed as :meth:`stream` does."""
-        return self._stream(chat_request(messages, images, **sampling), timeout)
 
     def ask_many(
         self,
@@ -146,7 +157,7 @@ class Client(Settings):
         def work(item: Any) -> Answer | TesseraClientError:
             nonlocal ended
             try:
-                return self._answer(item_request(item, options), timeout, retry)
+                return self._answer(partial(item_request, item, options), timeout, retry)
             except TesseraClientError as error:
                 return error
             finally:
@@ -155,7 +166,7 @@ class Client(Settings):
                     if progress is not None:
                         progress(ended)
 
-        return _in_order(work, items, concurrency, raising=errors == "raise")
+        return _in_order(work, items, concurrency, errors)
 
     def ready(self) -> bool:
         """Whether the server answers and the model is ready. Never raises for a server that is not there."""
@@ -181,16 +192,13 @@ class Client(Settings):
     def _stream(self, request: Request, timeout: Seconds) -> Stream:
         return Stream(self._transport, replace(request, stream=True), self._seconds(timeout), self._retry)
 
-    def _answer(self, request: Request, timeout: Seconds, retry: Retry | None = None) -> Answer:
-        with Stream(self._transport, request, self._seconds(timeout), retry or self._retry) as stream:
+    def _answer(self, request: Callable[[], Request], timeout: Seconds, retry: Retry | None = None) -> Answer:
+        with Stream(self._transport, request(), self._seconds(timeout), retry or self._retry) as stream:
             return stream.answer()
 
 
 def _in_order(
-    work: Callable[[Any], Answer | TesseraClientError],
-    items: Iterable[Any],
-    concurrency: int,
-    raising: bool,
+    work: Callable[[Any], Answer | TesseraClientError], items: Iterable[Any], concurrency: int, errors: str
 ) -> Iterator[Any]:
     """Results in the items' order, computed by ``concurrency`` threads at most four times that many ahead."""
     waiting: deque[Future[Answer | TesseraClientError]] = deque()
@@ -199,16 +207,16 @@ def _in_order(
             for item in items:
                 waiting.append(pool.submit(work, item))
                 while len(waiting) >= 4 * concurrency or (waiting and waiting[0].done()):
-                    yield _result(waiting.popleft(), raising)
+                    yield given_out(waiting.popleft().result(), errors)
             while waiting:
-                yield _result(waiting.popleft(), raising)
+                yield given_out(waiting.popleft().result(), errors)
         finally:  # left early: what has not begun never will
             for future in waiting:
                 future.cancel()
 
 
-def _result(future: Future[Answer | TesseraClientError], raising: bool) -> Answer | TesseraClientError:
-    result = future.result()
-    if raising and isinstance(result, TesseraClientError):
+def given_out(result: Answer | TesseraClientError, errors: str) -> Answer | TesseraClientError:
+    """A result in its place; raises an error where ``errors`` is ``"raise"``."""
+    if errors == "raise" and isinstance(result, TesseraClientError):
         raise result
     return result

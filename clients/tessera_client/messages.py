@@ -150,8 +150,7 @@ def question_request(images: Image | Sequence[Image] | None, question: str, **op
     if not isinstance(question, str):
         raise InvalidRequest(f"the question must be a string, not {type(question).__name__}")
     encoded = tuple(encode_image(image) for image in _as_list(images))
-    exclude = bool(options.pop("exclude_input_in_output", True))
-    return Request(text=question, images=encoded, sampling=sampling(options), exclude_input=exclude)
+    return _request(options, text=question, images=encoded)
 
 
 def item_request(item: Any, options: Mapping[str, Any]) -> Request:
@@ -191,13 +190,12 @@ def chat_request(
     if not turns:
         raise InvalidRequest("messages is empty: give at least one user message")
     pictures.extend(encode_image(image) for image in supplied)
+    return _request(options, messages=_json("messages", turns), images=tuple(pictures))
+
+
+def _request(options: dict[str, Any], **contents: Any) -> Request:
     exclude = bool(options.pop("exclude_input_in_output", True))
-    return Request(
-        messages=_json("messages", turns),
-        images=tuple(pictures),
-        sampling=sampling(options),
-        exclude_input=exclude,
-    )
+    return Request(**contents, sampling=sampling(options), exclude_input=exclude)
 
 
 def sampling(options: Mapping[str, Any]) -> str | None:

@@ -17,7 +17,7 @@ Image = Any
 - a path (``str`` or ``Path``) to a JPEG, PNG or WebP file;
 - its encoded bytes, or a ``data:`` URL;
 - an open binary file, which is left where it was found;
-- a numpy array, uint8 [height, width, 3], RGB, or a Pillow image: sent as PNG (needs Pillow or OpenCV here).
+- a numpy array, uint8 [height, width, 3], RGB, or a Pillow image: sent as PNG (needs Pillow here).
 
 Files and bytes are sent as they are; the server decodes them.
 """
@@ -106,16 +106,6 @@ def _encode_pixels(image: Any) -> bytes:
         raise InvalidRequest(
             f"an array picture must be uint8 [height, width, 3] RGB, got {pixels.dtype} {list(pixels.shape)}"
         )
-    try:
-        import cv2
+    import PIL.Image
 
-        return cv2.imencode(".png", pixels[:, :, ::-1], [cv2.IMWRITE_PNG_COMPRESSION, 1])[1].tobytes()
-    except ImportError:
-        pass
-    try:
-        import PIL.Image
-    except ImportError as error:
-        raise InvalidRequest(
-            "an array picture needs an encoder", "pip install pillow, or give the encoded file's bytes"
-        ) from error
     return _encode_pillow(PIL.Image.fromarray(pixels))

@@ -13,27 +13,18 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 from tessera_client.client import Client
 from tessera_client.messages import LabelScore, ServerStatus
 from tessera_command import health
+from tessera_evaluation import plan, recall
+from tessera_evaluation.datasets import Item, folder_items, heldout_items
+from tessera_wire import errors
 from tessera_wire.address import addresses, parse_url
-from tessera_wire.errors import (
-    ConnectionFailed,
-    DeadlineExceeded,
-    InvalidRequest,
-    TesseraClientError,
-    Unavailable,
-)
-
-if TYPE_CHECKING:
-    from tessera_evaluation.datasets import Item
-    from tessera_evaluation.plan import Measurement
 
 DEFAULT_URL = "localhost:8001"
 
@@ -46,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except TesseraClientError as error:
+    except errors.TesseraClientError as error:
         print(f"tessera {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return exit_code(error)
     except KeyboardInterrupt:
@@ -54,13 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def exit_code(error: TesseraClientError) -> int:
+def exit_code(error: errors.TesseraClientError) -> int:
     """The exit code that stands for an error."""
-    if isinstance(error, InvalidRequest):
+    if isinstance(error, errors.InvalidRequest):
         return 2
-    if isinstance(error, (ConnectionFailed, Unavailable)):
+    if isinstance(error, (errors.ConnectionFailed, errors.Unavailable)):
         return 3
-    return 4 if isinstance(error, DeadlineExceeded) else 1
+    return 4 if isinstance(error, errors.DeadlineExceeded) else 1
 
 
 def _serve(arguments: list[str]) -> int:
@@ -77,80 +68,61 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="{serve,ask,recall,plan,status}")
     commands.add_parser("serve", help="start the server; `tessera serve --help` lists its options", add_help=False)
 
-    ask = _command(commands, "ask", _ask, "ask one question about pictures")
-    ask.add_argument("picture", nargs="*", help="JPEG, PNG or WebP files; none for a question without a picture")
-    ask.add_argument("question")
-    ask.add_argument("--stream", action="store_true", help="print the answer as it is written")
-    _sampling(ask)
-    ask.add_argument("--temperature", type=float, help="0, the default, is greedy")
-    ask.add_argument("--seed", type=int)
-    ask.add_argument(
-        "--choices", type=_labels, metavar="A,B,...", help="answer with the likeliest of these labels; shows all scores"
-    )
-    ask.add_argument("--json", action="store_true", help="print the whole answer with usage and timings as JSON")
+    add = _command(commands, "ask", _ask, "ask one question about pictures")
+    add("picture", nargs="*", help="JPEG, PNG or WebP files; none for a question without a picture")
+    add("question")
+    add("--stream", action="store_true", help="print the answer as it is written")
+    _sampling(add)
+    add("--temperature", type=float, help="0, the default, is greedy")
+    add("--seed", type=int)
+    add("--choices", type=_labels, metavar="A,B,...", help="answer with the likeliest of these; shows all scores")
+    add("--json", action="store_true", help="print the whole answer with usage and timings as JSON")
 
-    recall = _command(commands, "recall", _recall, "measure how often the served model is right")
-    recall.add_argument("--folder", type=Path, help="your own pictures: a folder with labels.csv (file,question,...)")
-    _sampling(recall)
-    _dataset(recall)
+    add = _command(commands, "recall", _recall, "measure how often the served model is right")
+    add("--folder", type=Path, help="your own pictures: a folder with labels.csv (file,question,...)")
+    _sampling(add)
+    _dataset(add)
 
-    plan = _command(commands, "plan", _plan, "measure tile policies and recommend the fastest that costs little recall")
-    plan.add_argument(
-        "folder",
-        nargs="?",
-        type=Path,
-        help="your own pictures: a folder with labels.csv (file,question,...), or the JSON of an earlier run to look "
-        "at again; without it the held-out set",
-    )
-    plan.add_argument(
-        "--policy",
-        action="append",
-        type=_policy,
-        metavar="NAME[,KEY=VALUE]...",
-        help="once for each policy to measure, as in --policy native --policy budget,token_budget=512",
-    )
-    plan.add_argument(
-        "--max-loss", type=_points, default=1.0, metavar="POINTS", help="recall that speed may cost, in percent (1)"
-    )
-    plan.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw recall against questions a minute")
-    plan.add_argument("--machine", metavar="TEXT", help="what the server runs on: said in the JSON and the plot")
-    plan.add_argument("--max-tokens", type=_positive, default=96, metavar="N", help="longest answer in tokens (96)")
-    _dataset(plan)
+    add = _command(commands, "plan", _plan, "measure tile policies and recommend the fastest that costs little recall")
+    own = "your own pictures: a folder with labels.csv (file,question,...), or an earlier run's JSON to look at again"
+    add("folder", nargs="?", type=Path, help=f"{own}; without it the held-out set")
+    each = "once for each policy to measure, as in --policy native --policy budget,token_budget=512"
+    add("--policy", action="append", type=_policy, metavar="NAME[,KEY=VALUE]...", help=each)
+    allowed = "recall that speed may cost, in percent (%(default)g)"
+    add("--max-loss", type=_points, default=1.0, metavar="POINTS", help=allowed)
+    add("--plot", type=Path, metavar="FILE.svg", help="draw recall against questions a minute")
+    add("--machine", metavar="TEXT", help="what the server runs on: said in the JSON and the plot")
+    add("--max-tokens", type=_positive, default=96, metavar="N", help="longest answer in tokens (%(default)s)")
+    _dataset(add)
 
-    status = _command(commands, "status", _status, "say whether the server is ready and which models it has")
-    status.add_argument("--probe", action="store_true", help="ask for one token too: ready is not always true")
-    status.add_argument("--json", action="store_true")
-    status.add_argument(
-        "--health-url",
-        default=os.environ.get("TESSERA_HEALTH_URL"),
-        help="the health port of `tessera serve` (default: TESSERA_HEALTH_URL, else port 8003 of the same host)",
-    )
+    add = _command(commands, "status", _status, "say whether the server is ready and which models it has")
+    add("--probe", action="store_true", help="ask for one token too: ready is not always true")
+    add("--json", action="store_true")
+    port = "the health port of `tessera serve` (default: TESSERA_HEALTH_URL, else port 8003 of the same host)"
+    add("--health-url", default=os.environ.get("TESSERA_HEALTH_URL"), help=port)
     return parser
 
 
-def _command(commands: Any, name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
+def _command(commands: Any, name: str, run: Callable[[Any], int], text: str) -> Callable[..., Any]:
+    """Adds a command; returns what adds arguments to it."""
     parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     parser.set_defaults(run=run)
-    parser.add_argument(
-        "--url",
-        default=os.environ.get("TESSERA_URL", DEFAULT_URL),
-        help="host:port for gRPC or http://host:port; several with commas (default: TESSERA_URL, else %(default)s)",
-    )
+    servers = "host:port for gRPC or http://host:port; several with commas (default: TESSERA_URL, else %(default)s)"
+    parser.add_argument("--url", default=os.environ.get("TESSERA_URL", DEFAULT_URL), help=servers)
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds a request may take (120)")
-    return parser
+    return parser.add_argument
 
 
-def _sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=_positive, metavar="N", help="longest answer in tokens")
-    parser.add_argument("--max-tiles", type=_positive, metavar="N", help="at most N tiles a picture")
+def _sampling(add: Callable[..., Any]) -> None:
+    add("--max-tokens", type=_positive, metavar="N", help="longest answer in tokens")
+    add("--max-tiles", type=_positive, metavar="N", help="at most N tiles a picture")
 
 
-def _dataset(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--limit", type=_positive, metavar="N", help="only N questions, evenly over the classes")
-    parser.add_argument("--concurrency", type=_positive, default=16, metavar="N", help="requests at a time (16)")
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="keep the rendered pictures here for the next run")
-    parser.add_argument("--repository", type=Path, metavar="DIR", help="the Tessera checkout, if not found from here")
-    parser.add_argument("--workers", type=_positive, metavar="N", help="processes that render (one a core)")
+def _dataset(add: Callable[..., Any]) -> None:
+    add("--limit", type=_positive, metavar="N", help="only N questions, evenly over the classes")
+    add("--concurrency", type=_positive, default=16, metavar="N", help="requests at a time (%(default)s)")
+    add("--cache", type=Path, metavar="DIR", help="keep the rendered pictures here for the next run")
+    add("--repository", type=Path, metavar="DIR", help="the Tessera checkout, if not found from here")
 
 
 def _positive(text: str) -> int:
@@ -168,10 +140,8 @@ def _points(text: str) -> float:
 
 
 def _policy(text: str) -> str:
-    from tessera_evaluation.plan import parse_policy
-
     try:
-        parse_policy(text)
+        plan.parse_policy(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
@@ -208,10 +178,8 @@ def _table(choices: Sequence[LabelScore]) -> str:
 
 
 def _recall(options: argparse.Namespace) -> int:
-    from tessera_evaluation import recall
-
     with Client(options.url, timeout=options.timeout) as client, _cache(options.cache) as cache:
-        items = _items(client, options, cache)
+        items = _items(client, options, Path(cache))
         with _progress("asking") as advance:
             outcomes, seconds = recall.run(
                 client,
@@ -223,9 +191,7 @@ def _recall(options: argparse.Namespace) -> int:
             )
     result = recall.figures(outcomes, seconds)
     result |= {"concurrency": options.concurrency, "max_tiles": options.max_tiles, "url": options.url}
-    from rich.console import Console
-
-    recall.print_table(result, Console(stderr=True))
+    recall.print_table(result, _console())
     print(json.dumps(result))
     first = next((outcome.error for outcome in outcomes if outcome.error), None)
     if first:
@@ -234,22 +200,15 @@ def _recall(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from tessera_evaluation import plan
-
     if options.folder and options.folder.is_file():
         measured, about = plan.read_document(options.folder)
     else:
-        about = {
-            "concurrency": options.concurrency,
-            "url": options.url,
-            "data": options.folder.resolve().name if options.folder else "the held-out set",
-        }
+        data = options.folder.resolve().name if options.folder else "the held-out set"
+        about = {"concurrency": options.concurrency, "url": options.url, "data": data}
         measured = _measured(options)
     if options.machine:
         about["machine"] = options.machine
-    plan.print_table(measured, options.max_loss, Console(stderr=True))
+    plan.print_table(measured, options.max_loss, _console())
     print(json.dumps(plan.document(measured, options.max_loss, **about), indent=1))
     for each in measured:
         if each.errors:
@@ -259,59 +218,47 @@ def _plan(options: argparse.Namespace) -> int:
     return 1 if any(each.errors for each in measured) else 0
 
 
-def _measured(options: argparse.Namespace) -> list[Measurement]:
-    from tessera_evaluation import plan
-
+def _measured(options: argparse.Namespace) -> list[plan.Measurement]:
     run = secrets.token_hex(8)
+    settings = {"concurrency": options.concurrency, "max_tokens": options.max_tokens}
     measured = []
     with Client(options.url, timeout=options.timeout) as client, _cache(options.cache) as cache:
-        items = _items(client, options, cache)
+        items = _items(client, options, Path(cache))
         for policy in options.policy or plan.DEFAULT_POLICIES:
             with _progress(policy) as advance:
-                measured.append(
-                    plan.measure(
-                        client,
-                        items,
-                        policy,
-                        run,
-                        concurrency=options.concurrency,
-                        progress=advance,
-                        max_tokens=options.max_tokens,
-                    )
-                )
+                measured.append(plan.measure(client, items, policy, run, progress=advance, **settings))
     return measured
 
 
 def _items(client: Client, options: argparse.Namespace, cache: Path) -> list[Item]:
     """The questions of the user's folder, or of the held-out set; raises where the server is not ready for them."""
-    from tessera_evaluation.datasets import folder_items, heldout_items
-
     if not client.ready():
         client.status()  # says why, if it can
-        raise Unavailable(f"the server at {options.url} is not ready", "see `tessera status`")
+        raise errors.Unavailable(f"the server at {options.url} is not ready", "see `tessera status`")
     if options.folder:
         return folder_items(options.folder, options.limit)
     with _progress("rendering") as advance:
-        return heldout_items(options.limit, cache, root=options.repository, workers=options.workers, progress=advance)
+        return heldout_items(options.limit, cache, root=options.repository, progress=advance)
 
 
-@contextmanager
-def _cache(folder: Path | None) -> Iterator[Path]:
-    if folder is not None:
-        yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="tessera-recall-") as temporary:
-        yield Path(temporary)
+def _cache(folder: Path | None) -> AbstractContextManager[Path | str]:
+    """Where rendered pictures are kept: in the user's folder, or for this run alone."""
+    return nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="tessera-recall-")
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error, driven by (done, total)."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=_console(), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -334,12 +281,9 @@ def _status(options: argparse.Namespace) -> int:
 def _supervised(url: str, health_url: str | None) -> health.Health | None:
     """The health page for the server at ``url``, or for the first of several; None where there is none, or it is
     another server's."""
-    address = urlsplit(f"//{parse_url(addresses(url)[0])[1]}")
-    if health_url:
-        return health.ask(health_url)
-    host = f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname
-    page = health.ask(f"http://{host}:{health.DEFAULT_PORT}")
-    return page if page is not None and page.serves(address.port or 0) else None
+    host, _, port = parse_url(addresses(url)[0])[1].rpartition(":")
+    page = health.ask(health_url or f"http://{host}:{health.DEFAULT_PORT}")
+    return page if page and (health_url or page.serves(port)) else None
 
 
 def _print_status(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any
-from urllib.parse import urlsplit
 
 DEFAULT_PORT = 8003
 
@@ -34,34 +33,31 @@ class Health:
     reason: str
     grpc: str = ""
     http: str = ""
-    stages: tuple[StageHealth, ...] = field(default=())
+    stages: tuple[StageHealth, ...] = ()
 
     @property
     def ready(self) -> bool:
         """Whether the service takes requests: it says so, and every process of it lives."""
         return self.state == "ready" and all(stage.alive for stage in self.stages)
 
-    def serves(self, port: int) -> bool:
+    def serves(self, port: str) -> bool:
         """Whether the page is about the server that listens on ``port``."""
-        return any(address.rpartition(":")[2] == str(port) for address in f"{self.grpc},{self.http}".split(","))
+        return any(address.rpartition(":")[2] == port for address in f"{self.grpc},{self.http}".split(","))
 
 
 def ask(url: str, timeout: float = 2.0) -> Health | None:
     """The page at ``http://host:port[/healthz]``; None if nobody, or nobody of ours, answers there."""
     import httpx
 
-    parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
-        address = f"http://{parts.netloc}" if parts.port else f"http://{parts.netloc}:{DEFAULT_PORT}"
-        return _health(httpx.get(f"{address}/healthz", timeout=timeout, trust_env=False).json())
+        address = httpx.URL(url if "://" in url else f"http://{url}")
+        page = address.copy_with(scheme="http", port=address.port or DEFAULT_PORT, raw_path=b"/healthz")
+        return _health(httpx.get(page, timeout=timeout, trust_env=False).json())
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _health(page: dict[str, Any]) -> Health:
-    stages = tuple(
-        StageHealth(name, bool(s["alive"]), int(s["pid"]), s.get("last_ping_ms"), s.get("last_ping_age_s"))
-        for name, s in page["stages"].items()
-    )
-    texts = {name: str(page.get(name, "")) for name in ("state", "since", "reason", "grpc", "http")}
-    return Health(restarts=int(page["restarts"]), stages=stages, **texts)
+    stages = tuple(StageHealth(name, **about) for name, about in page["stages"].items())
+    known = {each.name: page[each.name] for each in fields(Health) if each.name in page}
+    return Health(**known | {"stages": stages})

@@ -43,13 +43,12 @@ def heldout_items(
     folder: Path,
     *,
     root: Path | None = None,
-    workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Item]:
     """The first ``limit`` items of the held-out set (all if None), their pictures rendered into ``folder``.
 
-    Each stretch of the set is even over classes and answers. Rendering runs in ``workers`` low-priority processes
-    (one a core if None) and is complete when this returns, so that it takes nothing from a server being measured.
+    Each stretch of the set is even over classes and answers. Rendering runs in low-priority processes, one for
+    each core, and is complete when this returns, so that it takes nothing from a server being measured.
     Pictures that are in the folder already, drawn by the same renderer, are kept.
 
     Raises InvalidRequest where the project's repository is not to be found.
@@ -67,22 +66,18 @@ def heldout_items(
     heldout = scene.heldout() if limit is None else scene.heldout(limit)
     folder = folder / f"heldout-{_fingerprint(scene_folder)}"
     folder.mkdir(parents=True, exist_ok=True)
+    shared = ("question", "answer", "kind", "cls", "width", "height")
     items = [
         Item(
-            picture=folder / f"{item.scene_seed}.jpg",
-            question=item.question,
-            answer=item.answer,
-            kind=item.kind,
-            cls=item.cls,
-            width=item.width,
-            height=item.height,
-            scored=item.cls in scene.HAZARDS,
+            picture=folder / f"{each.scene_seed}.jpg",
+            scored=each.cls in scene.HAZARDS,
+            **{name: getattr(each, name) for name in shared},
         )
-        for item in heldout
+        for each in heldout
     ]
-    missing = [(item.scene_seed, str(to.picture)) for item, to in zip(heldout, items, strict=True)]
-    missing = [task for task in missing if not os.path.exists(task[1])]
-    for done, _ in enumerate(_rendered(missing, scene_folder, workers), 1):
+    pictures = ((each.scene_seed, item.picture) for each, item in zip(heldout, items, strict=True))
+    missing = [(seed, str(picture)) for seed, picture in pictures if not picture.exists()]
+    for done, _ in enumerate(_rendered(missing, scene_folder), 1):
         if progress is not None:
             progress(done, len(missing))
     return items
@@ -101,13 +96,13 @@ def find_scene_folder(root: Path | None = None) -> Path:
     )
 
 
-def _rendered(tasks: Sequence[tuple[int, str]], scene_folder: Path, workers: int | None) -> Iterator[None]:
+def _rendered(tasks: Sequence[tuple[int, str]], scene_folder: Path) -> Iterator[None]:
     if not tasks:
         return
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
-    count = max(1, min(workers or os.cpu_count() or 1, len(tasks)))
+    count = min(os.cpu_count() or 1, len(tasks))
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, spawn, initializer=_prepare_worker, initargs=(str(scene_folder),)) as pool:
         yield from pool.map(_render, tasks, chunksize=4)
@@ -192,17 +187,11 @@ def evenly(items: Sequence[Item], limit: int | None) -> list[Item]:
 
 
 def picture_size(path: Path) -> tuple[int, int]:
-    """(width, height) in pixels from a JPEG's or PNG's header; (0, 0) for anything else."""
-    with open(path, "rb") as file:
-        head = file.read(24)
-        if head.startswith(b"\x89PNG\r\n\x1a\n"):
-            return int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
-        if not head.startswith(b"\xff\xd8"):
-            return 0, 0
-        file.seek(2)
-        while len(marker := file.read(4)) == 4 and marker[0] == 0xFF:
-            if 0xC0 <= marker[1] <= 0xCF and marker[1] not in (0xC4, 0xC8, 0xCC):  # a frame header
-                frame = file.read(5)
-                return int.from_bytes(frame[3:5], "big"), int.from_bytes(frame[1:3], "big")
-            file.seek(int.from_bytes(marker[2:4], "big") - 2, 1)
-    return 0, 0
+    """(width, height) in pixels; (0, 0) where the file's header does not say."""
+    import PIL.Image
+
+    try:
+        with PIL.Image.open(path) as image:
+            return image.size
+    except Exception:  # a damaged header makes Pillow raise anything; the server will say what is wrong
+        return 0, 0

@@ -8,7 +8,6 @@ from typing import Any
 from tessera_wire import errors
 from tessera_wire.tensors import Tensor
 
-SERVICE = "/inference.GRPCInferenceService/"
 OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -40,7 +39,7 @@ class Connection:
     def __init__(self, address: str, tls: bool = False, keep_alive: bool = False) -> None:
         try:
             import grpc
-            from tritonclient.grpc import service_pb2
+            from tritonclient.grpc import service_pb2, service_pb2_grpc
         except (ImportError, RuntimeError) as error:
             raise errors.TesseraClientError(
                 f"gRPC needs tritonclient: {error}", "pip install 'tritonclient[grpc]', or use http://"
@@ -49,19 +48,15 @@ class Connection:
         self._messages: Any = service_pb2
         self._rpc_error = grpc.RpcError
         options = OPTIONS + (KEEP_ALIVE if keep_alive else [])
-        self._channel: Any = (
-            grpc.secure_channel(address, grpc.ssl_channel_credentials(), options=options)
-            if tls
-            else grpc.insecure_channel(address, options=options)
-        )
+        if tls:
+            self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(), options=options)
+        else:
+            self._channel = grpc.insecure_channel(address, options=options)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def unary(self, name: str) -> Any:
         """A call of one message and one answer, such as ``ServerReady``: grpc's multicallable."""
-        return self._channel.unary_unary(
-            f"{SERVICE}{name}",
-            request_serializer=getattr(self._messages, f"{name}Request").SerializeToString,
-            response_deserializer=getattr(self._messages, f"{name}Response").FromString,
-        )
+        return getattr(self._stub, name)
 
     def ask(self, name: str, timeout: float) -> Any:
         """The answer to a message without contents. Raises errors of :mod:`tessera_wire.errors`."""
@@ -72,11 +67,7 @@ class Connection:
 
     def stream(self, requests: Iterator[Any]) -> Any:
         """Starts a ModelStreamInfer call; its responses, to iterate over."""
-        return self._channel.stream_stream(
-            f"{SERVICE}ModelStreamInfer",
-            request_serializer=self._messages.ModelInferRequest.SerializeToString,
-            response_deserializer=self._messages.ModelStreamInferResponse.FromString,
-        )(requests)
+        return self._stub.ModelStreamInfer(requests)
 
     def infer_message(
         self, model: str, request_id: str, tensors: Iterable[Tensor], timeout: float | None = None

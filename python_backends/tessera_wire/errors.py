@@ -11,7 +11,7 @@
     ├── ServerError         the server failed at its own work
     └── ProtocolError       the answer is not what this client understands
 
-Foreign exceptions (gRPC's, http.client's, socket's) never leave the transports: they are mapped to this tree at
+Foreign exceptions (gRPC's, httpx's) never leave the transports: they are mapped to this tree at
 the edge. ``error.message`` keeps the server's own words, without the prefixes that tritonserver adds on the way
 (``in ensemble 'vlm', ``, ``[request id: 17] ``); ``error.remedy``, where known, says what to do about it.
 """
@@ -69,42 +69,24 @@ _STATUS = re.compile(r"^([A-Z]+(?:_[A-Z]+)*): ")
 _BUSY_REMEDY = "the server is busy: lower the concurrency or try again later"
 _SLOW_REMEDY = "give a longer timeout or lower the load"
 
+_RESTART_REMEDY = "a stage died: `tessera serve` restarts it; a server started by hand must be restarted"
+
 # Recognised by their words, whatever status came with them: a dead stage, say, is reported as INTERNAL although
 # another attempt may find it restarted.
-_BY_WORDS: tuple[tuple[re.Pattern[str], type[TesseraClientError], str], ...] = (
-    (re.compile(r"deadline exceeded|request timeout expired", re.I), DeadlineExceeded, _SLOW_REMEDY),
-    (
-        re.compile(r"stub process .* is not healthy", re.I),
-        Unavailable,
-        "a stage of the server died: `tessera serve` restarts it; a server started by hand must be restarted",
-    ),
-    (re.compile(r"exceeds maximum queue size", re.I), Unavailable, _BUSY_REMEDY),
-    (
-        re.compile(r"server is stopping|stopped accepting new inference requests", re.I),
-        Unavailable,
-        "the server is shutting down",
-    ),
-    (re.compile(r"^(the )?(request )?(was )?cancell?ed\b", re.I), Cancelled, ""),
-    (
-        re.compile(r"request for unknown model", re.I),
-        InvalidRequest,
-        "see `tessera status` for the models this server has",
-    ),
-    (
-        re.compile(r"generate expects model to produce exactly 1 response", re.I),
-        ProtocolError,
-        "this model answers in several responses: use stream()",
-    ),
+_BY_WORDS: tuple[tuple[str, type[TesseraClientError], str], ...] = (
+    ("deadline exceeded|request timeout expired", DeadlineExceeded, _SLOW_REMEDY),
+    ("stub process .* is not healthy", Unavailable, _RESTART_REMEDY),
+    ("exceeds maximum queue size", Unavailable, _BUSY_REMEDY),
+    ("server is stopping|stopped accepting new inference requests", Unavailable, "the server is shutting down"),
+    (r"^(the )?(request )?(was )?cancell?ed\b", Cancelled, ""),
+    ("request for unknown model", InvalidRequest, "see `tessera status` for the models this server has"),
+    ("generate expects model to produce exactly 1 response", ProtocolError, "it answers in several: use stream()"),
 )
 
 # Only asked when no status came along: gRPC streams give none, the generate endpoints answer each fault with 400.
-_WITHOUT_STATUS: tuple[tuple[re.Pattern[str], type[TesseraClientError], str], ...] = (
-    (re.compile(r"try(ing)? again|queue is full|too many requests|in flight", re.I), Unavailable, _BUSY_REMEDY),
-    (
-        re.compile(r"^failed to process the request|server's log says why|^unexpected deadlock", re.I),
-        ServerError,
-        "",
-    ),
+_WITHOUT_STATUS: tuple[tuple[str, type[TesseraClientError], str], ...] = (
+    ("try(ing)? again|queue is full|too many requests|in flight", Unavailable, _BUSY_REMEDY),
+    ("^failed to process the request|server's log says why|^unexpected deadlock", ServerError, ""),
 )
 
 _BY_CODE: dict[str, tuple[type[TesseraClientError], str]] = {
@@ -139,22 +121,14 @@ def from_server(message: str, code: str = "") -> TesseraClientError:
     text = clean(message) or "the server gave no reason"
     if (status := _STATUS.match(text)) and status[1] in _BY_CODE:
         code, text = status[1], text[status.end() :]
-    for pattern, kind, remedy in _BY_WORDS:
-        if pattern.search(text):
+    for pattern, kind, remedy in _BY_WORDS if code else _BY_WORDS + _WITHOUT_STATUS:
+        if re.search(pattern, text, re.IGNORECASE):
             return kind(text, remedy, code)
-    if code:
-        kind, remedy = _BY_CODE.get(code, (ServerError, ""))
-        return kind(text, remedy, code)
-    for pattern, kind, remedy in _WITHOUT_STATUS:
-        if pattern.search(text):
-            return kind(text, remedy)
-    return InvalidRequest(text)
+    kind, remedy = _BY_CODE.get(code, (ServerError, "")) if code else (InvalidRequest, "")
+    return kind(text, remedy, code)
 
 
 def connection_failed(url: str, detail: str) -> ConnectionFailed:
     """The error for a server that does not answer at ``url``."""
-    return ConnectionFailed(
-        f"no connection to {url}: {detail}",
-        "is the server running there? `tessera serve` starts one",
-        "UNAVAILABLE",
-    )
+    remedy = "is the server running there? `tessera serve` starts one"
+    return ConnectionFailed(f"no connection to {url}: {detail}", remedy, "UNAVAILABLE")

@@ -55,6 +55,7 @@ class Line:
             if self._call is None or not self._call.send(request_id, message, deliver):
                 self._call = _Call(self.connection)
                 self._call.send(request_id, message, deliver)
+                self._call.start()
             call = self._call
         return lambda: call.forget(request_id)
 
@@ -85,6 +86,9 @@ class _Call:
         self._lock = threading.Lock()  # of `_open` and of what may be sent only while it holds
         self._open = True
         self._reader = threading.Thread(target=self._read, name="tessera-line", daemon=True)
+
+    def start(self) -> None:
+        """Begins the call, once it has a request: where nobody listens it ends before another could be sent."""
         self._reader.start()
 
     def send(self, request_id: str, message: Any, deliver: Deliver) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tessera_client.messages import Delta, LabelScore, ModelStatus, Request, ServerStatus, Timings, Usage
-from tessera_client.transports.base import Deliver
+from tessera_client.transports.base import Deliver, Sent
 
 USAGE = Usage(10, 2, 4)
 TIMINGS = Timings(1, 2, 3, 4, 5, 6)
@@ -34,24 +34,22 @@ class FakeTransport:
         self._status = status
         self._lock = threading.Lock()
 
-    def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Callable[[], None]:
+    def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Sent:
         with self._lock:
             self.requests.append((request, request_id, timeout))
             steps = self.script.pop(0) if self.script else self.answer_to(request)
+        sent = Sent(lambda: None, lambda: self.cancelled.append(request_id))
         for step in steps:
             if isinstance(step, Hang):
-                return lambda: None
+                return sent
             deliver(step)
             if isinstance(step, Exception):
-                return lambda: None
+                return sent
         deliver(None)
-        return lambda: None
+        return sent
 
     def answer_to(self, request: Request) -> Sequence[Any]:
         return [final(f"answer to {request.text}")]
-
-    def cancel(self, request_id: str) -> None:
-        self.cancelled.append(request_id)
 
     def status(self) -> ServerStatus:
         if isinstance(self._status, Exception):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import queue
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -26,6 +28,7 @@ from tessera_client import (
     Unavailable,
 )
 from tessera_wire import line
+from tessera_wire.connection import Connection
 
 
 def element(text: str) -> bytes:
@@ -218,6 +221,22 @@ def test_nobody_there(server: Server) -> None:
         assert not client.ready()
         with pytest.raises(ConnectionFailed):
             client.status()
+
+
+def test_a_call_that_fails_at_once_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine its reader may be through before the sender goes on."""
+
+    class AtOnce(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            self.join()
+
+    monkeypatch.setattr(line, "threading", SimpleNamespace(Thread=AtOnce, Lock=threading.Lock))
+    delivered: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    asked = line.Line(Connection("127.0.0.1:9"))
+    asked.send("vlm", "1", [], delivered.put)
+    assert isinstance(delivered.get(timeout=5), ConnectionFailed)
+    asked.close(1)
 
 
 def test_an_idle_line_closes_itself_and_opens_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

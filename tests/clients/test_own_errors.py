@@ -7,7 +7,7 @@ import io
 import struct
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def test_what_is_no_address_is_refused(make: Any, url: Any) -> None:
 
 @pytest.fixture(params=[b"<html>It works!</html>", b"[1, 2]", b'"text"', b"{}", b"\xff\xfe", b"[" * 9999])
 def other_web_server(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Answers everything with 200 and the same page."""
+    """Answers everything with 200 and the same page. A connection on which nothing comes must not hold its end back."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -134,7 +134,7 @@ def other_web_server(request: pytest.FixtureRequest) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as listener:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
         thread = threading.Thread(target=listener.serve_forever, args=(0.02,))
         thread.start()
         yield f"http://127.0.0.1:{listener.server_address[1]}"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_transport import READY, FakeTransport, Hang
+from fake_transport import READY, FakeTransport, Hang, final
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +24,7 @@ from tessera_client import (
     TesseraClientError,
     Unavailable,
 )
+from tessera_client.messages import Request
 from tessera_client.transports import pool
 from tessera_client.transports.pool import PooledTransport, ServerPool, merged
 from tessera_wire.address import addresses
@@ -39,89 +40,76 @@ class Clock:
         return self.now
 
 
+def picked(servers: ServerPool, times: int) -> list[int]:
+    return [servers.pick() for _ in range(times)]
+
+
 def test_ties_go_in_turn_and_then_to_the_fewest() -> None:
     servers = ServerPool(3)
-    assert [servers.pick(f"r{i}") for i in range(4)] == [0, 1, 2, 0]
-    servers.end("r1")
-    servers.end("r2")
-    assert servers.under_way == (2, 0, 0)
-    assert [servers.pick(f"s{i}") for i in range(4)] == [1, 2, 1, 2]
-    assert servers.under_way == (2, 2, 2)
+    assert picked(servers, 4) == [0, 1, 2, 0]
+    servers.end(1)
+    servers.end(2)
+    assert servers.under_way == [2, 0, 0]
+    assert picked(servers, 4) == [1, 2, 1, 2]
+    assert servers.under_way == [2, 2, 2]
 
 
 def test_one_at_a_time_goes_round() -> None:
     servers = ServerPool(2)
     seen = []
-    for i in range(4):
-        seen.append(servers.pick(str(i)))
-        servers.end(str(i))
+    for _ in range(4):
+        seen.append(servers.pick())
+        servers.end(seen[-1])
     assert seen == [0, 1, 0, 1]
-
-
-def test_an_id_stays_known_until_long_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "REMEMBERED", 2)
-    servers = ServerPool(2)
-    servers.pick("a")
-    servers.pick("b")
-    with pytest.raises(ValueError, match="'b' is under way"):
-        servers.pick("b")
-    servers.end("b")
-    servers.end("b")  # harmless
-    assert (servers.server_of("a"), servers.server_of("b"), servers.server_of("c")) == (0, 1, None)
-    for name in "cd":
-        servers.pick(name)
-        servers.end(name)
-    assert servers.server_of("b") is None and servers.server_of("d") is not None and servers.server_of("a") == 0
 
 
 def test_a_server_that_failed_rests_then_gets_one_request_until_it_answers() -> None:
     clock = Clock()
     servers = ServerPool(2, clock)
-    assert servers.pick("first") == 0
-    servers.end("first", REFUSED)
-    assert {servers.pick(f"a{i}") for i in range(5)} == {1}
+    assert servers.pick() == 0
+    servers.end(0, REFUSED)
+    assert set(picked(servers, 5)) == {1}
     clock.now = pool.REST_SECONDS
-    assert [servers.pick(f"b{i}") for i in range(3)] == [0, 1, 1]  # one to try, the rest elsewhere
-    servers.end("b0", REFUSED)
-    assert servers.pick("c") == 1
+    assert picked(servers, 3) == [0, 1, 1]  # one to try, the rest elsewhere
+    servers.end(0, REFUSED)
+    assert servers.pick() == 1
     clock.now *= 2
-    assert servers.pick("d") == 0
-    servers.answered("d")
-    assert [servers.pick(f"e{i}") for i in range(3)] == [0, 0, 0]
+    assert servers.pick() == 0
+    servers.answered(0)
+    assert picked(servers, 3) == [0, 0, 0]
 
 
 def test_an_answer_to_an_older_request_does_not_end_the_rest_of_a_full_server() -> None:
     clock = Clock()
     servers = ServerPool(2, clock)
-    assert [servers.pick(name) for name in ("old", "other", "new")] == [0, 1, 0]
-    servers.end("new", Unavailable("the queue is full"))
-    servers.answered("old")
-    assert servers.pick("a") == 1 and servers.pick("b") == 1
+    assert picked(servers, 3) == [0, 1, 0]
+    servers.end(0, Unavailable("the queue is full"))
+    servers.answered(0)
+    assert picked(servers, 2) == [1, 1]
     clock.now = pool.REST_SECONDS
-    servers.answered("old")
-    assert servers.pick("c") == 0
+    servers.answered(0)
+    assert servers.pick() == 0
 
 
 def test_errors_that_are_the_requests_own_do_not_count_against_the_server() -> None:
     servers = ServerPool(2)
-    for i, error in enumerate((InvalidRequest("wrong"), None, KeyboardInterrupt())):
-        servers.pick(str(i))
-        servers.end(str(i), error)
-    assert {servers.pick("x"), servers.pick("y")} == {0, 1}
+    for error in (InvalidRequest("wrong"), None, KeyboardInterrupt()):
+        servers.end(servers.pick(), error)
+    assert set(picked(servers, 2)) == {0, 1}
 
 
 def test_where_all_failed_the_one_that_failed_first_is_next_and_one_server_is_always_it() -> None:
     clock = Clock()
     servers = ServerPool(3, clock)
-    assert [servers.pick(str(server)) for server in range(3)] == [0, 1, 2]
+    assert picked(servers, 3) == [0, 1, 2]
     for now, server in enumerate((1, 2, 0)):
         clock.now = now / 100
-        servers.end(str(server), REFUSED)
-    assert servers.pick("a") == 1
+        servers.end(server, REFUSED)
+    assert servers.pick() == 1
     alone = ServerPool(1)
-    for i in range(3):
-        assert alone.pick(str(i)) == 0
-        alone.end(str(i), REFUSED)
+    for _ in range(3):
+        assert alone.pick() == 0
+        alone.end(0, REFUSED)
 
 
 STEP = st.tuples(st.sampled_from(["pick", "end", "refuse", "answer", "wait"]), st.integers(0, 7))
@@ -134,26 +122,25 @@ def test_counts_are_exact_and_no_server_in_order_with_fewer_is_passed_over(
 ) -> None:
     clock = Clock()
     chosen = ServerPool(servers, clock)
-    where: dict[str, int] = {}
+    under_way: list[int] = []  # the servers of the requests
     failed: set[int] = set()
-    for number, (step, which) in enumerate(steps):
-        request = sorted(where)[which % len(where)] if where else ""
+    for step, which in steps:
+        request = which % len(under_way) if under_way else None
         if step == "pick":
-            before = chosen.under_way
-            server = chosen.pick(str(number))
+            before = list(chosen.under_way)
+            server = chosen.pick()
             assert all(before[server] <= before[i] for i in range(servers) if i not in failed)
-            where[str(number)] = server
+            under_way.append(server)
         elif step == "wait":
             clock.now += which / 4
-        elif request and step == "answer":
-            chosen.answered(request)
-        elif request:
-            chosen.end(request, REFUSED if step == "refuse" else None)
+        elif request is not None and step == "answer":
+            chosen.answered(under_way[request])
+        elif request is not None:
+            server = under_way.pop(request)
+            chosen.end(server, REFUSED if step == "refuse" else None)
             if step == "refuse":
-                failed.add(where[request])
-            del where[request]
-        assert all(chosen.server_of(name) == server for name, server in where.items())
-        assert chosen.under_way == tuple(list(where.values()).count(i) for i in range(servers))
+                failed.add(server)
+        assert chosen.under_way == [under_way.count(i) for i in range(servers)]
 
 
 def served(*scripts: Any, **options: Any) -> tuple[Client, list[FakeTransport]]:
@@ -207,12 +194,24 @@ def test_a_request_left_or_failed_at_once_is_under_way_no_longer() -> None:
         next(stream)
         with pytest.raises(TesseraClientError, match="closed"):
             asker.ask(None, "r")
-        assert transport._pool.under_way == (1, 0)
-    assert transport._pool.under_way == (0, 0)
+        assert transport._pool.under_way == [1, 0]
+    assert transport._pool.under_way == [0, 0]
     asker.close()
     assert fake.closed
-    transport.cancel("never sent")
     assert len(fake.cancelled) == 1
+
+
+def test_a_request_ends_once() -> None:
+    """Its end has come already when the listening to it stops, and its server may have others under way."""
+    fake = FakeTransport([[final()], [Hang()]])
+    transport = PooledTransport({"a": fake})
+    sent = [transport.send(Request(text="q"), name, None, lambda item: None) for name in "ab"]
+    assert transport._pool.under_way == [1]
+    sent[0].stop()
+    assert transport._pool.under_way == [1]
+    sent[1].stop()
+    sent[1].stop()
+    assert transport._pool.under_way == [0]
 
 
 def test_asyncio_twin() -> None:
@@ -268,16 +267,16 @@ def test_a_stream_that_is_dropped_is_under_way_no_longer() -> None:
     fake = FakeTransport([[Delta("a"), Hang()]] * 2)
     transport = PooledTransport({"a": fake})
     stream = Client(transport=transport).stream(None, "q")
-    assert next(stream).text == "a" and transport._pool.under_way == (1,)
+    assert next(stream).text == "a" and transport._pool.under_way == [1]
     del stream
     gc.collect()
-    assert transport._pool.under_way == (0,)
+    assert transport._pool.under_way == [0]
 
     async def run() -> None:
         stream = AsyncClient(transport=transport).stream(None, "q")
-        assert (await stream.__anext__()).text == "a" and transport._pool.under_way == (1,)
+        assert (await stream.__anext__()).text == "a" and transport._pool.under_way == [1]
         del stream
         gc.collect()
-        assert transport._pool.under_way == (0,)
+        assert transport._pool.under_way == [0]
 
     asyncio.run(run())

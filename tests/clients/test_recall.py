@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 from fake_transport import FakeTransport, final
 
@@ -112,7 +113,7 @@ def test_run_keeps_questions_and_answers_together() -> None:
 
 def labelled(folder: Path, rows: str) -> Path:
     for name in ("a.jpg", "b.jpg"):
-        (folder / name).write_bytes(b"\xff\xd8\xff\xe0\0\4\0\0\xff\xc2\0\x0b\x08\x02\x58\x03\x20")
+        PIL.Image.new("RGB", (800, 600)).save(folder / name)
     (folder / "labels.csv").write_text(rows, encoding="utf-8")
     return folder
 
@@ -155,11 +156,9 @@ def test_a_limit_is_even_over_classes_and_answers() -> None:
     assert evenly(items, None) == items and len(evenly(items, 1000)) == 60
 
 
-def test_picture_size_reads_headers_only(tmp_path: Path) -> None:
-    np = pytest.importorskip("numpy")
-    cv2 = pytest.importorskip("cv2")
+def test_picture_size_is_none_where_there_is_no_picture(tmp_path: Path) -> None:
     for name in ("a.png", "a.jpg"):
-        cv2.imwrite(str(tmp_path / name), np.zeros((37, 91, 3), np.uint8))
+        PIL.Image.new("RGB", (91, 37)).save(tmp_path / name)
         assert picture_size(tmp_path / name) == (91, 37)
     (tmp_path / "no").write_bytes(b"GIF89a")
     assert picture_size(tmp_path / "no") == (0, 0)
@@ -189,7 +188,7 @@ def test_the_heldout_set_is_rendered_by_workers_and_kept(tmp_path: Path, monkeyp
     seen: list[tuple[int, int]] = []
 
     def drawn() -> list[Item]:
-        return heldout_items(3, tmp_path / "cache", workers=1, progress=lambda *n: seen.append(n))
+        return heldout_items(3, tmp_path / "cache", progress=lambda *n: seen.append(n))
 
     items = drawn()
     assert [i.picture.read_bytes() for i in items] == [b"picture 100", b"picture 101", b"picture 102"]

@@ -62,7 +62,6 @@ def tensors_named(file: Path) -> tuple[set[str], set[str]]:
             "byte_strings",
             "json_value",
             "sampling",
-            "sampling_text",
             "get_input_tensor_by_name",
         },
         {

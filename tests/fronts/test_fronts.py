@@ -87,7 +87,7 @@ def test_unary_asks_for_one_response_and_hands_all_of_it_on(backend, monkeypatch
     given = [
         strings("text_input", b"?"),
         strings("image", b"one", b"two"),
-        strings("sampling_parameters", b"{}"),
+        strings("sampling_parameters", b'{"seed": 1}'),
         Tensor("stream", np.array([True])),
         Tensor("exclude_input_in_output", np.array([True])),
     ]
@@ -98,9 +98,8 @@ def test_unary_asks_for_one_response_and_hands_all_of_it_on(backend, monkeypatch
     sent = ensemble.requests["mine"]
     assert set(sent) == {"text_input", "image", "sampling_parameters", "stream", "exclude_input_in_output"}
     assert list(elements(sent["image"].data)) == [b"one", b"two"] and sent["image"].shape == (2,)
-    assert list(elements(sent["text_input"].data)) == [b"?"] and list(elements(sent["sampling_parameters"].data)) == [
-        b"{}"
-    ]
+    assert list(elements(sent["text_input"].data)) == [b"?"]
+    assert list(elements(sent["sampling_parameters"].data)) == [b'{"seed": 1}']
     assert sent["stream"] == Sent("stream", "BOOL", (1,), b"\0")
     assert sent["exclude_input_in_output"] == Sent("exclude_input_in_output", "BOOL", (1,), b"\1")
     (response,) = request.sender.responses
@@ -218,10 +217,15 @@ def test_a_timeout_travels_in_the_sampling_parameters(backend, monkeypatch):
     ensemble = Ensemble(lambda _: [LAST])
     front = started(unary, "vlm_unary", ensemble, monkeypatch)
     front.execute([InferenceRequest([strings("sampling_parameters", b'{"max_tokens": 3}')], timeout=500)])
-    front.execute([InferenceRequest([strings("sampling_parameters", b"not json")], timeout=500)])
+    refused = InferenceRequest([strings("sampling_parameters", b"not json")], timeout=500)
+    front.execute([refused])
     front.finalize()
-    sent = {next(elements(sent["sampling_parameters"].data)) for sent in ensemble.requests.values()}
-    assert sent == {b'{"timeout_us": 500, "max_tokens": 3}', b"not json"}
+    (sent,) = ensemble.requests.values()
+    (sampling,) = elements(sent["sampling_parameters"].data)
+    assert json.loads(sampling) == {"timeout_us": 500, "max_tokens": 3}
+    (response,) = refused.sender.responses
+    assert response.error().code() == "INVALID_ARG" and refused.sender.final
+    assert "'sampling_parameters' is not valid JSON" in response.error().message()
 
 
 @pytest.mark.parametrize(("kind", "name"), BOTH)

@@ -26,22 +26,16 @@ def sampling(given: Any) -> dict[str, Any]:
     return tensors.sampling(given, "sampling_parameters")
 
 
-def sampling_text(given: Any) -> str:
-    return tensors.sampling_text(given, "sampling_parameters") or ""
-
-
 def test_parameters_are_sampling_parameters() -> None:
     given = {"max_tokens": 2, "temperature": 0.5, "ignore_eos": True, "stop": "end", "top_k": "7"}
     assert sampling(request(given)) == given
     assert sampling(request(given, {"seed": 3, "max_tokens": 2})) == {**given, "seed": 3}
-    assert json.loads(sampling_text(request(given, {"seed": 3}))) == {**given, "seed": 3}
 
 
 @pytest.mark.parametrize("parameters", ["", "{}", '{"id": "7"}', '{"stream": true}'])
 def test_without_any_the_input_counts(parameters: str) -> None:
     assert sampling(request(parameters)) == {}
     assert sampling(request(parameters, {"seed": 3})) == {"seed": 3}
-    assert json.loads(sampling_text(request(parameters, {"seed": 3}))) == {"seed": 3}
 
 
 def test_what_is_unknown_is_refused_by_name() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tessera_client.messages import Delta, Request, ServerStatus
 from tessera_wire.errors import TesseraClientError
@@ -16,18 +16,20 @@ Deliver = Callable[[Item], None]
 transport's, which it must not hold up."""
 
 
+class Sent(NamedTuple):
+    """A request under way."""
+
+    stop: Callable[[], Any]
+    """Breaks it off on this side, at any time: what comes then is not delivered."""
+    cancel: Callable[[], None]
+    """Tells the language model to stop working on it (a running ensemble notices nothing itself)."""
+
+
 class Transport(Protocol):
     """Thread-safe. All it raises and delivers is of :mod:`tessera_wire.errors`; deadlines are the caller's to keep."""
 
-    def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Callable[[], None]:
-        """Starts a request, which the server is told to end after ``timeout`` seconds.
-
-        Returns what breaks it off on this side, at any time: what comes then is not delivered.
-        """
-        ...
-
-    def cancel(self, request_id: str) -> None:
-        """Tells the language model to stop working on a request (a running ensemble notices nothing itself)."""
+    def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Sent:
+        """Starts a request, which the server is told to end after ``timeout`` seconds."""
         ...
 
     def status(self) -> ServerStatus: ...

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tessera_client import contract
 from tessera_client.messages import Models, ModelStatus, Request, ServerStatus
-from tessera_client.transports.base import CONTROL_SECONDS, Deliver
+from tessera_client.transports.base import CONTROL_SECONDS, Deliver, Sent
 from tessera_wire.connection import Connection
 from tessera_wire.errors import DeadlineExceeded, TesseraClientError
 from tessera_wire.line import Line
@@ -21,7 +21,7 @@ class GrpcTransport:
         self._model = models.vlm
         self._line = Line(Connection(address, tls), models.language_model)
 
-    def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Callable[[], None]:
+    def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Sent:
         def hand_on(item: Any) -> None:
             if item is not None and not isinstance(item, TesseraClientError):
                 names = (output.name for output in item.outputs)
@@ -31,18 +31,8 @@ class GrpcTransport:
                     item = error
             deliver(item)
 
-        return self._line.send(self._model, request_id, contract.request_tensors(request), hand_on, timeout)
-
-    def cancel(self, request_id: str) -> None:
-        told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        forget = self._line.cancel(request_id, told.put)
-        try:
-            answer = told.get(timeout=CONTROL_SECONDS)
-        except queue.Empty:
-            forget()
-            raise DeadlineExceeded("the server did not answer the control request") from None
-        if isinstance(answer, TesseraClientError):
-            raise answer
+        stop = self._line.send(self._model, request_id, contract.request_tensors(request), hand_on, timeout)
+        return Sent(stop, partial(self._cancel, request_id))
 
     def status(self) -> ServerStatus:
         ask = self._line.connection.ask
@@ -55,3 +45,14 @@ class GrpcTransport:
     def close(self) -> None:
         """Cancels what is under way on the server, then lets the line end in order."""
         self._line.close(CONTROL_SECONDS)
+
+    def _cancel(self, request_id: str) -> None:
+        told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        forget = self._line.cancel(request_id, told.put)
+        try:
+            answer = told.get(timeout=CONTROL_SECONDS)
+        except queue.Empty:
+            forget()
+            raise DeadlineExceeded("the server did not answer the control request") from None
+        if isinstance(answer, TesseraClientError):
+            raise answer

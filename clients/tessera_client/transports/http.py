@@ -1,25 +1,25 @@
-"""HTTP, on httpx: an event loop in a thread of its own carries all requests of a client.
+"""HTTP, on httpx: each request has a thread while it is under way.
 
 A whole answer goes through ``vlm_unary``'s infer endpoint (raw bytes, true status codes), a stream through ``vlm``'s
 generate_stream (JSON and server-sent events; this endpoint answers every fault with 400, so errors are told apart
-by their words). Connections are kept alive and reused; breaking a request off closes its own.
+by their words). Connections are kept alive and reused. A thread that waits cannot be woken:
+of a request that is broken off the server is told, and the thread closes its connection when the answer goes on.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import TimeoutError as TimedOut
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import closing, suppress
+from functools import partial
 from typing import Any
 
 import httpx
 
 from tessera_client import contract
 from tessera_client.messages import Delta, Models, ModelStatus, Request, ServerStatus
-from tessera_client.transports.base import CONTROL_SECONDS, Deliver
+from tessera_client.transports.base import CONTROL_SECONDS, Deliver, Sent
 from tessera_wire import errors
 
 LENGTH_HEADER = "Inference-Header-Content-Length"
@@ -46,88 +46,88 @@ class HttpTransport:
         self._address = address
         self._models = models
         # No proxies of the environment (they would be asked for localhost too), no redirects; deadlines are above.
-        self._client = httpx.AsyncClient(
-            base_url=f"{'https' if tls else 'http'}://{address}", limits=LIMITS, timeout=None, trust_env=False
+        self._client = httpx.Client(
+            base_url=f"{'https' if tls else 'http'}://{address}",
+            limits=LIMITS,
+            timeout=CONTROL_SECONDS,
+            trust_env=False,
         )
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tessera-http", daemon=True)
-        self._thread.start()
-        self._under_way: dict[asyncio.Task[Any], Deliver] = {}
+        self._listeners: dict[str, Deliver] = {}
         self._closed = False
 
-    def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Callable[[], None]:
-        deltas = self._events(request, request_id) if request.stream else self._whole(request, request_id, timeout)
-        return self._start(self._relay(deltas, deliver)).cancel
-
-    def cancel(self, request_id: str) -> None:
-        path = f"/v2/models/{self._models.language_model}/generate_stream"
-        self._wait(self._ask("POST", path, {"CANCEL": request_id}))
+    def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Sent:
+        self._listeners[request_id] = deliver
+        if self._closed:
+            raise self._mapped(RuntimeError("closed"))
+        deltas = (self._events if request.stream else self._whole)(request, request_id, timeout)
+        threading.Thread(target=self._relay, args=(request_id, deltas), name="tessera-http", daemon=True).start()
+        return Sent(partial(self._listeners.pop, request_id, None), partial(self._cancel, request_id))
 
     def status(self) -> ServerStatus:
-        return self._wait(self._status())
-
-    def close(self) -> None:
-        """Breaks off what is under way."""
-        if not self._closed:
-            self._wait(self._shut())
-            self._closed = True
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-    def _start(self, work: Coroutine[Any, Any, Any]) -> Any:
-        if self._closed:
-            work.close()
-            raise errors.TesseraClientError("this client is closed", "open a new one")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """The outcome of a short piece of work; raises DeadlineExceeded after CONTROL_SECONDS."""
-        future = self._start(work)
         try:
-            return future.result(CONTROL_SECONDS)
+            ready = self._client.get("/v2/health/ready").status_code == 200
+            version = _json(self._ask("GET", "/v2"))["version"]
+            index = json.loads(self._ask("POST", "/v2/repository/index"))
+            fields = ("version", "state", "reason")
+            models = tuple(ModelStatus(model["name"], *(model.get(name, "") for name in fields)) for model in index)
+            return ServerStatus(ready, version, models)
         except Exception as error:
-            future.cancel()
             raise self._mapped(error) from error
 
-    async def _relay(self, deltas: AsyncIterator[Delta], deliver: Deliver) -> None:
-        task: Any = asyncio.current_task()
-        self._under_way[task] = deliver
+    def close(self) -> None:
+        """Breaks off what is under way, here and on the server."""
+        self._closed = True
+        under_way = list(self._listeners)
+        for request_id in under_way:
+            self._deliver_last(request_id, errors.Cancelled("the client was closed"))
+        with suppress(errors.TesseraClientError):  # a server that does not listen is not asked again
+            for request_id in under_way:
+                self._cancel(request_id)
+        self._client.close()
+
+    def _relay(self, request_id: str, deltas: Generator[Delta, None, None]) -> None:
+        """The life of a request's thread. One that nobody listens to any more ends with what comes next."""
         error = None
         try:
-            async for delta in deltas:
-                deliver(delta)
+            with closing(deltas):
+                for delta in deltas:
+                    if (deliver := self._listeners.get(request_id)) is None:
+                        return
+                    deliver(delta)
         except Exception as foreign:
             error = self._mapped(foreign)
-        finally:
-            self._under_way.pop(task, None)
-        deliver(error)
+        self._deliver_last(request_id, error)
 
-    async def _shut(self) -> None:
-        for task, deliver in list(self._under_way.items()):
-            task.cancel()
-            deliver(errors.Cancelled("the client was closed"))
-        await asyncio.gather(*self._under_way, return_exceptions=True)
-        await self._client.aclose()
+    def _deliver_last(self, request_id: str, error: errors.TesseraClientError | None) -> None:
+        if deliver := self._listeners.pop(request_id, None):
+            deliver(error)
 
-    async def _events(self, request: Request, request_id: str) -> AsyncIterator[Delta]:
+    def _cancel(self, request_id: str) -> None:
+        try:
+            self._ask("POST", f"/v2/models/{self._models.language_model}/generate_stream", {"CANCEL": request_id})
+        except Exception as error:
+            raise self._mapped(error) from error
+
+    def _events(self, request: Request, request_id: str, timeout: float | None) -> Generator[Delta, None, None]:
         """The deltas of a generate_stream response."""
         path = f"/v2/models/{self._models.vlm}/generate_stream"
-        async with self._client.stream("POST", path, json=contract.request_json(request, request_id)) as response:
+        body = contract.request_json(request, request_id)
+        with self._client.stream("POST", path, json=body, timeout=timeout) as response:
             if response.status_code != 200:
                 # 400 stands for every fault here; any other status is true.
-                raise _failure(response.status_code, await response.aread(), known=response.status_code != 400)
-            async for line in _lines(response):
+                raise _failure(response.status_code, response.read(), known=response.status_code != 400)
+            for line in _lines(response):
                 if line.startswith(b"data:"):
                     event = _json(line[5:])
                     if "error" in event:
                         raise errors.from_server(str(event["error"]))
                     yield contract.delta_from_json(event)
 
-    async def _whole(self, request: Request, request_id: str, timeout: float | None) -> AsyncIterator[Delta]:
+    def _whole(self, request: Request, request_id: str, timeout: float | None) -> Generator[Delta, None, None]:
         """The one delta of an infer response (JSON head, then the outputs' raw contents)."""
         body, headers = _infer_body(request, request_id, timeout)
-        response = await self._client.post(f"/v2/models/{self._models.unary}/infer", content=body, headers=headers)
+        path = f"/v2/models/{self._models.unary}/infer"
+        response = self._client.post(path, content=body, headers=headers, timeout=timeout)
         data = response.content
         if response.status_code != 200:
             raise _failure(response.status_code, data)
@@ -139,16 +139,8 @@ class HttpTransport:
             position += size
         yield contract.delta_from_raw(outputs)
 
-    async def _status(self) -> ServerStatus:
-        ready = (await self._client.get("/v2/health/ready")).status_code == 200
-        version = _json(await self._ask("GET", "/v2"))["version"]
-        index = json.loads(await self._ask("POST", "/v2/repository/index"))
-        fields = ("version", "state", "reason")
-        models = tuple(ModelStatus(model["name"], *(model.get(name, "") for name in fields)) for model in index)
-        return ServerStatus(ready, version, models)
-
-    async def _ask(self, method: str, path: str, body: Any = None) -> bytes:
-        response = await self._client.request(method, path, json=body)
+    def _ask(self, method: str, path: str, body: Any = None) -> bytes:
+        response = self._client.request(method, path, json=body)
         if response.status_code != 200:
             raise _failure(response.status_code, response.content)
         return response.content
@@ -156,7 +148,9 @@ class HttpTransport:
     def _mapped(self, error: Exception) -> errors.TesseraClientError:
         if isinstance(error, errors.TesseraClientError):
             return error
-        if isinstance(error, TimedOut):
+        if self._closed:
+            return errors.TesseraClientError("this client is closed", "open a new one")
+        if isinstance(error, httpx.TimeoutException):
             return errors.DeadlineExceeded("the time given ran out before the answer was complete")
         if isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol):
             return errors.connection_failed(self._address, str(error) or type(error).__name__)
@@ -165,13 +159,12 @@ class HttpTransport:
         )
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+def _lines(response: httpx.Response) -> Iterator[bytes]:
     """A body's lines, ended by a line feed alone: httpx's own also end at the separators that a text may hold."""
     rest = b""
-    async for piece in response.aiter_bytes():
+    for piece in response.iter_bytes():
         *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            yield line
+        yield from lines
     if rest:
         yield rest
 

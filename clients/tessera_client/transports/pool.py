@@ -9,16 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from tessera_client.messages import Delta, Models, ModelStatus, Request, ServerStatus
-from tessera_client.transports.base import Deliver, Item, Transport
+from tessera_client.transports.base import Deliver, Item, Sent, Transport
 from tessera_wire.address import addresses, parse_url
 from tessera_wire.errors import ConnectionFailed, Unavailable
 
 REST_SECONDS = 1.0
 NOT_NOW = (Unavailable, ConnectionFailed)  # the errors that say so, which are the retried ones
-REMEMBERED = 1024  # ended requests whose server is still known: the control request that cancels one comes after it
 
 
 class ServerPool:
@@ -35,64 +35,39 @@ class ServerPool:
             raise ValueError(f"a pool needs a server, got {servers}")
         self._clock = clock
         self._lock = threading.RLock()  # a stream that is collected while it is held ends its request
-        self._counts = [0] * servers
         self._rest_ends: list[float | None] = [None] * servers  # None: it is in order
-        self._under_way: dict[str, int] = {}
-        self._ended: dict[str, int] = {}
         self._turn = 0
-
-    @property
-    def under_way(self) -> tuple[int, ...]:
+        self.under_way = [0] * servers
         """How many requests each server has under way."""
-        with self._lock:
-            return tuple(self._counts)
 
-    def pick(self, request_id: str) -> int:
-        """The server for a new request, which counts as under way from now on.
-
-        Raises ValueError if a request with this id is under way.
-        """
+    def pick(self) -> int:
+        """The server for a new request, which counts as under way until its :meth:`end`."""
         with self._lock:
-            if request_id in self._under_way:
-                raise ValueError(f"request {request_id!r} is under way already")
             server = self._next()
-            self._counts[server] += 1
-            self._under_way[request_id] = server
+            self.under_way[server] += 1
             return server
 
-    def answered(self, request_id: str) -> None:
-        """The request's server has sent something: if it has rested, it is in order again."""
-        server = self._under_way.get(request_id)
-        if server is None or self._rest_ends[server] is None:  # nearly always; a lock per token would be waste
+    def answered(self, server: int) -> None:
+        """The server has sent something: if it has rested, it is in order again."""
+        if self._rest_ends[server] is None:  # nearly always; a lock per token would be waste
             return
         with self._lock:
             rest_ends = self._rest_ends[server]
             if rest_ends is not None and self._clock() >= rest_ends:
                 self._rest_ends[server] = None
 
-    def end(self, request_id: str, error: BaseException | None = None) -> None:
-        """The request is over, by ``error`` if there was one. A second end does nothing."""
+    def end(self, server: int, error: BaseException | None = None) -> None:
+        """A request of the server's is over, by ``error`` if there was one."""
         with self._lock:
-            server = self._under_way.pop(request_id, None)
-            if server is None:
-                return
-            self._counts[server] -= 1
+            self.under_way[server] -= 1
             if isinstance(error, NOT_NOW):
                 self._rest_ends[server] = self._clock() + REST_SECONDS
-            self._ended[request_id] = server
-            if len(self._ended) > REMEMBERED:
-                del self._ended[next(iter(self._ended))]
-
-    def server_of(self, request_id: str) -> int | None:
-        """The server a request was given to; None for one that is unknown or ended long ago."""
-        with self._lock:
-            return self._under_way.get(request_id, self._ended.get(request_id))
 
     def _next(self) -> int:
-        now, servers = self._clock(), range(len(self._counts))
-        usable = [i for i in servers if (end := self._rest_ends[i]) is None or (end <= now and not self._counts[i])]
+        now, servers = self._clock(), range(len(self.under_way))
+        usable = [i for i in servers if (end := self._rest_ends[i]) is None or (end <= now and not self.under_way[i])]
         if usable:
-            server = min(usable, key=lambda i: (self._counts[i], (i - self._turn) % len(servers)))
+            server = min(usable, key=lambda i: (self.under_way[i], (i - self._turn) % len(servers)))
         else:
             server = min(servers, key=lambda i: self._rest_ends[i] or 0.0)
         self._turn = server + 1
@@ -124,32 +99,32 @@ class PooledTransport:
         self._transports = tuple(transports.values())
         self._pool = ServerPool(len(transports))
 
-    def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Callable[[], None]:
-        server = self._pool.pick(request_id)
+    def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Sent:
+        server = self._pool.pick()
+        under_way = [server]  # popped by the first to end it: its last item or a stop
+
+        def end(error: BaseException | None = None) -> None:
+            with suppress(IndexError):
+                self._pool.end(under_way.pop(), error)
 
         def count(item: Item) -> None:
             if isinstance(item, Delta):
-                self._pool.answered(request_id)
+                self._pool.answered(server)
             else:
-                self._pool.end(request_id, item)
+                end(item)
             deliver(item)
 
         try:
-            stop = self._transports[server].send(request, request_id, timeout, count)
+            sent = self._transports[server].send(request, request_id, timeout, count)
         except BaseException as error:
-            self._pool.end(request_id, error)
+            end(error)
             raise
 
-        def stop_counting() -> None:
-            stop()
-            self._pool.end(request_id)
+        def stop() -> None:
+            sent.stop()
+            end()
 
-        return stop_counting
-
-    def cancel(self, request_id: str) -> None:
-        """Tells the server that has the request; a request that was never sent needs no cancelling."""
-        if (server := self._pool.server_of(request_id)) is not None:
-            self._transports[server].cancel(request_id)
+        return sent._replace(stop=stop)
 
     def status(self) -> ServerStatus:
         """What holds of all servers together; raises for the first that does not answer."""

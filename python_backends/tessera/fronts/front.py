@@ -123,9 +123,9 @@ class Front(ABC):
 
     def _inputs(self, request: Any) -> list[Tensor]:
         """The client's tensors, unchecked, but for those that a front decides or that request parameters add to."""
-        sampling = tensors.sampling_text(request, "sampling_parameters")
-        if request.timeout() > 0:
-            sampling = with_timeout(sampling, request.timeout())
+        sampling = tensors.sampling(request, "sampling_parameters")
+        if request.timeout() > 0:  # ends the request on the server, not here
+            sampling.setdefault(TIMEOUT_KEY, request.timeout())
         flags = {
             "stream": self.wants_stream(request),
             "exclude_input_in_output": tensors.flag(request, "exclude_input_in_output", False),
@@ -135,8 +135,8 @@ class Front(ABC):
             for tensor in request.inputs()
             if tensor.name() not in (*flags, "sampling_parameters")
         ]
-        if sampling is not None:
-            inputs.append(bytes_tensor("sampling_parameters", sampling.encode()))
+        if sampling:
+            inputs.append(bytes_tensor("sampling_parameters", json.dumps(sampling).encode()))
         return [*inputs, *(Tensor(name, "BOOL", (1,), bytes([value])) for name, value in flags.items())]
 
     def _answer(self, responder: Responder, items: list[Any]) -> None:
@@ -175,11 +175,9 @@ def response(message: Any) -> Any:
     """One response of the ensemble (a ModelInferResponse) as a response of a front."""
     import triton_python_backend_utils as pb_utils
 
+    outputs = zip(message.outputs, message.raw_output_contents, strict=True)
     return pb_utils.InferenceResponse(
-        [
-            tensors.output(output.name, values_of(output.datatype, raw).reshape(output.shape))
-            for output, raw in zip(message.outputs, message.raw_output_contents, strict=True)
-        ]
+        [tensors.output(each.name, values_of(each.datatype, raw).reshape(each.shape)) for each, raw in outputs]
     )
 
 
@@ -188,15 +186,3 @@ def values_of(datatype: str, raw: bytes) -> np.ndarray:
     if datatype == "BYTES":
         return np.array(list(elements(raw)), dtype=np.object_)
     return np.frombuffer(bytearray(raw), dtype=NUMBERS[datatype])
-
-
-def with_timeout(sampling: str | None, microseconds: int) -> str:
-    """sampling_parameters with the request's timeout, which ends the request on the server and not here.
-
-    What is no JSON object stays as it is: preprocess says what is wrong with it.
-    """
-    try:
-        parsed = json.loads(sampling or "{}")
-    except (ValueError, RecursionError):
-        return sampling or ""
-    return json.dumps({TIMEOUT_KEY: microseconds, **parsed}) if isinstance(parsed, dict) else sampling or ""

@@ -107,11 +107,6 @@ def sampling(request: Any, name: str) -> dict[str, Any]:
     return merged
 
 
-def sampling_text(request: Any, name: str) -> str | None:
-    """The same as JSON, to be handed on; without request parameters the input as it came, unchecked."""
-    return json.dumps(sampling(request, name)) if _parameters(request) else text(request, name)
-
-
 def _parameters(request: Any) -> list[tuple[str, Any]]:
     """Names and values; a name twice where the body and its "parameters" both have it. `timeout` as deadline.py has it.
 
