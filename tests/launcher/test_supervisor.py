@@ -18,7 +18,7 @@ from tessera.launcher.supervisor import Supervision, Supervisor
 class Script:
     """A server that does what it is told: each start succeeds or raises; then it fails with a reason."""
 
-    host, http_port, models, log_path, swept = "127.0.0.1", 1, ("vlm",), "log", ()
+    models, log_path, swept = ("vlm",), "log", ()
     crashes = ()
     grpc_url, http_url, metrics_url, mps = "g", "h", "m", False
 

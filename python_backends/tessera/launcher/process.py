@@ -17,7 +17,6 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from types import TracebackType
 
 import tessera
 from tessera.errors import TesseraError
@@ -84,15 +83,8 @@ class Server:
     def __enter__(self) -> Server:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
-
-    @property
-    def host(self) -> str:
-        """The host a client on this machine connects to."""
-        return self.options.local_host
 
     @property
     def grpc_url(self) -> str:
@@ -203,11 +195,11 @@ class Server:
             return f"tritonserver ended: {self._last_words(self._guard)}"
         gone = {name: pid for pid, name in self._stubs.items() if not command_line(pid)}
         if gone or self._unloaded:
-            living, ready = self.stub_pids(), self._models_in_state_ready()
+            living, models = self.stub_pids(), self._models()
             missing = [
                 f"{name!r} (process {pid})"
                 for name, pid in gone.items()
-                if name not in living.values() and (ready is None or model_of(name) in ready)
+                if name not in living.values() and (models is None or models.get(model_of(name)))
             ]
             if missing:
                 return f"the Python process of {', '.join(missing)} died"
@@ -283,7 +275,8 @@ class Server:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._guard.wait(1.0)  # others may fail too
                 raise ServerStartError(self._fail("a model failed to load"))
-            if self._services_answer() and not self._models_not_ready():
+            if self._services_answer() and (models := self._models()) and all(models.values()):
+                self.models = tuple(sorted(models))
                 self._stubs, self._unloaded = self.stub_pids(), set()
                 return
             time.sleep(0.05)
@@ -291,31 +284,24 @@ class Server:
 
     def _services_answer(self) -> bool:
         """Whether the server says it is ready; the metrics service starts last, and its failure ends the server."""
-        if self._answer("GET", "/v2/health/ready") is None:
-            return False
-        if "--allow-metrics=false" in self.options.extra_flags:
-            return True
-        return self._answer("GET", "/metrics", self.metrics_port) is not None
+        services = [f"{self.http_url}/v2/health/ready"]
+        if "--allow-metrics=false" not in self.options.extra_flags:
+            services.append(self.metrics_url)
+        return all(self._answer(url) is not None for url in services)
 
-    def _models_not_ready(self) -> list[str]:
-        """Names of the models that were to be loaded and do not answer as ready; fills ``models``."""
-        index = json.loads(self._answer("POST", "/v2/repository/index") or b"[]")
-        names = sorted({entry["name"] for entry in index if entry.get("state")})
-        waiting = [name for name in names if self._answer("GET", f"/v2/models/{name}/ready") is None]
-        self.models = tuple(name for name in names if name not in waiting)
-        return waiting or ([] if names else ["(none listed)"])
+    def _models(self) -> dict[str, bool] | None:
+        """Model that was to be loaded -> whether it is ready; None if the server does not answer."""
+        index = self._answer(f"{self.http_url}/v2/repository/index", b"")
+        if index is None:
+            return None
+        return {entry["name"]: entry["state"] == "READY" for entry in json.loads(index) if entry.get("state")}
 
-    def _models_in_state_ready(self) -> set[str] | None:
-        """The models that the server believes to be ready; None if it does not answer."""
-        index = self._answer("POST", "/v2/repository/index")
-        return None if index is None else {e["name"] for e in json.loads(index) if e.get("state") == "READY"}
-
-    def _answer(self, method: str, path: str, port: int = 0) -> bytes | None:
+    def _answer(self, url: str, body: bytes | None = None) -> bytes | None:
         """Body of a 200 answer, else None."""
         if self._aborted.is_set():
             return None
         try:
-            return request((self.host, port or self.http_port), method, path, 2.0)
+            return request(url, 2.0, body)
         except NoAnswer:
             return None
 

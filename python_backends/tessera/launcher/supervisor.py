@@ -120,9 +120,7 @@ class Supervisor:
             self.say(f"{crash}; started again", True)
         server.keep_ports()
         supervision = self.supervision
-        pinger = Pinger(
-            server.host, server.http_port, server.models, supervision.ping_interval_s, supervision.ping_timeout_s
-        )
+        pinger = Pinger(server.http_url, server.models, supervision.ping_interval_s, supervision.ping_timeout_s)
         try:
             self._pinger = pinger.start()
         except NoAnswer as error:
