@@ -17,22 +17,11 @@ from tessera.settings import check, setting
 SHARED_MEMORY = Path("/dev/shm")
 
 # The launcher gives these flags itself and relies on their values; a second one would win silently.
-RESERVED_FLAGS = {
-    "--model-repository": "--model-repository",
-    "--model-store": "--model-repository",
-    "--http-port": "--http-port",
-    "--grpc-port": "--grpc-port",
-    "--metrics-port": "--metrics-port",
-    "--http-address": "--host",
-    "--grpc-address": "--host",
-    "--metrics-address": "--host",
-    "--model-config-name": "--model-config-name",
-    "--log-verbose": "--log-verbose",
-    "--log-file": "--log",
-    "--exit-timeout-secs": None,
-    "--allow-http": None,
-}
-
+RESERVED_FLAGS = (
+    *("--model-repository", "--model-store", "--model-config-name", "--log-file", "--exit-timeout-secs"),
+    *("--allow-http", "--http-port", "--grpc-port", "--metrics-port"),
+    *("--http-address", "--grpc-address", "--metrics-address"),
+)
 MPS_CONTROL = "nvidia-cuda-mps-control"
 MPS_SOCKET = Path("/tmp/nvidia-mps/control")  # of the machine's own daemon, if it has one
 # tritonserver's pool on a GPU of which only the stages can ask the size.
@@ -56,7 +45,6 @@ class ServerOptions:
     grpc_port: int = setting(8001, name="--grpc-port", least=0, most=65535)
     metrics_port: int = setting(8002, name="--metrics-port", least=0, most=65535)
     model_config_name: str | None = None
-    log_verbose: int = 0
     ready_timeout_s: float = 300.0
     exit_timeout_s: int = 5
     """How long tritonserver waits for open connections and requests in flight when told to stop."""
@@ -75,12 +63,9 @@ class ServerOptions:
     def validate(self) -> None:
         """Raises ConfigError for settings that cannot work, before anything is started."""
         for flag in self.extra_flags:
-            name = flag.partition("=")[0]
-            if name in RESERVED_FLAGS:
-                ours = RESERVED_FLAGS[name]
+            if (name := flag.partition("=")[0]) in RESERVED_FLAGS:
                 raise ConfigError(
-                    f"{name} cannot be passed on to tritonserver: the launcher sets it"
-                    + (f"; use tessera serve {ours}" if ours else "")
+                    f"{name} cannot be passed on to tritonserver: the launcher sets it (see tessera serve --help)"
                 )
         if self.checkpoint is not None and not self.checkpoint.is_dir():
             raise ConfigError(f"--checkpoint: no folder {self.checkpoint}")
@@ -97,14 +82,15 @@ class ServerOptions:
         environment = {**os.environ, **self.environment}
         return set_up(self.model_repository, self.model_config_name, environment, self.given, self.only)
 
-    @property
-    def local_host(self) -> str:
-        """The host a client on this machine connects to."""
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-
     def local(self, port: int) -> str:
         """The address of that port for a client on this machine."""
-        return f"[{self.local_host}]:{port}" if ":" in self.local_host else f"{self.local_host}:{port}"
+        return local_address(self.host, port)
+
+
+def local_address(host: str, port: int) -> str:
+    """Where a client on this machine finds what listens on ``host``."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def mps_control(options: ServerOptions, environment: Mapping[str, str], device: str) -> str | None:
@@ -153,7 +139,6 @@ def server_flags(
         f"--http-port={http}",
         f"--grpc-port={grpc}",
         f"--metrics-port={metrics}",
-        f"--log-verbose={options.log_verbose}",
         # Another server that uses our vision stage (its vision_url) pings every 20 s to know whether we are there.
         "--grpc-keepalive-permit-without-calls=true",
         "--grpc-http2-min-recv-ping-interval-without-data=10000",
