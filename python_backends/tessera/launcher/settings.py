@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING
 from tessera import settings
 from tessera.engine.config import EngineConfig
 from tessera.errors import ConfigError
-from tessera.gpu_memory import (
-    Division,
-    ServerSettings,
-    card_bytes,
-    divide,
-    find_device,
-    vision_said,
-    weights_of,
-)
+from tessera.gpu_memory import Division, ServerSettings, card_bytes, divide_for, find_device
 from tessera.preprocess.settings import PreprocessSettings
 from tessera.settings import Effective, Sources, nearest, settings_of, variable
 from tessera.vision.settings import VisionSettings
@@ -113,9 +105,7 @@ def set_up(
         found["device"] = Effective("device", device, "device")
     division = None
     if device == "cuda" and {VISION, LANGUAGE} & kinds.keys() and (card := card_bytes(all_told)):
-        dtype = all_told.get("TESSERA_DTYPE") or first.parameters.get("dtype", "")
-        shares = vision_said(all_told), LANGUAGE in kinds
-        division = divide(card, server.gpu_memory, weights_of(checkpoint, dtype), *shares)
+        division = divide_for(card, server, checkpoint, first, LANGUAGE in kinds)
     instances = None
     for stage, kind in kinds.items():
         sources[stage].refuse_unknown(kind, ServerSettings)
