@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +25,7 @@ from tessera.launcher.ports import one_per_gpu, ports_of
 from tessera.launcher.process import log_path
 from tessera.launcher.settings import ServerSetup
 
-INSTALLATION = Installation(
-    "test", Path("/s/bin/t"), Path("/s/backends"), None, (Path("/l1"), Path("/l2")), Path("/py")
-)
+INSTALLATION = Installation(Path("/s/bin/t"), Path("/s/backends"), None, (Path("/l1"), Path("/l2")))
 
 CPU = ServerSetup({}, [], "cpu")
 
@@ -104,7 +103,10 @@ def test_the_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "model").mkdir()
     options = ServerOptions(tmp_path, checkpoint=Path("model"), environment={"TESSERA_X": "1"})
     environment = server_environment(options, INSTALLATION, 8001, options.set_up())
-    assert environment["PATH"] == "/py:/usr/bin" and environment["LD_LIBRARY_PATH"] == "/l1:/l2:/mine"
+    assert (
+        environment["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
+        and environment["LD_LIBRARY_PATH"] == "/l1:/l2:/mine"
+    )
     assert environment["TESSERA_CHECKPOINT"] == str(tmp_path / "model")
     assert environment["TESSERA_THREADS"] == "3" and environment["TESSERA_X"] == "1"
     monkeypatch.delenv("LD_LIBRARY_PATH")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,11 +186,10 @@ def server_environment(
     environment.pop(INSTANCES, None)  # the launcher's own
     # The fronts reach the ensemble as clients of this same server.
     environment["TESSERA_GRPC_ADDRESS"] = options.local(grpc_port)
-    for name, folders in (
-        ("PATH", (installation.python_bin,)),
-        ("LD_LIBRARY_PATH", installation.library_path),
-    ):
-        parts = [str(folder) for folder in folders] + [environment.get(name, "")]
-        if value := os.pathsep.join(part for part in parts if part):
+    # The stub takes the environment of the python3 that it finds first.
+    first = {"PATH": (Path(sys.executable).parent,), "LD_LIBRARY_PATH": installation.library_path}
+    for name, folders in first.items():
+        parts = [*map(str, folders), environment.get(name, "")]
+        if value := os.pathsep.join(filter(None, parts)):
             environment[name] = value
     return environment

@@ -17,16 +17,18 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import tessera
 from tessera.errors import TesseraError
 from tessera.launcher import guard, leftovers
 from tessera.launcher.diagnosis import check_repository, explain_log, failed_models
-from tessera.launcher.installation import STUB, Installation, cache_folder, find_installation
+from tessera.launcher.installation import STUB, find_installation
 from tessera.launcher.options import SHARED_MEMORY, ServerOptions, mps_control, server_environment, server_flags
 from tessera.launcher.ping import NoAnswer, request
 from tessera.launcher.ports import choose_ports, ports_of, with_ports
 from tessera.launcher.settings import ServerSetup, lay_out
+from tessera.user_cache import cache_folder
 
 # tritonserver ends one second after its exit timeout at the latest, if it ends by itself at all.
 GRACE_BEYOND_EXIT_TIMEOUT_S = 1.5
@@ -52,9 +54,8 @@ class Server:
     thread; others may call :meth:`abort` and look at the properties.
     """
 
-    def __init__(self, options: ServerOptions, installation: Installation | None = None):
+    def __init__(self, options: ServerOptions):
         self.options = options
-        self.installation = installation
         self.models: tuple[str, ...] = ()
         self.http_port = self.grpc_port = self.metrics_port = 0
         self.setup = ServerSetup({}, [], "cpu")
@@ -109,14 +110,12 @@ class Server:
         self.options.validate()
         check_repository(self.options.model_repository, self.options.model_config_name)
         self.setup = self.options.set_up()
-        if self.installation is None:
-            self.installation = find_installation()
         self.swept = tuple(leftovers.sweep())
         self.crashes = ()
         picked = 0 in ports_of(self.options)
         for attempt in range(attempts):
             try:
-                self._spawn(self.installation, choose_ports(self.options))
+                self._spawn(choose_ports(self.options))
                 self._wait_ready()
                 return self
             except ServerStartError as error:
@@ -162,7 +161,6 @@ class Server:
             process.wait()
         self._read_end(process)
         if process.returncode and self.pid:  # the guard was killed, so its work is done here
-            guard.kill_session(self.pid)
             self.removed = tuple(leftovers.remove_if_gone(self.shm_prefix))
         self.pid = 0
         self._guard = None  # last, so that a stop that a signal interrupted can be taken up again
@@ -211,36 +209,18 @@ class Server:
     def _grace_s(self) -> float:
         return self.options.exit_timeout_s + GRACE_BEYOND_EXIT_TIMEOUT_S
 
-    def _spawn(self, installation: Installation, ports: tuple[int, int, int]) -> None:
+    def _spawn(self, ports: tuple[int, int, int]) -> None:
         self.http_port, self.grpc_port, self.metrics_port = ports
         self.shm_prefix = f"tessera-{uuid.uuid4().hex[:12]}-"
         self._status = self._why = None
-        repository = lay_out(
-            self.options.model_repository,
-            self.options.model_config_name,
-            self.setup,
-            SHARED_MEMORY / f"{self.shm_prefix}models",  # where it goes with the server, however that ends
-        )
-        environment = server_environment(self.options, installation, self.grpc_port, self.setup)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self.options.log_path is None:
             remove_old_logs(self.log_path.parent)
-        job = {
-            "command": [
-                str(installation.binary),
-                *server_flags(self.options, installation, ports, self.shm_prefix, self.setup, repository),
-            ],
-            "environment": environment,
-            "mps_control": mps_control(self.options, environment, self.setup.device),
-            # The stubs have the server's folder on sys.path: so model.py finds this package, installed or not.
-            "folder": str(Path(tessera.__file__).resolve().parent.parent),
-            "shm_prefix": self.shm_prefix,
-            "grace_s": self._grace_s,
-        }
         if self._runs and self.log_path.exists():  # how the last run ended is worth keeping
             self.log_path.replace(self.log_path.with_name(self.log_path.name + ".1"))
         self._runs += 1
         with open(self.log_path, "wb") as log:
+            job = self._job(ports)
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", guard.__file__],
                 stdin=subprocess.PIPE,
@@ -254,9 +234,27 @@ class Server:
         process.stdin.flush()
         line = process.stdout.readline()
         if not line:
-            raise ServerStartError(self._fail(f"could not run {installation.binary}"))
+            raise ServerStartError(self._fail(f"could not run {job['command'][0]}"))
         begun = json.loads(line)
         self.pid, self.mps = begun["pid"], begun["mps"]
+
+    def _job(self, ports: tuple[int, int, int]) -> dict[str, Any]:
+        """What the guard is told to run."""
+        own = SHARED_MEMORY / f"{self.shm_prefix}own"  # links, which go with the server, however that ends
+        installation = find_installation(own / "runtime")
+        options = self.options
+        repository = lay_out(options.model_repository, options.model_config_name, self.setup, own / "models")
+        environment = server_environment(options, installation, self.grpc_port, self.setup)
+        flags = server_flags(options, installation, ports, self.shm_prefix, self.setup, repository)
+        return {
+            "command": [str(installation.binary), *flags],
+            "environment": environment,
+            "mps_control": mps_control(options, environment, self.setup.device),
+            # The stubs have the server's folder on sys.path: so model.py finds this package, installed or not.
+            "folder": str(Path(tessera.__file__).resolve().parent.parent),
+            "shm_prefix": self.shm_prefix,
+            "grace_s": self._grace_s,
+        }
 
     def _wait_ready(self) -> None:
         """Polls until all models are ready; raises ServerStartError and cleans up when that will not happen."""
