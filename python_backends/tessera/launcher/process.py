@@ -101,7 +101,7 @@ class Server:
         return f"http://{self.options.local(self.metrics_port)}/metrics"
 
     def start(self, attempts: int = START_ATTEMPTS) -> Server:
-        """Starts the server and returns when every model is ready.
+        """Starts the server and returns when every model is ready. The next start has the same ports, picked or not.
 
         A tritonserver that crashes, as it does once in a while for no fault of a model, is started again, up to
         ``attempts`` starts. Raises ConfigError or InstallationError before anything runs, ServerStartError (after
@@ -117,6 +117,7 @@ class Server:
             try:
                 self._spawn(choose_ports(self.options))
                 self._wait_ready()
+                self.options = with_ports(self.options, (self.http_port, self.grpc_port, self.metrics_port))
                 return self
             except ServerStartError as error:
                 # A picked port was free a moment ago; whoever took it since will not take the next one too.
@@ -129,10 +130,6 @@ class Server:
                 self.stop()
                 raise
         raise AssertionError("unreachable")
-
-    def keep_ports(self) -> None:
-        """Makes the next start use the ports of this one, picked or not."""
-        self.options = with_ports(self.options, (self.http_port, self.grpc_port, self.metrics_port))
 
     def abort(self) -> None:
         """Ends a start that is under way in another thread, and any later one. A running server runs on."""

@@ -84,7 +84,7 @@ def set_up(
     kinds = {stage: kind for stage, kind in STAGES.items() if stage in (only or known) and stage in known}
     configs = {stage: read_config(config_file(repository, stage, config_name)) for stage in kinds}
     all_told = {**environment, **told}
-    counted = all_told.pop(INSTANCES, None)
+    counted = {INSTANCES: count} if (count := all_told.pop(INSTANCES, None)) else {}
     sources = {stage: Sources(stage, parameters(config), all_told) for stage, config in configs.items()}
     found: dict[str, Effective] = {}
 
@@ -112,12 +112,9 @@ def set_up(
         settings.read(kind, sources[stage], device, lambda: division, report)
     if PREPROCESS in kinds:
         stated = configs[PREPROCESS].instance_group[0].count
-        own = Sources(PREPROCESS, {}, {INSTANCES: counted} if counted else {})
-        if counted is None and stated != InstanceSettings.instances:
-            report(Effective(f"{PREPROCESS}.instances", stated, "config.pbtxt"))
-        else:
-            count = settings.read(InstanceSettings, own, device, report=report).instances
-            instances = count if count != stated else None
+        said = {"instances": str(stated)} if stated != InstanceSettings.instances else {}
+        own = settings.read(InstanceSettings, Sources(PREPROCESS, said, counted), device, report=report)
+        instances = own.instances if own.instances != stated else None
     return ServerSetup(told | {"TESSERA_DEVICE": device}, list(found.values()), device, division, instances, only)
 
 

@@ -118,7 +118,6 @@ class Supervisor:
             self.say(f"removed {len(server.swept)} leftovers of a server that was killed", False)
         for crash in server.crashes:
             self.say(f"{crash}; started again", True)
-        server.keep_ports()
         supervision = self.supervision
         pinger = Pinger(server.http_url, server.models, supervision.ping_interval_s, supervision.ping_timeout_s)
         try:
