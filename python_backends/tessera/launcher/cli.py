@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,12 +25,7 @@ from tessera.launcher.process import Server
 from tessera.launcher.settings import ServerSetup
 from tessera.launcher.supervisor import Supervision
 
-DEFAULTS = {
-    field.name: field.default
-    for kind in (ServerOptions, Supervision)
-    for field in fields(kind)
-    if field.default is not MISSING
-}
+DEFAULTS = vars(ServerOptions(Path())) | vars(Supervision())
 GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z-]+")
 
 
@@ -105,7 +100,8 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
     add("--set", "any other setting, such as language_model.max_sequences=64; may be repeated", dest="settings",
         type=pair, action="append", default=[], metavar="NAME=VALUE")  # fmt: skip
     add("--show-settings", "print all settings and who set them, and end", action="store_true")
-    add("--model-repository", "default: model_repository here or in the source tree", type=Path, metavar="DIR")
+    add("--model-repository", "default: model_repository here or in the source tree", type=Path, metavar="DIR",
+        default=default_repository())  # fmt: skip
     add("--only", "load these models only (as vision_encoder, for other servers to use)", type=names, metavar="NAME,..")
     add("--gpus", "one server for each of these GPUs (numbers or UUIDs, as in CUDA_VISIBLE_DEVICES); each server's "
         "ports are the ones before plus 10", type=gpu_names, default=(), metavar="N,N,...")  # fmt: skip
@@ -128,13 +124,12 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
     known = vars(parser.parse_args(argv[:split]))
     settings = dict(known.pop("settings"))
     settings |= {name: value for name in ("device", "gpu_memory") if (value := known.pop(name)) is not None}
-    known["model_repository"] = known["model_repository"] or default_repository()
-    ours = [field.name for field in fields(Supervision) if field.name in known]
-    supervision = Supervision(**{name: known.pop(name) for name in ours})
-    theirs = [field.name for field in fields(ServerOptions) if field.name in known]
-    options = ServerOptions(
-        **{name: known.pop(name) for name in theirs}, settings=settings, extra_flags=tuple(argv[split + 1 :])
-    )
+    known |= {"settings": settings, "extra_flags": tuple(argv[split + 1 :])}
+
+    def taken(kind: type) -> dict[str, Any]:
+        return {field.name: known.pop(field.name) for field in fields(kind) if field.name in known}
+
+    options, supervision = ServerOptions(**taken(ServerOptions)), Supervision(**taken(Supervision))
     return options, known["gpus"], supervision, argparse.Namespace(**known)
 
 

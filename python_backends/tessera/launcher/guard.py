@@ -98,10 +98,6 @@ class Guard:
 
     def spawn(self, command: list[str], environment: dict[str, str]) -> int:
         """Starts a child that goes when we go, in a session of its own; returns its process id."""
-
-        def die_with_guard() -> None:
-            self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
         process = subprocess.Popen(
             command,
             env=environment,
@@ -109,7 +105,7 @@ class Guard:
             stdin=subprocess.DEVNULL,
             stdout=2,
             start_new_session=True,
-            preexec_fn=die_with_guard,
+            preexec_fn=lambda: self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
         )
         process.returncode = 0  # reaped here, not by Popen
         return process.pid
@@ -293,12 +289,10 @@ def tell(message: dict[str, Any]) -> None:
 
 
 def read_job() -> dict[str, Any]:
-    line = b""
-    while not line.endswith(b"\n"):
-        block = os.read(0, 65536)
-        if not block:
-            raise SystemExit("guard: standard input ended before the job was read")
-        line += block
+    with open(0, "rb", buffering=0, closefd=False) as orders:  # unbuffered, so that it takes no more than the line
+        line = orders.readline()
+    if not line:
+        raise SystemExit("guard: standard input ended before the job was read")
     job: dict[str, Any] = json.loads(line)
     return job
 

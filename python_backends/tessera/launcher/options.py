@@ -27,10 +27,8 @@ MPS_CONTROL = "nvidia-cuda-mps-control"
 MPS_SOCKET = Path("/tmp/nvidia-mps/control")  # of the machine's own daemon, if it has one
 # tritonserver's pool on a GPU of which only the stages can ask the size.
 SMALL_POOL_BYTES = 1 << 30
-RESTRICTED = {
-    "--http-restricted-api": "shared-memory,trace,logging",
-    "--grpc-restricted-protocol": "shared-memory,trace,logging",
-}
+RESTRICTED = "shared-memory,trace,logging"
+RESTRICTING = ("--http-restricted-api", "--grpc-restricted-protocol")
 
 
 @dataclass(frozen=True)
@@ -72,16 +70,12 @@ class ServerOptions:
             raise ConfigError(f"--checkpoint: no folder {self.checkpoint}")
         check(self, "tessera serve")
 
-    @property
-    def given(self) -> dict[str, str]:
-        """All settings that are given here."""
-        checkpoint = {} if self.checkpoint is None else {"checkpoint": str(self.checkpoint.resolve())}
-        return {**self.settings, **checkpoint}
-
     def set_up(self) -> ServerSetup:
         """The settings as they are in force. Raises ConfigError."""
         environment = {**os.environ, **self.environment}
-        return set_up(self.model_repository, self.model_config_name, environment, self.given, self.only)
+        checkpoint = {} if self.checkpoint is None else {"checkpoint": str(self.checkpoint.resolve())}
+        given = {**self.settings, **checkpoint}
+        return set_up(self.model_repository, self.model_config_name, environment, given, self.only)
 
     def local(self, port: int) -> str:
         """The address of that port for a client on this machine."""
@@ -114,7 +108,7 @@ def stub_shared_memory(wanted: int | None) -> tuple[int, int]:
     """
     if wanted is not None:
         return wanted, max(1 << 20, min(wanted, 32 << 20))
-    roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= 2 << 30
+    roomy = shutil.disk_usage(SHARED_MEMORY).free >= 2 << 30
     return (64 << 20, 32 << 20) if roomy else (1 << 20, 1 << 20)
 
 
@@ -169,13 +163,10 @@ def closed_doors(extra_flags: tuple[str, ...]) -> list[str]:
     loaded at the start and stay. Shared-memory endpoints reach the stubs' own regions, the trace and logging ones
     change the server: they ask for a key that nobody has. Flags of the user's own on a subject are left to stand.
     """
-    flags = []
-    if "--model-control-mode" not in {flag.partition("=")[0] for flag in extra_flags}:
-        flags.append("--model-control-mode=none")
-    for name, endpoints in RESTRICTED.items():
-        if name not in {flag.partition("=")[0] for flag in extra_flags}:
-            flags.append(f"{name}={endpoints}:tessera-admin={secrets.token_hex(16)}")
-    return flags
+    own = {flag.partition("=")[0] for flag in extra_flags}
+    closed = {"--model-control-mode": "none"}
+    closed |= {name: f"{RESTRICTED}:tessera-admin={secrets.token_hex(16)}" for name in RESTRICTING}
+    return [f"{name}={value}" for name, value in closed.items() if name not in own]
 
 
 def server_environment(

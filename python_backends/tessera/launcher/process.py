@@ -124,8 +124,8 @@ class Server:
                 taken = picked and "already in use" in str(error)
                 if attempt == attempts - 1 or not (taken or isinstance(error, ServerCrashed)):
                     raise
-                if not taken:
-                    self.crashes += (self._keep_crash(str(error)),)
+                if not taken:  # the next attempt puts this one's log aside
+                    self.crashes += (str(error).replace(str(self.log_path), f"{self.log_path}.1"),)
             except BaseException:  # a signal's exception too
                 self.stop()
                 raise
@@ -168,7 +168,7 @@ class Server:
         for pid in guard.descendants(self.pid) if self.pid else ():
             arguments = command_line(pid)
             if arguments and Path(arguments[0]).name == STUB:
-                found[pid] = instance_name(arguments)
+                found[pid] = arguments[-2]  # in this server's order
         return found
 
     def stages(self) -> dict[str, int]:
@@ -329,12 +329,6 @@ class Server:
             return False
         return explain_log(self.read_log()) is None
 
-    def _keep_crash(self, words: str) -> str:
-        """Puts the log of a crash aside, where the next attempt leaves it alone; ``words`` with its new name."""
-        kept = self.log_path.with_name(self.log_path.name + ".crash")
-        self.log_path.replace(kept)
-        return words.replace(str(self.log_path), str(kept))
-
     def _read_end(self, process: subprocess.Popen[bytes]) -> None:
         """Takes the guard's last line, once."""
         assert process.stdout is not None
@@ -369,8 +363,3 @@ def command_line(pid: int) -> list[str]:
 def model_of(instance: str) -> str:
     """The model of a model instance: "preprocess_0_1" is one of "preprocess"."""
     return INSTANCE_NUMBERS.sub("", instance)
-
-
-def instance_name(arguments: list[str]) -> str:
-    """Model instance of a stub's command line: the argument before the last in this server's order."""
-    return arguments[-2] if len(arguments) >= 2 else "?"
