@@ -213,7 +213,7 @@ def test_a_picked_port_that_was_taken_meanwhile_is_picked_again(
         choices = iter([(*picked(options)[:2], bad), picked(options)])
         monkeypatch.setattr(process, "choose_ports", lambda options: next(choices))
         with Server(options) as server:
-            assert server.metrics_port != bad and server.failure() is None
+            assert server.options.metrics_port != bad and server.failure() is None
 
 
 @pytest.mark.parametrize("crashes", [1, 3])

@@ -35,12 +35,10 @@ class StopRequested(BaseException):
 
 def serve_main(argv: Sequence[str] | None = None) -> int:
     """Runs ``tessera serve``. Returns 0 after a stop by signal, 1 when the server failed (2: wrong usage)."""
-    options, gpus, supervision, flags = parse(list(sys.argv[1:] if argv is None else argv))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, request_stop)
     try:
-        supervision.validate()
-        options.validate()
+        options, gpus, supervision, flags = parse(list(sys.argv[1:] if argv is None else argv))
         first = replace(options, environment={"CUDA_VISIBLE_DEVICES": gpus[0]}) if gpus else options
         setup = first.set_up()
         if flags.show_settings:

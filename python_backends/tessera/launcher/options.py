@@ -33,7 +33,7 @@ RESTRICTING = ("--http-restricted-api", "--grpc-restricted-protocol")
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Settings of one server. A port of 0 means: pick a free one."""
+    """Settings of one server. A port of 0 means: pick a free one. Raises ConfigError for what cannot work."""
 
     model_repository: Path
     name: str = ""
@@ -59,8 +59,7 @@ class ServerOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     extra_flags: tuple[str, ...] = ()
 
-    def validate(self) -> None:
-        """Raises ConfigError for settings that cannot work, before anything is started."""
+    def __post_init__(self) -> None:
         for flag in self.extra_flags:
             if (name := flag.partition("=")[0]) in RESERVED_FLAGS:
                 raise ConfigError(
@@ -115,13 +114,11 @@ def stub_shared_memory(wanted: int | None) -> tuple[int, int]:
 def server_flags(
     options: ServerOptions,
     installation: Installation,
-    ports: tuple[int, int, int],
     shm_prefix: str,
     setup: ServerSetup,
     repository: Path,
 ) -> list[str]:
-    """The command line of tritonserver after the program's name. ``ports``: HTTP, gRPC, metrics."""
-    http, grpc, metrics = ports
+    """The command line of tritonserver after the program's name."""
     start, growth = stub_shared_memory(options.shm_bytes)
     flags = [
         f"--model-repository={repository.resolve()}",
@@ -131,9 +128,9 @@ def server_flags(
         f"--http-address={options.host}",
         f"--grpc-address={options.host}",
         f"--metrics-address={options.host}",
-        f"--http-port={http}",
-        f"--grpc-port={grpc}",
-        f"--metrics-port={metrics}",
+        f"--http-port={options.http_port}",
+        f"--grpc-port={options.grpc_port}",
+        f"--metrics-port={options.metrics_port}",
         # Another server that uses our vision stage (its vision_url) pings every 20 s to know whether we are there.
         "--grpc-keepalive-permit-without-calls=true",
         "--grpc-http2-min-recv-ping-interval-without-data=10000",
@@ -169,14 +166,12 @@ def closed_doors(extra_flags: tuple[str, ...]) -> list[str]:
     return [f"{name}={value}" for name, value in closed.items() if name not in own]
 
 
-def server_environment(
-    options: ServerOptions, installation: Installation, grpc_port: int, setup: ServerSetup
-) -> dict[str, str]:
+def server_environment(options: ServerOptions, installation: Installation, setup: ServerSetup) -> dict[str, str]:
     """The environment of tritonserver and its stubs: ours, with the settings and with the interpreter first in PATH."""
     environment = {**os.environ, **options.environment, **setup.environment}
     environment.pop(INSTANCES, None)  # the launcher's own
     # The fronts reach the ensemble as clients of this same server.
-    environment["TESSERA_GRPC_ADDRESS"] = options.local(grpc_port)
+    environment["TESSERA_GRPC_ADDRESS"] = options.local(options.grpc_port)
     # The stub takes the environment of the python3 that it finds first.
     first = {"PATH": (Path(sys.executable).parent,), "LD_LIBRARY_PATH": installation.library_path}
     for name, folders in first.items():

@@ -56,8 +56,8 @@ class Server:
 
     def __init__(self, options: ServerOptions):
         self.options = options
+        """With the ports of the last start, picked or not."""
         self.models: tuple[str, ...] = ()
-        self.http_port = self.grpc_port = self.metrics_port = 0
         self.setup = ServerSetup({}, [], "cpu")
         """The settings of the last start."""
         self.pid = 0
@@ -89,16 +89,16 @@ class Server:
 
     @property
     def grpc_url(self) -> str:
-        return self.options.local(self.grpc_port)
+        return self.options.local(self.options.grpc_port)
 
     @property
     def http_url(self) -> str:
         """Base address for HTTP, with scheme and without a slash at the end."""
-        return f"http://{self.options.local(self.http_port)}"
+        return f"http://{self.options.local(self.options.http_port)}"
 
     @property
     def metrics_url(self) -> str:
-        return f"http://{self.options.local(self.metrics_port)}/metrics"
+        return f"http://{self.options.local(self.options.metrics_port)}/metrics"
 
     def start(self, attempts: int = START_ATTEMPTS) -> Server:
         """Starts the server and returns when every model is ready. The next start has the same ports, picked or not.
@@ -107,21 +107,20 @@ class Server:
         ``attempts`` starts. Raises ConfigError or InstallationError before anything runs, ServerStartError (after
         cleaning up) when the server fails to become ready within ``ready_timeout_s``, or :meth:`abort` was called.
         """
-        self.options.validate()
         check_repository(self.options.model_repository, self.options.model_config_name)
         self.setup = self.options.set_up()
         self.swept = tuple(leftovers.sweep())
         self.crashes = ()
-        picked = 0 in ports_of(self.options)
+        asked = self.options
         for attempt in range(attempts):
             try:
-                self._spawn(choose_ports(self.options))
+                self.options = with_ports(asked, choose_ports(asked))
+                self._spawn()
                 self._wait_ready()
-                self.options = with_ports(self.options, (self.http_port, self.grpc_port, self.metrics_port))
                 return self
             except ServerStartError as error:
                 # A picked port was free a moment ago; whoever took it since will not take the next one too.
-                taken = picked and "already in use" in str(error)
+                taken = 0 in ports_of(asked) and "already in use" in str(error)
                 if attempt == attempts - 1 or not (taken or isinstance(error, ServerCrashed)):
                     raise
                 if not taken:  # the next attempt puts this one's log aside
@@ -206,8 +205,7 @@ class Server:
     def _grace_s(self) -> float:
         return self.options.exit_timeout_s + GRACE_BEYOND_EXIT_TIMEOUT_S
 
-    def _spawn(self, ports: tuple[int, int, int]) -> None:
-        self.http_port, self.grpc_port, self.metrics_port = ports
+    def _spawn(self) -> None:
         self.shm_prefix = f"tessera-{uuid.uuid4().hex[:12]}-"
         self._status = self._why = None
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,7 +215,7 @@ class Server:
             self.log_path.replace(self.log_path.with_name(self.log_path.name + ".1"))
         self._runs += 1
         with open(self.log_path, "wb") as log:
-            job = self._job(ports)
+            job = self._job()
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", guard.__file__],
                 stdin=subprocess.PIPE,
@@ -235,14 +233,15 @@ class Server:
         begun = json.loads(line)
         self.pid, self.mps = begun["pid"], begun["mps"]
 
-    def _job(self, ports: tuple[int, int, int]) -> dict[str, Any]:
+    def _job(self) -> dict[str, Any]:
         """What the guard is told to run."""
-        own = SHARED_MEMORY / f"{self.shm_prefix}own"  # links, which go with the server, however that ends
-        installation = find_installation(own / "runtime")
         options = self.options
-        repository = lay_out(options.model_repository, options.model_config_name, self.setup, own / "models")
-        environment = server_environment(options, installation, self.grpc_port, self.setup)
-        flags = server_flags(options, installation, ports, self.shm_prefix, self.setup, repository)
+        # Links in folders that go with the server, however that ends.
+        runtime, models = (SHARED_MEMORY / f"{self.shm_prefix}{name}" for name in ("runtime", "models"))
+        installation = find_installation(runtime)
+        repository = lay_out(options.model_repository, options.model_config_name, self.setup, models)
+        environment = server_environment(options, installation, self.setup)
+        flags = server_flags(options, installation, self.shm_prefix, self.setup, repository)
         return {
             "command": [str(installation.binary), *flags],
             "environment": environment,

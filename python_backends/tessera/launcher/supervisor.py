@@ -21,7 +21,7 @@ LONGEST_PAUSE_S = 5.0
 
 @dataclass(frozen=True)
 class Supervision:
-    """How a server is watched, and how often it may be started anew."""
+    """How a server is watched, and how often it may be started anew. Raises ConfigError that names the option."""
 
     restart: bool = True
     max_restarts: int = setting(5, name="--max-restarts", least=0)
@@ -32,8 +32,7 @@ class Supervision:
     ping_timeout_s: float = setting(60.0, name="--ping-timeout", least=0.001)
     health_port: int = setting(8003, name="--health-port", least=0, most=65535)
 
-    def validate(self) -> None:
-        """Raises ConfigError that names the option."""
+    def __post_init__(self) -> None:
         check(self, "tessera serve")
 
 
