@@ -109,14 +109,16 @@ def setting(default: Any, choices: Iterable[str] | Mapping[str, Any] = (), **abo
 
 def settings_of(kind: type) -> Iterator[Setting]:
     """All that may be set in a dataclass, those within its fields included."""
-    return (entry for _, entry in _walk(kind) if entry.settable)
+    for each in fields(kind):
+        if is_dataclass(each.default_factory):
+            yield from settings_of(each.default_factory)
+    yield from (entry for _, entry in _own(kind) if entry.settable)
 
 
 def check(instance: Any, title: str) -> None:
     """Every field in its range; else ConfigError, which begins with ``title``."""
-    for name, entry in _walk(type(instance)):
-        if hasattr(instance, name):
-            entry.check(f"{title}: {entry.name}", getattr(instance, name))
+    for name, entry in _own(type(instance)):
+        entry.check(f"{title}: {entry.name}", getattr(instance, name))
 
 
 def read(
@@ -137,7 +139,7 @@ def read(
     for each in fields(kind):  # type: ignore[arg-type]
         if is_dataclass(each.default_factory):
             values[each.name] = read(each.default_factory, sources, device, division, report)
-    for name, entry in _walk(kind, deep=False):
+    for name, entry in _own(kind):
         full = entry.name if entry.common else f"{sources.stage}.{entry.name}"
         found = sources.find(entry) if entry.settable else None
         if found is not None:
@@ -168,10 +170,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(names))}"
 
 
-def _walk(kind: Any, deep: bool = True) -> Iterator[tuple[str, Setting]]:
+def _own(kind: Any) -> Iterator[tuple[str, Setting]]:
     """Names and settings of the fields."""
     for each in fields(kind):
-        if deep and is_dataclass(each.default_factory):
-            yield from _walk(each.default_factory)
-        elif entry := each.metadata.get("setting"):
+        if entry := each.metadata.get("setting"):
             yield each.name, entry if entry.name else replace(entry, name=each.name)

@@ -116,8 +116,7 @@ def test_the_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pyt
 
 def test_shared_memory_is_modest_where_there_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 << 20}))
-    assert stub_shared_memory(None) == (1 << 20, 1 << 20)
-    assert stub_shared_memory(8 << 20) == (8 << 20, 8 << 20)
+    assert stub_shared_memory() == (1 << 20, 1 << 20)
 
 
 def test_one_server_per_gpu_with_ports_of_its_own(tmp_path: Path) -> None:

@@ -172,7 +172,8 @@ def test_a_model_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
 def test_shared_memory_that_is_too_small_is_said(options: ServerOptions) -> None:
     # More than any machine has: what a container with a small /dev/shm says, with another number.
     with pytest.raises(ServerStartError, match=r"shared memory is too small: /dev/shm has \d+ MB free"):
-        Server(replace(options, shm_bytes=1 << 46)).start()
+        size = f"--backend-config=python,shm-default-byte-size={1 << 46}"
+        Server(replace(options, extra_flags=(size,))).start()
 
 
 def test_an_unknown_flag_is_quoted(options: ServerOptions) -> None:

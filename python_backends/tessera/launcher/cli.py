@@ -116,7 +116,6 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
         metavar="S")  # fmt: skip
     add("--model-config-name", "use configs/NAME.pbtxt of each model that has it", type=str)
     add("--ready-timeout", dest="ready_timeout_s", metavar="S")
-    add("--shm-bytes", "shared memory that each Python process starts with", type=int)
     add("--log", "the server's log (default: in the cache folder)", dest="log_path", type=Path, metavar="FILE")
     add("--verbose", "show the server's log here as well", action="store_true")
     known = vars(parser.parse_args(argv[:split]))

@@ -61,7 +61,7 @@ def explain_log(log: str) -> str | None:
         free = shutil.disk_usage(SHARED_MEMORY).free >> 20
         return (
             f"shared memory is too small: {SHARED_MEMORY} has {free} MB free and each Python process needs its "
-            "region there; enlarge it (docker run --shm-size=2g) or pass a smaller --shm-bytes"
+            "region there; enlarge it (docker run --shm-size=2g)"
         )
     if match := IN_USE.search(log):
         return f"{match.group(2)} is already in use ({match.group(1)} service)"

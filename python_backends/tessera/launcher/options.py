@@ -48,8 +48,6 @@ class ServerOptions:
     exit_timeout_s: int = 5
     """How long tritonserver waits for open connections and requests in flight when told to stop."""
     log_path: Path | None = None
-    shm_bytes: int | None = None
-    """Shared memory a Python stub starts with, in bytes; None chooses by what /dev/shm has free."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """The stages' settings by name ("language_model.max_sequences", "device"), as `--set` takes them."""
     only: tuple[str, ...] = ()
@@ -99,14 +97,12 @@ def mps_control(options: ServerOptions, environment: Mapping[str, str], device: 
     return shutil.which(MPS_CONTROL, path=environment.get("PATH"))
 
 
-def stub_shared_memory(wanted: int | None) -> tuple[int, int]:
+def stub_shared_memory() -> tuple[int, int]:
     """(start, growth) in bytes of one stub's shared memory region.
 
     A larger start saves growing at the first big picture; a small /dev/shm (64 MB is Docker's default) must
     still hold a dozen stubs.
     """
-    if wanted is not None:
-        return wanted, max(1 << 20, min(wanted, 32 << 20))
     roomy = shutil.disk_usage(SHARED_MEMORY).free >= 2 << 30
     return (64 << 20, 32 << 20) if roomy else (1 << 20, 1 << 20)
 
@@ -119,7 +115,7 @@ def server_flags(
     repository: Path,
 ) -> list[str]:
     """The command line of tritonserver after the program's name."""
-    start, growth = stub_shared_memory(options.shm_bytes)
+    start, growth = stub_shared_memory()
     flags = [
         f"--model-repository={repository.resolve()}",
         # Auto-complete imports every model.py twice; our configurations are complete.

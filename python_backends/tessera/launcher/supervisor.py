@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +39,7 @@ class Stopped(Exception):
     """Somebody called :meth:`Supervisor.stop`."""
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Runs ``server`` until it cannot be kept up or is told to stop, in the thread that calls :meth:`run`.
 
@@ -47,23 +47,17 @@ class Supervisor:
     ``ready(seconds)`` is called.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        supervision: Supervision,
-        health: Health,
-        say: Callable[[str, bool], None],
-        ready: Callable[[float], None],
-    ):
-        self.server = server
-        self.supervision = supervision
-        self.health = health
-        self.say = say
-        self.ready = ready
+    server: Server
+    supervision: Supervision
+    health: Health
+    say: Callable[[str, bool], None]
+    ready: Callable[[float], None]
+
+    def __post_init__(self) -> None:
         self._stopped = threading.Event()
         self._pinger: Pinger | None = None
-        self._restarts: deque[float] = deque()
-        health.details = self.details
+        self._restarts: list[float] = []
+        self.health.details = self.details
 
     def run(self) -> str | None:
         """Returns why it gave up, or None after :meth:`stop`; nothing of the server is left then.
@@ -149,8 +143,8 @@ class Supervisor:
         """Why not to start anew after this failure; None if there is nothing against it."""
         if not self.supervision.restart:
             return reason
-        while self._restarts and self._restarts[0] < time.monotonic() - self.supervision.restart_window_s:
-            self._restarts.popleft()
+        since = time.monotonic() - self.supervision.restart_window_s
+        self._restarts = [began for began in self._restarts if began >= since]
         if len(self._restarts) >= self.supervision.max_restarts:
             return (
                 f"{reason}; giving up after {len(self._restarts)} restarts within "
