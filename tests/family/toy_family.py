@@ -1,6 +1,6 @@
 """A family unlike InternVL: pictures of any size, patches in groups of four, rotary positions of three axes.
 
-Its layout and its class are registered by their names, as a real one is: see ``register``.
+Its layout, its class and its tower are registered by their names, as a real one is: see ``register``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tessera.checkpoint.config import LAYOUTS, CheckpointConfig
 from tessera.checkpoint.names import TEXT_NAMES
@@ -19,6 +20,7 @@ from tessera.checkpoint.text import read_text
 from tessera.errors import InvalidRequest
 from tessera.family.family import ImagePlan, ModelFamily, View
 from tessera.family.registry import FAMILIES
+from tessera.vision.towers.tower import TOWERS, Tower
 
 PATCH, GROUP = 8, 16  # pixels: a patch's side, and that of two by two of them, which become one row
 SECTIONS = [16, 24, 24]
@@ -27,6 +29,7 @@ SECTIONS = [16, 24, 24]
 def register(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAYOUTS, "ToyForConditionalGeneration", "toy_family:read")
     monkeypatch.setitem(FAMILIES, "toy", "toy_family:Toy")
+    monkeypatch.setitem(TOWERS, "toy", "toy_family:ToyTower")
 
 
 def as_toy(folder: Path) -> Path:
@@ -97,3 +100,24 @@ class Toy(ModelFamily):
     def _text(out: np.ndarray, above: int) -> int:
         out[:] = above + np.arange(out.shape[1])
         return above + out.shape[1]
+
+
+class ToyTower(Tower):
+    """One linear layer, and to each row its whole picture's mean: a picture cannot be taken apart."""
+
+    splits, max_cost = False, 60
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        super().__init__()
+        patch, hidden = config.vision["patch"], config.text.hidden_size
+        self.unit_shape, self.row_shape = (2, 2, patch, patch, 3), (1, hidden)
+        self.weight = torch.nn.Parameter(torch.zeros(hidden, 4 * patch * patch * 3))
+        self.bias = torch.nn.Parameter(torch.zeros(hidden))
+
+    def activation_bytes(self, cost: int, scores: bool = False) -> int:
+        return 8 * cost * (self.weight.shape[1] + self.weight.shape[0])
+
+    def forward(self, pixels: torch.Tensor, wires: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor:
+        rows = pixels.flatten(1).to(self.weight.dtype) / 255 @ self.weight.T + self.bias
+        parts = rows.split([rows * columns for _, rows, columns in wires])
+        return torch.cat([part + part.mean(0) for part in parts])

@@ -179,7 +179,7 @@ def named_faults() -> dict[str, tuple[dict[str, tuple[bytes, ...]], str]]:
         "invalid UTF-8 sampling": (sampling(b"\xc0"), "'sampling_parameters' is not valid UTF-8"),
         "prompt longer than the context": ({"text_input": (b"room " * 9000,)}, "context"),
         "prompt far longer than the context": ({"text_input": (b"room " * 2_000_000,)}, "context"),
-        "every private-use character": ({"text_input": (private_use,)}, "private-use"),
+        "every private-use character": ({"text_input": (private_use,)}, "context"),
         "messages are no JSON": (messages(b"hello"), "'messages' is not valid JSON"),
         "messages are no array": (messages(b'{"role": "user"}'), "'messages' must be an array"),
         "messages nested deep": (messages(deep), "'messages' is nested"),

@@ -135,7 +135,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(way, dtype, requests
 def test_a_share_that_does_not_fit_the_card_is_refused():
     with pytest.raises(ConfigError, match="exceed the card"):
         Engine.from_checkpoint(CHECKPOINT, EngineConfig(device="cuda", memory_bytes=1 << 50))
-    with pytest.raises(ConfigError, match="raise memory_bytes"):
+    with pytest.raises(ConfigError, match="raise gpu_memory"):
         Engine.from_checkpoint(CHECKPOINT, EngineConfig(device="cuda", memory_bytes=1 << 30))
 
 

@@ -44,7 +44,7 @@ def test_a_checkpoint_is_served_and_asked(layout: str, tmp_path: Path) -> None:
         flags += ["--set", "preprocess.instances=3", "--set", "dtype=float32"]
     launched = Launched(ROOT / "model_repository", tmp_path / "log", *flags)
     try:
-        command = [sys.executable, "-m", "tessera_client.cli", "ask", str(tmp_path / "picture.jpg"), "What is this?"]
+        command = [sys.executable, "-m", "tessera_command.cli", "ask", str(tmp_path / "picture.jpg"), "What is this?"]
         path = os.pathsep.join(str(ROOT / folder) for folder in ("python_backends", "clients"))
         environment = {**os.environ, "PYTHONPATH": path, "TESSERA_URL": launched.url("grpc")}
         run = subprocess.run([*command, "--max-tokens", "4"], capture_output=True, text=True, env=environment)

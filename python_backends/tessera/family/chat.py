@@ -88,7 +88,7 @@ def _turns(messages: Any, text: str | None) -> Sequence[Any]:
 
 def _has_image_part(message: Any) -> bool:
     content = message.get("content") if isinstance(message, Mapping) else None
-    return isinstance(content, Sequence) and any(
+    return isinstance(content, (list, tuple)) and any(
         isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in content
     )
 
