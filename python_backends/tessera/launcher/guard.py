@@ -75,12 +75,9 @@ class Guard:
                 self.server = self.spawn(self.command, self.environment)
                 tell({"pid": self.server, "mps": self.mps > 0})
                 self.wait_for_environment(before)
-            next_look = 0.0
             while self.status is None and not self.told_to_stop:
-                self.wait(1.0)
-                if time.monotonic() > next_look:
-                    next_look = time.monotonic() + LOOK_INTERVAL_S
-                    self.look()
+                self.look()
+                self.wait(LOOK_INTERVAL_S)
             if self.status is None:
                 self.stop()
         finally:

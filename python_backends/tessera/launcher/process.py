@@ -112,7 +112,7 @@ class Server:
         self.swept = tuple(leftovers.sweep())
         self.crashes = ()
         asked = self.options
-        for attempt in range(attempts):
+        while True:
             try:
                 self.options = with_ports(asked, choose_ports(asked))
                 self._spawn()
@@ -121,14 +121,14 @@ class Server:
             except ServerStartError as error:
                 # A picked port was free a moment ago; whoever took it since will not take the next one too.
                 taken = 0 in ports_of(asked) and "already in use" in str(error)
-                if attempt == attempts - 1 or not (taken or isinstance(error, ServerCrashed)):
+                attempts -= 1
+                if not attempts or not (taken or isinstance(error, ServerCrashed)):
                     raise
                 if not taken:  # the next attempt puts this one's log aside
                     self.crashes += (str(error).replace(str(self.log_path), f"{self.log_path}.1"),)
             except BaseException:  # a signal's exception too
                 self.stop()
                 raise
-        raise AssertionError("unreachable")
 
     def abort(self) -> None:
         """Ends a start that is under way in another thread, and any later one. A running server runs on."""
