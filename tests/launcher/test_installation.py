@@ -35,14 +35,14 @@ def make_wheel(folder: Path, stubs: tuple[str, ...]) -> Path:
 def test_the_wheel_is_laid_out_with_the_stub_of_this_python(tmp_path: Path) -> None:
     package = make_wheel(tmp_path / "site", ("3.8", python_version()))
     found = installation_from_wheel(package, "9.9", tmp_path / "runtime")
-    assert found.backend_directory is not None and found.cache_directory is not None
-    assert (found.backend_directory / "python" / STUB).read_text() == f"stub for {python_version()}"
-    assert (found.backend_directory / "python" / "libtriton_python.so").is_file()
-    assert (found.cache_directory / "local" / "libtritoncache.so").is_file()
-    assert found.binary.read_text() == "bin/tritonserver"
+    backends = found.root / "backends"
+    assert (backends / "python" / STUB).read_text() == f"stub for {python_version()}"
+    assert (backends / "python" / "libtriton_python.so").is_file()
+    assert (found.root / "caches" / "local" / "libtritoncache.so").is_file()
+    assert (found.root / "bin" / "tritonserver").read_text() == "bin/tritonserver"
     assert found.library_path[0] == package.parent / "nvidia_pytriton.libs"
     # what the stub's folder gets written into it must not land in the package
-    (found.backend_directory / "python" / "__pycache__").mkdir()
+    (backends / "python" / "__pycache__").mkdir()
     assert not (package / "tritonserver" / "backends" / "python" / "__pycache__").exists()
 
 
@@ -84,8 +84,7 @@ def test_a_server_on_path_comes_first_and_its_stub_must_fit(tmp_path: Path, monk
     os.chmod(root / "bin" / "tritonserver", 0o755)
     monkeypatch.setenv("PATH", str(root / "bin"))
     found = find_installation(tmp_path / "runtime")
-    assert found.binary == root / "bin" / "tritonserver" and found.backend_directory == root / "backends"
-    assert found.cache_directory is None and found.library_path == ()
+    assert found.root == root and found.library_path == ()
     assert not (tmp_path / "runtime").exists()
 
     (root / "backends" / "python" / STUB).write_text("\x7fELF libpython3.4.so.1.0\0")

@@ -25,7 +25,7 @@ from tessera.launcher.ports import one_per_gpu, ports_of, with_ports
 from tessera.launcher.process import log_path
 from tessera.launcher.settings import ServerSetup
 
-INSTALLATION = Installation(Path("/s/bin/t"), Path("/s/backends"), None, (Path("/l1"), Path("/l2")))
+INSTALLATION = Installation(Path("/s"), (Path("/l1"), Path("/l2")))
 
 CPU = ServerSetup({}, [], "cpu")
 
@@ -37,13 +37,17 @@ def test_the_command_line_becomes_options_and_flags(tmp_path: Path) -> None:
     assert own.verbose and not own.show_settings and gpus == ()
     assert options.http_port == 0 and options.grpc_port == 8001 and options.host == "127.0.0.1"
     assert supervision.restart and supervision.health_port == 8003
-    flags = server_flags(with_ports(options, (1, 2, 3)), INSTALLATION, "prefix-", CPU, tmp_path)
+    (tmp_path / "s" / "backends").mkdir(parents=True)
+    installation = Installation(tmp_path / "s")
+    flags = server_flags(with_ports(options, (1, 2, 3)), installation, "prefix-", CPU, tmp_path)
     assert flags[-3:] == passed_on
     assert "--model-control-mode=none" not in flags
     assert {"--http-port=1", "--grpc-port=2", "--metrics-port=3", "--http-address=127.0.0.1"} <= set(flags)
     assert {"--model-config-name=tensorrt", f"--model-repository={tmp_path}"} <= set(flags)
     assert "--backend-config=python,shm-region-prefix-name=prefix-" in flags
-    assert "--backend-directory=/s/backends" in flags and not any("--cache-directory" in flag for flag in flags)
+    assert f"--backend-directory={tmp_path}/s/backends" in flags and not any(
+        "--cache-directory" in flag for flag in flags
+    )
 
 
 def test_clients_are_kept_out_of_the_servers_administration(tmp_path: Path) -> None:

@@ -28,15 +28,12 @@ class InstallationError(TesseraError):
 
 @dataclass(frozen=True)
 class Installation:
-    """A tritonserver that can be started.
+    """A tritonserver that can be started: ``root`` has bin/, backends/ and, for most, caches/.
 
-    ``backend_directory`` and ``cache_directory`` are None where the binary's own defaults are right.
     ``library_path`` goes in front of LD_LIBRARY_PATH.
     """
 
-    binary: Path
-    backend_directory: Path | None
-    cache_directory: Path | None
+    root: Path
     library_path: tuple[Path, ...] = ()
 
 
@@ -69,8 +66,7 @@ def wheel_package() -> Path | None:
 def installation_on_path(binary: Path) -> Installation:
     """An installed server: its folders are where it expects them; only the stub's Python must be ours."""
     root = binary.resolve().parent.parent
-    backends = root / "backends"
-    stub = backends / "python" / STUB
+    stub = root / "backends" / "python" / STUB
     built_for = stub_python(stub) if stub.is_file() else None
     if built_for and built_for != python_version():
         raise InstallationError(
@@ -80,11 +76,7 @@ def installation_on_path(binary: Path) -> Installation:
     # Release 24.10 is server 2.51; later stubs were not tried with numpy 2, so only this one is refused.
     if os.environ.get("TRITON_SERVER_VERSION", "").startswith("2.51"):
         check_numpy()
-    return Installation(
-        binary=binary,
-        backend_directory=backends if backends.is_dir() else None,
-        cache_directory=root / "caches" if (root / "caches").is_dir() else None,
-    )
+    return Installation(root)
 
 
 def stub_python(stub: Path) -> str | None:
@@ -109,12 +101,7 @@ def installation_from_wheel(package: Path, version: str, runtime: Path) -> Insta
             raise InstallationError(f"nvidia-pytriton {version} is incomplete: no {needed}; reinstall it")
     check_numpy()
     link_runtime(runtime, server, stub)
-    return Installation(
-        binary=runtime / "bin" / "tritonserver",
-        backend_directory=runtime / "backends",
-        cache_directory=runtime / "caches",
-        library_path=(libraries, *libpython_folder()),
-    )
+    return Installation(runtime, (libraries, *libpython_folder()))
 
 
 def link_runtime(folder: Path, server: Path, stub: Path) -> None:

@@ -135,10 +135,8 @@ def server_flags(
         f"--backend-config=python,shm-growth-byte-size={growth}",
     ]
     flags += closed_doors(options.extra_flags)
-    if installation.backend_directory:
-        flags.append(f"--backend-directory={installation.backend_directory}")
-    if installation.cache_directory:
-        flags.append(f"--cache-directory={installation.cache_directory}")
+    folders = {"--backend-directory": installation.root / "backends", "--cache-directory": installation.root / "caches"}
+    flags += [f"{name}={folder}" for name, folder in folders.items() if folder.is_dir()]
     if setup.device == "cuda":
         pool = setup.division.server if setup.division else SMALL_POOL_BYTES
         flags.append(f"--cuda-memory-pool-byte-size=0:{pool}")

@@ -243,7 +243,7 @@ class Server:
         environment = server_environment(options, installation, self.setup)
         flags = server_flags(options, installation, self.shm_prefix, self.setup, repository)
         return {
-            "command": [str(installation.binary), *flags],
+            "command": [str(installation.root / "bin" / "tritonserver"), *flags],
             "environment": environment,
             "mps_control": mps_control(options, environment, self.setup.device),
             # The stubs have the server's folder on sys.path: so model.py finds this package, installed or not.
