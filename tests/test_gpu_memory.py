@@ -12,7 +12,17 @@ from safetensors.numpy import save_file
 
 from tessera import gpu_memory
 from tessera.errors import ConfigError
-from tessera.gpu_memory import CONTEXTS_BYTES, GIB, card_bytes, divide, find_device, vision_said, weights_of
+from tessera.gpu_memory import (
+    CONTEXTS_BYTES,
+    GIB,
+    ServerSettings,
+    card_bytes,
+    divide,
+    divide_for,
+    find_device,
+    weights_of,
+)
+from tessera.settings import Sources
 
 
 @pytest.mark.parametrize("card", [16, 24, 80, 140])
@@ -30,8 +40,17 @@ def test_a_vision_stage_elsewhere_or_with_a_share_of_its_own_leaves_the_rest() -
     assert divide(80 * GIB, 0.9, (GIB, 4 * GIB), vision=3 * GIB).vision == 3 * GIB
     alone = divide(80 * GIB, 0.9, (GIB, 4 * GIB), language=False)
     assert (alone.language, alone.embedding_pool) == (0, 0) and alone.vision > 60 * GIB
-    assert vision_said({}) is None and vision_said({"TESSERA_VISION_ENCODER_MEMORY_BYTES": "77"}) == 77
-    assert vision_said({"TESSERA_VISION_ENCODER_VISION_URL": "other:8001"}) == 0
+
+
+def test_the_environment_says_the_vision_stages_share(tmp_path: Path) -> None:
+    def vision(**environment: str) -> int:
+        said = {f"TESSERA_VISION_ENCODER_{name}": value for name, value in environment.items()}
+        sources = Sources("vision_encoder", {}, said)
+        return divide_for(80 * GIB, ServerSettings(), tmp_path, sources, language=True).vision
+
+    assert vision() == divide(80 * GIB, 0.9, (0, 0)).vision
+    assert vision(MEMORY_BYTES="77") == 77 and vision(MEMORY_BYTES="many") == vision()
+    assert vision(VISION_URL="other:8001") == vision(VISION_URL="other:8001", MEMORY_BYTES="77") == 0
 
 
 def test_a_model_that_is_too_large_is_refused_with_what_to_change() -> None:

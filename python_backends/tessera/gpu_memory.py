@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tessera.errors import ConfigError
-from tessera.settings import setting
+from tessera.settings import Sources, setting
 
 GIB = 1 << 30
 CONTEXTS_BYTES = 2 * GIB
@@ -119,12 +119,15 @@ def weights_of(checkpoint: Path, dtype: str) -> tuple[int, int]:
     return vision, language
 
 
-def vision_said(environment: Mapping[str, str]) -> int | None:
-    """The vision stage's share where the environment says it, 0 where that stage is on another server, else None."""
-    if environment.get("TESSERA_VISION_ENCODER_VISION_URL"):
-        return 0
+def divide_for(card: int, settings: ServerSettings, checkpoint: Path, sources: Sources, language: bool) -> Division:
+    """:func:`divide` for this checkpoint, by what a stage's ``sources`` say of the dtype and of the vision stage."""
+    environment = sources.environment
     said = environment.get("TESSERA_VISION_ENCODER_MEMORY_BYTES", "")
-    return int(said) or None if said.isdecimal() else None  # what is no number is refused by its own stage
+    vision = int(said) or None if said.isdecimal() else None  # what is no number is refused by its own stage
+    if environment.get("TESSERA_VISION_ENCODER_VISION_URL"):  # that stage is on another server
+        vision = 0
+    weights = weights_of(checkpoint, environment.get("TESSERA_DTYPE") or sources.parameters.get("dtype", ""))
+    return divide(card, settings.gpu_memory, weights, vision, language)
 
 
 def find_device(environment: Mapping[str, str]) -> str:

@@ -86,8 +86,6 @@ def graph_milliseconds(way: Callable[[], object]) -> float:
 def _read(path: Path) -> dict[str, dict[str, float]]:
     try:
         known = json.loads(path.read_text())
-        return {
-            str(question): {str(name): float(ms) for name, ms in times.items()} for question, times in known.items()
-        }
+        return {question: {name: float(ms) for name, ms in times.items()} for question, times in known.items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}

@@ -25,7 +25,7 @@ class Setting:
     ``default``: for who builds the dataclass himself, and on a device for which nothing else is said. ``cpu`` and
     ``cuda``: a stage's default there. ``kind`` makes a value of text; without one the default's own type does.
     ``name``: where it is not the field's. ``common``: one for all stages. ``settable``: False for what has a range, but
-    is no user's to set. ``choices``: all that are allowed; a mapping gives the value of each. ``share``: the part of a
+    is no user's to set. ``choices``: all that are allowed, with the value of each. ``share``: the part of a
     GPU's division that a size of 0 stands for on a GPU.
     """
 
@@ -38,13 +38,8 @@ class Setting:
     settable: bool = True
     least: float | None = None
     most: float | None = None
-    choices: tuple[str, ...] | Mapping[str, Any] = ()
+    choices: Mapping[str, Any] = field(default_factory=dict)
     share: str = ""
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        """What the choices stand for."""
-        return self.choices if isinstance(self.choices, Mapping) else {text: text for text in self.choices}
 
     def parse(self, title: str, text: str) -> Any:
         """The value that ``text`` says. Raises ConfigError with what is allowed."""
@@ -52,17 +47,16 @@ class Setting:
             return None
         kind = self.kind or type(self.default)
         try:
-            value = self.values[text] if self.choices else kind(text)
-        except (KeyError, ValueError):
+            value = self.choices.get(text, text) if self.choices else kind(text)
+        except ValueError:
             number = "a whole number" if kind is int else "a number"
-            allowed = f"one of {', '.join(self.choices)}" if self.choices else number
-            raise ConfigError(f"{title} is {text!r}; it must be {allowed}") from None
+            raise ConfigError(f"{title} is {text!r}; it must be {number}") from None
         self.check(title, value)
         return value
 
     def check(self, title: str, value: Any) -> None:
         """Raises ConfigError for a value that is out of range or not among the choices."""
-        if self.choices and value not in self.values.values():
+        if self.choices and value not in self.choices.values():
             raise ConfigError(f"{title} is {value!r}; it must be one of {', '.join(self.choices)}")
         if self.least is not None and value is not None and value < self.least:
             raise ConfigError(f"{title} is {value}; it must be at least {self.least}")
@@ -107,21 +101,24 @@ class Sources:
                 raise ConfigError(f"unknown environment variable {name}" + nearest(name, variables))
 
 
-def setting(default: Any, **about: Any) -> Any:
-    """A dataclass field that may be set; ``about`` as in :class:`Setting`."""
-    return field(default=default, metadata={"setting": Setting(default, **about)})
+def setting(default: Any, choices: Iterable[str] | Mapping[str, Any] = (), **about: Any) -> Any:
+    """A dataclass field that may be set; ``about`` as in :class:`Setting`. Choices may stand for themselves."""
+    values = choices if isinstance(choices, Mapping) else {text: text for text in choices}
+    return field(default=default, metadata={"setting": Setting(default, choices=values, **about)})
 
 
 def settings_of(kind: type) -> Iterator[Setting]:
     """All that may be set in a dataclass, those within its fields included."""
-    return (entry for _, entry in _walk(kind) if entry.settable)
+    for each in fields(kind):
+        if is_dataclass(each.default_factory):
+            yield from settings_of(each.default_factory)
+    yield from (entry for _, entry in _own(kind) if entry.settable)
 
 
 def check(instance: Any, title: str) -> None:
     """Every field in its range; else ConfigError, which begins with ``title``."""
-    for name, entry in _walk(type(instance)):
-        if hasattr(instance, name):
-            entry.check(f"{title}: {entry.name}", getattr(instance, name))
+    for name, entry in _own(type(instance)):
+        entry.check(f"{title}: {entry.name}", getattr(instance, name))
 
 
 def read(
@@ -142,7 +139,7 @@ def read(
     for each in fields(kind):  # type: ignore[arg-type]
         if is_dataclass(each.default_factory):
             values[each.name] = read(each.default_factory, sources, device, division, report)
-    for name, entry in _walk(kind, deep=False):
+    for name, entry in _own(kind):
         full = entry.name if entry.common else f"{sources.stage}.{entry.name}"
         found = sources.find(entry) if entry.settable else None
         if found is not None:
@@ -154,7 +151,7 @@ def read(
             value, origin = getattr(shares, entry.share), "device"
         values[name] = value
         if entry.settable:
-            texts = {value: text for text, value in entry.values.items()}
+            texts = {value: text for text, value in entry.choices.items()}
             report(Effective(full, texts.get(value, value), origin))
     if any(each.name == "device" for each in fields(kind)):  # type: ignore[arg-type]
         values.setdefault("device", device)
@@ -173,10 +170,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(names))}"
 
 
-def _walk(kind: Any, deep: bool = True) -> Iterator[tuple[str, Setting]]:
+def _own(kind: Any) -> Iterator[tuple[str, Setting]]:
     """Names and settings of the fields."""
     for each in fields(kind):
-        if deep and is_dataclass(each.default_factory):
-            yield from _walk(each.default_factory)
-        elif entry := each.metadata.get("setting"):
+        if entry := each.metadata.get("setting"):
             yield each.name, entry if entry.name else replace(entry, name=each.name)

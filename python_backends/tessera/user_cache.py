@@ -9,8 +9,9 @@ from uuid import uuid4
 
 
 def cache_folder() -> Path:
-    """TESSERA_CACHE, else ~/.cache/tessera; it need not exist."""
-    return Path(os.environ.get("TESSERA_CACHE") or Path.home() / ".cache" / "tessera")
+    """TESSERA_CACHE, else $XDG_CACHE_HOME/tessera or ~/.cache/tessera; it need not exist."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("TESSERA_CACHE") or Path(caches, "tessera"))
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

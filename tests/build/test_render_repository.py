@@ -1,4 +1,4 @@
-"""build/render_repository.py changes what it was asked to and refuses what does not exist."""
+"""build/render_repository.py fits the named config `tensorrt` to a plan and refuses what does not exist."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
-from render_repository import GPU_SETTINGS, PlanShape, render
+from render_repository import SOURCE, PlanShape, render
 from tritonclient.grpc import model_config_pb2
-
-SOURCE = Path(__file__).resolve().parents[2] / "model_repository"
 
 
 def config(folder: Path, model: str, file: str = "config.pbtxt") -> model_config_pb2.ModelConfig:
@@ -19,55 +17,19 @@ def config(folder: Path, model: str, file: str = "config.pbtxt") -> model_config
 NAMED = "configs/tensorrt.pbtxt"
 
 
-def test_instances_and_parameters_change_and_the_checkpoint_stays_found(tmp_path):
-    out = tmp_path / "rendered"
-    render(SOURCE, out, {"preprocess": 5}, {"vision_encoder.runner": "torch"})
-    assert config(out, "preprocess").instance_group[0].count == 5
-    changed = config(out, "vision_encoder").parameters
-    assert changed["runner"].string_value == "torch"
-    assert Path(changed["checkpoint"].string_value) == (SOURCE / "../build/default_model/checkpoint").resolve()
-    # Everything else is as it was.
-    assert config(out, "vlm") == config(SOURCE, "vlm")
-    assert {p.name for p in out.iterdir()} == {p.name for p in SOURCE.iterdir()}
-
-
-def test_unknown_names_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="no model 'vission'; there are .*vision_encoder"):
-        render(SOURCE, tmp_path / "a", {"vission": 2}, {})
-    with pytest.raises(ValueError, match="no parameter 'runer'; did you mean runner"):
-        render(SOURCE, tmp_path / "b", {}, {"vision_encoder.runer": "torch"})
-    with pytest.raises(ValueError, match="exists already"):
-        render(SOURCE, tmp_path, {}, {})
-
-
-def test_the_gpu_settings_are_parameters_of_the_stages(tmp_path):
-    render(SOURCE, tmp_path / "gpu", {}, GPU_SETTINGS)
-    for name, value in GPU_SETTINGS.items():
-        model, _, parameter = name.partition(".")
-        assert config(tmp_path / "gpu", model).parameters[parameter].string_value == value
-
-
-def test_one_model_can_be_rendered_alone(tmp_path):
-    render(SOURCE, tmp_path / "vision", {}, {"vision_encoder.threads": "2"}, only=["vision_encoder"])
-    assert [path.name for path in (tmp_path / "vision").iterdir()] == ["vision_encoder"]
-    with pytest.raises(ValueError, match="no model 'eyes'"):
-        render(SOURCE, tmp_path / "other", {}, {}, only=["eyes"])
-
-
 def test_the_tracked_named_config_is_the_one_for_the_default_checkpoint(tmp_path):
     plan = PlanShape.of_checkpoint(SOURCE / "../build/default_model/checkpoint", 32)
-    render(SOURCE, tmp_path / "out", {}, {}, plan)
-    assert config(tmp_path / "out", "vision_encoder", NAMED) == config(SOURCE, "vision_encoder", NAMED)
-    tracked = config(SOURCE, "preprocess", NAMED)
-    tracked.parameters["checkpoint"].string_value = str((SOURCE / "../build/default_model/checkpoint").resolve())
-    assert config(tmp_path / "out", "preprocess", NAMED) == tracked
+    render(tmp_path / "out", plan)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in SOURCE.iterdir()}
+    for model in ("preprocess", "vision_encoder", "language_model", "vlm"):
+        assert config(tmp_path / "out", model, NAMED) == config(SOURCE, model, NAMED)
+    with pytest.raises(FileExistsError):
+        render(tmp_path / "out", plan)
 
 
 def test_a_plan_of_another_checkpoint(tmp_path):
     shape = SOURCE.parent / "loadtest" / "shapes" / "internvl3-8b-shape"
-    render(
-        SOURCE, tmp_path / "out", {"preprocess": 3}, {"language_model.threads": "2"}, PlanShape.of_checkpoint(shape, 13)
-    )
+    render(tmp_path / "out", PlanShape.of_checkpoint(shape, 13))
     vision = config(tmp_path / "out", "vision_encoder", NAMED)
     assert vision.max_batch_size == 13
     assert list(vision.input[0].dims) == [448, 448, 3]
@@ -80,7 +42,5 @@ def test_a_plan_of_another_checkpoint(tmp_path):
     assert all(list(graph.input["TILES"].dim) == [448, 448, 3] for graph in graphs)
     preprocess = config(tmp_path / "out", "preprocess", NAMED)
     assert preprocess.parameters["max_cost"].string_value == "13"
-    # Other settings reach the named configs as well; the default config keeps its own limit.
-    assert preprocess.instance_group[0].count == 3
-    assert config(tmp_path / "out", "language_model", NAMED).parameters["threads"].string_value == "2"
+    # The default config keeps its own limit.
     assert "max_cost" not in config(tmp_path / "out", "preprocess").parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ class Scripted:
     def __init__(self, server: Any, supervision: Any, health: Any, say: Any, ready: Any):
         self.server, self.say, self.ready = server, say, ready
         self.stopped = threading.Event()
-        server.grpc_port, server.http_port, server.metrics_port = server.options.grpc_port, 80, 82
+        server.options = replace(server.options, http_port=80, metrics_port=82)
         server.models = ("vlm",)
 
     def run(self) -> str | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,51 +34,29 @@ def make_wheel(folder: Path, stubs: tuple[str, ...]) -> Path:
 
 def test_the_wheel_is_laid_out_with_the_stub_of_this_python(tmp_path: Path) -> None:
     package = make_wheel(tmp_path / "site", ("3.8", python_version()))
-    found = installation_from_wheel(package, "9.9", tmp_path / "cache")
-    assert found.backend_directory is not None and found.cache_directory is not None
-    assert (found.backend_directory / "python" / STUB).read_text() == f"stub for {python_version()}"
-    assert (found.backend_directory / "python" / "libtriton_python.so").is_file()
-    assert (found.cache_directory / "local" / "libtritoncache.so").is_file()
-    assert found.binary.read_text() == "bin/tritonserver"
+    found = installation_from_wheel(package, "9.9", tmp_path / "runtime")
+    backends = found.root / "backends"
+    assert (backends / "python" / STUB).read_text() == f"stub for {python_version()}"
+    assert (backends / "python" / "libtriton_python.so").is_file()
+    assert (found.root / "caches" / "local" / "libtritoncache.so").is_file()
+    assert (found.root / "bin" / "tritonserver").read_text() == "bin/tritonserver"
     assert found.library_path[0] == package.parent / "nvidia_pytriton.libs"
-    assert found.python_bin == Path(sys.executable).parent
     # what the stub's folder gets written into it must not land in the package
-    (found.backend_directory / "python" / "__pycache__").mkdir()
+    (backends / "python" / "__pycache__").mkdir()
     assert not (package / "tritonserver" / "backends" / "python" / "__pycache__").exists()
-
-
-def test_many_starts_at_once_make_one_runtime_folder(tmp_path: Path) -> None:
-    package = make_wheel(tmp_path / "site", (python_version(),))
-    with ThreadPoolExecutor(8) as pool:
-        binaries = {
-            made.binary
-            for made in pool.map(lambda _: installation_from_wheel(package, "9.9", tmp_path / "cache"), range(24))
-        }
-    assert len(binaries) == 1 and binaries.pop().is_file()
-    assert len(list((tmp_path / "cache" / "runtime").iterdir())) == 1
-
-
-def test_a_runtime_folder_with_dangling_links_is_made_anew(tmp_path: Path) -> None:
-    package = make_wheel(tmp_path / "site", (python_version(),))
-    before = installation_from_wheel(package, "9.9", tmp_path / "cache")
-    (before.binary.parent).unlink()
-    (before.binary.parent).symlink_to(tmp_path / "gone")
-    assert not before.binary.exists()
-    assert installation_from_wheel(package, "9.9", tmp_path / "cache").binary.is_file()
-    assert len(list((tmp_path / "cache" / "runtime").iterdir())) == 1
 
 
 def test_a_missing_stub_lists_those_that_are_there(tmp_path: Path) -> None:
     package = make_wheel(tmp_path / "site", ("3.8", "3.9"))
     with pytest.raises(InstallationError, match=rf"no Python stub for Python {python_version()} .* 3.8, 3.9"):
-        installation_from_wheel(package, "9.9", tmp_path / "cache")
+        installation_from_wheel(package, "9.9", tmp_path / "runtime")
 
 
 def test_an_incomplete_wheel_names_the_missing_file(tmp_path: Path) -> None:
     package = make_wheel(tmp_path / "site", (python_version(),))
     (package / "tritonserver" / "bin" / "tritonserver").unlink()
     with pytest.raises(InstallationError, match="incomplete: no .*bin/tritonserver"):
-        installation_from_wheel(package, "9.9", tmp_path / "cache")
+        installation_from_wheel(package, "9.9", tmp_path / "runtime")
 
 
 def test_no_server_at_all_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,10 +83,9 @@ def test_a_server_on_path_comes_first_and_its_stub_must_fit(tmp_path: Path, monk
         (root / path).write_text(f"\x7fELF libpython{python_version()}.so.1.0\0")
     os.chmod(root / "bin" / "tritonserver", 0o755)
     monkeypatch.setenv("PATH", str(root / "bin"))
-    found = find_installation(tmp_path / "cache")
-    assert found.binary == root / "bin" / "tritonserver" and found.backend_directory == root / "backends"
-    assert found.cache_directory is None and found.library_path == ()
-    assert not (tmp_path / "cache").exists()
+    found = find_installation(tmp_path / "runtime")
+    assert found.root == root and found.library_path == ()
+    assert not (tmp_path / "runtime").exists()
 
     (root / "backends" / "python" / STUB).write_text("\x7fELF libpython3.4.so.1.0\0")
     with pytest.raises(InstallationError, match=rf"built for Python 3.4, but this is Python {python_version()}"):

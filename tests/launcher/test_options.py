@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,13 +21,11 @@ from tessera.launcher.options import (
     server_flags,
     stub_shared_memory,
 )
-from tessera.launcher.ports import one_per_gpu, ports_of
+from tessera.launcher.ports import one_per_gpu, ports_of, with_ports
 from tessera.launcher.process import log_path
 from tessera.launcher.settings import ServerSetup
 
-INSTALLATION = Installation(
-    "test", Path("/s/bin/t"), Path("/s/backends"), None, (Path("/l1"), Path("/l2")), Path("/py")
-)
+INSTALLATION = Installation(Path("/s"), (Path("/l1"), Path("/l2")))
 
 CPU = ServerSetup({}, [], "cpu")
 
@@ -38,18 +37,22 @@ def test_the_command_line_becomes_options_and_flags(tmp_path: Path) -> None:
     assert own.verbose and not own.show_settings and gpus == ()
     assert options.http_port == 0 and options.grpc_port == 8001 and options.host == "127.0.0.1"
     assert supervision.restart and supervision.health_port == 8003
-    flags = server_flags(options, INSTALLATION, (1, 2, 3), "prefix-", CPU, tmp_path)
+    (tmp_path / "s" / "backends").mkdir(parents=True)
+    installation = Installation(tmp_path / "s")
+    flags = server_flags(with_ports(options, (1, 2, 3)), installation, "prefix-", CPU, tmp_path)
     assert flags[-3:] == passed_on
     assert "--model-control-mode=none" not in flags
     assert {"--http-port=1", "--grpc-port=2", "--metrics-port=3", "--http-address=127.0.0.1"} <= set(flags)
     assert {"--model-config-name=tensorrt", f"--model-repository={tmp_path}"} <= set(flags)
     assert "--backend-config=python,shm-region-prefix-name=prefix-" in flags
-    assert "--backend-directory=/s/backends" in flags and not any("--cache-directory" in flag for flag in flags)
+    assert f"--backend-directory={tmp_path}/s/backends" in flags and not any(
+        "--cache-directory" in flag for flag in flags
+    )
 
 
 def test_clients_are_kept_out_of_the_servers_administration(tmp_path: Path) -> None:
     """Loading a model is running code; shared-memory endpoints reach the stubs' own regions."""
-    given = server_flags(ServerOptions(tmp_path), INSTALLATION, (1, 2, 3), "p", CPU, tmp_path)
+    given = server_flags(ServerOptions(tmp_path), INSTALLATION, "p", CPU, tmp_path)
     flags = {name: value for name, _, value in (flag.partition("=") for flag in given)}
     assert flags["--model-control-mode"] == "none"
     for name in ("--http-restricted-api", "--grpc-restricted-protocol"):
@@ -61,7 +64,7 @@ def test_clients_are_kept_out_of_the_servers_administration(tmp_path: Path) -> N
 @pytest.mark.parametrize("gpu", [True, False])
 def test_memory_pools_follow_the_gpu(tmp_path: Path, gpu: bool) -> None:
     setup = ServerSetup({}, [], "cuda", divide(80 << 30, 0.9, (0, 0))) if gpu else CPU
-    flags = server_flags(ServerOptions(tmp_path), INSTALLATION, (1, 2, 3), "p", setup, tmp_path)
+    flags = server_flags(ServerOptions(tmp_path), INSTALLATION, "p", setup, tmp_path)
     assert ("--cuda-memory-pool-byte-size=0:4294967296" in flags) == gpu
     assert ("--pinned-memory-pool-byte-size=0" in flags) == (not gpu)
 
@@ -82,18 +85,18 @@ def test_an_mps_daemon_is_ours_where_there_is_a_gpu_and_nobody_elses(tmp_path: P
 def test_flags_that_the_launcher_owns_are_refused(tmp_path: Path) -> None:
     for flag in ("--http-port=9", "--grpc-address", "--exit-timeout-secs=30"):
         with pytest.raises(ConfigError, match=f"{flag.partition('=')[0]} cannot be passed on"):
-            ServerOptions(tmp_path, extra_flags=(flag,)).validate()
-    ServerOptions(tmp_path, extra_flags=("--metrics-interval-ms", "500")).validate()
+            ServerOptions(tmp_path, extra_flags=(flag,))
+    ServerOptions(tmp_path, extra_flags=("--metrics-interval-ms", "500"))
 
 
 def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--metrics-port is 70000"):
-        ServerOptions(tmp_path, metrics_port=70000).validate()
+        ServerOptions(tmp_path, metrics_port=70000)
     with pytest.raises(ConfigError, match="--checkpoint: no folder"):
-        ServerOptions(tmp_path, checkpoint=tmp_path / "none").validate()
+        ServerOptions(tmp_path, checkpoint=tmp_path / "none")
     for flag, value in (("--health-port", "70000"), ("--max-restarts", "-1"), ("--ping-timeout", "0")):
         with pytest.raises(ConfigError, match=flag):
-            parse([flag, value])[2].validate()
+            parse([flag, value])
 
 
 def test_the_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,19 +106,21 @@ def test_the_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     options = ServerOptions(tmp_path, checkpoint=Path("model"), environment={"TESSERA_X": "1"})
-    environment = server_environment(options, INSTALLATION, 8001, options.set_up())
-    assert environment["PATH"] == "/py:/usr/bin" and environment["LD_LIBRARY_PATH"] == "/l1:/l2:/mine"
+    environment = server_environment(options, INSTALLATION, options.set_up())
+    assert (
+        environment["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
+        and environment["LD_LIBRARY_PATH"] == "/l1:/l2:/mine"
+    )
     assert environment["TESSERA_CHECKPOINT"] == str(tmp_path / "model")
     assert environment["TESSERA_THREADS"] == "3" and environment["TESSERA_X"] == "1"
     monkeypatch.delenv("LD_LIBRARY_PATH")
     bare = replace(INSTALLATION, library_path=())
-    assert "LD_LIBRARY_PATH" not in server_environment(options, bare, 8001, CPU)
+    assert "LD_LIBRARY_PATH" not in server_environment(options, bare, CPU)
 
 
 def test_shared_memory_is_modest_where_there_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 << 20}))
-    assert stub_shared_memory(None) == (1 << 20, 1 << 20)
-    assert stub_shared_memory(8 << 20) == (8 << 20, 8 << 20)
+    assert stub_shared_memory() == (1 << 20, 1 << 20)
 
 
 def test_one_server_per_gpu_with_ports_of_its_own(tmp_path: Path) -> None:
@@ -126,7 +131,7 @@ def test_one_server_per_gpu_with_ports_of_its_own(tmp_path: Path) -> None:
     assert (first.http_port, first.grpc_port, first.metrics_port) == (base, base + 1, base + 2)
     assert (second.http_port, second.grpc_port, second.metrics_port) == (base + 10, base + 11, base + 12)
     for server, gpu, address in ((first, "3", f"127.0.0.1:{base + 1}"), (second, "GPU-5ac2-11", "127.0.0.1:20011")):
-        environment = server_environment(server, INSTALLATION, server.grpc_port, CPU)
+        environment = server_environment(server, INSTALLATION, CPU)
         assert environment["CUDA_VISIBLE_DEVICES"] == gpu and server.name == f"gpu{gpu}"
         assert environment["TESSERA_GRPC_ADDRESS"] == address
     assert log_path(replace(first, log_path=Path("/x/server.log"))) == Path("/x/server-gpu3.log")

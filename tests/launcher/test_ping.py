@@ -78,7 +78,7 @@ class Stage:
         threading.Thread(target=self.listener.serve_forever, args=(0.02,), daemon=True).start()
 
     def pinger(self, timeout_s: float) -> Pinger:
-        return Pinger("127.0.0.1", self.listener.server_address[1], ["stage"], 0.02, timeout_s)
+        return Pinger(f"http://127.0.0.1:{self.listener.server_address[1]}", ["stage"], 0.02, timeout_s)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tessera.launcher.supervisor import Supervision, Supervisor
 class Script:
     """A server that does what it is told: each start succeeds or raises; then it fails with a reason."""
 
-    host, http_port, models, log_path, swept = "127.0.0.1", 1, ("vlm",), "log", ()
+    models, log_path, swept = ("vlm",), "log", ()
     crashes = ()
     grpc_url, http_url, metrics_url, mps = "g", "h", "m", False
 
@@ -39,9 +39,6 @@ class Script:
         self.dies_at = self.now + step
         self.pid = 5
         return self
-
-    def keep_ports(self) -> None:
-        self.done.append("keep")
 
     def kill(self) -> None:
         self.done.append("kill")
@@ -110,7 +107,7 @@ def test_a_crash_loop_ends_after_growing_pauses(monkeypatch: pytest.MonkeyPatch)
     reason = run.supervisor.run()
     assert reason == "a stage died; giving up after 5 restarts within 300 s"
     assert run.restart_pauses() == [0.0, 0.5, 1.0, 2.0, 4.0]
-    assert run.server.done == ["start", "keep", "kill"] * 6 + ["stop"] and run.lines.count("ready") == 6
+    assert run.server.done == ["start", "kill"] * 6 + ["stop"] and run.lines.count("ready") == 6
     ready, page = run.health.report()
     assert not ready and (page["state"], page["reason"], page["restarts"]) == ("failed", reason, 5)
     assert [line for line in run.lines if "starting anew" in line][1] == (
@@ -145,7 +142,7 @@ def test_the_first_start_must_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_restarts_the_first_death_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, [1.0], restart=False)
     assert run.supervisor.run() == "a stage died"
-    assert run.server.done == ["start", "keep", "kill", "stop"] and run.health.report()[1]["state"] == "failed"
+    assert run.server.done == ["start", "kill", "stop"] and run.health.report()[1]["state"] == "failed"
 
 
 def test_a_server_that_goes_silent_at_once_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +163,7 @@ def test_a_stop_ends_the_watch_and_leaves_the_state_at_stopping(monkeypatch: pyt
         thread.join(0.01)
     run.supervisor.stop()
     thread.join(10)
-    assert run.lines == ["ready", "ended: None"] and run.server.done == ["start", "keep", "abort", "stop"]
+    assert run.lines == ["ready", "ended: None"] and run.server.done == ["start", "abort", "stop"]
     assert run.health.report()[1]["state"] == "stopping"
 
 

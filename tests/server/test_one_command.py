@@ -16,7 +16,7 @@ from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 from toy_servers import Launched
 
 from tessera.launcher.installation import STUB
-from tessera.launcher.process import command_line, instance_name, model_of
+from tessera.launcher.process import command_line, model_of
 
 pytestmark = pytest.mark.server
 
@@ -50,7 +50,7 @@ def test_a_checkpoint_is_served_and_asked(layout: str, tmp_path: Path) -> None:
         run = subprocess.run([*command, "--max-tokens", "4"], capture_output=True, text=True, env=environment)
         assert run.returncode == 0 and run.stdout.strip(), run.stderr
         stubs = [command_line(pid) for pid in launched.pids]
-        names = [instance_name(stub) for stub in stubs if stub and Path(stub[0]).name == STUB]
+        names = [stub[-2] for stub in stubs if stub and Path(stub[0]).name == STUB]
         assert sum(model_of(name) == "preprocess" for name in names) == (3 if layout == "hf_native" else 2)
         regions = launched.regions()
         assert any(path.endswith("-models") for path in regions) == (layout == "hf_native")

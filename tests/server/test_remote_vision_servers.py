@@ -40,7 +40,6 @@ def eyes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("remote") / "eyes.log"
     small = {"vision_encoder.memory_bytes": str(41 << 20), "vision_encoder.cache_bytes": "0"}
     with Server(options(log, small, "vision_encoder")) as running:
-        running.keep_ports()
         yield running
 
 

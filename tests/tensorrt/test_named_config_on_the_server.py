@@ -11,7 +11,6 @@ from pathlib import Path
 import onnx
 import pytest
 from google.protobuf import text_format
-from render_repository import render
 from tritonclient.grpc import model_config_pb2
 from vision_graphs import vision_graph
 
@@ -46,7 +45,7 @@ def put_stand_in(repository: Path) -> None:
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("tensorrt")
-    render(ROOT / "model_repository", folder / "repository", {}, {})
+    shutil.copytree(ROOT / "model_repository", folder / "repository", ignore=shutil.ignore_patterns("__pycache__"))
     put_stand_in(folder / "repository")
     options = ServerOptions(
         folder / "repository",
@@ -54,6 +53,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         grpc_port=0,
         metrics_port=0,
         log_path=folder / "log",
+        checkpoint=CHECKPOINT,
         model_config_name="tensorrt",
         settings={"device": "cpu"},
         extra_flags=("--cache-config=local,size=67108864",),

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,12 +25,7 @@ from tessera.launcher.process import Server
 from tessera.launcher.settings import ServerSetup
 from tessera.launcher.supervisor import Supervision
 
-DEFAULTS = {
-    field.name: field.default
-    for kind in (ServerOptions, Supervision)
-    for field in fields(kind)
-    if field.default is not MISSING
-}
+DEFAULTS = vars(ServerOptions(Path())) | vars(Supervision())
 GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z-]+")
 
 
@@ -40,12 +35,10 @@ class StopRequested(BaseException):
 
 def serve_main(argv: Sequence[str] | None = None) -> int:
     """Runs ``tessera serve``. Returns 0 after a stop by signal, 1 when the server failed (2: wrong usage)."""
-    options, gpus, supervision, flags = parse(list(sys.argv[1:] if argv is None else argv))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, request_stop)
     try:
-        supervision.validate()
-        options.validate()
+        options, gpus, supervision, flags = parse(list(sys.argv[1:] if argv is None else argv))
         first = replace(options, environment={"CUDA_VISIBLE_DEVICES": gpus[0]}) if gpus else options
         setup = first.set_up()
         if flags.show_settings:
@@ -105,7 +98,8 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
     add("--set", "any other setting, such as language_model.max_sequences=64; may be repeated", dest="settings",
         type=pair, action="append", default=[], metavar="NAME=VALUE")  # fmt: skip
     add("--show-settings", "print all settings and who set them, and end", action="store_true")
-    add("--model-repository", "default: model_repository here or in the source tree", type=Path, metavar="DIR")
+    add("--model-repository", "default: model_repository here or in the source tree", type=Path, metavar="DIR",
+        default=default_repository())  # fmt: skip
     add("--only", "load these models only (as vision_encoder, for other servers to use)", type=names, metavar="NAME,..")
     add("--gpus", "one server for each of these GPUs (numbers or UUIDs, as in CUDA_VISIBLE_DEVICES); each server's "
         "ports are the ones before plus 10", type=gpu_names, default=(), metavar="N,N,...")  # fmt: skip
@@ -122,20 +116,17 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
         metavar="S")  # fmt: skip
     add("--model-config-name", "use configs/NAME.pbtxt of each model that has it", type=str)
     add("--ready-timeout", dest="ready_timeout_s", metavar="S")
-    add("--shm-bytes", "shared memory that each Python process starts with", type=int)
     add("--log", "the server's log (default: in the cache folder)", dest="log_path", type=Path, metavar="FILE")
-    add("--log-verbose", "tritonserver's verbosity")
     add("--verbose", "show the server's log here as well", action="store_true")
     known = vars(parser.parse_args(argv[:split]))
     settings = dict(known.pop("settings"))
     settings |= {name: value for name in ("device", "gpu_memory") if (value := known.pop(name)) is not None}
-    known["model_repository"] = known["model_repository"] or default_repository()
-    ours = [field.name for field in fields(Supervision) if field.name in known]
-    supervision = Supervision(**{name: known.pop(name) for name in ours})
-    theirs = [field.name for field in fields(ServerOptions) if field.name in known]
-    options = ServerOptions(
-        **{name: known.pop(name) for name in theirs}, settings=settings, extra_flags=tuple(argv[split + 1 :])
-    )
+    known |= {"settings": settings, "extra_flags": tuple(argv[split + 1 :])}
+
+    def taken(kind: type) -> dict[str, Any]:
+        return {field.name: known.pop(field.name) for field in fields(kind) if field.name in known}
+
+    options, supervision = ServerOptions(**taken(ServerOptions)), Supervision(**taken(Supervision))
     return options, known["gpus"], supervision, argparse.Namespace(**known)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tessera.errors import ConfigError
 from tessera.launcher.options import SHARED_MEMORY
+from tessera.launcher.settings import config_file, read_config
 
 FAILED_MODEL = re.compile(r"failed to load '([^']+)' version \d+: (?:\w+(?: \w+)?: )?(.*)")
 MISSING_FILE = re.compile(r"Failed to preinitialize Python stub: (.*'([^']*?)/\d+/[^/']+'.*)")
@@ -16,8 +17,6 @@ LOCATION = re.compile(r"\bAt:\s*(\S+\(\d+\): \S+)")
 SHARED_MEMORY_FULL = re.compile(r"(?:initialize shared memory key|increase the shared memory pool size)")
 IN_USE = re.compile(r"failed to start (\w+) service: .*Socket '([^']+)' already in use")
 FAULT = re.compile(r'^(?:error: |E\d{4} \S+ \d+ \S+\] (?="failed))')
-PYTHON_BACKEND = re.compile(r'^\s*backend\s*:\s*"python"', re.MULTILINE)
-MODEL_FILE = re.compile(r'^\s*default_model_filename\s*:\s*"([^"]+)"', re.MULTILINE)
 
 
 def check_repository(repository: Path, config_name: str | None = None) -> None:
@@ -31,13 +30,10 @@ def check_repository(repository: Path, config_name: str | None = None) -> None:
     if not models:
         raise ConfigError(f"no models in {repository}: a model is a folder with a config.pbtxt (--model-repository)")
     for model in models:
-        named = model / "configs" / f"{config_name}.pbtxt"
-        config = named if config_name and named.is_file() else model / "config.pbtxt"
-        text = config.read_text("utf-8", "replace")
-        if not PYTHON_BACKEND.search(text):
+        config = read_config(config_file(repository, model.name, config_name))
+        if config.backend != "python":
             continue
-        found = MODEL_FILE.search(text)
-        name = found.group(1) if found else "model.py"
+        name = config.default_model_filename or "model.py"
         versions = [path for path in model.iterdir() if path.is_dir() and path.name.isdigit()]
         if not versions:
             raise ConfigError(f"model {model.name!r} has no version: make the folder {model / '1'} with {name} in it")
@@ -65,7 +61,7 @@ def explain_log(log: str) -> str | None:
         free = shutil.disk_usage(SHARED_MEMORY).free >> 20
         return (
             f"shared memory is too small: {SHARED_MEMORY} has {free} MB free and each Python process needs its "
-            "region there; enlarge it (docker run --shm-size=2g) or pass a smaller --shm-bytes"
+            "region there; enlarge it (docker run --shm-size=2g)"
         )
     if match := IN_USE.search(log):
         return f"{match.group(2)} is already in use ({match.group(1)} service)"

@@ -75,17 +75,13 @@ class Guard:
                 self.server = self.spawn(self.command, self.environment)
                 tell({"pid": self.server, "mps": self.mps > 0})
                 self.wait_for_environment(before)
-            next_look = 0.0
             while self.status is None and not self.told_to_stop:
-                self.wait(1.0)
-                if time.monotonic() > next_look:
-                    next_look = time.monotonic() + LOOK_INTERVAL_S
-                    self.look()
+                self.look()
+                self.wait(LOOK_INTERVAL_S)
             if self.status is None:
                 self.stop()
         finally:
             self.kill_everything()
-            shutil.rmtree(self.mps_folder, ignore_errors=True)  # ours, so not among what the server left
             removed = remove_shared_memory(self.shm_prefix) + remove_files(self.cuda_files)
             if self.temporary and os.path.isdir(self.temporary):
                 shutil.rmtree(self.temporary, ignore_errors=True)
@@ -99,10 +95,6 @@ class Guard:
 
     def spawn(self, command: list[str], environment: dict[str, str]) -> int:
         """Starts a child that goes when we go, in a session of its own; returns its process id."""
-
-        def die_with_guard() -> None:
-            self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
         process = subprocess.Popen(
             command,
             env=environment,
@@ -110,7 +102,7 @@ class Guard:
             stdin=subprocess.DEVNULL,
             stdout=2,
             start_new_session=True,
-            preexec_fn=die_with_guard,
+            preexec_fn=lambda: self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
         )
         process.returncode = 0  # reaped here, not by Popen
         return process.pid
@@ -219,14 +211,8 @@ class Guard:
 def start_lock() -> Iterator[None]:
     """Held while the temporary folder of a starting server is still unknown; a lock on /tmp leaves no file."""
     folder = os.open(os.path.dirname(ENVIRONMENTS), os.O_RDONLY)
-    deadline = time.monotonic() + 5.0
     try:
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                time.sleep(0.02)
+        fcntl.flock(folder, fcntl.LOCK_EX)  # others hold it for 2 s at most
         yield
     finally:
         os.close(folder)
@@ -246,21 +232,20 @@ def take_lock(prefix: str) -> int:
     return lock
 
 
-def processes() -> dict[int, tuple[int, int]]:
-    """Process id -> (parent, session) of every process that /proc shows."""
+def processes() -> dict[int, int]:
+    """Process id -> its parent's, of every process that /proc shows."""
     found = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError, IndexError), open(f"/proc/{entry}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-                found[int(entry)] = int(fields[1]), int(fields[3])
+                found[int(entry)] = int(file.read().rpartition(b")")[2].split()[1])
     return found
 
 
 def descendants(root: int) -> list[int]:
     """All processes below ``root``."""
     children: dict[int, list[int]] = {}
-    for pid, (parent, _) in processes().items():
+    for pid, parent in processes().items():
         children.setdefault(parent, []).append(pid)
     found, todo = [], [root]
     while todo:
@@ -275,23 +260,13 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def kill_session(session: int) -> None:
-    """SIGKILL to the server of this session and its stubs: for when the guard itself was killed."""
-    for pid, (_, its_session) in processes().items():
-        if its_session == session:
-            kill(pid)
-
-
 def remove_shared_memory(prefix: str) -> list[str]:
-    """Removes the regions and sockets of the server that was started with ``prefix``; returns their paths."""
-    removed = glob.glob("/dev/shm/" + glob.escape(prefix) + "*")
-    for path in removed:
-        if os.path.isdir(path):
-            shutil.rmtree(path, ignore_errors=True)
-            continue
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-    return removed
+    """Removes the regions of the server that was started with ``prefix``, and our folders; returns the regions'."""
+    paths = set(glob.glob("/dev/shm/" + glob.escape(prefix) + "*"))
+    folders = set(filter(os.path.isdir, paths))
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    return remove_files(paths - folders)
 
 
 def remove_files(paths: set[str]) -> list[str]:
@@ -311,12 +286,10 @@ def tell(message: dict[str, Any]) -> None:
 
 
 def read_job() -> dict[str, Any]:
-    line = b""
-    while not line.endswith(b"\n"):
-        block = os.read(0, 65536)
-        if not block:
-            raise SystemExit("guard: standard input ended before the job was read")
-        line += block
+    with open(0, "rb", buffering=0, closefd=False) as orders:  # unbuffered, so that it takes no more than the line
+        line = orders.readline()
+    if not line:
+        raise SystemExit("guard: standard input ended before the job was read")
     job: dict[str, Any] = json.loads(line)
     return job
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
+from tessera.launcher.options import local_address
 from tessera.launcher.ports import cannot_listen
 
-STATES = ("starting", "ready", "restarting", "failed", "stopping")
 BY_GRAVITY = ("ready", "starting", "restarting", "failed", "stopping")
 
 
@@ -25,43 +25,32 @@ class Health:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._state = "starting"
-        self._since = now()
-        self._reason = ""
-        self._restarts = 0
+        self._page: dict[str, Any] = {"state": "starting", "since": now(), "restarts": 0, "reason": ""}
         self.details: Callable[[], dict[str, Any]] = dict
         """What else the report holds: addresses and stages, looked up when somebody asks."""
 
     @property
     def restarts(self) -> int:
-        with self._lock:
-            return self._restarts
+        return int(self._page["restarts"])
 
     def enter(self, state: str, reason: str | None = None) -> None:
         """Changes the state, but "stopping" for no other. ``reason`` says why, and stays until there is another one."""
-        if state not in STATES:
+        if state not in BY_GRAVITY:
             raise ValueError(f"no such state: {state!r}")
         with self._lock:
-            if self._state == "stopping":
+            page = self._page
+            if page["state"] == "stopping":
                 return
-            if state != self._state:
-                self._state, self._since = state, now()
-            self._reason = self._reason if reason is None else reason
+            since = page["since"] if state == page["state"] else now()
+            self._page = page | {"state": state, "since": since, "reason": page["reason"] if reason is None else reason}
 
     def restarted(self) -> None:
         with self._lock:
-            self._restarts += 1
+            self._page = self._page | {"restarts": self.restarts + 1}
 
     def report(self) -> tuple[bool, dict[str, Any]]:
         """(whether to send requests here, the page)."""
-        with self._lock:
-            page: dict[str, Any] = {
-                "state": self._state,
-                "since": self._since,
-                "restarts": self._restarts,
-                "reason": self._reason,
-            }
-        page |= self.details()
+        page = self._page | self.details()
         dead = [name for name, stage in page.get("stages", {}).items() if not stage["alive"]]
         if page["state"] == "ready" and dead:  # the supervisor looks twice a second; the page knows at once
             page |= {"state": "failed", "since": now(), "reason": f"the process of {', '.join(dead)} died"}
@@ -122,8 +111,7 @@ class HealthPort:
             self._listener = Listener((host, port), Page)
         except OSError as error:
             raise cannot_listen(host, port, "--health-port", error) from error
-        at = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-        health.url = f"http://{at}:{self._listener.server_address[1]}/healthz"
+        health.url = f"http://{local_address(host, self._listener.server_address[1])}/healthz"
 
     def __enter__(self) -> HealthPort:
         threading.Thread(target=self._listener.serve_forever, args=(0.1,), name="health", daemon=True).start()

@@ -7,7 +7,6 @@ binary, the Python backend and one stub per Python version, but not in the layou
 from __future__ import annotations
 
 import ctypes.util
-import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -15,8 +14,6 @@ import re
 import shutil
 import sys
 import sysconfig
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,23 +28,17 @@ class InstallationError(TesseraError):
 
 @dataclass(frozen=True)
 class Installation:
-    """A tritonserver that can be started.
+    """A tritonserver that can be started: ``root`` has bin/, backends/ and, for most, caches/.
 
-    ``backend_directory`` and ``cache_directory`` are None where the binary's own defaults are right.
-    ``library_path`` goes in front of LD_LIBRARY_PATH, ``python_bin`` in front of PATH: the stub takes the
-    environment of the ``python3`` it finds there.
+    ``library_path`` goes in front of LD_LIBRARY_PATH.
     """
 
-    origin: str
-    binary: Path
-    backend_directory: Path | None
-    cache_directory: Path | None
-    library_path: tuple[Path, ...]
-    python_bin: Path
+    root: Path
+    library_path: tuple[Path, ...] = ()
 
 
-def find_installation(cache: Path | None = None) -> Installation:
-    """The tritonserver on PATH, else the wheel's, made ready under ``cache``. Raises InstallationError."""
+def find_installation(runtime: Path) -> Installation:
+    """The tritonserver on PATH, else the wheel's, laid out in the new folder ``runtime``. Raises InstallationError."""
     on_path = shutil.which("tritonserver")
     if on_path:
         return installation_on_path(Path(on_path))
@@ -57,13 +48,7 @@ def find_installation(cache: Path | None = None) -> Installation:
             "no tritonserver: none on PATH, and the package nvidia-pytriton is not installed for "
             f"{sys.executable}; install it (pip install --no-deps nvidia-pytriton==0.7.0) or use NVIDIA's container"
         )
-    version = importlib.metadata.version("nvidia-pytriton")
-    return installation_from_wheel(package, version, cache or cache_folder())
-
-
-def cache_folder() -> Path:
-    """Our folder for things that can be made again: $XDG_CACHE_HOME/tessera or ~/.cache/tessera."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
+    return installation_from_wheel(package, importlib.metadata.version("nvidia-pytriton"), runtime)
 
 
 def python_version() -> str:
@@ -81,8 +66,7 @@ def wheel_package() -> Path | None:
 def installation_on_path(binary: Path) -> Installation:
     """An installed server: its folders are where it expects them; only the stub's Python must be ours."""
     root = binary.resolve().parent.parent
-    backends = root / "backends"
-    stub = backends / "python" / STUB
+    stub = root / "backends" / "python" / STUB
     built_for = stub_python(stub) if stub.is_file() else None
     if built_for and built_for != python_version():
         raise InstallationError(
@@ -92,14 +76,7 @@ def installation_on_path(binary: Path) -> Installation:
     # Release 24.10 is server 2.51; later stubs were not tried with numpy 2, so only this one is refused.
     if os.environ.get("TRITON_SERVER_VERSION", "").startswith("2.51"):
         check_numpy()
-    return Installation(
-        origin=str(binary),
-        binary=binary,
-        backend_directory=backends if backends.is_dir() else None,
-        cache_directory=root / "caches" if (root / "caches").is_dir() else None,
-        library_path=(),
-        python_bin=Path(sys.executable).parent,
-    )
+    return Installation(root)
 
 
 def stub_python(stub: Path) -> str | None:
@@ -108,8 +85,8 @@ def stub_python(stub: Path) -> str | None:
     return found.group(1).decode() if found else None
 
 
-def installation_from_wheel(package: Path, version: str, cache: Path) -> Installation:
-    """Lays the wheel's files out under ``cache`` as the binary expects them. Raises InstallationError."""
+def installation_from_wheel(package: Path, version: str, runtime: Path) -> Installation:
+    """Lays the wheel's files out in ``runtime`` as the binary expects them. Raises InstallationError."""
     server = package / "tritonserver"
     stub = server / "python_backend_stubs" / python_version() / STUB
     if not stub.is_file():
@@ -123,56 +100,19 @@ def installation_from_wheel(package: Path, version: str, cache: Path) -> Install
         if not needed.exists():
             raise InstallationError(f"nvidia-pytriton {version} is incomplete: no {needed}; reinstall it")
     check_numpy()
-    place = hashlib.sha256(str(package.resolve()).encode()).hexdigest()[:8]
-    runtime = cache / "runtime" / f"pytriton-{version}-python{python_version()}-{place}"
-    lay_out(runtime, lambda folder: link_runtime(folder, server, stub))
-    return Installation(
-        origin=f"nvidia-pytriton {version}",
-        binary=runtime / "bin" / "tritonserver",
-        backend_directory=runtime / "backends",
-        cache_directory=runtime / "caches",
-        library_path=(libraries, *libpython_folder()),
-        python_bin=Path(sys.executable).parent,
-    )
+    link_runtime(runtime, server, stub)
+    return Installation(runtime, (libraries, *libpython_folder()))
 
 
 def link_runtime(folder: Path, server: Path, stub: Path) -> None:
     """Symlinks only: the stub must lie among the Python backend's files, and that folder be writable."""
-    for name in ("bin", "caches"):
-        (folder / name).symlink_to(server / name)
     backend = folder / "backends" / "python"
     backend.mkdir(parents=True)
+    for name in ("bin", "caches"):
+        (folder / name).symlink_to(server / name)
     for path in (*(server / "backends" / "python").iterdir(), stub):
         if path.name != "__pycache__":
             (backend / path.name).symlink_to(path)
-
-
-def lay_out(target: Path, fill: Callable[[Path], None]) -> None:
-    """Makes ``target`` by filling a folder beside it and renaming, so that two starts at once are harmless."""
-    if _is_whole(target):
-        return
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    except OSError as error:
-        raise InstallationError(f"cannot write {target.parent} ({error.strerror}); set XDG_CACHE_HOME") from error
-    try:
-        fill(fresh)
-        if _is_whole(target):  # another start was quicker; taking its folder away would break a third
-            return
-        if target.exists():  # dangling links: the wheel was removed and installed elsewhere
-            target.rename(fresh / "replaced")
-        fresh.rename(target)
-    except OSError:
-        if not (target / "backends" / "python" / STUB).exists():
-            raise
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(target / "replaced", ignore_errors=True)
-
-
-def _is_whole(runtime: Path) -> bool:
-    return all((runtime / part).exists() for part in ("bin/tritonserver", f"backends/python/{STUB}"))
 
 
 def libpython_folder() -> tuple[Path, ...]:

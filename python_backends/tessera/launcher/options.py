@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,35 +18,22 @@ from tessera.settings import check, setting
 SHARED_MEMORY = Path("/dev/shm")
 
 # The launcher gives these flags itself and relies on their values; a second one would win silently.
-RESERVED_FLAGS = {
-    "--model-repository": "--model-repository",
-    "--model-store": "--model-repository",
-    "--http-port": "--http-port",
-    "--grpc-port": "--grpc-port",
-    "--metrics-port": "--metrics-port",
-    "--http-address": "--host",
-    "--grpc-address": "--host",
-    "--metrics-address": "--host",
-    "--model-config-name": "--model-config-name",
-    "--log-verbose": "--log-verbose",
-    "--log-file": "--log",
-    "--exit-timeout-secs": None,
-    "--allow-http": None,
-}
-
+RESERVED_FLAGS = (
+    *("--model-repository", "--model-store", "--model-config-name", "--log-file", "--exit-timeout-secs"),
+    *("--allow-http", "--http-port", "--grpc-port", "--metrics-port"),
+    *("--http-address", "--grpc-address", "--metrics-address"),
+)
 MPS_CONTROL = "nvidia-cuda-mps-control"
 MPS_SOCKET = Path("/tmp/nvidia-mps/control")  # of the machine's own daemon, if it has one
 # tritonserver's pool on a GPU of which only the stages can ask the size.
 SMALL_POOL_BYTES = 1 << 30
-RESTRICTED = {
-    "--http-restricted-api": "shared-memory,trace,logging",
-    "--grpc-restricted-protocol": "shared-memory,trace,logging",
-}
+RESTRICTED = "shared-memory,trace,logging"
+RESTRICTING = ("--http-restricted-api", "--grpc-restricted-protocol")
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Settings of one server. A port of 0 means: pick a free one."""
+    """Settings of one server. A port of 0 means: pick a free one. Raises ConfigError for what cannot work."""
 
     model_repository: Path
     name: str = ""
@@ -56,13 +44,10 @@ class ServerOptions:
     grpc_port: int = setting(8001, name="--grpc-port", least=0, most=65535)
     metrics_port: int = setting(8002, name="--metrics-port", least=0, most=65535)
     model_config_name: str | None = None
-    log_verbose: int = 0
     ready_timeout_s: float = 300.0
     exit_timeout_s: int = 5
     """How long tritonserver waits for open connections and requests in flight when told to stop."""
     log_path: Path | None = None
-    shm_bytes: int | None = None
-    """Shared memory a Python stub starts with, in bytes; None chooses by what /dev/shm has free."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """The stages' settings by name ("language_model.max_sequences", "device"), as `--set` takes them."""
     only: tuple[str, ...] = ()
@@ -72,39 +57,32 @@ class ServerOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     extra_flags: tuple[str, ...] = ()
 
-    def validate(self) -> None:
-        """Raises ConfigError for settings that cannot work, before anything is started."""
+    def __post_init__(self) -> None:
         for flag in self.extra_flags:
-            name = flag.partition("=")[0]
-            if name in RESERVED_FLAGS:
-                ours = RESERVED_FLAGS[name]
+            if (name := flag.partition("=")[0]) in RESERVED_FLAGS:
                 raise ConfigError(
-                    f"{name} cannot be passed on to tritonserver: the launcher sets it"
-                    + (f"; use tessera serve {ours}" if ours else "")
+                    f"{name} cannot be passed on to tritonserver: the launcher sets it (see tessera serve --help)"
                 )
         if self.checkpoint is not None and not self.checkpoint.is_dir():
             raise ConfigError(f"--checkpoint: no folder {self.checkpoint}")
         check(self, "tessera serve")
 
-    @property
-    def given(self) -> dict[str, str]:
-        """All settings that are given here."""
-        checkpoint = {} if self.checkpoint is None else {"checkpoint": str(self.checkpoint.resolve())}
-        return {**self.settings, **checkpoint}
-
     def set_up(self) -> ServerSetup:
         """The settings as they are in force. Raises ConfigError."""
         environment = {**os.environ, **self.environment}
-        return set_up(self.model_repository, self.model_config_name, environment, self.given, self.only)
-
-    @property
-    def local_host(self) -> str:
-        """The host a client on this machine connects to."""
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        checkpoint = {} if self.checkpoint is None else {"checkpoint": str(self.checkpoint.resolve())}
+        given = {**self.settings, **checkpoint}
+        return set_up(self.model_repository, self.model_config_name, environment, given, self.only)
 
     def local(self, port: int) -> str:
         """The address of that port for a client on this machine."""
-        return f"[{self.local_host}]:{port}" if ":" in self.local_host else f"{self.local_host}:{port}"
+        return local_address(self.host, port)
+
+
+def local_address(host: str, port: int) -> str:
+    """Where a client on this machine finds what listens on ``host``."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def mps_control(options: ServerOptions, environment: Mapping[str, str], device: str) -> str | None:
@@ -119,29 +97,25 @@ def mps_control(options: ServerOptions, environment: Mapping[str, str], device: 
     return shutil.which(MPS_CONTROL, path=environment.get("PATH"))
 
 
-def stub_shared_memory(wanted: int | None) -> tuple[int, int]:
+def stub_shared_memory() -> tuple[int, int]:
     """(start, growth) in bytes of one stub's shared memory region.
 
     A larger start saves growing at the first big picture; a small /dev/shm (64 MB is Docker's default) must
     still hold a dozen stubs.
     """
-    if wanted is not None:
-        return wanted, max(1 << 20, min(wanted, 32 << 20))
-    roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= 2 << 30
+    roomy = shutil.disk_usage(SHARED_MEMORY).free >= 2 << 30
     return (64 << 20, 32 << 20) if roomy else (1 << 20, 1 << 20)
 
 
 def server_flags(
     options: ServerOptions,
     installation: Installation,
-    ports: tuple[int, int, int],
     shm_prefix: str,
     setup: ServerSetup,
     repository: Path,
 ) -> list[str]:
-    """The command line of tritonserver after the program's name. ``ports``: HTTP, gRPC, metrics."""
-    http, grpc, metrics = ports
-    start, growth = stub_shared_memory(options.shm_bytes)
+    """The command line of tritonserver after the program's name."""
+    start, growth = stub_shared_memory()
     flags = [
         f"--model-repository={repository.resolve()}",
         # Auto-complete imports every model.py twice; our configurations are complete.
@@ -150,10 +124,9 @@ def server_flags(
         f"--http-address={options.host}",
         f"--grpc-address={options.host}",
         f"--metrics-address={options.host}",
-        f"--http-port={http}",
-        f"--grpc-port={grpc}",
-        f"--metrics-port={metrics}",
-        f"--log-verbose={options.log_verbose}",
+        f"--http-port={options.http_port}",
+        f"--grpc-port={options.grpc_port}",
+        f"--metrics-port={options.metrics_port}",
         # Another server that uses our vision stage (its vision_url) pings every 20 s to know whether we are there.
         "--grpc-keepalive-permit-without-calls=true",
         "--grpc-http2-min-recv-ping-interval-without-data=10000",
@@ -162,10 +135,8 @@ def server_flags(
         f"--backend-config=python,shm-growth-byte-size={growth}",
     ]
     flags += closed_doors(options.extra_flags)
-    if installation.backend_directory:
-        flags.append(f"--backend-directory={installation.backend_directory}")
-    if installation.cache_directory:
-        flags.append(f"--cache-directory={installation.cache_directory}")
+    folders = {"--backend-directory": installation.root / "backends", "--cache-directory": installation.root / "caches"}
+    flags += [f"{name}={folder}" for name, folder in folders.items() if folder.is_dir()]
     if setup.device == "cuda":
         pool = setup.division.server if setup.division else SMALL_POOL_BYTES
         flags.append(f"--cuda-memory-pool-byte-size=0:{pool}")
@@ -183,28 +154,22 @@ def closed_doors(extra_flags: tuple[str, ...]) -> list[str]:
     loaded at the start and stay. Shared-memory endpoints reach the stubs' own regions, the trace and logging ones
     change the server: they ask for a key that nobody has. Flags of the user's own on a subject are left to stand.
     """
-    flags = []
-    if "--model-control-mode" not in {flag.partition("=")[0] for flag in extra_flags}:
-        flags.append("--model-control-mode=none")
-    for name, endpoints in RESTRICTED.items():
-        if name not in {flag.partition("=")[0] for flag in extra_flags}:
-            flags.append(f"{name}={endpoints}:tessera-admin={secrets.token_hex(16)}")
-    return flags
+    own = {flag.partition("=")[0] for flag in extra_flags}
+    closed = {"--model-control-mode": "none"}
+    closed |= {name: f"{RESTRICTED}:tessera-admin={secrets.token_hex(16)}" for name in RESTRICTING}
+    return [f"{name}={value}" for name, value in closed.items() if name not in own]
 
 
-def server_environment(
-    options: ServerOptions, installation: Installation, grpc_port: int, setup: ServerSetup
-) -> dict[str, str]:
+def server_environment(options: ServerOptions, installation: Installation, setup: ServerSetup) -> dict[str, str]:
     """The environment of tritonserver and its stubs: ours, with the settings and with the interpreter first in PATH."""
     environment = {**os.environ, **options.environment, **setup.environment}
     environment.pop(INSTANCES, None)  # the launcher's own
     # The fronts reach the ensemble as clients of this same server.
-    environment["TESSERA_GRPC_ADDRESS"] = options.local(grpc_port)
-    for name, folders in (
-        ("PATH", (installation.python_bin,)),
-        ("LD_LIBRARY_PATH", installation.library_path),
-    ):
-        parts = [str(folder) for folder in folders] + [environment.get(name, "")]
-        if value := os.pathsep.join(part for part in parts if part):
+    environment["TESSERA_GRPC_ADDRESS"] = options.local(options.grpc_port)
+    # The stub takes the environment of the python3 that it finds first.
+    first = {"PATH": (Path(sys.executable).parent,), "LD_LIBRARY_PATH": installation.library_path}
+    for name, folders in first.items():
+        parts = [*map(str, folders), environment.get(name, "")]
+        if value := os.pathsep.join(filter(None, parts)):
             environment[name] = value
     return environment

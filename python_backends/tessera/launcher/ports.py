@@ -38,7 +38,6 @@ def one_per_gpu(options: ServerOptions, gpus: Sequence[str]) -> list[ServerOptio
             environment = {**options.environment, "CUDA_VISIBLE_DEVICES": gpu}
             own = replace(options, name=f"gpu{gpu}", environment=environment)
             own = with_ports(own, [port and port + APART * number for port in ports_of(options)])
-            own.validate()
             each.append(with_ports(own, hold_ports(own, held)))
     return each
 

@@ -17,17 +17,18 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import tessera
 from tessera.errors import TesseraError
 from tessera.launcher import guard, leftovers
 from tessera.launcher.diagnosis import check_repository, explain_log, failed_models
-from tessera.launcher.installation import STUB, Installation, cache_folder, find_installation
+from tessera.launcher.installation import STUB, find_installation
 from tessera.launcher.options import SHARED_MEMORY, ServerOptions, mps_control, server_environment, server_flags
 from tessera.launcher.ping import NoAnswer, request
 from tessera.launcher.ports import choose_ports, ports_of, with_ports
 from tessera.launcher.settings import ServerSetup, lay_out
+from tessera.user_cache import cache_folder
 
 # tritonserver ends one second after its exit timeout at the latest, if it ends by itself at all.
 GRACE_BEYOND_EXIT_TIMEOUT_S = 1.5
@@ -53,11 +54,10 @@ class Server:
     thread; others may call :meth:`abort` and look at the properties.
     """
 
-    def __init__(self, options: ServerOptions, installation: Installation | None = None):
+    def __init__(self, options: ServerOptions):
         self.options = options
-        self.installation = installation
+        """With the ports of the last start, picked or not."""
         self.models: tuple[str, ...] = ()
-        self.http_port = self.grpc_port = self.metrics_port = 0
         self.setup = ServerSetup({}, [], "cpu")
         """The settings of the last start."""
         self.pid = 0
@@ -84,64 +84,51 @@ class Server:
     def __enter__(self) -> Server:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     @property
-    def host(self) -> str:
-        """The host a client on this machine connects to."""
-        return self.options.local_host
-
-    @property
     def grpc_url(self) -> str:
-        return self.options.local(self.grpc_port)
+        return self.options.local(self.options.grpc_port)
 
     @property
     def http_url(self) -> str:
         """Base address for HTTP, with scheme and without a slash at the end."""
-        return f"http://{self.options.local(self.http_port)}"
+        return f"http://{self.options.local(self.options.http_port)}"
 
     @property
     def metrics_url(self) -> str:
-        return f"http://{self.options.local(self.metrics_port)}/metrics"
+        return f"http://{self.options.local(self.options.metrics_port)}/metrics"
 
     def start(self, attempts: int = START_ATTEMPTS) -> Server:
-        """Starts the server and returns when every model is ready.
+        """Starts the server and returns when every model is ready. The next start has the same ports, picked or not.
 
         A tritonserver that crashes, as it does once in a while for no fault of a model, is started again, up to
         ``attempts`` starts. Raises ConfigError or InstallationError before anything runs, ServerStartError (after
         cleaning up) when the server fails to become ready within ``ready_timeout_s``, or :meth:`abort` was called.
         """
-        self.options.validate()
         check_repository(self.options.model_repository, self.options.model_config_name)
         self.setup = self.options.set_up()
-        if self.installation is None:
-            self.installation = find_installation()
         self.swept = tuple(leftovers.sweep())
         self.crashes = ()
-        picked = 0 in ports_of(self.options)
-        for attempt in range(attempts):
+        asked = self.options
+        while True:
             try:
-                self._spawn(self.installation, choose_ports(self.options))
+                self.options = with_ports(asked, choose_ports(asked))
+                self._spawn()
                 self._wait_ready()
                 return self
             except ServerStartError as error:
                 # A picked port was free a moment ago; whoever took it since will not take the next one too.
-                taken = picked and "already in use" in str(error)
-                if attempt == attempts - 1 or not (taken or isinstance(error, ServerCrashed)):
+                taken = 0 in ports_of(asked) and "already in use" in str(error)
+                attempts -= 1
+                if not attempts or not (taken or isinstance(error, ServerCrashed)):
                     raise
-                if not taken:
-                    self.crashes += (self._keep_crash(str(error)),)
+                if not taken:  # the next attempt puts this one's log aside
+                    self.crashes += (str(error).replace(str(self.log_path), f"{self.log_path}.1"),)
             except BaseException:  # a signal's exception too
                 self.stop()
                 raise
-        raise AssertionError("unreachable")
-
-    def keep_ports(self) -> None:
-        """Makes the next start use the ports of this one, picked or not."""
-        self.options = with_ports(self.options, (self.http_port, self.grpc_port, self.metrics_port))
 
     def abort(self) -> None:
         """Ends a start that is under way in another thread, and any later one. A running server runs on."""
@@ -170,7 +157,6 @@ class Server:
             process.wait()
         self._read_end(process)
         if process.returncode and self.pid:  # the guard was killed, so its work is done here
-            guard.kill_session(self.pid)
             self.removed = tuple(leftovers.remove_if_gone(self.shm_prefix))
         self.pid = 0
         self._guard = None  # last, so that a stop that a signal interrupted can be taken up again
@@ -181,7 +167,7 @@ class Server:
         for pid in guard.descendants(self.pid) if self.pid else ():
             arguments = command_line(pid)
             if arguments and Path(arguments[0]).name == STUB:
-                found[pid] = instance_name(arguments)
+                found[pid] = arguments[-2]  # in this server's order
         return found
 
     def stages(self) -> dict[str, int]:
@@ -203,11 +189,11 @@ class Server:
             return f"tritonserver ended: {self._last_words(self._guard)}"
         gone = {name: pid for pid, name in self._stubs.items() if not command_line(pid)}
         if gone or self._unloaded:
-            living, ready = self.stub_pids(), self._models_in_state_ready()
+            living, models = self.stub_pids(), self._models()
             missing = [
                 f"{name!r} (process {pid})"
                 for name, pid in gone.items()
-                if name not in living.values() and (ready is None or model_of(name) in ready)
+                if name not in living.values() and (models is None or models.get(model_of(name)))
             ]
             if missing:
                 return f"the Python process of {', '.join(missing)} died"
@@ -219,36 +205,17 @@ class Server:
     def _grace_s(self) -> float:
         return self.options.exit_timeout_s + GRACE_BEYOND_EXIT_TIMEOUT_S
 
-    def _spawn(self, installation: Installation, ports: tuple[int, int, int]) -> None:
-        self.http_port, self.grpc_port, self.metrics_port = ports
+    def _spawn(self) -> None:
         self.shm_prefix = f"tessera-{uuid.uuid4().hex[:12]}-"
         self._status = self._why = None
-        repository = lay_out(
-            self.options.model_repository,
-            self.options.model_config_name,
-            self.setup,
-            SHARED_MEMORY / f"{self.shm_prefix}models",  # where it goes with the server, however that ends
-        )
-        environment = server_environment(self.options, installation, self.grpc_port, self.setup)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self.options.log_path is None:
             remove_old_logs(self.log_path.parent)
-        job = {
-            "command": [
-                str(installation.binary),
-                *server_flags(self.options, installation, ports, self.shm_prefix, self.setup, repository),
-            ],
-            "environment": environment,
-            "mps_control": mps_control(self.options, environment, self.setup.device),
-            # The stubs have the server's folder on sys.path: so model.py finds this package, installed or not.
-            "folder": str(Path(tessera.__file__).resolve().parent.parent),
-            "shm_prefix": self.shm_prefix,
-            "grace_s": self._grace_s,
-        }
         if self._runs and self.log_path.exists():  # how the last run ended is worth keeping
             self.log_path.replace(self.log_path.with_name(self.log_path.name + ".1"))
         self._runs += 1
         with open(self.log_path, "wb") as log:
+            job = self._job()
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", guard.__file__],
                 stdin=subprocess.PIPE,
@@ -262,9 +229,28 @@ class Server:
         process.stdin.flush()
         line = process.stdout.readline()
         if not line:
-            raise ServerStartError(self._fail(f"could not run {installation.binary}"))
+            raise ServerStartError(self._fail(f"could not run {job['command'][0]}"))
         begun = json.loads(line)
         self.pid, self.mps = begun["pid"], begun["mps"]
+
+    def _job(self) -> dict[str, Any]:
+        """What the guard is told to run."""
+        options = self.options
+        # Links in folders that go with the server, however that ends.
+        runtime, models = (SHARED_MEMORY / f"{self.shm_prefix}{name}" for name in ("runtime", "models"))
+        installation = find_installation(runtime)
+        repository = lay_out(options.model_repository, options.model_config_name, self.setup, models)
+        environment = server_environment(options, installation, self.setup)
+        flags = server_flags(options, installation, self.shm_prefix, self.setup, repository)
+        return {
+            "command": [str(installation.root / "bin" / "tritonserver"), *flags],
+            "environment": environment,
+            "mps_control": mps_control(options, environment, self.setup.device),
+            # The stubs have the server's folder on sys.path: so model.py finds this package, installed or not.
+            "folder": str(Path(tessera.__file__).resolve().parent.parent),
+            "shm_prefix": self.shm_prefix,
+            "grace_s": self._grace_s,
+        }
 
     def _wait_ready(self) -> None:
         """Polls until all models are ready; raises ServerStartError and cleans up when that will not happen."""
@@ -283,7 +269,8 @@ class Server:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._guard.wait(1.0)  # others may fail too
                 raise ServerStartError(self._fail("a model failed to load"))
-            if self._services_answer() and not self._models_not_ready():
+            if self._services_answer() and (models := self._models()) and all(models.values()):
+                self.models = tuple(sorted(models))
                 self._stubs, self._unloaded = self.stub_pids(), set()
                 return
             time.sleep(0.05)
@@ -291,31 +278,24 @@ class Server:
 
     def _services_answer(self) -> bool:
         """Whether the server says it is ready; the metrics service starts last, and its failure ends the server."""
-        if self._answer("GET", "/v2/health/ready") is None:
-            return False
-        if "--allow-metrics=false" in self.options.extra_flags:
-            return True
-        return self._answer("GET", "/metrics", self.metrics_port) is not None
+        services = [f"{self.http_url}/v2/health/ready"]
+        if "--allow-metrics=false" not in self.options.extra_flags:
+            services.append(self.metrics_url)
+        return all(self._answer(url) is not None for url in services)
 
-    def _models_not_ready(self) -> list[str]:
-        """Names of the models that were to be loaded and do not answer as ready; fills ``models``."""
-        index = json.loads(self._answer("POST", "/v2/repository/index") or b"[]")
-        names = sorted({entry["name"] for entry in index if entry.get("state")})
-        waiting = [name for name in names if self._answer("GET", f"/v2/models/{name}/ready") is None]
-        self.models = tuple(name for name in names if name not in waiting)
-        return waiting or ([] if names else ["(none listed)"])
+    def _models(self) -> dict[str, bool] | None:
+        """Model that was to be loaded -> whether it is ready; None if the server does not answer."""
+        index = self._answer(f"{self.http_url}/v2/repository/index", b"")
+        if index is None:
+            return None
+        return {entry["name"]: entry["state"] == "READY" for entry in json.loads(index) if entry.get("state")}
 
-    def _models_in_state_ready(self) -> set[str] | None:
-        """The models that the server believes to be ready; None if it does not answer."""
-        index = self._answer("POST", "/v2/repository/index")
-        return None if index is None else {e["name"] for e in json.loads(index) if e.get("state") == "READY"}
-
-    def _answer(self, method: str, path: str, port: int = 0) -> bytes | None:
+    def _answer(self, url: str, body: bytes | None = None) -> bytes | None:
         """Body of a 200 answer, else None."""
         if self._aborted.is_set():
             return None
         try:
-            return request((self.host, port or self.http_port), method, path, 2.0)
+            return request(url, 2.0, body)
         except NoAnswer:
             return None
 
@@ -347,12 +327,6 @@ class Server:
         if status is None or not os.WIFSIGNALED(status) or os.WTERMSIG(status) not in CRASHES:
             return False
         return explain_log(self.read_log()) is None
-
-    def _keep_crash(self, words: str) -> str:
-        """Puts the log of a crash aside, where the next attempt leaves it alone; ``words`` with its new name."""
-        kept = self.log_path.with_name(self.log_path.name + ".crash")
-        self.log_path.replace(kept)
-        return words.replace(str(self.log_path), str(kept))
 
     def _read_end(self, process: subprocess.Popen[bytes]) -> None:
         """Takes the guard's last line, once."""
@@ -388,8 +362,3 @@ def command_line(pid: int) -> list[str]:
 def model_of(instance: str) -> str:
     """The model of a model instance: "preprocess_0_1" is one of "preprocess"."""
     return INSTANCE_NUMBERS.sub("", instance)
-
-
-def instance_name(arguments: list[str]) -> str:
-    """Model instance of a stub's command line: the argument before the last in this server's order."""
-    return arguments[-2] if len(arguments) >= 2 else "?"

@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING
 from tessera import settings
 from tessera.engine.config import EngineConfig
 from tessera.errors import ConfigError
-from tessera.gpu_memory import (
-    Division,
-    ServerSettings,
-    card_bytes,
-    divide,
-    find_device,
-    vision_said,
-    weights_of,
-)
+from tessera.gpu_memory import Division, ServerSettings, card_bytes, divide_for, find_device
 from tessera.preprocess.settings import PreprocessSettings
 from tessera.settings import Effective, Sources, nearest, settings_of, variable
 from tessera.vision.settings import VisionSettings
@@ -92,7 +84,7 @@ def set_up(
     kinds = {stage: kind for stage, kind in STAGES.items() if stage in (only or known) and stage in known}
     configs = {stage: read_config(config_file(repository, stage, config_name)) for stage in kinds}
     all_told = {**environment, **told}
-    counted = all_told.pop(INSTANCES, None)
+    counted = {INSTANCES: count} if (count := all_told.pop(INSTANCES, None)) else {}
     sources = {stage: Sources(stage, parameters(config), all_told) for stage, config in configs.items()}
     found: dict[str, Effective] = {}
 
@@ -113,21 +105,16 @@ def set_up(
         found["device"] = Effective("device", device, "device")
     division = None
     if device == "cuda" and {VISION, LANGUAGE} & kinds.keys() and (card := card_bytes(all_told)):
-        dtype = all_told.get("TESSERA_DTYPE") or first.parameters.get("dtype", "")
-        shares = vision_said(all_told), LANGUAGE in kinds
-        division = divide(card, server.gpu_memory, weights_of(checkpoint, dtype), *shares)
+        division = divide_for(card, server, checkpoint, first, LANGUAGE in kinds)
     instances = None
     for stage, kind in kinds.items():
         sources[stage].refuse_unknown(kind, ServerSettings)
         settings.read(kind, sources[stage], device, lambda: division, report)
     if PREPROCESS in kinds:
         stated = configs[PREPROCESS].instance_group[0].count
-        own = Sources(PREPROCESS, {}, {INSTANCES: counted} if counted else {})
-        if counted is None and stated != InstanceSettings.instances:
-            report(Effective(f"{PREPROCESS}.instances", stated, "config.pbtxt"))
-        else:
-            count = settings.read(InstanceSettings, own, device, report=report).instances
-            instances = count if count != stated else None
+        said = {"instances": str(stated)} if stated != InstanceSettings.instances else {}
+        own = settings.read(InstanceSettings, Sources(PREPROCESS, said, counted), device, report=report)
+        instances = own.instances if own.instances != stated else None
     return ServerSetup(told | {"TESSERA_DEVICE": device}, list(found.values()), device, division, instances, only)
 
 

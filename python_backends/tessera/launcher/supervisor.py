@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ LONGEST_PAUSE_S = 5.0
 
 @dataclass(frozen=True)
 class Supervision:
-    """How a server is watched, and how often it may be started anew."""
+    """How a server is watched, and how often it may be started anew. Raises ConfigError that names the option."""
 
     restart: bool = True
     max_restarts: int = setting(5, name="--max-restarts", least=0)
@@ -32,8 +31,7 @@ class Supervision:
     ping_timeout_s: float = setting(60.0, name="--ping-timeout", least=0.001)
     health_port: int = setting(8003, name="--health-port", least=0, most=65535)
 
-    def validate(self) -> None:
-        """Raises ConfigError that names the option."""
+    def __post_init__(self) -> None:
         check(self, "tessera serve")
 
 
@@ -41,6 +39,7 @@ class Stopped(Exception):
     """Somebody called :meth:`Supervisor.stop`."""
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Runs ``server`` until it cannot be kept up or is told to stop, in the thread that calls :meth:`run`.
 
@@ -48,23 +47,17 @@ class Supervisor:
     ``ready(seconds)`` is called.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        supervision: Supervision,
-        health: Health,
-        say: Callable[[str, bool], None],
-        ready: Callable[[float], None],
-    ):
-        self.server = server
-        self.supervision = supervision
-        self.health = health
-        self.say = say
-        self.ready = ready
+    server: Server
+    supervision: Supervision
+    health: Health
+    say: Callable[[str, bool], None]
+    ready: Callable[[float], None]
+
+    def __post_init__(self) -> None:
         self._stopped = threading.Event()
         self._pinger: Pinger | None = None
-        self._restarts: deque[float] = deque()
-        health.details = self.details
+        self._restarts: list[float] = []
+        self.health.details = self.details
 
     def run(self) -> str | None:
         """Returns why it gave up, or None after :meth:`stop`; nothing of the server is left then.
@@ -118,11 +111,8 @@ class Supervisor:
             self.say(f"removed {len(server.swept)} leftovers of a server that was killed", False)
         for crash in server.crashes:
             self.say(f"{crash}; started again", True)
-        server.keep_ports()
         supervision = self.supervision
-        pinger = Pinger(
-            server.host, server.http_port, server.models, supervision.ping_interval_s, supervision.ping_timeout_s
-        )
+        pinger = Pinger(server.http_url, server.models, supervision.ping_interval_s, supervision.ping_timeout_s)
         try:
             self._pinger = pinger.start()
         except NoAnswer as error:
@@ -153,8 +143,8 @@ class Supervisor:
         """Why not to start anew after this failure; None if there is nothing against it."""
         if not self.supervision.restart:
             return reason
-        while self._restarts and self._restarts[0] < time.monotonic() - self.supervision.restart_window_s:
-            self._restarts.popleft()
+        since = time.monotonic() - self.supervision.restart_window_s
+        self._restarts = [began for began in self._restarts if began >= since]
         if len(self._restarts) >= self.supervision.max_restarts:
             return (
                 f"{reason}; giving up after {len(self._restarts)} restarts within "

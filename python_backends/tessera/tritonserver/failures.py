@@ -6,14 +6,6 @@ from typing import Any
 
 from tessera.errors import InvalidRequest, Unavailable
 
-# gRPC's status names -> TritonError's.
-CODES = {
-    "INVALID_ARGUMENT": "INVALID_ARG",
-    "UNAVAILABLE": "UNAVAILABLE",
-    "CANCELLED": "CANCELLED",
-    "INTERNAL": "INTERNAL",
-}
-
 
 def error_response(stage: str, error: BaseException) -> Any:
     """An InferenceResponse that carries the error: the message of an expected one, a plain line for any other.
@@ -34,12 +26,13 @@ def failure(status: str, message: str) -> Any:
     gRPC streams and the generate endpoints hand on an error's words but not its code.
 
     Args:
-        status: one of CODES.
+        status: INVALID_ARGUMENT, UNAVAILABLE, CANCELLED or INTERNAL, gRPC's names.
         message: what the client reads.
     """
     import triton_python_backend_utils as pb_utils
 
-    error = pb_utils.TritonError(f"{status}: {message}", getattr(pb_utils.TritonError, CODES[status]))
+    code = getattr(pb_utils.TritonError, "INVALID_ARG" if status == "INVALID_ARGUMENT" else status)
+    error = pb_utils.TritonError(f"{status}: {message}", code)
     return pb_utils.InferenceResponse(output_tensors=[], error=error)
 
 

@@ -21,27 +21,23 @@ class Responder:
 
     def send(self, response: Any, final: bool) -> bool:
         """Sends one response; returns False, and sends nothing, if the last one has gone already."""
+        return self._send(response, final=final)
+
+    def finish(self) -> bool:
+        """Ends a decoupled request without a further response; returns False if it had ended already."""
+        return self._send(final=True)
+
+    def is_cancelled(self) -> bool:
+        """Whether the client went away; False once the last response was sent."""
+        with self._lock:
+            return not self._closed and bool(self._sender.is_cancelled())
+
+    def _send(self, *response: Any, final: bool) -> bool:
         import triton_python_backend_utils as pb_utils
 
         with self._lock:
             if self._closed:
                 return False
             self._closed = final
-            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
+            self._sender.send(*response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
             return True
-
-    def finish(self) -> bool:
-        """Ends a decoupled request without a further response; returns False if it had ended already."""
-        import triton_python_backend_utils as pb_utils
-
-        with self._lock:
-            if self._closed:
-                return False
-            self._closed = True
-            self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-            return True
-
-    def is_cancelled(self) -> bool:
-        """Whether the client went away; False once the last response was sent."""
-        with self._lock:
-            return not self._closed and bool(self._sender.is_cancelled())

@@ -11,14 +11,8 @@ class ServerLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         import triton_python_backend_utils as pb_utils
 
-        logger = pb_utils.Logger
-        if record.levelno >= logging.ERROR:
-            write = logger.log_error
-        elif record.levelno >= logging.WARNING:
-            write = logger.log_warn
-        else:
-            write = logger.log_info
-        write(self.format(record))
+        write = {"CRITICAL": "log_error", "ERROR": "log_error", "WARNING": "log_warn"}.get(record.levelname, "log_info")
+        getattr(pb_utils.Logger, write)(self.format(record))
 
 
 def write_to_server_log(stage: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tessera import settings
-from tessera.gpu_memory import Division, ServerSettings, divide, find_device, vision_said, weights_of
+from tessera.gpu_memory import Division, ServerSettings, divide_for, find_device
 
 Settings = TypeVar("Settings")
 
@@ -68,7 +68,5 @@ class StageSettings:
         import torch
 
         card = torch.cuda.get_device_properties(0).total_memory
-        dtype = self._environment.get("TESSERA_DTYPE") or self._sources.parameters.get("dtype", "")
         language = (self._models / "language_model").is_dir()
-        weights = weights_of(self.checkpoint, dtype)
-        return divide(card, self._server.gpu_memory, weights, vision_said(self._environment), language)
+        return divide_for(card, self._server, self.checkpoint, self._sources, language)
