@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, create_backend
 from tessera.engine.cache.kv_storage import KvStorage
 from tessera.engine.config import EngineConfig
-from tessera.engine.execution.batch_inputs import BatchInputs, PackedBatch, pack, to_inputs
+from tessera.engine.execution.batch_inputs import PackedBatch, fill_in, image_rows, pack
 from tessera.engine.execution.decode_graphs import DecodeGraphs, graph_sizes
 from tessera.engine.execution.memory_budget import MemoryBudget
 from tessera.engine.execution.sampler import SampledRows, SamplingRow, sample
@@ -87,18 +88,14 @@ class ModelRunner:
         _LOG.info("cache: %d blocks of %d tokens", num_blocks, config.block_size)
         whole = runner(num_blocks)
         if whole.overlaps:
-            with torch.inference_mode():
-                whole.tune()
+            from tessera.engine.execution.tuning import tune
+
+            with torch.inference_mode():  # answers found before are read from disk
+                tune(model, whole._attention, weight.device)
         largest = min(config.graph_batch_size, config.max_sequences)
         if largest and whole.overlaps:
             whole.capture_graphs(graph_sizes(largest), min(num_blocks, -(-max_model_len // config.block_size)))
         return whole
-
-    def tune(self) -> None:
-        """Chooses kernels by measuring them on this GPU; answers found before are read from disk."""
-        from tessera.engine.execution.tuning import tune
-
-        tune(self._model, self._attention, self._last_sampled.device)
 
     def capture_graphs(self, sizes: list[int], most_blocks: int) -> None:
         """Records decode steps of the batch ``sizes`` whose sequences hold at most ``most_blocks``."""
@@ -138,18 +135,24 @@ class ModelRunner:
         return pack(batch, self._attention.storage.block_size, self._previous)
 
     def _forward(self, packed: PackedBatch, batch: ScheduledBatch) -> torch.Tensor:
-        inputs = to_inputs(packed, batch, self._last_sampled, self._dtype)
-        step, last_step = self._attention_steps(packed, inputs)
-        hidden = self._model(inputs.ids, inputs.image_index, inputs.image_rows, self._attention, step, last_step)
+        device = self._last_sampled.device
+        ids = to_device(packed.ids, device)
+        if (packed.source >= 0).any():
+            ids = fill_in(ids, to_device(packed.source, device), self._last_sampled)
+        pictures = image_rows(batch, packed.table.row, device, self._dtype)
+        hidden = self._model(ids, *pictures, self._attention, *self._attention_steps(packed))
         return self._model.logits(hidden)
 
-    def _attention_steps(self, packed: PackedBatch, inputs: BatchInputs) -> tuple[AttentionStep, AttentionStep]:
-        cos, sin = self._model.rotary.angles(inputs.positions, inputs.rope_lengths)
-        step = AttentionStep(cos, sin, inputs.slots, None, self._attention.plan(packed.table))
+    def _attention_steps(self, packed: PackedBatch) -> tuple[AttentionStep, AttentionStep]:
+        """For all layers but the last, and for the last."""
+        device = self._last_sampled.device
+        positions, lengths = to_device(packed.positions, device), to_device(packed.rope_lengths, device)
+        cos, sin = self._model.rotary.angles(positions, lengths)
+        step = AttentionStep(cos, sin, to_device(packed.slots, device), None, self._attention.plan(packed.table))
         if len(packed.sample_rows) == len(packed.ids):
             return step, step
         plan = self._attention.plan(packed.table.last_rows(packed.sampling))
-        return step, AttentionStep(cos, sin, inputs.slots, inputs.sample_rows, plan)
+        return step, replace(step, rows=to_device(packed.sample_rows, device), plan=plan)
 
 
 def _decodes(batch: ScheduledBatch, rows: list[SamplingRow]) -> bool:
