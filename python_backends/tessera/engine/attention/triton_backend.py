@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from tessera.engine.attention.backend import AttentionBackend, AttentionStep, HeadShape, SpanTable
+from tessera.engine.attention.backend import AttentionBackend, AttentionStep, HeadShape, SpanTable, attend_piece
 from tessera.engine.cache.kv_storage import KvStorage
 from tessera.engine.kernels.paged_decode import choose_splits, decode_attention
 from tessera.engine.kernels.rotate_and_store import rotate_and_store
@@ -20,8 +19,7 @@ from tessera.engine.transfer import to_device
 _USUAL_CONTEXT = 4096
 
 
-@dataclass(frozen=True)
-class _Singles:
+class _Singles(NamedTuple):
     """Sequences of one query: context int64 [s], blocks int64 [most, s]."""
 
     context: torch.Tensor
@@ -29,9 +27,8 @@ class _Singles:
     splits: int
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """Pieces of prompts: rows, counts, contexts int64 [p], blocks int64 [most, p], tiles [t, 2]."""
+class _Pieces(NamedTuple):
+    """Pieces of prompts, as :func:`prefill_attention` takes them."""
 
     rows: torch.Tensor
     counts: torch.Tensor
@@ -101,9 +98,7 @@ class TritonBackend(AttentionBackend):
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
         split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
         keys, values = split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
-        q, keys, values = (part.transpose(0, 1)[None] for part in (q, keys, values))
-        attended = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=self.scale, enable_gqa=True)
-        return attended[0].transpose(0, 1)
+        return attend_piece(q, keys, values, None, self.scale)
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         keys, values = self.storage.keys[layer], self.storage.values[layer]
@@ -114,18 +109,7 @@ class TritonBackend(AttentionBackend):
                 q[:first], keys, values, singles.blocks, singles.context, self.scale, singles.splits, out=out[:first]
             )
         if pieces is not None:
-            prefill_attention(
-                q,
-                keys,
-                values,
-                pieces.rows,
-                pieces.counts,
-                pieces.contexts,
-                pieces.blocks,
-                pieces.tiles,
-                self.scale,
-                out,
-            )
+            prefill_attention(q, keys, values, *pieces, scale=self.scale, out=out)
         for rows in plan.whole:
             out[rows] = self._attend_whole(q[rows], k[rows])
         return out
