@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tessera.engine.cache.block_manager import BlockManager
-from tessera.engine.cache.prefix_index import PrefixIndex, image_cache_ids
+from tessera.engine.cache.prefix_index import image_cache_ids
 from tessera.engine.config import EngineConfig
 from tessera.engine.detokenizer import Decoder
 from tessera.engine.label_sequence import LabelSequence
@@ -75,10 +75,8 @@ class Engine:
     def __init__(
         self, runner: Runner, tokenizer: Decoder, config: EngineConfig, max_model_len: int, eos_token_ids: Iterable[int]
     ) -> None:
-        index = None if config.prefix_cache == "off" else PrefixIndex()
-        self.scheduler = Scheduler(
-            BlockManager(runner.num_blocks, config.block_size, index), config.max_batched_tokens, config.max_sequences
-        )
+        blocks = BlockManager(runner.num_blocks, config.block_size)
+        self.scheduler = Scheduler(blocks, config.max_batched_tokens, config.max_sequences)
         self.metrics = EngineMetrics(blocks_total=runner.num_blocks)
         self.max_model_len = max_model_len
         self._runner = runner
@@ -126,7 +124,9 @@ class Engine:
         """
         began = _waited_ns()
         batch = self._plan()
-        self._run(batch)
+        if batch.spans:
+            self._mark_scheduled(batch)
+            self._under_way.append((batch, self._runner.launch(batch)))
         self.metrics.held_up_ns += _waited_ns() - began
         while len(self._under_way) > bool(batch.spans and self._runner.overlaps):
             self._apply(*self._under_way.popleft())
@@ -199,8 +199,9 @@ class Engine:
 
     def _new_sequence(self, request: Request) -> Sequence:
         spans = np.asarray(request.spans).reshape(-1, 2)
+        cache_limit = {"off": 0, "exclude": int(spans[0, 0]) if len(spans) else None}.get(self._config.prefix_cache)
         options: dict[str, Any] = dict(
-            cache_limit=int(spans[0, 0]) if len(spans) and self._config.prefix_cache == "exclude" else None,
+            cache_limit=cache_limit,
             image_cache_ids=image_cache_ids(request.digest, spans[:, 1], self._cache_secret),
             cache_salt=self._runner.cache_salt(len(request.input_ids)),
             stop_ids=self._eos_token_ids,
@@ -238,11 +239,6 @@ class Engine:
             self.scheduler.cancel(sequence, reason)
             self._end(sequence)
         return self.scheduler.schedule()
-
-    def _run(self, batch: ScheduledBatch) -> None:
-        if batch.spans:
-            self._mark_scheduled(batch)
-            self._under_way.append((batch, self._runner.launch(batch)))
 
     def _mark_scheduled(self, batch: ScheduledBatch) -> None:
         now = time.monotonic_ns()
@@ -283,11 +279,6 @@ class Engine:
         self._news.ends.append(End(number, reason, sequence.error, *times, sequence.labels))
 
     def _emit(self, batch: ScheduledBatch) -> Progress:
-        self._count(batch)
-        news, self._news = self._news, Progress()
-        return news
-
-    def _count(self, batch: ScheduledBatch) -> None:
         metrics, scheduler = self.metrics, self.scheduler
         metrics.steps += bool(batch.spans)
         metrics.graph_steps = self._runner.graph_steps
@@ -295,6 +286,8 @@ class Engine:
         metrics.preemptions = scheduler.preemptions
         metrics.waiting, metrics.running = len(scheduler.waiting), len(scheduler.running)
         metrics.blocks_used = scheduler.blocks.used
+        news, self._news = self._news, Progress()
+        return news
 
 
 def _waited_ns() -> int:

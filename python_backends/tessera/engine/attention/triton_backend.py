@@ -103,13 +103,14 @@ class TritonBackend(AttentionBackend):
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        first, singles, pieces = plan.first_piece, plan.singles, plan.pieces
+        first, singles = plan.first_piece, plan.singles
+        pieces: _Pieces | None = plan.pieces
         if singles is not None:
             decode_attention(
                 q[:first], keys, values, singles.blocks, singles.context, self.scale, singles.splits, out=out[:first]
             )
         if pieces is not None:
-            prefill_attention(q, keys, values, *pieces, scale=self.scale, out=out)
+            prefill_attention(q, keys, values, *pieces, self.scale, out)
         for rows in plan.whole:
             out[rows] = self._attend_whole(q[rows], k[rows])
         return out
