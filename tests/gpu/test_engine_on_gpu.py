@@ -129,7 +129,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(way, dtype, requests
     assert [len(outputs) for outputs in answered[1]] == [0, *map(len, answered[0])]
     if dtype == "float32":  # in bfloat16 another batch may decide a tie otherwise
         assert answered[1][1:] == answered[0]
-    assert engine.metrics.not_finite == 1
+    assert engine.metrics.not_finite_logits == 1
 
 
 def test_a_share_that_does_not_fit_the_card_is_refused():
@@ -142,7 +142,7 @@ def test_a_share_that_does_not_fit_the_card_is_refused():
 def test_the_cache_gets_what_the_share_leaves():
     share = 5 << 30
     engine = Engine.from_checkpoint(CHECKPOINT, EngineConfig(device="cuda", memory_bytes=share, graph_batch_size=0))
-    blocks = engine.metrics.blocks_total
+    blocks = engine.metrics.kv_blocks_total
     assert blocks > 0 and torch.cuda.memory_allocated() < share
 
 

@@ -77,7 +77,7 @@ class Engine:
     ) -> None:
         blocks = BlockManager(runner.num_blocks, config.block_size)
         self.scheduler = Scheduler(blocks, config.max_batched_tokens, config.max_sequences)
-        self.metrics = EngineMetrics(blocks_total=runner.num_blocks)
+        self.metrics = EngineMetrics(kv_blocks_total=runner.num_blocks)
         self.max_model_len = max_model_len
         self._runner = runner
         self._tokenizer = tokenizer
@@ -266,7 +266,7 @@ class Engine:
             if sequence.finished:
                 self._end(sequence)
             if sequence.error is not None:
-                self.metrics.not_finite += 1
+                self.metrics.not_finite_logits += 1
                 _LOG.error("request %r: %s", sequence.request.request_id, sequence.error)
 
     def _end(self, sequence: Sequence) -> None:
@@ -284,8 +284,8 @@ class Engine:
         metrics.graph_steps = self._runner.graph_steps
         metrics.computed_tokens += batch.tokens
         metrics.preemptions = scheduler.preemptions
-        metrics.waiting, metrics.running = len(scheduler.waiting), len(scheduler.running)
-        metrics.blocks_used = scheduler.blocks.used
+        metrics.requests_waiting, metrics.requests_running = len(scheduler.waiting), len(scheduler.running)
+        metrics.kv_blocks_used = scheduler.blocks.used
         news, self._news = self._news, Progress()
         return news
 
