@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from bisect import bisect_left, insort
 
@@ -79,10 +80,7 @@ class EmbeddingPool:
 
 def rows_at(slab: torch.Tensor, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """The rows that begin at byte ``place`` of a slab, as a view."""
-    size = dtype.itemsize
-    for length in shape:
-        size *= length
-    return slab[place : place + size].view(dtype).view(shape)
+    return slab[place : place + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
 
 
 class Places:

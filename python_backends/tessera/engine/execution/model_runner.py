@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -77,13 +78,14 @@ class ModelRunner:
         """A runner of a filled model, with a cache and graphs as ``config`` asks."""
         weight = model.embedding.get_buffer("weight")
         heads = model.heads
-        budget = MemoryBudget(config, len(model.layers), heads, weight.dtype, weight.device)
+        block = (config.block_size, heads.kv_heads, heads.head_dim)
+        bytes_per_block = 2 * len(model.layers) * math.prod(block) * weight.itemsize  # keys and values
 
         def runner(num_blocks: int) -> ModelRunner:
-            sizes = (config.block_size, heads.kv_heads, heads.head_dim, weight.dtype, weight.device)
-            storage = KvStorage(len(model.layers), num_blocks, *sizes)
+            storage = KvStorage(len(model.layers), (num_blocks, *block), weight.dtype, weight.device)
             return cls(model, create_backend(config.attention, heads, storage), config.max_sequences)
 
+        budget = MemoryBudget(config, bytes_per_block, weight.device)
         num_blocks = budget.count_blocks(max_model_len, lambda blocks, batch: runner(blocks).logits(batch))
         _LOG.info("cache: %d blocks of %d tokens", num_blocks, config.block_size)
         whole = runner(num_blocks)
