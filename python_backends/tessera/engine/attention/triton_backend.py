@@ -85,20 +85,13 @@ class TritonBackend(AttentionBackend):
 
     def attend(self, layer: int, qkv: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Rotates the queries in ``qkv`` itself."""
+        heads, kv_heads = self.shape.heads, self.shape.kv_heads
         keys, values = self.storage.keys[layer], self.storage.values[layer]
-        heads = self.shape.heads
         rotate_and_store(qkv, step.cos, step.sin, step.slots, keys, values, heads)
-        q = qkv.view(qkv.shape[0], heads + 2 * self.shape.kv_heads, self.shape.head_dim)[:, :heads]
+        q, k, v = qkv.view(qkv.shape[0], -1, self.shape.head_dim).split((heads, kv_heads, kv_heads), dim=1)
         if step.rows is not None:
             q = q[step.rows]
-        return self._attend(layer, q, qkv, qkv, step.plan).flatten(1)
-
-    def _attend_whole(self, q: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
-        """q [n, heads, head_dim] of a prompt that begins here, its rotated keys and values in ``qkv``."""
-        heads, kv_heads = self.shape.heads, self.shape.kv_heads
-        split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
-        keys, values = split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
-        return attend_piece(q, keys, values, None, self.scale)
+        return self._attend(layer, q, k, v, step.plan).flatten(1)
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         keys, values = self.storage.keys[layer], self.storage.values[layer]
@@ -112,7 +105,7 @@ class TritonBackend(AttentionBackend):
         if pieces is not None:
             prefill_attention(q, keys, values, *pieces, self.scale, out)
         for rows in plan.whole:
-            out[rows] = self._attend_whole(q[rows], k[rows])
+            out[rows] = attend_piece(q[rows], k[rows], v[rows], None, self.scale)
         return out
 
     def _singles(self, table: SpanTable, which: np.ndarray) -> _Singles:
