@@ -58,7 +58,7 @@ class EngineProcess:
         self._on_death = on_death
         self._stopping = False
         self._rows: dict[int, torch.Tensor] = {}  # the pool's, until the engine has ended their request
-        self._taken: dict[int, Future[None]] = {}
+        self._taken: dict[int, Future[TesseraError | None]] = {}
         try:
             self._pool = EmbeddingPool(torch.device(config.device), config.embedding_pool_bytes)
             self._wire.send(Start(Path(folder), config, _shared(self._pool.slab)))
@@ -82,7 +82,7 @@ class EngineProcess:
         ``deliver`` gets its events, maybe before that, and must be quick. Raises InvalidRequest when it is malformed or
         can never fit, Unavailable when too many are in flight.
         """
-        number, taken = request.number, Future[None]()
+        number, taken = request.number, Future[TesseraError | None]()
         message = None
         if rows is not None:
             self._rows[number] = kept = self._pool.take(rows)
@@ -91,7 +91,8 @@ class EngineProcess:
         self._answers.add(request, deliver)
         try:
             self._wire.send(Submit(request, message))
-            taken.result()
+            if (refused := taken.result()) is not None:
+                raise refused
         except Exception as error:
             self._taken.pop(number, None)
             self._answers.drop(number)
@@ -176,13 +177,8 @@ class EngineProcess:
 
     def _answer(self, message: Taken) -> None:
         """A request was taken or refused; its progress, the last one too, may have come before."""
-        taken = self._taken.pop(message.number, None)
-        if taken is None:
-            return
-        if message.error is None:
-            taken.set_result(None)
-        else:
-            taken.set_exception(message.error)
+        if (taken := self._taken.pop(message.number, None)) is not None:
+            taken.set_result(message.error)
 
     def _give_back(self, number: int) -> None:
         if (rows := self._rows.pop(number, None)) is not None:

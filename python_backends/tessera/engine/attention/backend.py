@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -131,9 +131,9 @@ def attend_piece(
 
 
 _BACKENDS = {
-    "torch": ("tessera.engine.attention.torch_backend", "TorchBackend"),
-    "sdpa": ("tessera.engine.attention.sdpa_backend", "SdpaBackend"),
-    "triton": ("tessera.engine.attention.triton_backend", "TritonBackend"),
+    "torch": "tessera.engine.attention.torch_backend:TorchBackend",
+    "sdpa": "tessera.engine.attention.sdpa_backend:SdpaBackend",
+    "triton": "tessera.engine.attention.triton_backend:TritonBackend",
 }
 
 
@@ -143,5 +143,4 @@ def create_backend(name: str, shape: HeadShape, storage: KvStorage) -> Attention
         name = "triton" if storage.keys[0].is_cuda else "sdpa"
     if name not in _BACKENDS:
         raise ConfigError(f"engine: attention {name!r} is not known; known are auto, {', '.join(_BACKENDS)}")
-    module, attribute = _BACKENDS[name]
-    return getattr(import_module(module), attribute)(shape, storage)
+    return resolve_name(_BACKENDS[name])(shape, storage)

@@ -26,11 +26,6 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property
-    def free(self) -> int:
-        """Blocks that no sequence holds."""
-        return len(self._free)
-
-    @property
     def used(self) -> int:
         return self.num_blocks - len(self._free)
 

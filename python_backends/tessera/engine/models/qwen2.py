@@ -134,7 +134,7 @@ class Qwen2(nn.Module):
         return rows[:, : self.config.vocab_size]
 
     def weight_targets(self) -> dict[str, Target]:
-        """Where each tensor of the checkpoint goes, by its exact name."""
+        """Where each tensor of the checkpoint goes, by its exact name; a wrong shape raises CheckpointError there."""
         targets = {
             self.embedding_name: copy_into(self.embedding.get_buffer("weight")[: self.config.vocab_size]),
             "model.norm.weight": copy_into(self.norm.get_buffer("weight")),

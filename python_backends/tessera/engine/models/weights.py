@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from tessera.engine.layers.linear import Linear
 from tessera.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from tessera.engine.models.qwen2 import Qwen2
 
 Target = Callable[[torch.Tensor], None]
 _SHOWN = 10
 
 
-class Loadable(Protocol):
-    """A model that says where each checkpoint tensor goes."""
-
-    def weight_targets(self) -> Mapping[str, Target]:
-        """Checkpoint name -> what to do with the tensor; a target raises CheckpointError for a wrong shape."""
-
-    def modules(self) -> Iterable[nn.Module]: ...
-
-
-def load_weights(model: Loadable, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load_weights(model: Qwen2, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Fills ``model``. Raises CheckpointError naming missing, left-over, repeated or misshapen weights."""
-    targets = dict(model.weight_targets())
+    targets = model.weight_targets()
     missing = dict.fromkeys(targets)
     faults: list[str] = []
     for name, tensor in tensors:
@@ -45,9 +38,9 @@ def load_weights(model: Loadable, tensors: Iterable[tuple[str, torch.Tensor]]) -
     _finish(model)
 
 
-def randomize(model: Loadable, seed: int) -> None:
+def randomize(model: Qwen2, seed: int) -> None:
     """Fills ``model`` as if loaded from a checkpoint of small random numbers (norms: one)."""
-    for name, buffer in model.named_buffers():  # type: ignore[attr-defined]
+    for name, buffer in model.named_buffers():
         generator = torch.Generator(buffer.device).manual_seed(seed)
         seed += 1
         if name.endswith("norm.weight"):
@@ -77,7 +70,7 @@ def linear_targets(prefix: str, layer: Linear, part: str) -> dict[str, Target]:
     return {f"{prefix}.{name}": target(name) for name in layer.scheme.tensor_names(layer)}
 
 
-def _finish(model: Loadable) -> None:
+def _finish(model: Qwen2) -> None:
     for module in model.modules():
         if isinstance(module, Linear):
             module.scheme.finish(module)
