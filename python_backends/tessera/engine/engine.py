@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceType
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,42 +26,14 @@ from tessera.engine.progress import End, Progress
 from tessera.engine.request import Request
 from tessera.engine.scheduling.batch import ScheduledBatch
 from tessera.engine.scheduling.scheduler import Scheduler
-from tessera.engine.sequence import SampledToken, Sequence
+from tessera.engine.sequence import Sequence
 from tessera.errors import InvalidRequest, Unavailable
 
+if TYPE_CHECKING:
+    from tessera.engine.execution.model_runner import ModelRunner
+    from tessera.engine.execution.sampler import SampledRows
+
 _LOG = logging.getLogger(__name__)
-
-
-class StepResult(Protocol):
-    """A step that was launched."""
-
-    def tokens(self) -> SequenceType[SampledToken]:
-        """Waits for the step; a token for each of the batch's ``sampling``."""
-
-    def device_ns(self) -> int:
-        """How long the step took the device; call it after :meth:`tokens`."""
-
-
-class Runner(Protocol):
-    """What runs the batches; ModelRunner outside of tests.
-
-    ``overlaps``: whether a step goes on by itself once it was launched, so that the next should be planned meanwhile.
-    ``graph_steps`` counts the steps that ran as CUDA graphs.
-    """
-
-    num_blocks: int
-    vocab_size: int
-    hidden_size: int
-    position_axes: int
-    overlaps: bool
-    graph_steps: int
-
-    def cache_salt(self, prompt_length: int) -> int: ...
-
-    def launch(self, batch: ScheduledBatch) -> StepResult: ...
-
-    def clear(self, blocks: SequenceType[int]) -> None:
-        """Zeros in blocks of the cache, after all that was launched."""
 
 
 class Engine:
@@ -73,7 +45,12 @@ class Engine:
     """
 
     def __init__(
-        self, runner: Runner, tokenizer: Decoder, config: EngineConfig, max_model_len: int, eos_token_ids: Iterable[int]
+        self,
+        runner: ModelRunner,
+        tokenizer: Decoder,
+        config: EngineConfig,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
     ) -> None:
         blocks = BlockManager(runner.num_blocks, config.block_size)
         self.scheduler = Scheduler(blocks, config.max_batched_tokens, config.max_sequences)
@@ -84,7 +61,7 @@ class Engine:
         self._config = config
         self._eos_token_ids = frozenset(token for token in eos_token_ids if token < runner.vocab_size)
         self._cache_secret = secrets.token_bytes(16)
-        self._under_way: deque[tuple[ScheduledBatch, StepResult]] = deque()  # launched, not yet applied
+        self._under_way: deque[tuple[ScheduledBatch, SampledRows]] = deque()  # launched, not yet applied
         self._news = Progress()  # of the step under way
         self._lock = threading.Lock()  # guards what follows
         self._live: dict[int, Sequence] = {}  # by request number, until their ends are told
@@ -251,7 +228,7 @@ class Engine:
         self.metrics.prompts += len(begun)
         self.metrics.prefill_steps += bool(begun)
 
-    def _apply(self, batch: ScheduledBatch, result: StepResult) -> None:
+    def _apply(self, batch: ScheduledBatch, result: SampledRows) -> None:
         taken = self.scheduler.apply(batch, result.tokens())
         if spoiled := self.scheduler.spoiled:
             self._runner.clear(spoiled)

@@ -32,7 +32,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """One model, one attention backend on one cache, one device."""
+    """One model, one attention backend on one cache, one device: what runs the engine's batches.
+
+    ``overlaps``: whether a step goes on by itself once it was launched, so that the next should be planned meanwhile.
+    ``graph_steps`` counts the steps that ran as CUDA graphs.
+    """
 
     def __init__(self, model: Qwen2, attention: AttentionBackend, max_sequences: int) -> None:
         weight = model.embedding.get_buffer("weight")
