@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,24 +51,11 @@ def randomize(model: Qwen2, seed: int) -> None:
     _finish(model)
 
 
-def copy_into(target: torch.Tensor) -> Target:
-    """A target that fills a whole tensor."""
-
-    def load(tensor: torch.Tensor) -> None:
-        if tensor.shape != target.shape:
-            raise CheckpointError(f"shape {list(tensor.shape)}, expected {list(target.shape)}")
-        target.copy_(tensor)
-
-    return load
-
-
 def linear_targets(prefix: str, layer: Linear, part: str) -> dict[str, Target]:
     """Targets of one part of a linear layer: ``prefix``.weight and whatever else its scheme wants."""
 
-    def target(name: str) -> Target:
-        return lambda tensor: layer.scheme.load(layer, part, name, tensor)
-
-    return {f"{prefix}.{name}": target(name) for name in layer.scheme.tensor_names(layer)}
+    scheme = layer.scheme
+    return {f"{prefix}.{name}": partial(scheme.load, layer, part, name) for name in scheme.tensor_names(layer)}
 
 
 def _finish(model: Qwen2) -> None:
