@@ -18,7 +18,6 @@ import numpy as np
 from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.cache.prefix_index import image_cache_ids
 from tessera.engine.config import EngineConfig
-from tessera.engine.detokenizer import Decoder
 from tessera.engine.label_sequence import LabelSequence
 from tessera.engine.labels import LabelScorer
 from tessera.engine.metrics import EngineMetrics
@@ -32,6 +31,7 @@ from tessera.errors import InvalidRequest, Unavailable
 if TYPE_CHECKING:
     from tessera.engine.execution.model_runner import ModelRunner
     from tessera.engine.execution.sampler import SampledRows
+    from tessera.family.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Engine:
     def __init__(
         self,
         runner: ModelRunner,
-        tokenizer: Decoder,
+        tokenizer: Tokenizer,
         config: EngineConfig,
         max_model_len: int,
         eos_token_ids: Iterable[int],
@@ -70,7 +70,7 @@ class Engine:
         self._closed = ""
 
     @classmethod
-    def from_checkpoint(cls, folder: Path | str, config: EngineConfig, tokenizer: Decoder | None = None) -> Engine:
+    def from_checkpoint(cls, folder: Path | str, config: EngineConfig, tokenizer: Tokenizer | None = None) -> Engine:
         """The text model of a checkpoint folder, ready to step.
 
         Raises CheckpointError for a folder that does not hold what it should, ConfigError for settings that
@@ -86,8 +86,8 @@ class Engine:
             from tessera.family.prompt import stop_token_ids
             from tessera.family.tokenizer import Tokenizer
 
-            tokenizer = own = Tokenizer.from_folder(Path(folder))
-            stop_ids = stop_token_ids(checkpoint, own)
+            tokenizer = Tokenizer.from_folder(Path(folder))
+            stop_ids = stop_token_ids(checkpoint, tokenizer)
         max_model_len = context_length(checkpoint.text, config.max_model_len)
         runner = ModelRunner.from_checkpoint(checkpoint, config, max_model_len)
         return cls(runner, tokenizer, config, max_model_len, stop_ids)

@@ -85,8 +85,5 @@ class Wire:
             self._connection.send_bytes(data)
 
     def receive(self) -> Any:
-        """Raises EOFError when the other side is gone."""
-        try:
-            return pickle.loads(self._connection.recv_bytes())
-        except ConnectionResetError:
-            raise EOFError from None
+        """Raises EOFError or OSError when the other side is gone."""
+        return pickle.loads(self._connection.recv_bytes())
