@@ -38,8 +38,6 @@ class BlockManager:
         ``computed`` then counts the reused positions; at least one position is left to compute. Returns False, and
         changes nothing, unless ``reserve`` blocks would stay free.
         """
-        if sequence.block_table:
-            raise RuntimeError(f"request {sequence.request.request_id!r} is admitted while it holds blocks")
         reused = self._match(sequence)
         fresh = self.blocks_for(sequence.length) - len(reused)
         revived = sum(self._holders[block] == 0 for block in reused)
