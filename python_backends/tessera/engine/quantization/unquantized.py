@@ -27,7 +27,7 @@ class Unquantized(LinearScheme):
         return ("weight", "bias") if layer.has_bias else ("weight",)
 
     def load(self, layer: Linear, part: str, name: str, tensor: torch.Tensor) -> None:
-        copy_whole(layer.get_buffer(name)[layer.rows(part)], tensor)
+        copy_whole(layer.get_buffer(name)[layer.rows[part]], tensor)
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         weight, bias = layer.get_buffer("weight"), layer.bias
