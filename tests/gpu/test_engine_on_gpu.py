@@ -152,11 +152,11 @@ def test_rows_beyond_the_pool_wait_in_pinned_memory():
     first, second = pool.take(rows), pool.take(rows)
     assert first.is_cuda and not second.is_cuda and second.is_pinned()
     assert torch.equal(first, rows) and torch.equal(second, rows.cpu())
-    assert (pool.used_bytes, pool.spilled_bytes, pool.arrived_on_cpu) == (rows.nbytes, rows.nbytes, 0)
+    assert (pool.places.used, pool.spilled_bytes, pool.arrived_on_cpu) == (rows.nbytes, rows.nbytes, 0)
     pool.give_back(first)
     pool.give_back(second)
-    assert (pool.used_bytes, pool.spilled_bytes) == (0, 0)
+    assert (pool.places.used, pool.spilled_bytes) == (0, 0)
     none = pool.take(rows[:0])  # as a request without rows may claim
     pool.give_back(none)
-    assert pool.used_bytes == 0
+    assert pool.places.used == 0
     assert pool.take(rows.cpu()).is_cuda and pool.arrived_on_cpu == 1

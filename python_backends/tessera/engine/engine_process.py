@@ -116,8 +116,8 @@ class EngineProcess:
         with contextlib.suppress(OSError):
             self._wire.send(Count())
         return self._counts | {
-            "embedding_bytes": self._pool.used_bytes,
-            "embedding_bytes_peak": self._pool.peak_bytes,
+            "embedding_bytes": self._pool.places.used,
+            "embedding_bytes_peak": self._pool.places.most_used,
             "embedding_bytes_spilled": self._pool.spilled_bytes,
             "embeddings_on_cpu": self._pool.arrived_on_cpu,
         }

@@ -48,10 +48,6 @@ class _Plan:
     pieces: _Pieces | None
     whole: list[slice]
 
-    @property
-    def first_piece(self) -> int:
-        return 0 if self.singles is None else len(self.singles.context)
-
 
 class TritonBackend(AttentionBackend):
     """The default on a GPU.
@@ -96,9 +92,10 @@ class TritonBackend(AttentionBackend):
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        first, singles = plan.first_piece, plan.singles
+        singles: _Singles | None = plan.singles
         pieces: _Pieces | None = plan.pieces
         if singles is not None:
+            first = len(singles.context)
             decode_attention(
                 q[:first], keys, values, singles.blocks, singles.context, self.scale, singles.splits, out=out[:first]
             )
