@@ -129,14 +129,13 @@ class BlockManager:
         return blocks
 
     def _identity(self, sequence: Sequence, number: int) -> tuple[bytes, bytes, np.ndarray]:
-        """(parent key, key, identities) of the sequence's block ``number``."""
-        keys, size = sequence.block_keys, self.block_size
-        while len(keys) <= number:
-            at = len(keys)
-            parent = keys[-1] if keys else PrefixIndex.root(sequence.cache_salt)
-            keys.append(PrefixIndex.chain(parent, sequence.identities[at * size : (at + 1) * size]))
+        """(parent key, key, identities) of the sequence's block ``number``; those before it were asked for already."""
+        keys = sequence.block_keys
+        ids = sequence.identities[number * self.block_size : (number + 1) * self.block_size]
         parent = keys[number - 1] if number else PrefixIndex.root(sequence.cache_salt)
-        return parent, keys[number], sequence.identities[number * size : (number + 1) * size]
+        if len(keys) == number:
+            keys.append(PrefixIndex.chain(parent, ids))
+        return parent, keys[number], ids
 
     def _hold(self, block: int) -> None:
         if self._holders[block] == 0:
