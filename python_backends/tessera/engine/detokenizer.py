@@ -74,8 +74,5 @@ class Detokenizer:
 
     def _length_of_possible_stop(self, text: str) -> int:
         """Characters at the end of ``text`` that begin a stop string."""
-        for length in range(min(len(text), self._longest_stop - 1), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._parameters.stop):
-                return length
-        return 0
+        lengths = range(min(len(text), self._longest_stop - 1), 0, -1)
+        return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._parameters.stop)), 0)
