@@ -168,7 +168,7 @@ def expected_label(contents, choices):
     while not scorer.done:
         path, children = scorer.branch
         scorer.observe([child_logprob([*contents, *path], child) for child in children])
-    return list(scorer.best_tokens)
+    return list(scorer.answer().tokens)
 
 
 def make_request(ids, name="r", pictures=(), **sampling):

@@ -17,7 +17,7 @@ BLOCK, BLOCKS = 4, 40
 def random_batch(seed, spans):
     """``spans``: (start, count) of each sequence; returns storage, table, slots and the fused new rows."""
     generator = torch.Generator().manual_seed(seed)
-    storage = KvStorage(1, BLOCKS, BLOCK, SHAPE.kv_heads, SHAPE.head_dim, torch.float32, torch.device("cpu"))
+    storage = KvStorage(1, (BLOCKS, BLOCK, SHAPE.kv_heads, SHAPE.head_dim), torch.float32, torch.device("cpu"))
     for cache in (storage.keys[0], storage.values[0]):
         cache.normal_(generator=generator)
     start, count = np.array(spans).T

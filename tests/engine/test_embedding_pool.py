@@ -63,4 +63,4 @@ def test_on_the_cpu_rows_are_copied_and_nothing_is_kept():
     rows.zero_()
     assert kept.sum() == 6 and pool.place_of(kept) is None
     pool.give_back(kept)
-    assert (pool.used_bytes, pool.spilled_bytes) == (0, 0)
+    assert (pool.places.used, pool.spilled_bytes) == (0, 0)

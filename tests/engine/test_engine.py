@@ -143,7 +143,7 @@ def test_metrics():
     assert (numbers["prompt_tokens"], numbers["cached_tokens"], numbers["generated_tokens"]) == (20, 8, 6)
     assert numbers["computed_tokens"] == 20 - 8 + 4
     assert (numbers["prompts"], numbers["prefill_steps"], numbers["steps"]) == (2, 2, 6)
-    assert (numbers["running"], numbers["waiting"], numbers["blocks_used"]) == (0, 0, 0)
+    assert (numbers["requests_running"], numbers["requests_waiting"], numbers["kv_blocks_used"]) == (0, 0, 0)
 
 
 def test_a_deadline_ends_a_running_and_a_waiting_request_and_nobody_else(monkeypatch):

@@ -104,7 +104,7 @@ def test_refusals_and_cancelling(parts):
     last = make_request("last")
     process.submit(last, ends)
     assert ends.wait(last)[-1].finish_reason == "length"
-    assert process.counts()["blocks_total"] > 0
+    assert process.counts()["kv_blocks_total"] > 0
 
 
 def test_events_may_come_before_the_word_that_a_request_was_taken(parts):

@@ -68,15 +68,15 @@ def oracle(token_ids, after):
 def test_scores_are_those_of_the_oracle(token_ids, seed):
     after = language_model(seed)
     scorer, _ = scored(token_ids, after)
-    scores, expected = scorer.result(), oracle(token_ids, after)
-    assert [score.logprob for score in scores] == pytest.approx([logprob for logprob, _ in expected])
-    assert [score.probability for score in scores] == pytest.approx([math.exp(logprob) for logprob, _ in expected])
-    assert sum(score.probability for score in scores) <= 1 + 1e-9
+    (best, tokens, scores), expected = scorer.answer(), oracle(token_ids, after)
+    assert [score["logprob"] for score in scores] == pytest.approx([logprob for logprob, _ in expected])
+    assert [score["probability"] for score in scores] == pytest.approx([math.exp(logprob) for logprob, _ in expected])
+    assert sum(score["probability"] for score in scores) <= 1 + 1e-9
     means = [math.exp(logprob / decisions) for logprob, decisions in expected]
-    assert [score.normalized for score in scores] == pytest.approx([mean / sum(means) for mean in means])
+    assert [score["normalized"] for score in scores] == pytest.approx([mean / sum(means) for mean in means])
     likeliest = max(range(len(scores)), key=lambda place: expected[place][0])
-    assert (scorer.best, scorer.best_tokens) == (scores[likeliest].label, tuple(token_ids[likeliest]))
-    assert [score.label for score in scores] == [str(ids) for ids in token_ids]
+    assert (best, tokens) == (scores[likeliest]["label"], tuple(token_ids[likeliest]))
+    assert [score["label"] for score in scores] == [str(ids) for ids in token_ids]
 
 
 @settings(deadline=None, max_examples=300, derandomize=True)
@@ -108,8 +108,10 @@ def test_only_branches_are_asked_for_and_nothing_is_computed_twice(token_ids):
 def test_the_order_of_the_labels_changes_nothing_else(token_ids, dice):
     after, shuffled = language_model(1), list(token_ids)
     dice.shuffle(shuffled)
-    one, other = (scored(ids, after)[0].result() for ids in (token_ids, shuffled))
-    one, other = ({score.label: [score.logprob, score.normalized] for score in scores} for scores in (one, other))
+    one, other = (scored(ids, after)[0].answer().scores for ids in (token_ids, shuffled))
+    one, other = (
+        {score["label"]: [score["logprob"], score["normalized"]] for score in scores} for scores in (one, other)
+    )
     assert set(one) == set(other)
     assert all(one[label] == pytest.approx(other[label]) for label in one)
 
@@ -126,31 +128,32 @@ def test_a_label_that_begins_another_ends_there_by_any_stop_token():
     scorer.observe([math.log(0.1), math.log(0.25)])
     assert scorer.branch == Branch((7,), (1, 2, 8))
     scorer.observe([math.log(0.3), math.log(0.2), math.log(0.4)])
-    assert [score.probability for score in scorer.result()] == pytest.approx([0.125, 0.1, 0.1])
+    assert [score["probability"] for score in scorer.answer().scores] == pytest.approx([0.125, 0.1, 0.1])
     roots = [math.sqrt(0.125), math.sqrt(0.1), 0.1]
-    assert [score.normalized for score in scorer.result()] == pytest.approx([root / sum(roots) for root in roots])
-    assert (scorer.best, scorer.best_tokens) == ("no", (7,))
+    assert [score["normalized"] for score in scorer.answer().scores] == pytest.approx(
+        [root / sum(roots) for root in roots]
+    )
+    assert scorer.answer()[:2] == ("no", (7,))
 
 
 def test_the_first_of_equals_is_the_best():
     for ids in ([[0], [1]], [[1], [0]]):
-        assert scored(ids, lambda path: [-1.0] * VOCABULARY)[0].best == str(ids[0])
+        assert scored(ids, lambda path: [-1.0] * VOCABULARY)[0].answer().best == str(ids[0])
 
 
 @pytest.mark.parametrize("odd", [-math.inf, math.nan])
 def test_what_the_model_rules_out_stays_a_number(odd):
     scorer, _ = scored([[0], [1]], lambda path: [odd, odd])
-    assert [score.logprob for score in scorer.result()] == [IMPOSSIBLE] * 2
-    assert [score.normalized for score in scorer.result()] == [0.5] * 2
+    assert [score["logprob"] for score in scorer.answer().scores] == [IMPOSSIBLE] * 2
+    assert [score["normalized"] for score in scorer.answer().scores] == [0.5] * 2
     without_stop, _ = scored([[0], [0, 1]], lambda path: [-0.5, -0.5], ends=())
-    assert [score.probability for score in without_stop.result()] == [0, pytest.approx(math.exp(-0.5))]
+    assert [score["probability"] for score in without_stop.answer().scores] == [0, pytest.approx(math.exp(-0.5))]
 
 
 def test_results_before_the_end_and_answers_that_do_not_fit():
     scorer = LabelScorer(["a", "b"], [[0], [1]], ENDS)
-    for early in (scorer.result, lambda: scorer.best):
-        with pytest.raises(RuntimeError, match="1 branches"):
-            early()
+    with pytest.raises(RuntimeError, match="1 branches"):
+        scorer.answer()
     with pytest.raises(ValueError):
         scorer.observe([-1.0])
     scorer.observe([-1.0, -2.0])

@@ -89,7 +89,7 @@ def test_only_the_request_itself_ends(overlaps, asked):
     assert last.finish_reason == "error" and not last.text and not last.logprobs
     assert "NaN or infinite" in last.error and "prefill" in last.error and "position 21" in last.error
     assert [tokens_of(events, other.request_id) for other in others] == alone
-    assert sick.metrics.not_finite == 1
+    assert sick.metrics.not_finite_logits == 1
     assert ends(_served(sick, replace(others[0], request_id="later"))) == {"later": "length"}
 
 

@@ -161,7 +161,7 @@ def test_equal_keys_are_not_enough():
 
 
 def held_manager():
-    manager = BlockManager(8, 4, PrefixIndex())
+    manager = BlockManager(8, 4)
     sequence = Sequence(make_request(list(range(10)), max_tokens=2))
     assert manager.admit(sequence)
     sequence.computed = 10

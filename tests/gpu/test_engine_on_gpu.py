@@ -129,7 +129,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(way, dtype, requests
     assert [len(outputs) for outputs in answered[1]] == [0, *map(len, answered[0])]
     if dtype == "float32":  # in bfloat16 another batch may decide a tie otherwise
         assert answered[1][1:] == answered[0]
-    assert engine.metrics.not_finite == 1
+    assert engine.metrics.not_finite_logits == 1
 
 
 def test_a_share_that_does_not_fit_the_card_is_refused():
@@ -142,7 +142,7 @@ def test_a_share_that_does_not_fit_the_card_is_refused():
 def test_the_cache_gets_what_the_share_leaves():
     share = 5 << 30
     engine = Engine.from_checkpoint(CHECKPOINT, EngineConfig(device="cuda", memory_bytes=share, graph_batch_size=0))
-    blocks = engine.metrics.blocks_total
+    blocks = engine.metrics.kv_blocks_total
     assert blocks > 0 and torch.cuda.memory_allocated() < share
 
 
@@ -152,11 +152,11 @@ def test_rows_beyond_the_pool_wait_in_pinned_memory():
     first, second = pool.take(rows), pool.take(rows)
     assert first.is_cuda and not second.is_cuda and second.is_pinned()
     assert torch.equal(first, rows) and torch.equal(second, rows.cpu())
-    assert (pool.used_bytes, pool.spilled_bytes, pool.arrived_on_cpu) == (rows.nbytes, rows.nbytes, 0)
+    assert (pool.places.used, pool.spilled_bytes, pool.arrived_on_cpu) == (rows.nbytes, rows.nbytes, 0)
     pool.give_back(first)
     pool.give_back(second)
-    assert (pool.used_bytes, pool.spilled_bytes) == (0, 0)
+    assert (pool.places.used, pool.spilled_bytes) == (0, 0)
     none = pool.take(rows[:0])  # as a request without rows may claim
     pool.give_back(none)
-    assert pool.used_bytes == 0
+    assert pool.places.used == 0
     assert pool.take(rows.cpu()).is_cuda and pool.arrived_on_cpu == 1

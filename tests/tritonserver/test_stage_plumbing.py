@@ -131,17 +131,6 @@ def test_the_outbox_gathers_items_while_a_send_is_under_way(backend):
     assert delivered == [[1], [2, 3, 4]]
 
 
-def test_held_items_wait_for_the_one_that_is_not(backend):
-    outbox = Outbox("test", threads=1)
-    delivered: list[list[str]] = []
-    channel = Channel(delivered.append)
-    outbox.post(channel, "a", hold=True)
-    outbox.post(channel, "b", hold=True)
-    outbox.post(channel, "c")
-    outbox.close()
-    assert delivered == [["a", "b", "c"]]
-
-
 def test_a_failing_delivery_is_logged_and_harms_no_other(backend):
     outbox = Outbox("test", threads=1)
     fine: list[list[int]] = []

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tessera.engine.request import SamplingParameters
-from tessera.family.text_stream import TextStream
 
-
-class Decoder(Protocol):
-    """What the engine needs of a tokenizer; ids that it does not know decode to nothing."""
-
-    def decode(self, ids: SequenceType[int], skip_special_tokens: bool) -> str: ...
-
-    def stream(self, skip_special_tokens: bool) -> TextStream: ...
-
-    def encode(self, text: str, special: bool) -> list[int]: ...
+if TYPE_CHECKING:
+    from tessera.family.tokenizer import Tokenizer
 
 
 class Detokenizer:
     """The text of one answer. All its deltas together are the decoded answer, cut at a stop string."""
 
-    def __init__(self, decoder: Decoder, parameters: SamplingParameters) -> None:
+    def __init__(self, tokenizer: Tokenizer, parameters: SamplingParameters) -> None:
         self.stopped = False
-        self._decoder = decoder
+        self._tokenizer = tokenizer
         self._parameters = parameters
         self._longest_stop = max(map(len, parameters.stop), default=0)
-        self._stream = decoder.stream(parameters.skip_special_tokens)
+        self._stream = tokenizer.stream(parameters.skip_special_tokens)
         self._tokens = 0
         self._held = ""
         self._exempt = 0  # characters of it that min_tokens covers
@@ -57,7 +49,7 @@ class Detokenizer:
 
     def token_text(self, token: int) -> str:
         """A token on its own."""
-        return self._decoder.decode([token], skip_special_tokens=False)
+        return self._tokenizer.decode([token], skip_special_tokens=False)
 
     def _release(self, fresh: str) -> str:
         if not self._parameters.stop:
@@ -82,8 +74,5 @@ class Detokenizer:
 
     def _length_of_possible_stop(self, text: str) -> int:
         """Characters at the end of ``text`` that begin a stop string."""
-        for length in range(min(len(text), self._longest_stop - 1), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._parameters.stop):
-                return length
-        return 0
+        lengths = range(min(len(text), self._longest_stop - 1), 0, -1)
+        return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._parameters.stop)), 0)

@@ -11,14 +11,13 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceType
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tessera.engine.cache.block_manager import BlockManager
-from tessera.engine.cache.prefix_index import PrefixIndex, image_cache_ids
+from tessera.engine.cache.prefix_index import image_cache_ids
 from tessera.engine.config import EngineConfig
-from tessera.engine.detokenizer import Decoder
 from tessera.engine.label_sequence import LabelSequence
 from tessera.engine.labels import LabelScorer
 from tessera.engine.metrics import EngineMetrics
@@ -26,42 +25,15 @@ from tessera.engine.progress import End, Progress
 from tessera.engine.request import Request
 from tessera.engine.scheduling.batch import ScheduledBatch
 from tessera.engine.scheduling.scheduler import Scheduler
-from tessera.engine.sequence import SampledToken, Sequence
+from tessera.engine.sequence import Sequence
 from tessera.errors import InvalidRequest, Unavailable
 
+if TYPE_CHECKING:
+    from tessera.engine.execution.model_runner import ModelRunner
+    from tessera.engine.execution.sampler import SampledRows
+    from tessera.family.tokenizer import Tokenizer
+
 _LOG = logging.getLogger(__name__)
-
-
-class StepResult(Protocol):
-    """A step that was launched."""
-
-    def tokens(self) -> SequenceType[SampledToken]:
-        """Waits for the step; a token for each of the batch's ``sampling``."""
-
-    def device_ns(self) -> int:
-        """How long the step took the device; call it after :meth:`tokens`."""
-
-
-class Runner(Protocol):
-    """What runs the batches; ModelRunner outside of tests.
-
-    ``overlaps``: whether a step goes on by itself once it was launched, so that the next should be planned meanwhile.
-    ``graph_steps`` counts the steps that ran as CUDA graphs.
-    """
-
-    num_blocks: int
-    vocab_size: int
-    hidden_size: int
-    position_axes: int
-    overlaps: bool
-    graph_steps: int
-
-    def cache_salt(self, prompt_length: int) -> int: ...
-
-    def launch(self, batch: ScheduledBatch) -> StepResult: ...
-
-    def clear(self, blocks: SequenceType[int]) -> None:
-        """Zeros in blocks of the cache, after all that was launched."""
 
 
 class Engine:
@@ -73,20 +45,23 @@ class Engine:
     """
 
     def __init__(
-        self, runner: Runner, tokenizer: Decoder, config: EngineConfig, max_model_len: int, eos_token_ids: Iterable[int]
+        self,
+        runner: ModelRunner,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
     ) -> None:
-        index = None if config.prefix_cache == "off" else PrefixIndex()
-        self.scheduler = Scheduler(
-            BlockManager(runner.num_blocks, config.block_size, index), config.max_batched_tokens, config.max_sequences
-        )
-        self.metrics = EngineMetrics(blocks_total=runner.num_blocks)
+        blocks = BlockManager(runner.num_blocks, config.block_size)
+        self.scheduler = Scheduler(blocks, config.max_batched_tokens, config.max_sequences)
+        self.metrics = EngineMetrics(kv_blocks_total=runner.num_blocks)
         self.max_model_len = max_model_len
         self._runner = runner
         self._tokenizer = tokenizer
         self._config = config
         self._eos_token_ids = frozenset(token for token in eos_token_ids if token < runner.vocab_size)
         self._cache_secret = secrets.token_bytes(16)
-        self._under_way: deque[tuple[ScheduledBatch, StepResult]] = deque()  # launched, not yet applied
+        self._under_way: deque[tuple[ScheduledBatch, SampledRows]] = deque()  # launched, not yet applied
         self._news = Progress()  # of the step under way
         self._lock = threading.Lock()  # guards what follows
         self._live: dict[int, Sequence] = {}  # by request number, until their ends are told
@@ -95,7 +70,7 @@ class Engine:
         self._closed = ""
 
     @classmethod
-    def from_checkpoint(cls, folder: Path | str, config: EngineConfig, tokenizer: Decoder | None = None) -> Engine:
+    def from_checkpoint(cls, folder: Path | str, config: EngineConfig, tokenizer: Tokenizer | None = None) -> Engine:
         """The text model of a checkpoint folder, ready to step.
 
         Raises CheckpointError for a folder that does not hold what it should, ConfigError for settings that
@@ -111,8 +86,8 @@ class Engine:
             from tessera.family.prompt import stop_token_ids
             from tessera.family.tokenizer import Tokenizer
 
-            tokenizer = own = Tokenizer.from_folder(Path(folder))
-            stop_ids = stop_token_ids(checkpoint, own)
+            tokenizer = Tokenizer.from_folder(Path(folder))
+            stop_ids = stop_token_ids(checkpoint, tokenizer)
         max_model_len = context_length(checkpoint.text, config.max_model_len)
         runner = ModelRunner.from_checkpoint(checkpoint, config, max_model_len)
         return cls(runner, tokenizer, config, max_model_len, stop_ids)
@@ -126,7 +101,9 @@ class Engine:
         """
         began = _waited_ns()
         batch = self._plan()
-        self._run(batch)
+        if batch.spans:
+            self._mark_scheduled(batch)
+            self._under_way.append((batch, self._runner.launch(batch)))
         self.metrics.held_up_ns += _waited_ns() - began
         while len(self._under_way) > bool(batch.spans and self._runner.overlaps):
             self._apply(*self._under_way.popleft())
@@ -199,8 +176,9 @@ class Engine:
 
     def _new_sequence(self, request: Request) -> Sequence:
         spans = np.asarray(request.spans).reshape(-1, 2)
+        cache_limit = {"off": 0, "exclude": int(spans[0, 0]) if len(spans) else None}.get(self._config.prefix_cache)
         options: dict[str, Any] = dict(
-            cache_limit=int(spans[0, 0]) if len(spans) and self._config.prefix_cache == "exclude" else None,
+            cache_limit=cache_limit,
             image_cache_ids=image_cache_ids(request.digest, spans[:, 1], self._cache_secret),
             cache_salt=self._runner.cache_salt(len(request.input_ids)),
             stop_ids=self._eos_token_ids,
@@ -239,11 +217,6 @@ class Engine:
             self._end(sequence)
         return self.scheduler.schedule()
 
-    def _run(self, batch: ScheduledBatch) -> None:
-        if batch.spans:
-            self._mark_scheduled(batch)
-            self._under_way.append((batch, self._runner.launch(batch)))
-
     def _mark_scheduled(self, batch: ScheduledBatch) -> None:
         now = time.monotonic_ns()
         begun = [span for span in batch.spans if not span.sequence.scheduled_ns]
@@ -255,7 +228,7 @@ class Engine:
         self.metrics.prompts += len(begun)
         self.metrics.prefill_steps += bool(begun)
 
-    def _apply(self, batch: ScheduledBatch, result: StepResult) -> None:
+    def _apply(self, batch: ScheduledBatch, result: SampledRows) -> None:
         taken = self.scheduler.apply(batch, result.tokens())
         if spoiled := self.scheduler.spoiled:
             self._runner.clear(spoiled)
@@ -270,7 +243,7 @@ class Engine:
             if sequence.finished:
                 self._end(sequence)
             if sequence.error is not None:
-                self.metrics.not_finite += 1
+                self.metrics.not_finite_logits += 1
                 _LOG.error("request %r: %s", sequence.request.request_id, sequence.error)
 
     def _end(self, sequence: Sequence) -> None:
@@ -283,18 +256,15 @@ class Engine:
         self._news.ends.append(End(number, reason, sequence.error, *times, sequence.labels))
 
     def _emit(self, batch: ScheduledBatch) -> Progress:
-        self._count(batch)
-        news, self._news = self._news, Progress()
-        return news
-
-    def _count(self, batch: ScheduledBatch) -> None:
         metrics, scheduler = self.metrics, self.scheduler
         metrics.steps += bool(batch.spans)
         metrics.graph_steps = self._runner.graph_steps
         metrics.computed_tokens += batch.tokens
         metrics.preemptions = scheduler.preemptions
-        metrics.waiting, metrics.running = len(scheduler.waiting), len(scheduler.running)
-        metrics.blocks_used = scheduler.blocks.used
+        metrics.requests_waiting, metrics.requests_running = len(scheduler.waiting), len(scheduler.running)
+        metrics.kv_blocks_used = scheduler.blocks.used
+        news, self._news = self._news, Progress()
+        return news
 
 
 def _waited_ns() -> int:

@@ -16,7 +16,7 @@ from tessera.engine.cache.embedding_pool import rows_at
 from tessera.engine.engine import Engine
 from tessera.engine.loop import StepLoop
 from tessera.engine.progress import Progress
-from tessera.engine.wire import Cancel, Count, Counts, Ready, Rows, Start, Stop, Submit, Taken, Wire
+from tessera.engine.wire import Cancel, Count, Counts, Rows, Start, Stop, Submit, Taken, Wire
 from tessera.errors import TesseraError, Unavailable
 
 _LOG = logging.getLogger(__name__)
@@ -27,11 +27,10 @@ SWITCH_S = 0.0005
 class EngineServer:
     """Listens on a thread of its own and steps on the caller's."""
 
-    def __init__(self, wire: Wire, engine: Engine, slab: torch.Tensor | None, pinned: bool) -> None:
+    def __init__(self, wire: Wire, engine: Engine, slab: torch.Tensor | None) -> None:
         self._wire = wire
         self._engine = engine
         self._slab = slab
-        self._pinned = pinned
         self._loop = StepLoop(engine, self._tell)
 
     def serve(self) -> None:
@@ -75,7 +74,7 @@ class EngineServer:
             assert self._slab is not None
             return rows_at(self._slab, rows.place, rows.shape, rows.dtype)
         data = torch.frombuffer(bytearray(rows.data), dtype=torch.uint8)
-        return rows_at(data.pin_memory() if self._pinned else data, 0, rows.shape, rows.dtype)
+        return rows_at(data if self._slab is None else data.pin_memory(), 0, rows.shape, rows.dtype)
 
     def _tell(self, progress: Progress) -> None:
         if progress:
@@ -91,11 +90,11 @@ def main() -> None:
         try:
             engine = Engine.from_checkpoint(start.folder, start.config)
         except TesseraError as error:
-            wire.send(Ready({}, error))
+            wire.send(error)
             return
         slab = None if start.slab is None else start.slab[0](*start.slab[1])
-        wire.send(Ready(engine.metrics.snapshot()))
-        EngineServer(wire, engine, slab, start.config.device == "cuda").serve()
+        wire.send(Counts(engine.metrics.snapshot()))
+        EngineServer(wire, engine, slab).serve()
     except (EOFError, OSError):
         pass  # the stage is gone
     # Whatever else still runs (a step that waits for a GPU) must not keep the process.

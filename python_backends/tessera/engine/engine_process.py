@@ -29,7 +29,7 @@ from tessera.engine.config import EngineConfig
 from tessera.engine.progress import Progress
 from tessera.engine.rendering import Answers
 from tessera.engine.request import Request, TokenEvent
-from tessera.engine.wire import Cancel, Count, Counts, Ready, Rows, Start, Stop, Submit, Taken, Wire
+from tessera.engine.wire import Cancel, Count, Counts, Rows, Start, Stop, Submit, Taken, Wire
 from tessera.errors import ConfigError, TesseraError, Unavailable
 from tessera.family.tokenizer import Tokenizer
 
@@ -58,17 +58,17 @@ class EngineProcess:
         self._on_death = on_death
         self._stopping = False
         self._rows: dict[int, torch.Tensor] = {}  # the pool's, until the engine has ended their request
-        self._taken: dict[int, Future[None]] = {}
+        self._taken: dict[int, Future[TesseraError | None]] = {}
         try:
             self._pool = EmbeddingPool(torch.device(config.device), config.embedding_pool_bytes)
             self._wire.send(Start(Path(folder), config, _shared(self._pool.slab)))
-            ready: Ready = self._wire.receive()
+            ready: Counts | TesseraError = self._wire.receive()
         except (EOFError, OSError):
             raise ConfigError("the engine's process ended before it was ready; the server's log says why") from None
-        if ready.error is not None:
+        if isinstance(ready, TesseraError):
             self._process.wait()
-            raise ready.error
-        self._counts = ready.counts
+            raise ready
+        self._counts = ready.values
         self._answers = Answers(Tokenizer.from_folder(Path(folder)), self.cancel)
         self._progress: queue.SimpleQueue[Progress | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="engine-text", daemon=True)
@@ -82,7 +82,7 @@ class EngineProcess:
         ``deliver`` gets its events, maybe before that, and must be quick. Raises InvalidRequest when it is malformed or
         can never fit, Unavailable when too many are in flight.
         """
-        number, taken = request.number, Future[None]()
+        number, taken = request.number, Future[TesseraError | None]()
         message = None
         if rows is not None:
             self._rows[number] = kept = self._pool.take(rows)
@@ -91,7 +91,8 @@ class EngineProcess:
         self._answers.add(request, deliver)
         try:
             self._wire.send(Submit(request, message))
-            taken.result()
+            if (refused := taken.result()) is not None:
+                raise refused
         except Exception as error:
             self._taken.pop(number, None)
             self._answers.drop(number)
@@ -115,8 +116,8 @@ class EngineProcess:
         with contextlib.suppress(OSError):
             self._wire.send(Count())
         return self._counts | {
-            "embedding_bytes": self._pool.used_bytes,
-            "embedding_bytes_peak": self._pool.peak_bytes,
+            "embedding_bytes": self._pool.places.used,
+            "embedding_bytes_peak": self._pool.places.most_used,
             "embedding_bytes_spilled": self._pool.spilled_bytes,
             "embeddings_on_cpu": self._pool.arrived_on_cpu,
         }
@@ -176,13 +177,8 @@ class EngineProcess:
 
     def _answer(self, message: Taken) -> None:
         """A request was taken or refused; its progress, the last one too, may have come before."""
-        taken = self._taken.pop(message.number, None)
-        if taken is None:
-            return
-        if message.error is None:
-            taken.set_result(None)
-        else:
-            taken.set_exception(message.error)
+        if (taken := self._taken.pop(message.number, None)) is not None:
+            taken.set_result(message.error)
 
     def _give_back(self, number: int) -> None:
         if (rows := self._rows.pop(number, None)) is not None:

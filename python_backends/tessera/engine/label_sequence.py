@@ -40,7 +40,7 @@ class LabelSequence(Sequence):
         self._scorer.observe([logprob for _, logprob in sampled.top])
         branch = self._scorer.branch
         if branch is None:
-            self.outputs = list(self._scorer.best_tokens)
+            self.outputs = list(self._scorer.answer().tokens)
             self.finish_reason = "stop"
             return None
         same = 0

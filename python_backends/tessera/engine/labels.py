@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -29,25 +28,15 @@ class Branch(NamedTuple):
     children: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class LabelScore:
-    """One label's result.
+class LabelAnswer(NamedTuple):
+    """What scoring labels came to: the best label's text and tokens, and one JSON-ready dict a label, in their order.
 
-    ``logprob``: the sum over the label's decisions (the branches on its way) of the natural log of the model's
-    probability, over the whole vocabulary and before temperature, of the way it takes. ``probability``: its exp; over
-    all labels at most 1, and what is missing is the model's wish to say something else. ``normalized``:
+    ``label``. ``logprob``: the sum over the label's decisions (the branches on its way) of the natural log of the
+    model's probability, over the whole vocabulary and before temperature, of the way it takes. ``probability``: its
+    exp; over all labels at most 1, and what is missing is the model's wish to say something else. ``normalized``:
     exp(logprob / decisions), rescaled to sum to 1 over the labels, so that a label pays nothing for having more
     decisions than another.
     """
-
-    label: str
-    logprob: float
-    probability: float
-    normalized: float
-
-
-class LabelAnswer(NamedTuple):
-    """What scoring labels came to: the best label's text and tokens, and one JSON-ready dict a label."""
 
     best: str
     tokens: tuple[int, ...]
@@ -66,7 +55,7 @@ class LabelScorer:
 
         while not scorer.done:
             scorer.observe(log_probabilities(scorer.branch))
-        text, scores = scorer.best, scorer.result()
+        text, _, scores = scorer.answer()
 
     Branches come depth first, a parent before its children: whatever a path shares with any earlier one, it shares
     with the one just before it, and its last token is always new.
@@ -131,39 +120,20 @@ class LabelScorer:
                 self._decisions[label] += 1
         self._observed += 1
 
-    @property
-    def best(self) -> str:
-        """The likeliest label, the first of equals. Raises RuntimeError before all is known."""
-        return self._labels[self._best()]
-
-    @property
-    def best_tokens(self) -> tuple[int, ...]:
-        """The tokens of ``best``, without the one that ends an answer."""
-        return self._token_ids[self._best()]
-
-    def result(self) -> list[LabelScore]:
-        """The labels' scores in the order given. Raises RuntimeError before all is known."""
-        self._check_done()
+    def answer(self) -> LabelAnswer:
+        """All scores; the best label is the likeliest, the first of equals. Raises RuntimeError before all is known."""
+        if not self.done:
+            raise RuntimeError(f"{len(self._branches) - self._observed} branches are still to be observed")
         means = [logprob / decisions for logprob, decisions in zip(self._logprobs, self._decisions)]
         top = max(means)
         weights = [math.exp(mean - top) for mean in means]
         total = sum(weights)
-        return [
-            LabelScore(label, logprob, math.exp(logprob), weight / total)
+        scores = [
+            {"label": label, "logprob": logprob, "probability": math.exp(logprob), "normalized": weight / total}
             for label, logprob, weight in zip(self._labels, self._logprobs, weights)
         ]
-
-    def answer(self) -> LabelAnswer:
-        """All of it. Raises RuntimeError before all is known."""
-        return LabelAnswer(self.best, self.best_tokens, [asdict(score) for score in self.result()])
-
-    def _best(self) -> int:
-        self._check_done()
-        return max(range(len(self._labels)), key=self._logprobs.__getitem__)
-
-    def _check_done(self) -> None:
-        if not self.done:
-            raise RuntimeError(f"{len(self._branches) - self._observed} branches are still to be observed")
+        best = max(range(len(self._labels)), key=self._logprobs.__getitem__)
+        return LabelAnswer(self._labels[best], self._token_ids[best], scores)
 
 
 def label_token_ids(label: str, encode: Callable[[str], Sequence[int]]) -> list[int]:

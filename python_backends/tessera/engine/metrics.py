@@ -14,8 +14,8 @@ class EngineMetrics:
 
     ``prompts`` began in ``prefill_steps`` of the ``steps``. ``graph_steps``: steps that ran as a CUDA graph;
     ``busy_ns``: time in which a step ran. ``held_up_ns``: time that planning and launching took beyond what they
-    computed, which on a GPU is waiting for the interpreter's lock, or for room in the GPU's queue. ``not_finite``:
-    requests that ended because their logits were NaN or infinite.
+    computed, which on a GPU is waiting for the interpreter's lock, or for room in the GPU's queue.
+    ``not_finite_logits``: requests that ended because their logits were NaN or infinite.
     """
 
     requests: int = 0
@@ -29,11 +29,11 @@ class EngineMetrics:
     cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-    not_finite: int = 0
-    waiting: int = 0
-    running: int = 0
-    blocks_used: int = 0
-    blocks_total: int = 0
+    not_finite_logits: int = 0
+    requests_waiting: int = 0
+    requests_running: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
     busy_ns: int = 0
     held_up_ns: int = 0
 

@@ -86,14 +86,9 @@ class MetricsPage:
         now = self._counts()
         ended = {name.removeprefix(ENDED): count for name, count in now.items() if name.startswith(ENDED)}
         values = now | {
-            "requests_running": now["running"],
-            "requests_waiting": now["waiting"],
             "requests_in_flight": now["requests"] - sum(ended.values()),
-            "kv_blocks_used": now["blocks_used"],
-            "kv_blocks_total": now["blocks_total"],
             "device_busy_fraction": self._busy_since_last(now["busy_ns"]),
             "engine_held_up_seconds": now["held_up_ns"] / 1e9,
-            "not_finite_logits": now["not_finite"],
         }
         for name, gauge in self._gauges.items():
             gauge.set(values[name])

@@ -6,12 +6,15 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tessera.engine.detokenizer import Decoder, Detokenizer
+from tessera.engine.detokenizer import Detokenizer
 from tessera.engine.progress import End, Progress
 from tessera.engine.request import Request, TokenEvent, Usage
 from tessera.engine.sequence import SampledToken
+
+if TYPE_CHECKING:
+    from tessera.family.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
 HOLD_S = 0.02
@@ -50,7 +53,7 @@ class Answers:
 
     def __init__(
         self,
-        tokenizer: Decoder,
+        tokenizer: Tokenizer,
         cancel: Callable[[int, str], None],
         hold_s: float = HOLD_S,
         clock: Callable[[], float] = time.monotonic,

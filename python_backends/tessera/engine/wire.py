@@ -5,10 +5,9 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,25 +16,18 @@ from tessera.engine.request import Request
 from tessera.errors import TesseraError
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """To the engine, first of all. ``slab``: how to open the stage's slab of rows, None without one."""
+class Start(NamedTuple):
+    """To the engine, first of all; it answers with Counts, or with the TesseraError why it cannot be used.
+
+    ``slab``: how to open the stage's slab of rows, None without one.
+    """
 
     folder: Path
     config: EngineConfig
     slab: tuple[Callable[..., torch.Tensor], Any] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The answer to Start: the engine's counts, or why it cannot be used."""
-
-    counts: dict[str, int]
-    error: TesseraError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Rows of one request: where in the slab, or, outside of it, their bytes."""
 
     place: int | None
@@ -44,44 +36,38 @@ class Rows:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(NamedTuple):
     """A request without its embeddings, and those."""
 
     request: Request
     rows: Rows | None
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """The answer to Submit: the engine took the request, or why not. Its progress may come before."""
 
     number: int
     error: TesseraError | None
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(NamedTuple):
     """Ends a request early, for the reason given."""
 
     number: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
+class Count(NamedTuple):
     """Asks for Counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
+class Counts(NamedTuple):
     """The engine's counters and gauges."""
 
     values: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(NamedTuple):
     """Ends all requests, then the engine's process."""
 
 
@@ -99,8 +85,5 @@ class Wire:
             self._connection.send_bytes(data)
 
     def receive(self) -> Any:
-        """Raises EOFError when the other side is gone."""
-        try:
-            return pickle.loads(self._connection.recv_bytes())
-        except ConnectionResetError:
-            raise EOFError from None
+        """Raises EOFError or OSError when the other side is gone."""
+        return pickle.loads(self._connection.recv_bytes())

@@ -34,11 +34,11 @@ class Outbox:
         for thread in self._threads:
             thread.start()
 
-    def post(self, channel: Channel[Item], item: Item, hold: bool = False) -> None:
-        """Adds an item; with `hold` it waits for a later item that is posted without."""
+    def post(self, channel: Channel[Item], item: Item) -> None:
+        """Adds an item."""
         with channel.lock:
             channel.pending.append(item)
-            if hold or channel.busy:
+            if channel.busy:
                 return
             channel.busy = True
         self._queue.put(channel)

@@ -25,9 +25,8 @@ class PagedBatch:
         self.counts, self.contexts = np.array(counts), np.array(contexts)
         used = -(-self.contexts // BLOCK)
         spare = 3
-        self.storage = KvStorage(
-            1, int(used.sum()) + spare, BLOCK, shape.kv_heads, shape.head_dim, dtype, torch.device(device)
-        )
+        cache = (int(used.sum()) + spare, BLOCK, shape.kv_heads, shape.head_dim)
+        self.storage = KvStorage(1, cache, dtype, torch.device(device))
         order = torch.randperm(int(used.sum()) + spare, generator=torch.Generator().manual_seed(1)).numpy()
         nobody, order = order[0], order[spare:]
         table = np.full((len(used), max(1, used.max())), nobody)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from tessera.engine.cache.kv_storage import KvStorage
 from tessera.errors import ConfigError
@@ -115,10 +116,24 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return out
 
 
+def attend_piece(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Torch's attention of one sequence: q [n, heads, head_dim], keys and values [context, kv_heads, head_dim].
+
+    ``mask`` [n, context] is added to the scores; None where the piece is the whole context, which is then causal.
+    """
+    q, keys, values = (part.transpose(0, 1)[None] for part in (q, keys, values))
+    attended = F.scaled_dot_product_attention(
+        q, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+    return attended[0].transpose(0, 1)
+
+
 _BACKENDS = {
-    "torch": ("tessera.engine.attention.torch_backend", "TorchBackend"),
-    "sdpa": ("tessera.engine.attention.sdpa_backend", "SdpaBackend"),
-    "triton": ("tessera.engine.attention.triton_backend", "TritonBackend"),
+    "torch": "tessera.engine.attention.torch_backend:TorchBackend",
+    "sdpa": "tessera.engine.attention.sdpa_backend:SdpaBackend",
+    "triton": "tessera.engine.attention.triton_backend:TritonBackend",
 }
 
 
@@ -128,5 +143,4 @@ def create_backend(name: str, shape: HeadShape, storage: KvStorage) -> Attention
         name = "triton" if storage.keys[0].is_cuda else "sdpa"
     if name not in _BACKENDS:
         raise ConfigError(f"engine: attention {name!r} is not known; known are auto, {', '.join(_BACKENDS)}")
-    module, attribute = _BACKENDS[name]
-    return getattr(import_module(module), attribute)(shape, storage)
+    return resolve_name(_BACKENDS[name])(shape, storage)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tessera.engine.attention.backend import AttentionBackend, SpanTable
+from tessera.engine.attention.backend import AttentionBackend, SpanTable, attend_piece
+from tessera.engine.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class SdpaBackend(AttentionBackend):
         most = -(-int(table.context[:singles].max(initial=0)) // self.storage.block_size)
         positions = np.arange(most * self.storage.block_size)
         unseen = positions[None] >= table.context[:singles, None]
-        pieces = [self._piece(*line) for line in zip(*(column[singles:] for column in _columns(table)))]
+        columns = (table.row, table.count, table.context, table.blocks)
+        pieces = [self._piece(*line) for line in zip(*(column[singles:] for column in columns))]
         return _Plan(
             singles, self._tensor(table.blocks[:singles, :most].reshape(-1)), self._bias(unseen)[:, None, None], pieces
         )
@@ -70,16 +72,7 @@ class SdpaBackend(AttentionBackend):
         else:
             keys = self.storage.keys[layer].index_select(0, piece.blocks).flatten(0, 1)[: piece.context]
             values = self.storage.values[layer].index_select(0, piece.blocks).flatten(0, 1)[: piece.context]
-        attended = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            keys.transpose(0, 1)[None],
-            values.transpose(0, 1)[None],
-            piece.mask,
-            is_causal=piece.mask is None,
-            scale=self.scale,
-            enable_gqa=True,
-        )
-        return attended[0].transpose(0, 1)
+        return attend_piece(q, keys, values, piece.mask, self.scale)
 
     def _piece(self, row: int, count: int, context: int, blocks: np.ndarray) -> _Piece:
         rows = slice(int(row), int(row + count))
@@ -96,8 +89,4 @@ class SdpaBackend(AttentionBackend):
         return bias.masked_fill_(self._tensor(unseen), float("-inf"))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.storage.keys[0].device)
-
-
-def _columns(table: SpanTable) -> tuple[np.ndarray, ...]:
-    return table.row, table.count, table.context, table.blocks
+        return to_device(array, self.storage.keys[0].device)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from tessera.engine.attention.backend import AttentionBackend, AttentionStep, HeadShape, SpanTable
+from tessera.engine.attention.backend import AttentionBackend, AttentionStep, HeadShape, SpanTable, attend_piece
 from tessera.engine.cache.kv_storage import KvStorage
 from tessera.engine.kernels.paged_decode import choose_splits, decode_attention
 from tessera.engine.kernels.rotate_and_store import rotate_and_store
@@ -20,8 +19,7 @@ from tessera.engine.transfer import to_device
 _USUAL_CONTEXT = 4096
 
 
-@dataclass(frozen=True)
-class _Singles:
+class _Singles(NamedTuple):
     """Sequences of one query: context int64 [s], blocks int64 [most, s]."""
 
     context: torch.Tensor
@@ -29,9 +27,8 @@ class _Singles:
     splits: int
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """Pieces of prompts: rows, counts, contexts int64 [p], blocks int64 [most, p], tiles [t, 2]."""
+class _Pieces(NamedTuple):
+    """Pieces of prompts, as :func:`prefill_attention` takes them."""
 
     rows: torch.Tensor
     counts: torch.Tensor
@@ -50,10 +47,6 @@ class _Plan:
     singles: _Singles | None
     pieces: _Pieces | None
     whole: list[slice]
-
-    @property
-    def first_piece(self) -> int:
-        return 0 if self.singles is None else len(self.singles.context)
 
 
 class TritonBackend(AttentionBackend):
@@ -88,46 +81,28 @@ class TritonBackend(AttentionBackend):
 
     def attend(self, layer: int, qkv: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Rotates the queries in ``qkv`` itself."""
+        heads, kv_heads = self.shape.heads, self.shape.kv_heads
         keys, values = self.storage.keys[layer], self.storage.values[layer]
-        heads = self.shape.heads
         rotate_and_store(qkv, step.cos, step.sin, step.slots, keys, values, heads)
-        q = qkv.view(qkv.shape[0], heads + 2 * self.shape.kv_heads, self.shape.head_dim)[:, :heads]
+        q, k, v = qkv.view(qkv.shape[0], -1, self.shape.head_dim).split((heads, kv_heads, kv_heads), dim=1)
         if step.rows is not None:
             q = q[step.rows]
-        return self._attend(layer, q, qkv, qkv, step.plan).flatten(1)
-
-    def _attend_whole(self, q: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
-        """q [n, heads, head_dim] of a prompt that begins here, its rotated keys and values in ``qkv``."""
-        heads, kv_heads = self.shape.heads, self.shape.kv_heads
-        split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
-        keys, values = split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
-        q, keys, values = (part.transpose(0, 1)[None] for part in (q, keys, values))
-        attended = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=self.scale, enable_gqa=True)
-        return attended[0].transpose(0, 1)
+        return self._attend(layer, q, k, v, step.plan).flatten(1)
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        first, singles, pieces = plan.first_piece, plan.singles, plan.pieces
+        singles: _Singles | None = plan.singles
+        pieces: _Pieces | None = plan.pieces
         if singles is not None:
+            first = len(singles.context)
             decode_attention(
                 q[:first], keys, values, singles.blocks, singles.context, self.scale, singles.splits, out=out[:first]
             )
         if pieces is not None:
-            prefill_attention(
-                q,
-                keys,
-                values,
-                pieces.rows,
-                pieces.counts,
-                pieces.contexts,
-                pieces.blocks,
-                pieces.tiles,
-                self.scale,
-                out,
-            )
+            prefill_attention(q, keys, values, *pieces, self.scale, out)
         for rows in plan.whole:
-            out[rows] = self._attend_whole(q[rows], k[rows])
+            out[rows] = attend_piece(q[rows], k[rows], v[rows], None, self.scale)
         return out
 
     def _singles(self, table: SpanTable, which: np.ndarray) -> _Singles:

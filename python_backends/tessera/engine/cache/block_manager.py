@@ -16,19 +16,14 @@ from tessera.engine.sequence import Sequence
 
 
 class BlockManager:
-    """``num_blocks`` blocks of ``block_size`` tokens; ``index`` None reuses nothing."""
+    """``num_blocks`` blocks of ``block_size`` tokens; a sequence's ``cache_limit`` says what of it may be reused."""
 
-    def __init__(self, num_blocks: int, block_size: int, index: PrefixIndex | None = None) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._index = index
+        self._index = PrefixIndex()
         self._holders = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-
-    @property
-    def free(self) -> int:
-        """Blocks that no sequence holds."""
-        return len(self._free)
 
     @property
     def used(self) -> int:
@@ -43,8 +38,6 @@ class BlockManager:
         ``computed`` then counts the reused positions; at least one position is left to compute. Returns False, and
         changes nothing, unless ``reserve`` blocks would stay free.
         """
-        if sequence.block_table:
-            raise RuntimeError(f"request {sequence.request.request_id!r} is admitted while it holds blocks")
         reused = self._match(sequence)
         fresh = self.blocks_for(sequence.length) - len(reused)
         revived = sum(self._holders[block] == 0 for block in reused)
@@ -64,16 +57,13 @@ class BlockManager:
             return False
         for _ in range(fresh):
             block = next(iter(self._free))
-            if self._index is not None:
-                self._index.forget(block)
+            self._index.forget(block)
             self._hold(block)
             sequence.block_table.append(block)
         return True
 
     def commit(self, sequence: Sequence) -> None:
         """Makes the sequence's full, computed blocks findable. The step that writes them must be planned."""
-        if self._index is None:
-            return
         positions = min(sequence.computed, sequence.known, sequence.cache_limit)
         for number in range(sequence.committed, positions // self.block_size):
             parent, key, ids = self._identity(sequence, number)
@@ -86,9 +76,8 @@ class BlockManager:
         Returns those that nobody else holds, to be cleared. It may have given its own back since: then any free one.
         """
         blocks = sequence.block_table or list(self._free)
-        if self._index is not None:
-            for block in blocks:
-                self._index.forget(block)
+        for block in blocks:
+            self._index.forget(block)
         return [block for block in blocks if self._holders[block] <= 1]
 
     def release(self, sequence: Sequence) -> None:
@@ -111,8 +100,7 @@ class BlockManager:
         """Nobody holds anything and nothing written so far may be found, because a step failed midway."""
         self._holders = [0] * self.num_blocks
         self._free = OrderedDict.fromkeys(range(self.num_blocks))
-        if self._index is not None:
-            self._index.clear()
+        self._index.clear()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raises AssertionError unless the books agree with ``sequences``, all those that may hold blocks."""
@@ -128,13 +116,10 @@ class BlockManager:
             assert not table or len(table) <= self.blocks_for(sequence.length), f"{name} holds blocks beyond its end"
             # Only what is complete and never written again may have several holders.
             assert all(held[block] == 1 for block in table[sequence.committed :]), f"{name} shares an open block"
-        if self._index is not None:
-            self._index.check()
+        self._index.check()
 
     def _match(self, sequence: Sequence) -> list[int]:
         blocks: list[int] = []
-        if self._index is None:
-            return blocks
         for number in range(min(sequence.known - 1, sequence.cache_limit) // self.block_size):
             parent, key, ids = self._identity(sequence, number)
             block = self._index.find(key, parent, ids)
@@ -144,14 +129,13 @@ class BlockManager:
         return blocks
 
     def _identity(self, sequence: Sequence, number: int) -> tuple[bytes, bytes, np.ndarray]:
-        """(parent key, key, identities) of the sequence's block ``number``."""
-        keys, size = sequence.block_keys, self.block_size
-        while len(keys) <= number:
-            at = len(keys)
-            parent = keys[-1] if keys else PrefixIndex.root(sequence.cache_salt)
-            keys.append(PrefixIndex.chain(parent, sequence.identities[at * size : (at + 1) * size]))
+        """(parent key, key, identities) of the sequence's block ``number``; those before it were asked for already."""
+        keys = sequence.block_keys
+        ids = sequence.identities[number * self.block_size : (number + 1) * self.block_size]
         parent = keys[number - 1] if number else PrefixIndex.root(sequence.cache_salt)
-        return parent, keys[number], sequence.identities[number * size : (number + 1) * size]
+        if len(keys) == number:
+            keys.append(PrefixIndex.chain(parent, ids))
+        return parent, keys[number], ids
 
     def _hold(self, block: int) -> None:
         if self._holders[block] == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from bisect import bisect_left, insort
 
@@ -21,28 +22,18 @@ class EmbeddingPool:
         self.spilled_bytes = 0  # in pinned memory now
         self.arrived_on_cpu = 0  # requests whose rows came over the CPU though the engine runs on a GPU
         self.slab: torch.Tensor | None = None  # uint8 [capacity_bytes]
-        self._places = Places(capacity_bytes)
+        self.places = Places(capacity_bytes)  # of the slab
         self._lock = threading.Lock()
         if device.type == "cuda":
             self.slab = torch.empty(capacity_bytes, dtype=torch.uint8, device=device)
             self._stream = torch.cuda.Stream(device)
-
-    @property
-    def used_bytes(self) -> int:
-        """Of the slab."""
-        return self._places.used
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that ``used_bytes`` has been."""
-        return self._places.most_used
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         """A copy of ``rows`` [n, hidden], complete when this returns: their owner may reuse them."""
         if self.slab is None:
             return rows.clone()
         with self._lock:
-            place = self._places.take(rows.nbytes)
+            place = self.places.take(rows.nbytes)
             self.arrived_on_cpu += not rows.is_cuda
         if place is None:
             kept = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
@@ -74,19 +65,19 @@ class EmbeddingPool:
             if place is None:
                 self.spilled_bytes -= rows.nbytes
             else:
-                self._places.give_back(place)
+                self.places.give_back(place)
 
 
 def rows_at(slab: torch.Tensor, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """The rows that begin at byte ``place`` of a slab, as a view."""
-    size = dtype.itemsize
-    for length in shape:
-        size *= length
-    return slab[place : place + size].view(dtype).view(shape)
+    return slab[place : place + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
 
 
 class Places:
-    """Which stretches of ``capacity`` bytes are taken; the first gap that is large enough is used."""
+    """Which stretches of ``capacity`` bytes are taken; the first gap that is large enough is used.
+
+    ``used`` bytes are taken now; ``most_used`` is the most that were.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.used = 0

@@ -12,24 +12,11 @@ class KvStorage:
     slots that were never written and mask them, so they must be finite.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        num_blocks: int,
-        block_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        shape = (num_blocks, block_size, kv_heads, head_dim)
-        self.block_size = block_size
+    def __init__(self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        """``shape``: that of each tensor."""
+        self.block_size = shape[1]
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-
-    @staticmethod
-    def bytes_per_block(layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return 2 * layers * block_size * kv_heads * head_dim * dtype.itemsize
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores keys and values [n, kv_heads, head_dim] at slots int64 [n]."""

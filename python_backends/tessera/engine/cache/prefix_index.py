@@ -26,9 +26,6 @@ class PrefixIndex:
         self._by_key: dict[bytes, _Entry] = {}
         self._key_of: dict[int, bytes] = {}
 
-    def __len__(self) -> int:
-        return len(self._by_key)
-
     @staticmethod
     def root(salt: int) -> bytes:
         """The key before the first block; different salts never share blocks."""

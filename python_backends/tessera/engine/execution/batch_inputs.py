@@ -1,4 +1,4 @@
-"""A scheduled batch as arrays, then as tensors."""
+"""A scheduled batch as arrays, and what of it is on the device already."""
 
 from __future__ import annotations
 
@@ -30,22 +30,6 @@ class PackedBatch:
     sample_rows: np.ndarray
     table: SpanTable
     sampling: np.ndarray
-
-
-@dataclass(frozen=True)
-class BatchInputs:
-    """The tensors of one step, shaped as in PackedBatch.
-
-    ``image_index`` int64 [r] are the rows of the batch that ``image_rows`` [r, hidden] replace.
-    """
-
-    ids: torch.Tensor
-    positions: torch.Tensor
-    rope_lengths: torch.Tensor
-    slots: torch.Tensor
-    sample_rows: torch.Tensor
-    image_index: torch.Tensor | None
-    image_rows: torch.Tensor | None
 
 
 def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) -> PackedBatch:
@@ -83,29 +67,6 @@ def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) ->
     )
 
 
-def to_inputs(
-    packed: PackedBatch, batch: ScheduledBatch, last_sampled: torch.Tensor, dtype: torch.dtype
-) -> BatchInputs:
-    """The batch on ``last_sampled``'s device, without waiting for it; pictures' rows are cast to ``dtype``.
-
-    ``last_sampled`` int64: the tokens of the step before.
-    """
-    device = last_sampled.device
-    ids = to_device(packed.ids, device)
-    if (packed.source >= 0).any():
-        ids = fill_in(ids, to_device(packed.source, device), last_sampled)
-    image_index, image_rows = _image_rows(batch, packed.table.row, device, dtype)
-    return BatchInputs(
-        ids=ids,
-        positions=to_device(packed.positions, device),
-        rope_lengths=to_device(packed.rope_lengths, device),
-        slots=to_device(packed.slots, device),
-        sample_rows=to_device(packed.sample_rows, device),
-        image_index=image_index,
-        image_rows=image_rows,
-    )
-
-
 def fill_in(ids: torch.Tensor, source: torch.Tensor, last_sampled: torch.Tensor) -> torch.Tensor:
     """``ids``, and where ``source`` >= 0 the token of the step before that it names; all int64 [n].
 
@@ -122,9 +83,13 @@ def _positions(batch: ScheduledBatch, index: np.ndarray) -> np.ndarray:
     return np.concatenate([np.broadcast_to(part, (axes, part.shape[1])) for part in parts], axis=1)
 
 
-def _image_rows(
+def image_rows(
     batch: ScheduledBatch, row: np.ndarray, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Rows of the packed batch that pictures fill, int64 [r], and what with, [r, hidden] of ``dtype``; None if none.
+
+    ``row`` int64 [s]: where each of the batch's spans begins.
+    """
     indices, rows = [], []
     for span, first in zip(batch.spans, row):
         embeddings = span.sequence.embeddings

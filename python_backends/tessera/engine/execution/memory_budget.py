@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from tessera.engine.attention.backend import HeadShape
-from tessera.engine.cache.kv_storage import KvStorage
 from tessera.engine.config import EngineConfig
 from tessera.engine.request import Request, SamplingParameters
 from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
@@ -24,6 +23,7 @@ _PROMPTS = 16  # that share the largest step, where so many may run
 Forward = Callable[[int, ScheduledBatch], object]
 
 
+@dataclass(frozen=True)
 class MemoryBudget:
     """The engine's part of a device that it shares with the vision stage and the rows of waiting pictures.
 
@@ -31,14 +31,9 @@ class MemoryBudget:
     by running one. On the CPU, and with ``kv_cache_bytes``, nothing is measured.
     """
 
-    def __init__(
-        self, config: EngineConfig, layers: int, heads: HeadShape, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._config = config
-        self._device = device
-        self._bytes_per_block = KvStorage.bytes_per_block(
-            layers, config.block_size, heads.kv_heads, heads.head_dim, dtype
-        )
+    config: EngineConfig
+    bytes_per_block: int
+    device: torch.device
 
     def count_blocks(self, max_model_len: int, forward: Forward) -> int:
         """Blocks of the cache: what fits, at most what every sequence at full length needs.
@@ -46,35 +41,35 @@ class MemoryBudget:
         ``forward`` runs a batch on a cache of so many blocks. Raises ConfigError when the shares exceed the card or
         leave no room for one full context.
         """
-        block_size = self._config.block_size
+        block_size = self.config.block_size
         one = -(-max_model_len // block_size)
         cache_bytes = self._cache_bytes(max_model_len, forward)
-        blocks = cache_bytes // self._bytes_per_block
+        blocks = cache_bytes // self.bytes_per_block
         if blocks < 1:
             raise ConfigError(
                 f"engine: a cache of {cache_bytes} bytes holds no block of {block_size} tokens, which takes "
-                f"{self._bytes_per_block}; raise kv_cache_bytes or gpu_memory"
+                f"{self.bytes_per_block}; raise kv_cache_bytes or gpu_memory"
             )
-        if self._device.type == "cuda" and blocks < one:
+        if self.device.type == "cuda" and blocks < one:
             raise ConfigError(
                 f"engine: the cache holds {blocks * block_size} tokens, less than one context of {max_model_len}; "
-                + ("raise kv_cache_bytes" if self._config.kv_cache_bytes else "raise gpu_memory")
+                + ("raise kv_cache_bytes" if self.config.kv_cache_bytes else "raise gpu_memory")
                 + ", or lower max_model_len"
             )
-        return min(blocks, self._config.max_sequences * one)
+        return min(blocks, self.config.max_sequences * one)
 
     def _cache_bytes(self, max_model_len: int, forward: Forward) -> int:
-        if self._device.type != "cuda":
-            return self._config.kv_cache_bytes or _CPU_CACHE_BYTES
-        total = torch.cuda.get_device_properties(self._device).total_memory
-        share = engine_share(self._config, total)
-        if self._config.kv_cache_bytes:
-            return self._config.kv_cache_bytes
-        torch.cuda.reset_peak_memory_stats(self._device)
+        if self.device.type != "cuda":
+            return self.config.kv_cache_bytes or _CPU_CACHE_BYTES
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        share = engine_share(self.config, total)
+        if self.config.kv_cache_bytes:
+            return self.config.kv_cache_bytes
+        torch.cuda.reset_peak_memory_stats(self.device)
         batch, blocks = self._largest_step(max_model_len)
         forward(blocks, batch)
-        torch.cuda.synchronize(self._device)
-        used = torch.cuda.max_memory_allocated(self._device) - blocks * self._bytes_per_block
+        torch.cuda.synchronize(self.device)
+        used = torch.cuda.max_memory_allocated(self.device) - blocks * self.bytes_per_block
         torch.cuda.empty_cache()
         if used + _RESERVE_BYTES >= share:
             raise ConfigError(
@@ -85,14 +80,14 @@ class MemoryBudget:
 
     def _largest_step(self, max_model_len: int) -> tuple[ScheduledBatch, int]:
         """A step of all the tokens one may have, each prompt's last token sampled, and the blocks that it needs."""
-        left, first, spans = self._config.max_batched_tokens, 0, []
-        share = -(-left // min(self._config.max_sequences, _PROMPTS))
-        for _ in range(self._config.max_sequences):
+        left, first, spans = self.config.max_batched_tokens, 0, []
+        share = -(-left // min(self.config.max_sequences, _PROMPTS))
+        for _ in range(self.config.max_sequences):
             length = min(left, max(max_model_len - 1, 1), share)
             if not length:
                 break
             sequence = Sequence(_blank_request(length))
-            count = -(-length // self._config.block_size)
+            count = -(-length // self.config.block_size)
             sequence.block_table = list(range(first, first + count))
             spans.append(ScheduledSpan(sequence, 0, length, True))
             left, first = left - length, first + count

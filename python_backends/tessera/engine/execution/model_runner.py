@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, create_backend
 from tessera.engine.cache.kv_storage import KvStorage
 from tessera.engine.config import EngineConfig
-from tessera.engine.execution.batch_inputs import BatchInputs, PackedBatch, pack, to_inputs
+from tessera.engine.execution.batch_inputs import PackedBatch, fill_in, image_rows, pack
 from tessera.engine.execution.decode_graphs import DecodeGraphs, graph_sizes
 from tessera.engine.execution.memory_budget import MemoryBudget
 from tessera.engine.execution.sampler import SampledRows, SamplingRow, sample
@@ -30,7 +32,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """One model, one attention backend on one cache, one device."""
+    """One model, one attention backend on one cache, one device: what runs the engine's batches.
+
+    ``overlaps``: whether a step goes on by itself once it was launched, so that the next should be planned meanwhile.
+    ``graph_steps`` counts the steps that ran as CUDA graphs.
+    """
 
     def __init__(self, model: Qwen2, attention: AttentionBackend, max_sequences: int) -> None:
         weight = model.embedding.get_buffer("weight")
@@ -76,29 +82,26 @@ class ModelRunner:
         """A runner of a filled model, with a cache and graphs as ``config`` asks."""
         weight = model.embedding.get_buffer("weight")
         heads = model.heads
-        budget = MemoryBudget(config, len(model.layers), heads, weight.dtype, weight.device)
+        block = (config.block_size, heads.kv_heads, heads.head_dim)
+        bytes_per_block = 2 * len(model.layers) * math.prod(block) * weight.itemsize  # keys and values
 
         def runner(num_blocks: int) -> ModelRunner:
-            sizes = (config.block_size, heads.kv_heads, heads.head_dim, weight.dtype, weight.device)
-            storage = KvStorage(len(model.layers), num_blocks, *sizes)
+            storage = KvStorage(len(model.layers), (num_blocks, *block), weight.dtype, weight.device)
             return cls(model, create_backend(config.attention, heads, storage), config.max_sequences)
 
+        budget = MemoryBudget(config, bytes_per_block, weight.device)
         num_blocks = budget.count_blocks(max_model_len, lambda blocks, batch: runner(blocks).logits(batch))
         _LOG.info("cache: %d blocks of %d tokens", num_blocks, config.block_size)
         whole = runner(num_blocks)
         if whole.overlaps:
-            with torch.inference_mode():
-                whole.tune()
+            from tessera.engine.execution.tuning import tune
+
+            with torch.inference_mode():  # answers found before are read from disk
+                tune(model, whole._attention, weight.device)
         largest = min(config.graph_batch_size, config.max_sequences)
         if largest and whole.overlaps:
             whole.capture_graphs(graph_sizes(largest), min(num_blocks, -(-max_model_len // config.block_size)))
         return whole
-
-    def tune(self) -> None:
-        """Chooses kernels by measuring them on this GPU; answers found before are read from disk."""
-        from tessera.engine.execution.tuning import tune
-
-        tune(self._model, self._attention, self._last_sampled.device)
 
     def capture_graphs(self, sizes: list[int], most_blocks: int) -> None:
         """Records decode steps of the batch ``sizes`` whose sequences hold at most ``most_blocks``."""
@@ -138,18 +141,24 @@ class ModelRunner:
         return pack(batch, self._attention.storage.block_size, self._previous)
 
     def _forward(self, packed: PackedBatch, batch: ScheduledBatch) -> torch.Tensor:
-        inputs = to_inputs(packed, batch, self._last_sampled, self._dtype)
-        step, last_step = self._attention_steps(packed, inputs)
-        hidden = self._model(inputs.ids, inputs.image_index, inputs.image_rows, self._attention, step, last_step)
+        device = self._last_sampled.device
+        ids = to_device(packed.ids, device)
+        if (packed.source >= 0).any():
+            ids = fill_in(ids, to_device(packed.source, device), self._last_sampled)
+        pictures = image_rows(batch, packed.table.row, device, self._dtype)
+        hidden = self._model(ids, *pictures, self._attention, *self._attention_steps(packed))
         return self._model.logits(hidden)
 
-    def _attention_steps(self, packed: PackedBatch, inputs: BatchInputs) -> tuple[AttentionStep, AttentionStep]:
-        cos, sin = self._model.rotary.angles(inputs.positions, inputs.rope_lengths)
-        step = AttentionStep(cos, sin, inputs.slots, None, self._attention.plan(packed.table))
+    def _attention_steps(self, packed: PackedBatch) -> tuple[AttentionStep, AttentionStep]:
+        """For all layers but the last, and for the last."""
+        device = self._last_sampled.device
+        positions, lengths = to_device(packed.positions, device), to_device(packed.rope_lengths, device)
+        cos, sin = self._model.rotary.angles(positions, lengths)
+        step = AttentionStep(cos, sin, to_device(packed.slots, device), None, self._attention.plan(packed.table))
         if len(packed.sample_rows) == len(packed.ids):
             return step, step
         plan = self._attention.plan(packed.table.last_rows(packed.sampling))
-        return step, AttentionStep(cos, sin, inputs.slots, inputs.sample_rows, plan)
+        return step, replace(step, rows=to_device(packed.sample_rows, device), plan=plan)
 
 
 def _decodes(batch: ScheduledBatch, rows: list[SamplingRow]) -> bool:

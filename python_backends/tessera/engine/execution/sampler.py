@@ -52,32 +52,29 @@ class SampledRows:
     ``started``: when the step that chose them began.
     """
 
-    def __init__(self, ids: torch.Tensor, started: Moment) -> None:
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        started: Moment,
+        reported: SequenceType[tuple[int, int]] = (),
+        details: SequenceType[torch.Tensor] = (),
+    ) -> None:
+        """``reported``: rows with log probabilities, and of how many tokens besides their own. ``details``: the r
+        rows' own [r], those of the others [r, most], and which these are, int64 [r, most].
+        """
         self.ids = ids
         self._started = started
-        self._rows: list[int] = []  # those that report log probabilities
-        self._counts: list[int] = []
-        self._on_host: list[torch.Tensor] = [to_host(ids)]
+        self._reported = reported
+        self._on_host = [to_host(tensor) for tensor in (ids, *details)]
         self._arrived = Moment(ids.device)
-
-    def report(
-        self, rows: list[int], ids: torch.Tensor, logprobs: torch.Tensor, counts: list[int], wanted: torch.Tensor
-    ) -> None:
-        """Log probabilities [r, vocabulary] of ``rows``: of their ``ids`` [r], and ``counts`` of ``wanted`` [r, w]."""
-        self._rows, self._counts = rows, counts
-        own = logprobs.gather(1, ids[:, None])[:, 0]
-        self._on_host += [to_host(own), to_host(logprobs.gather(1, wanted)), to_host(wanted)]
-        self._arrived = Moment(self.ids.device)
 
     def tokens(self) -> list[SampledToken]:
         """Waits until the tokens are there."""
         self._arrived.wait()
-        ids = self._on_host[0].tolist()
+        ids, *details = (tensor.tolist() for tensor in self._on_host)
         chosen = [SampledToken(token) for token in ids]
-        if self._rows:
-            own, values, wanted = (tensor.tolist() for tensor in self._on_host[1:])
-            for row, logprob, line, names, count in zip(self._rows, own, values, wanted, self._counts):
-                chosen[row] = SampledToken(ids[row], logprob, tuple(zip(names[:count], line[:count])))
+        for (row, count), own, values, wanted in zip(self._reported, *details):
+            chosen[row] = SampledToken(ids[row], own, tuple(zip(wanted[:count], values[:count])))
         return chosen
 
     def device_ns(self) -> int:
@@ -121,11 +118,12 @@ def sample(logits: torch.Tensor, rows: SequenceType[SamplingRow], started: Momen
     if drawn:
         chosen = to_device(np.array(drawn, np.int64), device)
         tokens[chosen] = _draw(logits[chosen].float(), [rows[i] for i in drawn])
-    sampled = SampledRows(_checked(tokens, spread), started)
-    if logprobs is not None:
-        counts, wanted = _wanted(logprobs, [rows[i] for i in reported])
-        sampled.report(reported, tokens[where], logprobs, counts, wanted)
-    return sampled
+    if logprobs is None:
+        return SampledRows(_checked(tokens, spread), started)
+    counts, wanted = _wanted(logprobs, [rows[i] for i in reported])
+    own = logprobs.gather(1, tokens[where][:, None])[:, 0]
+    details = (own, logprobs.gather(1, wanted), wanted)
+    return SampledRows(_checked(tokens, spread), started, list(zip(reported, counts)), details)
 
 
 def _wanted(logprobs: torch.Tensor, rows: list[SamplingRow]) -> tuple[list[int], torch.Tensor]:

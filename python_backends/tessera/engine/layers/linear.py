@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -13,8 +14,9 @@ from tessera.engine.quantization.scheme import LinearScheme
 class Linear(nn.Module):
     """y = x W^T + b over one or several fused parts.
 
-    ``parts`` maps each part's name to its output features, in the order of the fused output. ``skinny_rows``: up to
-    so many rows a product for few rows is the fastest, which only measuring tells.
+    ``parts`` maps each part's name to its output features, in the order of the fused output; ``rows`` maps it to its
+    range of them. ``skinny_rows``: up to so many rows a product for few rows is the fastest, which only measuring
+    tells.
     """
 
     def __init__(
@@ -31,17 +33,10 @@ class Linear(nn.Module):
         self.out_features = sum(parts.values())
         self.has_bias = bias
         self.skinny_rows = 0
-        self._rows: dict[str, slice] = {}
-        start = 0
-        for name, features in parts.items():
-            self._rows[name] = slice(start, start + features)
-            start += features
+        ends = accumulate(parts.values())
+        self.rows = {name: slice(end - size, end) for (name, size), end in zip(parts.items(), ends)}
         self.scheme = scheme
         scheme.create(self, dtype, device)
-
-    def rows(self, part: str) -> slice:
-        """The part's output features."""
-        return self._rows[part]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scheme.apply(self, x)

@@ -5,8 +5,11 @@ Source: the checkpoints' ``modeling_internlm2.py`` (its rule is written down in 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from tessera.engine.layers.linear import Linear
 from tessera.engine.models.qwen2 import DecoderLayer, LayerNames, Qwen2
 from tessera.engine.models.weights import Target
 from tessera.errors import CheckpointError
@@ -27,16 +30,12 @@ class InternLM2(Qwen2):
     head_name = "output"
 
     def _qkv_targets(self, prefix: str, layer: DecoderLayer) -> dict[str, Target]:
-        scheme = layer.qkv.scheme
+        names = layer.qkv.scheme.tensor_names(layer.qkv)
+        return {f"{prefix}.attention.wqkv.{name}": partial(self._load_qkv, layer.qkv, name) for name in names}
 
-        def target(name: str) -> Target:
-            def load(tensor: torch.Tensor) -> None:
-                for part, rows in self._split(tensor).items():
-                    scheme.load(layer.qkv, part, name, rows)
-
-            return load
-
-        return {f"{prefix}.attention.wqkv.{name}": target(name) for name in scheme.tensor_names(layer.qkv)}
+    def _load_qkv(self, qkv: Linear, name: str, tensor: torch.Tensor) -> None:
+        for part, rows in self._split(tensor).items():
+            qkv.scheme.load(qkv, part, name, rows)
 
     def _split(self, fused: torch.Tensor) -> dict[str, torch.Tensor]:
         """wqkv's rows are grouped by key head: the group's queries, then its key, then its value."""

@@ -6,6 +6,7 @@ Sources: transformers ``modeling_qwen2.py``, ``modeling_llama.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +18,8 @@ from tessera.engine.layers.embedding import Embedding
 from tessera.engine.layers.linear import Linear
 from tessera.engine.layers.norm import RmsNorm
 from tessera.engine.layers.rotary import Rotary
-from tessera.engine.models.weights import Target, copy_into, linear_targets
-from tessera.engine.quantization.scheme import SchemeSelector
+from tessera.engine.models.weights import Target, linear_targets
+from tessera.engine.quantization.scheme import SchemeSelector, copy_whole
 from tessera.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -134,10 +135,10 @@ class Qwen2(nn.Module):
         return rows[:, : self.config.vocab_size]
 
     def weight_targets(self) -> dict[str, Target]:
-        """Where each tensor of the checkpoint goes, by its exact name."""
-        targets = {
-            self.embedding_name: copy_into(self.embedding.get_buffer("weight")[: self.config.vocab_size]),
-            "model.norm.weight": copy_into(self.norm.get_buffer("weight")),
+        """Where each tensor of the checkpoint goes, by its exact name; a wrong shape raises CheckpointError there."""
+        targets: dict[str, Target] = {
+            self.embedding_name: partial(copy_whole, self.embedding.get_buffer("weight")[: self.config.vocab_size]),
+            "model.norm.weight": partial(copy_whole, self.norm.get_buffer("weight")),
         }
         if self.head is not None:
             targets |= linear_targets(self.head_name, self.head, "head")
@@ -149,8 +150,8 @@ class Qwen2(nn.Module):
     def _layer_targets(self, prefix: str, layer: DecoderLayer) -> dict[str, Target]:
         names = self.names
         return {
-            f"{prefix}.{names.input_norm}.weight": copy_into(layer.input_norm.get_buffer("weight")),
-            f"{prefix}.{names.post_norm}.weight": copy_into(layer.post_norm.get_buffer("weight")),
+            f"{prefix}.{names.input_norm}.weight": partial(copy_whole, layer.input_norm.get_buffer("weight")),
+            f"{prefix}.{names.post_norm}.weight": partial(copy_whole, layer.post_norm.get_buffer("weight")),
             **self._qkv_targets(prefix, layer),
             **linear_targets(f"{prefix}.{names.output}", layer.output, "o"),
             **linear_targets(f"{prefix}.{names.gate}", layer.gate_up, "gate"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from tessera.errors import CheckpointError
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from tessera.engine.models.qwen2 import Qwen2
 
 _MODELS = {
-    "Qwen2ForCausalLM": ("tessera.engine.models.qwen2", "Qwen2"),
-    "LlamaForCausalLM": ("tessera.engine.models.qwen2", "Qwen2"),
-    "InternLM2ForCausalLM": ("tessera.engine.models.internlm2", "InternLM2"),
+    "Qwen2ForCausalLM": "tessera.engine.models.qwen2:Qwen2",
+    "LlamaForCausalLM": "tessera.engine.models.qwen2:Qwen2",
+    "InternLM2ForCausalLM": "tessera.engine.models.internlm2:InternLM2",
 }
 
 
@@ -23,5 +23,4 @@ def model_class(architecture: str) -> type[Qwen2]:
         raise CheckpointError(
             f"text architecture {architecture!r} is not supported; supported are {', '.join(_MODELS)}"
         )
-    module, attribute = _MODELS[architecture]
-    return getattr(import_module(module), attribute)
+    return resolve_name(_MODELS[architecture])

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from tessera.engine.layers.linear import Linear
 from tessera.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from tessera.engine.models.qwen2 import Qwen2
 
 Target = Callable[[torch.Tensor], None]
 _SHOWN = 10
 
 
-class Loadable(Protocol):
-    """A model that says where each checkpoint tensor goes."""
-
-    def weight_targets(self) -> Mapping[str, Target]:
-        """Checkpoint name -> what to do with the tensor; a target raises CheckpointError for a wrong shape."""
-
-    def modules(self) -> Iterable[nn.Module]: ...
-
-
-def load_weights(model: Loadable, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load_weights(model: Qwen2, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Fills ``model``. Raises CheckpointError naming missing, left-over, repeated or misshapen weights."""
-    targets = dict(model.weight_targets())
+    targets = model.weight_targets()
     missing = dict.fromkeys(targets)
     faults: list[str] = []
     for name, tensor in tensors:
@@ -45,9 +39,9 @@ def load_weights(model: Loadable, tensors: Iterable[tuple[str, torch.Tensor]]) -
     _finish(model)
 
 
-def randomize(model: Loadable, seed: int) -> None:
+def randomize(model: Qwen2, seed: int) -> None:
     """Fills ``model`` as if loaded from a checkpoint of small random numbers (norms: one)."""
-    for name, buffer in model.named_buffers():  # type: ignore[attr-defined]
+    for name, buffer in model.named_buffers():
         generator = torch.Generator(buffer.device).manual_seed(seed)
         seed += 1
         if name.endswith("norm.weight"):
@@ -57,27 +51,14 @@ def randomize(model: Loadable, seed: int) -> None:
     _finish(model)
 
 
-def copy_into(target: torch.Tensor) -> Target:
-    """A target that fills a whole tensor."""
-
-    def load(tensor: torch.Tensor) -> None:
-        if tensor.shape != target.shape:
-            raise CheckpointError(f"shape {list(tensor.shape)}, expected {list(target.shape)}")
-        target.copy_(tensor)
-
-    return load
-
-
 def linear_targets(prefix: str, layer: Linear, part: str) -> dict[str, Target]:
     """Targets of one part of a linear layer: ``prefix``.weight and whatever else its scheme wants."""
 
-    def target(name: str) -> Target:
-        return lambda tensor: layer.scheme.load(layer, part, name, tensor)
-
-    return {f"{prefix}.{name}": target(name) for name in layer.scheme.tensor_names(layer)}
+    scheme = layer.scheme
+    return {f"{prefix}.{name}": partial(scheme.load, layer, part, name) for name in scheme.tensor_names(layer)}
 
 
-def _finish(model: Loadable) -> None:
+def _finish(model: Qwen2) -> None:
     for module in model.modules():
         if isinstance(module, Linear):
             module.scheme.finish(module)

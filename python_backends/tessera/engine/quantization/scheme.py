@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tessera.engine.kernels.selection import layer_kernels
+from tessera.errors import CheckpointError
 
 if TYPE_CHECKING:
     from tessera.engine.layers.linear import Linear
@@ -42,6 +43,13 @@ class LinearScheme(ABC):
 
     def finish(self, layer: Linear) -> None:  # noqa: B027 - most schemes need nothing here
         """Called once when everything is loaded, for instance to repack."""
+
+
+def copy_whole(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Fills ``target``; CheckpointError if its shape is another."""
+    if tensor.shape != target.shape:
+        raise CheckpointError(f"shape {list(tensor.shape)}, expected {list(target.shape)}")
+    target.copy_(tensor)
 
 
 SchemeSelector = Callable[[str], LinearScheme]

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tessera.engine.kernels.selection import layer_kernels
-from tessera.engine.quantization.scheme import LinearScheme
-from tessera.errors import CheckpointError
+from tessera.engine.quantization.scheme import LinearScheme, copy_whole
 
 if TYPE_CHECKING:
     from tessera.engine.layers.linear import Linear
@@ -28,10 +27,7 @@ class Unquantized(LinearScheme):
         return ("weight", "bias") if layer.has_bias else ("weight",)
 
     def load(self, layer: Linear, part: str, name: str, tensor: torch.Tensor) -> None:
-        target = layer.get_buffer(name)[layer.rows(part)]
-        if target.shape != tensor.shape:
-            raise CheckpointError(f"shape {list(tensor.shape)}, expected {list(target.shape)}")
-        target.copy_(tensor)
+        copy_whole(layer.get_buffer(name)[layer.rows[part]], tensor)
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         weight, bias = layer.get_buffer("weight"), layer.bias
