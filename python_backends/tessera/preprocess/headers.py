@@ -91,14 +91,14 @@ def read_header(data: bytes) -> Header:
         )
     if name == "WebP" and len(data) < 8 + int.from_bytes(data[4:8], "little"):
         raise ValueError("is a truncated WebP; send the whole file")
-    if name == "WebP" and data[12:16] == b"VP8X" and data[20] & 0x02:
-        raise ValueError("is an animated WebP; send a still picture")
     # A PNG without its frames: Pillow would decode them on its way to the metadata behind them.
     file = _BoundedFile(_png_of(data, lambda kind: kind not in PNG_FRAMES) if name == "PNG" else data)
     try:
         image = READERS[name](file)
     except Exception as error:  # damaged files make it raise all sorts
         raise ValueError(f"is a {name} whose header cannot be read: {error}") from None
+    if name == "WebP" and data[12:16] == b"VP8X" and data[20] & 0x02:
+        raise ValueError("is an animated WebP; send a still picture")
     passes, step = _scans(image, data, file.tell()) if isinstance(image, JpegImageFile) else (1, None)
     return Header(name, image.width, image.height, _orientation(image), passes, step)
 
