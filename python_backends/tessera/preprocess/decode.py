@@ -72,11 +72,6 @@ def read_checked_header(data: bytes, limits: Limits, name: str = "image") -> Hea
     return header
 
 
-def probe_size(data: bytes, limits: Limits = Limits(), name: str = "image") -> tuple[int, int]:
-    """(width, height) in pixels after EXIF rotation, from the header alone. Raises InvalidRequest."""
-    return read_checked_header(data, limits, name).upright_size
-
-
 def decode(
     data: bytes, limits: Limits = Limits(), name: str = "image", enough: tuple[int, int] | None = None
 ) -> np.ndarray:
