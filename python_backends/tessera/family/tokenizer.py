@@ -83,14 +83,11 @@ class Tokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        return self._named_id("bos_token")
+        return self.token_id(self.named.get("bos_token", ""))
 
     @property
     def eos_id(self) -> int | None:
-        return self._named_id("eos_token")
-
-    def _named_id(self, name: str) -> int | None:
-        return self.token_id(self.named[name]) if name in self.named else None
+        return self.token_id(self.named.get("eos_token", ""))
 
     @cached_property
     def added_tokens(self) -> dict[str, AddedToken]:
