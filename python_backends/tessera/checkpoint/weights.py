@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from tessera.checkpoint.names import listed, split_names
 from tessera.errors import CheckpointError
@@ -16,15 +16,9 @@ from tessera.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Placement", "SafetensorsFolder", "TensorSource", "load_strict", "split_names"]
+__all__ = ["Placement", "SafetensorsFolder", "load_strict", "split_names"]
 
 _PICKLES = ("*.bin", "*.pt", "*.pth")
-
-
-class TensorSource(Protocol):
-    """Anything that gives tensors by name."""
-
-    def get(self, name: str) -> torch.Tensor: ...
 
 
 class Placement(NamedTuple):
@@ -106,7 +100,7 @@ Transform = Callable[[str, "torch.Tensor"], "torch.Tensor | Iterable[Placement]"
 def load_strict(
     module: torch.nn.Module,
     mapping: Mapping[str, str],
-    source: TensorSource,
+    source: SafetensorsFolder,
     transform: Transform | None = None,
 ) -> None:
     """Copy the tensors named by ``mapping`` (stored name -> our name) into ``module``, leaving nothing out.
@@ -117,7 +111,7 @@ def load_strict(
     """
     import torch
 
-    state = {name: value for name, value in module.state_dict(keep_vars=True).items()}
+    state = module.state_dict(keep_vars=True)
     missing_rows = {name: (value.shape[0] if value.dim() else 1) for name, value in state.items()}
     left_over: list[str] = []
     misfits: list[str] = []
