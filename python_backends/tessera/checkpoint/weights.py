@@ -79,18 +79,17 @@ class SafetensorsFolder:
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
-        shards: dict[str, set[str]] = {}
+        stored: dict[str, str] = {}
         for file_name in sorted(set(weight_map.values())):
             path = self.folder / file_name
             if path.parent != self.folder or path.suffix != ".safetensors":
                 raise CheckpointError(f"{index}: {file_name!r} is not a safetensors file in this folder")
             if not path.is_file():
                 raise CheckpointError(f"{index} names {file_name}, which is missing")
-            shards[file_name] = set(_stored_names(path))
-        absent = [name for name, file_name in weight_map.items() if name not in shards[file_name]]
-        unlisted = [name for names in shards.values() for name in names if name not in weight_map]
-        if absent or unlisted:
-            raise CheckpointError(f"{index} does not agree with its shards about {listed([*absent, *unlisted])}")
+            stored |= dict.fromkeys(_stored_names(path), file_name)
+        differing = {name for name, _ in stored.items() ^ weight_map.items()}
+        if differing:
+            raise CheckpointError(f"{index} does not agree with its shards about {listed(differing)}")
         return {name: self.folder / file_name for name, file_name in weight_map.items()}
 
 
@@ -125,7 +124,7 @@ def load_strict(
             target = state[place.parameter].data
             target = target[place.rows] if target.dim() else target
             if target.shape != place.tensor.shape:
-                misfits.append(f"{stored} {_shape(place.tensor)}, expected {_shape(target)}")
+                misfits.append(f"{stored} {list(place.tensor.shape)}, expected {list(target.shape)}")
                 continue
             target.copy_(place.tensor)
             missing_rows[place.parameter] -= target.shape[0] if target.dim() else 1
@@ -152,7 +151,3 @@ def _stored_names(path: Path) -> list[str]:
             return list(file.keys())
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return "x".join(str(side) for side in tensor.shape) or "scalar"

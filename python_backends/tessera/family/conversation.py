@@ -60,7 +60,7 @@ def system_message(config: CheckpointConfig) -> str:
     except (SyntaxError, ValueError) as error:
         raise CheckpointError(f"conversation.py of the checkpoint cannot be parsed: {error}") from None
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "Conversation" in ast.dump(node.func)]
-    settings = [{keyword.arg: _constant(keyword.value) for keyword in call.keywords} for call in calls]
+    settings = [{keyword.arg: getattr(keyword.value, "value", None) for keyword in call.keywords} for call in calls]
     found = [of_call for of_call in settings if of_call.get("name") == config.conversation]
     if len(found) != 1 or not isinstance(message := found[0].get("system_message"), str):
         raise CheckpointError(
@@ -68,7 +68,3 @@ def system_message(config: CheckpointConfig) -> str:
             f"system_message as one plain string: fetch the file again from where the checkpoint is from, {advice}"
         )
     return message
-
-
-def _constant(node: ast.expr) -> object:
-    return node.value if isinstance(node, ast.Constant) else None

@@ -6,6 +6,7 @@ Every function raises ValueError with a short reason when the bytes are not what
 from __future__ import annotations
 
 import io
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 MAGIC = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG\r\n\x1a\n"}
-OTHERS = {b"GIF8": "GIF", b"BM": "BMP", b"II*\0": "TIFF", b"MM\0*": "TIFF", b"%PDF": "PDF"}
+# Formats that are recognised but not supported, by the pattern that their files begin with.
+OTHERS = {b"GIF8": "GIF", b"BM": "BMP", rb"II\*\0|MM\0\*": "TIFF", b"%PDF": "PDF", b"....ftyp": "HEIC, AVIF or video"}
 READERS: dict[str, Callable[[io.BytesIO], Image]] = {"JPEG": JpegImageFile, "PNG": PngImageFile, "WebP": WebPImageFile}
 # Chunks and header segments are read one by one, and a hostile file has millions.
 MOST_CHUNKS = 50_000
@@ -62,13 +64,6 @@ def image_format(data: bytes) -> str | None:
     return "WebP" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
 
 
-def other_format(data: bytes) -> str | None:
-    """The name of a format that is recognised but not supported."""
-    if data[4:8] == b"ftyp":
-        return "HEIC, AVIF or video"
-    return next((name for magic, name in OTHERS.items() if data.startswith(magic)), None)
-
-
 class _BoundedFile(io.BytesIO):
     """Raises ValueError where a header goes on and on. What is read as a whole at once is not counted."""
 
@@ -85,7 +80,7 @@ def read_header(data: bytes) -> Header:
     """The header of encoded bytes. Raises ValueError also for a file that ends before its picture does."""
     name = image_format(data)
     if name is None:
-        found = other_format(data)
+        found = next((other for magic, other in OTHERS.items() if re.match(magic, data, re.DOTALL)), None)
         raise ValueError(
             f"has the format {found}; send JPEG, PNG or WebP" if found else "is not a JPEG, PNG or WebP picture"
         )
