@@ -133,7 +133,7 @@ def test_load_strict_fills_every_row():
     [
         ({"weight": "weight"}, "missing: bias"),
         ({"weight": "weight", "bias": "bias", "more": "more"}, "left over: more"),
-        ({"weight": "weight", "wide": "bias"}, "wrong shape: wide 5, expected 4"),
+        ({"weight": "weight", "wide": "bias"}, r"wrong shape: wide \[5\], expected \[4\]"),
         ({"weight": "weight", "bias": "bias", "again": "bias"}, "given twice: bias"),
     ],
 )

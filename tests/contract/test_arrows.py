@@ -17,7 +17,7 @@ BLOCKED = {
     "tessera.family": "torch cv2 onnxruntime transformers PIL sentencepiece safetensors"
     " tessera.preprocess tessera.vision tessera.engine",
     "tessera.checkpoint.config": "torch cv2 onnxruntime transformers",
-    "tessera.preprocess": "onnxruntime transformers tritonclient PIL tessera.vision tessera.engine",
+    "tessera.preprocess": "onnxruntime transformers tritonclient tessera.vision tessera.engine",
     "tessera.vision": "cv2 transformers tritonclient tessera.preprocess tessera.engine",
     "tessera.engine": "cv2 onnxruntime transformers tritonclient tessera.preprocess tessera.vision",
     "tessera.engine.config": "torch numpy tessera.family",

@@ -11,6 +11,8 @@ import cv2
 import numpy as np
 from PIL import Image
 
+from tessera.preprocess.decode import Limits, read_checked_header
+
 
 def smooth(width: int, height: int, channels: int = 3, seed: int = 0) -> np.ndarray:
     """uint8 [height, width, channels]: colour fields that JPEG keeps well."""
@@ -26,6 +28,10 @@ def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
 
 def jpeg(width: int = 96, height: int = 64, **options: Any) -> bytes:
     return saved(Image.fromarray(smooth(width, height)), "JPEG", **options)
+
+
+def probe_size(data: bytes, limits: Limits | None = None, name: str = "image") -> tuple[int, int]:
+    return read_checked_header(data, limits or Limits(), name).upright_size
 
 
 def exif(orientation: int) -> bytes:

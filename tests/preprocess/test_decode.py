@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
+import zlib
 
 import encoded_pictures as pictures
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from tessera.errors import InvalidRequest
-from tessera.preprocess.decode import Limits, decode, encoded_bytes, probe_size, upright
+from tessera.preprocess.decode import Limits, decode, encoded_bytes, upright
 
 CORPUS = pictures.corpus()
 
@@ -27,7 +29,7 @@ def test_pixels_and_sizes_as_pillow(kind: str) -> None:
     found = decode(CORPUS[kind])
     assert found.dtype == np.uint8 and found.flags.c_contiguous
     assert found.shape == expected.shape
-    assert probe_size(CORPUS[kind]) == (expected.shape[1], expected.shape[0])
+    assert pictures.probe_size(CORPUS[kind]) == (expected.shape[1], expected.shape[0])
     # CMYK is converted in another fixed-point arithmetic; all else is the same library's output.
     assert np.abs(found - expected).max() <= (1 if "cmyk" in kind else 0)
 
@@ -38,7 +40,7 @@ def test_exif_orientations(kind: str, orientation: int) -> None:
     image = Image.fromarray(pictures.smooth(48, 32))
     data = pictures.saved(image, kind, exif=pictures.exif(orientation))
     expected = by_pillow(data)
-    assert probe_size(data) == ((32, 48) if orientation >= 5 else (48, 32))
+    assert pictures.probe_size(data) == ((32, 48) if orientation >= 5 else (48, 32))
     assert np.array_equal(decode(data), expected)
 
 
@@ -141,13 +143,13 @@ JPEG, PNG, WEBP = CORPUS["jpeg"], CORPUS["png"], CORPUS["webp"]
         (b"\0\0\0\x1cftypheic" + bytes(20), "HEIC"),
         (JPEG[: len(JPEG) // 2], "truncated JPEG"),
         (JPEG[:-2], "truncated JPEG"),
-        (JPEG[:30], "inside its header"),
+        (JPEG[:30], "JPEG whose header cannot be read"),
         (PNG[: len(PNG) // 2], "truncated PNG"),
         (PNG[:-4], "truncated PNG"),
         (WEBP[: len(WEBP) // 2], "truncated WebP"),
         (WEBP[:14], "truncated WebP"),
-        (pictures.png_of_size(0, 10), "0x10"),
-        (pictures.with_jpeg_size(JPEG, 0, 64), "0x64"),
+        (pictures.png_of_size(0, 10), "PNG whose header cannot be read"),
+        (pictures.with_jpeg_size(JPEG, 0, 64), "JPEG whose header cannot be read"),
         (pictures.png_of_size(300, 200), "damaged or truncated PNG"),
         (CORPUS["jpeg cmyk"].replace(b"Adobe", b"Xdobe"), "CMYK JPEG without an Adobe marker"),
         (pictures.animated_webp(), "animated"),
@@ -171,7 +173,20 @@ def test_a_jpeg_of_very_many_scans_is_refused() -> None:
     scan = data[data.rfind(b"\xff\xda") : -2]
     bomb = pictures.with_jpeg_size(data[:-2] + scan * 100 + data[-2:], 5000, 4000)
     with pytest.raises(InvalidRequest, match="scans"):
-        probe_size(bomb)
+        pictures.probe_size(bomb)
+
+
+@pytest.mark.parametrize("segment", [b"\xff\xe1\xff\xffExif\0\0" + bytes(65527), b"\xff\xfe\0\2", b"\xff"])
+def test_a_jpeg_whose_header_never_ends_is_refused(segment: bytes) -> None:
+    """Joining its EXIF segments, or walking over the others, would take minutes."""
+    with pytest.raises(InvalidRequest, match="too much metadata"):
+        pictures.probe_size(JPEG[:2] + segment * ((20 << 20) // len(segment)) + JPEG[2:])
+
+
+def test_a_png_of_very_many_chunks_is_refused() -> None:
+    chunk = struct.pack(">I4sI", 0, b"teSt", zlib.crc32(b"teSt"))
+    with pytest.raises(InvalidRequest, match="more than 50000 chunks"):
+        pictures.probe_size(PNG[:33] + chunk * 60_000 + PNG[33:])
 
 
 def test_limits_are_configurable() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera.errors import InvalidRequest
-from tessera.preprocess.decode import Limits, decode, encoded_bytes, probe_size
+from tessera.preprocess.decode import Limits, decode, encoded_bytes
 
 CORPUS = pictures.corpus()
 LIMITS = Limits(max_pixels=4_000_000)
@@ -49,7 +49,7 @@ def outcome(data: bytes, enough: tuple[int, int] | None = None) -> str:
     started = time.process_time()
     try:
         encoded = encoded_bytes(data, "image 0")
-        width, height = probe_size(encoded, LIMITS, "image 0")
+        width, height = pictures.probe_size(encoded, LIMITS, "image 0")
         pixels = decode(encoded, LIMITS, "image 0", enough)
     except InvalidRequest as error:
         assert str(error).startswith("image 0 ")

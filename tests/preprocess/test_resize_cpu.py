@@ -13,7 +13,7 @@ from PIL import Image
 
 import scene
 from tessera.preprocess.decode import decode
-from tessera.preprocess.resize_cpu import resize_fast, resize_mode, resize_reference
+from tessera.preprocess.resize_cpu import RESIZE_MODES, resize_fast, resize_reference
 
 SIZES = [
     ((640, 480), (448, 448)),
@@ -68,7 +68,7 @@ def test_rendered_rooms_as_pillow(mode: str, most_mean: float, most: int) -> Non
         whole = Image.open(io.BytesIO(data)).convert("RGB")
         for target in ((448, 448), (896, 448), (1344, 1792)):
             expected = np.asarray(whole.resize(target, Image.Resampling.BICUBIC)).astype(int)
-            chosen = resize_mode(mode)
+            chosen = RESIZE_MODES[mode]
             found = chosen.resize(decode(data, enough=target if chosen.reduced else None), *target)
             difference = np.abs(found - expected)
             assert found.shape == expected.shape and found.dtype == np.uint8
@@ -95,9 +95,9 @@ PROGRAM = """
 import sys
 import cv2, numpy
 from tessera.preprocess.preprocessor import Preprocessor
-from tessera.preprocess.resize_cpu import resize_mode, use_one_thread
+from tessera.preprocess.resize_cpu import RESIZE_MODES, use_one_thread
 use_one_thread(sys.argv[1])
-resize_mode(sys.argv[1]).resize(numpy.zeros((900, 900, 3), numpy.uint8), 448, 448)
+RESIZE_MODES[sys.argv[1]].resize(numpy.zeros((900, 900, 3), numpy.uint8), 448, 448)
 torch = sys.modules.get("torch")
 print(cv2.getNumThreads(), torch and torch.get_num_threads())
 """

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from tessera.checkpoint.files import one_of, read_json
@@ -93,5 +93,4 @@ def read_config(folder: Path | str) -> CheckpointConfig:
         raise CheckpointError(f"{folder} has no config.json; name a folder that holds a complete checkpoint")
     architecture = (raw.get("architectures") or [raw.get("model_type")])[0]
     one_of(architecture, LAYOUTS, f"{folder}/config.json: architecture")
-    module, function = LAYOUTS[architecture].split(":")
-    return getattr(import_module(module), function)(folder, raw)
+    return resolve_name(LAYOUTS[architecture])(folder, raw)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from tessera.checkpoint.names import listed, split_names
 from tessera.errors import CheckpointError
@@ -16,15 +16,9 @@ from tessera.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Placement", "SafetensorsFolder", "TensorSource", "load_strict", "split_names"]
+__all__ = ["Placement", "SafetensorsFolder", "load_strict", "split_names"]
 
 _PICKLES = ("*.bin", "*.pt", "*.pth")
-
-
-class TensorSource(Protocol):
-    """Anything that gives tensors by name."""
-
-    def get(self, name: str) -> torch.Tensor: ...
 
 
 class Placement(NamedTuple):
@@ -85,18 +79,17 @@ class SafetensorsFolder:
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
-        shards: dict[str, set[str]] = {}
+        stored: dict[str, str] = {}
         for file_name in sorted(set(weight_map.values())):
             path = self.folder / file_name
             if path.parent != self.folder or path.suffix != ".safetensors":
                 raise CheckpointError(f"{index}: {file_name!r} is not a safetensors file in this folder")
             if not path.is_file():
                 raise CheckpointError(f"{index} names {file_name}, which is missing")
-            shards[file_name] = set(_stored_names(path))
-        absent = [name for name, file_name in weight_map.items() if name not in shards[file_name]]
-        unlisted = [name for names in shards.values() for name in names if name not in weight_map]
-        if absent or unlisted:
-            raise CheckpointError(f"{index} does not agree with its shards about {listed([*absent, *unlisted])}")
+            stored |= dict.fromkeys(_stored_names(path), file_name)
+        differing = {name for name, _ in stored.items() ^ weight_map.items()}
+        if differing:
+            raise CheckpointError(f"{index} does not agree with its shards about {listed(differing)}")
         return {name: self.folder / file_name for name, file_name in weight_map.items()}
 
 
@@ -106,7 +99,7 @@ Transform = Callable[[str, "torch.Tensor"], "torch.Tensor | Iterable[Placement]"
 def load_strict(
     module: torch.nn.Module,
     mapping: Mapping[str, str],
-    source: TensorSource,
+    source: SafetensorsFolder,
     transform: Transform | None = None,
 ) -> None:
     """Copy the tensors named by ``mapping`` (stored name -> our name) into ``module``, leaving nothing out.
@@ -117,7 +110,7 @@ def load_strict(
     """
     import torch
 
-    state = {name: value for name, value in module.state_dict(keep_vars=True).items()}
+    state = module.state_dict(keep_vars=True)
     missing_rows = {name: (value.shape[0] if value.dim() else 1) for name, value in state.items()}
     left_over: list[str] = []
     misfits: list[str] = []
@@ -131,7 +124,7 @@ def load_strict(
             target = state[place.parameter].data
             target = target[place.rows] if target.dim() else target
             if target.shape != place.tensor.shape:
-                misfits.append(f"{stored} {_shape(place.tensor)}, expected {_shape(target)}")
+                misfits.append(f"{stored} {list(place.tensor.shape)}, expected {list(target.shape)}")
                 continue
             target.copy_(place.tensor)
             missing_rows[place.parameter] -= target.shape[0] if target.dim() else 1
@@ -150,17 +143,11 @@ def load_strict(
 
 
 def _stored_names(path: Path) -> list[str]:
-    """Tensor names from a safetensors header (8 bytes of length, then JSON), without reading tensors."""
+    """Tensor names of a safetensors file, without reading tensors."""
+    from safetensors import SafetensorError, safe_open
+
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size - 8:
-                raise ValueError("the header is longer than the file")
-            header = json.loads(file.read(length))
-    except ValueError as error:
+        with safe_open(path, framework="np") as file:
+            return list(file.keys())
+    except SafetensorError as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
-    return [name for name in header if name != "__metadata__"]
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return "x".join(str(side) for side in tensor.shape) or "scalar"

@@ -31,9 +31,12 @@ class Message:
     markers: bool = False
 
     @property
+    def parts(self) -> tuple[str | ImagePlace, ...]:
+        return (self.content,) if isinstance(self.content, str) else self.content
+
+    @property
     def texts(self) -> list[str]:
-        parts = (self.content,) if isinstance(self.content, str) else self.content
-        return [part for part in parts if isinstance(part, str)]
+        return [part for part in self.parts if isinstance(part, str)]
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,5 @@ def _in_front(turns: Sequence[Message], images: int) -> tuple[Message, ...]:
             f"mark each image's place with {MARKER}"
         )
     turn = turns[users[0]]
-    rest = (turn.content,) if isinstance(turn.content, str) else turn.content
-    marked = Message(turn.role, (IMAGE,) * images + rest)
+    marked = Message(turn.role, (IMAGE,) * images + turn.parts)
     return tuple(marked if index == users[0] else other for index, other in enumerate(turns))

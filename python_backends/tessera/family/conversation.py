@@ -7,10 +7,10 @@ belongs to the files, not to the template's name: the same name has had other se
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from tessera.checkpoint.files import one_of
 from tessera.errors import CheckpointError
 from tessera.family.chat import ImagePlace, Message
 
@@ -18,48 +18,25 @@ if TYPE_CHECKING:
     from tessera.checkpoint.config import CheckpointConfig
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Separators of one template; ``{role}`` in ``opening``."""
-
-    opening: str
-    separator: str
-
-    @property
-    def stop_token(self) -> str:
-        """The token that ends an answer."""
-        return self.separator.strip()
-
-    def render(self, turns: Iterable[tuple[str, str]]) -> str:
-        """(role, text) turns as one prompt that ends where the assistant begins to speak."""
-        text = "".join(self.opening.format(role=role) + content + self.separator for role, content in turns)
-        return text + self.opening.format(role="assistant")
+OPENING = "<|im_start|>{role}\n"
+#: what closes a turn, by the template's name; without its newline the token that ends an answer
+CLOSINGS = {"internlm2-chat": "<|im_end|>", "Hermes-2": "<|im_end|>", "internvl2_5": "<|im_end|>\n"}
 
 
-CHATML = "<|im_start|>{role}\n"
-CONVERSATIONS = {
-    "internlm2-chat": Conversation(CHATML, "<|im_end|>"),
-    "Hermes-2": Conversation(CHATML, "<|im_end|>"),
-    "internvl2_5": Conversation(CHATML, "<|im_end|>\n"),
-}
+def closing_of(name: str) -> str:
+    """What closes a turn of this template. Raises CheckpointError for an unknown one: a near guess costs accuracy."""
+    one_of(name, CLOSINGS, "config.json: template")
+    return CLOSINGS[name]
 
 
-def conversation_for(name: str) -> Conversation:
-    """The template of that name. Raises CheckpointError for one that is not known: a near guess costs accuracy."""
-    if name not in CONVERSATIONS:
-        raise CheckpointError(f"config.json names the template {name!r}; supported are {sorted(CONVERSATIONS)}")
-    return CONVERSATIONS[name]
-
-
-def conversation_renderer(conversation: Conversation, image_token: str) -> Callable[[Sequence[Message]], str]:
+def conversation_renderer(closing: str, image_token: str) -> Callable[[Sequence[Message]], str]:
     """Chat -> prompt; an image part becomes the image token and a newline, as the reference's ``<image>\\n``."""
 
-    def text(message: Message) -> str:
-        if isinstance(message.content, str):
-            return message.content
-        return "".join(f"{image_token}\n" if isinstance(part, ImagePlace) else part for part in message.content)
+    def turn(message: Message) -> str:
+        parts = [f"{image_token}\n" if isinstance(part, ImagePlace) else part for part in message.parts]
+        return OPENING.format(role=message.role) + "".join(parts) + closing
 
-    return lambda messages: conversation.render((message.role, text(message)) for message in messages)
+    return lambda messages: "".join(map(turn, messages)) + OPENING.format(role="assistant")
 
 
 def system_message(config: CheckpointConfig) -> str:
@@ -83,7 +60,7 @@ def system_message(config: CheckpointConfig) -> str:
     except (SyntaxError, ValueError) as error:
         raise CheckpointError(f"conversation.py of the checkpoint cannot be parsed: {error}") from None
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "Conversation" in ast.dump(node.func)]
-    settings = [{keyword.arg: _constant(keyword.value) for keyword in call.keywords} for call in calls]
+    settings = [{keyword.arg: getattr(keyword.value, "value", None) for keyword in call.keywords} for call in calls]
     found = [of_call for of_call in settings if of_call.get("name") == config.conversation]
     if len(found) != 1 or not isinstance(message := found[0].get("system_message"), str):
         raise CheckpointError(
@@ -91,7 +68,3 @@ def system_message(config: CheckpointConfig) -> str:
             f"system_message as one plain string: fetch the file again from where the checkpoint is from, {advice}"
         )
     return message
-
-
-def _constant(node: ast.expr) -> object:
-    return node.value if isinstance(node, ast.Constant) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from hashlib import blake2b
 from pathlib import Path
 
@@ -21,8 +22,8 @@ def digest(encoded: bytes, kind: int, plan: ImagePlan, settings: str, checkpoint
     Known before anything is decoded. Every part goes in with its length, so that none can imitate another.
     """
     hasher = blake2b(digest_size=16)
-    views = [(view.width, view.height, view.split, view.order) for view in plan.views]
-    for part in (encoded, json.dumps([kind, plan.wire, views]).encode(), settings.encode(), checkpoint):
+    cut = json.dumps([kind, plan.wire, [astuple(view) for view in plan.views]])
+    for part in (encoded, cut.encode(), settings.encode(), checkpoint):
         hasher.update(len(part).to_bytes(8, "little"))
         hasher.update(part)
     return np.frombuffer(hasher.digest(), dtype="<i8").astype(np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from tessera.checkpoint.files import one_of
@@ -20,5 +20,4 @@ FAMILIES = {
 def family_for(config: CheckpointConfig) -> ModelFamily:
     """The family of a checkpoint. Raises CheckpointError for a model type that none is registered for."""
     one_of(config.model_type, FAMILIES, "model_type")
-    module, name = FAMILIES[config.model_type].split(":")
-    return getattr(import_module(module), name)(config)
+    return resolve_name(FAMILIES[config.model_type])(config)

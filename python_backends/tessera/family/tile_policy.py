@@ -96,11 +96,9 @@ class TilePolicy:
             raise InvalidRequest(f"tile policy must be a name or an object, not {type(value).__name__}")
         keys = dict(value)
         name = keys.pop("name", None)
-        if name is None or name == default.name:
-            base = default
-        elif isinstance(name, str) and name in TILE_POLICIES:
-            base = TILE_POLICIES[name]
-        else:
+        known = [default, *TILE_POLICIES.values()]
+        base = default if name is None else next((policy for policy in known if policy.name == name), None)
+        if base is None:
             raise InvalidRequest(f"tile policy name {name!r:.50} is unknown; known are {sorted(TILE_POLICIES)}")
         unknown = sorted(str(key) for key in keys if key not in KEYS)
         if unknown:
@@ -113,9 +111,7 @@ def _policy_mapping(text: str) -> Any:
         return {"name": text.strip()}
     try:
         return json.loads(text)
-    except RecursionError:
-        raise InvalidRequest("tile policy is JSON nested too deep") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"tile policy is not valid JSON: {error}") from None
 
 

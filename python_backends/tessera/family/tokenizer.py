@@ -83,14 +83,11 @@ class Tokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        return self._named_id("bos_token")
+        return self.token_id(self.named.get("bos_token", ""))
 
     @property
     def eos_id(self) -> int | None:
-        return self._named_id("eos_token")
-
-    def _named_id(self, name: str) -> int | None:
-        return self.token_id(self.named[name]) if name in self.named else None
+        return self.token_id(self.named.get("eos_token", ""))
 
     @cached_property
     def added_tokens(self) -> dict[str, AddedToken]:
@@ -130,19 +127,14 @@ class Tokenizer:
             content = json.loads(self.backend.to_str())
             for token in content["added_tokens"]:
                 token["special"] = token["content"] in controls
-            for step in _pre_tokenizer_steps(content["pre_tokenizer"]):
-                if step["type"] == "Metaspace" and step.get("prepend_scheme") == "first":
+            outer = content["pre_tokenizer"] or {}
+            for step in outer.get("pretokenizers", [outer]):
+                if step.get("type") == "Metaspace" and step.get("prepend_scheme") == "first":
                     step["prepend_scheme"] = "always" if first else "never"
             backend = Backend.from_str(json.dumps(content))
             backend.encode_special_tokens = True
             self._plain[key] = backend
         return self._plain[key]
-
-
-def _pre_tokenizer_steps(content: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if content is None:
-        return []
-    return content["pretokenizers"] if content["type"] == "Sequence" else [content]
 
 
 def _load_backend(folder: Path, settings: dict[str, Any]) -> Backend:
@@ -166,18 +158,16 @@ def _load_backend(folder: Path, settings: dict[str, Any]) -> Backend:
 
 def _from_vocab_and_merges(folder: Path, settings: dict[str, Any]) -> Backend:
     """Byte-level BPE (GPT-2's words, or Qwen2's by class name), or llama-style if the vocabulary has byte pieces."""
-    vocabulary = read_json(folder, "vocab.json")
-    lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
-    pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-    broken = next((pair for pair in pairs if len(pair) != 2 or not all(part in vocabulary for part in pair)), None)
-    if broken is not None:
-        raise CheckpointError(f"merges.txt of the checkpoint: {' '.join(broken)!r} is not two pieces of vocab.json")
-    merges = [(pair[0], pair[1]) for pair in pairs]
+    try:
+        vocabulary, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        byte_level = models.BPE(vocab=vocabulary, merges=merges)
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"vocab.json and merges.txt of the checkpoint cannot be read: {error}") from None
     if "<0x0A>" in vocabulary:
         unknown = _content(settings.get("unk_token")) or "<unk>"
         prefix = settings.get("add_prefix_space", True) is not False
         return spm_backend(vocabulary, merges, unknown if unknown in vocabulary else None, True, [], prefix)
-    backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
+    backend = Backend(byte_level)
     if settings.get("tokenizer_class", "").startswith("Qwen2"):
         backend.normalizer = normalizers.NFC()
         backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -210,16 +200,10 @@ def _stated_tokens(folder: Path, settings: dict[str, Any]) -> dict[int | str, Ad
 
 
 def _added(token: str | dict[str, Any], special: set[str]) -> AddedToken:
-    flags = token if isinstance(token, dict) else {}
-    content = str(flags["content"] if flags else token)
-    return AddedToken(
-        content,
-        single_word=flags.get("single_word", False),
-        lstrip=flags.get("lstrip", False),
-        rstrip=flags.get("rstrip", False),
-        normalized=flags.get("normalized", False),
-        special=flags.get("special", False) or content in special,
-    )
+    stated = token if isinstance(token, dict) else {"content": token}
+    content = str(stated["content"])
+    flags = {name: stated.get(name, False) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+    return AddedToken(content, **flags | {"special": flags["special"] or content in special})
 
 
 def _add_tokens(backend: Backend, stated: dict[int | str, AddedToken]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
+import struct
 
 import cv2
 import numpy as np
@@ -71,11 +72,6 @@ def read_checked_header(data: bytes, limits: Limits, name: str = "image") -> Hea
     return header
 
 
-def probe_size(data: bytes, limits: Limits = Limits(), name: str = "image") -> tuple[int, int]:
-    """(width, height) in pixels after EXIF rotation, from the header alone. Raises InvalidRequest."""
-    return read_checked_header(data, limits, name).upright_size
-
-
 def decode(
     data: bytes, limits: Limits = Limits(), name: str = "image", enough: tuple[int, int] | None = None
 ) -> np.ndarray:
@@ -96,10 +92,10 @@ def decode(
 
 def _decode_other(data: bytes, header: Header, name: str) -> np.ndarray | None:
     grey_16 = header.format == "PNG" and data[24:26] == GREY_16
-    plain = np.frombuffer(plain_png(data) if header.format == "PNG" else plain_webp(data), dtype=np.uint8)
     try:
+        plain = np.frombuffer(plain_png(data) if header.format == "PNG" else plain_webp(data), dtype=np.uint8)
         pixels = cv2.imdecode(plain, GREY_16_FLAGS if grey_16 else FLAGS)
-    except cv2.error:
+    except (cv2.error, struct.error):
         return None
     if pixels is None or pixels.shape[:2] != (header.height, header.width):
         return None

@@ -1,30 +1,38 @@
-"""Sizes and orientation of JPEG, PNG and WebP from their headers: nothing is decoded, nothing is allocated.
+"""Sizes and orientation of JPEG, PNG and WebP from their headers, as Pillow reads them: no pixel is decoded.
 
 Every function raises ValueError with a short reason when the bytes are not what they claim.
 """
 
 from __future__ import annotations
 
+import io
 import re
 import struct
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from PIL.ExifTags import Base
+from PIL.Image import Image
+from PIL.JpegImagePlugin import JpegImageFile, get_sampling
+from PIL.PngImagePlugin import PngImageFile
+from PIL.WebPImagePlugin import WebPImageFile
 
 MAGIC = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG\r\n\x1a\n"}
-OTHERS = {b"GIF8": "GIF", b"BM": "BMP", b"II*\0": "TIFF", b"MM\0*": "TIFF", b"%PDF": "PDF"}
-# Chunks and header segments are walked one by one, and a hostile file has millions.
-MOST_PARTS = 50_000
-UNKNOWN = "is not a JPEG, PNG or WebP picture"
+# Formats that are recognised but not supported, by the pattern that their files begin with.
+OTHERS = {b"GIF8": "GIF", b"BM": "BMP", rb"II\*\0|MM\0\*": "TIFF", b"%PDF": "PDF", b"....ftyp": "HEIC, AVIF or video"}
+READERS: dict[str, Callable[[io.BytesIO], Image]] = {"JPEG": JpegImageFile, "PNG": PngImageFile, "WebP": WebPImageFile}
+# Chunks and header segments are read one by one, and a hostile file has millions.
+MOST_CHUNKS = 50_000
+# Of a header; each read counts as READ_COST bytes. Pillow joins EXIF segments in a time that grows with their square.
+MOST_BYTES = 16 << 20
+READ_COST = 64
 PNG_KEPT = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
-WEBP_KEPT = (b"VP8X", b"ALPH", b"VP8 ", b"VP8L")
-JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0"
-XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
-# How a TIFF block writes whole numbers, by their type.
-TIFF_INTEGERS = {3: "H", 4: "I", 8: "h", 9: "i"}
-LONGEST_TEXT = 1 << 20  # of a PNG's text chunk, decompressed
+PNG_FRAMES = (b"IDAT", b"acTL", b"fcTL", b"fdAT")
+WEBP_PIXELS = (b"VP8 ", b"VP8L")
+WEBP_KEPT = (b"VP8X", b"ALPH", *WEBP_PIXELS)
+# Pixels (across, down) that share a chroma sample, by Pillow's number for it.
+CHROMA_STEPS = {0: (1, 1), 1: (2, 1), 2: (2, 2)}
 
 
 @dataclass(frozen=True)
@@ -56,242 +64,97 @@ def image_format(data: bytes) -> str | None:
     return "WebP" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
 
 
-def other_format(data: bytes) -> str | None:
-    """The name of a format that is recognised but not supported."""
-    if data[4:8] == b"ftyp":
-        return "HEIC, AVIF or video"
-    return next((name for magic, name in OTHERS.items() if data.startswith(magic)), None)
+class _BoundedFile(io.BytesIO):
+    """Raises ValueError where a header goes on and on. What is read as a whole at once is not counted."""
+
+    left = MOST_BYTES
+
+    def read(self, size: int | None = -1) -> bytes:
+        self.left -= max(size or 0, 0) + READ_COST
+        if self.left < 0:
+            raise ValueError("it has too many segments, or too much metadata; save it anew")
+        return super().read(size)
 
 
 def read_header(data: bytes) -> Header:
     """The header of encoded bytes. Raises ValueError also for a file that ends before its picture does."""
-    reader = {"JPEG": _jpeg, "PNG": _png, "WebP": _webp}.get(image_format(data) or "")
-    if reader is None:
-        found = other_format(data)
-        raise ValueError(f"has the format {found}; send JPEG, PNG or WebP" if found else UNKNOWN)
+    name = image_format(data)
+    if name is None:
+        found = next((other for magic, other in OTHERS.items() if re.match(magic, data, re.DOTALL)), None)
+        raise ValueError(
+            f"has the format {found}; send JPEG, PNG or WebP" if found else "is not a JPEG, PNG or WebP picture"
+        )
+    if name == "WebP" and len(data) < 8 + int.from_bytes(data[4:8], "little"):
+        raise ValueError("is a truncated WebP; send the whole file")
+    # A PNG without its frames: Pillow would decode them on its way to the metadata behind them.
+    file = _BoundedFile(_png_of(data, lambda kind: kind not in PNG_FRAMES) if name == "PNG" else data)
     try:
-        header = reader(data)
-    except (struct.error, IndexError):
-        raise ValueError("ends inside its header") from None
-    if header.width < 1 or header.height < 1:
-        raise ValueError(f"states a size of {header.width}x{header.height}; both must be at least 1")
-    return header
+        image = READERS[name](file)
+    except Exception as error:  # damaged files make it raise all sorts
+        raise ValueError(f"is a {name} whose header cannot be read: {error}") from None
+    if name == "WebP" and data[12:16] == b"VP8X" and data[20] & 0x02:
+        raise ValueError("is an animated WebP; send a still picture")
+    passes, step = _scans(image, data, file.tell()) if isinstance(image, JpegImageFile) else (1, None)
+    return Header(name, image.width, image.height, _orientation(image), passes, step)
 
 
-def _parts() -> Iterator[int]:
-    """Counts a file's parts; raises ValueError at too many."""
-    yield from range(MOST_PARTS)
-    raise ValueError(f"has more than {MOST_PARTS} segments or chunks; save it anew")
+def _orientation(image: Image) -> int:
+    """1..8 as Pillow's exif_transpose has it: EXIF's, else the one in the XMP packet, else 1."""
+    try:
+        stated = Image.getexif(image).get(Base.Orientation, 1)  # a PNG's own getexif decodes it
+    except Exception:  # damaged metadata turns nothing
+        return 1
+    return int(stated) if stated in range(1, 9) else 1
 
 
-def _jpeg(data: bytes) -> Header:
-    at, exif, xmp, jfif = 2, bytearray(), b"", False
-    adobe: int | None = None  # the colour transform that Adobe's marker states
-    frame: tuple[int, int, int, int] | None = None
-    frame_at = 0
-    for _ in _parts():
-        # As libjpeg, which passes over what is no marker: a segment whose length is wrong hides no picture.
-        at = data.find(b"\xff", at)
-        if at < 0:
-            raise IndexError
-        marker = data[at + 1]
-        if marker == 0xD9:
-            raise ValueError("is a JPEG with a damaged header")
-        if marker in (0x00, 0x01, 0xFF) or 0xD0 <= marker <= 0xD8:  # no marker, a fill byte, or without a length
-            at += 1 if marker == 0xFF else 2
-            continue
-        body = at + 4
-        length = max(2, *struct.unpack_from(">H", data, at + 2))
-        segment = data[body : at + 2 + length] if marker == 0xE1 else b""
-        if segment.startswith(b"Exif\0\0"):
-            exif += segment[6:]
-        elif segment.startswith(JPEG_XMP):
-            xmp = segment
-        elif marker == 0xE0 and data[body : body + 5] == b"JFIF\0":
-            jfif = True
-        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            frame, frame_at = struct.unpack_from(">BHHB", data, body), at
-            if frame[0] != 8:
-                raise ValueError(f"is a JPEG of {frame[0]} bits a sample; 8 are supported")
-        elif marker == 0xEE and data[body : body + 5] == b"Adobe":
-            adobe = data[body + 11]
-        elif marker == 0xDA:
-            break
-        at += 2 + length
-    if frame is None:
-        raise ValueError("is a JPEG without a frame header")
+def _scans(image: JpegImageFile, data: bytes, start: int) -> tuple[int, tuple[int, int] | None]:
+    """See Header: ``passes`` and ``chroma_step`` of a JPEG whose first scan begins at ``start``."""
     # In scan data a 0xFF is always followed by a zero or a marker, so both searches find markers only. The first goes
     # from the end, where a whole file has it; numpy, since bytes.count stops at every 0xFF and takes four times longer.
-    if data.rfind(b"\xff\xd9", at) < 0:
+    if data.rfind(b"\xff\xd9", start) < 0:
         raise ValueError("is a truncated JPEG (no end-of-image marker); send the whole file")
-    _, height, width, components = frame
-    if components == 4 and adobe is None:
+    adobe = image.info.get("adobe_transform")  # its colour transform
+    if image.mode == "CMYK" and adobe is None:
         raise ValueError("is a CMYK JPEG without an Adobe marker, whose polarity is unknown; send RGB")
-    scan = np.frombuffer(data, dtype=np.uint8, offset=at)
-    passes = np.count_nonzero((scan[:-1] == 0xFF) & (scan[1:] == 0xDA))
-    step = _chroma_step(data[frame_at : frame_at + 19], jfif, adobe) if passes == 1 else None
-    return Header("JPEG", width, height, _orientation(bytes(exif), xmp), int(passes), step)
-
-
-def _chroma_step(frame: bytes, jfif: bool, adobe: int | None) -> tuple[int, int] | None:
-    """See Header; ``frame`` is the frame segment with its marker, of which only baseline (0xC0) counts.
-
-    Which three components are YCbCr: as libjpeg decides, but for a file whose markers contradict each other.
-    """
-    if len(frame) < 19 or frame[1] != 0xC0 or frame[9] != 3:
-        return None
-    ids, (luma, *chroma) = frame[10:19:3], frame[11:19:3]
-    ycbcr = adobe == 1 or (adobe is None and (jfif or ids == b"\1\2\3"))
-    step = luma >> 4, luma & 15
-    return step if ycbcr and chroma == [0x11, 0x11] and step in ((1, 1), (2, 1), (2, 2)) else None
-
-
-def _orientation(exif: bytes, xmp: bytes) -> int:
-    """1..8 as Pillow's exif_transpose has it: EXIF's, else the one in the XMP packet, else 1."""
-    stated = _exif_orientation(exif)
-    if stated is None and (found := XMP_ORIENTATION.search(xmp)):
-        stated = int(found[1])
-    return stated if stated and 1 <= stated <= 8 else 1
-
-
-def _exif_orientation(exif: bytes) -> int | None:
-    """Tag 0x0112 of the first directory of a TIFF block, 0 if it is no whole number; None if it is absent."""
-    exif = exif.removeprefix(b"Exif\0\0")
-    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
-    stated = None
-    if order is None:
-        return stated
-    try:
-        (start,) = struct.unpack_from(order + "I", exif, 4)
-        (entries,) = struct.unpack_from(order + "H", exif, start)
-        for at in range(start + 2, start + 2 + 12 * entries, 12):
-            tag, kind, count, value = struct.unpack_from(order + "HHI4s", exif, at)
-            if tag == 0x0112:
-                form = TIFF_INTEGERS.get(kind) if count == 1 else None
-                stated = struct.unpack_from(order + form, value)[0] if form else 0
-    except struct.error:
-        pass
-    return stated
-
-
-def png_chunks(data: bytes) -> list[tuple[bytes, int, int]]:
-    """(type, start, end) of each chunk, up to and including IEND."""
-    chunks, at = [], 8
-    for _ in _parts():
-        length, kind = struct.unpack_from(">I4s", data, at)
-        end = at + 12 + length
-        if end > len(data):
-            raise ValueError("is a truncated PNG; send the whole file")
-        chunks.append((kind, at, end))
-        if kind == b"IEND":
-            return chunks
-        at = end
-    raise AssertionError("unreachable")
+    scan = np.frombuffer(data, dtype=np.uint8, offset=start)
+    passes = 1 + int(np.count_nonzero((scan[:-1] == 0xFF) & (scan[1:] == 0xDA)))
+    # As libjpeg decides, but for a file whose markers contradict each other.
+    is_ycbcr = adobe == 1 or (
+        adobe is None and ("jfif" in image.info or [part[0] for part in image.layer] == [1, 2, 3])
+    )
+    is_baseline = struct.pack(">HHBHHB", 0xFFC0, 17, 8, image.height, image.width, 3) in data[:start]
+    return passes, CHROMA_STEPS.get(get_sampling(image)) if passes == 1 and is_ycbcr and is_baseline else None
 
 
 def plain_png(data: bytes) -> bytes:
     """The same picture without metadata, colour profiles and animation: only what decoding its first frame needs."""
-    return data[:8] + b"".join(data[start:end] for kind, start, end in png_chunks(data) if kind in PNG_KEPT)
+    return _png_of(data, PNG_KEPT.__contains__)
 
 
-def _png(data: bytes) -> Header:
-    try:
-        chunks = png_chunks(data)
-    except struct.error:
-        raise ValueError("is a truncated PNG; send the whole file") from None
-    if chunks[0][0] != b"IHDR":
-        raise ValueError("is a PNG whose first chunk is not IHDR")
-    width, height = struct.unpack_from(">II", data, 16)
-    exif, texts, before_pixels = b"", dict[bytes, tuple[bytes, bytes]](), True
-    for kind, start, end in chunks:
-        before_pixels = before_pixels and kind != b"IDAT"
-        # As Pillow; the decoder checks what the pixels are made of.
-        if before_pixels and zlib.crc32(data[start + 4 : end - 4]) != int.from_bytes(data[end - 4 : end], "big"):
-            raise ValueError(f"is a damaged PNG (wrong checksum of chunk {kind.decode('latin-1')!r})")
-        if kind == b"eXIf":
-            exif = data[start + 8 : end - 4]
-        elif kind in (b"tEXt", b"zTXt", b"iTXt"):
-            keyword, _, value = data[start + 8 : end - 4].partition(b"\0")
-            texts[keyword] = kind, value
-    xmp = _png_text(*texts.get(b"XML:com.adobe.xmp", (b"tEXt", b"")))
-    # ImageMagick's older way: a line of its name, one of the length, then hexadecimal digits.
-    profile = _png_text(*texts.get(b"Raw profile type exif", (b"tEXt", b""))).split(b"\n")[3:]
-    return Header("PNG", width, height, _orientation(exif or _from_hexadecimal(b"".join(profile)), xmp))
-
-
-def _png_text(kind: bytes, value: bytes) -> bytes:
-    """The text of a tEXt, zTXt or iTXt chunk from what follows its keyword; empty if it is damaged."""
-    if kind == b"tEXt":
-        return value
-    try:
-        packed, value = (1, value[1:]) if kind == b"zTXt" else (value[0], value[2:].split(b"\0", 2)[2])
-        return zlib.decompressobj().decompress(value, LONGEST_TEXT) if packed else value
-    except (zlib.error, IndexError):
-        return b""
-
-
-def _from_hexadecimal(digits: bytes) -> bytes:
-    try:
-        return bytes.fromhex(digits.decode("ascii"))
-    except ValueError:
-        return b""
-
-
-def _webp_chunks(data: bytes) -> list[tuple[bytes, int, int]]:
-    """(type, start, end) of each chunk, its padding included. Without VP8X only the first counts."""
-    end = struct.unpack_from("<I", data, 4)[0] + 8
-    if end > len(data):
-        raise ValueError("is a truncated WebP; send the whole file")
-    chunks: list[tuple[bytes, int, int]] = []
-    at = 12
-    for _ in _parts():
-        if at == end or (chunks and chunks[0][0] != b"VP8X"):
-            return chunks
-        kind, length = struct.unpack_from("<4sI", data, at)
-        start, at = at, at + 8 + length + (length & 1)
-        if at > end:
-            raise ValueError("is a WebP with a damaged header")
-        chunks.append((kind, start, at))
-    raise AssertionError("unreachable")
+def _png_of(data: bytes, kept: Callable[[bytes], bool]) -> bytes:
+    """The chunks of a PNG whose type is ``kept``, up to IEND."""
+    parts, at = [data[:8]], 8
+    for _ in range(MOST_CHUNKS):
+        length, kind = struct.unpack(">I4s", data[at : at + 8].ljust(8, b"\xff"))
+        start, at = at, at + 12 + length
+        if at > len(data):
+            raise ValueError("is a truncated PNG; send the whole file")
+        if kept(kind):
+            parts.append(data[start:at])
+        if kind == b"IEND":
+            return b"".join(parts)
+    raise ValueError(f"has more than {MOST_CHUNKS} chunks; save it anew")
 
 
 def plain_webp(data: bytes) -> bytes:
     """The same picture without metadata, which a decoder of damaged pixels would read on into."""
-    kept = b"".join(data[start:end] for kind, start, end in _webp_chunks(data) if kind in WEBP_KEPT)
+    parts, at = [], 12
+    for _ in range(MOST_CHUNKS):
+        kind, length = struct.unpack_from("<4sI", data, at)
+        start, at = at, at + 8 + length + (length & 1)
+        if kind in WEBP_KEPT:
+            parts.append(data[start:at])
+        if kind in WEBP_PIXELS:  # the last that counts
+            break
+    kept = b"".join(parts)
     return b"RIFF" + struct.pack("<I", 4 + len(kept)) + b"WEBP" + kept
-
-
-def _webp(data: bytes) -> Header:
-    flags, canvas = 0, None
-    pictures: list[tuple[int, int]] = []
-    metadata: dict[bytes, bytes] = {}
-    for kind, start, end in _webp_chunks(data):
-        body = start + 8
-        if kind == b"VP8X":
-            flags = data[body]
-            if flags & 0x02:
-                raise ValueError("is an animated WebP; send a still picture")
-            canvas = (1 + _uint24(data, body + 4), 1 + _uint24(data, body + 7))
-        elif kind == b"VP8 ":
-            if data[body + 3 : body + 6] != b"\x9d\x01\x2a":
-                raise ValueError("is a WebP with a damaged header")
-            width, height = struct.unpack_from("<HH", data, body + 6)
-            pictures.append((width & 0x3FFF, height & 0x3FFF))
-        elif kind == b"VP8L":
-            signature, bits = struct.unpack_from("<BI", data, body)
-            if signature != 0x2F:
-                raise ValueError("is a WebP with a damaged header")
-            pictures.append((1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)))
-        elif kind == b"ALPH" and pictures:
-            raise ValueError("is a WebP with a damaged header")
-        elif kind in (b"EXIF", b"XMP "):
-            metadata.setdefault(kind, data[body:end])
-    if len(pictures) != 1 or canvas not in (None, pictures[0]):
-        raise ValueError("is a WebP with a damaged header")
-    # Metadata counts where VP8X announces it.
-    exif, xmp = (metadata.get(kind, b"") if flags & bit else b"" for kind, bit in ((b"EXIF", 0x08), (b"XMP ", 0x04)))
-    return Header("WebP", *pictures[0], _orientation(exif, xmp))
-
-
-def _uint24(data: bytes, at: int) -> int:
-    return int.from_bytes(data[at : at + 3], "little")

@@ -20,7 +20,7 @@ from tessera.family.registry import family_for
 from tessera.family.tokenizer import Tokenizer
 from tessera.preprocess.decode import decode, encoded_bytes, read_checked_header
 from tessera.preprocess.headers import Header
-from tessera.preprocess.resize_cpu import resize_mode
+from tessera.preprocess.resize_cpu import RESIZE_MODES
 from tessera.preprocess.settings import PreprocessSettings
 
 # Part of every digest: raise it when the same bytes and plan would give other pixels than before.
@@ -86,7 +86,7 @@ class Preprocessor:
             self.policy = family.policy(settings.tile_policy)
         except InvalidRequest as error:
             raise ConfigError(f"preprocess: {error}") from None
-        self._mode = resize_mode(settings.resize)
+        self._mode = RESIZE_MODES[settings.resize]
         self._checkpoint = checkpoint
         self._digest_settings = f"pixels {PIXELS_VERSION}, resize {settings.resize}"
 

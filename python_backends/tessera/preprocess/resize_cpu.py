@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 
-from tessera.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class ResizeMode:
@@ -20,13 +18,6 @@ class ResizeMode:
 
     resize: Callable[[np.ndarray, int, int], np.ndarray]
     reduced: bool
-
-
-def resize_mode(name: str) -> ResizeMode:
-    """A mode of RESIZE_MODES by its name; raises ConfigError."""
-    if name not in RESIZE_MODES:
-        raise ConfigError(f"resize mode {name!r} is unknown; known are {sorted(RESIZE_MODES)}")
-    return RESIZE_MODES[name]
 
 
 def use_one_thread(name: str) -> None:
