@@ -2,7 +2,7 @@
 
     python build/export_vision_onnx.py --checkpoint DIR --out FILE [--target onnxruntime|portable]
     python build/export_vision_onnx.py --checkpoint DIR --out FILE --target tensorrt \
-        [--precision float16|bfloat16|float32] [--quantize int8|fp8 [--pictures DIR] [--percentile P]]
+        [--precision float16|bfloat16|float32] [--quantize int8|fp8 [--pictures DIR]]
 
 ``onnxruntime`` (the default) is what the CPU vision stage runs, which also exports it by itself; ``portable`` has
 standard operators only; ``tensorrt`` is a strongly typed graph for build/build_vision_plan.py (docs/tensorrt.md).
@@ -60,9 +60,7 @@ def calibration_pictures(folder: Path | None, count: int) -> Iterator[bytes]:
         yield file.read_bytes()
 
 
-def measure(
-    config: CheckpointConfig, tower: InternViT, kind: str, pictures: Iterator[bytes], percentile: float
-) -> Quantization:
+def measure(config: CheckpointConfig, tower: InternViT, kind: str, pictures: Iterator[bytes]) -> Quantization:
     """The scales for ``kind``, from pictures cut into tiles as the service cuts them."""
     preprocessor = Preprocessor.from_checkpoint(config.folder)
     side = config.vision.image_size
@@ -70,7 +68,7 @@ def measure(
     for picture in pictures:
         prepared = preprocessor(PreprocessRequest(text="", images=[picture]))
         batches.append(torch.from_numpy(prepared.pixels.reshape(-1, side, side, 3)))
-    return calibrate(tower, batches, kind, percentile)
+    return calibrate(tower, batches, kind)
 
 
 def main() -> int:
@@ -86,12 +84,11 @@ def main() -> int:
     add("--quantize", choices=list(KINDS), help="Q/DQ nodes around the layers' linear maps")
     add("--pictures", type=Path, metavar="DIR", help="calibrate on these (default: training pictures of our data set)")
     add("--count", type=int, default=PICTURES, help="calibrate on so many pictures (%(default)s)")
-    add("--percentile", type=float, default=100.0, help="of the activations' magnitudes, the rest is clipped")
     args = parser.parse_args()
     if args.target != "tensorrt" and (args.precision or args.quantize):
         parser.error("--precision and --quantize are for --target tensorrt")
-    if not 0 < args.percentile <= 100 or args.count < 1:
-        parser.error("--percentile wants a number above 0 and up to 100, --count one of 1 or more")
+    if args.count < 1:
+        parser.error("--count wants a number of 1 or more")
     try:
         config = read_config(args.checkpoint)
         tower = load_tower(config, random_weights=args.random_weights)
@@ -99,7 +96,7 @@ def main() -> int:
         scales = None
         if args.quantize:
             pictures = calibration_pictures(args.pictures, args.count)
-            scales = measure(config, tower, args.quantize, pictures, args.percentile)
+            scales = measure(config, tower, args.quantize, pictures)
         model = vision_graph(tower, args.target, fingerprint, args.precision or "float16", scales)
         export(model, args.out, args.target)
     except TesseraError as error:

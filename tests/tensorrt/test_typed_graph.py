@@ -135,8 +135,6 @@ def test_calibration_sees_what_the_layers_get(tower):
     seen = torch.cat([each.flatten() for each in inputs])
     assert list(measured) == list(quantized_layers(tower))
     assert measured["layers.1.mlp.linear2"] == pytest.approx(float(seen.max()))
-    clipped = calibrate(tower, batches, "int8", percentile=99).amax["layers.1.mlp.linear2"]
-    assert clipped == pytest.approx(float(seen.quantile(0.99)), rel=0.01)
     with pytest.raises(ConfigError, match="at least one tile"):
         calibrate(tower, [], "int8")
     with pytest.raises(ConfigError, match="int4"):
