@@ -1,11 +1,11 @@
 """Export the vision tower of a checkpoint to one ONNX file.
 
-    python build/export_vision_onnx.py --checkpoint DIR --out FILE [--target onnxruntime|portable]
+    python build/export_vision_onnx.py --checkpoint DIR --out FILE [--target onnxruntime]
     python build/export_vision_onnx.py --checkpoint DIR --out FILE --target tensorrt \
         [--precision float16|bfloat16|float32] [--quantize int8|fp8 [--pictures DIR]]
 
-``onnxruntime`` (the default) is what the CPU vision stage runs, which also exports it by itself; ``portable`` has
-standard operators only; ``tensorrt`` is a strongly typed graph for build/build_vision_plan.py (docs/tensorrt.md).
+``onnxruntime`` (the default) is what the CPU vision stage runs, which also exports it by itself; ``tensorrt`` is a
+strongly typed graph of standard operators for build/build_vision_plan.py (docs/tensorrt.md).
 ``--quantize`` inserts Q/DQ nodes whose scales are measured first, on ``--pictures`` or else on training pictures of the
 default data set (never held-out ones).
 """
@@ -23,13 +23,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends"))
 
 from calibration import KINDS, Quantization, calibrate
-from vision_graphs import PRECISIONS, TARGETS, vision_graph
+from vision_graphs import PRECISIONS, tensorrt_graph
 
 from tessera.checkpoint.config import CheckpointConfig, read_config
 from tessera.errors import ConfigError, TesseraError
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
 from tessera.user_cache import write_whole
 from tessera.vision.towers.intern_vit import InternViT
+from tessera.vision.towers.intern_vit_graph import vision_graph
 from tessera.vision.towers.tower import load_tower, vision_fingerprint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,7 +77,7 @@ def main() -> int:
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, help="checkpoint folder")
     add("--out", type=Path, required=True, help="the file to write")
-    add("--target", choices=TARGETS, default="onnxruntime", help="what will read the file")
+    add("--target", choices=("onnxruntime", "tensorrt"), default="onnxruntime", help="what will read the file")
     add("--random-weights", action="store_true", help="for measuring a shape without weights")
     typed = parser.add_argument_group("with --target tensorrt")
     add = typed.add_argument
@@ -97,7 +98,10 @@ def main() -> int:
         if args.quantize:
             pictures = calibration_pictures(args.pictures, args.count)
             scales = measure(config, tower, args.quantize, pictures)
-        model = vision_graph(tower, args.target, fingerprint, args.precision or "float16", scales)
+        if args.target == "tensorrt":
+            model = tensorrt_graph(tower, fingerprint, args.precision or "float16", scales)
+        else:
+            model = vision_graph(tower, fingerprint)
         export(model, args.out, args.target)
     except TesseraError as error:
         print(f"export_vision_onnx: {error}", file=sys.stderr)

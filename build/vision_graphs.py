@@ -1,12 +1,9 @@
-"""InternViT as ONNX graphs for other readers than the CPU vision stage.
+"""InternViT as an ONNX graph for TensorRT: "TILES" -> bfloat16 "EMBEDDINGS", as the stages name them.
 
-- ``onnxruntime`` is that stage's own (tessera.vision.towers.intern_vit_graph): float32, "tiles" -> "embeddings".
-- ``portable`` has standard operators only (opset 17); float32 throughout, "tiles" -> "embeddings".
-- ``tensorrt`` is ``portable`` for a strongly typed network: the types stand in the graph. Matrix products take narrow
-  operands (float16, bfloat16, or quantised ones) and all between them is float32: residual stream, norms, softmax,
-  activations, biases. "TILES" -> bfloat16 "EMBEDDINGS", as the stages name them.
-
-The rows in float32 are a tensor named ``embeddings`` for every target, each layer's output is one named ``layers.N``.
+The graph of the CPU vision stage (tessera.vision.towers.intern_vit_graph) in standard operators (opset 17), for a
+strongly typed network: the types stand in the graph. Matrix products take narrow operands (float16, bfloat16, or
+quantised ones) and all between them is float32: residual stream, norms, softmax, activations, biases. The rows in
+float32 are a tensor named ``embeddings`` here too, each layer's output is one named ``layers.N``.
 """
 
 from __future__ import annotations
@@ -17,12 +14,9 @@ import torch
 from calibration import Quantization, quantized_layers
 from onnx import TensorProto, helper, numpy_helper
 
-from tessera.errors import ConfigError
-from tessera.vision.towers import intern_vit_graph
 from tessera.vision.towers.intern_vit import Attention, InternViT
 from tessera.vision.towers.intern_vit_graph import GraphWriter
 
-TARGETS = ("onnxruntime", "portable", "tensorrt")
 PRECISIONS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 _OPSET_FP8 = 19  # the first whose QuantizeLinear knows float8
 # Pixels are scaled into 0..1 by a power of two, which rounds nothing: the patch embedding's weights, which hold the
@@ -31,35 +25,35 @@ _PIXEL_SCALE = 256.0
 _LEAST = 1e-12  # the magnitude that a tensor of zeros counts as, so that no scale is 0
 
 
-def vision_graph(
-    tower: InternViT,
-    target: str = "onnxruntime",
-    fingerprint: str = "",
-    precision: str = "float16",
-    quantization: Quantization | None = None,
+def tensorrt_graph(
+    tower: InternViT, fingerprint: str = "", precision: str = "float16", quantization: Quantization | None = None
 ) -> onnx.ModelProto:
     """Write the graph of a float32 tower; see ``intern_vit_graph.vision_graph``.
 
-    For the target ``tensorrt``, ``precision`` is the type of the matrix products' operands, and ``quantization`` gives
-    the layers' linear maps explicit Q/DQ nodes instead (attention and projector keep ``precision``).
+    ``precision`` is the type of the matrix products' operands (of PRECISIONS), and ``quantization`` gives the layers'
+    linear maps explicit Q/DQ nodes instead (attention and projector keep ``precision``).
     """
-    if target not in TARGETS:
-        raise ConfigError(f"ONNX target {target!r} is not known; known are {', '.join(TARGETS)}")
-    if target == "onnxruntime":
-        return intern_vit_graph.vision_graph(tower, fingerprint)
-    if target == "portable":
-        return PortableWriter(tower).model(fingerprint)
-    if precision not in PRECISIONS:
-        raise ConfigError(f"precision {precision!r} is not known; known are {', '.join(PRECISIONS)}")
     writer = TypedWriter(tower, PRECISIONS[precision], quantization)
     return writer.model(fingerprint, f"{quantization.kind} and {precision}" if quantization else precision)
 
 
-class PortableWriter(GraphWriter):
-    """Standard operators only."""
+class TypedWriter(GraphWriter):
+    """Standard operators; narrow operands for matrix products, float32 for all else."""
 
+    tiles, rows, rows_type = "TILES", "EMBEDDINGS", TensorProto.BFLOAT16
     domains = ()
     fuses_bias = False
+
+    def __init__(self, tower: InternViT, narrow: int, quantization: Quantization | None) -> None:
+        super().__init__(tower)
+        self.narrow_type = narrow
+        self.quantization = quantization
+        self.quantized: dict[str, str] = {}  # a tensor -> itself after its Q and DQ, shared by q, k and v
+        self.amax: dict[torch.nn.Module, float] = {}
+        if quantization:
+            layers = quantized_layers(tower)
+            self.amax = {layer: quantization.amax[name] for name, layer in layers.items()}
+            self.opset = _OPSET_FP8 if quantization.kind == "fp8" else self.opset
 
     def attend(self, parts: list[str], attention: Attention) -> str:
         size = self.width // attention.heads
@@ -77,27 +71,6 @@ class PortableWriter(GraphWriter):
 
     def scaled(self, x: str, factor: float) -> str:
         return self.add("Mul", x, self.constant(np.float32(factor)))
-
-    def product(self, a: str, b: str) -> str:
-        """a times b, both computed: float32 in, float32 out."""
-        return self.add("MatMul", a, b)
-
-
-class TypedWriter(PortableWriter):
-    """The types of a strongly typed network: narrow operands for matrix products, float32 for all else."""
-
-    tiles, rows, rows_type = "TILES", "EMBEDDINGS", TensorProto.BFLOAT16
-
-    def __init__(self, tower: InternViT, narrow: int, quantization: Quantization | None) -> None:
-        super().__init__(tower)
-        self.narrow_type = narrow
-        self.quantization = quantization
-        self.quantized: dict[str, str] = {}  # a tensor -> itself after its Q and DQ, shared by q, k and v
-        self.amax: dict[torch.nn.Module, float] = {}
-        if quantization:
-            layers = quantized_layers(tower)
-            self.amax = {layer: quantization.amax[name] for name, layer in layers.items()}
-            self.opset = _OPSET_FP8 if quantization.kind == "fp8" else self.opset
 
     def finish(self, rows: str) -> None:
         self.add("Cast", rows, to=self.rows_type, out=self.rows)
@@ -118,6 +91,7 @@ class TypedWriter(PortableWriter):
         return self.wide(self.add("MatMul", self.narrow(x), self.narrow_constant(weight.t())))
 
     def product(self, a: str, b: str) -> str:
+        """a times b, both computed: float32 in, float32 out."""
         return self.wide(self.add("MatMul", self.narrow(a), self.narrow(b)))
 
     def quantized_input(self, x: str, amax: float) -> str:

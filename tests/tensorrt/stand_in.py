@@ -24,6 +24,7 @@ class TritonPythonModel:
     def execute(self, requests: list) -> list:
         tiles = [pb_utils.get_input_tensor_by_name(request, "TILES").as_numpy() for request in requests]
         rows = self._runner.run(np.concatenate(tiles)).to(torch.bfloat16)
+        rows = rows.view(sum(map(len, tiles)), -1, rows.shape[-1])
         return [
             pb_utils.InferenceResponse([pb_utils.Tensor.from_dlpack("EMBEDDINGS", part.contiguous())])
             for part in rows.split([len(part) for part in tiles])
