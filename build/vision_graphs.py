@@ -61,16 +61,12 @@ class TypedWriter(GraphWriter):
             self.add("Transpose", self.reshape(y, -1, self.tokens, attention.heads, size), perm=perm)
             for y, perm in zip(parts, ((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3)), strict=True)
         )
-        query = self.add("Mul", query, self.constant(np.float32(size**-0.5)))
+        query = self.times(query, size**-0.5)
         rows = self.product(self.add("Softmax", self.product(query, key), axis=-1), value)
         return self.reshape(self.add("Transpose", rows, perm=(0, 2, 1, 3)), -1, self.tokens, self.width)
 
     def gelu(self, x: str) -> str:
-        inner = self.add("Erf", self.scaled(x, 2**-0.5))
-        return self.add("Mul", self.scaled(x, 0.5), self.add("Add", inner, self.constant(np.float32(1))))
-
-    def scaled(self, x: str, factor: float) -> str:
-        return self.add("Mul", x, self.constant(np.float32(factor)))
+        return self.gelu_of(x, self.add("Erf", self.times(x, 2**-0.5)))
 
     def finish(self, rows: str) -> None:
         self.add("Cast", rows, to=self.rows_type, out=self.rows)
