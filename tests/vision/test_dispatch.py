@@ -13,6 +13,7 @@ from tessera.vision.dispatch import LocalDispatcher
 from tessera.vision.encoding.encoder import VisionEncoder, in_groups
 from tessera.vision.encoding.memory import RowBudget
 from tessera.vision.encoding.pictures import Picture
+from tessera.vision.settings import VisionSettings
 
 BYTES = TOKENS * 2 * 4  # of a tile's rows
 # Pictures' tiles a request: big ones to be split, small ones to be merged, one without pictures, two with several.
@@ -48,10 +49,10 @@ class FailingRunner(CountingRunner):
         return super().run(tiles)
 
 
-def dispatched(runner, infer, send, requests=REQUESTS, budget=None):
+def dispatched(runner, infer, send, requests=REQUESTS, **more):
     """All answers in their order, once the dispatcher is closed."""
     answers = []
-    encoder = VisionEncoder(runner, TileFamily(), infer, budget=budget)
+    encoder = VisionEncoder(runner, TileFamily(), infer, **more)
     dispatcher = LocalDispatcher(encoder, send)
     dispatcher.encode([Job(number, pictures, answers) for number, pictures in enumerate(requests)])
     dispatcher.close()
@@ -195,7 +196,7 @@ def test_a_request_that_can_never_fit_is_refused_with_numbers():
 
 def test_a_group_has_at_least_one_picture():
     with pytest.raises(ConfigError, match="visual_send_batch_size is 0"):
-        LocalDispatcher(VisionEncoder(CountingRunner(), TileFamily()), 0)
+        VisionSettings(send_batch_size=0)
 
 
 def test_rows_are_independent_of_the_pixels_memory():

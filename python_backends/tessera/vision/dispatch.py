@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 
-from tessera.errors import ConfigError
 from tessera.lost_device import end_process_if_lost
 from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.vision.encoding.encoder import PendingRows, VisionEncoder
@@ -37,24 +36,8 @@ class Job(Protocol):
         ...
 
 
-class Dispatcher(Protocol):
-    """Where the stage's jobs are done: here (:class:`LocalDispatcher`) or on another server (remote.py)."""
-
-    def check(self, item: VisionItem) -> None:
-        """Raises InvalidRequest for what can never be done."""
-        ...
-
-    def encode(self, jobs: Sequence[Job]) -> None:
-        """Sees to it that every job is answered, now or later. Their items are read before it returns."""
-        ...
-
-    def close(self) -> None:
-        """Returns when all jobs are answered."""
-        ...
-
-
 class LocalDispatcher:
-    """Jobs through an encoder of this process.
+    """Jobs through an encoder of this process; remote.py has those of another.
 
     Args:
         encoder: used by the thread that calls :meth:`encode` only.
@@ -65,8 +48,6 @@ class LocalDispatcher:
     def __init__(
         self, encoder: VisionEncoder, send_batch_size: int, show_bytes: Callable[[int], None] = lambda size: None
     ) -> None:
-        if send_batch_size < 1:
-            raise ConfigError(f"vision_encoder: visual_send_batch_size is {send_batch_size}; it must be at least 1")
         self._encoder = encoder
         self._send_batch_size = send_batch_size
         encoder.budget.show_bytes = show_bytes
@@ -74,9 +55,11 @@ class LocalDispatcher:
         self._channel: Channel[list[tuple[Job, PendingRows]]] = Channel(self._send)
 
     def check(self, item: VisionItem) -> None:
+        """Raises InvalidRequest for what can never be done."""
         self._encoder.checked(item)
 
     def encode(self, jobs: Sequence[Job]) -> None:
+        """Sees to it that every job is answered, now or later. Their items are read before it returns."""
         waiting = dict(enumerate(jobs))
         try:
             items = [job.item for job in jobs]
@@ -89,6 +72,7 @@ class LocalDispatcher:
                 job.fail(error)
 
     def close(self) -> None:
+        """Returns when all jobs are answered."""
         self._outbox.close()
 
     def _send(self, groups: list[list[tuple[Job, PendingRows]]]) -> None:

@@ -19,7 +19,7 @@ from tessera.tritonserver.metrics import Gauge
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.server_log import write_to_server_log
 from tessera.tritonserver.settings import StageSettings
-from tessera.vision.dispatch import Dispatcher, LocalDispatcher
+from tessera.vision.dispatch import LocalDispatcher
 from tessera.vision.encoding.encoder import VisionEncoder
 from tessera.vision.encoding.pictures import VisionItem
 from tessera.vision.remote import RemoteDispatcher
@@ -37,7 +37,7 @@ class TritonPythonModel:
         stage = StageSettings(args)
         settings = stage.read(VisionSettings)
         url = settings.vision_url
-        self._dispatcher: Dispatcher = RemoteDispatcher(url) if url else local_dispatcher(stage.checkpoint, settings)
+        self._dispatcher = RemoteDispatcher(url) if url else local_dispatcher(stage.checkpoint, settings)
 
     def execute(self, requests: list[Any]) -> None:
         jobs = []

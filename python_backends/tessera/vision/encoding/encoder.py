@@ -9,7 +9,7 @@ plan) is not computed again. Items go out in groups that are cut by pictures, wh
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from math import prod
@@ -21,7 +21,7 @@ from tessera.checkpoint.config import CheckpointConfig, read_config
 from tessera.errors import InvalidRequest
 from tessera.family.family import ModelFamily
 from tessera.family.registry import family_for
-from tessera.vision.decoding.decoder import GpuDecoder, PictureDecoder
+from tessera.vision.decoding.decoder import GpuDecoder
 from tessera.vision.encoding.embedding_cache import EmbeddingCache
 from tessera.vision.encoding.lane import AHEAD, Lane, LaunchedWork
 from tessera.vision.encoding.memory import COPIES_OF_ROWS, RowBudget, row_budget
@@ -66,6 +66,7 @@ class PendingRows:
         self._budget.give_back(self._cost)
 
 
+@dataclass(eq=False)
 class VisionEncoder:
     """Turns items into embeddings; used by one thread at a time.
 
@@ -79,23 +80,13 @@ class VisionEncoder:
         decoder: of pictures that travel encoded; without one they are refused.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        family: ModelFamily,
-        infer_batch_size: int = 4,
-        cache: EmbeddingCache | None = None,
-        lane: Lane | None = None,
-        budget: RowBudget | None = None,
-        decoder: PictureDecoder | None = None,
-    ) -> None:
-        self.runner = runner
-        self.family = family
-        self.infer_batch_size = infer_batch_size
-        self.cache = cache or EmbeddingCache()
-        self.lane = lane or Lane()
-        self.budget = budget or RowBudget(bytes_per_unit=0)
-        self.decoder = decoder
+    runner: Runner
+    family: ModelFamily
+    infer_batch_size: int = 4
+    cache: EmbeddingCache = field(default_factory=EmbeddingCache)
+    lane: Lane = field(default_factory=Lane)
+    budget: RowBudget = field(default_factory=lambda: RowBudget(bytes_per_unit=0))
+    decoder: GpuDecoder | None = None
 
     @classmethod
     def from_checkpoint(
@@ -211,7 +202,7 @@ class VisionEncoder:
         readable = [(picture, units) for picture, units in batch if picture.pixels is not None]
         if not readable:
             return _finished(waiting, known)
-        pixels = joined([picture.part(units) for picture, units in readable])
+        pixels = joined([picture.pixels[units] for picture, units in batch if picture.pixels is not None])
         rows = self.runner.run(pixels, () if self.runner.tower.splits else [picture.wire for picture, _ in readable])
         pieces = rows.split([picture.rows_of(units) for picture, units in readable])
         for (picture, units), piece in zip(readable, pieces, strict=True):
