@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import torch
 from calibration import Quantization, quantized_layers
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from tessera.vision.towers.intern_vit import Attention, InternViT
 from tessera.vision.towers.intern_vit_graph import GraphWriter
@@ -120,6 +120,4 @@ class TypedWriter(GraphWriter):
         """A constant of ``element_type``, rounded to nearest even."""
         kind = helper.tensor_dtype_to_np_dtype(element_type)
         array = np.rint(values) if np.issubdtype(kind, np.integer) else np.asarray(values)
-        name = f"constant_{len(self.constants)}"
-        self.constants.append(numpy_helper.from_array(np.asarray(array).astype(kind), name))
-        return name
+        return self.constant(np.asarray(array).astype(kind))
