@@ -56,7 +56,7 @@ class LocalDispatcher:
 
     def check(self, item: VisionItem) -> None:
         """Raises InvalidRequest for what can never be done."""
-        self._encoder.checked(item)
+        self._encoder.pictures(item)
 
     def encode(self, jobs: Sequence[Job]) -> None:
         """Sees to it that every job is answered, now or later. Their items are read before it returns."""

@@ -30,6 +30,7 @@ from tessera.vision.runners.loading import load_runner
 from tessera.vision.runners.runner import Runner
 from tessera.vision.settings import VisionSettings
 
+Batch = list[tuple[Picture, slice]]  # of a forward: pictures, and which of their units
 Waiting = dict[int, list[Picture]]  # an item's index -> its pictures
 # An item's index -> its rows, or why it has none.
 Rows = dict[int, "torch.Tensor | Exception | None"]
@@ -135,9 +136,9 @@ class VisionEncoder:
 
         Where rows would not fit the budget together, items are worked off in waves: the next begins when enough of
         what was given out has been entered and left. If a forward fails, what is done is given out before it raises.
-        Raises InvalidRequest for an item that :meth:`checked` would refuse.
+        Raises InvalidRequest for an item that :meth:`pictures` refuses.
         """
-        pictures = [self._pictures(item) for item in items]
+        pictures = [self.pictures(item) for item in items]
         costs = [_cost(group) for group in pictures]
         for wave in self.budget.waves(costs):
             waiting = {index: pictures[index] for index in wave}
@@ -146,12 +147,8 @@ class VisionEncoder:
             self.budget.reserve(sum(costs[index] for index in wave))
             yield from in_groups(self._encode(waiting), size)
 
-    def checked(self, item: VisionItem) -> VisionItem:
-        """The item itself. Raises InvalidRequest when its pixels, plan and digest do not agree or it can never fit."""
-        self._pictures(item)
-        return item
-
-    def _pictures(self, item: VisionItem) -> list[Picture]:
+    def pictures(self, item: VisionItem) -> list[Picture]:
+        """Raises InvalidRequest when an item's pixels, plan and digest do not agree or it can never fit."""
         pictures, tower = pictures_of(item, self.family, self.decoder), self.runner.tower
         self.budget.check(_cost(pictures))
         for number, picture in enumerate(pictures):
@@ -170,10 +167,9 @@ class VisionEncoder:
                 known.setdefault(picture.key, picture)
             yield from self._take(waiting, *self.lane.launch(partial(self._recall, waiting, known)))
             unknown = [picture for picture in known.values() if picture.rows is None]
-            parts: dict[Hashable, list[torch.Tensor]] = {picture.key: [] for picture in unknown}
             for batch in _batches(unknown, self.infer_batch_size, self.runner.tower.splits):
                 # What finishes an item's rows is launched with its forward: after the next one it would wait for that.
-                step = partial(self._step, batch, parts, waiting, known)
+                step = partial(self._step, batch, waiting, known)
                 yield from self._take(waiting, *self.lane.forward(step))
         finally:
             self.budget.give_back(sum(map(_cost, waiting.values())))
@@ -189,14 +185,8 @@ class VisionEncoder:
             picture.rows = self.cache.get(key)
         return _finished(waiting, known)
 
-    def _step(
-        self,
-        batch: list[tuple[Picture, slice]],
-        parts: dict[Hashable, list[torch.Tensor]],
-        waiting: Waiting,
-        known: Mapping[Hashable, Picture],
-    ) -> Rows:
-        """Runs some pictures' units; a picture whose last one is among them gets its rows from ``parts``."""
+    def _step(self, batch: Batch, waiting: Waiting, known: Mapping[Hashable, Picture]) -> Rows:
+        """Runs some pictures' units; a picture whose last one is among them gets its rows."""
         while any(picture.undecoded for picture, _ in batch):
             self._decode([picture for picture in known.values() if picture.undecoded])
         readable = [(picture, units) for picture, units in batch if picture.pixels is not None]
@@ -206,12 +196,11 @@ class VisionEncoder:
         rows = self.runner.run(pixels, () if self.runner.tower.splits else [picture.wire for picture, _ in readable])
         pieces = rows.split([picture.rows_of(units) for picture, units in readable])
         for (picture, units), piece in zip(readable, pieces, strict=True):
-            parts[picture.key].append(piece)
+            picture.parts.append(piece)
             if units.stop == picture.plan.cost:
-                whole = parts.pop(picture.key)
-                picture.rows = torch.cat(whole) if len(whole) > 1 else whole[0]
+                picture.rows = _whole(picture.parts)
+                picture.parts, picture.pixels = [], None
                 self.cache.put(picture.key, picture.rows)
-                picture.pixels = None
         return _finished(waiting, known)
 
     def _decode(self, line: list[Picture]) -> None:
@@ -257,23 +246,26 @@ def _finished(waiting: Waiting, known: Mapping[Hashable, Picture]) -> Rows:
     """The items all of whose pictures have rows by now, with these rows in one tensor, and those that never will."""
     found: Rows = {}
     for index, group in waiting.items():
-        errors = [error for picture in group if (error := known[picture.key].error) is not None]
+        own = [known[picture.key] for picture in group]
+        errors = [picture.error for picture in own if picture.error is not None]
+        rows = [picture.rows for picture in own if picture.rows is not None]
         if errors:
             found[index] = errors[0]
-            continue
-        rows = [known[picture.key].rows for picture in group]
-        done = [tensor for tensor in rows if tensor is not None]
-        if len(done) == len(rows):
-            found[index] = torch.cat(done) if len(done) > 1 else done[0] if done else None
+        elif len(rows) == len(own):
+            found[index] = _whole(rows) if rows else None
     return found
 
 
-def _batches(pictures: list[Picture], size: int, splits: bool) -> Iterator[list[tuple[Picture, slice]]]:
-    """Cut the line of all units into batches of ``size`` (the last may be smaller): (picture, which of its units).
+def _whole(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _batches(pictures: list[Picture], size: int, splits: bool) -> Iterator[Batch]:
+    """Cut the line of all units into batches of ``size`` (the last may be smaller).
 
     Where a picture must not be split the batch ends before it instead; one that is larger is a batch by itself.
     """
-    batch: list[tuple[Picture, slice]] = []
+    batch: Batch = []
     room = size
     for picture in pictures:
         cost, start = picture.plan.cost, 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -32,8 +32,8 @@ class VisionItem:
 class Picture:
     """One picture on its way, with its ``pixels``, uint8 [cost, *unit_shape], or ``encoded`` until they are needed.
 
-    ``rows`` [tokens, hidden] once they are known, or the ``error`` why they never will be: InvalidRequest where the
-    file is at fault.
+    ``rows`` [tokens, hidden] once they are known, until then in ``parts`` of several forwards, or the ``error`` why
+    they never will be: InvalidRequest where the file is at fault.
     """
 
     key: Hashable
@@ -41,6 +41,7 @@ class Picture:
     plan: ImagePlan
     pixels: np.ndarray | torch.Tensor | None = None
     encoded: Undecoded | None = None
+    parts: list[torch.Tensor] = field(default_factory=list)
     rows: torch.Tensor | None = None
     error: Exception | None = None
 
