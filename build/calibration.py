@@ -12,6 +12,7 @@ from onnx import TensorProto
 from tessera.errors import ConfigError
 from tessera.vision.towers.intern_vit import InternViT
 
+# The type of the stored numbers, and the largest of them.
 KINDS = {"int8": (TensorProto.INT8, 127.0), "fp8": (TensorProto.FLOAT8E4M3FN, 448.0)}
 
 
@@ -26,14 +27,6 @@ class Quantization:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"quantisation {self.kind!r} is not known; known are {', '.join(KINDS)}")
-
-    @property
-    def element_type(self) -> int:
-        return KINDS[self.kind][0]
-
-    @property
-    def largest(self) -> float:
-        return KINDS[self.kind][1]
 
 
 def quantized_layers(tower: InternViT) -> dict[str, torch.nn.Linear]:

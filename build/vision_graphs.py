@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import torch
-from calibration import Quantization, quantized_layers
+from calibration import KINDS, Quantization, quantized_layers
 from onnx import TensorProto, helper
 
 from tessera.vision.towers.intern_vit import Attention, InternViT
@@ -47,10 +47,10 @@ class TypedWriter(GraphWriter):
     def __init__(self, tower: InternViT, narrow: int, quantization: Quantization | None) -> None:
         super().__init__(tower)
         self.narrow_type = narrow
-        self.quantization = quantization
         self.quantized: dict[str, str] = {}  # a tensor -> itself after its Q and DQ, shared by q, k and v
         self.amax: dict[torch.nn.Module, float] = {}
         if quantization:
+            self.quantized_type, self.largest = KINDS[quantization.kind]
             layers = quantized_layers(tower)
             self.amax = {layer: quantization.amax[name] for name, layer in layers.items()}
             self.opset = _OPSET_FP8 if quantization.kind == "fp8" else self.opset
@@ -91,20 +91,18 @@ class TypedWriter(GraphWriter):
         return self.wide(self.add("MatMul", self.narrow(a), self.narrow(b)))
 
     def quantized_input(self, x: str, amax: float) -> str:
-        assert self.quantization is not None
         if x not in self.quantized:
-            scale = self.constant(np.float32(max(amax, _LEAST) / self.quantization.largest))
-            zero = self.stored(np.float32(0), self.quantization.element_type)
+            scale = self.constant(np.float32(max(amax, _LEAST) / self.largest))
+            zero = self.stored(np.float32(0), self.quantized_type)
             self.quantized[x] = self.add("DequantizeLinear", self.add("QuantizeLinear", x, scale, zero), scale, zero)
         return self.quantized[x]
 
     def quantized_weight(self, weight: torch.Tensor) -> str:
         """One scale an output channel; stored as it is multiplied, with a DequantizeLinear alone."""
-        assert self.quantization is not None
-        scale = weight.abs().amax(dim=1).clamp(min=_LEAST) / self.quantization.largest
+        scale = weight.abs().amax(dim=1).clamp(min=_LEAST) / self.largest
         values = (weight / scale[:, None]).t().contiguous().numpy()
-        zero = self.stored(np.zeros(len(scale), np.float32), self.quantization.element_type)
-        stored = self.stored(values, self.quantization.element_type)
+        zero = self.stored(np.zeros(len(scale), np.float32), self.quantized_type)
+        stored = self.stored(values, self.quantized_type)
         return self.add("DequantizeLinear", stored, self.constant(scale), zero, axis=1)
 
     def narrow(self, x: str) -> str:
