@@ -139,6 +139,8 @@ class InternViT(Tower):
     A fresh instance has initial values as torch gives them; ``load_tower`` fills one from a checkpoint.
     """
 
+    onnx_graph = "tessera.vision.towers.intern_vit_graph:vision_graph"
+
     def __init__(self, config: CheckpointConfig) -> None:
         super().__init__()
         vision = config.vision

@@ -88,11 +88,9 @@ class GraphWriter:
         blocks = self.reshape(self.pixels(tiles), -1, *side, tower.grid, tower.merge, patch * 3)
         order = (0, 4, 1, 2, 5, 3, 6) if tower.transposed else (0, 1, 4, 2, 5, 3, 6)
         patches = self.reshape(self.add("Transpose", blocks, perm=order), -1, self.tokens - 1, 3 * patch**2)
-        x = self.add("Add", self.embed_patches(patches), self.constant(positions[:, 1:]))
-        count = self.add("Shape", x, start=0, end=1)
-        shape = self.add("Concat", count, self.constant(np.array([1, self.width])), axis=0)
-        cls = self.add("Expand", self.constant(tower.class_embedding + positions[:, :1]), shape)
-        return self.add("Concat", cls, x, axis=1, out="embedded")
+        x = self.add("Pad", self.embed_patches(patches), self.constant(np.array([0, 1, 0, 0, 0, 0])))  # the class row
+        first = tower.class_embedding + positions[:, :1]
+        return self.add("Add", x, self.constant(torch.cat((first, positions[:, 1:]), dim=1)), out="embedded")
 
     def layer(self, x: str, layer: Layer, out: str) -> str:
         update = self.linear(self.attention(self.norm(x, layer.norm1), layer.attention), layer.attention.output)
