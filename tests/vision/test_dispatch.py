@@ -177,7 +177,8 @@ def test_rows_that_exceed_the_budget_together_go_in_waves():
     run = runner.run
     runner.run = lambda tiles, wires: peaks.append(held.used_bytes) or run(tiles)
     answers = []
-    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily(), 4, budget=held), 8, shown.append)
+    held.show_bytes = shown.append
+    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily(), 4, budget=held), 8)
     dispatcher.encode([Job(number, pictures, answers) for number, pictures in enumerate(REQUESTS)])
     dispatcher.close()
     assert len(answers) == len(REQUESTS) and not any(isinstance(outcome, Exception) for _, outcome in answers)

@@ -6,7 +6,7 @@ with the next; the rows' budget and the lane bound how far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -42,15 +42,11 @@ class LocalDispatcher:
     Args:
         encoder: used by the thread that calls :meth:`encode` only.
         send_batch_size: pictures whose rows are held to go out together.
-        show_bytes: told the bytes of rows in flight whenever they changed.
     """
 
-    def __init__(
-        self, encoder: VisionEncoder, send_batch_size: int, show_bytes: Callable[[int], None] = lambda size: None
-    ) -> None:
+    def __init__(self, encoder: VisionEncoder, send_batch_size: int) -> None:
         self._encoder = encoder
         self._send_batch_size = send_batch_size
-        encoder.budget.show_bytes = show_bytes
         self._outbox = Outbox("vision_encoder", threads=1)
         self._channel: Channel[list[tuple[Job, PendingRows]]] = Channel(self._send)
 

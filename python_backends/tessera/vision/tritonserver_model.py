@@ -62,7 +62,8 @@ def local_dispatcher(checkpoint: Path, settings: VisionSettings) -> LocalDispatc
     """The tower in this process."""
     encoder = VisionEncoder.from_checkpoint(checkpoint, settings)
     gauge = Gauge("tessera_vision_row_bytes", "Rows of pictures reserved or held for requests that are not answered")
-    return LocalDispatcher(encoder, settings.send_batch_size, gauge.set)
+    encoder.budget.show_bytes = gauge.set
+    return LocalDispatcher(encoder, settings.send_batch_size)
 
 
 class StageJob:
