@@ -163,7 +163,7 @@ def test_rows_are_gone_when_their_bytes_are_given_to_the_next_wave():
     living = []
     for group in vision.encode_in_groups([item([number]) for number in range(1, 7)]):
         while group:
-            with group.pop():
+            with group.pop().rows():
                 pass
         gc.collect()
         living.append(sum(type(each) is Picture and each.rows is not None for each in gc.get_objects()))

@@ -100,7 +100,7 @@ def answers_of(vision, items):
     for group in vision.encode_in_groups(items):
         for pending in group:
             try:
-                with pending as rows:
+                with pending.rows() as rows:
                     yield pending.index, rows
             except (InvalidRequest, RuntimeError) as error:
                 yield pending.index, error

@@ -79,7 +79,7 @@ class LocalDispatcher:
 
 def _answer(job: Job, pending: PendingRows) -> None:
     try:
-        with pending as rows:
+        with pending.rows() as rows:
             job.answer(rows)
     except Exception as error:
         end_process_if_lost()

@@ -44,15 +44,12 @@ class TritonPythonModel:
         for request in requests:
             job = StageJob(request)
             try:
-                if not job.read(request):
-                    continue
-                self._dispatcher.check(job.item)
+                if job.read(request):
+                    self._dispatcher.check(job.item)
+                    jobs.append(job)
             except Exception as error:
                 job.fail(error)
-                continue
-            jobs.append(job)
-        if jobs:
-            self._dispatcher.encode(jobs)
+        self._dispatcher.encode(jobs)
 
     def finalize(self) -> None:
         self._dispatcher.close()

@@ -9,6 +9,7 @@ plan) is not computed again. Items go out in groups that are cut by pictures, wh
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -38,12 +39,7 @@ Rows = dict[int, "torch.Tensor | Exception | None"]
 
 @dataclass(frozen=True)
 class PendingRows:
-    """An item's rows, perhaps still being computed: ``with pending as rows`` waits for them, and frees them at its end.
-
-    Each must be entered once, or its bytes stay counted. ``rows`` is [tokens, hidden] of all the item's ``pictures`` in
-    order, None without any; items with the same picture may share them: do not change them in place. Entering
-    raises what kept a picture from being decoded, InvalidRequest if the file did.
-    """
+    """An item's rows, perhaps still being computed: ``with pending.rows() as rows`` waits for them."""
 
     index: int
     pictures: int
@@ -52,19 +48,21 @@ class PendingRows:
     _work: LaunchedWork
     _budget: RowBudget
 
-    def __enter__(self) -> torch.Tensor | None:
+    @contextmanager
+    def rows(self) -> Iterator[torch.Tensor | None]:
+        """Of all the item's ``pictures`` in order, [tokens, hidden], None without any; given up when it is left.
+
+        It must be entered once, or their bytes stay counted. Items with the same picture may share rows: do not change
+        them in place. Entering raises what kept a picture from being decoded, InvalidRequest if the file did.
+        """
         try:
             if isinstance(self._rows, Exception):
                 raise self._rows
             if self._rows is not None:
                 self._work.wait(self._rows)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self._rows
-
-    def __exit__(self, *error: object) -> None:
-        self._budget.give_back(self._cost)
+            yield self._rows
+        finally:
+            self._budget.give_back(self._cost)
 
 
 @dataclass(eq=False)
@@ -127,7 +125,7 @@ class VisionEncoder:
         found: dict[int, torch.Tensor | None] = {}
         for group in self.encode_in_groups(items):
             for pending in group:
-                with pending as rows:
+                with pending.rows() as rows:
                     found[pending.index] = rows
         return [found[index] for index in range(len(items))]
 
