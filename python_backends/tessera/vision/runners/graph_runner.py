@@ -40,12 +40,12 @@ class GraphRunner:
         weight = next(tower.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._replays: dict[int, Callable[[], torch.Tensor]] = {}
         started, before = time.perf_counter(), reserved_bytes(self._device)
         self._pool: Any = None
         self._pixels = torch.zeros((self.sizes[-1], *tower.unit_shape), dtype=torch.uint8, device=self._device)
-        for size in reversed(self.sizes):  # the largest first: the smaller ones live in its memory
-            self._replays[size] = self._record(size, forward_for(size) if forward_for else tower)
+        self._replays = {  # the largest first: the smaller ones live in its memory
+            size: self._record(size, forward_for(size) if forward_for else tower) for size in reversed(self.sizes)
+        }
         self.seconds = time.perf_counter() - started
         self.memory_bytes = reserved_bytes(self._device) - before
 
