@@ -58,8 +58,7 @@ class LocalDispatcher:
         """Sees to it that every job is answered, now or later. Their items are read before it returns."""
         waiting = dict(enumerate(jobs))
         try:
-            items = [job.item for job in jobs]
-            for group in self._encoder.encode_in_groups(items, self._send_batch_size):
+            for group in self._encoder.encode_in_groups([job.item for job in jobs], self._send_batch_size):
                 self._outbox.post(self._channel, [(waiting.pop(pending.index), pending) for pending in group])
                 del group  # its rows end with their sending
         except Exception as error:
