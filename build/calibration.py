@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,8 +12,8 @@ from onnx import TensorProto
 from tessera.errors import ConfigError
 from tessera.vision.towers.intern_vit import InternViT
 
+# The type of the stored numbers, and the largest of them.
 KINDS = {"int8": (TensorProto.INT8, 127.0), "fp8": (TensorProto.FLOAT8E4M3FN, 448.0)}
-_BINS = 4096
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,6 @@ class Quantization:
         if self.kind not in KINDS:
             raise ConfigError(f"quantisation {self.kind!r} is not known; known are {', '.join(KINDS)}")
 
-    @property
-    def element_type(self) -> int:
-        return KINDS[self.kind][0]
-
-    @property
-    def largest(self) -> float:
-        return KINDS[self.kind][1]
-
 
 def quantized_layers(tower: InternViT) -> dict[str, torch.nn.Linear]:
     """The linear maps that are quantised, by name: all of the layers, neither patch embedding nor projector."""
@@ -46,45 +38,24 @@ def quantized_layers(tower: InternViT) -> dict[str, torch.nn.Linear]:
 
 
 @torch.inference_mode()
-def calibrate(tower: InternViT, tiles: Iterable[torch.Tensor], kind: str, percentile: float = 100.0) -> Quantization:
-    """Run the tower on ``tiles`` (batches of uint8 [n, side, side, 3]) and note the magnitudes of its linear inputs.
+def calibrate(tower: InternViT, tiles: Iterable[torch.Tensor], kind: str) -> Quantization:
+    """Run the tower on ``tiles`` (batches of uint8 [n, side, side, 3]) and note the largest of its linear inputs.
 
-    ``percentile`` below 100 cuts off the largest of them: what lies above it is clipped, what lies below it gets the
-    finer steps. Raises ConfigError without tiles.
+    Raises ConfigError without tiles.
     """
-    layers = quantized_layers(tower)
-    batches = list(tiles)
-    if not batches:
+    amax: dict[str, float] = {}
+
+    def note(name: str, x: torch.Tensor) -> None:
+        amax[name] = max(amax.get(name, 0.0), float(x.abs().max()))
+
+    handles = [
+        layer.register_forward_pre_hook(lambda _, inputs, name=name: note(name, inputs[0]))
+        for name, layer in quantized_layers(tower).items()
+    ]
+    for batch in tiles:
+        tower(batch)
+    for handle in handles:
+        handle.remove()
+    if not amax:
         raise ConfigError("calibration needs at least one tile")
-
-    def watch(see: Callable[[str, torch.Tensor], None]) -> None:
-        """Run all batches and show ``see`` each layer's input magnitudes."""
-        handles = [
-            layer.register_forward_pre_hook(lambda _, inputs, name=name: see(name, inputs[0].abs().flatten()))
-            for name, layer in layers.items()
-        ]
-        for batch in batches:
-            tower(batch)
-        for handle in handles:
-            handle.remove()
-
-    largest = {name: 0.0 for name in layers}
-
-    def note_largest(name: str, magnitudes: torch.Tensor) -> None:
-        largest[name] = max(largest[name], float(magnitudes.max()))
-
-    watch(note_largest)
-    if percentile >= 100:
-        return Quantization(kind, largest)
-    counts = {name: torch.zeros(_BINS, dtype=torch.float64) for name in layers}
-
-    def count(name: str, magnitudes: torch.Tensor) -> None:
-        counts[name] += torch.histc(magnitudes, _BINS, 0.0, largest[name])
-
-    watch(count)
-    amax = {}
-    for name, histogram in counts.items():
-        wanted = percentile / 100 * histogram.sum()
-        reached = int(torch.searchsorted(histogram.cumsum(0), wanted))
-        amax[name] = largest[name] * (min(reached, _BINS - 1) + 1) / _BINS
     return Quantization(kind, amax)

@@ -1,11 +1,11 @@
 """Export the vision tower of a checkpoint to one ONNX file.
 
-    python build/export_vision_onnx.py --checkpoint DIR --out FILE [--target onnxruntime|portable]
+    python build/export_vision_onnx.py --checkpoint DIR --out FILE [--target onnxruntime]
     python build/export_vision_onnx.py --checkpoint DIR --out FILE --target tensorrt \
-        [--precision float16|bfloat16|float32] [--quantize int8|fp8 [--pictures DIR] [--percentile P]]
+        [--precision float16|bfloat16|float32] [--quantize int8|fp8 [--pictures DIR]]
 
-``onnxruntime`` (the default) is what the CPU vision stage runs, which also exports it by itself; ``portable`` has
-standard operators only; ``tensorrt`` is a strongly typed graph for build/build_vision_plan.py (docs/tensorrt.md).
+``onnxruntime`` (the default) is what the CPU vision stage runs, which also exports it by itself; ``tensorrt`` is a
+strongly typed graph of standard operators for build/build_vision_plan.py (docs/tensorrt.md).
 ``--quantize`` inserts Q/DQ nodes whose scales are measured first, on ``--pictures`` or else on training pictures of the
 default data set (never held-out ones).
 """
@@ -23,13 +23,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends"))
 
 from calibration import KINDS, Quantization, calibrate
-from vision_graphs import PRECISIONS, TARGETS, vision_graph
+from vision_graphs import PRECISIONS, tensorrt_graph
 
 from tessera.checkpoint.config import CheckpointConfig, read_config
 from tessera.errors import ConfigError, TesseraError
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
 from tessera.user_cache import write_whole
 from tessera.vision.towers.intern_vit import InternViT
+from tessera.vision.towers.intern_vit_graph import vision_graph
 from tessera.vision.towers.tower import load_tower, vision_fingerprint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,9 +61,7 @@ def calibration_pictures(folder: Path | None, count: int) -> Iterator[bytes]:
         yield file.read_bytes()
 
 
-def measure(
-    config: CheckpointConfig, tower: InternViT, kind: str, pictures: Iterator[bytes], percentile: float
-) -> Quantization:
+def measure(config: CheckpointConfig, tower: InternViT, kind: str, pictures: Iterator[bytes]) -> Quantization:
     """The scales for ``kind``, from pictures cut into tiles as the service cuts them."""
     preprocessor = Preprocessor.from_checkpoint(config.folder)
     side = config.vision.image_size
@@ -70,7 +69,7 @@ def measure(
     for picture in pictures:
         prepared = preprocessor(PreprocessRequest(text="", images=[picture]))
         batches.append(torch.from_numpy(prepared.pixels.reshape(-1, side, side, 3)))
-    return calibrate(tower, batches, kind, percentile)
+    return calibrate(tower, batches, kind)
 
 
 def main() -> int:
@@ -78,7 +77,7 @@ def main() -> int:
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, help="checkpoint folder")
     add("--out", type=Path, required=True, help="the file to write")
-    add("--target", choices=TARGETS, default="onnxruntime", help="what will read the file")
+    add("--target", choices=("onnxruntime", "tensorrt"), default="onnxruntime", help="what will read the file")
     add("--random-weights", action="store_true", help="for measuring a shape without weights")
     typed = parser.add_argument_group("with --target tensorrt")
     add = typed.add_argument
@@ -86,12 +85,11 @@ def main() -> int:
     add("--quantize", choices=list(KINDS), help="Q/DQ nodes around the layers' linear maps")
     add("--pictures", type=Path, metavar="DIR", help="calibrate on these (default: training pictures of our data set)")
     add("--count", type=int, default=PICTURES, help="calibrate on so many pictures (%(default)s)")
-    add("--percentile", type=float, default=100.0, help="of the activations' magnitudes, the rest is clipped")
     args = parser.parse_args()
     if args.target != "tensorrt" and (args.precision or args.quantize):
         parser.error("--precision and --quantize are for --target tensorrt")
-    if not 0 < args.percentile <= 100 or args.count < 1:
-        parser.error("--percentile wants a number above 0 and up to 100, --count one of 1 or more")
+    if args.count < 1:
+        parser.error("--count wants a number of 1 or more")
     try:
         config = read_config(args.checkpoint)
         tower = load_tower(config, random_weights=args.random_weights)
@@ -99,8 +97,11 @@ def main() -> int:
         scales = None
         if args.quantize:
             pictures = calibration_pictures(args.pictures, args.count)
-            scales = measure(config, tower, args.quantize, pictures, args.percentile)
-        model = vision_graph(tower, args.target, fingerprint, args.precision or "float16", scales)
+            scales = measure(config, tower, args.quantize, pictures)
+        if args.target == "tensorrt":
+            model = tensorrt_graph(tower, fingerprint, args.precision or "float16", scales)
+        else:
+            model = vision_graph(tower, fingerprint)
         export(model, args.out, args.target)
     except TesseraError as error:
         print(f"export_vision_onnx: {error}", file=sys.stderr)

@@ -6,6 +6,8 @@ the graph anyway, and in a bfloat16 graph every change of type becomes a roundin
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
@@ -17,8 +19,7 @@ def for_cpu(model: onnx.ModelProto) -> onnx.ModelProto:
     (given,), (output,) = model.graph.input, model.graph.output
     if (given.name, output.name) == (TILES, ROWS):
         return model
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
+    changed = deepcopy(model)
     graph = changed.graph
     narrow = any(constant.data_type == TensorProto.BFLOAT16 for constant in graph.initializer)
     nodes = []
@@ -36,9 +37,8 @@ def for_cpu(model: onnx.ModelProto) -> onnx.ModelProto:
         if constant.data_type == TensorProto.BFLOAT16:
             wide = numpy_helper.to_array(constant).astype("float32")
             constant.CopyFrom(numpy_helper.from_array(wide, constant.name))
-    shape = [dim.dim_param or dim.dim_value for dim in output.type.tensor_type.shape.dim]
-    graph.input[0].name = TILES
-    del graph.output[:], graph.node[:]
-    graph.output.append(helper.make_tensor_value_info(ROWS, TensorProto.FLOAT, shape))
+    graph.input[0].name, graph.output[0].name = TILES, ROWS
+    graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT
+    del graph.node[:]
     graph.node.extend(nodes)
     return changed

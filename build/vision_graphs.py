@@ -1,12 +1,9 @@
-"""InternViT as ONNX graphs for other readers than the CPU vision stage.
+"""InternViT as an ONNX graph for TensorRT: "TILES" -> bfloat16 "EMBEDDINGS", as the stages name them.
 
-- ``onnxruntime`` is that stage's own (tessera.vision.towers.intern_vit_graph): float32, "tiles" -> "embeddings".
-- ``portable`` has standard operators only (opset 17); float32 throughout, "tiles" -> "embeddings".
-- ``tensorrt`` is ``portable`` for a strongly typed network: the types stand in the graph. Matrix products take narrow
-  operands (float16, bfloat16, or quantised ones) and all between them is float32: residual stream, norms, softmax,
-  activations, biases. "TILES" -> bfloat16 "EMBEDDINGS", as the stages name them.
-
-The rows in float32 are a tensor named ``embeddings`` for every target, each layer's output is one named ``layers.N``.
+The graph of the CPU vision stage (tessera.vision.towers.intern_vit_graph) in standard operators (opset 17), for a
+strongly typed network: the types stand in the graph. Matrix products take narrow operands (float16, bfloat16, or
+quantised ones) and all between them is float32: residual stream, norms, softmax, activations, biases. The rows in
+float32 are a tensor named ``embeddings`` here too, each layer's output is one named ``layers.N``.
 """
 
 from __future__ import annotations
@@ -14,15 +11,12 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import torch
-from calibration import Quantization, quantized_layers
-from onnx import TensorProto, helper, numpy_helper
+from calibration import KINDS, Quantization, quantized_layers
+from onnx import TensorProto, helper
 
-from tessera.errors import ConfigError
-from tessera.vision.towers import intern_vit_graph
 from tessera.vision.towers.intern_vit import Attention, InternViT
 from tessera.vision.towers.intern_vit_graph import GraphWriter
 
-TARGETS = ("onnxruntime", "portable", "tensorrt")
 PRECISIONS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 _OPSET_FP8 = 19  # the first whose QuantizeLinear knows float8
 # Pixels are scaled into 0..1 by a power of two, which rounds nothing: the patch embedding's weights, which hold the
@@ -31,35 +25,35 @@ _PIXEL_SCALE = 256.0
 _LEAST = 1e-12  # the magnitude that a tensor of zeros counts as, so that no scale is 0
 
 
-def vision_graph(
-    tower: InternViT,
-    target: str = "onnxruntime",
-    fingerprint: str = "",
-    precision: str = "float16",
-    quantization: Quantization | None = None,
+def tensorrt_graph(
+    tower: InternViT, fingerprint: str = "", precision: str = "float16", quantization: Quantization | None = None
 ) -> onnx.ModelProto:
     """Write the graph of a float32 tower; see ``intern_vit_graph.vision_graph``.
 
-    For the target ``tensorrt``, ``precision`` is the type of the matrix products' operands, and ``quantization`` gives
-    the layers' linear maps explicit Q/DQ nodes instead (attention and projector keep ``precision``).
+    ``precision`` is the type of the matrix products' operands (of PRECISIONS), and ``quantization`` gives the layers'
+    linear maps explicit Q/DQ nodes instead (attention and projector keep ``precision``).
     """
-    if target not in TARGETS:
-        raise ConfigError(f"ONNX target {target!r} is not known; known are {', '.join(TARGETS)}")
-    if target == "onnxruntime":
-        return intern_vit_graph.vision_graph(tower, fingerprint)
-    if target == "portable":
-        return PortableWriter(tower).model(fingerprint)
-    if precision not in PRECISIONS:
-        raise ConfigError(f"precision {precision!r} is not known; known are {', '.join(PRECISIONS)}")
     writer = TypedWriter(tower, PRECISIONS[precision], quantization)
     return writer.model(fingerprint, f"{quantization.kind} and {precision}" if quantization else precision)
 
 
-class PortableWriter(GraphWriter):
-    """Standard operators only."""
+class TypedWriter(GraphWriter):
+    """Standard operators; narrow operands for matrix products, float32 for all else."""
 
+    tiles, rows, rows_type = "TILES", "EMBEDDINGS", TensorProto.BFLOAT16
     domains = ()
     fuses_bias = False
+
+    def __init__(self, tower: InternViT, narrow: int, quantization: Quantization | None) -> None:
+        super().__init__(tower)
+        self.narrow_type = narrow
+        self.quantized: dict[str, str] = {}  # a tensor -> itself after its Q and DQ, shared by q, k and v
+        self.amax: dict[torch.nn.Module, float] = {}
+        if quantization:
+            self.quantized_type, self.largest = KINDS[quantization.kind]
+            layers = quantized_layers(tower)
+            self.amax = {layer: quantization.amax[name] for name, layer in layers.items()}
+            self.opset = _OPSET_FP8 if quantization.kind == "fp8" else self.opset
 
     def attend(self, parts: list[str], attention: Attention) -> str:
         size = self.width // attention.heads
@@ -67,37 +61,12 @@ class PortableWriter(GraphWriter):
             self.add("Transpose", self.reshape(y, -1, self.tokens, attention.heads, size), perm=perm)
             for y, perm in zip(parts, ((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3)), strict=True)
         )
-        query = self.add("Mul", query, self.constant(np.float32(size**-0.5)))
+        query = self.times(query, size**-0.5)
         rows = self.product(self.add("Softmax", self.product(query, key), axis=-1), value)
         return self.reshape(self.add("Transpose", rows, perm=(0, 2, 1, 3)), -1, self.tokens, self.width)
 
     def gelu(self, x: str) -> str:
-        inner = self.add("Erf", self.scaled(x, 2**-0.5))
-        return self.add("Mul", self.scaled(x, 0.5), self.add("Add", inner, self.constant(np.float32(1))))
-
-    def scaled(self, x: str, factor: float) -> str:
-        return self.add("Mul", x, self.constant(np.float32(factor)))
-
-    def product(self, a: str, b: str) -> str:
-        """a times b, both computed: float32 in, float32 out."""
-        return self.add("MatMul", a, b)
-
-
-class TypedWriter(PortableWriter):
-    """The types of a strongly typed network: narrow operands for matrix products, float32 for all else."""
-
-    tiles, rows, rows_type = "TILES", "EMBEDDINGS", TensorProto.BFLOAT16
-
-    def __init__(self, tower: InternViT, narrow: int, quantization: Quantization | None) -> None:
-        super().__init__(tower)
-        self.narrow_type = narrow
-        self.quantization = quantization
-        self.quantized: dict[str, str] = {}  # a tensor -> itself after its Q and DQ, shared by q, k and v
-        self.amax: dict[torch.nn.Module, float] = {}
-        if quantization:
-            layers = quantized_layers(tower)
-            self.amax = {layer: quantization.amax[name] for name, layer in layers.items()}
-            self.opset = _OPSET_FP8 if quantization.kind == "fp8" else self.opset
+        return self.gelu_of(x, self.add("Erf", self.times(x, 2**-0.5)))
 
     def finish(self, rows: str) -> None:
         self.add("Cast", rows, to=self.rows_type, out=self.rows)
@@ -118,23 +87,22 @@ class TypedWriter(PortableWriter):
         return self.wide(self.add("MatMul", self.narrow(x), self.narrow_constant(weight.t())))
 
     def product(self, a: str, b: str) -> str:
+        """a times b, both computed: float32 in, float32 out."""
         return self.wide(self.add("MatMul", self.narrow(a), self.narrow(b)))
 
     def quantized_input(self, x: str, amax: float) -> str:
-        assert self.quantization is not None
         if x not in self.quantized:
-            scale = self.constant(np.float32(max(amax, _LEAST) / self.quantization.largest))
-            zero = self.stored(np.float32(0), self.quantization.element_type)
+            scale = self.constant(np.float32(max(amax, _LEAST) / self.largest))
+            zero = self.stored(np.float32(0), self.quantized_type)
             self.quantized[x] = self.add("DequantizeLinear", self.add("QuantizeLinear", x, scale, zero), scale, zero)
         return self.quantized[x]
 
     def quantized_weight(self, weight: torch.Tensor) -> str:
         """One scale an output channel; stored as it is multiplied, with a DequantizeLinear alone."""
-        assert self.quantization is not None
-        scale = weight.abs().amax(dim=1).clamp(min=_LEAST) / self.quantization.largest
+        scale = weight.abs().amax(dim=1).clamp(min=_LEAST) / self.largest
         values = (weight / scale[:, None]).t().contiguous().numpy()
-        zero = self.stored(np.zeros(len(scale), np.float32), self.quantization.element_type)
-        stored = self.stored(values, self.quantization.element_type)
+        zero = self.stored(np.zeros(len(scale), np.float32), self.quantized_type)
+        stored = self.stored(values, self.quantized_type)
         return self.add("DequantizeLinear", stored, self.constant(scale), zero, axis=1)
 
     def narrow(self, x: str) -> str:
@@ -150,6 +118,4 @@ class TypedWriter(PortableWriter):
         """A constant of ``element_type``, rounded to nearest even."""
         kind = helper.tensor_dtype_to_np_dtype(element_type)
         array = np.rint(values) if np.issubdtype(kind, np.integer) else np.asarray(values)
-        name = f"constant_{len(self.constants)}"
-        self.constants.append(numpy_helper.from_array(np.asarray(array).astype(kind), name))
-        return name
+        return self.constant(np.asarray(array).astype(kind))

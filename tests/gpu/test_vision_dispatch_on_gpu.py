@@ -87,6 +87,8 @@ def test_rows_from_a_small_cache_are_those_that_were_computed():
     alone = encoder(infer_batch_size=32)
     expected = [alone.encode([each])[0] for each in items]
     stage = encoder(infer_batch_size=4, cache_bytes=expected[0].nbytes * 8)
+    found, get = [], stage.cache.get
+    stage.cache.get = lambda key: found.append((rows := get(key)) is not None) or rows
     dice = random.Random(3)
     numbers = [dice.randrange(6) if dice.random() < 0.7 else dice.randrange(12) for _ in range(200)]
     jobs = [Job(items[number]) for number in numbers]
@@ -94,7 +96,7 @@ def test_rows_from_a_small_cache_are_those_that_were_computed():
     for start in range(0, len(jobs), 5):
         dispatcher.encode(jobs[start : start + 5])
     dispatcher.close()
-    assert stage.cache.hits > 20 and stage.cache.misses > 20
+    assert found.count(True) > 20 and found.count(False) > 20
     for number, job in zip(numbers, jobs, strict=True):
         similar = torch.nn.functional.cosine_similarity(job.outcome.float(), expected[number].float(), dim=1)
         assert job.outcome.shape == expected[number].shape and similar.min() > 0.999

@@ -60,7 +60,7 @@ def runner(dtype) -> GraphRunner:
 
 
 def test_every_graph_and_every_filled_up_size(runner, dtype, tiles, expected):
-    assert runner.report.sizes == bucket_sizes(LARGEST)
+    assert runner.sizes == bucket_sizes(LARGEST)
     for count in range(1, LARGEST + 1):
         rows = runner.run(tiles[LARGEST - count :])  # others than those that the buffer held at the same place
         assert rows.is_cuda and rows.dtype == getattr(torch, dtype)
@@ -137,9 +137,9 @@ def test_plain_torch_allocates_no_more_than_it_said(dtype, tiles):
 def test_the_graphs_memory_is_reported_and_bounded(runner, dtype):
     """Together they keep little more than what the largest needs as plain torch."""
     largest = TorchRunner.from_checkpoint(read_config(CHECKPOINT), on_gpu("torch", dtype))
-    kept = runner.report.memory_bytes
+    kept = runner.memory_bytes
     assert 0 < kept <= 2 * largest.activation_bytes(LARGEST) + (128 << 20)
-    assert runner.report.seconds > 0
+    assert runner.seconds > 0
 
 
 def test_what_does_not_fit_is_refused(monkeypatch):

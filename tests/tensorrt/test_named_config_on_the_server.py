@@ -12,7 +12,7 @@ import onnx
 import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
-from vision_graphs import vision_graph
+from vision_graphs import tensorrt_graph
 
 import scene
 from tessera.checkpoint.config import read_config
@@ -39,7 +39,7 @@ def put_stand_in(repository: Path) -> None:
     version = repository / "vision_encoder" / "1"
     for file in (Path(__file__).with_name("stand_in.py"), ROOT / "build" / "onnx_cpu.py"):
         shutil.copy(file, version)
-    onnx.save(vision_graph(load_tower(read_config(CHECKPOINT)), "tensorrt"), str(version / "typed.onnx"))
+    onnx.save(tensorrt_graph(load_tower(read_config(CHECKPOINT))), str(version / "typed.onnx"))
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from calibration import Quantization, calibrate, quantized_layers
+from calibration import KINDS, Quantization, calibrate, quantized_layers
 from onnx import TensorProto, numpy_helper
 from onnx_cpu import for_cpu
 from tiny_checkpoints import Shape, hf_native
-from vision_graphs import PRECISIONS, vision_graph
+from vision_graphs import PRECISIONS, tensorrt_graph
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError
@@ -62,7 +62,7 @@ def element_types(model: onnx.ModelProto) -> dict[str, int]:
 @pytest.mark.parametrize(("precision", "bound"), [("float32", 0.999999), ("float16", 0.9999), ("bfloat16", 0.999)])
 def test_it_computes_what_torch_does(tmp_path, shape, precision, bound):
     tower = load_tower(read_config(hf_native(tmp_path, shape)))
-    model = vision_graph(tower, "tensorrt", precision=precision)
+    model = tensorrt_graph(tower, precision=precision)
     onnx.checker.check_model(model, full_check=True)
     assert {node.domain for node in model.graph.node} == {""}
     assert cosine(tower, model) >= bound
@@ -70,7 +70,7 @@ def test_it_computes_what_torch_does(tmp_path, shape, precision, bound):
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_matrix_products_are_narrow_and_all_else_is_float32(tower, precision):
-    model = vision_graph(tower, "tensorrt", precision=precision)
+    model = tensorrt_graph(tower, precision=precision)
     types, narrow = element_types(model), PRECISIONS[precision]
     assert (types["TILES"], types["EMBEDDINGS"]) == (TensorProto.UINT8, TensorProto.BFLOAT16)
     assert types["layers.0"] == types["embeddings"] == TensorProto.FLOAT  # the residual stream is never narrow
@@ -85,7 +85,7 @@ def test_matrix_products_are_narrow_and_all_else_is_float32(tower, precision):
 
 def test_small_patch_weights_keep_their_bits(tower):
     """Float16 loses bits below 2^-14, and the weights, which hold the division of pixels by 255, go there."""
-    model = vision_graph(tower, "tensorrt")
+    model = tensorrt_graph(tower)
     constants = {constant.name: constant for constant in model.graph.initializer}
     first = next(node for node in model.graph.node if node.op_type == "MatMul")
     stored = numpy_helper.to_array(constants[first.input[1]]).astype(np.float32)
@@ -98,7 +98,7 @@ def test_small_patch_weights_keep_their_bits(tower):
 @pytest.mark.parametrize(("kind", "stored"), [("int8", TensorProto.INT8), ("fp8", TensorProto.FLOAT8E4M3FN)])
 def test_quantised_graphs_hold_q_and_dq_with_the_measured_scales(tower, kind, stored):
     quantization = calibrate(tower, [torch.from_numpy(tiles(4, seed=1))], kind)
-    model = vision_graph(tower, "tensorrt", quantization=quantization)
+    model = tensorrt_graph(tower, quantization=quantization)
     onnx.checker.check_model(model, full_check=True)
     counts = Counter(node.op_type for node in model.graph.node)
     # A layer has four inputs to quantise (q, k and v share one) and six weights, which lie there quantised.
@@ -110,7 +110,7 @@ def test_quantised_graphs_hold_q_and_dq_with_the_measured_scales(tower, kind, st
         for node in model.graph.node
         if node.op_type == "QuantizeLinear"
     ]
-    assert scales == pytest.approx([amax / quantization.largest for amax in quantization.amax.values()])
+    assert scales == pytest.approx([amax / KINDS[kind][1] for amax in quantization.amax.values()])
     weights = [n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in constants]
     assert {constants[node.input[0]].data_type for node in weights} == {stored}
     first = weights[0]  # q of the first layer
@@ -135,8 +135,6 @@ def test_calibration_sees_what_the_layers_get(tower):
     seen = torch.cat([each.flatten() for each in inputs])
     assert list(measured) == list(quantized_layers(tower))
     assert measured["layers.1.mlp.linear2"] == pytest.approx(float(seen.max()))
-    clipped = calibrate(tower, batches, "int8", percentile=99).amax["layers.1.mlp.linear2"]
-    assert clipped == pytest.approx(float(seen.quantile(0.99)), rel=0.01)
     with pytest.raises(ConfigError, match="at least one tile"):
         calibrate(tower, [], "int8")
     with pytest.raises(ConfigError, match="int4"):
@@ -145,7 +143,7 @@ def test_calibration_sees_what_the_layers_get(tower):
 
 def test_bfloat16_is_rounded_on_the_cpu_where_the_graph_says(tower):
     """Not float32 under another name: rows differ from float32's as bfloat16 makes them."""
-    wide, narrow = (vision_graph(tower, "tensorrt", precision=name) for name in ("float32", "bfloat16"))
+    wide, narrow = (tensorrt_graph(tower, precision=name) for name in ("float32", "bfloat16"))
     pixels = tiles(2)
     rows = [OnnxRunner(for_cpu(model).SerializeToString()).run(pixels) for model in (wide, narrow)]
     difference = (rows[0] - rows[1]).abs().max() / rows[0].abs().max()
@@ -154,9 +152,7 @@ def test_bfloat16_is_rounded_on_the_cpu_where_the_graph_says(tower):
 
 def test_recall_is_measured_on_the_exported_graph(tower, tmp_path, monkeypatch):
     """bench_recall.py puts the graph where the CPU stage finds its own."""
-    graph = vision_graph(
-        tower, "tensorrt", "the weights", quantization=calibrate(tower, [torch.from_numpy(tiles(1))], "int8")
-    )
+    graph = tensorrt_graph(tower, "the weights", quantization=calibrate(tower, [torch.from_numpy(tiles(1))], "int8"))
     onnx.save(graph, str(tmp_path / "typed.onnx"))
     monkeypatch.setenv("TESSERA_CACHE", "")
     assert bench_recall.use_graph(tmp_path, tmp_path / "typed.onnx") == "int8"

@@ -18,10 +18,11 @@ from build_vision_plan import Plan, PlanError, Settings, Toolkit, build_plan, lo
 from calibration import calibrate
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
-from vision_graphs import vision_graph
+from vision_graphs import tensorrt_graph
 
 from tessera.checkpoint.config import read_config
 from tessera.vision.towers.intern_vit import InternViT
+from tessera.vision.towers.intern_vit_graph import vision_graph
 from tessera.vision.towers.tower import load_tower
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +48,7 @@ def tower() -> InternViT:
 @pytest.fixture(scope="module")
 def graph(tower: InternViT, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("graph") / "typed.onnx"
-    onnx.save(vision_graph(tower, "tensorrt"), str(file))
+    onnx.save(tensorrt_graph(tower), str(file))
     return file
 
 
@@ -89,7 +90,7 @@ def test_other_types_compile_too(toolkit: Toolkit, tower: InternViT, tmp_path: P
         tiles = torch.randint(0, 256, (1, 448, 448, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         options["quantization"] = calibrate(tower, [tiles], kind)
     file = tmp_path / "typed.onnx"
-    onnx.save(vision_graph(tower, "tensorrt", **options), str(file))
+    onnx.save(tensorrt_graph(tower, **options), str(file))
     plan = build(toolkit, file)
     assert (plan.input.dtype, plan.output.dtype) == ("UINT8", "BF16")
     assert any(shown.lower() in line.lower() for line in plan.layers if "gemm" in line.partition(",")[2][:30])
@@ -98,11 +99,11 @@ def test_other_types_compile_too(toolkit: Toolkit, tower: InternViT, tmp_path: P
 def test_graphs_of_other_targets_and_broken_ones_are_refused(
     toolkit: Toolkit, tower: InternViT, tmp_path: Path
 ) -> None:
-    file = tmp_path / "portable.onnx"
-    onnx.save(vision_graph(tower, "onnxruntime"), str(file))
+    file = tmp_path / "cpu.onnx"
+    onnx.save(vision_graph(tower), str(file))
     with pytest.raises(PlanError, match="cannot parse|--target tensorrt"):
         build(toolkit, file)
-    renamed = vision_graph(tower, "tensorrt")
+    renamed = tensorrt_graph(tower)
     for node in renamed.graph.node:
         node.output[:] = ["ROWS" if name == "EMBEDDINGS" else name for name in node.output]
     renamed.graph.output[0].name = "ROWS"

@@ -13,6 +13,7 @@ from tessera.vision.dispatch import LocalDispatcher
 from tessera.vision.encoding.encoder import VisionEncoder, in_groups
 from tessera.vision.encoding.memory import RowBudget
 from tessera.vision.encoding.pictures import Picture
+from tessera.vision.settings import VisionSettings
 
 BYTES = TOKENS * 2 * 4  # of a tile's rows
 # Pictures' tiles a request: big ones to be split, small ones to be merged, one without pictures, two with several.
@@ -48,10 +49,10 @@ class FailingRunner(CountingRunner):
         return super().run(tiles)
 
 
-def dispatched(runner, infer, send, requests=REQUESTS, budget=None):
+def dispatched(runner, infer, send, requests=REQUESTS, **more):
     """All answers in their order, once the dispatcher is closed."""
     answers = []
-    encoder = VisionEncoder(runner, TileFamily(), infer, budget=budget)
+    encoder = VisionEncoder(runner, TileFamily(), infer, **more)
     dispatcher = LocalDispatcher(encoder, send)
     dispatcher.encode([Job(number, pictures, answers) for number, pictures in enumerate(requests)])
     dispatcher.close()
@@ -162,7 +163,7 @@ def test_rows_are_gone_when_their_bytes_are_given_to_the_next_wave():
     living = []
     for group in vision.encode_in_groups([item([number]) for number in range(1, 7)]):
         while group:
-            with group.pop():
+            with group.pop().rows():
                 pass
         gc.collect()
         living.append(sum(type(each) is Picture and each.rows is not None for each in gc.get_objects()))
@@ -176,7 +177,8 @@ def test_rows_that_exceed_the_budget_together_go_in_waves():
     run = runner.run
     runner.run = lambda tiles, wires: peaks.append(held.used_bytes) or run(tiles)
     answers = []
-    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily(), 4, budget=held), 8, shown.append)
+    held.show_bytes = shown.append
+    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily(), 4, budget=held), 8)
     dispatcher.encode([Job(number, pictures, answers) for number, pictures in enumerate(REQUESTS)])
     dispatcher.close()
     assert len(answers) == len(REQUESTS) and not any(isinstance(outcome, Exception) for _, outcome in answers)
@@ -195,7 +197,7 @@ def test_a_request_that_can_never_fit_is_refused_with_numbers():
 
 def test_a_group_has_at_least_one_picture():
     with pytest.raises(ConfigError, match="visual_send_batch_size is 0"):
-        LocalDispatcher(VisionEncoder(CountingRunner(), TileFamily()), 0)
+        VisionSettings(send_batch_size=0)
 
 
 def test_rows_are_independent_of_the_pixels_memory():

@@ -100,7 +100,7 @@ def answers_of(vision, items):
     for group in vision.encode_in_groups(items):
         for pending in group:
             try:
-                with pending as rows:
+                with pending.rows() as rows:
                     yield pending.index, rows
             except (InvalidRequest, RuntimeError) as error:
                 yield pending.index, error
@@ -182,7 +182,7 @@ def test_a_picture_too_large_to_decode_is_refused_with_numbers() -> None:
     vision = encoder()
     vision.decoder = GpuDecoder("cuda", 1000)
     with pytest.raises(InvalidRequest, match=r"640x480 pixels takes \d+ bytes .* keeps 1000 .*gpu_pixels"):
-        vision.checked(item((1,)))
+        vision.pictures(item((1,)))
 
 
 def test_joined_tiles_are_where_the_decoded_ones_are() -> None:

@@ -128,7 +128,6 @@ def test_the_cache_remembers_across_calls_and_forgets_the_least_recently_used():
     # 1, 2 computed; 1 found; 3 pushes 2 out; 1 found; 2 computed again.
     assert len(vision.runner.batches) == 4
     assert vision.cache.used_bytes == 2 * picture_bytes
-    assert (vision.cache.hits, vision.cache.misses) == (2, 4)
 
 
 def test_without_a_cache_nothing_is_kept():

@@ -14,8 +14,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx_cpu import for_cpu
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
-from vision_graphs import vision_graph
+from vision_graphs import tensorrt_graph
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError, ConfigError, InvalidRequest
@@ -27,6 +28,7 @@ from tessera.vision.runners import onnx_runner
 from tessera.vision.runners.onnx_runner import OnnxRunner, kept_graph
 from tessera.vision.runners.torch_runner import TorchRunner
 from tessera.vision.settings import VisionSettings
+from tessera.vision.towers.intern_vit_graph import vision_graph
 from tessera.vision.towers.tower import TOWERS, Tower, load_tower
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
@@ -42,7 +44,7 @@ def tiles(count, side=56, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("target", ["onnxruntime", "portable"])
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -56,10 +58,11 @@ def tiles(count, side=56, seed=0):
 )
 def test_the_graph_computes_what_torch_does(tmp_path, shape, target):
     tower = load_tower(read_config(hf_native(tmp_path, shape)))
-    model = vision_graph(tower, target)
-    runner, pixels = OnnxRunner(model.SerializeToString()), tiles(3)
+    typed = target == "tensorrt"
+    model = tensorrt_graph(tower, precision="float32") if typed else vision_graph(tower)
+    runner, pixels = OnnxRunner(for_cpu(model).SerializeToString()), tiles(3)
     torch.testing.assert_close(runner.run(pixels), TorchRunner(tower).run(pixels), atol=2e-5, rtol=1e-5)
-    if target == "portable":
+    if typed:
         onnx.checker.check_model(model, full_check=True)
         assert {node.domain for node in model.graph.node} == {""}
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from tessera.checkpoint.config import read_config
 from tessera.measured_choices import MeasuredChoices
-from tessera.vision.kernels import reference
 from tessera.vision.kernels.attention import BACKENDS
 from tessera.vision.kernels.tower_kernels import (
+    add_and_norm,
     gpu_kernels,
     linear_and_activate,
     linear_and_activate_in_place,
@@ -41,7 +41,9 @@ def test_add_layer_norm(dtype, shape, has_update):
     x, update = normal(2, *shape, dtype=dtype) * 3 + 1
     weight, bias = normal(2, shape[-1], dtype=dtype, seed=1)
     update = update if has_update else None
-    expected, expected_sum = reference.add_layer_norm(x, update, weight, bias, EPS)
+    norm = nn.LayerNorm(shape[-1], EPS, dtype=dtype, device=DEVICE).requires_grad_(False)
+    norm.weight.copy_(weight), norm.bias.copy_(bias)
+    expected, expected_sum = add_and_norm(x, update, norm)
     given = x.clone()
     actual, total = add_layer_norm(given, update, weight, bias, EPS)
     assert total is given

@@ -6,12 +6,11 @@ with the next; the rows' budget and the lane bound how far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from tessera.errors import ConfigError
 from tessera.lost_device import end_process_if_lost
 from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.vision.encoding.encoder import PendingRows, VisionEncoder
@@ -37,50 +36,29 @@ class Job(Protocol):
         ...
 
 
-class Dispatcher(Protocol):
-    """Where the stage's jobs are done: here (:class:`LocalDispatcher`) or on another server (remote.py)."""
-
-    def check(self, item: VisionItem) -> None:
-        """Raises InvalidRequest for what can never be done."""
-        ...
-
-    def encode(self, jobs: Sequence[Job]) -> None:
-        """Sees to it that every job is answered, now or later. Their items are read before it returns."""
-        ...
-
-    def close(self) -> None:
-        """Returns when all jobs are answered."""
-        ...
-
-
 class LocalDispatcher:
-    """Jobs through an encoder of this process.
+    """Jobs through an encoder of this process; remote.py has those of another.
 
     Args:
         encoder: used by the thread that calls :meth:`encode` only.
         send_batch_size: pictures whose rows are held to go out together.
-        show_bytes: told the bytes of rows in flight whenever they changed.
     """
 
-    def __init__(
-        self, encoder: VisionEncoder, send_batch_size: int, show_bytes: Callable[[int], None] = lambda size: None
-    ) -> None:
-        if send_batch_size < 1:
-            raise ConfigError(f"vision_encoder: visual_send_batch_size is {send_batch_size}; it must be at least 1")
+    def __init__(self, encoder: VisionEncoder, send_batch_size: int) -> None:
         self._encoder = encoder
         self._send_batch_size = send_batch_size
-        encoder.budget.show_bytes = show_bytes
         self._outbox = Outbox("vision_encoder", threads=1)
         self._channel: Channel[list[tuple[Job, PendingRows]]] = Channel(self._send)
 
     def check(self, item: VisionItem) -> None:
-        self._encoder.checked(item)
+        """Raises InvalidRequest for what can never be done."""
+        self._encoder.pictures(item)
 
     def encode(self, jobs: Sequence[Job]) -> None:
+        """Sees to it that every job is answered, now or later. Their items are read before it returns."""
         waiting = dict(enumerate(jobs))
         try:
-            items = [job.item for job in jobs]
-            for group in self._encoder.encode_in_groups(items, self._send_batch_size):
+            for group in self._encoder.encode_in_groups([job.item for job in jobs], self._send_batch_size):
                 self._outbox.post(self._channel, [(waiting.pop(pending.index), pending) for pending in group])
                 del group  # its rows end with their sending
         except Exception as error:
@@ -89,6 +67,7 @@ class LocalDispatcher:
                 job.fail(error)
 
     def close(self) -> None:
+        """Returns when all jobs are answered."""
         self._outbox.close()
 
     def _send(self, groups: list[list[tuple[Job, PendingRows]]]) -> None:
@@ -99,7 +78,7 @@ class LocalDispatcher:
 
 def _answer(job: Job, pending: PendingRows) -> None:
     try:
-        with pending as rows:
+        with pending.rows() as rows:
             job.answer(rows)
     except Exception as error:
         end_process_if_lost()

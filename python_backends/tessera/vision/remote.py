@@ -9,13 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from tessera.errors import ConfigError, InvalidRequest, Unavailable
-from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.vision.dispatch import Job
 from tessera.vision.encoding.pictures import VisionItem
 from tessera_wire import errors
@@ -43,7 +42,7 @@ class RemoteDispatcher:
             raise ConfigError(f"vision_encoder: vision_url {url!r} must be a gRPC address, host:port")
         self._connection = Connection(self.address, tls=scheme == "grpcs", keep_alive=True)
         self._infer = self._connection.unary("ModelInfer")
-        self._outbox = Outbox("vision_encoder", SENDER_THREADS)
+        self._senders = ThreadPoolExecutor(SENDER_THREADS, "vision_encoder-send")
         self._changed = threading.Condition()
         self._under_way = 0
 
@@ -61,7 +60,7 @@ class RemoteDispatcher:
         self._connection.close()  # which ends the calls under way
         with self._changed:
             self._changed.wait_for(lambda: not self._under_way)
-        self._outbox.close()
+        self._senders.shutdown()
 
     def _ask(self, job: Job) -> None:
         # The clocks of two machines agree on nothing but how long something takes.
@@ -71,8 +70,7 @@ class RemoteDispatcher:
         call = self._infer.future(self._message(job.item), timeout=remaining)
         with self._changed:
             self._under_way += 1
-        answered: Channel[Any] = Channel(partial(self._finish, job))
-        call.add_done_callback(lambda done: self._outbox.post(answered, done))
+        call.add_done_callback(lambda done: self._senders.submit(self._finish, job, done))
 
     def _message(self, item: VisionItem) -> Any:
         """A ModelInferRequest with copies of the item's tensors."""
@@ -83,8 +81,7 @@ class RemoteDispatcher:
         message.outputs.add(name="EMBEDDINGS")
         return message
 
-    def _finish(self, job: Job, calls: list[Any]) -> None:
-        (call,) = calls
+    def _finish(self, job: Job, call: Any) -> None:
         try:
             code = call.code().name
             if code != "OK":

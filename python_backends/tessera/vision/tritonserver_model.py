@@ -19,7 +19,7 @@ from tessera.tritonserver.metrics import Gauge
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.server_log import write_to_server_log
 from tessera.tritonserver.settings import StageSettings
-from tessera.vision.dispatch import Dispatcher, LocalDispatcher
+from tessera.vision.dispatch import LocalDispatcher
 from tessera.vision.encoding.encoder import VisionEncoder
 from tessera.vision.encoding.pictures import VisionItem
 from tessera.vision.remote import RemoteDispatcher
@@ -37,22 +37,19 @@ class TritonPythonModel:
         stage = StageSettings(args)
         settings = stage.read(VisionSettings)
         url = settings.vision_url
-        self._dispatcher: Dispatcher = RemoteDispatcher(url) if url else local_dispatcher(stage.checkpoint, settings)
+        self._dispatcher = RemoteDispatcher(url) if url else local_dispatcher(stage.checkpoint, settings)
 
     def execute(self, requests: list[Any]) -> None:
         jobs = []
         for request in requests:
             job = StageJob(request)
             try:
-                if not job.read(request):
-                    continue
-                self._dispatcher.check(job.item)
+                if job.read(request):
+                    self._dispatcher.check(job.item)
+                    jobs.append(job)
             except Exception as error:
                 job.fail(error)
-                continue
-            jobs.append(job)
-        if jobs:
-            self._dispatcher.encode(jobs)
+        self._dispatcher.encode(jobs)
 
     def finalize(self) -> None:
         self._dispatcher.close()
@@ -62,7 +59,8 @@ def local_dispatcher(checkpoint: Path, settings: VisionSettings) -> LocalDispatc
     """The tower in this process."""
     encoder = VisionEncoder.from_checkpoint(checkpoint, settings)
     gauge = Gauge("tessera_vision_row_bytes", "Rows of pictures reserved or held for requests that are not answered")
-    return LocalDispatcher(encoder, settings.send_batch_size, gauge.set)
+    encoder.budget.show_bytes = gauge.set
+    return LocalDispatcher(encoder, settings.send_batch_size)
 
 
 class StageJob:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.functional import interpolate
@@ -24,23 +24,11 @@ Undecoded = tuple[EncodedPicture, Sequence[View]]
 DECODED_BYTES, KEPT_BYTES, RESIZED_BYTES, BETWEEN_BYTES, VIEW_BYTES = 12, 6, 15, 24, 30
 
 
-class PictureDecoder(Protocol):
-    """Encoded pictures -> the pixels of their views on the runner's device."""
-
-    def check(self, undecoded: Undecoded) -> None:
-        """Raises InvalidRequest for a picture that takes more memory than there is for decoding."""
-        ...
-
-    def pixels(self, line: Sequence[Undecoded]) -> list[torch.Tensor | Exception]:
-        """For the first pictures of the line, as many as fit at once but one at least: uint8 [bytes of all views].
-
-        In place of one whose file cannot be decoded or is not what its frame states, an InvalidRequest.
-        """
-        ...
-
-
 class GpuDecoder:
-    """On one device, for one thread; ``capacity`` bounds the bytes that decoding takes there."""
+    """Encoded pictures -> the pixels of their views, on one device, for one thread.
+
+    ``capacity`` bounds the bytes that decoding takes there.
+    """
 
     def __init__(self, device: str, capacity: int) -> None:
         self._device = torch.device(device)
@@ -48,6 +36,7 @@ class GpuDecoder:
         self._codec: Any = None
 
     def check(self, undecoded: Undecoded) -> None:
+        """Raises InvalidRequest for a picture that takes more memory than there is for decoding."""
         size, (picture, _) = bytes_of([undecoded]), undecoded
         if size > self._capacity:
             raise InvalidRequest(
@@ -57,7 +46,11 @@ class GpuDecoder:
 
     @torch.inference_mode()
     def pixels(self, line: Sequence[Undecoded]) -> list[torch.Tensor | Exception]:
-        """On a stream of its own, for a decoder waits for what its stream was given before."""
+        """For the first pictures of the line, as many as fit at once but one at least: uint8 [bytes of all views].
+
+        In place of one whose file cannot be decoded or is not what its frame states, an InvalidRequest. All runs on a
+        stream of its own, for a decoder waits for what its stream was given before.
+        """
         if self._codec is None:
             self._start()
         taken = list(line[:1])

@@ -25,8 +25,6 @@ class EmbeddingCache:
     def __init__(
         self, capacity_bytes: int = 0, hidden: int = 1, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ) -> None:
-        self.hits = 0
-        self.misses = 0
         self._slab = torch.empty(capacity_bytes // (hidden * dtype.itemsize), hidden, dtype=dtype, device=device)
         # A stack of row numbers, the first _left of them free. Made on the host: once copied it is there on any stream.
         self._free = torch.arange(len(self._slab)).flip(0).to(device)
@@ -41,9 +39,7 @@ class EmbeddingCache:
         """A copy [n, hidden] of the rows stored under ``key``, or None."""
         place = self._places.get(key)
         if place is None:
-            self.misses += 1
             return None
-        self.hits += 1
         self._places.move_to_end(key)
         return self._slab.index_select(0, place)
 

@@ -9,7 +9,8 @@ plan) is not computed again. Items go out in groups that are cut by pictures, wh
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from math import prod
@@ -21,7 +22,7 @@ from tessera.checkpoint.config import CheckpointConfig, read_config
 from tessera.errors import InvalidRequest
 from tessera.family.family import ModelFamily
 from tessera.family.registry import family_for
-from tessera.vision.decoding.decoder import GpuDecoder, PictureDecoder
+from tessera.vision.decoding.decoder import GpuDecoder
 from tessera.vision.encoding.embedding_cache import EmbeddingCache
 from tessera.vision.encoding.lane import AHEAD, Lane, LaunchedWork
 from tessera.vision.encoding.memory import COPIES_OF_ROWS, RowBudget, row_budget
@@ -30,6 +31,7 @@ from tessera.vision.runners.loading import load_runner
 from tessera.vision.runners.runner import Runner
 from tessera.vision.settings import VisionSettings
 
+Batch = list[tuple[Picture, slice]]  # of a forward: pictures, and which of their units
 Waiting = dict[int, list[Picture]]  # an item's index -> its pictures
 # An item's index -> its rows, or why it has none.
 Rows = dict[int, "torch.Tensor | Exception | None"]
@@ -37,12 +39,7 @@ Rows = dict[int, "torch.Tensor | Exception | None"]
 
 @dataclass(frozen=True)
 class PendingRows:
-    """An item's rows, perhaps still being computed: ``with pending as rows`` waits for them, and frees them at its end.
-
-    Each must be entered once, or its bytes stay counted. ``rows`` is [tokens, hidden] of all the item's ``pictures`` in
-    order, None without any; items with the same picture may share them: do not change them in place. Entering
-    raises what kept a picture from being decoded, InvalidRequest if the file did.
-    """
+    """An item's rows, perhaps still being computed: ``with pending.rows() as rows`` waits for them."""
 
     index: int
     pictures: int
@@ -51,21 +48,24 @@ class PendingRows:
     _work: LaunchedWork
     _budget: RowBudget
 
-    def __enter__(self) -> torch.Tensor | None:
+    @contextmanager
+    def rows(self) -> Iterator[torch.Tensor | None]:
+        """Of all the item's ``pictures`` in order, [tokens, hidden], None without any; given up when it is left.
+
+        It must be entered once, or their bytes stay counted. Items with the same picture may share rows: do not change
+        them in place. Entering raises what kept a picture from being decoded, InvalidRequest if the file did.
+        """
         try:
             if isinstance(self._rows, Exception):
                 raise self._rows
             if self._rows is not None:
                 self._work.wait(self._rows)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self._rows
-
-    def __exit__(self, *error: object) -> None:
-        self._budget.give_back(self._cost)
+            yield self._rows
+        finally:
+            self._budget.give_back(self._cost)
 
 
+@dataclass(eq=False)
 class VisionEncoder:
     """Turns items into embeddings; used by one thread at a time.
 
@@ -79,23 +79,13 @@ class VisionEncoder:
         decoder: of pictures that travel encoded; without one they are refused.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        family: ModelFamily,
-        infer_batch_size: int = 4,
-        cache: EmbeddingCache | None = None,
-        lane: Lane | None = None,
-        budget: RowBudget | None = None,
-        decoder: PictureDecoder | None = None,
-    ) -> None:
-        self.runner = runner
-        self.family = family
-        self.infer_batch_size = infer_batch_size
-        self.cache = cache or EmbeddingCache()
-        self.lane = lane or Lane()
-        self.budget = budget or RowBudget(bytes_per_unit=0)
-        self.decoder = decoder
+    runner: Runner
+    family: ModelFamily
+    infer_batch_size: int = 4
+    cache: EmbeddingCache = field(default_factory=EmbeddingCache)
+    lane: Lane = field(default_factory=Lane)
+    budget: RowBudget = field(default_factory=lambda: RowBudget(bytes_per_unit=0))
+    decoder: GpuDecoder | None = None
 
     @classmethod
     def from_checkpoint(
@@ -135,7 +125,7 @@ class VisionEncoder:
         found: dict[int, torch.Tensor | None] = {}
         for group in self.encode_in_groups(items):
             for pending in group:
-                with pending as rows:
+                with pending.rows() as rows:
                     found[pending.index] = rows
         return [found[index] for index in range(len(items))]
 
@@ -144,9 +134,9 @@ class VisionEncoder:
 
         Where rows would not fit the budget together, items are worked off in waves: the next begins when enough of
         what was given out has been entered and left. If a forward fails, what is done is given out before it raises.
-        Raises InvalidRequest for an item that :meth:`checked` would refuse.
+        Raises InvalidRequest for an item that :meth:`pictures` refuses.
         """
-        pictures = [self._pictures(item) for item in items]
+        pictures = [self.pictures(item) for item in items]
         costs = [_cost(group) for group in pictures]
         for wave in self.budget.waves(costs):
             waiting = {index: pictures[index] for index in wave}
@@ -155,12 +145,8 @@ class VisionEncoder:
             self.budget.reserve(sum(costs[index] for index in wave))
             yield from in_groups(self._encode(waiting), size)
 
-    def checked(self, item: VisionItem) -> VisionItem:
-        """The item itself. Raises InvalidRequest when its pixels, plan and digest do not agree or it can never fit."""
-        self._pictures(item)
-        return item
-
-    def _pictures(self, item: VisionItem) -> list[Picture]:
+    def pictures(self, item: VisionItem) -> list[Picture]:
+        """Raises InvalidRequest when an item's pixels, plan and digest do not agree or it can never fit."""
         pictures, tower = pictures_of(item, self.family, self.decoder), self.runner.tower
         self.budget.check(_cost(pictures))
         for number, picture in enumerate(pictures):
@@ -179,10 +165,9 @@ class VisionEncoder:
                 known.setdefault(picture.key, picture)
             yield from self._take(waiting, *self.lane.launch(partial(self._recall, waiting, known)))
             unknown = [picture for picture in known.values() if picture.rows is None]
-            parts: dict[Hashable, list[torch.Tensor]] = {picture.key: [] for picture in unknown}
             for batch in _batches(unknown, self.infer_batch_size, self.runner.tower.splits):
                 # What finishes an item's rows is launched with its forward: after the next one it would wait for that.
-                step = partial(self._step, batch, parts, waiting, known)
+                step = partial(self._step, batch, waiting, known)
                 yield from self._take(waiting, *self.lane.forward(step))
         finally:
             self.budget.give_back(sum(map(_cost, waiting.values())))
@@ -198,29 +183,22 @@ class VisionEncoder:
             picture.rows = self.cache.get(key)
         return _finished(waiting, known)
 
-    def _step(
-        self,
-        batch: list[tuple[Picture, slice]],
-        parts: dict[Hashable, list[torch.Tensor]],
-        waiting: Waiting,
-        known: Mapping[Hashable, Picture],
-    ) -> Rows:
-        """Runs some pictures' units; a picture whose last one is among them gets its rows from ``parts``."""
+    def _step(self, batch: Batch, waiting: Waiting, known: Mapping[Hashable, Picture]) -> Rows:
+        """Runs some pictures' units; a picture whose last one is among them gets its rows."""
         while any(picture.undecoded for picture, _ in batch):
             self._decode([picture for picture in known.values() if picture.undecoded])
         readable = [(picture, units) for picture, units in batch if picture.pixels is not None]
         if not readable:
             return _finished(waiting, known)
-        pixels = joined([picture.part(units) for picture, units in readable])
+        pixels = joined([picture.pixels[units] for picture, units in batch if picture.pixels is not None])
         rows = self.runner.run(pixels, () if self.runner.tower.splits else [picture.wire for picture, _ in readable])
         pieces = rows.split([picture.rows_of(units) for picture, units in readable])
         for (picture, units), piece in zip(readable, pieces, strict=True):
-            parts[picture.key].append(piece)
+            picture.parts.append(piece)
             if units.stop == picture.plan.cost:
-                whole = parts.pop(picture.key)
-                picture.rows = torch.cat(whole) if len(whole) > 1 else whole[0]
+                picture.rows = _whole(picture.parts)
+                picture.parts, picture.pixels = [], None
                 self.cache.put(picture.key, picture.rows)
-                picture.pixels = None
         return _finished(waiting, known)
 
     def _decode(self, line: list[Picture]) -> None:
@@ -266,23 +244,26 @@ def _finished(waiting: Waiting, known: Mapping[Hashable, Picture]) -> Rows:
     """The items all of whose pictures have rows by now, with these rows in one tensor, and those that never will."""
     found: Rows = {}
     for index, group in waiting.items():
-        errors = [error for picture in group if (error := known[picture.key].error) is not None]
+        own = [known[picture.key] for picture in group]
+        errors = [picture.error for picture in own if picture.error is not None]
+        rows = [picture.rows for picture in own if picture.rows is not None]
         if errors:
             found[index] = errors[0]
-            continue
-        rows = [known[picture.key].rows for picture in group]
-        done = [tensor for tensor in rows if tensor is not None]
-        if len(done) == len(rows):
-            found[index] = torch.cat(done) if len(done) > 1 else done[0] if done else None
+        elif len(rows) == len(own):
+            found[index] = _whole(rows) if rows else None
     return found
 
 
-def _batches(pictures: list[Picture], size: int, splits: bool) -> Iterator[list[tuple[Picture, slice]]]:
-    """Cut the line of all units into batches of ``size`` (the last may be smaller): (picture, which of its units).
+def _whole(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _batches(pictures: list[Picture], size: int, splits: bool) -> Iterator[Batch]:
+    """Cut the line of all units into batches of ``size`` (the last may be smaller).
 
     Where a picture must not be split the batch ends before it instead; one that is larger is a batch by itself.
     """
-    batch: list[tuple[Picture, slice]] = []
+    batch: Batch = []
     room = size
     for picture in pictures:
         cost, start = picture.plan.cost, 0

@@ -36,8 +36,7 @@ class RowBudget:
 
     def check(self, cost: int) -> None:
         """Raises InvalidRequest if a request of that cost could never be taken in."""
-        if not self._fits(cost):
-            assert self.capacity is not None
+        if self.capacity is not None and cost * self.bytes_per_unit > self.capacity:
             raise InvalidRequest(
                 f"this request's {cost} {self.unit} need {_megabytes(cost * self.bytes_per_unit)} for their rows and "
                 f"the vision stage has {_megabytes(self.capacity)}, which is {self.capacity // self.bytes_per_unit} "

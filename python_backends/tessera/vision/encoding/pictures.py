@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ import torch
 from tessera.errors import InvalidRequest
 from tessera.family.encoded_picture import KIND_ENCODED, KIND_PIXELS, EncodedPicture
 from tessera.family.family import ImagePlan, ModelFamily
-from tessera.vision.decoding.decoder import PictureDecoder, Undecoded
+from tessera.vision.decoding.decoder import GpuDecoder, Undecoded
 
 _PLAN_LENGTH = 4  # kind and t, h, w
 
@@ -32,8 +32,8 @@ class VisionItem:
 class Picture:
     """One picture on its way, with its ``pixels``, uint8 [cost, *unit_shape], or ``encoded`` until they are needed.
 
-    ``rows`` [tokens, hidden] once they are known, or the ``error`` why they never will be: InvalidRequest where the
-    file is at fault.
+    ``rows`` [tokens, hidden] once they are known, until then in ``parts`` of several forwards, or the ``error`` why
+    they never will be: InvalidRequest where the file is at fault.
     """
 
     key: Hashable
@@ -41,6 +41,7 @@ class Picture:
     plan: ImagePlan
     pixels: np.ndarray | torch.Tensor | None = None
     encoded: Undecoded | None = None
+    parts: list[torch.Tensor] = field(default_factory=list)
     rows: torch.Tensor | None = None
     error: Exception | None = None
 
@@ -58,11 +59,6 @@ class Picture:
         else:
             self.error = decoded
 
-    def part(self, units: slice) -> np.ndarray | torch.Tensor:
-        """Some of the pixels, decoded before."""
-        assert self.pixels is not None
-        return self.pixels[units]
-
     def rows_of(self, units: slice) -> int:
         """How many rows some of the units become."""
         return (units.stop - units.start) * self.plan.tokens // self.plan.cost
@@ -78,7 +74,7 @@ def joined(parts: Sequence[np.ndarray | torch.Tensor]) -> np.ndarray | torch.Ten
     return torch.cat([torch.as_tensor(part).to(device) for part in parts])
 
 
-def pictures_of(item: VisionItem, family: ModelFamily, decoder: PictureDecoder | None = None) -> list[Picture]:
+def pictures_of(item: VisionItem, family: ModelFamily, decoder: GpuDecoder | None = None) -> list[Picture]:
     """One request's pictures, in order; views of the item's pixels. Without a decoder none may be encoded.
 
     Raises InvalidRequest when pixels, plan and digest do not agree, and for what can never be decoded.

@@ -1,4 +1,1 @@
-"""Triton kernels (the kernel language) of the vision towers; importing any of them imports triton.
-
-:mod:`tessera.vision.kernels.reference` holds each one's readable twin in torch.
-"""
+"""What the vision towers compute with; ``add_layer_norm`` is a triton kernel (the language), which imports triton."""

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError
 from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
-from tessera.vision.runners.runner import Wires
+from tessera.vision.runners.runner import Wires, reserved_bytes
 from tessera.vision.runners.torch_runner import uploadable
 from tessera.vision.settings import VisionSettings
 from tessera.vision.towers.tower import Forward, Tower, load_tower
@@ -28,34 +27,27 @@ from tessera.vision.towers.tower import Forward, Tower, load_tower
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RecordingReport:
-    """What recording cost: seconds, and bytes of the device's memory that graphs and buffers keep, weights apart."""
-
-    sizes: list[int]
-    seconds: float
-    memory_bytes: int
-
-
 class GraphRunner:
     """Runs a tower on the device and in the dtype its weights have; used by one thread at a time.
 
-    ``forward_for`` a cost gives the forward to record. On the CPU nothing is recorded: a replay computes.
+    ``forward_for`` a cost gives the forward to record. On the CPU nothing is recorded: a replay computes. ``seconds``
+    and ``memory_bytes`` say what recording took, and what graphs and buffers keep of the device, weights apart.
     """
 
     def __init__(self, tower: Tower, sizes: Sequence[int], forward_for: Callable[[int], Forward] | None = None) -> None:
         self.tower = tower
-        self._sizes = sorted(sizes)
+        self.sizes = sorted(sizes)
         weight = next(tower.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._replays: dict[int, Callable[[], torch.Tensor]] = {}
-        started, before = time.perf_counter(), self._held()
+        started, before = time.perf_counter(), reserved_bytes(self._device)
         self._pool: Any = None
-        self._pixels = torch.zeros((self._sizes[-1], *tower.unit_shape), dtype=torch.uint8, device=self._device)
-        for size in reversed(self._sizes):  # the largest first: the smaller ones live in its memory
-            self._replays[size] = self._record(size, forward_for(size) if forward_for else tower)
-        self.report = RecordingReport(self._sizes, time.perf_counter() - started, self._held() - before)
+        self._pixels = torch.zeros((self.sizes[-1], *tower.unit_shape), dtype=torch.uint8, device=self._device)
+        self._replays = {  # the largest first: the smaller ones live in its memory
+            size: self._record(size, forward_for(size) if forward_for else tower) for size in reversed(self.sizes)
+        }
+        self.seconds = time.perf_counter() - started
+        self.memory_bytes = reserved_bytes(self._device) - before
 
     @classmethod
     def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> GraphRunner:
@@ -74,12 +66,11 @@ class GraphRunner:
                 f"the vision tower with forwards of {largest} tiles does not fit the GPU's free memory: lower "
                 f"visual_infer_batch_size or the language model's memory_bytes ({error})"
             ) from error
-        report = runner.report
         _LOG.info(
             "recorded graphs for %s tiles in %.1f s; they keep %.0f MiB",
-            ", ".join(map(str, report.sizes)),
-            report.seconds,
-            report.memory_bytes / 2**20,
+            ", ".join(map(str, runner.sizes)),
+            runner.seconds,
+            runner.memory_bytes / 2**20,
         )
         return runner
 
@@ -93,13 +84,13 @@ class GraphRunner:
         """Returns before the GPU is done. Pixels on the device must be ready on the current stream, and that is the
         stream on which the rows, which are the caller's to keep, become ready.
         """
-        largest = self._sizes[-1]
+        largest = self.sizes[-1]
         parts = [self._forward(pixels[start : start + largest]) for start in range(0, len(pixels), largest)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _forward(self, pixels: np.ndarray | torch.Tensor) -> torch.Tensor:
         source = uploadable(pixels, self._device)
-        size = next(size for size in self._sizes if size >= len(source))
+        size = next(size for size in self.sizes if size >= len(source))
         each, width = self.tower.row_shape
         rows = torch.empty((len(source) * each, width), dtype=self._dtype, device=self._device)
         with self._own_stream():
@@ -142,13 +133,6 @@ class GraphRunner:
         with torch.cuda.stream(self._stream):
             yield
         current.wait_stream(self._stream)
-
-    def _held(self) -> int:
-        """Bytes of the device's memory that this process holds and uses; what it merely kept is given back."""
-        if self._stream is None:
-            return 0
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved(self._device)
 
 
 def bucket_sizes(largest: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.vision.runners.runner import Runner, weight_bytes
+from tessera.vision.runners.runner import Runner, reserved_bytes, weight_bytes
 from tessera.vision.settings import VisionSettings
 from tessera.vision.towers.tower import tower_class
 
@@ -27,14 +27,8 @@ def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:
 
 def load_runner(config: CheckpointConfig, settings: VisionSettings) -> tuple[Runner, int]:
     """As :func:`make_runner`, with the bytes that the runner keeps: weights, on a GPU graphs and buffers as well."""
-    if settings.device == "cpu":
-        return make_runner(config, settings), weight_bytes(config, settings)
-    before = _reserved(settings.device)
+    device = torch.device(settings.device)
+    before = reserved_bytes(device)
     runner = make_runner(config, settings)
-    return runner, _reserved(settings.device) - before
-
-
-def _reserved(device: str) -> int:
-    """Bytes of the GPU that this process has; what it only kept for later is given back first."""
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved(device)
+    kept = weight_bytes(config, settings) if device.type == "cpu" else reserved_bytes(device) - before
+    return runner, kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -26,8 +27,7 @@ class OnnxRunner:
     """Runs a graph of one input, the pixels, and one output, the rows; ``tower`` is the one it was written from."""
 
     def __init__(self, model: Path | bytes, threads: int = 1, tower: Tower | None = None) -> None:
-        if tower is not None:
-            self.tower = tower
+        self.tower: Any = tower
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
@@ -37,8 +37,7 @@ class OnnxRunner:
         # and there are none for float8.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         options.log_severity_level = 3
-        source = model if isinstance(model, bytes) else str(model)
-        self._session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        self._session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         self._input = self._session.get_inputs()[0].name
 
     @classmethod

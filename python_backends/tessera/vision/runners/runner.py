@@ -31,6 +31,14 @@ class Runner(Protocol):
         ...
 
 
+def reserved_bytes(device: torch.device) -> int:
+    """Of a GPU, what this process has; what it only kept for later is given back first. 0 on the CPU."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
+
+
 def weight_bytes(config: CheckpointConfig, settings: VisionSettings) -> int:
     """What the tower's weights take, from the shapes alone."""
     tower = unfilled_tower(config, getattr(torch, settings.dtype))

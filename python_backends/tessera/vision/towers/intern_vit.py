@@ -76,11 +76,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, size: int, inner: int, out: int, activation: str) -> None:
         super().__init__()
-        self.activation_name = config.hidden_act
-        self.linear1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.linear2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.activation_name = activation
+        self.linear1 = nn.Linear(size, inner)
+        self.linear2 = nn.Linear(inner, out)
 
     def forward(self, x: torch.Tensor, kernels: TowerKernels = PLAIN) -> torch.Tensor:
         return self.linear2(kernels.linear_and_activate(x, self.linear1, self.activation_name))
@@ -98,7 +98,8 @@ class Layer(nn.Module):
         self.attention = Attention(config)
         self.scale1: nn.Parameter | None = nn.Parameter(torch.ones(config.hidden_size))
         self.norm2 = _norm(config)
-        self.mlp = MLP(config)
+        size = config.hidden_size
+        self.mlp = MLP(size, config.intermediate_size, size, config.hidden_act)
         self.scale2: nn.Parameter | None = nn.Parameter(torch.ones(config.hidden_size))
 
     def forward(
@@ -121,18 +122,15 @@ class Layer(nn.Module):
         self.scale1 = self.scale2 = None
 
 
-class Projector(nn.Module):
+class Projector(MLP):
     """``mlp1``: LayerNorm, Linear, activation, Linear, from shuffled patches to the text model's width."""
 
     def __init__(self, size: int, text_size: int, activation: str) -> None:
-        super().__init__()
-        self.activation_name = activation
+        super().__init__(size, text_size, text_size, activation)
         self.norm = nn.LayerNorm(size)
-        self.linear1 = nn.Linear(size, text_size)
-        self.linear2 = nn.Linear(text_size, text_size)
 
     def forward(self, x: torch.Tensor, kernels: TowerKernels = PLAIN) -> torch.Tensor:
-        return self.linear2(kernels.linear_and_activate(self.norm(x), self.linear1, self.activation_name))
+        return super().forward(self.norm(x), kernels)
 
 
 class InternViT(Tower):
@@ -140,6 +138,8 @@ class InternViT(Tower):
 
     A fresh instance has initial values as torch gives them; ``load_tower`` fills one from a checkpoint.
     """
+
+    onnx_graph = "tessera.vision.towers.intern_vit_graph:vision_graph"
 
     def __init__(self, config: CheckpointConfig) -> None:
         super().__init__()

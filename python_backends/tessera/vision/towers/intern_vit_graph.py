@@ -15,7 +15,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from tessera.vision.towers.intern_vit import Attention, InternViT, Layer, RMSNorm
+from tessera.vision.towers.intern_vit import MLP, Attention, InternViT, Layer, RMSNorm
 
 FINGERPRINT = "tessera.fingerprint"
 PRECISION = "tessera.precision"
@@ -88,17 +88,17 @@ class GraphWriter:
         blocks = self.reshape(self.pixels(tiles), -1, *side, tower.grid, tower.merge, patch * 3)
         order = (0, 4, 1, 2, 5, 3, 6) if tower.transposed else (0, 1, 4, 2, 5, 3, 6)
         patches = self.reshape(self.add("Transpose", blocks, perm=order), -1, self.tokens - 1, 3 * patch**2)
-        x = self.add("Add", self.embed_patches(patches), self.constant(positions[:, 1:]))
-        count = self.add("Shape", x, start=0, end=1)
-        shape = self.add("Concat", count, self.constant(np.array([1, self.width])), axis=0)
-        cls = self.add("Expand", self.constant(tower.class_embedding + positions[:, :1]), shape)
-        return self.add("Concat", cls, x, axis=1, out="embedded")
+        x = self.add("Pad", self.embed_patches(patches), self.constant(np.array([0, 1, 0, 0, 0, 0])))  # the class row
+        first = tower.class_embedding + positions[:, :1]
+        return self.add("Add", x, self.constant(torch.cat((first, positions[:, 1:]), dim=1)), out="embedded")
 
     def layer(self, x: str, layer: Layer, out: str) -> str:
         update = self.linear(self.attention(self.norm(x, layer.norm1), layer.attention), layer.attention.output)
         x = self.add("Add", x, update)
-        hidden = self.activation(self.linear(self.norm(x, layer.norm2), layer.mlp.linear1), layer.mlp.activation_name)
-        return self.add("Add", x, self.linear(hidden, layer.mlp.linear2), out=out)
+        return self.add("Add", x, self.mlp(self.norm(x, layer.norm2), layer.mlp), out=out)
+
+    def mlp(self, x: str, mlp: MLP, out: str = "") -> str:
+        return self.linear(self.activation(self.linear(x, mlp.linear1), mlp.activation_name), mlp.linear2, out)
 
     def attention(self, x: str, attention: Attention) -> str:
         weights = attention.qkv.weight.chunk(3)
@@ -118,8 +118,7 @@ class GraphWriter:
         projector, constants = self.tower.projector, ([1], [self.tokens], [1])
         x = self.add("Slice", x, *(self.constant(np.array(values)) for values in constants))
         x = self.norm(self.reshape(x, -1, self.tower.grid**2, projector.linear1.in_features), projector.norm)
-        x = self.activation(self.linear(x, projector.linear1), projector.activation_name)
-        return self.linear(x, projector.linear2, out=out)
+        return self.mlp(x, projector, out)
 
     def linear(self, x: str, linear: torch.nn.Linear, out: str = "") -> str:
         return self.add("Add", self.matrix(x, linear.weight, linear), self.constant(linear.bias), out=out)
@@ -135,26 +134,27 @@ class GraphWriter:
         return self.add("LayerNormalization", x, scale, shift, axis=-1, epsilon=norm.eps)
 
     def activation(self, x: str, name: str) -> str:
-        def times(a: str, b: str | float) -> str:
-            return self.add("Mul", a, b if isinstance(b, str) else self.constant(np.float32(b)))
-
-        def plus_one(a: str) -> str:
-            return self.add("Add", a, self.constant(np.float32(1)))
-
         if name == "relu":
             return self.add("Relu", x)
         if name == "silu":
-            return times(x, self.add("Sigmoid", x))
+            return self.times(x, self.add("Sigmoid", x))
         if name == "quick_gelu":
-            return times(x, self.add("Sigmoid", times(x, 1.702)))
+            return self.times(x, self.add("Sigmoid", self.times(x, 1.702)))
         if name == "gelu":
             return self.gelu(x)
-        cube = times(times(times(x, x), x), 0.044715)
-        inner = times(self.add("Add", x, cube), (2 / np.pi) ** 0.5)
-        return times(times(x, 0.5), plus_one(self.add("Tanh", inner)))
+        cube = self.times(self.times(self.times(x, x), x), 0.044715)
+        inner = self.times(self.add("Add", x, cube), (2 / np.pi) ** 0.5)
+        return self.gelu_of(x, self.add("Tanh", inner))
 
     def gelu(self, x: str) -> str:
         return self.add("Gelu", x, domain=_FUSED)
+
+    def gelu_of(self, x: str, bend: str) -> str:
+        """x / 2 * (1 + bend), which is a GELU where bend is its erf or tanh."""
+        return self.times(self.times(x, 0.5), self.add("Add", bend, self.constant(np.float32(1))))
+
+    def times(self, a: str, b: str | float) -> str:
+        return self.add("Mul", a, b if isinstance(b, str) else self.constant(np.float32(b)))
 
     def reshape(self, x: str, *shape: int) -> str:
         return self.add("Reshape", x, self.constant(np.array(shape)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -15,14 +15,10 @@ from tessera.checkpoint.weights import Placement, SafetensorsFolder, load_strict
 from tessera.errors import CheckpointError, ConfigError
 from tessera.measured_choices import MeasuredChoices
 
-# model_type -> the tower's class, and the function that writes it as an ONNX graph if there is one.
+# model_type -> the tower's class
 TOWERS = {
     "internvl": "tessera.vision.towers.intern_vit:InternViT",
     "internvl_chat": "tessera.vision.towers.intern_vit:InternViT",
-}
-ONNX_GRAPHS = {
-    "internvl": "tessera.vision.towers.intern_vit_graph:vision_graph",
-    "internvl_chat": "tessera.vision.towers.intern_vit_graph:vision_graph",
 }
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -38,6 +34,8 @@ class Tower(torch.nn.Module):
     splits: bool = True
     #: where they are not: the most that one picture may cost; it may be more than a forward takes of several
     max_cost: int = 0
+    #: "module:function" that writes it as an ONNX graph, if there is one
+    onnx_graph: str | None = None
     #: uint8 shape of the pixels of one unit of cost
     unit_shape: tuple[int, ...]
     #: (rows that one unit of cost becomes at most, values of a row)
@@ -70,16 +68,17 @@ def tower_class(config: CheckpointConfig) -> type[Tower]:
     """Raises CheckpointError for a model type that no tower is registered for."""
     if config.model_type not in TOWERS:
         raise CheckpointError(f"no vision tower for model_type {config.model_type!r}; known are {sorted(TOWERS)}")
-    return _imported(TOWERS[config.model_type])
+    return resolve_name(TOWERS[config.model_type])
 
 
 def onnx_writer(config: CheckpointConfig) -> Callable[..., Any]:
     """(tower, fingerprint) -> onnx.ModelProto. Raises ConfigError for a tower that has no graph."""
-    if config.model_type not in ONNX_GRAPHS:
+    place = tower_class(config).onnx_graph
+    if place is None:
         raise ConfigError(
             f"the vision tower of model_type {config.model_type!r} has no ONNX graph: set runner to torch"
         )
-    return _imported(ONNX_GRAPHS[config.model_type])
+    return resolve_name(place)
 
 
 def load_tower(config: CheckpointConfig, dtype: torch.dtype = torch.float32, random_weights: bool = False) -> Any:
@@ -112,11 +111,6 @@ def vision_fingerprint(config: CheckpointConfig) -> str:
         digest.update(name.encode())
         digest.update(source.get(name).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _imported(place: str) -> Any:
-    module, name = place.split(":")
-    return getattr(import_module(module), name)
 
 
 def _draw(tower: Tower) -> None:
