@@ -72,7 +72,7 @@ def test_the_wall_stops_what_is_blocked():
 
 
 def imports() -> dict[str, set[str]]:
-    """Module -> the modules of this project that it imports, at its top or inside functions; not for types alone."""
+    """Module -> the modules of this project that it imports, at its top, inside functions, or for types alone."""
     files = {
         ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): file
         for source in SOURCES
@@ -82,9 +82,6 @@ def imports() -> dict[str, set[str]]:
     for name, file in files.items():
         targets = set()
         tree = ast.parse(file.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                node.body = []
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 targets |= {alias.name for alias in node.names}

@@ -13,9 +13,10 @@ from pkgutil import resolve_name
 from typing import Any
 
 from tessera.checkpoint.files import one_of, read_json
-from tessera.checkpoint.names import NameTable
 from tessera.errors import CheckpointError
 
+#: (pattern of a stored name, our name) for each weight; a layout gives the vision tower's
+NameTable = tuple[tuple[str, str], ...]
 #: architecture as config.json names it -> the layout's reader, (folder, config.json) -> CheckpointConfig
 LAYOUTS = {
     "InternVLForConditionalGeneration": "tessera.checkpoint.layouts.hf_native:read",

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from tessera.checkpoint.config import CheckpointConfig, NameTable
 from tessera.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from tessera.checkpoint.config import CheckpointConfig
-
-#: (pattern of a stored name, our name) for each weight; a layout gives the vision tower's
-NameTable = tuple[tuple[str, str], ...]
 WB = r"(weight|bias)"
 
 # "language_model.model.x" (saved by transformers 5 and by the original code) and "model.language_model.x"

@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.config import CheckpointConfig
+from tessera.checkpoint.config import CheckpointConfig, NameTable
 from tessera.checkpoint.files import one_of, read_processor, section
 from tessera.checkpoint.layouts.internvl import TileRule, assemble, read_vision
-from tessera.checkpoint.names import WB, NameTable
+from tessera.checkpoint.names import WB
 from tessera.checkpoint.normalization import pixel_statistics
 
 PILLOW_BICUBIC = 3

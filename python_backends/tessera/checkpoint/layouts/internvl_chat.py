@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.config import CheckpointConfig
+from tessera.checkpoint.config import CheckpointConfig, NameTable
 from tessera.checkpoint.files import section
 from tessera.checkpoint.layouts.internvl import TileRule, assemble, read_vision
-from tessera.checkpoint.names import WB, NameTable
+from tessera.checkpoint.names import WB
 
 _TOWER, _PROJECTOR = r"(?:model\.)?vision_model\.", r"(?:model\.)?mlp1\."
 _LAYER = _TOWER + r"encoder\.layers\.(\d+)\."

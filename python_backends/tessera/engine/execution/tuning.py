@@ -19,8 +19,8 @@ from tessera.engine import kernels
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, SpanTable
 from tessera.engine.attention.triton_backend import TritonBackend
 from tessera.engine.kernels.skinny_linear import K_MULTIPLE, MAX_ROWS
-from tessera.engine.layers.linear import Linear
 from tessera.engine.models.qwen2 import DecoderLayer, Qwen2
+from tessera.engine.quantization.scheme import Linear
 from tessera.engine.quantization.unquantized import Unquantized
 from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
 

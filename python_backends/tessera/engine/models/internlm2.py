@@ -1,6 +1,6 @@
 """InternLM2: the same decoder as Llama under other names, with q, k and v stored as one grouped matrix.
 
-Source: the checkpoints' ``modeling_internlm2.py`` (its rule is written down in our notes on reference semantics).
+Source: the checkpoints' ``modeling_internlm2.py``. Rows of wqkv are grouped by key head: queries, key, value.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from functools import partial
 
 import torch
 
-from tessera.engine.layers.linear import Linear
 from tessera.engine.models.qwen2 import DecoderLayer, LayerNames, Qwen2
-from tessera.engine.models.weights import Target
+from tessera.engine.quantization.scheme import Linear, Target
 from tessera.errors import CheckpointError
 
 

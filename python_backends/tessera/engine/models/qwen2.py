@@ -15,11 +15,9 @@ from torch import nn
 
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, HeadShape
 from tessera.engine.layers.embedding import Embedding
-from tessera.engine.layers.linear import Linear
 from tessera.engine.layers.norm import RmsNorm
 from tessera.engine.layers.rotary import Rotary
-from tessera.engine.models.weights import Target, linear_targets
-from tessera.engine.quantization.scheme import SchemeSelector, copy_whole
+from tessera.engine.quantization.scheme import Linear, SchemeSelector, Target, copy_whole
 from tessera.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -141,7 +139,7 @@ class Qwen2(nn.Module):
             "model.norm.weight": partial(copy_whole, self.norm.get_buffer("weight")),
         }
         if self.head is not None:
-            targets |= linear_targets(self.head_name, self.head, "head")
+            targets |= self.head.targets(self.head_name, "head")
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             targets |= self._layer_targets(f"model.layers.{layer.index}", layer)
@@ -153,14 +151,14 @@ class Qwen2(nn.Module):
             f"{prefix}.{names.input_norm}.weight": partial(copy_whole, layer.input_norm.get_buffer("weight")),
             f"{prefix}.{names.post_norm}.weight": partial(copy_whole, layer.post_norm.get_buffer("weight")),
             **self._qkv_targets(prefix, layer),
-            **linear_targets(f"{prefix}.{names.output}", layer.output, "o"),
-            **linear_targets(f"{prefix}.{names.gate}", layer.gate_up, "gate"),
-            **linear_targets(f"{prefix}.{names.up}", layer.gate_up, "up"),
-            **linear_targets(f"{prefix}.{names.down}", layer.down, "down"),
+            **layer.output.targets(f"{prefix}.{names.output}", "o"),
+            **layer.gate_up.targets(f"{prefix}.{names.gate}", "gate"),
+            **layer.gate_up.targets(f"{prefix}.{names.up}", "up"),
+            **layer.down.targets(f"{prefix}.{names.down}", "down"),
         }
 
     def _qkv_targets(self, prefix: str, layer: DecoderLayer) -> dict[str, Target]:
         targets: dict[str, Target] = {}
         for part in ("q", "k", "v"):
-            targets |= linear_targets(f"{prefix}.self_attn.{part}_proj", layer.qkv, part)
+            targets |= layer.qkv.targets(f"{prefix}.self_attn.{part}_proj", part)
         return targets

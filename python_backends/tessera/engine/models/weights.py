@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 
-from tessera.engine.layers.linear import Linear
+from tessera.engine.models.qwen2 import Qwen2
+from tessera.engine.quantization.scheme import Linear
 from tessera.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from tessera.engine.models.qwen2 import Qwen2
-
-Target = Callable[[torch.Tensor], None]
 _SHOWN = 10
 
 
@@ -49,13 +44,6 @@ def randomize(model: Qwen2, seed: int) -> None:
         else:
             buffer.normal_(0, 0.02, generator=generator)
     _finish(model)
-
-
-def linear_targets(prefix: str, layer: Linear, part: str) -> dict[str, Target]:
-    """Targets of one part of a linear layer: ``prefix``.weight and whatever else its scheme wants."""
-
-    scheme = layer.scheme
-    return {f"{prefix}.{name}": partial(scheme.load, layer, part, name) for name in scheme.tensor_names(layer)}
 
 
 def _finish(model: Qwen2) -> None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 
 from tessera.engine.kernels.selection import layer_kernels
-from tessera.engine.quantization.scheme import LinearScheme, copy_whole
-
-if TYPE_CHECKING:
-    from tessera.engine.layers.linear import Linear
+from tessera.engine.quantization.scheme import Linear, LinearScheme, copy_whole
 
 
 class Unquantized(LinearScheme):
