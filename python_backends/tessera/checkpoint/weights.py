@@ -93,14 +93,11 @@ class SafetensorsFolder:
         return {name: self.folder / file_name for name, file_name in weight_map.items()}
 
 
-Transform = Callable[[str, "torch.Tensor"], "torch.Tensor | Iterable[Placement]"]
-
-
 def load_strict(
     module: torch.nn.Module,
     mapping: Mapping[str, str],
     source: SafetensorsFolder,
-    transform: Transform | None = None,
+    transform: Callable[[str, torch.Tensor], torch.Tensor | Iterable[Placement]] | None = None,
 ) -> None:
     """Copy the tensors named by ``mapping`` (stored name -> our name) into ``module``, leaving nothing out.
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.files import read_json
 from tessera.errors import CheckpointError, InvalidRequest
 from tessera.family.chat import ImagePlace, Message
 from tessera.family.tokenizer import Tokenizer
 from tessera.family.user_text import Disguise, UserText, shown
-
-if TYPE_CHECKING:
-    from tessera.checkpoint.config import CheckpointConfig
 
 
 def find_chat_template(config: CheckpointConfig, tokenizer: Tokenizer) -> str:

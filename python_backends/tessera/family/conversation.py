@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.files import one_of
 from tessera.errors import CheckpointError
 from tessera.family.chat import ImagePlace, Message
-
-if TYPE_CHECKING:
-    from tessera.checkpoint.config import CheckpointConfig
-
 
 OPENING = "<|im_start|>{role}\n"
 #: what closes a turn, by the template's name; without its newline the token that ends an answer

@@ -7,15 +7,13 @@ Rules: OpenGVLab/InternVL dataset.py ``dynamic_preprocess`` for the original lay
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.files import read_json
 from tessera.errors import CheckpointError, InvalidRequest
 from tessera.family.family import ImagePlan, ModelFamily, View
 from tessera.family.tile_policy import TilePolicy
-
-if TYPE_CHECKING:
-    from tessera.checkpoint.config import CheckpointConfig
 
 # What a native grid may lose: pixels (its own to the picture's) and shape (the longer over the shorter stretch).
 NATIVE_PIXELS = 0.75

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.context import context_length as allowed_length
 from tessera.errors import CheckpointError, InvalidRequest
 from tessera.family.chat import MARKER, ImagePlace, Message
@@ -22,9 +22,6 @@ from tessera.family.conversation import OPENING, closing_of, conversation_render
 from tessera.family.family import ImagePlan, ModelFamily
 from tessera.family.tokenizer import Tokenizer
 from tessera.family.user_text import Disguise, UserText
-
-if TYPE_CHECKING:
-    from tessera.checkpoint.config import CheckpointConfig
 
 # Text of more characters a context token than this is counted in parts before it is encoded as a whole. Cutting it
 # adds a few tokens at most to each part.

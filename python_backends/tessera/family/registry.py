@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
 
+from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.files import one_of
 from tessera.family.family import ModelFamily
-
-if TYPE_CHECKING:
-    from tessera.checkpoint.config import CheckpointConfig
 
 FAMILIES = {
     "internvl": "tessera.family.internvl:InternVL",
