@@ -41,7 +41,8 @@ class TritonPythonModel:
         settings = StageSettings(args)
         sys.setswitchinterval(SWITCH_S)
         self._outbox = Outbox("language_model", SENDER_THREADS)
-        self._engine = EngineProcess(settings.checkpoint, settings.read(EngineConfig), end_stage)
+        # Without its engine the stage is as good as dead; as a dead process it is noticed and started anew.
+        self._engine = EngineProcess(settings.checkpoint, settings.read(EngineConfig), partial(os._exit, 1))
         self._page = MetricsPage(self._engine.counts)
 
     def execute(self, requests: list[Any]) -> None:
@@ -72,11 +73,6 @@ class TritonPythonModel:
         self._engine.submit(whole, partial(self._outbox.post, reply.channel), rows)
         if responder.is_cancelled():  # its client left while an earlier stage ran
             self._engine.cancel(whole.number)
-
-
-def end_stage() -> None:
-    """Without its engine the stage is as good as dead; as a dead process it is noticed and started anew."""
-    os._exit(1)
 
 
 def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[Request, torch.Tensor | None]:

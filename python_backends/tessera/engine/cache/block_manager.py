@@ -100,7 +100,7 @@ class BlockManager:
         """Nobody holds anything and nothing written so far may be found, because a step failed midway."""
         self._holders = [0] * self.num_blocks
         self._free = OrderedDict.fromkeys(range(self.num_blocks))
-        self._index.clear()
+        self._index = PrefixIndex()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raises AssertionError unless the books agree with ``sequences``, all those that may hold blocks."""

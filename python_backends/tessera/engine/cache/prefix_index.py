@@ -55,10 +55,6 @@ class PrefixIndex:
         if key is not None:
             del self._by_key[key]
 
-    def clear(self) -> None:
-        self._by_key.clear()
-        self._key_of.clear()
-
     def check(self) -> None:
         """Raises AssertionError unless both directions agree and every key is the hash of what it names."""
         assert {entry.block: key for key, entry in self._by_key.items()} == self._key_of, "directions disagree"

@@ -80,13 +80,14 @@ class MemoryBudget:
 
     def _largest_step(self, max_model_len: int) -> tuple[ScheduledBatch, int]:
         """A step of all the tokens one may have, each prompt's last token sampled, and the blocks that it needs."""
+        sampling, none = SamplingParameters(max_tokens=1), np.zeros((0, 2), np.int32)
         left, first, spans = self.config.max_batched_tokens, 0, []
         share = -(-left // min(self.config.max_sequences, _PROMPTS))
         for _ in range(self.config.max_sequences):
             length = min(left, max(max_model_len - 1, 1), share)
             if not length:
                 break
-            sequence = Sequence(_blank_request(length))
+            sequence = Sequence(Request("", np.zeros(length, np.int32), none, None, none, sampling))
             count = -(-length // self.config.block_size)
             sequence.block_table = list(range(first, first + count))
             spans.append(ScheduledSpan(sequence, 0, length, True))
@@ -106,8 +107,3 @@ def engine_share(config: EngineConfig, total: int) -> int:
             f"for the language model exceed the card's {total / 2**30:.1f} GiB; lower gpu_memory"
         )
     return share
-
-
-def _blank_request(length: int) -> Request:
-    none = np.zeros((0, 2), np.int32)
-    return Request("", np.zeros(length, np.int32), none, None, none, SamplingParameters(max_tokens=1))
