@@ -98,7 +98,8 @@ class GpuDecoder:
                 f"decoding on the GPU needs the packages nvidia-nvimgcodec-cu13 and nvidia-nvjpeg ({error}): install "
                 "them, or set preprocess.gpu_pixels to 0"
             ) from None
-        kinds = codec.BackendKind.HW_GPU_ONLY, codec.BackendKind.GPU_ONLY, codec.BackendKind.HYBRID_CPU_GPU
+        # What the engines do not take goes to libjpeg-turbo: nvJPEG's own kernels are off by up to three grey levels.
+        kinds = codec.BackendKind.HW_GPU_ONLY, codec.BackendKind.CPU_ONLY
         self._form = codec.DecodeParams(False, codec.ColorSpec.SRGB, False, codec.SampleFormat.P_RGB)
         self._decoder = codec.Decoder(
             device_id=torch.cuda.current_device() if self._device.index is None else self._device.index,
