@@ -59,7 +59,7 @@ def test_the_client_reads_what_the_launcher_writes() -> None:
     with HealthPort(service, "127.0.0.1", 0):
         health.enter("ready")
         page = client_side.ask(service.url)
-    assert page is not None and page.ready and page.serves(2) and not page.serves(3)
+    assert page is not None and page.ready and page.serves("2") and not page.serves("3")
     assert page.stages == (client_side.StageHealth("llm_0_0", **stage),)
     assert client_side.ask(service.url) is None  # nobody there any more
 
@@ -83,7 +83,8 @@ def test_several_servers_are_ready_when_each_is_and_the_page_names_the_one_that_
         status, page = ask(service, "/healthz")
     assert seen is not None and not seen.ready and seen.reason == "gpu1: llm died" and seen.restarts == 1
     assert [stage.name for stage in seen.stages] == ["gpu0/llm", "gpu1/llm"] and [s.pid for s in seen.stages] == [0, 1]
-    assert seen.grpc == "a:8001,a:8011" and all(map(seen.serves, (8000, 8001, 8010, 8011))) and not seen.serves(8021)
+    assert seen.grpc == "a:8001,a:8011" and not seen.serves("8021")
+    assert all(map(seen.serves, ("8000", "8001", "8010", "8011")))
     assert status == 503 and {name: each["state"] for name, each in page["servers"].items()} == {
         "gpu0": "ready",
         "gpu1": "restarting",

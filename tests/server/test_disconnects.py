@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 
-import metrics_page
 import pytest
+import server_metrics
 
 pytestmark = [pytest.mark.server, pytest.mark.faults]
 
@@ -35,7 +35,7 @@ time.sleep(600)
 
 
 def running(server) -> float:
-    return metrics_page.total(metrics_page.read(server.metrics_url), "tessera_requests_in_flight")
+    return server_metrics.total(server_metrics.read(server.metrics_url), "tessera_requests_in_flight")
 
 
 def wait_for(server, wanted: float, seconds: float) -> float:

@@ -10,8 +10,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import metrics_page
 import pytest
+import server_metrics
 from toy_servers import Launched, all_gone, command_line, descendants, wait_until
 
 from tessera_client import Client, InvalidRequest, Retry
@@ -56,7 +56,7 @@ def test_it_answers_streams_refuses_and_counts(service: Launched) -> None:
         with pytest.raises(InvalidRequest, match="context"):
             client.ask(PICTURE, "Is there a door?", max_tokens=10**6)
         counted = f"http://{service.url('metrics')}/metrics"
-        assert wait_until(lambda: metrics_page.total(metrics_page.read(counted), "tessera_requests_total") >= 3)
+        assert wait_until(lambda: server_metrics.total(server_metrics.read(counted), "tessera_requests_total") >= 3)
 
 
 def test_a_dead_engine_takes_its_stage_along_and_comes_back(service: Launched) -> None:

@@ -9,9 +9,9 @@ import time
 import urllib.error
 import urllib.request
 
-import metrics_page
 import numpy as np
 import pytest
+import server_metrics
 
 import scene
 from tessera_client import Client, InvalidRequest, Models
@@ -268,9 +268,9 @@ def test_the_unary_front_keeps_an_errors_code(server, picture):
 
 def test_the_metrics_page_shows_the_engine(server, client, picture):
     def page() -> dict[str, float]:
-        return metrics_page.read(server.metrics_url)
+        return server_metrics.read(server.metrics_url)
 
-    total = metrics_page.total
+    total = server_metrics.total
     before = page()
     answer = client.ask(picture, QUESTION, max_tokens=3, ignore_eos=True)
     deadline = time.monotonic() + 10

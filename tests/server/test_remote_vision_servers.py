@@ -12,9 +12,9 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import metrics_page
 import numpy as np
 import pytest
+import server_metrics
 import tritonclient.grpc as grpcclient
 
 import scene
@@ -66,7 +66,7 @@ def test_answers_are_those_of_a_local_stage_word_for_word(server: Server, eyes: 
     assert [answer.text for answer in answers] == [answer.text for answer in expected]
     assert all(answer.timings.vision > 0 for answer in answers)
     assert client.ask(None, "Hello?", max_tokens=2).usage.image_tokens == 0
-    page = metrics_page.read(eyes.metrics_url)
+    page = server_metrics.read(eyes.metrics_url)
     assert page['nv_inference_request_success{model="vision_encoder",version="1"}'] == 4
     assert any(name.startswith("tessera_vision_row_bytes") for name in page)
 
