@@ -103,6 +103,8 @@ class BaseStream(ABC):
             remaining = self._deadline.remaining()
             self._attempts += 1
             self._sent = self._transport.send(self._request, self._request_id, remaining, self._inbox.put)
+            if self._closed:  # meanwhile, by another thread
+                raise Cancelled("the stream was closed")
         item = await self._next(self._inbox)
         if isinstance(item, TesseraClientError):
             raise item

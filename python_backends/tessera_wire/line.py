@@ -15,6 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -62,7 +63,7 @@ class Line:
     def cancel(self, request_id: str, deliver: Deliver = lambda item: None) -> Callable[[], None]:
         """Tells the language model to stop working on a request (a running ensemble notices nothing itself)."""
         tensor = bytes_tensor("CANCEL", request_id.encode())
-        return self.send(self._language_model, f"cancel-{request_id}", [tensor], deliver)
+        return self.send(self._language_model, uuid.uuid4().hex, [tensor], deliver)
 
     def close(self, seconds: float) -> None:
         """Cancels what is under way on the server, then lets the call end in order, for up to ``seconds``."""

@@ -100,14 +100,26 @@ def test_an_answer_that_is_not_streamed_waits_for_its_end(parts):
 
 
 def test_a_stop_string_is_searched_for_meanwhile(parts):
-    """It cancels the request at the engine, whose own end then tells nobody anything."""
+    """It cancels the request at the engine, whose end brings the times of the last event."""
     answer = parts.asked(stream=False, stop=bytes([3]).decode())
     assert parts.take(answer.token()) == parts.take(answer.token()) == parts.take(answer.token()) == []
     parts.now = HOLD_S
-    (event,) = parts.take()
-    assert (event.text, event.token_ids, event.finish_reason) == (bytes([1, 2]).decode(), [1, 2, 3], "stop")
+    assert parts.take() == []
     assert parts.cancelled == [(answer.request.number, "stop")]
-    assert parts.take(answer.token()) == parts.take(answer.end("stop")) == []
+    end = End(answer.request.number, "stop", cached_tokens=4, scheduled_ns=5, first_token_ns=6)
+    (event,) = parts.take(answer.token(), Progress([], [end]))
+    assert (event.text, event.token_ids, event.finish_reason) == (bytes([1, 2]).decode(), [1, 2, 3], "stop")
+    assert (event.cached_tokens, event.scheduled_ns, event.first_token_ns) == (4, 5, 6)
+
+
+@pytest.mark.parametrize("before", [0, 1, MOST_TOKENS - 1, MOST_TOKENS])
+def test_the_token_that_ends_an_answer_is_no_text(parts, before):
+    """Whichever of a part's tokens it is: the first, or the one that fills it."""
+    answer = parts.asked(skip_special_tokens=False)
+    events = [event for _ in range(before) for event in parts.take(answer.token())]
+    events += parts.take(answer.token("stop"))
+    assert "".join(event.text for event in events) == bytes(range(1, before + 1)).decode()
+    assert [event.finish_reason for event in events][-1] == "stop"
 
 
 def test_requests_are_found_by_their_id_until_they_end(parts):

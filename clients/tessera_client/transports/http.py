@@ -24,7 +24,8 @@ from tessera_wire import errors
 
 LENGTH_HEADER = "Inference-Header-Content-Length"
 # A connection unused for 2 s may have been closed by the server: not reused.
-LIMITS = httpx.Limits(max_connections=256, max_keepalive_connections=64, keepalive_expiry=2.0)
+# No limit to their number: a cancel must not wait for the requests that it is to end.
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
 
 _CODES = {
     400: "INVALID_ARGUMENT",

@@ -44,6 +44,10 @@ class EngineServer:
                 self._hear(message)
         except (EOFError, OSError):
             os._exit(0)  # the stage is gone: nobody waits for anything, least of all for a step
+        except Exception:  # an engine that hears nothing any more is as good as dead
+            _LOG.exception("a message of the stage could not be understood")
+            logging.shutdown()
+            os._exit(1)
         self._loop.stop()
 
     def _hear(self, message: Any) -> None:

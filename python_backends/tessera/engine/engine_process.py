@@ -85,11 +85,12 @@ class EngineProcess:
         number, taken = request.number, Future[TesseraError | None]()
         message = None
         if rows is not None:
-            self._rows[number] = kept = self._pool.take(rows)
-            message = self._row_message(kept)
-        self._taken[number] = taken
-        self._answers.add(request, deliver)
+            self._rows[number] = self._pool.take(rows)
         try:
+            if rows is not None:
+                message = self._row_message(self._rows[number])
+            self._taken[number] = taken
+            self._answers.add(request, deliver)
             self._wire.send(Submit(request, message))
             if (refused := taken.result()) is not None:
                 raise refused
@@ -161,7 +162,12 @@ class EngineProcess:
                 progress = Progress()
             if progress is None:
                 return
-            self._answers.take(progress)
+            try:
+                self._answers.take(progress)
+            except Exception:  # without text the stage is as good as dead, and as a dead one it is noticed
+                _LOG.exception("what the engine did could not be told")
+                self._process.kill()
+                return
 
     def _hear(self, message: Any) -> None:
         if isinstance(message, Progress):

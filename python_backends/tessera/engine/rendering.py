@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tessera.engine.detokenizer import Detokenizer
@@ -30,7 +30,7 @@ class Answer:
     detokenizer: Detokenizer
     tokens: int = 0
     held: list[SampledToken] = field(default_factory=list)
-    over: bool = False  # its last event is out, though the engine may not know yet
+    last: TokenEvent | None = None  # its text is over, though the engine may not know yet
     # Not delivered yet:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -79,19 +79,23 @@ class Answers:
 
     def take(self, progress: Progress) -> None:
         """Takes what a step did and delivers what is due."""
+        ending = {end.number for end in progress.ends}  # their last token may be no text: the end says so
         for number, token in progress.tokens:
             answer = self._answers[number]
             answer.tokens += 1
             answer.held.append(token)
-            if answer.watched and not answer.over:
+            if answer.watched and answer.last is None and number not in ending:
                 if len(answer.held) >= MOST_TOKENS or answer.tokens == 1:
                     self._advance(answer)
                 else:
                     self._since.setdefault(number, self._clock())
         for end in progress.ends:
             answer = self._answers.pop(end.number)
-            if not answer.over:
+            if answer.last is None:
                 self._advance(answer, end)
+            else:  # only the end tells when it was scheduled and had its first token
+                last = replace(answer.last, cached_tokens=end.cached_tokens, scheduled_ns=end.scheduled_ns)
+                self._deliver(answer, replace(last, first_token_ns=end.first_token_ns))
         self.deliver_due()
 
     def deliver_due(self) -> None:
@@ -119,9 +123,13 @@ class Answers:
             event = self._flush(answer, "error", failed, answer.tokens)
         if event is None:
             return
-        answer.over = event.finish_reason is not None
-        if answer.over and end is None:
-            self._cancel(number, event.finish_reason or "")
+        if event.finish_reason is not None and end is None:  # it goes out with the engine's end, a step later
+            answer.last = event
+            self._cancel(number, event.finish_reason)
+        else:
+            self._deliver(answer, event)
+
+    def _deliver(self, answer: Answer, event: TokenEvent) -> None:
         try:
             answer.deliver(event)
         except Exception:

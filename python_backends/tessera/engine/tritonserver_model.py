@@ -65,6 +65,8 @@ class TritonPythonModel:
             return
         cancel = tensors.text(request, "CANCEL")
         if cancel is not None:
+            if not cancel:
+                raise InvalidRequest("CANCEL is empty; it names the request id to cancel")
             self._engine.cancel_all(cancel)
             responder.finish()
             return

@@ -56,7 +56,8 @@ class Scheduler:
         taken = []
         for sequence, token in zip(batch.sampling, sampled, strict=True):
             sequence.in_flight -= 1
-            if token.token_id == NOT_FINITE:
+            # Once: what a step launched meanwhile wrote is cleared with the rest.
+            if token.token_id == NOT_FINITE and sequence.error is None:
                 self.spoiled += self.blocks.spoil(sequence)
             if sequence.finished:
                 continue
