@@ -58,9 +58,9 @@ class Setting:
         """Raises ConfigError for a value that is out of range or not among the choices."""
         if self.choices and value not in self.choices.values():
             raise ConfigError(f"{title} is {value!r}; it must be one of {', '.join(self.choices)}")
-        if self.least is not None and value is not None and value < self.least:
+        if self.least is not None and value is not None and not value >= self.least:
             raise ConfigError(f"{title} is {value}; it must be at least {self.least}")
-        if self.most is not None and value > self.most:
+        if self.most is not None and not value <= self.most:
             raise ConfigError(f"{title} is {value}; it must be at most {self.most}")
 
 

@@ -10,8 +10,9 @@ from uuid import uuid4
 
 def cache_folder() -> Path:
     """TESSERA_CACHE, else $XDG_CACHE_HOME/tessera or ~/.cache/tessera; it need not exist."""
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("TESSERA_CACHE") or Path(caches, "tessera"))
+    if own := os.environ.get("TESSERA_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "tessera")
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

@@ -54,6 +54,7 @@ def test_each_setting_says_who_set_it(tmp_path: Path) -> None:
         ({"preprocess.instances": "0"}, "preprocess: instances is 0; it must be at least 1"),
         ({"gpu_memory": "1.5"}, "gpu_memory is 1.5; it must be at most 1"),
         ({"gpu_memory": "all"}, "gpu_memory is 'all'; it must be a number"),
+        ({"gpu_memory": "nan"}, "gpu_memory is nan; it must be at least 0.05"),
         ({"weights": "none"}, "weights is 'none'; it must be one of checkpoint, random"),
         ({"device": "cuda"}, "device is cuda, but no NVIDIA GPU"),
     ],
@@ -123,3 +124,11 @@ def test_the_table_is_shown_and_nothing_started(capsys: pytest.CaptureFixture[st
     assert "language_model.max_sequences" in shown and "command line" in shown and "9" in shown
     assert serve_main([*flags, "--set", "resize=fast", "--show-settings"]) == 1
     assert "no such setting; did you mean preprocess.resize" in capsys.readouterr().err
+
+
+def test_one_setting_for_all_stages_cannot_differ_between_their_files(tmp_path: Path) -> None:
+    shutil.copytree(REPOSITORY, tmp_path / "models")
+    file = tmp_path / "models" / "vision_encoder" / "config.pbtxt"
+    file.write_text(file.read_text() + '\nparameters [ { key: "checkpoint" value { string_value: "/other" } } ]\n')
+    with pytest.raises(ConfigError, match="checkpoint is .* for one stage and /other for another"):
+        set_up(tmp_path / "models", None, {}, {})

@@ -211,8 +211,14 @@ class Guard:
 def start_lock() -> Iterator[None]:
     """Held while the temporary folder of a starting server is still unknown; a lock on /tmp leaves no file."""
     folder = os.open(os.path.dirname(ENVIRONMENTS), os.O_RDONLY)
+    deadline = time.monotonic() + 5.0  # guards hold it for 2 s at most; anybody else may hold it for ever
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)  # others hold it for 2 s at most
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(0.02)
         yield
     finally:
         os.close(folder)

@@ -100,8 +100,9 @@ def installation_from_wheel(package: Path, version: str, runtime: Path) -> Insta
         if not needed.exists():
             raise InstallationError(f"nvidia-pytriton {version} is incomplete: no {needed}; reinstall it")
     check_numpy()
-    link_runtime(runtime, server, stub)
-    return Installation(runtime, (libraries, *libpython_folder()))
+    library_path = (libraries, *libpython_folder())
+    link_runtime(runtime, server, stub)  # last: nothing is left behind where something is missing
+    return Installation(runtime, library_path)
 
 
 def link_runtime(folder: Path, server: Path, stub: Path) -> None:

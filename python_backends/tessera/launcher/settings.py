@@ -91,7 +91,12 @@ def set_up(
     def report(effective: Effective) -> None:
         if effective.name in given:
             effective = effective._replace(origin="command line")
-        found.setdefault(effective.name, effective)
+        other = found.setdefault(effective.name, effective)
+        if other.value != effective.value and "config.pbtxt" in (other.origin, effective.origin):
+            raise ConfigError(
+                f"{effective.name} is {other.value} for one stage and {effective.value} for another, but one for all: "
+                f"set it by --set {effective.name}=VALUE, or in every stage's config.pbtxt"
+            )
 
     first = next(iter(sources.values()), Sources("", {}, all_told))
     server = settings.read(ServerSettings, first, "", report=report)
@@ -100,16 +105,17 @@ def set_up(
     if (server.device, here) == ("cuda", "cpu"):
         raise ConfigError("device is cuda, but no NVIDIA GPU that torch can use is here, or it is hidden")
     checkpoint = (repository / server.checkpoint).resolve()
-    found["checkpoint"] = found["checkpoint"]._replace(value=checkpoint)
-    if server.device == "auto":
-        found["device"] = Effective("device", device, "device")
     division = None
     if device == "cuda" and {VISION, LANGUAGE} & kinds.keys() and (card := card_bytes(all_told)):
         division = divide_for(card, server, checkpoint, first, LANGUAGE in kinds)
     instances = None
     for stage, kind in kinds.items():
         sources[stage].refuse_unknown(kind, ServerSettings)
+        settings.read(ServerSettings, sources[stage], "", report=report)
         settings.read(kind, sources[stage], device, lambda: division, report)
+    found["checkpoint"] = found["checkpoint"]._replace(value=checkpoint)
+    if server.device == "auto":
+        found["device"] = Effective("device", device, "device")
     if PREPROCESS in kinds:
         stated = configs[PREPROCESS].instance_group[0].count
         said = {"instances": str(stated)} if stated != InstanceSettings.instances else {}
@@ -152,7 +158,7 @@ def lay_out(repository: Path, config_name: str | None, setup: ServerSetup, folde
             if entry.name == "configs":
                 shutil.copytree(entry, own / "configs")
             elif entry.name == "config.pbtxt":
-                shutil.copy(entry, own)
+                shutil.copyfile(entry, own / entry.name)  # writable, whatever the original is
             else:
                 (own / entry.name).symlink_to(entry)
         if model.name == PREPROCESS and setup.instances is not None:

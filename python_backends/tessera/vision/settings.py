@@ -38,5 +38,5 @@ class VisionSettings:
             raise ConfigError("the onnx runner computes in float32 on the CPU; for anything else use graph or torch")
         if self.runner == "graph" and not self.device.startswith("cuda"):
             raise ConfigError(f"the graph runner records CUDA graphs; it needs device cuda, not {self.device!r}")
-        if self.gpu_pixels and not self.device.startswith("cuda"):
+        if self.gpu_pixels and not self.vision_url and not self.device.startswith("cuda"):
             raise ConfigError(f"gpu_pixels has pictures decoded on the GPU; it needs device cuda, not {self.device!r}")

@@ -64,7 +64,7 @@ class GraphRunner:
         except torch.cuda.OutOfMemoryError as error:
             raise ConfigError(
                 f"the vision tower with forwards of {largest} tiles does not fit the GPU's free memory: lower "
-                f"visual_infer_batch_size or the language model's memory_bytes ({error})"
+                f"visual_infer_batch_size or gpu_memory ({error})"
             ) from error
         _LOG.info(
             "recorded graphs for %s tiles in %.1f s; they keep %.0f MiB",
