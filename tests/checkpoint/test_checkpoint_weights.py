@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -10,12 +11,10 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 
 from tessera.checkpoint.config import read_config
-from tessera.checkpoint.weights import Placement, SafetensorsFolder, load_strict, split_names
+from tessera.checkpoint.names import split_names
+from tessera.checkpoint.weights import SafetensorsFolder, copy_whole, fill
 from tessera.errors import CheckpointError
-
-
-class Source(dict):
-    get = dict.__getitem__
+from tessera.vision.towers.tower import tower_class
 
 
 def shard(folder, parts=2):
@@ -113,33 +112,49 @@ def test_unknown_and_double_names(tmp_path):
         split_names(["lm_head.weight", "language_model.lm_head.weight"], config)
 
 
-def test_load_strict_fills_every_row():
+def targets(module):
+    return {name: partial(copy_whole, value) for name, value in module.state_dict().items()}
+
+
+def test_fill_converts_to_each_weight_s_dtype():
     module = torch.nn.Linear(3, 4)
-    parts = Source(q=torch.ones(1, 3), rest=torch.full((3, 3), 2.0), bias=torch.arange(4.0).double())
-    rows = {"q": slice(0, 1), "rest": slice(1, 4)}
-    load_strict(
-        module,
-        {"q": "q", "rest": "rest", "bias": "bias"},
-        parts,
-        lambda name, tensor: [Placement("weight", tensor, rows[name])] if name in rows else tensor,
-    )
-    assert module.weight[:, 0].tolist() == [1, 2, 2, 2]
+    fill("it", targets(module), [("weight", torch.ones(4, 3).half()), ("bias", torch.arange(4.0).double())])
+    assert module.weight[:, 0].tolist() == [1] * 4
     assert module.bias.tolist() == [0, 1, 2, 3]
     assert module.bias.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
-    ("mapping", "complaint"),
+    ("tensors", "complaint"),
     [
-        ({"weight": "weight"}, "missing: bias"),
-        ({"weight": "weight", "bias": "bias", "more": "more"}, "left over: more"),
-        ({"weight": "weight", "wide": "bias"}, r"wrong shape: wide \[5\], expected \[4\]"),
-        ({"weight": "weight", "bias": "bias", "again": "bias"}, "given twice: bias"),
+        ([], "weights of it: bias: missing"),
+        ([("bias", torch.ones(4)), ("more", torch.ones(1))], "more: left over"),
+        ([("bias", torch.ones(5))], r"bias: has shape \[5\], expected \[4\]"),
+        ([("bias", torch.ones(4)), ("bias", torch.ones(4))], "bias: given twice"),
+        ([("bias", torch.ones(4).to(torch.float8_e4m3fn))], "bias: is stored as torch.float8_e4m3fn"),
+        ([("bias", torch.ones(4).int())], "bias: is stored as torch.int32"),
     ],
 )
-def test_load_strict_names_what_does_not_fit(mapping, complaint):
-    source = Source(
-        weight=torch.ones(4, 3), bias=torch.ones(4), more=torch.ones(1), wide=torch.ones(5), again=torch.ones(4)
-    )
+def test_fill_names_what_does_not_fit(tensors, complaint):
     with pytest.raises(CheckpointError, match=complaint):
-        load_strict(torch.nn.Linear(3, 4), mapping, source)
+        fill("it", targets(torch.nn.Linear(3, 4)), [("weight", torch.ones(4, 3)), *tensors])
+
+
+@pytest.mark.parametrize(("layout", "stored"), [("chat", "qkv"), ("hf", "q_proj")])
+def test_a_tower_takes_q_k_and_v_as_one_matrix_or_as_three(tmp_path, layout, stored):
+    folder = hf_native(tmp_path / "hf", Shape(text="llama"))
+    folder = folder if layout == "hf" else as_internvl_chat(folder, tmp_path / "chat")
+    config, source = read_config(folder), SafetensorsFolder(folder)
+    names = split_names(source.names(), config)["vision"]
+    tensors = {ours: source.get(name) for name, ours in names.items()}
+    tower = tower_class(config)(config)
+    fill("it", tower.targets(set(tensors)), tensors.items())
+    name = f"layers.1.attention.{stored}.weight"
+    assert torch.equal(tower.layers[1].attention.qkv.weight[: len(tensors[name])], tensors[name])
+    missing = name.replace("q_proj", "k_proj")
+    del tensors[missing]
+    with pytest.raises(CheckpointError, match=f"{missing}: missing"):
+        fill("it", tower.targets(set(tensors)), tensors.items())
+    tensors[missing] = tensors["layers.1.attention.wrong.weight"] = torch.ones(1)
+    with pytest.raises(CheckpointError, match=rf"wrong.weight: left over; |{missing}: has shape"):
+        fill("it", tower.targets(set(tensors)), tensors.items())

@@ -27,6 +27,7 @@ BLOCKED = {
     "tessera.engine.scheduling": "torch",
     "tessera.engine.cache.block_manager": "torch",
     "tessera.engine.cache.prefix_index": "torch",
+    "tessera.fp8": "cv2 onnxruntime transformers tokenizers tessera.preprocess tessera.vision tessera.engine",
     "tessera.measured_choices": "torch numpy tessera.engine tessera.vision",
     "tessera.tritonserver": "torch triton_python_backend_utils",
     "tessera.fronts": "torch triton_python_backend_utils tessera.engine tessera.vision tessera.preprocess"

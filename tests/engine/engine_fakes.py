@@ -13,8 +13,7 @@ from tessera.engine.engine import Engine
 from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.labels import LabelScorer
 from tessera.engine.models.registry import model_class
-from tessera.engine.models.weights import randomize
-from tessera.engine.quantization.selection import scheme_selector
+from tessera.engine.quantization.config import scheme_selector
 from tessera.engine.rendering import Answers
 from tessera.engine.request import Request, SamplingParameters
 from tessera.engine.sequence import SampledToken
@@ -259,7 +258,7 @@ def tiny_model(seed=3, device="cpu", **changes):
     torch.set_num_threads(1)
     config = tiny_config(**changes)
     model = model_class(config.architecture)(config, scheme_selector(None), torch.float32, torch.device(device))
-    randomize(model, seed)
+    model.randomize(seed)
     for name, buffer in model.named_buffers():
         if buffer.ndim > 1 and "embedding" not in name:
             buffer.mul_(15)

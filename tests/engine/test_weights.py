@@ -19,10 +19,10 @@ from engine_fakes import (
 )
 from safetensors.torch import save_file
 
+from tessera.checkpoint.weights import fill
 from tessera.engine.config import EngineConfig
 from tessera.engine.models.registry import model_class
-from tessera.engine.models.weights import load_weights
-from tessera.engine.quantization.selection import scheme_selector
+from tessera.engine.quantization.config import scheme_selector
 from tessera.errors import CheckpointError, ConfigError
 
 HIDDEN, INNER = 32, 64
@@ -50,9 +50,13 @@ def build(**changes):
     return model_class(config.architecture)(config, scheme_selector(None), torch.float32, torch.device("cpu"))
 
 
+def load(model, tensors):
+    fill("the text model", model.targets({name for name, _ in tensors}), tensors)
+
+
 def test_parts_land_in_their_rows():
     model, weights = build(), stored_weights()
-    load_weights(model, weights.items())
+    load(model, weights.items())
     qkv = torch.cat([weights[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"])
     assert torch.equal(model.layers[1].qkv.weight, qkv)
     gate_up = torch.cat([weights[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up")])
@@ -67,11 +71,11 @@ def test_missing_left_over_repeated_and_misshapen_weights_are_named():
     weights["model.layers.2.mlp.up_proj.weight"] = torch.zeros(INNER, HIDDEN)
     twice = [*weights.items(), ("model.embed_tokens.weight", weights["model.embed_tokens.weight"])]
     with pytest.raises(CheckpointError) as caught:
-        load_weights(build(), twice)
+        load(build(), twice)
     for fault in (
         "layers.1.self_attn.k_proj.bias: missing",
-        "layers.0.mlp.up_proj.weight: shape [65, 32], expected [64, 32]",
-        "norm.weight: shape [1], expected [32]",
+        "layers.0.mlp.up_proj.weight: weight has shape [65, 32], expected [64, 32]",
+        "norm.weight: has shape [1], expected [32]",
         "layers.2.mlp.up_proj.weight: left over",
         "embed_tokens.weight: given twice",
     ):
@@ -80,8 +84,10 @@ def test_missing_left_over_repeated_and_misshapen_weights_are_named():
 
 def test_wrong_wqkv_is_named():
     model = build(architecture="InternLM2ForCausalLM", attention_bias=False)
-    with pytest.raises(CheckpointError, match=r"layers.0.attention.wqkv.weight: 63 rows, expected 64"):
-        load_weights(model, [("model.layers.0.attention.wqkv.weight", torch.zeros(63, 32))])
+    with pytest.raises(
+        CheckpointError, match=r"layers.0.attention.wqkv.weight: weight has shape \[63, 32\], expected \[64, 32\]"
+    ):
+        load(model, [("model.layers.0.attention.wqkv.weight", torch.zeros(63, 32))])
 
 
 def test_unknown_architecture_and_quantization():
@@ -124,7 +130,7 @@ def test_engine_from_a_checkpoint_folder(folder):
     engine.submit(make_request([1, 2, 3], max_tokens=6, ignore_eos=True))
     found = tokens_of(run(engine))
     model = build()
-    load_weights(model, stored_weights().items())
+    load(model, stored_weights().items())
     other = tiny_engine(model)
     other.submit(make_request([1, 2, 3], max_tokens=6, ignore_eos=True))
     assert found == tokens_of(run(other))

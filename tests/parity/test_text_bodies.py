@@ -8,12 +8,12 @@ import torch
 import transformers
 
 from tessera.checkpoint.config import TextConfig
+from tessera.checkpoint.weights import fill
 from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
 from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.models.registry import model_class
-from tessera.engine.models.weights import load_weights
-from tessera.engine.quantization.selection import scheme_selector
+from tessera.engine.quantization.config import scheme_selector
 from tessera.engine.request import Request, SamplingParameters
 from tessera.family.text_stream import TextStream
 
@@ -145,7 +145,7 @@ def answer(config, weights, prompt, tokens, embeddings=None, spans=(), max_model
     torch.set_num_threads(1)
     device = torch.device("cpu")
     model = model_class(config.architecture)(config, scheme_selector(None), torch.float32, device)
-    load_weights(model, weights.items())
+    fill("the text model", model.targets(weights), weights.items())
     settings = EngineConfig(block_size=4, max_sequences=4, **engine)
     recorder = Recorder(ModelRunner.of_model(model, settings, max_model_len))
     whole = Engine(recorder, NoText(), settings, max_model_len, ())

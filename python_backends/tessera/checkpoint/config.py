@@ -81,6 +81,21 @@ class CheckpointConfig:
     conversation: str | None = None
     system_message: Any = None
 
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """quantization_config, from the file's root or from the text model's section; None if nothing is quantized.
+
+        ModelOpt writes a file of its own beside config.json. Raises CheckpointError if two places disagree.
+        """
+        places = [self.raw, *(self.raw.get(name) or {} for name in ("text_config", "llm_config"))]
+        found = [place["quantization_config"] for place in places if place.get("quantization_config")]
+        modelopt = read_json(self.folder, "hf_quant_config.json").get("quantization")
+        if modelopt and not found:
+            found = [{"quant_method": "modelopt", **modelopt}]
+        if any(other != found[0] for other in found):
+            raise CheckpointError(f"{self.folder}/config.json states two quantization_configs that differ")
+        return found[0] if found else None
+
 
 def read_config(folder: Path | str) -> CheckpointConfig:
     """Read the configuration of a checkpoint folder.

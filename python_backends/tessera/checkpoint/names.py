@@ -13,6 +13,11 @@ from tessera.checkpoint.config import CheckpointConfig, NameTable
 from tessera.errors import CheckpointError
 
 WB = r"(weight|bias)"
+#: what the language model's linear layers store, by any quantization; a layer's scheme says which of them it wants
+LINEAR = (
+    r"(weight|bias|qweight|qzeros|scales|g_idx|weight_packed|weight_shape|weight_scale|weight_zero_point|weight_g_idx"
+    r"|weight_scale_inv|input_scale)"
+)
 
 # "language_model.model.x" (saved by transformers 5 and by the original code) and "model.language_model.x"
 # (transformers 4.52) are the same module.
@@ -20,19 +25,19 @@ _BODY = r"(?:model\.)?language_model\.(?:model\.)?"
 _HEAD = r"(?:model\.)?(?:language_model\.)?"
 _LLAMA_TEXT: NameTable = (
     (rf"{_BODY}embed_tokens\.weight", "model.embed_tokens.weight"),
-    (rf"{_BODY}layers\.(\d+)\.self_attn\.([qkvo])_proj\.{WB}", r"model.layers.\1.self_attn.\2_proj.\3"),
-    (rf"{_BODY}layers\.(\d+)\.mlp\.(gate|up|down)_proj\.{WB}", r"model.layers.\1.mlp.\2_proj.\3"),
+    (rf"{_BODY}layers\.(\d+)\.self_attn\.([qkvo])_proj\.{LINEAR}", r"model.layers.\1.self_attn.\2_proj.\3"),
+    (rf"{_BODY}layers\.(\d+)\.mlp\.(gate|up|down)_proj\.{LINEAR}", r"model.layers.\1.mlp.\2_proj.\3"),
     (rf"{_BODY}layers\.(\d+)\.(input|post_attention)_layernorm\.weight", r"model.layers.\1.\2_layernorm.weight"),
     (rf"{_BODY}norm\.weight", "model.norm.weight"),
-    (rf"{_HEAD}lm_head\.weight", "lm_head.weight"),
+    (rf"{_HEAD}lm_head\.{LINEAR}", r"lm_head.\1"),
 )
 _INTERNLM2_TEXT: NameTable = (
     (rf"{_BODY}tok_embeddings\.weight", "model.tok_embeddings.weight"),
-    (rf"{_BODY}layers\.(\d+)\.attention\.(wqkv|wo)\.{WB}", r"model.layers.\1.attention.\2.\3"),
-    (rf"{_BODY}layers\.(\d+)\.feed_forward\.w([123])\.weight", r"model.layers.\1.feed_forward.w\2.weight"),
+    (rf"{_BODY}layers\.(\d+)\.attention\.(wqkv|wo)\.{LINEAR}", r"model.layers.\1.attention.\2.\3"),
+    (rf"{_BODY}layers\.(\d+)\.feed_forward\.w([123])\.{LINEAR}", r"model.layers.\1.feed_forward.w\2.\3"),
     (rf"{_BODY}layers\.(\d+)\.(attention|ffn)_norm\.weight", r"model.layers.\1.\2_norm.weight"),
     (rf"{_BODY}norm\.weight", "model.norm.weight"),
-    (rf"{_HEAD}output\.weight", "output.weight"),
+    (rf"{_HEAD}output\.{LINEAR}", r"output.\1"),
 )
 
 #: the language model's table, by its architecture
@@ -43,7 +48,7 @@ TEXT_NAMES = {
 }
 # A buffer that old savers stored; it follows from the configuration.
 _IGNORED = re.compile(rf"{_BODY}layers\.\d+\.(?:self_attn|attention)\.rotary_emb\.inv_freq")
-_OUTPUT_HEAD = re.compile(rf"{_HEAD}(?:lm_head|output)\.weight")
+_OUTPUT_HEAD = re.compile(rf"{_HEAD}(?:lm_head|output)\.(?:weight|qweight|weight_packed)")
 
 
 def has_output_head(names: Iterable[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint folder: read from safetensors only, copied into modules strictly.
+"""Tensors of a checkpoint folder: read from safetensors only, given out strictly.
 
 Pickle files are refused: unpickling runs whatever the file says. torch is imported with the first tensor.
 """
@@ -8,25 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from tessera.checkpoint.names import listed, split_names
+from tessera.checkpoint.names import listed
 from tessera.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Placement", "SafetensorsFolder", "load_strict", "split_names"]
-
+#: takes one stored tensor to where it belongs; raises CheckpointError if it does not fit
+Target = Callable[["torch.Tensor"], None]
+_SHOWN = 10
 _PICKLES = ("*.bin", "*.pt", "*.pth")
-
-
-class Placement(NamedTuple):
-    """Where a tensor goes: a parameter, and the rows (dimension 0) of it that the tensor fills."""
-
-    parameter: str
-    tensor: torch.Tensor
-    rows: slice = slice(None)
 
 
 class SafetensorsFolder:
@@ -39,7 +32,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self._files = self._find_files()
-        self._open: dict[Path, object] = {}
+        self._open: dict[Path, Any] = {}
 
     def names(self) -> list[str]:
         """Names of all stored tensors, sorted."""
@@ -47,6 +40,13 @@ class SafetensorsFolder:
 
     def get(self, name: str) -> torch.Tensor:
         """One tensor on the CPU, in the stored dtype. Raises CheckpointError if it is not stored."""
+        return self._read(name, lambda file: file.get_tensor(name))
+
+    def dtype(self, name: str) -> str:
+        """The stored dtype as safetensors calls it, such as "BF16", from the file's header alone."""
+        return self._read(name, lambda file: file.get_slice(name).get_dtype())
+
+    def _read(self, name: str, read: Callable[[Any], Any]) -> Any:
         from safetensors import SafetensorError, safe_open
 
         path = self._files.get(name)
@@ -55,7 +55,7 @@ class SafetensorsFolder:
         try:
             if path not in self._open:
                 self._open[path] = safe_open(path, framework="pt", device="cpu")
-            return self._open[path].get_tensor(name)  # type: ignore[attr-defined]
+            return read(self._open[path])
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: weight {name!r} cannot be read: {error}") from error
 
@@ -93,50 +93,42 @@ class SafetensorsFolder:
         return {name: self.folder / file_name for name, file_name in weight_map.items()}
 
 
-def load_strict(
-    module: torch.nn.Module,
-    mapping: Mapping[str, str],
-    source: SafetensorsFolder,
-    transform: Callable[[str, torch.Tensor], torch.Tensor | Iterable[Placement]] | None = None,
-) -> None:
-    """Copy the tensors named by ``mapping`` (stored name -> our name) into ``module``, leaving nothing out.
+def fill(owner: str, targets: Mapping[str, Target], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Gives each tensor to the target of its name. ``owner`` is for messages.
 
-    ``transform(our_name, tensor)`` may reshape a tensor, or return Placements that fill rows of packed
-    parameters. Values are converted to each parameter's dtype and device. Raises CheckpointError naming the
-    parameters that were not filled, the weights that found no place, and the shapes that do not fit.
+    Raises CheckpointError naming what is missing, left over, given twice, or refused by its target.
     """
-    import torch
+    missing = dict.fromkeys(targets)
+    faults: list[str] = []
+    for name, tensor in tensors:
+        if name not in missing:
+            faults.append(f"{name}: {'given twice' if name in targets else 'left over'}")
+            continue
+        del missing[name]
+        try:
+            targets[name](tensor)
+        except CheckpointError as error:
+            faults.append(f"{name}: {error}")
+    faults += [f"{name}: missing" for name in missing]
+    if faults:
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise CheckpointError(f"weights of {owner}: {'; '.join(faults[:_SHOWN])}{more}")
 
-    state = module.state_dict(keep_vars=True)
-    missing_rows = {name: (value.shape[0] if value.dim() else 1) for name, value in state.items()}
-    left_over: list[str] = []
-    misfits: list[str] = []
-    for stored, ours in mapping.items():
-        tensor = source.get(stored)
-        placed = tensor if transform is None else transform(ours, tensor)
-        for place in [Placement(ours, placed)] if isinstance(placed, torch.Tensor) else placed:
-            if place.parameter not in state:
-                left_over.append(stored)
-                continue
-            target = state[place.parameter].data
-            target = target[place.rows] if target.dim() else target
-            if target.shape != place.tensor.shape:
-                misfits.append(f"{stored} {list(place.tensor.shape)}, expected {list(target.shape)}")
-                continue
-            target.copy_(place.tensor)
-            missing_rows[place.parameter] -= target.shape[0] if target.dim() else 1
-    missing = [name for name, rows in missing_rows.items() if rows > 0]
-    twice = [name for name, rows in missing_rows.items() if rows < 0]
-    if left_over or misfits or missing or twice:
-        problems = {
-            "left over": left_over,
-            "wrong shape": misfits,
-            # A misfit is reported once, as such.
-            "missing": [] if misfits else missing,
-            "given twice": twice,
-        }
-        text = "; ".join(f"{what}: {listed(names)}" for what, names in problems.items() if names)
-        raise CheckpointError(f"weights of {type(module).__name__} do not fit: {text}")
+
+def copy_whole(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Fills ``target``, of any floating dtype; CheckpointError if the shape is another."""
+    if tensor.shape != target.shape:
+        raise CheckpointError(f"has shape {list(tensor.shape)}, expected {list(target.shape)}")
+    target.copy_(plain(tensor))
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor; CheckpointError if its numbers mean nothing without a scale."""
+    if tensor.is_floating_point() and tensor.itemsize > 1:
+        return tensor
+    raise CheckpointError(
+        f"is stored as {tensor.dtype}, which config.json does not explain: no quantization is known for it"
+    )
 
 
 def _stored_names(path: Path) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ pytest.importorskip("triton", reason="the kernels are written in triton, which i
 from tessera.engine.kernels.add_rms_norm import add_rms_norm
 from tessera.engine.kernels.rotate_and_store import rotate_and_store
 from tessera.engine.kernels.silu_multiply import silu_and_multiply
+from tessera.fp8.rows import E4M3, Fp8Rows, quantize_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EPS = 1e-6
@@ -79,6 +82,60 @@ def test_silu_of_large_values_stays_finite(dtype, device):
 def test_silu_refuses_a_strided_tensor():
     with pytest.raises(ValueError, match="contiguous"):
         silu_and_multiply(torch.ones(4, 2).T)
+
+
+@pytest.fixture
+def fp8_equal(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable[[Fp8Rows, Fp8Rows], None]:
+    """Compares bit for bit; the interpreter's cast to e4m3 loses carries, so there torch does that last cast."""
+
+    def float32_rows(n: int, size: int, device: torch.device) -> Fp8Rows:
+        return Fp8Rows(torch.empty((n, size), device=device), torch.empty((n, 1), device=device))
+
+    if device.type == "cpu":
+        for kernel in ("add_rms_norm", "silu_multiply"):
+            monkeypatch.setattr(f"tessera.engine.kernels.{kernel}.empty_rows", float32_rows)
+
+    def equal(actual: Fp8Rows, expected: Fp8Rows) -> None:
+        assert expected.values.dtype == E4M3
+        assert torch.equal(actual.scales, expected.scales)
+        assert torch.equal(actual.values.to(E4M3).view(torch.uint8), expected.values.view(torch.uint8))
+
+    return equal
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 16), (3, 3584), (5, 100), (0, 16)])
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_add_rms_norm_quantizes_what_it_would_have_returned(fp8_equal, dtype, device, generator, n, size, has_residual):
+    x, residual = torch.randn((2, n, size), dtype=dtype, device=device, generator=generator) * 3
+    weight = torch.randn(size, dtype=dtype, device=device, generator=generator)
+    given, again = (residual, residual.clone()) if has_residual else (None, None)
+    plain, expected_sum = add_rms_norm(x, given, weight, EPS)
+    rows, total = add_rms_norm(x, again, weight, EPS, fp8=True)
+    assert torch.equal(total, expected_sum)
+    fp8_equal(rows, quantize_rows(plain))
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 16), (3, 2049), (2, 18944), (0, 16)])
+def test_silu_and_multiply_quantizes_what_it_would_have_returned(fp8_equal, dtype, device, generator, n, size):
+    gate_up = torch.randn((n, 2 * size), dtype=dtype, device=device, generator=generator) * 4
+    gate_up[:1] = 0
+    fp8_equal(silu_and_multiply(gate_up, fp8=True), quantize_rows(silu_and_multiply(gate_up)))
+
+
+def test_the_quantizing_twins(dtype, device, generator):
+    x, residual = torch.randn((2, 3, 64), dtype=dtype, device=device, generator=generator)
+    weight = torch.randn(64, dtype=dtype, device=device, generator=generator)
+    plain, _ = reference.add_rms_norm(x, residual.clone(), weight, EPS)
+    rows, _ = reference.add_rms_norm(x, residual.clone(), weight, EPS, fp8=True)
+    gated = reference.silu_and_multiply(x, fp8=True), reference.silu_and_multiply(x)
+    for actual, expected in ((rows, plain), gated):
+        assert torch.equal(actual.dequantized(), quantize_rows(expected).dequantized())
+        assert actual.values.dtype == E4M3
+
+
+def test_quantizing_refuses_rows_that_are_too_wide():
+    with pytest.raises(ValueError, match="at most 32768"):
+        silu_and_multiply(torch.ones(1, 2 * 32769), fp8=True)
 
 
 def rows(dtype, device, generator, n, heads, kv_heads, size):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tessera.checkpoint.names import split_names
+from tessera.checkpoint.weights import SafetensorsFolder, fill
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, create_backend
 from tessera.engine.cache.kv_storage import KvStorage
 from tessera.engine.config import EngineConfig
@@ -18,8 +20,7 @@ from tessera.engine.execution.memory_budget import MemoryBudget
 from tessera.engine.execution.sampler import SampledRows, SamplingRow, sample
 from tessera.engine.models.qwen2 import Qwen2
 from tessera.engine.models.registry import model_class
-from tessera.engine.models.weights import load_weights, randomize
-from tessera.engine.quantization.selection import scheme_selector
+from tessera.engine.quantization.config import scheme_selector, stored_modules
 from tessera.engine.scheduling.batch import ScheduledBatch
 from tessera.engine.transfer import Moment, to_device
 
@@ -63,16 +64,16 @@ class ModelRunner:
         dtype = model_dtype(config.dtype, device)
         if device.type == "cpu":
             torch.set_num_threads(config.threads)
-        schemes = scheme_selector(_quantization(checkpoint))
+        source = SafetensorsFolder(checkpoint.folder)
+        random = config.weights == "random"
+        names = {} if random else split_names(source.names(), checkpoint)["text"]
+        schemes = scheme_selector(checkpoint.quantization, stored_modules(names, source.dtype))
         model = model_class(checkpoint.text.architecture)(checkpoint.text, schemes, dtype, device)
-        if config.weights == "random":
-            randomize(model, config.seed)
+        if random:
+            model.randomize(config.seed)
         else:
-            from tessera.checkpoint.weights import SafetensorsFolder, split_names
-
-            source = SafetensorsFolder(checkpoint.folder)
-            names = split_names(source.names(), checkpoint)["text"]
-            load_weights(model, ((ours, source.get(stored)) for stored, ours in names.items()))
+            tensors = ((ours, source.get(stored)) for stored, ours in names.items())
+            fill("the text model", model.targets(set(names.values())), tensors)
         return cls.of_model(model, config, max_model_len)
 
     @classmethod
@@ -168,11 +169,3 @@ def model_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = "float32" if device.type == "cpu" else "bfloat16"
     return getattr(torch, name)
-
-
-def _quantization(checkpoint: CheckpointConfig) -> dict | None:
-    """quantization_config may stand in the file's root or in the text model's section."""
-    for section in (checkpoint.raw, checkpoint.raw.get("text_config"), checkpoint.raw.get("llm_config")):
-        if section and section.get("quantization_config"):
-            return section["quantization_config"]
-    return None

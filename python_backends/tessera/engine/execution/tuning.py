@@ -1,14 +1,13 @@
 """Which kernels a model uses on this GPU: measured on its own weights and shapes before the first request.
 
-Two kinds of questions are asked. For each shape of linear layer: up to how many rows is our skinny product faster
-than cuBLAS? And for prompts that begin in a step: from what length on is torch's attention faster than ours?
+Two kinds of questions are asked. For each shape of linear layer, its scheme asks which product is the fastest for how
+many rows. And for prompts that begin in a step: from what length on is torch's attention faster than ours?
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,24 +17,20 @@ import torch
 from tessera.engine import kernels
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, SpanTable
 from tessera.engine.attention.triton_backend import TritonBackend
-from tessera.engine.kernels.skinny_linear import K_MULTIPLE, MAX_ROWS
 from tessera.engine.models.qwen2 import DecoderLayer, Qwen2
-from tessera.engine.quantization.scheme import Linear
-from tessera.engine.quantization.unquantized import Unquantized
+from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape
 from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
 
-_ROWS = (16, 32, MAX_ROWS)  # the kernel pads to these, so no other number needs an answer
 _LENGTHS = (512, 1024, 2048, 4096)
 _STEP_TOKENS = 8192
-_MOST_LAYERS = 8  # enough weights of one shape that the GPU's cache holds few of them
 
 
 def tune(model: Qwen2, attention: AttentionBackend, device: torch.device) -> None:
-    """Sets the layers' ``skinny_rows`` and the triton backend's ``whole_from``, on a GPU."""
+    """Lets the layers' schemes choose and sets the triton backend's ``whole_from``, on a GPU."""
     choices = MeasuredChoices(choices_path(), graph_milliseconds)
     machine = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, kernels {kernels_version()}"
-    for shape, layers in layers_by_shape(model).items():
-        tune_linears(shape, layers, choices, machine)
+    for (_, shape), layers in layers_by_shape(model).items():
+        layers[0].scheme.tune(layers, shape, choices, machine)
     if isinstance(attention, TritonBackend):
         tune_prefill(attention, choices, machine)
 
@@ -46,54 +41,15 @@ def kernels_version() -> str:
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
 
 
-@dataclass(frozen=True)
-class LinearShape:
-    """What the speed of a linear layer depends on; ``gated``: it is followed by the gated activation."""
-
-    outputs: int
-    inputs: int
-    bias: bool
-    gated: bool
-    dtype: torch.dtype
-
-
-def layers_by_shape(model: Qwen2) -> dict[LinearShape, list[Linear]]:
-    """The layers that a skinny product can do."""
+def layers_by_shape(model: Qwen2) -> dict[tuple[type[LinearScheme], LinearShape], list[Linear]]:
+    """The layers that have the same choices."""
     gated = {layer.gate_up for layer in model.layers if isinstance(layer, DecoderLayer)}
-    groups: dict[LinearShape, list[Linear]] = defaultdict(list)
+    groups: dict[tuple[type[LinearScheme], LinearShape], list[Linear]] = defaultdict(list)
     for layer in model.modules():
-        if isinstance(layer, Linear) and isinstance(layer.scheme, Unquantized):
-            dtype = layer.get_buffer("weight").dtype
-            # The kernel's own limits; it has no bias where it ends in the activation.
-            if dtype.itemsize == 2 and layer.in_features % K_MULTIPLE == 0 and not (layer in gated and layer.has_bias):
-                shape = LinearShape(layer.out_features, layer.in_features, layer.has_bias, layer in gated, dtype)
-                groups[shape].append(layer)
+        if isinstance(layer, Linear):
+            shape = LinearShape(layer.out_features, layer.in_features, layer.has_bias, layer in gated, layer.dtype)
+            groups[type(layer.scheme), shape].append(layer)
     return groups
-
-
-def tune_linears(shape: LinearShape, layers: list[Linear], choices: MeasuredChoices, machine: str) -> None:
-    """Gives all ``layers``, of one shape, the most rows up to which the skinny product wins."""
-    device = layers[0].get_buffer("weight").device
-    measured = layers[:_MOST_LAYERS]
-
-    def run(x: torch.Tensor, skinny_rows: int) -> None:
-        for layer in measured:
-            layer.skinny_rows = skinny_rows
-            layer.gated(x) if shape.gated else layer(x)
-
-    best = 0
-    for rows in _ROWS:
-        x = torch.randn(rows, shape.inputs, dtype=shape.dtype, device=device)
-        question = (
-            f"linear{' + gate' * shape.gated}{' + bias' * shape.bias} {shape.outputs} x {shape.inputs}, {rows} rows, "
-            f"{shape.dtype}, {len(measured)} layers, {machine}"
-        )
-        ways = {"cublas": partial(run, x, 0), "skinny": partial(run, x, rows)}
-        if choices.fastest(question, ways) != "skinny":
-            break
-        best = rows
-    for layer in layers:
-        layer.skinny_rows = best
 
 
 def tune_prefill(backend: TritonBackend, choices: MeasuredChoices, machine: str) -> None:

@@ -6,16 +6,20 @@ import torch
 import triton
 import triton.language as tl
 
+from tessera.fp8.kernels import row_scale
+from tessera.fp8.rows import Fp8Rows, empty_rows
+
 MAX_SIZE = 8192
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, fp8: bool = False
+) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
     """x and residual [n, size], weight [size], all contiguous, of one dtype -> (normalised [n, size], residual).
 
     ``residual += x`` happens in place and is rounded to the dtype, as ``residual.add_(x)``; without a residual, x is
     the one returned. Statistics are float32; the normalised value is rounded to the dtype before it meets the weight.
+    ``fp8``: the normalised rows leave quantized, as by :func:`tessera.fp8.rows.quantize_rows` after the rounding.
     ValueError for a size over 8192 or tensors that are not contiguous.
     """
     n, size = x.shape
@@ -23,22 +27,24 @@ def add_rms_norm(
         raise ValueError(f"add_rms_norm: rows of at most {MAX_SIZE} values, not {size}")
     if not (x.is_contiguous() and (residual is None or residual.is_contiguous())):
         raise ValueError("add_rms_norm: x and residual must be contiguous")
-    out = torch.empty_like(x)
+    rows = empty_rows(n, size, x.device) if fp8 else None
+    out = torch.empty_like(x) if rows is None else rows.values
     block = triton.next_power_of_2(size)
     # 16 values a thread: two loads of 16 bytes from each tensor in flight, few enough threads to reduce over quickly.
     warps = min(max(block // 512, 1), 16)
     if n:
-        _add_rms_norm[(n,)](x, residual, weight, out, size, eps, BLOCK=block, num_warps=warps)
-    return out, x if residual is None else residual
+        scales = None if rows is None else rows.scales
+        _add_rms_norm[(n,)](x, residual, weight, out, scales, size, eps, BLOCK=block, num_warps=warps)
+    return out if rows is None else rows, x if residual is None else residual
 
 
 @triton.jit
-def _add_rms_norm(x, residual, weight, out, size, eps, BLOCK: tl.constexpr):
-    """One program a row."""
+def _add_rms_norm(x, residual, weight, out, scales, size, eps, BLOCK: tl.constexpr):
+    """One program a row; ``out`` is e4m3 where there are ``scales``."""
     start = tl.program_id(0).to(tl.int64) * size
     column = tl.arange(0, BLOCK)
     inside = column < size
-    dtype = out.dtype.element_ty
+    dtype = x.dtype.element_ty
     # Asked for before the reduction, so that its way from the cache hides behind the row's.
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     row = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
@@ -49,4 +55,11 @@ def _add_rms_norm(x, residual, weight, out, size, eps, BLOCK: tl.constexpr):
         row = rounded.to(tl.float32)
     mean_of_squares = tl.sum(row * row) / size
     normalised = (row * tl.rsqrt(mean_of_squares + eps)).to(dtype).to(tl.float32)
-    tl.store(out + start + column, (normalised * scale).to(dtype), mask=inside)
+    scaled = (normalised * scale).to(dtype)
+    if scales is not None:
+        wide = scaled.to(tl.float32)
+        divisor = row_scale(wide)
+        tl.store(scales + tl.program_id(0), divisor)
+        tl.store(out + start + column, tl.div_rn(wide, divisor).to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + start + column, scaled, mask=inside)

@@ -5,20 +5,27 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tessera.fp8.rows import Fp8Rows, quantize_rows
+
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, residual [n, size], weight [size] -> (normalised, residual); residual is changed in place, None means x."""
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, fp8: bool = False
+) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
+    """x, residual [n, size], weight [size] -> (normalised, residual); residual is changed in place, None means x.
+
+    ``fp8``: the normalised rows leave quantized.
+    """
     residual = x if residual is None else residual.add_(x)
     normalised = F.rms_norm(residual.float(), (x.shape[-1],), None, eps).to(x.dtype)
-    return weight * normalised, residual
+    scaled = weight * normalised
+    return quantize_rows(scaled) if fp8 else scaled, residual
 
 
-def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
-    """[n, 2 * size], gate first -> silu(gate) * up [n, size]."""
+def silu_and_multiply(gate_up: torch.Tensor, fp8: bool = False) -> torch.Tensor | Fp8Rows:
+    """[n, 2 * size], gate first -> silu(gate) * up [n, size]; ``fp8``: quantized."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    product = F.silu(gate).mul_(up)
+    return quantize_rows(product) if fp8 else product
 
 
 def rotate_and_store(
@@ -52,4 +59,5 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 def skinny_gate_up(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [m, k], weight [2 * size, k], gate first -> silu(gate) * up [m, size]."""
-    return silu_and_multiply(F.linear(x, weight))
+    gate, up = F.linear(x, weight).chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

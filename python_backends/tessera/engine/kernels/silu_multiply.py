@@ -6,23 +6,40 @@ import torch
 import triton
 import triton.language as tl
 
+from tessera.fp8.kernels import MAX_SIZE, row_scale
+from tessera.fp8.rows import Fp8Rows, empty_rows
+
 _BLOCK = 2048
 
 
-def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_multiply(gate_up: torch.Tensor, fp8: bool = False) -> torch.Tensor | Fp8Rows:
     """[n, 2 * size] contiguous, gate first -> silu(gate) * up [n, size].
 
     Computed in float32; silu is rounded to the dtype before the product, as torch's ``F.silu(gate).mul_(up)``.
-    ValueError for a tensor that is not contiguous.
+    ``fp8``: the rows leave quantized, as by :func:`tessera.fp8.rows.quantize_rows` after the rounding; then a size
+    is at most 32768. ValueError for a larger one or a tensor that is not contiguous.
     """
     if not gate_up.is_contiguous():
         raise ValueError("silu_and_multiply: gate_up must be contiguous")
     n, size = gate_up.shape[0], gate_up.shape[1] // 2
+    if fp8:
+        return _quantized(gate_up, size)
     out = torch.empty((n, size), dtype=gate_up.dtype, device=gate_up.device)
     blocks = triton.cdiv(size, _BLOCK)
     if n:
         _silu_and_multiply[(n * blocks,)](gate_up, out, size, blocks, BLOCK=_BLOCK, num_warps=4)
     return out
+
+
+def _quantized(gate_up: torch.Tensor, size: int) -> Fp8Rows:
+    if size > MAX_SIZE:
+        raise ValueError(f"silu_and_multiply: quantized rows of at most {MAX_SIZE} values, not {size}")
+    rows = empty_rows(len(gate_up), size, gate_up.device)
+    if len(gate_up):
+        block = triton.next_power_of_2(size)
+        warps = min(max(block // 512, 1), 16)
+        _silu_multiply_quantize[(len(gate_up),)](gate_up, *rows, size, BLOCK=block, num_warps=warps)
+    return rows
 
 
 @triton.jit
@@ -44,3 +61,17 @@ def _silu_and_multiply(gate_up, out, size, blocks, BLOCK: tl.constexpr):
     gate = tl.load(gate_up + row * 2 * size + column, mask=inside)
     up = tl.load(gate_up + row * 2 * size + size + column, mask=inside)
     tl.store(out + row * size + column, gated(gate, up), mask=inside)
+
+
+@triton.jit
+def _silu_multiply_quantize(gate_up, values, scales, size, BLOCK: tl.constexpr):
+    """One program a row, which it keeps in registers until the scale is known."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    gate = tl.load(gate_up + row * 2 * size + column, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * 2 * size + size + column, mask=inside, other=0.0)
+    product = gated(gate, up).to(tl.float32)
+    divisor = row_scale(product)
+    tl.store(scales + row, divisor)
+    tl.store(values + row * size + column, tl.div_rn(product, divisor).to(values.dtype.element_ty), mask=inside)

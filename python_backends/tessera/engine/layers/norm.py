@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from tessera.engine.kernels.selection import layer_kernels
+from tessera.fp8.rows import Fp8Rows
 
 
 class RmsNorm(nn.Module):
@@ -17,6 +18,11 @@ class RmsNorm(nn.Module):
         self._eps = eps
         self._add_and_normalise = layer_kernels(device.type).add_rms_norm
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [n, size] and residual [n, size] or None -> (normalised sum, sum); residual may be overwritten."""
-        return self._add_and_normalise(x, residual, self.get_buffer("weight"), self._eps)
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, fp8: bool = False
+    ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
+        """x [n, size] and residual [n, size] or None -> (normalised sum, sum); residual may be overwritten.
+
+        ``fp8``: the normalised sum is quantized, a row at a time.
+        """
+        return self._add_and_normalise(x, residual, self.get_buffer("weight"), self._eps, fp8)

@@ -5,19 +5,21 @@ Sources: transformers ``modeling_qwen2.py``, ``modeling_llama.py``.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tessera.checkpoint.weights import Target, copy_whole
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, HeadShape
 from tessera.engine.layers.embedding import Embedding
 from tessera.engine.layers.norm import RmsNorm
 from tessera.engine.layers.rotary import Rotary
-from tessera.engine.quantization.scheme import Linear, SchemeSelector, Target, copy_whole
+from tessera.engine.quantization.scheme import Linear, Rows, SchemeSelector, stacked
 from tessera.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -29,18 +31,20 @@ _HEAD_MULTIPLE = 16
 
 @dataclass(frozen=True)
 class LayerNames:
-    """A checkpoint's names inside one layer."""
+    """A checkpoint's names inside one layer; ``qkv`` and ``gate_up`` are one name where they are stored as one."""
 
     input_norm: str = "input_layernorm"
     post_norm: str = "post_attention_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     output: str = "self_attn.o_proj"
-    gate: str = "mlp.gate_proj"
-    up: str = "mlp.up_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
 
 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, both after a norm and onto the residual stream."""
+
+    names = LayerNames()
 
     def __init__(
         self, config: TextConfig, index: int, schemes: SchemeSelector, dtype: torch.dtype, device: torch.device
@@ -48,21 +52,26 @@ class DecoderLayer(nn.Module):
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
         queries = config.num_attention_heads * config.head_dim
-        keys = config.num_key_value_heads * config.head_dim
         self.index = index
+        self.prefix = f"model.layers.{index}."
 
-        def linear(name: str, size: int, parts: dict[str, int], bias: bool) -> Linear:
-            return Linear(size, parts, bias, schemes(f"model.layers.{index}.{name}"), dtype, device)
+        def linear(size: int, modules: Mapping[str, Rows], bias: bool) -> Linear:
+            named = {self.prefix + name: rows for name, rows in modules.items()}
+            return Linear(size, named, bias, schemes, dtype, device)
 
         def norm() -> RmsNorm:
             return RmsNorm(hidden, config.rms_norm_eps, dtype, device)
 
-        qkv_parts = {"q": queries, "k": keys, "v": keys}
         self.input_norm, self.post_norm = norm(), norm()
-        self.qkv = linear("self_attn.q_proj", hidden, qkv_parts, config.attention_bias)
-        self.output = linear("self_attn.o_proj", queries, {"o": hidden}, config.output_bias)
-        self.gate_up = linear("mlp.gate_proj", hidden, {"gate": inner, "up": inner}, config.mlp_bias)
-        self.down = linear("mlp.down_proj", inner, {"down": hidden}, config.mlp_bias)
+        self.qkv = linear(hidden, self.qkv_modules(head_shape(config)), config.attention_bias)
+        self.output = linear(queries, stacked([self.names.output], [hidden]), config.output_bias)
+        self.gate_up = linear(hidden, stacked(self.names.gate_up, [inner, inner]), config.mlp_bias)
+        self.down = linear(inner, stacked([self.names.down], [hidden]), config.mlp_bias)
+
+    def qkv_modules(self, heads: HeadShape) -> dict[str, Rows]:
+        """The stored modules of q, k and v, and which rows of them all (q above k above v) they are."""
+        sizes = [count * heads.head_dim for count in (heads.heads, heads.kv_heads, heads.kv_heads)]
+        return stacked(self.names.qkv, sizes)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, attention: AttentionBackend, step: AttentionStep
@@ -74,11 +83,19 @@ class DecoderLayer(nn.Module):
         x, residual = self.post_norm(self.output(x), residual)
         return self.down(self.gate_up.gated(x)), residual
 
+    def targets(self, stored: Collection[str]) -> dict[str, Target]:
+        """As :meth:`Qwen2.targets`, for this layer."""
+        norms = {self.names.input_norm: self.input_norm, self.names.post_norm: self.post_norm}
+        targets = norm_targets({self.prefix + name: norm for name, norm in norms.items()})
+        for linear in (self.qkv, self.output, self.gate_up, self.down):
+            targets |= linear.targets(stored)
+        return targets
+
 
 class Qwen2(nn.Module):
     """Token ids and picture rows in, hidden rows and logits out; covers Qwen2ForCausalLM and LlamaForCausalLM."""
 
-    names = LayerNames()
+    layer_class = DecoderLayer
     embedding_name = "model.embed_tokens.weight"
     head_name = "lm_head"
 
@@ -87,7 +104,7 @@ class Qwen2(nn.Module):
         if config.hidden_act != "silu":
             raise CheckpointError(f"hidden_act {config.hidden_act!r} of the text model is not supported; only silu is")
         self.config = config
-        self.heads = HeadShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        self.heads = head_shape(config)
         self.rotary = Rotary(
             config.head_dim,
             config.rope_theta,
@@ -100,13 +117,13 @@ class Qwen2(nn.Module):
         padded = -(-config.vocab_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
         self.embedding = Embedding(padded, config.hidden_size, dtype, device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, schemes, dtype, device) for index in range(config.num_hidden_layers)
+            self.layer_class(config, index, schemes, dtype, device) for index in range(config.num_hidden_layers)
         )
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.head: Linear | None = None
         if not config.tie_word_embeddings:
-            parts = {"head": config.vocab_size, "padding": padded - config.vocab_size}
-            self.head = Linear(config.hidden_size, parts, False, schemes(self.head_name), dtype, device)
+            modules = stacked([self.head_name], [config.vocab_size])
+            self.head = Linear(config.hidden_size, modules, False, schemes, dtype, device, out_features=padded)
 
     def forward(
         self,
@@ -132,33 +149,34 @@ class Qwen2(nn.Module):
         rows = F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)  # type: ignore[arg-type]
         return rows[:, : self.config.vocab_size]
 
-    def weight_targets(self) -> dict[str, Target]:
-        """Where each tensor of the checkpoint goes, by its exact name; a wrong shape raises CheckpointError there."""
+    def targets(self, stored: Collection[str]) -> dict[str, Target]:
+        """What fills the model, by the checkpoint's names; ``stored``: those that it has."""
         targets: dict[str, Target] = {
             self.embedding_name: partial(copy_whole, self.embedding.get_buffer("weight")[: self.config.vocab_size]),
-            "model.norm.weight": partial(copy_whole, self.norm.get_buffer("weight")),
+            **norm_targets({"model.norm": self.norm}),
         }
         if self.head is not None:
-            targets |= self.head.targets(self.head_name, "head")
+            targets |= self.head.targets(stored)
         for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            targets |= self._layer_targets(f"model.layers.{layer.index}", layer)
+            targets |= cast(DecoderLayer, layer).targets(stored)
         return targets
 
-    def _layer_targets(self, prefix: str, layer: DecoderLayer) -> dict[str, Target]:
-        names = self.names
-        return {
-            f"{prefix}.{names.input_norm}.weight": partial(copy_whole, layer.input_norm.get_buffer("weight")),
-            f"{prefix}.{names.post_norm}.weight": partial(copy_whole, layer.post_norm.get_buffer("weight")),
-            **self._qkv_targets(prefix, layer),
-            **layer.output.targets(f"{prefix}.{names.output}", "o"),
-            **layer.gate_up.targets(f"{prefix}.{names.gate}", "gate"),
-            **layer.gate_up.targets(f"{prefix}.{names.up}", "up"),
-            **layer.down.targets(f"{prefix}.{names.down}", "down"),
-        }
+    def randomize(self, seed: int) -> None:
+        """Fills the model as if from a checkpoint of small random numbers (norms: one)."""
+        embedding = self.embedding.get_buffer("weight")
+        generator = torch.Generator(embedding.device).manual_seed(seed)
+        embedding.normal_(0, 0.02, generator=generator)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.randomize(generator)
+            elif isinstance(module, RmsNorm):
+                module.get_buffer("weight").fill_(1)
 
-    def _qkv_targets(self, prefix: str, layer: DecoderLayer) -> dict[str, Target]:
-        targets: dict[str, Target] = {}
-        for part in ("q", "k", "v"):
-            targets |= layer.qkv.targets(f"{prefix}.self_attn.{part}_proj", part)
-        return targets
+
+def head_shape(config: TextConfig) -> HeadShape:
+    return HeadShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+
+
+def norm_targets(norms: Mapping[str, RmsNorm]) -> dict[str, Target]:
+    """What fills norms, which are given by name."""
+    return {f"{name}.weight": partial(copy_whole, norm.get_buffer("weight")) for name, norm in norms.items()}

@@ -1,98 +1,228 @@
-"""Linear layers and the schemes that decide how they store, load and apply their weights: one file per quantization."""
+"""Linear layers and the schemes that decide how they store, load and apply their weights.
+
+A stored format is a reader: it names the tensors of a module and decodes them. An execution form (:mod:`unquantized`,
+:mod:`int4`, :mod:`fp8`) is the scheme class that readers inherit from.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
+from tessera.checkpoint.weights import Target, plain
 from tessera.engine.kernels.selection import layer_kernels
 from tessera.errors import CheckpointError
+from tessera.fp8.rows import Fp8Rows, quantize_rows
 
-#: copies one stored tensor to where it belongs
-Target = Callable[[torch.Tensor], None]
+if TYPE_CHECKING:
+    from tessera.measured_choices import MeasuredChoices
+
+
+class Stored(NamedTuple):
+    """The tensors, named as after the module's name, that a checkpoint must hold for a module, and that it may."""
+
+    required: frozenset[str]
+    optional: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """What the speed of a linear layer depends on; ``gated``: it is followed by the gated activation."""
+
+    outputs: int
+    inputs: int
+    bias: bool
+    gated: bool
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"linear{' + gate' * self.gated}{' + bias' * self.bias} {self.outputs} x {self.inputs}"
 
 
 class LinearScheme(ABC):
-    """Owns the tensors of a :class:`Linear`, whose parts (such as q, k and v) are stored fused.
+    """Owns the tensors of one :class:`Linear`, which may be several stored modules (such as q, k and v) in one.
 
-    A part's tensors are named as in the checkpoint after the module's name: "weight", "bias", "scales".
+    The layer's buffers have its output features as dimension 0, so that whatever the format, rows say which module's
+    they are. Those in ``shared`` belong to the input instead: they begin as None, and all modules must agree on them.
     """
+
+    shared: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def stored(self, has_bias: bool) -> Stored:
+        """What each stored module holds."""
+
+    @abstractmethod
+    def decode(
+        self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+    ) -> dict[str, torch.Tensor]:
+        """The stored tensors of one module -> what goes into the buffers. CheckpointError names what is wrong."""
 
     @abstractmethod
     def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> None:
-        """Registers the layer's empty tensors."""
+        """Registers the layer's empty buffers."""
 
     @abstractmethod
-    def tensor_names(self, layer: Linear) -> tuple[str, ...]:
-        """The tensors that a checkpoint must hold for each part."""
+    def randomize(self, layer: Linear, generator: torch.Generator) -> None:
+        """Fills the buffers so that W is normally distributed by 0.02 about 0."""
+
+    def finish(self, layer: Linear) -> None:  # noqa: B027 - some schemes need nothing here
+        """Called once when the buffers are filled, for instance to repack."""
 
     @abstractmethod
-    def load(self, layer: Linear, part: str, name: str, tensor: torch.Tensor) -> None:
-        """Copies one tensor of one part in; CheckpointError if its shape is wrong."""
+    def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        """x [n, in_features] -> [n, out_features]. Only a scheme that ``takes_fp8`` is given Fp8Rows."""
 
-    @abstractmethod
-    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        """x [n, in_features] -> [n, out_features]."""
+    def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
+        """x [n, in_features] -> silu(first half of the outputs) * second half [n, out_features / 2], in FP8 if so."""
+        y = self.apply(layer, x)
+        gated = layer_kernels(y.device.type).silu_and_multiply(y)
+        return quantize_rows(gated) if fp8 else gated
 
-    def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        """x [n, in_features] -> silu(first half of the outputs) * second half [n, out_features / 2]."""
-        return layer_kernels(x.device.type).silu_and_multiply(self.apply(layer, x))
+    def takes_fp8(self, layer: Linear, rows: int) -> bool:
+        """Whether for so many rows ``apply`` wants its input already quantized."""
+        return False
 
-    def finish(self, layer: Linear) -> None:  # noqa: B027 - most schemes need nothing here
-        """Called once when everything is loaded, for instance to repack."""
+    def tune(  # noqa: B027 - some schemes have no choice
+        self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str
+    ) -> None:
+        """Measures, for ``layers`` of one shape and of this scheme, what is the fastest for how many rows."""
 
 
-def copy_whole(target: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Fills ``target``; CheckpointError if its shape is another."""
-    if tensor.shape != target.shape:
-        raise CheckpointError(f"shape {list(tensor.shape)}, expected {list(target.shape)}")
-    target.copy_(tensor)
+#: the rows of a layer that a stored module fills, in the order in which it stores them
+Rows = slice | torch.Tensor
+#: the stored modules of one layer -> their scheme
+SchemeSelector = Callable[[Collection[str]], LinearScheme]
+
+
+def stacked(names: Sequence[str], sizes: Sequence[int]) -> dict[str, Rows]:
+    """Modules whose rows follow each other, of so many output features each; one name holds all of them."""
+    if len(names) == 1:
+        sizes = [sum(sizes)]
+    return {name: slice(end - size, end) for name, size, end in zip(names, sizes, accumulate(sizes), strict=True)}
 
 
 class Linear(nn.Module):
-    """y = x W^T + b over one or several fused parts.
+    """y = x W^T + b over one or several stored modules.
 
-    ``parts`` maps each part's name to its output features, in the order of the fused output; ``rows`` maps it to its
-    range of them. ``skinny_rows``: up to so many rows a product for few rows is the fastest, which only measuring
-    tells.
+    ``modules``: each one's name and the rows it fills. ``out_features`` may be more than they fill; the rest is zero.
+    The buffers exist from the first module that is read on, and the scheme finishes with the last: so a model is
+    never held in two forms.
     """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The buffers, which each scheme names."""
 
     def __init__(
         self,
         in_features: int,
-        parts: Mapping[str, int],
+        modules: Mapping[str, Rows],
         bias: bool,
-        scheme: LinearScheme,
+        schemes: SchemeSelector,
         dtype: torch.dtype,
         device: torch.device,
+        out_features: int | None = None,
     ) -> None:
         super().__init__()
         self.in_features = in_features
-        self.out_features = sum(parts.values())
+        self.sizes = {name: _count(rows) for name, rows in modules.items()}
+        self.out_features = out_features or sum(self.sizes.values())
         self.has_bias = bias
-        self.skinny_rows = 0
-        ends = accumulate(parts.values())
-        self.rows = {name: slice(end - size, end) for (name, size), end in zip(parts.items(), ends)}
-        self.scheme = scheme
-        scheme.create(self, dtype, device)
+        self.dtype = dtype
+        self.device = device
+        self.scheme = schemes(modules)
+        self._rows = modules
+        self._read: dict[str, dict[str, torch.Tensor]] = {}
+        self._unread = set(modules)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         return self.scheme.apply(self, x)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """Of a layer whose two parts are gate and up: silu(gate) * up [n, out_features / 2]."""
-        return self.scheme.apply_gated(self, x)
+    def gated(self, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
+        """Of a layer whose halves are gate and up: silu(gate) * up [n, out_features / 2]."""
+        return self.scheme.apply_gated(self, x, fp8)
 
-    def targets(self, prefix: str, part: str) -> dict[str, Target]:
-        """What fills one part: ``prefix``.weight and whatever else the scheme wants."""
-        names = self.scheme.tensor_names(self)
-        return {f"{prefix}.{name}": partial(self.scheme.load, self, part, name) for name in names}
+    def takes_fp8(self, rows: int) -> bool:
+        """Whether it wants its input of so many rows already quantized."""
+        return self.scheme.takes_fp8(self, rows)
+
+    def targets(self, stored: Collection[str]) -> dict[str, Target]:
+        """What fills it, by name; ``stored``: the names that the checkpoint has."""
+        wanted = self.scheme.stored(self.has_bias)
+        targets: dict[str, Target] = {}
+        for module in self._rows:
+            leaves = wanted.required | {leaf for leaf in wanted.optional if f"{module}.{leaf}" in stored}
+            targets |= {f"{module}.{leaf}": partial(self._take, module, leaf, len(leaves)) for leaf in leaves}
+        return targets
+
+    def randomize(self, generator: torch.Generator) -> None:
+        """Fills it as if from a checkpoint of small random numbers."""
+        self.scheme.create(self, self.dtype, self.device)
+        self.scheme.randomize(self, generator)
+        self.scheme.finish(self)
+
+    def _take(self, module: str, leaf: str, count: int, tensor: torch.Tensor) -> None:
+        """Keeps one tensor of a module; with the last of ``count`` decodes them, where the layer is."""
+        read = self._read.setdefault(module, {})
+        read[leaf] = tensor.to(self.device)
+        if len(read) < count:
+            return
+        decoded = self.scheme.decode(self._read.pop(module), self.sizes[module], self.in_features)
+        if not self.has_bias and bool(decoded.pop("bias", torch.zeros(1)).any()):
+            raise CheckpointError("bias is not zero, and the model has none there")
+        if len(self._unread) == len(self._rows):
+            self.scheme.create(self, self.dtype, self.device)
+        self._place(module, decoded)
+        self._unread.remove(module)
+        if not self._unread:
+            self.scheme.finish(self)
+
+    def _place(self, module: str, decoded: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in decoded.items():
+            target = getattr(self, name)
+            if name in self.scheme.shared:
+                if target is not None and not torch.equal(target, tensor):
+                    raise CheckpointError(
+                        f"{name} differ from those of {self._others(module)}, which have the same input"
+                    )
+                setattr(self, name, tensor)
+                continue
+            expected = [self.sizes[module], *target.shape[1:]]
+            if list(tensor.shape) != expected:
+                raise CheckpointError(f"{name} has shape {list(tensor.shape)}, expected {expected}")
+            target[self._rows[module]] = tensor.to(target.dtype)
+
+    def _others(self, module: str) -> str:
+        return ", ".join(name for name in self._rows if name != module)
 
 
-#: a module's name -> its scheme
-SchemeSelector = Callable[[str], LinearScheme]
+def shaped(
+    tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A module's tensor, which must have this shape, and this dtype or a plain floating one."""
+    tensor = tensors[name]
+    if tensor.shape != shape:
+        raise CheckpointError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
+    if dtype is None:
+        return plain(tensor)
+    if tensor.dtype != dtype:
+        raise CheckpointError(f"{name} is stored as {tensor.dtype}, expected {dtype}")
+    return tensor
+
+
+def bias_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A module's bias, if it has one."""
+    return {name: plain(tensor) for name, tensor in tensors.items() if name == "bias"}
+
+
+def _count(rows: Rows) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)

@@ -10,7 +10,7 @@ is a reshape.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import cast
 
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.layouts.internvl import VisionConfig
-from tessera.checkpoint.weights import Placement
+from tessera.checkpoint.weights import Target, copy_whole
 from tessera.measured_choices import MeasuredChoices
 from tessera.vision.kernels.attention import BACKENDS, attend
 from tessera.vision.kernels.tower_kernels import (
@@ -218,20 +218,25 @@ class InternViT(Tower):
         index = torch.arange(count**2).view(self.grid, self.merge, self.grid, self.merge)
         return index.permute((2, 0, 1, 3) if self.transposed else (0, 2, 1, 3)).flatten()
 
-    def place(self, name: str, tensor: torch.Tensor) -> torch.Tensor | list[Placement]:
-        if name == "patch_embedding.weight":  # [hidden, channel, y, x] -> [hidden, (y, x, channel)]
-            return tensor.permute(0, 2, 3, 1).flatten(1)
-        if name == "class_embedding":
-            return tensor.reshape(1, 1, -1)
-        if name == "position_embedding":
-            fitted = _fit_positions(tensor.float(), self.grid * self.merge)
-            return torch.cat((fitted[:, :1], fitted[:, 1:][:, self.patch_order()]), dim=1)
-        head, _, leaf = name.rpartition("_proj.")
-        if head:  # layers.N.attention.q -> rows of layers.N.attention.qkv
-            prefix, part = head[:-1], "qkv".index(head[-1])
-            size = tensor.shape[0]
-            return [Placement(f"{prefix}qkv.{leaf}", tensor, slice(part * size, (part + 1) * size))]
-        return tensor
+    def targets(self, stored: Set[str]) -> dict[str, Target]:
+        targets = super().targets(stored)
+        arranged = {
+            "patch_embedding.weight": lambda kernel: kernel.permute(0, 2, 3, 1).flatten(1),  # channels last
+            "class_embedding": lambda row: row.reshape(1, 1, -1),
+            "position_embedding": self._arrange_positions,
+        }
+        for name, arrange in arranged.items():
+            targets[name] = partial(_arranged, arrange, targets[name])
+        for name, whole in self.state_dict().items():
+            parts = [name.replace(".qkv.", f".{part}_proj.") for part in "qkv"]
+            if parts[0] != name and not stored.isdisjoint(parts):  # stored as three
+                del targets[name]
+                targets |= {part: partial(copy_whole, rows) for part, rows in zip(parts, whole.chunk(3))}
+        return targets
+
+    def _arrange_positions(self, stored: torch.Tensor) -> torch.Tensor:
+        fitted = _fit_positions(stored.float(), self.grid * self.merge)
+        return torch.cat((fitted[:, :1], fitted[:, 1:][:, self.patch_order()]), dim=1)
 
     @torch.no_grad()
     def finish_loading(self) -> None:
@@ -269,6 +274,10 @@ class InternViT(Tower):
             )
             epilogue = chosen == "epilogue"
         return partial(self, kernels=gpu_kernels(backend, epilogue))
+
+
+def _arranged(arrange: Callable[[torch.Tensor], torch.Tensor], target: Target, tensor: torch.Tensor) -> None:
+    target(arrange(tensor))
 
 
 def _fit_positions(stored: torch.Tensor, side: int) -> torch.Tensor:

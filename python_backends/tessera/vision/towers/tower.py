@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from functools import partial
 from hashlib import blake2b
 from pkgutil import resolve_name
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.names import split_names
-from tessera.checkpoint.weights import Placement, SafetensorsFolder, load_strict
+from tessera.checkpoint.weights import SafetensorsFolder, Target, copy_whole, fill
 from tessera.errors import CheckpointError, ConfigError
 from tessera.measured_choices import MeasuredChoices
 
@@ -56,9 +57,9 @@ class Tower(torch.nn.Module):
         """The forward for so much, with what is the fastest on the tower's GPU. Towers that split only."""
         return self
 
-    def place(self, name: str, tensor: torch.Tensor) -> torch.Tensor | list[Placement]:
-        """A stored tensor in the shape and order in which the tower keeps it."""
-        return tensor
+    def targets(self, stored: Set[str]) -> dict[str, Target]:
+        """What fills the tower, by our names of the weights; ``stored``: those that the checkpoint has."""
+        return {name: partial(copy_whole, value) for name, value in self.state_dict().items()}
 
     def finish_loading(self) -> None:
         """Called once when all float32 weights are there."""
@@ -92,7 +93,12 @@ def load_tower(config: CheckpointConfig, dtype: torch.dtype = torch.float32, ran
         _draw(tower)
     else:
         source = SafetensorsFolder(config.folder)
-        load_strict(tower, split_names(source.names(), config)["vision"], source, tower.place)
+        names = split_names(source.names(), config)["vision"]
+        fill(
+            f"the vision tower {type(tower).__name__}",
+            tower.targets(set(names.values())),
+            ((ours, source.get(stored)) for stored, ours in names.items()),
+        )
     tower.finish_loading()
     return tower.to(dtype)
 

@@ -1,0 +1,101 @@
+"""FP8 (e4m3) weights and activations: W = weight * scales; x is quantized in front of the product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from tessera.checkpoint.weights import plain
+from tessera.engine.quantization.scheme import Linear, LinearScheme, Stored
+from tessera.errors import CheckpointError
+from tessera.fp8.rows import E4M3, Fp8Rows, quantize_rows, quantize_weight
+
+BLOCK = 128
+
+
+class Fp8(LinearScheme):
+    """``weight`` e4m3 [out, in]; ``scales`` float32 [out], or [out, in / 128] of ``blocks``; ``bias`` [out].
+
+    Activations are quantized with ``input_scale``, a float32 scalar, if ``static``; else by token, and with ``blocks``
+    by token and 128 columns. ``scale_name``: what the checkpoint calls the weight's scale. One scale may stand for the
+    whole stored module.
+    """
+
+    def __init__(self, scale_name: str = "weight_scale", static: bool = False, blocks: bool = False) -> None:
+        self.scale_name, self.static, self.blocks = scale_name, static, blocks
+
+    def stored(self, has_bias: bool) -> Stored:
+        names = {"weight", self.scale_name} | ({"input_scale"} if self.static else set())
+        return Stored(frozenset(names | ({"bias"} if has_bias else set())))
+
+    def decode(
+        self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+    ) -> dict[str, torch.Tensor]:
+        weight, scale = tensors["weight"], tensors[self.scale_name].float()
+        if weight.dtype != E4M3:
+            raise CheckpointError(f"weight is stored as {weight.dtype}, expected {E4M3}")
+        decoded = {"weight": weight}
+        if self.blocks:
+            expected = [-(-out_features // BLOCK), -(-in_features // BLOCK)]
+            if list(scale.shape) != expected:
+                raise CheckpointError(f"{self.scale_name} has shape {list(scale.shape)}, expected {expected}")
+            decoded["scales"] = scale.repeat_interleave(BLOCK, 0)[:out_features]
+        elif scale.numel() in (1, out_features):
+            decoded["scales"] = scale.flatten().expand(out_features)
+        else:
+            raise CheckpointError(f"{self.scale_name} has shape {list(scale.shape)}, expected one scale, or one a row")
+        if self.static:
+            decoded["input_scale"] = _scalar("input_scale", tensors).expand(out_features)
+        return decoded | ({"bias": plain(tensors["bias"])} if "bias" in tensors else {})
+
+    def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> None:
+        rows, columns = layer.out_features, layer.in_features
+        layer.register_buffer("weight", torch.zeros((rows, columns), dtype=E4M3, device=device))
+        shape = (rows, -(-columns // BLOCK)) if self.blocks else (rows,)
+        layer.register_buffer("scales", torch.zeros(shape, device=device))
+        layer.register_buffer("input_scale", torch.zeros(rows, device=device) if self.static else None)
+        layer.register_buffer("bias", torch.zeros(rows, dtype=dtype, device=device) if layer.has_bias else None)
+
+    def randomize(self, layer: Linear, generator: torch.Generator) -> None:
+        weight = torch.empty(layer.weight.shape, device=layer.device).normal_(0, 0.02, generator=generator)
+        values, scales = quantize_weight(weight)
+        layer.weight.copy_(values)
+        layer.scales.copy_(scales[:, None].expand_as(layer.scales) if self.blocks else scales)
+        if self.static:
+            layer.input_scale.fill_(16 / 448)
+        if layer.has_bias:
+            layer.bias.normal_(0, 0.02, generator=generator)
+
+    def finish(self, layer: Linear) -> None:
+        if self.static:
+            # Modules with the same input have the same scale if they were calibrated together; else none may clip.
+            layer.input_scale = layer.input_scale.max()
+        layer.weight = dequantize(layer.weight, layer.scales)
+        del layer.scales
+
+    def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        wide = x.dequantized() if isinstance(x, Fp8Rows) else self._rounded(layer, x)
+        bias = None if layer.bias is None else layer.bias.float()
+        return F.linear(wide, layer.weight, bias).to(layer.dtype)
+
+    def _rounded(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        """x as the product in FP8 sees it, in float32."""
+        if not self.blocks:
+            return quantize_rows(x, layer.input_scale).dequantized()
+        padded = F.pad(x, (0, -x.shape[1] % BLOCK))
+        return quantize_rows(padded.reshape(-1, BLOCK)).dequantized().view_as(padded)[:, : x.shape[1]]
+
+
+def dequantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """W, float32 [out, in]."""
+    if scales.dim() == 1:
+        return weight.float() * scales[:, None]
+    return weight.float() * scales.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
+
+
+def _scalar(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if tensors[name].numel() != 1:
+        raise CheckpointError(f"{name} has shape {list(tensors[name].shape)}, expected one value")
+    return tensors[name].float().reshape(1)

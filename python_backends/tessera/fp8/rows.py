@@ -1,0 +1,83 @@
+"""Rows of activations and channels of weights in e4m3, each with a scale of its own, and the product of the two.
+
+e4m3 has three bits of mantissa and ends at 448: a row divided by its largest magnitude / 448 uses all of its range.
+On a GPU this runs in triton and on Hopper's FP8 units (:mod:`tessera.fp8.kernels`, ``torch._scaled_mm``); elsewhere
+the twins here compute the same numbers in float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+SMALLEST_SCALE = 1e-12
+#: rows and columns of a weight that ``torch._scaled_mm`` takes
+MULTIPLE = 16
+
+
+class Fp8Rows(NamedTuple):
+    """Row i is ``values[i] * scales[i]``."""
+
+    values: torch.Tensor  # float8_e4m3fn [n, size]
+    scales: torch.Tensor  # float32 [n, 1]
+
+    def dequantized(self) -> torch.Tensor:
+        """float32 [n, size]."""
+        return self.values.float() * self.scales
+
+
+def empty_rows(n: int, size: int, device: torch.device) -> Fp8Rows:
+    """Memory for n rows."""
+    return Fp8Rows(
+        torch.empty((n, size), dtype=E4M3, device=device), torch.empty((n, 1), dtype=torch.float32, device=device)
+    )
+
+
+def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> Fp8Rows:
+    """x [n, size] of any floating dtype, contiguous -> its rows in e4m3.
+
+    Each row's scale is its largest magnitude / 448, at least 1e-12. A given ``scale`` (float32, one value) is taken
+    for all rows instead, and what exceeds 448 of it saturates: static quantization.
+    """
+    if x.is_cuda:
+        from tessera.fp8 import kernels
+
+        rows = empty_rows(len(x), x.shape[1], x.device)
+        kernels.quantize_rows(x, scale, *rows)
+        return rows
+    wide = x.float()
+    if scale is None:
+        scales = (wide.abs().amax(dim=1, keepdim=True) / LARGEST).clamp(min=SMALLEST_SCALE)
+    else:
+        scales = scale.float().reshape(1, 1).expand(len(x), 1).contiguous()
+    return Fp8Rows((wide / scales).clamp(-LARGEST, LARGEST).to(E4M3), scales)
+
+
+def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [n, k] -> e4m3 [n, k] and float32 [n], one scale an output channel."""
+    values, scales = quantize_rows(weight.contiguous())
+    return values, scales.squeeze(1)
+
+
+def fp8_linear(
+    x: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """x [m, k], weight e4m3 [n, k], its scales float32 [n], bias [n] -> x W^T + b [m, n] of ``dtype``.
+
+    On a GPU n and k must be multiples of 16 and ``dtype``, the bias's too, bfloat16.
+    """
+    if weight.is_cuda:
+        return torch._scaled_mm(
+            x.values,
+            weight.t(),
+            scale_a=x.scales,
+            scale_b=scales.unsqueeze(0),
+            bias=bias,
+            out_dtype=dtype,
+            use_fast_accum=True,
+        )
+    product = x.dequantized() @ (weight.float() * scales.unsqueeze(1)).t()
+    return (product if bias is None else product + bias.float()).to(dtype)
