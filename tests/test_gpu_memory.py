@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
 
@@ -80,16 +82,30 @@ def test_both_stages_weights_of_the_default_checkpoint_are_found() -> None:
 
 
 def test_the_device_is_found_without_touching_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Gpus:
-        def __init__(self, folder: str) -> None: ...
+    def driver(name: str) -> None:
+        if not loadable:
+            raise OSError(f"{name}: cannot open shared object file")
+
+    class Files:
+        def __init__(self, folder: str) -> None:
+            self.folder = folder
 
         def glob(self, pattern: str) -> list[str]:
-            return ["0000:00:06.0"]
+            return [name for folder, name in there if folder == self.folder and fnmatch(name, pattern)]
 
-    monkeypatch.setattr(gpu_memory, "Path", Gpus)
+    monkeypatch.setattr(gpu_memory, "Path", Files)
+    monkeypatch.setattr(ctypes, "CDLL", driver)
     monkeypatch.setattr(metadata, "version", lambda name: "2.13.0")
-    assert find_device({}) == find_device({"CUDA_VISIBLE_DEVICES": "1"}) == "cuda"
-    assert find_device({"CUDA_VISIBLE_DEVICES": ""}) == find_device({"CUDA_VISIBLE_DEVICES": "-1"}) == "cpu"
+    loadable = True
+    for trace in (("/proc/driver/nvidia/gpus", "0000:00:06.0"), ("/dev", "nvidia3"), ("/dev", "dxg")):
+        there = [trace]
+        assert find_device({}) == find_device({"CUDA_VISIBLE_DEVICES": "1"}) == "cuda"
+        assert find_device({"CUDA_VISIBLE_DEVICES": ""}) == find_device({"CUDA_VISIBLE_DEVICES": "-1"}) == "cpu"
+    loadable = False  # a container without a GPU on a host with one
+    assert find_device({}) == "cpu"
+    loadable, there = True, [("/dev", "nvidiactl")]
+    assert find_device({}) == "cpu"
+    there = [("/dev", "nvidia0")]
     monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cpu")
     assert find_device({}) == "cpu"
 

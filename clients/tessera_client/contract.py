@@ -6,6 +6,7 @@ import base64
 import json
 import struct
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tessera_client.messages import Delta, LabelScore, Request, Timings, Usage
@@ -22,11 +23,22 @@ def request_tensors(request: Request) -> list[Tensor]:
     return tensors + [Tensor(name, "BOOL", (1,), bytes([flag])) for name, flag in flags]
 
 
-def request_json(request: Request, request_id: str) -> dict[str, Any]:
-    """The body of a generate endpoint: same names, pictures as base64 text."""
+def request_json(request: Request, request_id: str, timeout: float | None) -> dict[str, Any]:
+    """The body of a generate endpoint: same names, pictures as base64 text.
+
+    The seconds it may take stand in the sampling parameters, as these endpoints have no other place for them.
+    """
     flags = {"stream": request.stream, "exclude_input_in_output": request.exclude_input}
+    if timeout is not None:
+        sampling = {"timeout_us": microseconds(timeout), **json.loads(request.sampling or "{}")}
+        request = replace(request, sampling=json.dumps(sampling))
     images = [base64.b64encode(image).decode("ascii") for image in request.images]
     return {"id": request_id, **flags, **_texts(request), **({"image": images} if images else {})}
+
+
+def microseconds(timeout: float) -> int:
+    """Seconds as the server counts them: whole and not 0, which would be no limit."""
+    return max(1, int(timeout * 1e6))
 
 
 def _texts(request: Request) -> dict[str, str]:

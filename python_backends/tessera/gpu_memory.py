@@ -6,6 +6,7 @@ under a tritonserver started by hand, come to the same numbers by themselves.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import re
@@ -22,6 +23,7 @@ GIB = 1 << 30
 CONTEXTS_BYTES = 2 * GIB
 """What CUDA itself takes, for tritonserver and for both stages' processes."""
 OF_THE_VISION_STAGE = re.compile(r"(model\.)?(vision|visual|mlp1|multi_modal_projector)")
+TRACES_OF_GPUS = (("/proc/driver/nvidia/gpus", "*"), ("/dev", "nvidia[0-9]*"), ("/dev", "dxg"))  # the last: WSL
 FLOATS = ("F64", "F32", "BF16", "F16")
 
 
@@ -133,11 +135,16 @@ def divide_for(card: int, settings: ServerSettings, checkpoint: Path, sources: S
 def find_device(environment: Mapping[str, str]) -> str:
     """cuda if an NVIDIA GPU is here and not hidden, and torch is built for it, else cpu.
 
-    Looks at the driver's files only: touches no device, imports no torch.
+    Looks at the driver's files only: touches no device, imports no torch. A container without a GPU sees its host's in
+    /proc all the same, but has no driver library.
     """
     if environment.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "none"):
         return "cpu"
-    if not any(Path("/proc/driver/nvidia/gpus").glob("*")) and not any(Path("/dev").glob("nvidia[0-9]*")):
+    if not any(any(Path(folder).glob(name)) for folder, name in TRACES_OF_GPUS):
+        return "cpu"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
         return "cpu"
     try:
         return "cpu" if metadata.version("torch").endswith("+cpu") else "cuda"

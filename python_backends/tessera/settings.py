@@ -9,6 +9,7 @@ is ``TESSERA_<NAME>`` and ``name``.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +17,17 @@ from typing import Any, NamedTuple, TypeVar
 from tessera.errors import ConfigError
 
 Settings = TypeVar("Settings")
+
+OF_STAGES = ("preprocess", "vision_encoder", "language_model")
+# Of all stages together: each knows its own alone.
+COMMON = ("checkpoint", "device", "dtype", "gpu_memory", "gpu_pixels", "max_model_len", "threads", "weights")
+NO_SETTINGS = frozenset(
+    f"TESSERA_{name}"
+    for name in ("CACHE", "COMMIT", "CPUS", "GRPC_ADDRESS", "HEALTH_URL", "MEMORY", "REQUIRE_TENSORRT", "URL")
+)
+"""Variables of ours that the launcher, the clients, the tests and docker-compose.yml read."""
+# Where a service is called tessera, its pods are told its addresses.
+_OF_KUBERNETES = re.compile(r"^TESSERA_(SERVICE_(HOST|PORT)|PORT)(_|$)")
 
 
 @dataclass(frozen=True)
@@ -26,7 +38,8 @@ class Setting:
     ``cuda``: a stage's default there. ``kind`` makes a value of text; without one the default's own type does.
     ``name``: where it is not the field's. ``common``: one for all stages. ``settable``: False for what has a range, but
     is no user's to set. ``choices``: all that are allowed, with the value of each. ``share``: the part of a
-    GPU's division that a size of 0 stands for on a GPU.
+    GPU's division that a size of 0 stands for on a GPU. ``divides``: the other stages divide a GPU by it too, and
+    none of them reads this one's config.pbtxt.
     """
 
     default: Any
@@ -40,6 +53,7 @@ class Setting:
     most: float | None = None
     choices: Mapping[str, Any] = field(default_factory=dict)
     share: str = ""
+    divides: bool = False
 
     def parse(self, title: str, text: str) -> Any:
         """The value that ``text`` says. Raises ConfigError with what is allowed."""
@@ -88,17 +102,21 @@ class Sources:
         return None if text is None else (text, "config.pbtxt")
 
     def refuse_unknown(self, *kinds: type) -> None:
-        """Raises ConfigError for a parameter, or a variable of this stage, that none of these dataclasses has."""
+        """Raises ConfigError for a parameter that none of these dataclasses has, and for a variable that is neither
+        theirs nor known elsewhere; those of other stages are for these to judge."""
         known = {each.name: each for kind in kinds for each in settings_of(kind)}
-        own = f"TESSERA_{self.stage.upper()}_"
         variables = {variable(self.stage, each) for each in known.values()}
+        elsewhere = {variable("", Setting(None, name=name, common=True)) for name in COMMON} | NO_SETTINGS
+        others = tuple(f"TESSERA_{stage}_".upper() for stage in OF_STAGES if stage != self.stage)
         for name in self.parameters:
             # The Python backend's own parameters are in capitals.
             if name not in known and not name.isupper():
                 raise ConfigError(f"{self.stage}/config.pbtxt: unknown parameter {name!r}" + nearest(name, known))
         for name in self.environment:
-            if name.startswith(own) and name not in variables:
-                raise ConfigError(f"unknown environment variable {name}" + nearest(name, variables))
+            if not name.startswith("TESSERA_") or name.startswith(others) or _OF_KUBERNETES.search(name):
+                continue
+            if name not in variables | elsewhere:
+                raise ConfigError(f"unknown environment variable {name}" + nearest(name, variables | elsewhere))
 
 
 def setting(default: Any, choices: Iterable[str] | Mapping[str, Any] = (), **about: Any) -> Any:
@@ -144,6 +162,11 @@ def read(
         found = sources.find(entry) if entry.settable else None
         if found is not None:
             value, origin = entry.parse(full.replace(".", ": "), found[0]), found[1]
+            if entry.divides and value and (device, origin) == ("cuda", "config.pbtxt"):
+                raise ConfigError(
+                    f"{full} is set in config.pbtxt, where the other stages, which divide the GPU by it too, do not "
+                    f"see it: set it by --set {full}=VALUE or {variable(sources.stage, entry)}"
+                )
         else:
             own = getattr(entry, device, None)
             value, origin = (entry.default, "default") if own is None else (own, "device")

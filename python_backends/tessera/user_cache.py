@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from glob import escape
 from pathlib import Path
 from uuid import uuid4
+
+_UNUSED_S = 7 * 24 * 3600
 
 
 def cache_folder() -> Path:
@@ -18,12 +23,34 @@ def cache_folder() -> Path:
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Makes ``path`` of the draft that ``write`` fills: nobody ever sees half of it, whoever else writes it meanwhile.
 
-    Raises OSError where the file cannot be written.
+    Drafts of writers that were killed long ago go. Raises OSError where the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{uuid4().hex}")
+    remove_unused(path.parent.glob(f"{escape(path.name)}.{'[0-9a-f]' * 32}.draft"))
+    draft = path.with_name(f"{path.name}.{uuid4().hex}.draft")
     try:
         write(draft)
+        with open(draft, "rb+") as written:  # the name must not reach the disk before the content
+            os.fsync(written.fileno())
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def is_kept(path: Path) -> bool:
+    """Whether the file is there; it then counts as used now, and stays."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    except OSError:  # another user's, who cares for it himself
+        return path.is_file()
+    return True
+
+
+def remove_unused(paths: Iterable[Path]) -> None:
+    """Removes those files that nobody has used for a week: another process may be about to read the others."""
+    for path in paths:
+        with suppress(OSError):  # somebody else was faster, or it is not ours
+            if path.stat().st_mtime < time.time() - _UNUSED_S:
+                path.unlink()

@@ -171,6 +171,18 @@ def test_stream_reads_events(server: Any) -> None:
     assert server.seen["image"] == [base64.b64encode(b"jpeg").decode()] and server.seen["stream"] is True
 
 
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 2}], ids=str)
+def test_a_stream_tells_its_deadline(server: Any, options: dict[str, Any]) -> None:
+    """In sampling_parameters, for the generate endpoints have no other place for it."""
+    with Client(server.url, timeout=9) as client, client.stream(None, "a", **options) as stream:
+        stream.answer()
+    sampling = json.loads(server.seen["sampling_parameters"])
+    assert 8e6 < sampling.pop("timeout_us") <= 9e6 and sampling == options
+    with Client(server.url, timeout=None) as client, client.stream(None, "a") as stream:
+        stream.answer()
+    assert "sampling_parameters" not in server.seen
+
+
 @pytest.mark.parametrize(
     ("status", "kind"),
     [(400, InvalidRequest), (404, InvalidRequest), (500, ServerError), (503, Unavailable), (501, ProtocolError)],

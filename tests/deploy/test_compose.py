@@ -170,7 +170,9 @@ def test_the_server_command_is_one_the_launcher_understands():
     from tessera.launcher import cli
 
     default = re.findall(r"^CMD (\[.+\])$", DOCKERFILE, re.MULTILINE)[0]
-    for command in (yaml.safe_load(default), SERVICES["server-gpu"]["command"]):
+    own = SERVICES["server"]["command"]  # on a host with a GPU too it is the CPU's
+    assert cli.parse(own)[0].settings["device"] == "cpu"
+    for command in (yaml.safe_load(default), own, SERVICES["server-gpu"]["command"]):
         options = cli.parse([str(word) for word in command])[0]
         assert options.host == "0.0.0.0"
         assert str(options.model_repository) == "/opt/tessera/model_repository"

@@ -111,11 +111,6 @@ class BookkeepingRunner:
                 self.cache[self._slot(span.sequence, position)] = self._content(span.sequence, position)
         return [self._choose(span) for span in batch.spans if span.samples]
 
-    def clear(self, blocks):
-        for block in blocks:
-            for slot in range(block * self.block_size, (block + 1) * self.block_size):
-                self.cache.pop(slot, None)
-
     def _choose(self, span):
         seen = [self.cache[self._slot(span.sequence, position)] for position in range(span.end)]
         children = span.sequence.children

@@ -72,6 +72,24 @@ def test_last_rows_only(name):
     torch.testing.assert_close(some, every[rows], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["torch", "sdpa"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_what_others_left_in_the_cache_is_not_read(name, batch):
+    """NaN times a weight of 0 is NaN, so behind a context nothing may be read, not even to be masked."""
+    healthy, sick = random_batch(4, BATCHES[batch]), random_batch(4, BATCHES[batch])
+    storage, table, _, _ = sick
+    whole = (table.blocks[..., None] * BLOCK + np.arange(BLOCK)).reshape(len(table.blocks), -1)
+    own = [line[:context] for line, context in zip(whole, table.context)]
+    others = np.setdiff1d(np.arange(BLOCKS * BLOCK), np.concatenate(own))
+    for cache in (storage.keys[0], storage.values[0]):
+        cache.flatten(0, 1)[others] = float("nan")
+    results = []
+    for storage, table, slots, qkv in (healthy, sick):
+        backend = create_backend(name, SHAPE, storage)
+        results.append(backend.attend(0, qkv, step_of(backend, table, slots)))
+    torch.testing.assert_close(*results, atol=0, rtol=0)
+
+
 def test_oracle_equals_attention_without_a_cache():
     storage, table, slots, qkv = random_batch(3, [(0, 11)])
     backend = create_backend("torch", SHAPE, storage)

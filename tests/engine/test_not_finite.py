@@ -112,6 +112,26 @@ def test_what_it_wrote_is_never_shared():
         }
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("preempted", [False, True])
+def test_what_a_prompt_wrote_that_never_samples_hurts_nobody(steps, preempted):
+    """Its picture is NaN, and it loses its blocks before anybody has seen its logits."""
+    healthy = picture_request("fine", 0.5, max_tokens=12)
+    later = [make_request([number] * 7, f"{number}", max_tokens=9, ignore_eos=True) for number in range(6)]
+    alone = [tokens_of(_served(tiny_engine(MODEL), other), other.request_id) for other in (healthy, *later)]
+    engine = tiny_engine(MODEL, kv_cache_bytes=32 * 1024, max_batched_tokens=8, max_sequences=4)
+    engine.submit(sick := picture_request("sick", float("nan")))
+    for _ in range(steps):  # of 8 tokens each
+        engine.step()
+    if preempted:
+        engine.scheduler._preempt_last()
+    engine.cancel(sick.number)
+    assert ends(run(engine)) == {"sick": "cancelled"}
+    events = _served(engine, healthy, *later)
+    assert [tokens_of(events, other.request_id) for other in (healthy, *later)] == alone
+    assert engine.metrics.not_finite_logits == 0
+
+
 def test_a_fault_while_decoding_names_its_position_and_keeps_the_text_so_far():
     engine, runner = make_engine()
     runner.script["r"] = [*b"ab", NOT_FINITE]

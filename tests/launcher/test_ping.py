@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from tessera.launcher import ping
 from tessera.launcher.ping import NoAnswer, Pinger, ping_of
 
+PATIENCE_S = 60.0  # a machine may be overloaded
 PING = {"name": "PING", "data_type": "TYPE_STRING", "dims": ["1"], "optional": True}
 
 
@@ -38,6 +40,7 @@ class Stage:
         self.completed = 0
         self.loaded = True
         self.pings = 0
+        self.ping_limit = PATIENCE_S
         stage = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -45,7 +48,7 @@ class Stage:
                 if self.path == "/v2/models/stage/config":
                     self.reply(200, {"name": "stage", "max_batch_size": 0, "input": [PING]})
                 elif self.path == "/v2/models/stage/stats" and not stage.loaded:
-                    self.reply(400, {"error": "requested model 'stage' is not available"})
+                    self.reply(stage.answer(), {"error": "requested model 'stage' is not available"})
                 elif self.path == "/v2/models/stage/stats":
                     success = {"success": {"count": stage.completed, "ns": 1}}
                     self.reply(200, {"model_stats": [{"name": "stage", "inference_stats": success}]})
@@ -81,67 +84,95 @@ class Stage:
         return Pinger(f"http://127.0.0.1:{self.listener.server_address[1]}", ["stage"], 0.02, timeout_s)
 
 
+class Clock:
+    """The pinger's clock, which stands unless a stage's answer takes a quarter of a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def tick(self) -> None:
+        self.now += 0.25
+
+
 @pytest.fixture
-def stage() -> Iterator[Stage]:
-    made = Stage()
+def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    """Whoever waits for it has patience, but a ping waits for ``ping_limit``."""
+    made, ask = Stage(), ping.request
+
+    def patiently(url: str, timeout_s: float, body: bytes | None = None) -> bytes:
+        return ask(url, made.ping_limit if body else PATIENCE_S, body)
+
+    monkeypatch.setattr(ping, "request", patiently)
     yield made
     made.listener.shutdown()
     made.listener.server_close()
 
 
-def verdict(pinger: Pinger, seconds: float) -> str | None:
-    """The failure, once there is one; None if there is none after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while pinger.failure() is None and time.monotonic() < deadline:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(ping, "time", made)
+    return made
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    return pinger.failure()
 
 
 def test_answers_are_measured(stage: Stage) -> None:
     pinger = stage.pinger(5.0)
     assert pinger.last("stage") is None
     pinger.start()
-    while pinger.last("stage") is None or pinger.last("tritonserver") is None:
-        time.sleep(0.01)
+    until(lambda: pinger.last("stage") and pinger.last("tritonserver"))
     milliseconds, age = pinger.last("stage") or (0, 0)
     assert milliseconds > 0 and age >= 0 and pinger.failure() is None
     pinger.stop()
 
 
-def test_a_stage_that_is_silent_for_the_whole_time_is_dead(stage: Stage) -> None:
+def test_a_stage_that_is_silent_for_the_whole_time_is_dead(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the true clock: whoever does not answer in time does not in more time either."""
     hold = threading.Event()
-    stage.answer = lambda: 200 if hold.wait(10) else 500
+    stage.answer = lambda: 200 if hold.wait() else 500
+    stage.ping_limit = 0.3
     pinger = stage.pinger(0.3).start()
-    assert verdict(pinger, 5.0) == "stage has not answered for 0.3 s (no answer)"
+    until(pinger.failure)
+    assert pinger.failure() == "stage has not answered for 0.3 s (no answer)"
     hold.set()
 
 
-def test_a_stage_that_answers_with_errors_is_dead_after_the_same_time(stage: Stage) -> None:
-    stage.answer = lambda: 500
-    pinger = stage.pinger(0.3).start()
-    assert verdict(pinger, 5.0) == 'stage has not answered for 0.3 s ({"error": "broken"})'
-    assert stage.pings > 1
+def test_a_stage_that_answers_with_errors_is_dead_after_the_same_time(stage: Stage, clock: Clock) -> None:
+    stage.answer = lambda: clock.tick() or 500
+    pinger = stage.pinger(1.0).start()
+    until(pinger.failure)
+    assert pinger.failure() == 'stage has not answered for 1 s ({"error": "broken"})'
+    assert stage.pings == 4  # each took a quarter of a second
 
 
-def test_a_stage_at_work_is_alive_though_its_ping_waits_in_the_queue(stage: Stage) -> None:
+def test_a_stage_at_work_is_alive_though_its_ping_waits_in_the_queue(stage: Stage, clock: Clock) -> None:
     def busy() -> int:
-        for _ in range(5):
-            time.sleep(0.1)
-            stage.completed += 1
+        clock.tick()
+        stage.completed += 5
         return 500
 
     stage.answer = busy
-    pinger = stage.pinger(0.3).start()
-    assert verdict(pinger, 1.2) is None
-    stage.answer = lambda: 500
-    assert verdict(pinger, 5.0) is not None
-    pinger.stop()
+    pinger = stage.pinger(1.0).start()
+    until(lambda: stage.pings >= 10)
+    assert pinger.failure() is None
+    stage.answer = lambda: clock.tick() or 500
+    until(pinger.failure)
 
 
-def test_a_model_that_somebody_unloaded_is_not_missed(stage: Stage) -> None:
-    stage.answer, stage.loaded = (lambda: 400), False
-    pinger = stage.pinger(0.2).start()
-    assert verdict(pinger, 0.8) is None
+def test_a_model_that_somebody_unloaded_is_not_missed(stage: Stage, clock: Clock) -> None:
+    stage.answer, stage.loaded = (lambda: clock.tick() or 400), False
+    pinger = stage.pinger(1.0).start()
+    until(lambda: clock.now >= 3.0)
+    assert pinger.failure() is None
     pinger.stop()
 
 

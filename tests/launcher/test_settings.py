@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from tessera.errors import ConfigError
-from tessera.gpu_memory import GIB
+from tessera.gpu_memory import GIB, ServerSettings
 from tessera.launcher import settings
 from tessera.launcher.cli import serve_main
 from tessera.launcher.settings import INSTANCES, ServerSetup, lay_out, read_config, set_up
+from tessera.settings import COMMON, OF_STAGES, settings_of
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 MOST = 25
@@ -64,7 +65,15 @@ def test_what_is_unknown_or_wrong_is_refused_before_the_start(given: dict[str, s
         set_up(REPOSITORY, None, {"CUDA_VISIBLE_DEVICES": ""}, given)
 
 
-def test_an_unknown_variable_of_a_stage_is_refused() -> None:
+def test_every_stage_knows_what_is_common_to_all() -> None:
+    kinds = (ServerSettings, *settings.STAGES.values())
+    assert {each.name for kind in kinds for each in settings_of(kind) if each.common} == set(COMMON)
+    assert {*settings.STAGES} == {*OF_STAGES}
+
+
+def test_an_unknown_variable_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown environment variable TESSERA_DTYP; did you mean TESSERA_DTYPE"):
+        set_up(REPOSITORY, None, {"TESSERA_DTYP": "float16"}, {})
     with pytest.raises(ConfigError, match="TESSERA_LANGUAGE_MODEL_MAXSEQUENCES; did you mean TESSERA_LANGUAGE_MODEL_M"):
         set_up(REPOSITORY, None, {"TESSERA_LANGUAGE_MODEL_MAXSEQUENCES": "1"}, {})
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from toy_servers import BROKEN, COUNT, CRASHING, ECHO, SLOW, Launched, add_model, all_gone, wait_until
+from toy_servers import BROKEN, COUNT, CRASHING, ECHO, SLOW, STARVED, Launched, add_model, all_gone, wait_until
 
 from tessera.errors import ConfigError
 from tessera.launcher import process
@@ -253,3 +253,10 @@ def test_a_stop_during_the_start_leaves_nothing(tmp_path: Path) -> None:
     assert running.process.wait(10) == 0
     assert all_gone(pids)
     running.process.communicate()
+
+
+def test_a_start_that_hangs_for_a_stub_that_lives_is_begun_anew(options: ServerOptions, tmp_path: Path) -> None:
+    add_model(tmp_path / "models", "starved", STARVED.format(mark=str(tmp_path / "mark")), "TYPE_STRING")
+    with Server(replace(options, model_repository=tmp_path / "models")) as server:
+        assert server.models == ("starved",)
+        assert len(server.crashes) == 1 and "gave up 'starved_0_0'" in server.crashes[0]

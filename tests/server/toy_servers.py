@@ -66,6 +66,20 @@ class TritonPythonModel:
             time.sleep(600)
 """
 
+# The first start is stopped by a signal for long enough that tritonserver takes it for dead.
+STARVED = """
+import os, pathlib, subprocess, time
+
+class TritonPythonModel:
+    def initialize(self, args):
+        mark = pathlib.Path({mark!r})
+        if not mark.exists():
+            mark.touch()
+            pid = os.getpid()
+            subprocess.Popen(["sh", "-c", f"kill -STOP {{pid}}; sleep 4; kill -CONT {{pid}}"])
+            time.sleep(1)
+"""
+
 SLOW = """
 import time
 

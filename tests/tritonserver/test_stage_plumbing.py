@@ -49,9 +49,18 @@ def test_settings_come_from_the_config_and_yield_to_the_environment(tmp_path):
 def test_where_nothing_is_set_the_dataclass_and_the_device_say_it(tmp_path):
     cpu = StageSettings(stage_args(tmp_path), {}).read(VisionSettings)
     assert cpu == VisionSettings()
-    gpu = StageSettings(stage_args(tmp_path, memory_bytes=str(1 << 30)), {"TESSERA_DEVICE": "cuda"})
+    own = {"TESSERA_DEVICE": "cuda", "TESSERA_VISION_ENCODER_MEMORY_BYTES": str(1 << 30)}
+    gpu = StageSettings(stage_args(tmp_path), own)
     read = gpu.read(VisionSettings)
     assert (read.device, read.runner, read.dtype, read.infer_batch_size) == ("cuda", "graph", "bfloat16", 32)
+
+
+def test_variables_of_others_are_let_be(tmp_path):
+    """Of other stages, the launcher, the clients, the tests, and of Kubernetes where a service is called tessera."""
+    others = ["GPU_MEMORY", "MAX_MODEL_LEN", "LANGUAGE_MODEL_X", "CACHE", "COMMIT", "URL", "HEALTH_URL", "MEMORY"]
+    others += ["SERVICE_HOST", "SERVICE_PORT_GRPC", "PORT", "PORT_8001_TCP", "PORT_8001_TCP_ADDR", "REQUIRE_TENSORRT"]
+    environment = {f"TESSERA_{name}": "1" for name in others} | {"TESSERACT": "x"}
+    StageSettings(stage_args(tmp_path, device="cpu"), environment).read(VisionSettings)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +72,18 @@ def test_where_nothing_is_set_the_dataclass_and_the_device_say_it(tmp_path):
         ({"cash_bytes": "1"}, {}, "vision_encoder/config.pbtxt: unknown parameter 'cash_bytes'; did you mean cache_b"),
         ({}, {"TESSERA_VISION_ENCODER_RUNER": "onnx"}, "unknown .*_RUNER; did you mean TESSERA_VISION_ENCODER_RUNNER"),
         ({}, {"TESSERA_DEVICE": "tpu"}, "device is 'tpu'; it must be one of auto, cpu, cuda"),
+        ({}, {"TESSERA_DTYP": "float16"}, "unknown environment variable TESSERA_DTYP; did you mean TESSERA_DTYPE"),
+        ({}, {"TESSERA_LANGUAGE_MODLE_WEIGHTS": "x"}, "unknown environment variable TESSERA_LANGUAGE_MODLE_WEIGHTS"),
+        (
+            {"memory_bytes": "7"},
+            {"TESSERA_DEVICE": "cuda"},
+            "memory_bytes is set in config.pbtxt, .*: set it by --set vision_encoder.memory_bytes=VALUE or TESSERA_VIS",
+        ),
+        (
+            {"vision_url": "eyes:8001"},
+            {"TESSERA_DEVICE": "cuda", "TESSERA_VISION_ENCODER_MEMORY_BYTES": "7"},
+            "vision_url is set in config.pbtxt, where the other stages",
+        ),
     ],
 )
 def test_what_is_unknown_or_wrong_is_refused_with_what_is_allowed(tmp_path, parameters, environment, words):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,7 +22,7 @@ from vision_graphs import tensorrt_graph
 from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError, ConfigError, InvalidRequest
 from tessera.family.registry import FAMILIES
-from tessera.user_cache import write_whole
+from tessera.user_cache import remove_unused, write_whole
 from tessera.vision.encoding.encoder import VisionEncoder
 from tessera.vision.encoding.pictures import VisionItem
 from tessera.vision.runners import onnx_runner
@@ -159,13 +160,53 @@ def test_the_graph_is_exported_on_first_use_and_kept(checkpoint, cache, monkeypa
 def test_other_weights_or_other_code_are_another_graph(checkpoint, cache, tmp_path, monkeypatch):
     (first,) = (start(checkpoint), *cache.iterdir())[1:]
     other = start(hf_native(tmp_path / "other", Shape(**SMALL), seed=1)).run(tiles(2))
-    assert len([*cache.iterdir()]) == 2 and not torch.equal(other, start(checkpoint).run(tiles(2)))
+    known = [*cache.iterdir()]
+    assert len(known) == 2 and not torch.equal(other, start(checkpoint).run(tiles(2)))
     newer = tmp_path / "newer"
     newer.mkdir()
     (newer / "tower.py").write_text("# changed")
     monkeypatch.setattr(onnx_runner.towers, "__file__", str(newer / "tower.py"))
     start(checkpoint)
-    assert len([*cache.iterdir()]) == 2 and not first.exists()  # of the same weights only the newest is kept
+    assert len([*cache.iterdir()]) == 3 and first.exists()  # a process of that version may be about to read it
+    os.utime(first, (0, 0))
+    next(path for path in cache.iterdir() if path not in known).unlink()
+    start(checkpoint)
+    assert len([*cache.iterdir()]) == 2 and not first.exists()  # nobody has used it for long
+
+
+def test_a_kept_graph_that_is_used_stays(checkpoint, cache):
+    start(checkpoint)
+    (kept,) = cache.iterdir()
+    os.utime(kept, (0, 0))
+    start(checkpoint)
+    remove_unused([kept])
+    assert kept.exists()
+    os.utime(kept, (0, 0))
+    remove_unused([kept])
+    assert not kept.exists()
+
+
+def test_drafts_of_killed_writers_go(tmp_path):
+    old, new = (tmp_path / f"graph.onnx.{digit * 32}.draft" for digit in "ab")
+    for path in (old, new, others := tmp_path / "graph.onnx.bak"):
+        path.touch()
+    for path in (old, others):
+        os.utime(path, (0, 0))
+    write_whole(tmp_path / "graph.onnx", lambda draft: draft.write_bytes(b"whole"))
+    assert {*tmp_path.iterdir()} == {tmp_path / "graph.onnx", new, others}
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Else a machine that loses power may keep the name of an empty file."""
+    synced = []
+
+    def sync(descriptor):
+        assert not (tmp_path / "graph.onnx").exists()
+        synced.append(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    write_whole(tmp_path / "graph.onnx", lambda draft: draft.write_bytes(b"whole"))
+    assert synced == [(tmp_path / "graph.onnx").stat().st_ino]
 
 
 def test_two_processes_may_export_at_once(checkpoint, cache):

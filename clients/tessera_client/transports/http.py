@@ -112,7 +112,7 @@ class HttpTransport:
     def _events(self, request: Request, request_id: str, timeout: float | None) -> Generator[Delta, None, None]:
         """The deltas of a generate_stream response."""
         path = f"/v2/models/{self._models.vlm}/generate_stream"
-        body = contract.request_json(request, request_id)
+        body = contract.request_json(request, request_id, timeout)
         with self._client.stream("POST", path, json=body, timeout=timeout) as response:
             if response.status_code != 200:
                 # 400 stands for every fault here; any other status is true.
@@ -174,7 +174,7 @@ def _infer_body(request: Request, request_id: str, timeout: float | None) -> tup
     tensors = contract.request_tensors(request)
     parameters: dict[str, Any] = {"binary_data_output": True}
     if timeout is not None:
-        parameters["timeout"] = max(1, int(timeout * 1e6))
+        parameters["timeout"] = contract.microseconds(timeout)
     inputs = [
         {"name": t.name, "datatype": t.datatype, "shape": t.shape, "parameters": {"binary_data_size": len(t.data)}}
         for t in tensors

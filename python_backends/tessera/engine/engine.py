@@ -230,9 +230,6 @@ class Engine:
 
     def _apply(self, batch: ScheduledBatch, result: SampledRows) -> None:
         taken = self.scheduler.apply(batch, result.tokens())
-        if spoiled := self.scheduler.spoiled:
-            self._runner.clear(spoiled)
-            self.scheduler.spoiled = []
         self.metrics.busy_ns += result.device_ns()
         now = time.monotonic_ns()
         for sequence, token in taken:

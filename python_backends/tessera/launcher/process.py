@@ -36,6 +36,9 @@ KEPT_LOGS = 20
 START_ATTEMPTS = 3
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 INSTANCE_NUMBERS = re.compile(r"_\d+_\d+$")
+# Linux's number of wait4, and how long tritonserver may sit in it for a stub that lives: a dying one ends at once.
+WAIT4 = {"x86_64": "61", "aarch64": "260"}.get(os.uname().machine)
+ABANDONED_S = 5.0
 
 
 class ServerStartError(TesseraError):
@@ -78,6 +81,7 @@ class Server:
         self._why: str | None = None
         self._stubs: dict[int, str] = {}
         self._unloaded: set[str] = set()
+        self._waited_for: dict[int, float] = {}
         self._runs = 0
         self._aborted = threading.Event()
 
@@ -269,12 +273,27 @@ class Server:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._guard.wait(1.0)  # others may fail too
                 raise ServerStartError(self._fail("a model failed to load"))
+            if abandoned := self._abandoned_stub():
+                words = f"tritonserver gave up {abandoned!r}, which got no processor time for a second, and hung"
+                raise ServerCrashed(self._fail(words))
             if self._services_answer() and (models := self._models()) and all(models.values()):
                 self.models = tuple(sorted(models))
                 self._stubs, self._unloaded = self.stub_pids(), set()
                 return
             time.sleep(0.05)
         raise ServerStartError(self._fail(f"not ready after {self.options.ready_timeout_s:g} s (--ready-timeout)"))
+
+    def _abandoned_stub(self) -> str | None:
+        """The stub that this start hangs for, if it does.
+
+        tritonserver takes a loading stub for dead when a thread of it does not run for a second, as happens on an
+        overloaded machine, and then waits for ever for the end of a process that is well.
+        """
+        awaited, now = waited_for(self.pid), time.monotonic()
+        self._waited_for = {pid: self._waited_for.get(pid, now) for pid in awaited}
+        hung = [pid for pid, since in self._waited_for.items() if now - since > ABANDONED_S]
+        stubs = self.stub_pids() if hung else {}
+        return next((stubs[pid] for pid in hung if pid in stubs), None)
 
     def _services_answer(self) -> bool:
         """Whether the server says it is ready; the metrics service starts last, and its failure ends the server."""
@@ -357,6 +376,17 @@ def command_line(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/cmdline").read_text("utf-8", "replace").split("\0")[:-1]
     except OSError:
         return []
+
+
+def waited_for(pid: int) -> set[int]:
+    """The processes whose end threads of process ``pid`` wait for, each by name."""
+    found = set()
+    for file in Path(f"/proc/{pid}/task").glob("*/syscall"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            number, *arguments = file.read_text().split()
+            if number == WAIT4 and arguments[0] != "0xffffffff":
+                found.add(int(arguments[0], 16))
+    return found
 
 
 def model_of(instance: str) -> str:

@@ -28,9 +28,9 @@ class VisionSettings:
     cache_bytes: int = setting(256 << 20, least=0)
     gpu_pixels: int = setting(0, common=True, least=0)
     decode_bytes: int = setting(2 << 30, settable=False, least=0)
-    memory_bytes: int = setting(0, least=0, share="vision")
+    memory_bytes: int = setting(0, least=0, share="vision", divides=True)
     send_batch_size: int = setting(1, name="visual_send_batch_size", least=1)
-    vision_url: str = setting("")
+    vision_url: str = setting("", divides=True)
 
     def __post_init__(self) -> None:
         check(self, "vision_encoder")

@@ -25,10 +25,10 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The first ``singles`` queries, their blocks [singles * most] and mask [singles, 1, 1, length]; then pieces."""
+    """The first ``singles`` queries, their slots [singles * length] and mask [singles, 1, 1, length]; then pieces."""
 
     singles: int
-    blocks: torch.Tensor
+    slots: torch.Tensor
     mask: torch.Tensor
     pieces: list[_Piece]
 
@@ -38,14 +38,15 @@ class SdpaBackend(AttentionBackend):
 
     def plan(self, table: SpanTable) -> _Plan:
         singles = int((table.count == 1).sum())  # they come first
-        most = -(-int(table.context[:singles].max(initial=0)) // self.storage.block_size)
-        positions = np.arange(most * self.storage.block_size)
-        unseen = positions[None] >= table.context[:singles, None]
+        context, size = table.context[:singles, None], self.storage.block_size
+        # Behind a context the last position is read again, and masked: what lies there may be NaN.
+        positions = np.arange(context.max(initial=0))[None]
+        seen = np.minimum(positions, context - 1)
+        slots = np.take_along_axis(table.blocks[:singles], seen // size, axis=1) * size + seen % size
         columns = (table.row, table.count, table.context, table.blocks)
         pieces = [self._piece(*line) for line in zip(*(column[singles:] for column in columns))]
-        return _Plan(
-            singles, self._tensor(table.blocks[:singles, :most].reshape(-1)), self._bias(unseen)[:, None, None], pieces
-        )
+        bias = self._bias(positions >= context)[:, None, None]
+        return _Plan(singles, self._tensor(slots.reshape(-1)), bias, pieces)
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -58,8 +59,10 @@ class SdpaBackend(AttentionBackend):
     def _attend_singles(self, layer: int, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
         kv_heads, head_dim = self.shape.kv_heads, self.shape.head_dim
         shape = (plan.singles, -1, kv_heads, head_dim)
-        keys = self.storage.keys[layer].index_select(0, plan.blocks).view(shape).transpose(1, 2)
-        values = self.storage.values[layer].index_select(0, plan.blocks).view(shape).transpose(1, 2)
+        keys, values = (
+            cache[layer].flatten(0, 1).index_select(0, plan.slots).view(shape).transpose(1, 2)
+            for cache in (self.storage.keys, self.storage.values)
+        )
         grouped = q.view(plan.singles, kv_heads, -1, head_dim)
         attended = F.scaled_dot_product_attention(grouped, keys, values, plan.mask, scale=self.scale)
         return attended.reshape(q.shape)

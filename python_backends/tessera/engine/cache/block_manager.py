@@ -68,17 +68,13 @@ class BlockManager:
         for number in range(sequence.committed, positions // self.block_size):
             parent, key, ids = self._identity(sequence, number)
             self._index.insert(key, parent, ids, sequence.block_table[number])
+            sequence.offered.append(key)
             sequence.committed = number + 1
 
-    def spoil(self, sequence: Sequence) -> list[int]:
-        """What the sequence wrote may be NaN: nobody finds its blocks any more, whoever committed them.
-
-        Returns those that nobody else holds, to be cleared. It may have given its own back since: then any free one.
-        """
-        blocks = sequence.block_table or list(self._free)
-        for block in blocks:
-            self._index.forget(block)
-        return [block for block in blocks if self._holders[block] <= 1]
+    def spoil(self, keys: Iterable[bytes]) -> None:
+        """What was written under these keys may be NaN: nobody finds it any more, whoever holds or committed it."""
+        for key in keys:
+            self._index.drop(key)
 
     def release(self, sequence: Sequence) -> None:
         """Takes back all blocks; the end of a prefix is reused before its beginning."""

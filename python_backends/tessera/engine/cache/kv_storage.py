@@ -8,8 +8,8 @@ import torch
 class KvStorage:
     """Keys and values of every layer, each [num_blocks, block_size, kv_heads, head_dim].
 
-    Slot ``block * block_size + offset`` holds one position. The tensors start as zeros: attention may gather
-    slots that were never written and mask them, so they must be finite.
+    Slot ``block * block_size + offset`` holds one position. What lies behind a sequence's context is somebody else's
+    and may be NaN: attention does not read it, not even to mask it, as 0 times NaN is NaN.
     """
 
     def __init__(self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -22,8 +22,3 @@ class KvStorage:
         """Stores keys and values [n, kv_heads, head_dim] at slots int64 [n]."""
         self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
         self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
-
-    def clear(self, blocks: torch.Tensor) -> None:
-        """Zeros in all layers' blocks, int64 [n]: masked NaN would spread, as 0 times NaN is NaN."""
-        for tensor in (*self.keys, *self.values):
-            tensor.index_fill_(0, blocks, 0)

@@ -51,9 +51,14 @@ class PrefixIndex:
 
     def forget(self, block: int) -> None:
         """The block is about to be overwritten."""
-        key = self._key_of.pop(block, None)
-        if key is not None:
-            del self._by_key[key]
+        if block in self._key_of:
+            self.drop(self._key_of[block])
+
+    def drop(self, key: bytes) -> None:
+        """Nothing is found by this key any more."""
+        entry = self._by_key.pop(key, None)
+        if entry is not None:
+            del self._key_of[entry.block]
 
     def check(self) -> None:
         """Raises AssertionError unless both directions agree and every key is the hash of what it names."""

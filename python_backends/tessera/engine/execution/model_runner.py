@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from tessera.checkpoint.names import split_names
@@ -119,10 +117,6 @@ class ModelRunner:
         """Writes the batch's keys and values; float32 [m, vocabulary] for the sequences that sample."""
         with torch.inference_mode():
             return self._forward(self._pack(batch), batch).float()
-
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Zeros in ``blocks``, after the steps that were launched: their next holder may read what it masks."""
-        self._attention.storage.clear(to_device(np.array(blocks, np.int64), self._last_sampled.device))
 
     def _pack(self, batch: ScheduledBatch) -> PackedBatch:
         return pack(batch, self._attention.storage.block_size, self._previous)

@@ -27,7 +27,6 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
-        self.spoiled: list[int] = []  # blocks to be cleared before the next step is launched
         self._max_batched_tokens = max_batched_tokens
         self._max_sequences = max_sequences
 
@@ -56,9 +55,8 @@ class Scheduler:
         taken = []
         for sequence, token in zip(batch.sampling, sampled, strict=True):
             sequence.in_flight -= 1
-            # Once: what a step launched meanwhile wrote is cleared with the rest.
-            if token.token_id == NOT_FINITE and sequence.error is None:
-                self.spoiled += self.blocks.spoil(sequence)
+            if token.token_id == NOT_FINITE:
+                self.blocks.spoil(sequence.block_keys)
             if sequence.finished:
                 continue
             taken.append((sequence, sequence.take(token)))
@@ -71,6 +69,8 @@ class Scheduler:
     def cancel(self, sequence: Sequence, reason: str) -> None:
         """Ends a sequence early that has not ended, wherever it is."""
         sequence.finish_reason = reason
+        if not sequence.outputs:  # so nobody has seen whether its logits are finite
+            self.blocks.spoil(sequence.offered)
         self._remove(sequence)
 
     def drop_all(self) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError
-from tessera.user_cache import cache_folder, write_whole
+from tessera.user_cache import cache_folder, is_kept, remove_unused, write_whole
 from tessera.vision.runners.runner import Wires, weight_bytes
 from tessera.vision.settings import VisionSettings
 from tessera.vision.towers import tower as towers
@@ -64,17 +64,17 @@ class OnnxRunner:
 def kept_graph(config: CheckpointConfig) -> Path | bytes:
     """The file of a checkpoint's graph in the user's cache, exported now if it is not there; its bytes if none can be.
 
-    Several processes may do so at once: each writes the same file, whole. Files of the same weights by older code go.
+    Several processes may do so at once: each writes the same file, whole. Files of the same weights that other code
+    wrote go when nobody uses them any more.
     """
     fingerprint = vision_fingerprint(config)
     path = graph_path(fingerprint)
-    if path.is_file():
+    if is_kept(path):
         return path
     content = _written(config, fingerprint)
     try:
         write_whole(path, lambda draft: draft.write_bytes(content))
-        for older in set(path.parent.glob(f"vision-{fingerprint}-*.onnx")) - {path}:
-            older.unlink(missing_ok=True)
+        remove_unused(path.parent.glob(f"vision-{fingerprint}-*.onnx"))
     except OSError as error:
         _LOG.warning("the exported vision graph is not kept: %s", error)
         return content
