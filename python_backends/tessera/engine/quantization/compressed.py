@@ -108,14 +108,14 @@ class Packed(Int4):
                 f"weight_shape is {tensors['weight_shape'].tolist()}, expected {[out_features, in_features]}"
             )
         if self.symmetric:
-            zeros = torch.full((out_features, groups), ZERO, device=packed.device)
+            zeros = torch.full((out_features, groups), float(ZERO), device=packed.device)
         else:
             points = shaped(tensors, "weight_zero_point", (-(-out_features // 8), groups), torch.int32)
-            zeros = unpack(points.T)[:, :out_features].T
+            zeros = unpack(points.T)[:, :out_features].T.float()
         return {
             "codes": unpack(packed)[:, :in_features],
             "zeros": zeros,
-            "scales": shaped(tensors, "weight_scale", (out_features, groups)),
+            "scales": shaped(tensors, "weight_scale", (out_features, groups)).float(),
             "columns": self.columns(tensors, "weight_g_idx", in_features, packed.device),
             **bias_of(tensors),
         }

@@ -66,8 +66,8 @@ class Gptq(Int4):
         codes = unpack(qweight.T)[:, :in_features]
         return {
             "codes": codes,
-            "zeros": self._zeros(unpack(qzeros)[:, :out_features].T, codes),
-            "scales": shaped(tensors, "scales", (groups, out_features)).T,
+            "zeros": self._zeros(unpack(qzeros)[:, :out_features].T, codes).float(),
+            "scales": shaped(tensors, "scales", (groups, out_features)).T.float(),
             "columns": self.columns(tensors, "g_idx", in_features, qweight.device),
             **bias_of(tensors),
         }
