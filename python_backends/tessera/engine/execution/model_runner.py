@@ -42,6 +42,8 @@ class ModelRunner:
         self.vocab_size = model.config.vocab_size
         self.hidden_size = model.config.hidden_size
         self.position_axes = model.rotary.axes
+        self.weights = model.weights_in_words()
+        self.weight_bytes = sum(buffer.nbytes for buffer in model.buffers())
         self.num_blocks = attention.storage.keys[0].shape[0]
         self.overlaps = weight.is_cuda
         self.graph_steps = 0

@@ -144,6 +144,11 @@ class Qwen2(nn.Module):
         x, residual = self.layers[-1](x, residual, attention, last_step)
         return self.norm(x, residual)[0]
 
+    def weights_in_words(self) -> str:
+        """What the layers' weights are, for people."""
+        linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
+        return " and ".join(sorted({linear.scheme.in_words(linear) for linear in linears}))
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, hidden] -> [m, vocabulary] of the model's dtype."""
         rows = F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)  # type: ignore[arg-type]

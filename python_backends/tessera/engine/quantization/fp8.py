@@ -75,6 +75,9 @@ class Fp8(LinearScheme):
         layer.weight = dequantize(layer.weight, layer.scales)
         del layer.scales
 
+    def in_words(self, layer: Linear) -> str:
+        return "fp8 in blocks" if self.blocks else "fp8"
+
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         wide = x.dequantized() if isinstance(x, Fp8Rows) else self._rounded(layer, x)
         bias = None if layer.bias is None else layer.bias.float()

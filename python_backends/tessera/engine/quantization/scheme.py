@@ -86,6 +86,10 @@ class LinearScheme(ABC):
         gated = layer_kernels(y.device.type).silu_and_multiply(y)
         return quantize_rows(gated) if fp8 else gated
 
+    @abstractmethod
+    def in_words(self, layer: Linear) -> str:
+        """What the layer's weights are, for people: "bfloat16", "fp8"."""
+
     def takes_fp8(self, layer: Linear, rows: int) -> bool:
         """Whether for so many rows ``apply`` wants its input already quantized."""
         return False
