@@ -62,21 +62,7 @@ class ModelRunner:
 
         Raises CheckpointError for weights that do not fit, ConfigError for settings that do not.
         """
-        device = torch.device(config.device)
-        dtype = model_dtype(config.dtype, device)
-        if device.type == "cpu":
-            torch.set_num_threads(config.threads)
-        source = SafetensorsFolder(checkpoint.folder)
-        random = config.weights == "random"
-        names = {} if random else split_names(source.names(), checkpoint)["text"]
-        schemes = scheme_selector(checkpoint.quantization, stored_modules(names, source.dtype))
-        model = model_class(checkpoint.text.architecture)(checkpoint.text, schemes, dtype, device)
-        if random:
-            model.randomize(config.seed)
-        else:
-            tensors = ((ours, source.get(stored)) for stored, ours in names.items())
-            fill("the text model", model.targets(set(names.values())), tensors)
-        return cls.of_model(model, config, max_model_len)
+        return cls.of_model(load_model(checkpoint, config), config, max_model_len)
 
     @classmethod
     def of_model(cls, model: Qwen2, config: EngineConfig, max_model_len: int) -> ModelRunner:
@@ -156,6 +142,25 @@ class ModelRunner:
             return step, step
         plan = self._attention.plan(packed.table.last_rows(packed.sampling))
         return step, replace(step, rows=to_device(packed.sample_rows, device), plan=plan)
+
+
+def load_model(checkpoint: CheckpointConfig, config: EngineConfig) -> Qwen2:
+    """The text model of a checkpoint, filled. Raises CheckpointError for weights that do not fit."""
+    device = torch.device(config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(config.threads)
+    source = SafetensorsFolder(checkpoint.folder)
+    random = config.weights == "random"
+    names = {} if random else split_names(source.names(), checkpoint)["text"]
+    schemes = scheme_selector(checkpoint.quantization, stored_modules(names, source.dtype))
+    model_type, dtype = model_class(checkpoint.text.architecture), model_dtype(config.dtype, device)
+    model = model_type(checkpoint.text, schemes, dtype, device)
+    if random:
+        model.randomize(config.seed)
+    else:
+        tensors = ((ours, source.get(stored)) for stored, ours in names.items())
+        fill("the text model", model.targets(set(names.values())), tensors)
+    return model
 
 
 def _decodes(batch: ScheduledBatch, rows: list[SamplingRow]) -> bool:

@@ -19,7 +19,13 @@ from tessera.engine.quantization.unquantized import Unquantized
 from tessera.errors import CheckpointError
 
 #: quant_method -> its reader: (settings, from which it takes all that it understands) -> Groups
-METHODS: dict[str, str] = {}
+METHODS = {
+    "awq": "tessera.engine.quantization.awq:read",
+    "gptq": "tessera.engine.quantization.gptq:read",
+    "compressed-tensors": "tessera.engine.quantization.compressed:read",
+    "fp8": "tessera.engine.quantization.fp8_formats:read_blocks",
+    "modelopt": "tessera.engine.quantization.fp8_formats:read_modelopt",
+}
 _FLOATS = ("F64", "F32", "BF16", "F16")
 #: what each method calls the modules that it leaves alone
 _IGNORE = ("ignore", "modules_to_not_convert", "exclude_modules")
