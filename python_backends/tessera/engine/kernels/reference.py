@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tessera.fp8.rows import Fp8Rows, quantize_rows
+from tessera.fp8.rows import Fp8Rows, fp8_linear, quantize_rows
 
 
 def add_rms_norm(
@@ -61,3 +61,7 @@ def skinny_gate_up(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [m, k], weight [2 * size, k], gate first -> silu(gate) * up [m, size]."""
     gate, up = F.linear(x, weight).chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+#: x of few rows e4m3, weight e4m3 [n, k], scales float32 [n], bias [n], dtype -> [m, n]
+skinny_fp8 = fp8_linear

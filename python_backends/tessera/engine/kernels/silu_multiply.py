@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tessera.fp8.kernels import MAX_SIZE, row_scale
+from tessera.fp8.kernels import MAX_SIZE, inverse_of, largest_of, row_blocks, row_warps, scale_of
 from tessera.fp8.rows import Fp8Rows, empty_rows
 
 _BLOCK = 2048
@@ -34,11 +34,11 @@ def silu_and_multiply(gate_up: torch.Tensor, fp8: bool = False) -> torch.Tensor 
 def _quantized(gate_up: torch.Tensor, size: int) -> Fp8Rows:
     if size > MAX_SIZE:
         raise ValueError(f"silu_and_multiply: quantized rows of at most {MAX_SIZE} values, not {size}")
-    rows = empty_rows(len(gate_up), size, gate_up.device)
-    if len(gate_up):
-        block = triton.next_power_of_2(size)
-        warps = min(max(block // 512, 1), 16)
-        _silu_multiply_quantize[(len(gate_up),)](gate_up, *rows, size, BLOCK=block, num_warps=warps)
+    n = len(gate_up)
+    rows = empty_rows(n, size, gate_up.device)
+    if n:
+        warps = row_warps(n, size)
+        _silu_multiply_quantize[(n,)](gate_up, *rows, size, **row_blocks(size), num_warps=warps)
     return rows
 
 
@@ -64,14 +64,21 @@ def _silu_and_multiply(gate_up, out, size, blocks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _silu_multiply_quantize(gate_up, values, scales, size, BLOCK: tl.constexpr):
+def _silu_multiply_quantize(gate_up, values, scales, size, HEAD: tl.constexpr, TAIL: tl.constexpr):
     """One program a row, which it keeps in registers until the scale is known."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < size
-    gate = tl.load(gate_up + row * 2 * size + column, mask=inside, other=0.0)
-    up = tl.load(gate_up + row * 2 * size + size + column, mask=inside, other=0.0)
-    product = gated(gate, up).to(tl.float32)
-    divisor = row_scale(product)
-    tl.store(scales + row, divisor)
-    tl.store(values + row * size + column, tl.div_rn(product, divisor).to(values.dtype.element_ty), mask=inside)
+    gate_up += row * 2 * size
+    values += row * size
+    first, second = tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
+    inside = second < size
+    head_gate = tl.load(gate_up + first)
+    head_up = tl.load(gate_up + size + first)
+    tail_gate = tl.load(gate_up + second, mask=inside, other=0.0)
+    tail_up = tl.load(gate_up + size + second, mask=inside, other=0.0)
+    head = gated(head_gate, head_up)
+    tail = gated(tail_gate, tail_up)
+    scale = scale_of(tl.maximum(largest_of(head.to(tl.float32)), largest_of(tail.to(tl.float32))))
+    inverse = inverse_of(scale)
+    tl.store(scales + row, scale)
+    tl.store(values + first, (head.to(tl.float32) * inverse).to(values.dtype.element_ty))
+    tl.store(values + second, (tail.to(tl.float32) * inverse).to(values.dtype.element_ty), mask=inside)

@@ -107,18 +107,10 @@ def skinny_linear(
     other shapes, dtypes or plans that the kernel cannot take.
     """
     (m, k), n = _check(x, weight), len(weight)
-    plan = plan or plan_skinny(m, n, k, _multiprocessors(x.device))
-    _check_plan(plan, k)
+    plan = plan or plan_skinny(m, n, k, multiprocessors(x.device))
+    check_plan(plan, k)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(n, plan.block_n), plan.splits)
-    if plan.splits == 1:
-        _linear[grid](x, weight, bias, out, m, n, k, **_options(plan, m))
-        return out
-    partials = torch.empty((plan.splits, m, n), dtype=torch.float32, device=x.device)
-    _linear[grid](x, weight, None, partials, m, n, k, **_options(plan, m))
-    _add_partials[(triton.cdiv(m * n, _SUM_BLOCK),)](
-        partials, bias, out, m * n, n, SPLITS=plan.splits, BLOCK=_SUM_BLOCK, num_warps=2
-    )
+    multiply(x, weight, None, None, bias, out, plan)
     return out
 
 
@@ -129,13 +121,35 @@ def skinny_gate_up(x: torch.Tensor, weight: torch.Tensor, plan: SkinnyPlan | Non
     :func:`plan_skinny_gate_up`'s choice and must not split. ValueError as there.
     """
     (m, k), size = _check(x, weight), len(weight) // 2
-    plan = plan or plan_skinny_gate_up(m, size, k, _multiprocessors(x.device))
-    _check_plan(plan, k)
+    plan = plan or plan_skinny_gate_up(m, size, k, multiprocessors(x.device))
+    check_plan(plan, k)
     if plan.splits != 1:
         raise ValueError("skinny_gate_up: a plan with splits cannot end in the activation")
     out = torch.empty((m, size), dtype=x.dtype, device=x.device)
     _gate_up[(triton.cdiv(size, plan.block_n // 2),)](x, weight, out, m, size, k, **_options(plan, m))
     return out
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    plan: SkinnyPlan,
+) -> None:
+    """x [m, k] times weight [n, k], each row of both times its scale if it has one, plus bias [n], into out [m, n]."""
+    (m, k), n = x.shape, len(weight)
+    grid = (triton.cdiv(n, plan.block_n), plan.splits)
+    if plan.splits == 1:
+        _linear[grid](x, weight, x_scales, scales, bias, out, m, n, k, **_options(plan, m))
+        return
+    partials = torch.empty((plan.splits, m, n), dtype=torch.float32, device=x.device)
+    _linear[grid](x, weight, x_scales, scales, None, partials, m, n, k, **_options(plan, m))
+    _add_partials[(triton.cdiv(m * n, _SUM_BLOCK),)](
+        partials, bias, out, m * n, n, SPLITS=plan.splits, BLOCK=_SUM_BLOCK, num_warps=2
+    )
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int]:
@@ -153,7 +167,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int]:
     return m, k
 
 
-def _check_plan(plan: SkinnyPlan, k: int) -> None:
+def check_plan(plan: SkinnyPlan, k: int) -> None:
     if k % plan.block_k or plan.splits > k // plan.block_k:
         raise ValueError(f"skinny: {plan} does not fit k = {k}: block_k must divide it into at least splits steps")
 
@@ -169,7 +183,7 @@ def _options(plan: SkinnyPlan, m: int) -> dict[str, int]:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """How many ``device`` has; the interpreter plans as for an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
@@ -202,13 +216,19 @@ def _store(out, total, m, n, column, BLOCK_M: tl.constexpr):
 
 # m is every batch size there is: one compiled kernel serves all that pad to the same.
 @triton.jit(do_not_specialize=["m"])
-def _linear(x, weight, bias, out, m, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def _linear(
+    x, weight, x_scales, scales, bias, out, m, n, k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """One program a block of weight rows and a split of k; ``out`` is [m, n], or float32 partials [splits, m, n]."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_rows = tl.minimum(column, n - 1)
     split, splits, steps = tl.program_id(1), tl.num_programs(1), k // BLOCK_K
     first, last = steps * split // splits, steps * (split + 1) // splits
     total = _product(x, weight, weight_rows, m, k, first, last, BLOCK_M, BLOCK_N, BLOCK_K)
+    if scales is not None:
+        x_scale = tl.load(x_scales + tl.minimum(tl.arange(0, BLOCK_M), m - 1))
+        total *= tl.load(scales + weight_rows)[:, None] * x_scale[None, :]
     if bias is not None:
         total += tl.load(bias + weight_rows).to(tl.float32)[:, None]
     _store(out + split * m * n, total.to(out.dtype.element_ty), m, n, column, BLOCK_M)
