@@ -71,6 +71,8 @@ def fp8_linear(
 
     On a GPU n and k must be multiples of 16 and ``dtype``, the bias's too, bfloat16.
     """
+    if not len(x.values):
+        return torch.empty((0, len(weight)), dtype=dtype, device=weight.device)
     if weight.is_cuda:
         return torch._scaled_mm(
             x.values,

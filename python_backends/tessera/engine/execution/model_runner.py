@@ -67,7 +67,7 @@ class ModelRunner:
         source = SafetensorsFolder(checkpoint.folder)
         random = config.weights == "random"
         names = {} if random else split_names(source.names(), checkpoint)["text"]
-        schemes = scheme_selector(checkpoint.quantization, stored_modules(names, source.dtype))
+        schemes = scheme_selector(checkpoint.quantization, stored_modules(names, source.dtype), config.quantization)
         model = model_class(checkpoint.text.architecture)(checkpoint.text, schemes, dtype, device)
         if random:
             model.randomize(config.seed)
