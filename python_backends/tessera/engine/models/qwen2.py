@@ -76,12 +76,13 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, attention: AttentionBackend, step: AttentionStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_norm(x, residual)
+        x, residual = self.input_norm(x, residual, self.qkv.takes_fp8(len(x)))
         x = attention.attend(self.index, self.qkv(x), step)
         if step.rows is not None:
             residual = residual[step.rows]
-        x, residual = self.post_norm(self.output(x), residual)
-        return self.down(self.gate_up.gated(x)), residual
+        rows = len(residual)
+        x, residual = self.post_norm(self.output(x), residual, self.gate_up.takes_fp8(rows))
+        return self.down(self.gate_up.gated(x, self.down.takes_fp8(rows))), residual
 
     def targets(self, stored: Collection[str]) -> dict[str, Target]:
         """As :meth:`Qwen2.targets`, for this layer."""
