@@ -191,6 +191,8 @@ def _recall(options: argparse.Namespace) -> int:
             )
     result = recall.figures(outcomes, seconds)
     result |= {"concurrency": options.concurrency, "max_tiles": options.max_tiles, "url": options.url}
+    supervised = _supervised(options.url, os.environ.get("TESSERA_HEALTH_URL"))
+    result["weights"] = dict(supervised.weights) if supervised else {}
     recall.print_table(result, _console())
     print(json.dumps(result))
     first = next((outcome.error for outcome in outcomes if outcome.error), None)
@@ -304,6 +306,8 @@ def _print_status(
         for stage in supervised.stages:
             ping = "" if stage.last_ping_ms is None else f", answered a ping in {stage.last_ping_ms:.1f} ms"
             print(f"  {stage.name:<20} {'alive' if stage.alive else 'DEAD'}, process {stage.pid}{ping}")
+        for stage_name, words in supervised.weights.items():
+            print(f"  {stage_name:<20} {words}")
     for model in status.models if status else ():
         print(f"  {model.name:<20} {model.version or '-':<3} {model.state or 'UNLOADED'} {model.reason}".rstrip())
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 DEFAULT_PORT = 8003
@@ -24,7 +25,7 @@ class Health:
     """What the health page says: ``state`` is starting, ready, restarting, failed or stopping.
 
     Of several servers it is the worst one's, whose name begins ``reason``; ``grpc`` and ``http`` hold their addresses
-    with commas between, and a stage's name begins with its server's.
+    with commas between, and a stage's name begins with its server's. ``weights`` says what each stage's are.
     """
 
     state: str
@@ -34,6 +35,7 @@ class Health:
     grpc: str = ""
     http: str = ""
     stages: tuple[StageHealth, ...] = ()
+    weights: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:

@@ -163,6 +163,8 @@ def print_table(result: dict[str, Any], console: Any) -> None:
     large = result["large"]
     kinds.add_row(f"large pictures, longer side >= {LARGE}", str(large["questions"]), _percent(large["accuracy"]))
     console.print(kinds)
+    for stage, words in result.get("weights", {}).items():
+        console.print(f"{stage}: {words}")
     console.print(
         f"macro {_percent(result['recall.macro'])}, least class {_percent(result['recall.min_class'])}, "
         f"precision of yes {_percent(result['recall.precision'])}, recall of yes {_percent(result['recall.yes'])}; "

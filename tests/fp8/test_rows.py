@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tessera.fp8.rows import E4M3, Fp8Rows, fp8_linear, quantize_rows, quantize_weight
+from tessera.fp8.rows import E4M3, Fp8Rows, fp8_linear, fp8_sums, quantize_rows, quantize_weight, rescale
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float16, torch.float32]
@@ -66,6 +66,9 @@ def test_linear_multiplies_what_the_values_stand_for(has_bias):
     out = fp8_linear(rows, weight, scales, bias, torch.bfloat16)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=2e-3)
+    # The same, with the scales applied after the product: two roundings.
+    out = rescale(fp8_sums(rows, weight, torch.bfloat16), rows.scales, scales, bias)
+    torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=4e-3)
 
 
 def test_no_rows():
@@ -106,6 +109,20 @@ class TestKernel:
         actual, expected = self.rows(x, scale), quantize_rows(x.cpu(), scale.cpu())
         assert torch.equal(actual.scales.cpu(), expected.scales)
         assert torch.equal(actual.values.cpu().float(), expected.values.float())
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize(("m", "n"), [(1, 16), (3, 1030), (0, 16)])
+    @pytest.mark.parametrize("has_bias", [True, False])
+    def test_rescale(self, dtype, m, n, has_bias):
+        from tessera.fp8 import kernels
+
+        sums, scales = normal(m, n, dtype=dtype) * 100, normal(n).abs()
+        x_scales = torch.linspace(0.1, 2, m, device=DEVICE)[:, None]
+        bias = normal(n, dtype=dtype) if has_bias else None
+        expected = sums.double() * x_scales * scales + (0 if bias is None else bias.double())
+        out = kernels.rescale(sums, x_scales, scales, bias)
+        assert out is sums
+        torch.testing.assert_close(out.double(), expected, rtol=2e-6 if dtype == torch.float32 else 1e-3, atol=1e-5)
 
     def test_refuses_rows_that_are_too_wide_or_strided(self):
         from tessera.fp8 import kernels

@@ -19,7 +19,7 @@ class Script:
     """A server that does what it is told: each start succeeds or raises; then it fails with a reason."""
 
     models, log_path, swept = ("vlm",), "log", ()
-    crashes = ()
+    crashes, weights = (), {}
     grpc_url, http_url, metrics_url, mps = "g", "h", "m", False
 
     def __init__(self, starts: list[Any]):

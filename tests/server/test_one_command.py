@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +51,12 @@ def test_a_checkpoint_is_served_and_asked(layout: str, tmp_path: Path) -> None:
         environment = {**os.environ, "PYTHONPATH": path, "TESSERA_URL": launched.url("grpc")}
         run = subprocess.run([*command, "--max-tokens", "4"], capture_output=True, text=True, env=environment)
         assert run.returncode == 0 and run.stdout.strip(), run.stderr
+        with urllib.request.urlopen(f"http://{launched.url('health')}/healthz", timeout=30) as page:
+            weights = json.load(page)["weights"]
+        assert {stage: words.partition(",")[0] for stage, words in weights.items()} == {
+            "language_model": "float32",
+            "vision_encoder": "float32",
+        }
         stubs = [command_line(pid) for pid in launched.pids]
         names = [stub[-2] for stub in stubs if stub and Path(stub[0]).name == STUB]
         assert sum(model_of(name) == "preprocess" for name in names) == (3 if layout == "hf_native" else 2)

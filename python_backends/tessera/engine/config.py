@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tessera.errors import ConfigError
 from tessera.settings import check, setting
 
+QUANTIZATIONS = ("checkpoint", "fp8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -24,8 +25,9 @@ class EngineConfig:
     ``embedding_pool_bytes``, for the rows of pictures whose requests wait or run. ``graph_batch_size``: decode steps of
     up to so many sequences run as CUDA graphs; 0 records none. ``prefix_cache``: "content" reuses equal prefixes
     including pictures, "exclude" stops before the first picture, "off" reuses nothing. ``weights``: "random" draws
-    them from ``seed`` instead of reading the checkpoint's. ``attention``: a backend's name, or "auto".
-    ``threads``: torch's intra-op threads on the CPU.
+    them from ``seed`` instead of reading the checkpoint's. ``quantization``: "checkpoint" runs the weights as they are
+    stored, "fp8" quantizes unquantized ones, all but the head's, while they are read. ``attention``: a backend's name,
+    or "auto". ``threads``: torch's intra-op threads on the CPU.
     """
 
     device: str = "cpu"
@@ -41,6 +43,7 @@ class EngineConfig:
     graph_batch_size: int = setting(256, settable=False, least=0)
     prefix_cache: str = setting("content", choices=("content", "exclude", "off"))
     weights: str = setting("checkpoint", common=True, choices=("checkpoint", "random"))
+    quantization: str = setting("checkpoint", choices=QUANTIZATIONS)
     attention: str = setting("auto", settable=False)
     threads: int = setting(1, common=True, least=1)
     seed: int = 0

@@ -56,6 +56,7 @@ class Engine:
         self.scheduler = Scheduler(blocks, config.max_batched_tokens, config.max_sequences)
         self.metrics = EngineMetrics(kv_blocks_total=runner.num_blocks)
         self.max_model_len = max_model_len
+        self.weights, self.weight_bytes = runner.weights, runner.weight_bytes
         self._runner = runner
         self._tokenizer = tokenizer
         self._config = config

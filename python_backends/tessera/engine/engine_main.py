@@ -16,7 +16,7 @@ from tessera.engine.cache.embedding_pool import rows_at
 from tessera.engine.engine import Engine
 from tessera.engine.loop import StepLoop
 from tessera.engine.progress import Progress
-from tessera.engine.wire import Cancel, Count, Counts, Rows, Start, Stop, Submit, Taken, Wire
+from tessera.engine.wire import Cancel, Count, Counts, Ready, Rows, Start, Stop, Submit, Taken, Wire
 from tessera.errors import TesseraError, Unavailable
 
 _LOG = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def main() -> None:
             wire.send(error)
             return
         slab = None if start.slab is None else start.slab[0](*start.slab[1])
-        wire.send(Counts(engine.metrics.snapshot()))
+        wire.send(Ready(engine.metrics.snapshot(), engine.weights, engine.weight_bytes))
         EngineServer(wire, engine, slab).serve()
     except (EOFError, OSError):
         pass  # the stage is gone

@@ -29,7 +29,7 @@ from tessera.engine.config import EngineConfig
 from tessera.engine.progress import Progress
 from tessera.engine.rendering import Answers
 from tessera.engine.request import Request, TokenEvent
-from tessera.engine.wire import Cancel, Count, Counts, Rows, Start, Stop, Submit, Taken, Wire
+from tessera.engine.wire import Cancel, Count, Counts, Ready, Rows, Start, Stop, Submit, Taken, Wire
 from tessera.errors import ConfigError, TesseraError, Unavailable
 from tessera.family.tokenizer import Tokenizer
 
@@ -62,13 +62,14 @@ class EngineProcess:
         try:
             self._pool = EmbeddingPool(torch.device(config.device), config.embedding_pool_bytes)
             self._wire.send(Start(Path(folder), config, _shared(self._pool.slab)))
-            ready: Counts | TesseraError = self._wire.receive()
+            ready: Ready | TesseraError = self._wire.receive()
         except (EOFError, OSError):
             raise ConfigError("the engine's process ended before it was ready; the server's log says why") from None
         if isinstance(ready, TesseraError):
             self._process.wait()
             raise ready
-        self._counts = ready.values
+        self._counts = ready.counts
+        self.weights, self.weight_bytes = ready.weights, ready.weight_bytes
         self._answers = Answers(Tokenizer.from_folder(Path(folder)), self.cancel)
         self._progress: queue.SimpleQueue[Progress | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="engine-text", daemon=True)

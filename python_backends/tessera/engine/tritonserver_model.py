@@ -22,6 +22,7 @@ from tessera.lost_device import end_process_if_lost
 from tessera.tritonserver import tensors
 from tessera.tritonserver.deadline import deadline_exceeded
 from tessera.tritonserver.failures import error_response, failure
+from tessera.tritonserver.metrics import show_weights
 from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.server_log import write_to_server_log
@@ -43,6 +44,7 @@ class TritonPythonModel:
         self._outbox = Outbox("language_model", SENDER_THREADS)
         # Without its engine the stage is as good as dead; as a dead process it is noticed and started anew.
         self._engine = EngineProcess(settings.checkpoint, settings.read(EngineConfig), partial(os._exit, 1))
+        show_weights("language_model", self._engine.weights, self._engine.weight_bytes)
         self._page = MetricsPage(self._engine.counts)
 
     def execute(self, requests: list[Any]) -> None:

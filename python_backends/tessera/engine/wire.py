@@ -17,7 +17,7 @@ from tessera.errors import TesseraError
 
 
 class Start(NamedTuple):
-    """To the engine, first of all; it answers with Counts, or with the TesseraError why it cannot be used.
+    """To the engine, first of all; it answers with Ready, or with the TesseraError why it cannot be used.
 
     ``slab``: how to open the stage's slab of rows, None without one.
     """
@@ -25,6 +25,14 @@ class Start(NamedTuple):
     folder: Path
     config: EngineConfig
     slab: tuple[Callable[..., torch.Tensor], Any] | None
+
+
+class Ready(NamedTuple):
+    """The engine's first counts, the kind of its weights in words, and their bytes."""
+
+    counts: dict[str, int]
+    weights: str
+    weight_bytes: int
 
 
 class Rows(NamedTuple):

@@ -11,6 +11,22 @@ MAX_SIZE = 32768
 # As in rows.py, which imports this file.
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST_SCALE = tl.constexpr(1e-12)
+_RESCALE_BLOCK = 1024
+
+
+def row_blocks(size: int) -> dict[str, int]:
+    """The two blocks, of powers of two, that a program holds a row of ``size`` in: all of HEAD is inside.
+
+    18944 values take 16384 + 4096 places so, and would take 32768 as one block.
+    """
+    head = max(triton.next_power_of_2(size) // 2, 1)
+    return {"HEAD": head, "TAIL": triton.next_power_of_2(max(size - head, 1))}
+
+
+def row_warps(n: int, size: int) -> int:
+    """16 values a thread; wide rows leave room for a second program, unless there are only few of them."""
+    warps = max(triton.next_power_of_2(size) // 512, 1)
+    return min(warps, 16 if n > 128 else 32)
 
 
 def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor) -> None:
@@ -21,29 +37,70 @@ def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None, values: torch.Ten
     n, size = x.shape
     if size > MAX_SIZE or not x.is_contiguous():
         raise ValueError(f"quantize_rows: contiguous rows of at most {MAX_SIZE} values, not {list(x.shape)}")
-    block = triton.next_power_of_2(size)
     if n:
-        warps = min(max(block // 512, 1), 16)
-        _quantize_rows[(n,)](x, scale, values, scales, size, BLOCK=block, num_warps=warps)
+        _quantize_rows[(n,)](x, scale, values, scales, size, **row_blocks(size), num_warps=row_warps(n, size))
+
+
+def rescale(
+    sums: torch.Tensor, x_scales: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """sums [m, n] contiguous -> sums * x_scales [m, 1] * scales [n] + bias [n], in place."""
+    m, n = sums.shape
+    if m:
+        blocks = triton.cdiv(n, _RESCALE_BLOCK)
+        _rescale[(m * blocks,)](sums, x_scales, scales, bias, n, blocks, BLOCK=_RESCALE_BLOCK, num_warps=4)
+    return sums
 
 
 @triton.jit
-def row_scale(row):
-    """float32 values of one row -> its scale. What is no number stays one in the row's values."""
-    return tl.maximum(tl.div_rn(tl.max(tl.abs(row)), _LARGEST), _SMALLEST_SCALE)
+def scale_of(largest):
+    """A row's largest magnitude -> its scale. What is no number stays one in the row's values."""
+    return tl.maximum(tl.div_rn(largest, _LARGEST), _SMALLEST_SCALE)
 
 
 @triton.jit
-def _quantize_rows(x, scale, values, scales, size, BLOCK: tl.constexpr):
+def largest_of(row):
+    """float32 values -> their largest magnitude."""
+    return tl.max(tl.abs(row))
+
+
+@triton.jit
+def inverse_of(scale):
+    """What values are multiplied by: one IEEE division a row, so that the twin rounds to the same e4m3 values."""
+    return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def _quantize_rows(x, scale, values, scales, size, HEAD: tl.constexpr, TAIL: tl.constexpr):
     """One program a row."""
-    at = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < size
-    row = tl.load(x + at * size + column, mask=inside, other=0.0).to(tl.float32)
-    divisor = row_scale(row) if scale is None else tl.load(scale).to(tl.float32)
-    # IEEE division: a quotient off by a bit would now and then round to another e4m3 value than the twin's.
-    quotient = tl.div_rn(row, divisor)
+    row = tl.program_id(0).to(tl.int64)
+    x += row * size
+    values += row * size
+    first, second = tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
+    inside = second < size
+    head = tl.load(x + first).to(tl.float32)
+    tail = tl.load(x + second, mask=inside, other=0.0).to(tl.float32)
+    used = scale_of(tl.maximum(largest_of(head), largest_of(tail)))
     if scale is not None:
-        quotient = tl.clamp(quotient, -_LARGEST, _LARGEST)
-    tl.store(values + at * size + column, quotient.to(values.dtype.element_ty), mask=inside)
-    tl.store(scales + at, divisor)
+        used = tl.load(scale)
+    head *= inverse_of(used)
+    tail *= inverse_of(used)
+    if scale is not None:
+        head = tl.clamp(head, -_LARGEST, _LARGEST)
+        tail = tl.clamp(tail, -_LARGEST, _LARGEST)
+    tl.store(scales + row, used)
+    tl.store(values + first, head.to(values.dtype.element_ty))
+    tl.store(values + second, tail.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rescale(sums, x_scales, scales, bias, n, blocks, BLOCK: tl.constexpr):
+    """One program a block of a row."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < n
+    value = tl.load(sums + row * n + column, mask=inside).to(tl.float32)
+    value *= tl.load(x_scales + row) * tl.load(scales + column, mask=inside)
+    if bias is not None:
+        value += tl.load(bias + column, mask=inside).to(tl.float32)
+    tl.store(sums + row * n + column, value.to(sums.dtype.element_ty), mask=inside)

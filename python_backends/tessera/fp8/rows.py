@@ -7,6 +7,7 @@ the twins here compute the same numbers in float32.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,8 @@ def empty_rows(n: int, size: int, device: torch.device) -> Fp8Rows:
 def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> Fp8Rows:
     """x [n, size] of any floating dtype, contiguous -> its rows in e4m3.
 
-    Each row's scale is its largest magnitude / 448, at least 1e-12. A given ``scale`` (float32, one value) is taken
+    Each row's scale is its largest magnitude / 448, at least 1e-12; the values are multiplied by 1 / scale, rounded to
+    float32, as that costs one division a row. A given ``scale`` (float32, one value) is taken
     for all rows instead, and what exceeds 448 of it saturates: static quantization.
     """
     if x.is_cuda:
@@ -53,7 +55,7 @@ def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> Fp8Rows
         scales = (wide.abs().amax(dim=1, keepdim=True) / LARGEST).clamp(min=SMALLEST_SCALE)
     else:
         scales = scale.float().reshape(1, 1).expand(len(x), 1).contiguous()
-    return Fp8Rows((wide / scales).clamp(-LARGEST, LARGEST).to(E4M3), scales)
+    return Fp8Rows((wide * scales.reciprocal()).clamp(-LARGEST, LARGEST).to(E4M3), scales)
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,6 +71,8 @@ def fp8_linear(
 
     On a GPU n and k must be multiples of 16 and ``dtype``, the bias's too, bfloat16.
     """
+    if not len(x.values):
+        return torch.empty((0, len(weight)), dtype=dtype, device=weight.device)
     if weight.is_cuda:
         return torch._scaled_mm(
             x.values,
@@ -81,3 +85,32 @@ def fp8_linear(
         )
     product = x.dequantized() @ (weight.float() * scales.unsqueeze(1)).t()
     return (product if bias is None else product + bias.float()).to(dtype)
+
+
+def fp8_sums(x: Fp8Rows, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x [m, k], weight e4m3 [n, k] -> the products of the values alone, without the scales, [m, n] of ``dtype``.
+
+    cuBLAS has many more kernels for this than for products with scales a row, among them such that split k: from one
+    row to some hundreds it is the faster way, even with :func:`rescale` after it.
+    """
+    if weight.is_cuda:
+        one = torch.ones((), device=weight.device)
+        return torch._scaled_mm(x.values, weight.t(), scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
+    return (x.values.float() @ weight.float().t()).to(dtype)
+
+
+@cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), device=device)
+
+
+def rescale(
+    sums: torch.Tensor, x_scales: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """sums [m, n] of :func:`fp8_sums` -> the product, x_scales [m, 1] and scales [n] applied and bias [n] added."""
+    if sums.is_cuda:
+        from tessera.fp8 import kernels
+
+        return kernels.rescale(sums, x_scales, scales, bias)
+    product = sums.float() * (x_scales * scales)
+    return (product if bias is None else product + bias.float()).to(sums.dtype)

@@ -82,9 +82,10 @@ class ServiceHealth:
         }
         for address in ("grpc", "http", "metrics"):
             page[address] = ",".join(each.get(address, "") for each in pages.values())
-        page["stages"] = {
-            f"{name}/{stage}": about for name, each in pages.items() for stage, about in each.pop("stages", {}).items()
-        }
+        for part in ("stages", "weights"):
+            page[part] = {
+                f"{name}/{stage}": about for name, each in pages.items() for stage, about in each.pop(part, {}).items()
+            }
         return page["state"] == "ready", page | {"servers": pages}
 
 

@@ -35,6 +35,7 @@ GRACE_BEYOND_EXIT_TIMEOUT_S = 1.5
 KEPT_LOGS = 20
 START_ATTEMPTS = 3
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+WEIGHTS = re.compile(r'^tessera_weight_bytes\{.*?stage="([^"]*)",weights="([^"]*)".*?\} (\S+)', re.M)
 INSTANCE_NUMBERS = re.compile(r"_\d+_\d+$")
 # Linux's number of wait4, and how long tritonserver may sit in it for a stub that lives: a dying one ends at once.
 WAIT4 = {"x86_64": "61", "aarch64": "260"}.get(os.uname().machine)
@@ -73,6 +74,8 @@ class Server:
         """What the last start found of servers whose launcher and guard were killed, and removed."""
         self.crashes: tuple[str, ...] = ()
         """What kept the last start from working at the first attempt: crashes of tritonserver itself."""
+        self.weights: dict[str, str] = {}
+        """Stage -> what its weights are, and how many GiB of them, as it said when it was ready."""
         self.log_path = log_path(options)
         self._guard: subprocess.Popen[bytes] | None = None
         self.shm_prefix = ""
@@ -279,6 +282,10 @@ class Server:
             if self._services_answer() and (models := self._models()) and all(models.values()):
                 self.models = tuple(sorted(models))
                 self._stubs, self._unloaded = self.stub_pids(), set()
+                page = (self._answer(self.metrics_url) or b"").decode()
+                self.weights = {
+                    stage: f"{words}, {float(size) / 2**30:.2f} GiB" for stage, words, size in WEIGHTS.findall(page)
+                }
                 return
             time.sleep(0.05)
         raise ServerStartError(self._fail(f"not ready after {self.options.ready_timeout_s:g} s (--ready-timeout)"))

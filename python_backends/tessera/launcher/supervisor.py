@@ -101,6 +101,7 @@ class Supervisor:
             "http": server.http_url,
             "metrics": server.metrics_url,
             "mps": server.mps,
+            "weights": server.weights,
             "stages": {name: stage_report(name, pid, pinger) for name, pid in stages.items()},
         }
 

@@ -15,7 +15,7 @@ from tessera.lost_device import end_process_if_lost
 from tessera.tritonserver import heaps, tensors
 from tessera.tritonserver.deadline import deadline_exceeded, is_over
 from tessera.tritonserver.failures import error_response, log_exception
-from tessera.tritonserver.metrics import Gauge
+from tessera.tritonserver.metrics import Gauge, show_weights
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.server_log import write_to_server_log
 from tessera.tritonserver.settings import StageSettings
@@ -60,6 +60,7 @@ def local_dispatcher(checkpoint: Path, settings: VisionSettings) -> LocalDispatc
     encoder = VisionEncoder.from_checkpoint(checkpoint, settings)
     gauge = Gauge("tessera_vision_row_bytes", "Rows of pictures reserved or held for requests that are not answered")
     encoder.budget.show_bytes = gauge.set
+    show_weights("vision_encoder", *encoder.weights)
     return LocalDispatcher(encoder, settings.send_batch_size)
 
 

@@ -96,9 +96,8 @@ def fp8_equal(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable
             monkeypatch.setattr(f"tessera.engine.kernels.{kernel}.empty_rows", float32_rows)
 
     def equal(actual: Fp8Rows, expected: Fp8Rows) -> None:
-        assert expected.values.dtype == E4M3
         assert torch.equal(actual.scales, expected.scales)
-        assert torch.equal(actual.values.to(E4M3).view(torch.uint8), expected.values.view(torch.uint8))
+        assert torch.equal(actual.values.to(E4M3).view(torch.uint8), expected.values.to(E4M3).view(torch.uint8))
 
     return equal
 
@@ -120,6 +119,18 @@ def test_silu_and_multiply_quantizes_what_it_would_have_returned(fp8_equal, dtyp
     gate_up = torch.randn((n, 2 * size), dtype=dtype, device=device, generator=generator) * 4
     gate_up[:1] = 0
     fp8_equal(silu_and_multiply(gate_up, fp8=True), quantize_rows(silu_and_multiply(gate_up)))
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 16), (3, 2049), (0, 16)])
+def test_silu_and_multiply_takes_sums_without_their_scales(fp8_equal, dtype, device, generator, n, size):
+    sums = torch.randn((n, 2 * size), dtype=dtype, device=device, generator=generator) * 100
+    x_scales = torch.rand((n, 1), device=device, generator=generator) / 10
+    scales = torch.rand(2 * size, device=device, generator=generator)
+    rescaled = (sums.float() * (x_scales * scales)).to(dtype)
+    fp8_equal(silu_and_multiply(sums, True, (x_scales, scales)), silu_and_multiply(rescaled, True))
+    twin = reference.silu_and_multiply(sums.clone(), True, (x_scales, scales))
+    fp8_equal(twin, reference.silu_and_multiply(rescaled, True))
+    assert torch.equal(silu_and_multiply(sums, False, (x_scales, scales)), silu_and_multiply(rescaled))
 
 
 def test_the_quantizing_twins(dtype, device, generator):

@@ -42,6 +42,8 @@ class ModelRunner:
         self.vocab_size = model.config.vocab_size
         self.hidden_size = model.config.hidden_size
         self.position_axes = model.rotary.axes
+        self.weights = model.weights_in_words()
+        self.weight_bytes = sum(buffer.nbytes for buffer in model.buffers())
         self.num_blocks = attention.storage.keys[0].shape[0]
         self.overlaps = weight.is_cuda
         self.graph_steps = 0
@@ -150,7 +152,7 @@ def load_model(checkpoint: CheckpointConfig, config: EngineConfig) -> Qwen2:
     source = SafetensorsFolder(checkpoint.folder)
     random = config.weights == "random"
     names = {} if random else split_names(source.names(), checkpoint)["text"]
-    schemes = scheme_selector(checkpoint.quantization, stored_modules(names, source.dtype))
+    schemes = scheme_selector(checkpoint.quantization, stored_modules(names, source.dtype), config.quantization)
     model_type, dtype = model_class(checkpoint.text.architecture), model_dtype(config.dtype, device)
     model = model_type(checkpoint.text, schemes, dtype, device)
     if random:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tessera.fp8.kernels import row_scale
+from tessera.fp8.kernels import inverse_of, largest_of, scale_of
 from tessera.fp8.rows import Fp8Rows, empty_rows
 
 MAX_SIZE = 8192
@@ -58,8 +58,8 @@ def _add_rms_norm(x, residual, weight, out, scales, size, eps, BLOCK: tl.constex
     scaled = (normalised * scale).to(dtype)
     if scales is not None:
         wide = scaled.to(tl.float32)
-        divisor = row_scale(wide)
-        tl.store(scales + tl.program_id(0), divisor)
-        tl.store(out + start + column, tl.div_rn(wide, divisor).to(out.dtype.element_ty), mask=inside)
+        row_scale = scale_of(largest_of(wide))
+        tl.store(scales + tl.program_id(0), row_scale)
+        tl.store(out + start + column, (wide * inverse_of(row_scale)).to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + start + column, scaled, mask=inside)

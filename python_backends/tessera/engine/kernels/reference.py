@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tessera.fp8.rows import Fp8Rows, quantize_rows
+from tessera.fp8.rows import Fp8Rows, fp8_linear, quantize_rows, rescale
 
 
 def add_rms_norm(
@@ -21,8 +21,15 @@ def add_rms_norm(
     return quantize_rows(scaled) if fp8 else scaled, residual
 
 
-def silu_and_multiply(gate_up: torch.Tensor, fp8: bool = False) -> torch.Tensor | Fp8Rows:
-    """[n, 2 * size], gate first -> silu(gate) * up [n, size]; ``fp8``: quantized."""
+def silu_and_multiply(
+    gate_up: torch.Tensor, fp8: bool = False, scales: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> torch.Tensor | Fp8Rows:
+    """[n, 2 * size], gate first -> silu(gate) * up [n, size]; ``fp8``: quantized.
+
+    ``scales``: gate_up is a product of e4m3 values that still lacks those of its rows [n, 1] and columns [2 * size].
+    """
+    if scales is not None:
+        gate_up = rescale(gate_up, *scales, None)
     gate, up = gate_up.chunk(2, dim=-1)
     product = F.silu(gate).mul_(up)
     return quantize_rows(product) if fp8 else product
@@ -61,3 +68,7 @@ def skinny_gate_up(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [m, k], weight [2 * size, k], gate first -> silu(gate) * up [m, size]."""
     gate, up = F.linear(x, weight).chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+#: x of few rows e4m3, weight e4m3 [n, k], scales float32 [n], bias [n], dtype -> [m, n]
+skinny_fp8 = fp8_linear

@@ -5,6 +5,9 @@ cores' tile lies along the weights and the 1 to 64 rows of x lie along its short
 ``stages`` tiles; about two programs a multiprocessor with 48 KB each on their way keep an H200's memory busy. Where
 the rows of the weights are too few for that, k is split: each program writes a float32 partial, and a second small
 kernel adds the partials in a fixed order (so that equal inputs give equal outputs, which atomics would not).
+
+Both kernels are short, so on Hopper they are launched before the kernel in front of them has ended, and wait for it
+themselves (programmatic dependent launch): 1 us less each.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tessera.engine.kernels.silu_multiply import gated
 
@@ -107,18 +111,10 @@ def skinny_linear(
     other shapes, dtypes or plans that the kernel cannot take.
     """
     (m, k), n = _check(x, weight), len(weight)
-    plan = plan or plan_skinny(m, n, k, _multiprocessors(x.device))
-    _check_plan(plan, k)
+    plan = plan or plan_skinny(m, n, k, multiprocessors(x.device))
+    check_plan(plan, k)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(n, plan.block_n), plan.splits)
-    if plan.splits == 1:
-        _linear[grid](x, weight, bias, out, m, n, k, **_options(plan, m))
-        return out
-    partials = torch.empty((plan.splits, m, n), dtype=torch.float32, device=x.device)
-    _linear[grid](x, weight, None, partials, m, n, k, **_options(plan, m))
-    _add_partials[(triton.cdiv(m * n, _SUM_BLOCK),)](
-        partials, bias, out, m * n, n, SPLITS=plan.splits, BLOCK=_SUM_BLOCK, num_warps=2
-    )
+    multiply(x, weight, None, None, bias, out, plan)
     return out
 
 
@@ -129,13 +125,35 @@ def skinny_gate_up(x: torch.Tensor, weight: torch.Tensor, plan: SkinnyPlan | Non
     :func:`plan_skinny_gate_up`'s choice and must not split. ValueError as there.
     """
     (m, k), size = _check(x, weight), len(weight) // 2
-    plan = plan or plan_skinny_gate_up(m, size, k, _multiprocessors(x.device))
-    _check_plan(plan, k)
+    plan = plan or plan_skinny_gate_up(m, size, k, multiprocessors(x.device))
+    check_plan(plan, k)
     if plan.splits != 1:
         raise ValueError("skinny_gate_up: a plan with splits cannot end in the activation")
     out = torch.empty((m, size), dtype=x.dtype, device=x.device)
     _gate_up[(triton.cdiv(size, plan.block_n // 2),)](x, weight, out, m, size, k, **_options(plan, m))
     return out
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    plan: SkinnyPlan,
+) -> None:
+    """x [m, k] times weight [n, k], each row of both times its scale if it has one, plus bias [n], into out [m, n]."""
+    (m, k), n = x.shape, len(weight)
+    grid, early = (triton.cdiv(n, plan.block_n), plan.splits), _early_launch(x.device)
+    if plan.splits == 1:
+        _linear[grid](x, weight, x_scales, scales, bias, out, m, n, k, **_options(plan, m), **early)
+        return
+    partials = torch.empty((plan.splits, m, n), dtype=torch.float32, device=x.device)
+    _linear[grid](x, weight, x_scales, scales, None, partials, m, n, k, **_options(plan, m), **early)
+    _add_partials[(triton.cdiv(m * n, _SUM_BLOCK),)](
+        partials, bias, out, m * n, n, SPLITS=plan.splits, BLOCK=_SUM_BLOCK, num_warps=2, **early
+    )
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int]:
@@ -153,7 +171,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int]:
     return m, k
 
 
-def _check_plan(plan: SkinnyPlan, k: int) -> None:
+def check_plan(plan: SkinnyPlan, k: int) -> None:
     if k % plan.block_k or plan.splits > k // plan.block_k:
         raise ValueError(f"skinny: {plan} does not fit k = {k}: block_k must divide it into at least splits steps")
 
@@ -169,9 +187,17 @@ def _options(plan: SkinnyPlan, m: int) -> dict[str, int]:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """How many ``device`` has; the interpreter plans as for an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@cache
+def _early_launch(device: torch.device) -> dict[str, bool]:
+    """Options of a kernel that waits for the one in front of it by itself, where the device can."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}
 
 
 @triton.jit
@@ -202,21 +228,35 @@ def _store(out, total, m, n, column, BLOCK_M: tl.constexpr):
 
 # m is every batch size there is: one compiled kernel serves all that pad to the same.
 @triton.jit(do_not_specialize=["m"])
-def _linear(x, weight, bias, out, m, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def _linear(
+    x, weight, x_scales, scales, bias, out, m, n, k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program a block of weight rows and a split of k; ``out`` is [m, n], or float32 partials [splits, m, n]."""
+    if EARLY:
+        gdc_wait()
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_rows = tl.minimum(column, n - 1)
     split, splits, steps = tl.program_id(1), tl.num_programs(1), k // BLOCK_K
     first, last = steps * split // splits, steps * (split + 1) // splits
     total = _product(x, weight, weight_rows, m, k, first, last, BLOCK_M, BLOCK_N, BLOCK_K)
+    if EARLY:
+        gdc_launch_dependents()
+    if scales is not None:
+        x_scale = tl.load(x_scales + tl.minimum(tl.arange(0, BLOCK_M), m - 1))
+        total *= tl.load(scales + weight_rows)[:, None] * x_scale[None, :]
     if bias is not None:
         total += tl.load(bias + weight_rows).to(tl.float32)[:, None]
     _store(out + split * m * n, total.to(out.dtype.element_ty), m, n, column, BLOCK_M)
 
 
 @triton.jit
-def _add_partials(partials, bias, out, size, n, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_partials(
+    partials, bias, out, size, n, SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """partials float32 [SPLITS, size] -> out [size] of rows of n, always in the order of the splits."""
+    if EARLY:
+        gdc_wait()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     total = tl.load(partials + at, mask=inside)

@@ -76,12 +76,13 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, attention: AttentionBackend, step: AttentionStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_norm(x, residual)
+        x, residual = self.input_norm(x, residual, self.qkv.takes_fp8(len(x)))
         x = attention.attend(self.index, self.qkv(x), step)
         if step.rows is not None:
             residual = residual[step.rows]
-        x, residual = self.post_norm(self.output(x), residual)
-        return self.down(self.gate_up.gated(x)), residual
+        rows = len(residual)
+        x, residual = self.post_norm(self.output(x), residual, self.gate_up.takes_fp8(rows))
+        return self.down(self.gate_up.gated(x, self.down.takes_fp8(rows))), residual
 
     def targets(self, stored: Collection[str]) -> dict[str, Target]:
         """As :meth:`Qwen2.targets`, for this layer."""
@@ -143,6 +144,11 @@ class Qwen2(nn.Module):
             x, residual = layer(x, residual, attention, step)
         x, residual = self.layers[-1](x, residual, attention, last_step)
         return self.norm(x, residual)[0]
+
+    def weights_in_words(self) -> str:
+        """What the layers' weights are, for people."""
+        linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
+        return " and ".join(sorted({linear.scheme.in_words(linear) for linear in linears}))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, hidden] -> [m, vocabulary] of the model's dtype."""

@@ -13,6 +13,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from tessera.checkpoint.names import listed
+from tessera.engine.quantization.fp8 import Fp8OnLoad
 from tessera.engine.quantization.scheme import LinearScheme, SchemeSelector
 from tessera.engine.quantization.settings import Groups, Settings
 from tessera.engine.quantization.unquantized import Unquantized
@@ -35,12 +36,22 @@ _HEADS = ("lm_head", "output")
 StoredModules = Mapping[str, Mapping[str, str]]
 
 
-def scheme_selector(quantization: Mapping[str, Any] | None, stored: StoredModules | None = None) -> SchemeSelector:
+def scheme_selector(
+    quantization: Mapping[str, Any] | None, stored: StoredModules | None = None, on_load: str = "checkpoint"
+) -> SchemeSelector:
     """From a checkpoint's quantization_config, and its text model's tensors if it has any, to the layers' schemes.
 
     Raises CheckpointError for a method or a setting that is not supported. The selector makes a new scheme for each
-    layer, and raises CheckpointError naming a module whose tensors are not what it should have.
+    layer, and raises CheckpointError naming a module whose tensors are not what it should have. ``on_load`` "fp8":
+    an unquantized checkpoint's layers, but not the head, are quantized while they are read.
     """
+    if on_load == "fp8":
+        if quantization is not None:
+            raise CheckpointError(
+                f"quantization is fp8, but the checkpoint is quantized already ({quantization.get('quant_method')}); "
+                'set it to "checkpoint"'
+            )
+        return lambda modules: Unquantized() if set(modules) & set(_HEADS) else Fp8OnLoad()
     groups, ignored = _read(quantization)
     return _Selector(groups, ignored, stored or {}, "" if quantization is None else quantization["quant_method"])
 

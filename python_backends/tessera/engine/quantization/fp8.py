@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 
 from tessera.checkpoint.weights import plain
-from tessera.engine.quantization.scheme import Linear, LinearScheme, Stored
+from tessera.engine.kernels.selection import layer_kernels
+from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape, Stored
 from tessera.errors import CheckpointError
-from tessera.fp8.rows import E4M3, Fp8Rows, quantize_rows, quantize_weight
+from tessera.fp8.rows import (
+    E4M3,
+    MULTIPLE,
+    Fp8Rows,
+    fp8_linear,
+    fp8_sums,
+    quantize_rows,
+    quantize_weight,
+    rescale,
+)
+
+if TYPE_CHECKING:
+    from tessera.measured_choices import MeasuredChoices
 
 BLOCK = 128
+#: the skinny product's limits (tessera.engine.kernels.skinny_fp8, which imports triton)
+SKINNY_ROWS = 64
+SKINNY_MULTIPLE = 128
+_UNITS_FROM = (8, 9)  # the compute capability
+_ROWS = (16, 32, 64, 128, 256, 512, 1024)  # where the fastest product is measured; "rows" wins beyond
+_MOST_LAYERS = 8  # enough weights of one shape that the GPU's cache holds few of them
+
+#: ascending numbers of rows, and the product's name up to each
+Ways = tuple[tuple[int, str], ...]
 
 
 class Fp8(LinearScheme):
@@ -21,10 +45,14 @@ class Fp8(LinearScheme):
     Activations are quantized with ``input_scale``, a float32 scalar, if ``static``; else by token, and with ``blocks``
     by token and 128 columns. ``scale_name``: what the checkpoint calls the weight's scale. One scale may stand for the
     whole stored module.
+
+    On a GPU with FP8 units the weight stays as it is, and ``ways`` says which product is the fastest for how many rows.
+    Elsewhere, and with ``blocks``, finishing dequantizes it.
     """
 
     def __init__(self, scale_name: str = "weight_scale", static: bool = False, blocks: bool = False) -> None:
         self.scale_name, self.static, self.blocks = scale_name, static, blocks
+        self.ways: Ways = ((32, "skinny"), (256, "rescaled"))
 
     def stored(self, has_bias: bool) -> Stored:
         names = {"weight", self.scale_name} | ({"input_scale"} if self.static else set())
@@ -72,10 +100,50 @@ class Fp8(LinearScheme):
         if self.static:
             # Modules with the same input have the same scale if they were calibrated together; else none may clip.
             layer.input_scale = layer.input_scale.max()
-        layer.weight = dequantize(layer.weight, layer.scales)
-        del layer.scales
+        if not self._has_units(layer):
+            weight = dequantize(layer.weight, layer.scales)
+            layer.weight = weight if layer.device.type == "cpu" else weight.to(layer.dtype)
+            layer.register_buffer("scales", None)
+
+    def _has_units(self, layer: Linear) -> bool:
+        """Whether the device multiplies e4m3 rows by this weight; scales of blocks meet none of its products."""
+        if layer.device.type != "cuda" or self.blocks or layer.dtype != torch.bfloat16:
+            return False
+        from tessera.fp8.kernels import MAX_SIZE
+
+        whole = layer.out_features % MULTIPLE == 0 and layer.in_features % MULTIPLE == 0
+        return whole and layer.in_features <= MAX_SIZE and torch.cuda.get_device_capability(layer.device) >= _UNITS_FROM
+
+    def takes_fp8(self, layer: Linear, rows: int) -> bool:
+        return layer.scales is not None and not self.static
+
+    def in_words(self, layer: Linear) -> str:
+        return "fp8 in blocks" if self.blocks else "fp8"
 
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        if layer.scales is None:
+            return self._apply_dequantized(layer, x)
+        rows = x if isinstance(x, Fp8Rows) else quantize_rows(x.contiguous(), layer.input_scale)
+        return self._product(layer, len(rows.values))(rows, layer.weight, layer.scales, layer.bias, layer.dtype)
+
+    def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
+        if isinstance(x, Fp8Rows) and layer.bias is None and self._product(layer, len(x.values)) is _rescaled_product:
+            sums = fp8_sums(x, layer.weight, layer.dtype)
+            return layer_kernels(sums.device.type).silu_and_multiply(sums, fp8, (x.scales, layer.scales))
+        return super().apply_gated(layer, x, fp8)
+
+    def _product(self, layer: Linear, rows: int) -> Product:
+        """The fastest way for so many rows, which only measuring tells for sure."""
+        for most, name in self.ways if rows else ():
+            if rows <= most and (name != "skinny" or layer.in_features % SKINNY_MULTIPLE == 0):
+                return PRODUCTS[name]
+        return PRODUCTS["rows"]
+
+    def _apply_dequantized(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        """In the model's dtype; on the CPU in float32, with x rounded as the product in FP8 sees it."""
+        if layer.device.type != "cpu":
+            assert isinstance(x, torch.Tensor)
+            return F.linear(x, layer.weight, layer.bias)
         wide = x.dequantized() if isinstance(x, Fp8Rows) else self._rounded(layer, x)
         bias = None if layer.bias is None else layer.bias.float()
         return F.linear(wide, layer.weight, bias).to(layer.dtype)
@@ -86,6 +154,58 @@ class Fp8(LinearScheme):
             return quantize_rows(x, layer.input_scale).dequantized()
         padded = F.pad(x, (0, -x.shape[1] % BLOCK))
         return quantize_rows(padded.reshape(-1, BLOCK)).dequantized().view_as(padded)[:, : x.shape[1]]
+
+    def tune(self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:
+        """Finds the fastest product for each of some numbers of rows."""
+        if layers[0].scales is None:
+            return
+        schemes = [cast("Fp8", layer.scheme) for layer in layers]
+
+        def run(x: Fp8Rows, ways: Ways) -> None:
+            for layer, scheme in zip(layers[:_MOST_LAYERS], schemes):
+                scheme.ways = ways
+                layer.gated(x, fp8=True) if shape.gated else layer(x)
+
+        found: list[tuple[int, str]] = []
+        for rows in _ROWS:
+            x = quantize_rows(torch.randn(rows, shape.inputs, dtype=shape.dtype, device=layers[0].device))
+            question = f"fp8 {shape}, {rows} rows, {min(len(layers), _MOST_LAYERS)} layers, {machine}"
+            skinny = rows <= SKINNY_ROWS and shape.inputs % SKINNY_MULTIPLE == 0
+            names = [name for name in PRODUCTS if name != "skinny" or skinny]
+            ways = {name: partial(run, x, ((rows, name),)) for name in names}
+            found.append((rows, choices.fastest(question, ways)))
+        for scheme in schemes:
+            scheme.ways = tuple(found)
+
+
+class Fp8OnLoad(Fp8):
+    """The same from an unquantized checkpoint: each output channel is quantized as it is read."""
+
+    def stored(self, has_bias: bool) -> Stored:
+        return Stored(frozenset({"weight", "bias"} if has_bias else {"weight"}))
+
+    def decode(
+        self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+    ) -> dict[str, torch.Tensor]:
+        weight, scales = quantize_weight(plain(tensors["weight"]))
+        return {"weight": weight, "scales": scales} | ({"bias": plain(tensors["bias"])} if "bias" in tensors else {})
+
+
+def _rescaled_product(
+    x: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    return rescale(fp8_sums(x, weight, dtype), x.scales, scales, bias)
+
+
+def _skinny_product(
+    x: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    return layer_kernels(weight.device.type).skinny_fp8(x, weight, scales, bias, dtype)
+
+
+#: (x, weight, scales, bias, dtype) -> x W^T + b
+Product = Callable[[Fp8Rows, torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.dtype], torch.Tensor]
+PRODUCTS: dict[str, Product] = {"skinny": _skinny_product, "rescaled": _rescaled_product, "rows": fp8_linear}
 
 
 def dequantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -73,6 +73,9 @@ class Int4(LinearScheme):
             delattr(layer, name)
         layer.register_buffer("weight", weight)
 
+    def in_words(self, layer: Linear) -> str:
+        return "int4 by row" if self.group_size == -1 else f"int4 in groups of {self.group_size}"
+
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
         return F.linear(x, layer.weight, layer.bias)

@@ -19,7 +19,7 @@ from torch import nn
 from tessera.checkpoint.weights import Target, plain
 from tessera.engine.kernels.selection import layer_kernels
 from tessera.errors import CheckpointError
-from tessera.fp8.rows import Fp8Rows, quantize_rows
+from tessera.fp8.rows import Fp8Rows
 
 if TYPE_CHECKING:
     from tessera.measured_choices import MeasuredChoices
@@ -83,8 +83,11 @@ class LinearScheme(ABC):
     def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
         """x [n, in_features] -> silu(first half of the outputs) * second half [n, out_features / 2], in FP8 if so."""
         y = self.apply(layer, x)
-        gated = layer_kernels(y.device.type).silu_and_multiply(y)
-        return quantize_rows(gated) if fp8 else gated
+        return layer_kernels(y.device.type).silu_and_multiply(y, fp8)
+
+    @abstractmethod
+    def in_words(self, layer: Linear) -> str:
+        """What the layer's weights are, for people: "bfloat16", "fp8"."""
 
     def takes_fp8(self, layer: Linear, rows: int) -> bool:
         """Whether for so many rows ``apply`` wants its input already quantized."""

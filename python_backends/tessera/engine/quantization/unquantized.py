@@ -47,6 +47,9 @@ class Unquantized(LinearScheme):
         for buffer in layer.buffers():
             buffer.normal_(0, 0.02, generator=generator)
 
+    def in_words(self, layer: Linear) -> str:
+        return str(layer.dtype).removeprefix("torch.")
+
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
         weight, bias = layer.get_buffer("weight"), layer.bias

@@ -77,6 +77,7 @@ class VisionEncoder:
         lane: where the runner's device works.
         budget: for rows on their way out; without one there is no limit.
         decoder: of pictures that travel encoded; without one they are refused.
+        weights: what the runner keeps, for people: the kind of its weights, and bytes.
     """
 
     runner: Runner
@@ -86,6 +87,7 @@ class VisionEncoder:
     lane: Lane = field(default_factory=Lane)
     budget: RowBudget = field(default_factory=lambda: RowBudget(bytes_per_unit=0))
     decoder: GpuDecoder | None = None
+    weights: tuple[str, int] = ("", 0)
 
     @classmethod
     def from_checkpoint(
@@ -114,7 +116,16 @@ class VisionEncoder:
         each = COPIES_OF_ROWS * rows * hidden * dtype.itemsize
         budget = row_budget(settings.memory_bytes, parts, each, largest, family.cost_unit)
         cache = EmbeddingCache(settings.cache_bytes, hidden, dtype, settings.device)
-        return cls(runner, family, settings.infer_batch_size, cache, Lane(settings.device), budget, decoder)
+        return cls(
+            runner,
+            family,
+            settings.infer_batch_size,
+            cache,
+            Lane(settings.device),
+            budget,
+            decoder,
+            (settings.dtype, kept),
+        )
 
     def encode(self, items: Sequence[VisionItem]) -> list[torch.Tensor | None]:
         """Rows [tokens, hidden] of each item (of all its pictures, in order); None for an item without pictures.

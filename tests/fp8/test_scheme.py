@@ -1,0 +1,173 @@
+"""The FP8 scheme as a GPU runs it (its twins compute here), and quantizing while a checkpoint is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tessera.engine.quantization.config import scheme_selector
+from tessera.engine.quantization.fp8 import PRODUCTS, Fp8, Fp8OnLoad
+from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape
+from tessera.engine.quantization.unquantized import Unquantized
+from tessera.errors import CheckpointError
+from tessera.fp8.rows import E4M3, Fp8Rows, quantize_rows, quantize_weight
+
+CPU = torch.device("cpu")
+SIZE, PARTS = 128, {"gate": 48, "up": 48}
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def layer_of(scheme: LinearScheme, bias: bool = False, dtype: torch.dtype = torch.float32) -> Linear:
+    rows = {"gate": slice(0, 48), "up": slice(48, 96)}
+    return Linear(SIZE, rows, bias, lambda modules: scheme, dtype, CPU)
+
+
+def tensors(bias: bool = False) -> dict[str, torch.Tensor]:
+    """A checkpoint's, in bfloat16, rows of very different magnitudes."""
+    stored = {
+        f"{name}.weight": normal(rows, SIZE) * torch.logspace(-2, 1, rows)[:, None] for name, rows in PARTS.items()
+    }
+    if bias:
+        stored |= {f"{name}.bias": normal(rows) for name, rows in PARTS.items()}
+    return {name: tensor.bfloat16() for name, tensor in stored.items()}
+
+
+def fill(layer: Linear, stored: Mapping[str, torch.Tensor]) -> Linear:
+    targets = layer.targets(stored)
+    assert targets.keys() == stored.keys()
+    for name, tensor in stored.items():
+        targets[name](tensor)
+    return layer
+
+
+@pytest.fixture
+def units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU with FP8 units."""
+    monkeypatch.setattr(Fp8, "_has_units", lambda scheme, layer: not scheme.blocks)
+
+
+def fake_quantized(x: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What a torch model computes whose weights and activations were rounded to e4m3 and back."""
+    weight = torch.cat([stored["gate.weight"], stored["up.weight"]]).float()
+    scales = weight.abs().amax(1, keepdim=True) / 448
+    weight = (weight * (1 / scales)).to(E4M3).float() * scales
+    x_scales = x.float().abs().amax(1, keepdim=True) / 448
+    x = (x.float() * (1 / x_scales)).to(E4M3).float() * x_scales
+    bias = torch.cat([stored["gate.bias"], stored["up.bias"]]).float() if "gate.bias" in stored else None
+    return F.linear(x, weight, bias)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_on_load_the_cpu_computes_as_the_fake_quantized_model(bias):
+    stored, x = tensors(bias), normal(5, SIZE)
+    layer = fill(layer_of(Fp8OnLoad(), bias), stored)
+    assert not layer.takes_fp8(5)
+    torch.testing.assert_close(layer(x), fake_quantized(x, stored))
+    exact = F.linear(x, torch.cat([stored["gate.weight"], stored["up.weight"]]).float())
+    relative = (fake_quantized(x, tensors()) - exact).norm() / exact.norm()
+    assert 0.005 < relative < 0.05
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_every_product_computes_the_same(units, bias, product):
+    stored, x = tensors(bias), normal(7, SIZE)
+    scheme = Fp8OnLoad()
+    scheme.ways = ((64, product),)
+    layer = fill(layer_of(scheme, bias), stored)
+    assert layer.weight.dtype == E4M3 and layer.scales.shape == (96,)
+    expected = fake_quantized(x, stored)
+    torch.testing.assert_close(layer(x), expected)
+    assert layer.takes_fp8(7)
+    rows = quantize_rows(x)
+    torch.testing.assert_close(layer(rows), expected)
+    gated = F.silu(expected[:, :48]) * expected[:, 48:]
+    for given in (x, rows):
+        torch.testing.assert_close(layer.gated(given), gated, rtol=1e-5, atol=1e-4)
+        quantized = layer.gated(given, fp8=True)
+        assert isinstance(quantized, Fp8Rows)
+        torch.testing.assert_close(quantized.dequantized(), quantize_rows(gated).dequantized(), rtol=0.07, atol=1e-3)
+
+
+def test_no_rows(units):
+    layer = fill(layer_of(Fp8OnLoad()), tensors())
+    for ways in (((64, "skinny"),), ((64, "rescaled"),), ()):
+        layer.scheme.ways = ways
+        assert layer(torch.empty(0, SIZE)).shape == (0, 96)
+        assert layer.gated(quantize_rows(torch.empty(0, SIZE)), fp8=True).values.shape == (0, 48)
+
+
+def test_a_static_scale_takes_rows_as_they_are(units):
+    weight, scales = quantize_weight(normal(96, SIZE))
+    stored = {}
+    for name, rows in {"gate": slice(0, 48), "up": slice(48, 96)}.items():
+        stored |= {f"{name}.weight": weight[rows], f"{name}.weight_scale": scales[rows, None]}
+        stored[f"{name}.input_scale"] = torch.tensor(0.004)
+    layer = fill(layer_of(Fp8(static=True)), stored)
+    assert not layer.takes_fp8(3)
+    x = normal(3, SIZE)
+    rounded = (x / 0.004).clamp(-448, 448).to(E4M3).float() * 0.004
+    assert (rounded - x).abs().max() > 0.5  # something saturates
+    torch.testing.assert_close(layer(x), rounded @ (weight.float() * scales[:, None]).T)
+
+
+def test_blocks_are_multiplied_dequantized(units):
+    scale = torch.tensor([[0.5]])
+    stored = {}
+    for name in PARTS:
+        stored |= {f"{name}.weight": normal(48, SIZE).to(E4M3), f"{name}.weight_scale_inv": scale}
+    layer = fill(layer_of(Fp8("weight_scale_inv", blocks=True)), stored)
+    assert not layer.takes_fp8(3) and layer.weight.dtype == torch.float32
+    assert torch.equal(layer.weight[:48], stored["gate.weight"].float() / 2)
+
+
+class Measured:
+    """Stands for MeasuredChoices: says which is the fastest, and runs all of them."""
+
+    def __init__(self) -> None:
+        self.questions: dict[str, list[str]] = {}
+
+    def fastest(self, question, ways):
+        for way in ways.values():
+            way()
+        self.questions[question] = list(ways)
+        return next(iter(ways))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_tuning_asks_which_product_is_the_fastest(units, gated):
+    layers = [fill(layer_of(Fp8OnLoad()), tensors()) for _ in range(2)]
+    choices = Measured()
+    shape = LinearShape(96, SIZE, False, gated, torch.float32)
+    layers[0].scheme.tune(layers, shape, choices, "a machine")
+    assert len(choices.questions) == 7
+    assert [len(ways) for ways in choices.questions.values()] == [3, 3, 3, 2, 2, 2, 2]
+    assert all("fp8 linear" in question and "a machine" in question for question in choices.questions)
+    for layer in layers:
+        assert layer.scheme.ways[:4] == ((16, "skinny"), (32, "skinny"), (64, "skinny"), (128, "rescaled"))
+
+
+def test_tuning_leaves_dequantized_layers_alone():
+    layer = fill(layer_of(Fp8OnLoad()), tensors())
+    choices = Measured()
+    layer.scheme.tune([layer], LinearShape(96, SIZE, False, False, torch.float32), choices, "a machine")
+    assert not choices.questions
+
+
+def test_the_setting_quantizes_all_but_the_head():
+    schemes = scheme_selector(None, None, "fp8")
+    assert type(schemes(["model.layers.0.self_attn.q_proj"])) is Fp8OnLoad
+    assert type(schemes(["lm_head"])) is Unquantized and type(schemes(["output"])) is Unquantized
+    assert type(scheme_selector(None)(["model.layers.0.mlp.down_proj"])) is Unquantized
+
+
+def test_the_setting_refuses_a_quantized_checkpoint():
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    with pytest.raises(CheckpointError, match=r"quantized already \(fp8\).*\"checkpoint\""):
+        scheme_selector(config, None, "fp8")
