@@ -19,16 +19,19 @@ from tessera.engine.quantization.scheme import LinearScheme, Stored, bias_of, sh
 from tessera.engine.quantization.settings import Groups, Settings
 from tessera.errors import CheckpointError
 
-_FORMATS = ("pack-quantized", "float-quantized")
+_FORMATS = ("pack-quantized", "float-quantized", "naive-quantized")  # the last is another name for FP8's
 _BY_GROUP = ("group", "dynamic", True)
 """Activation orders that scatter a group's columns, by all their names; the others leave no trace in the file."""
 
 
 def read(settings: Settings) -> Groups:
     """quant_method "compressed-tensors"."""
-    settings.take("quantization_status", ("compressed",), "compressed")
+    settings.take("quantization_status", ("compressed", "frozen"), "compressed")
     overall = settings.take("format", (*_FORMATS, "mixed-precision", None))
     settings.drop("global_compression_ratio", "version")
+    sparsity = settings.section("sparsity_config")
+    if sparsity is not None:
+        sparsity.take("format", ("dense",), "dense")
     groups = settings.section("config_groups")
     if groups is None:
         raise CheckpointError(f"{settings.where} has no config_groups")
