@@ -20,6 +20,7 @@ def norm_heads(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor
     tensors = (qkv, q_weight, k_weight)
     if not all(x.is_contiguous() and x.dtype == qkv.dtype for x in tensors) or q_weight.shape != k_weight.shape:
         raise ValueError("norm_heads: qkv and the weights of d values each must be contiguous and of one dtype")
+    head_block, block = triton.next_power_of_2(heads + kv_heads), triton.next_power_of_2(size)
     if len(qkv):
         _norm_heads[(len(qkv),)](
             qkv,
@@ -30,9 +31,9 @@ def norm_heads(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor
             HEADS=heads,
             KV_HEADS=kv_heads,
             SIZE=size,
-            HEAD_BLOCK=triton.next_power_of_2(heads + kv_heads),
-            BLOCK=triton.next_power_of_2(size),
-            num_warps=4,
+            HEAD_BLOCK=head_block,
+            BLOCK=block,
+            num_warps=min(max(head_block * block // 2048, 1), 16),  # 64 values a thread
         )
 
 
