@@ -1,25 +1,22 @@
 """Whether <s> leads a prompt: twins of the published sizes in the original layout, with and without the key.
 
-No published file was read here. The bodies and templates are those that OpenGVLab names for each size; the defaults are
-those that the tokenizer classes document.
+The defaults are those that the tokenizer classes document.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import checkpoint_folders as folders
 import pytest
+from published_sizes import BODIES, REFUSED, SIZES, Size
 from test_family_tokenizer import PHI3_TOKENS, train, write_phi3_tokenizer, write_vocab_and_merges
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 from transformers import LlamaTokenizer
 
-from tessera.checkpoint.config import read_config
 from tessera.checkpoint.files import read_json
 from tessera.errors import CheckpointError
 from tessera.family.tokenizer import Tokenizer
@@ -29,36 +26,13 @@ CHAT_TOKENS = [*PHI3_TOKENS, "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<
 KEYS: list[dict[str, Any]] = [{}, {"add_bos_token": True}, {"add_bos_token": False}]
 
 
-@dataclass(frozen=True)
-class Size:
-    """A published size: the body's architecture, the tokenizer's class and the conversation template."""
-
-    name: str
-    body: str
-    tokenizer: str
-    template: str
-
-
-INTERNLM2, LLAMA, QWEN2 = "InternLM2ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM"
-PHI3, QWEN3 = "Phi3ForCausalLM", "Qwen3ForCausalLM"
-SIZES = [
-    Size("InternVL2-1B", QWEN2, "Qwen2Tokenizer", "Hermes-2"),
-    *(Size(f"InternVL2-{size}B", INTERNLM2, "InternLM2Tokenizer", "internlm2-chat") for size in (2, 8, 26)),
-    Size("InternVL2-4B", PHI3, "LlamaTokenizer", "phi3-chat"),
-    Size("InternVL2-40B", LLAMA, "LlamaTokenizer", "Hermes-2"),
-    Size("InternVL2-Llama3-76B", LLAMA, "PreTrainedTokenizerFast", "internlm2-chat"),
-    *(Size(f"InternVL2_5-{size}B", QWEN2, "Qwen2Tokenizer", "internvl2_5") for size in (1, 4, 38, 78)),
-    *(Size(f"InternVL2_5-{size}B", INTERNLM2, "InternLM2Tokenizer", "internvl2_5") for size in (2, 8, 26)),
-    *(Size(f"InternVL3-{size}B", QWEN2, "Qwen2Tokenizer", "internvl2_5") for size in (1, 2, 8, 14, 38, 78)),
-    *(Size(f"InternVL3_5-{size}B", QWEN3, "Qwen2Tokenizer", "internvl2_5") for size in (1, 2, 4, 8, 14, 38)),
-]
 # Where the files state nothing. The 76B's tokenizer.json states it in its post-processor.
 BY_DEFAULT = {"InternLM2Tokenizer": True, "LlamaTokenizer": True, "Qwen2Tokenizer": False}
 BY_DEFAULT["PreTrainedTokenizerFast"] = True
 
 
 def twin(folder: Path, size: Size, stated: dict[str, Any]) -> Path:
-    llm = {"architectures": [size.body], "max_position_embeddings": 4096}
+    llm = BODIES[size.body].config()
     folders.write_chat_folder(folder, size.template, llm_config=llm, system_message="You inspect homes.")
     names: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     if size.tokenizer == "Qwen2Tokenizer":
@@ -161,25 +135,6 @@ def test_a_bos_token_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "body", "template", "words"),
-    [
-        ("InternVL3-9B", "InternLM3ForCausalLM", "internvl2_5", "'InternLM3ForCausalLM'.*code that comes with"),
-        ("InternVL3_5-30B-A3B", "Qwen3MoeForCausalLM", "internvl2_5", "'Qwen3MoeForCausalLM'.*mixtures of experts"),
-        ("InternVL3_5-GPT-OSS-20B", "GptOssForCausalLM", "internvl3_5_gpt_oss", "'GptOssForCausalLM'.*experts"),
-        ("a known body with such a template", QWEN3, "internvl3_5_gpt_oss", "template 'internvl3_5_gpt_oss'"),
-    ],
-)
-def test_sizes_that_are_refused_say_why(tmp_path: Path, name: str, body: str, template: str, words: str) -> None:
-    with pytest.raises(CheckpointError, match=words):
-        prompt_ids(twin(tmp_path, Size(name, body, "Qwen2Tokenizer", template), {}))
-
-
-@pytest.mark.parametrize("model_type", ["internlm3", "qwen3_moe", "gpt_oss"])
-def test_native_bodies_that_are_refused_say_why(tmp_path: Path, model_type: str) -> None:
-    folders.write_hf_folder(tmp_path, folders.byte_level())
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["text_config"]["model_type"] = model_type
-    folders.write(tmp_path, "config.json", config)
-    with pytest.raises(CheckpointError, match=f"'{model_type}' is not supported"):
-        read_config(tmp_path)
+def test_a_known_body_with_an_unknown_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"template 'internvl3_5_gpt_oss' is not supported.*phi3-chat"):
+        prompt_ids(twin(tmp_path, Size("", "Qwen3-8B", "Qwen2Tokenizer", REFUSED[-1][3]), {}))
