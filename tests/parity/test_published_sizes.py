@@ -13,8 +13,8 @@ from tiny_tokenizers import write_json
 
 from tessera.checkpoint.config import CheckpointConfig, read_config
 from tessera.engine.models.registry import model_class
+from tessera.engine.quantization.config import scheme_selector
 from tessera.engine.quantization.scheme import Linear
-from tessera.engine.quantization.selection import scheme_selector
 from tessera.errors import CheckpointError
 from tessera.vision.towers.tower import unfilled_tower
 

@@ -135,7 +135,7 @@ class Recorder:
         self._runner = runner
         self.num_blocks, self.vocab_size = runner.num_blocks, runner.vocab_size
         self.hidden_size, self.cache_salt, self.overlaps = runner.hidden_size, runner.cache_salt, False
-        self.graph_steps, self.position_axes, self.clear = 0, runner.position_axes, runner.clear
+        self.graph_steps, self.position_axes = 0, runner.position_axes
         self.logits: list[torch.Tensor] = []
 
     def launch(self, batch):
