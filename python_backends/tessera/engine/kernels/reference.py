@@ -21,6 +21,15 @@ def add_rms_norm(
     return quantize_rows(scaled) if fp8 else scaled, residual
 
 
+def norm_heads(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, kv_heads: int, eps: float) -> None:
+    """Normalises each head of q and k inside qkv [n, (heads + 2 * kv_heads) * d]; q_weight and k_weight are [d]."""
+    split = qkv.unflatten(1, (-1, len(q_weight)))
+    heads = split.shape[1] - 2 * kv_heads
+    for part, weight in ((split[:, :heads], q_weight), (split[:, heads : heads + kv_heads], k_weight)):
+        normalised = F.rms_norm(part.float(), weight.shape, None, eps).to(qkv.dtype)
+        torch.mul(weight, normalised, out=part)
+
+
 def silu_and_multiply(
     gate_up: torch.Tensor, fp8: bool = False, scales: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor | Fp8Rows:

@@ -46,9 +46,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return self.weight * functional.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
 
 
 def _norm(config: VisionConfig) -> nn.Module:
