@@ -1,0 +1,225 @@
+"""Linear layers of 4-bit weights for few rows (decode): the packed weights are streamed once and widened on the way.
+
+As in :mod:`tessera.engine.kernels.skinny_linear` the product is computed transposed, weights [BLOCK_N, k] times x^T,
+so that the tensor cores take the weights from registers: two neighbouring codes become two halves of a register by a
+shift, one logical operation that sets the exponent (128 + code in bfloat16, 1024 + code in float16, both exact) and
+one subtraction of the zero point, exact too. Scales multiply the float32 sums of a group, so no weight is ever rounded.
+
+Programs that share a tile's k leave float32 partials; the one that arrives last adds them all in the order of k,
+whoever it is, so that equal inputs give equal outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tessera.engine.kernels.silu_multiply import gated
+from tessera.engine.kernels.w4_layout import ZERO_BITS, PackedW4
+
+MAX_ROWS = 64
+_ZERO_MASK = tl.constexpr((1 << ZERO_BITS) - 1)
+
+
+@dataclass(frozen=True)
+class W4Plan:
+    """A program multiplies ``block_n`` rows of the weights, a power of two, with ``stages`` blocks of k in flight.
+
+    ``splits`` programs share a row block's k.
+    """
+
+    block_n: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+def padded_rows(m: int) -> int:
+    """The rows of x that are computed for m of them: 16, 32 or 64."""
+    return max(16, triton.next_power_of_2(m))
+
+
+@cache
+def plan_w4a16(m: int, n: int, blocks: int, sms: int) -> W4Plan:
+    """How to multiply m rows by n rows of weights of ``blocks`` blocks of k on ``sms`` multiprocessors."""
+    block_n = 128
+    splits = max(1, min(2 * sms // triton.cdiv(n, block_n), blocks // 2))
+    return W4Plan(block_n, splits, 4, 4)
+
+
+def w4a16_linear(
+    x: torch.Tensor, weights: PackedW4, bias: torch.Tensor | None = None, plan: W4Plan | None = None
+) -> torch.Tensor:
+    """x [m, k] contiguous, bfloat16 or float16, W [n, k], bias [n] -> x W^T + b [m, n]; sums in float32.
+
+    ``plan`` replaces :func:`plan_w4a16`'s choice. ValueError for m over 64 and other shapes and dtypes.
+    """
+    return _launch(x, weights, bias, False, plan)
+
+
+def w4a16_gate_up(
+    x: torch.Tensor, weights: PackedW4, bias: torch.Tensor | None = None, plan: W4Plan | None = None
+) -> torch.Tensor:
+    """x [m, k], W [2 * size, k] with the gate's rows first -> silu(gate) * up [m, size].
+
+    As :func:`w4a16_linear` followed by silu_and_multiply, with the same roundings, in one launch.
+    """
+    return _launch(x, weights, bias, True, plan)
+
+
+def _launch(
+    x: torch.Tensor, weights: PackedW4, bias: torch.Tensor | None, gate: bool, plan: W4Plan | None
+) -> torch.Tensor:
+    (m, k), n = _check(x, weights), weights.shape[0]
+    blocks, _, chunk = weights.codes.shape
+    plan = plan or plan_w4a16(m, n, blocks, _multiprocessors(x.device))
+    if not 1 <= plan.splits <= blocks:
+        raise ValueError(f"w4a16: {plan} splits {blocks} blocks of columns")
+    block_m, tiles = padded_rows(m), triton.cdiv(n, plan.block_n)
+    out = torch.empty((m, n // 2 if gate else n), dtype=x.dtype, device=x.device)
+    partials = out
+    if plan.splits > 1:
+        partials = torch.empty((tiles, plan.splits, plan.block_n, block_m), dtype=torch.float32, device=x.device)
+    options: dict[str, Any] = {"num_warps": plan.warps}
+    _w4a16[(tiles, plan.splits)](
+        *(x, weights.codes, weights.words, bias, out, partials, weights.arrivals, m, n, k),
+        GROUP_BLOCKS=max(1, weights.group // (4 * chunk)),
+        GROUPS=max(1, 4 * chunk // weights.group),
+        GATED=gate,
+        BLOCK_M=block_m,
+        BLOCK_N=plan.block_n,
+        CHUNK=chunk,
+        STAGES=plan.stages,
+        PACKED=x.device.type == "cuda",
+        **options,
+    )
+    return out
+
+
+def _check(x: torch.Tensor, weights: PackedW4) -> tuple[int, int]:
+    """m and k."""
+    m, k = x.shape
+    if not 1 <= m <= MAX_ROWS or weights.shape[1] != k:
+        raise ValueError(f"w4a16: x [1..{MAX_ROWS}, k] and W [n, k], not {list(x.shape)} and {list(weights.shape)}")
+    if x.dtype not in (torch.bfloat16, torch.float16) or not x.is_contiguous():
+        raise ValueError(f"w4a16: x contiguous and bfloat16 or float16, not {x.dtype}")
+    return m, k
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    """How many ``device`` has; the interpreter plans as for an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@triton.constexpr_function
+def _widen_assembly(chunk: int, bfloat16: bool) -> str:
+    """$0 = two halves, the codes of one chunk in the words $1, less the zero points $2, which hold the same offset."""
+    exponent, half = ("0x43004300", "bf16x2") if bfloat16 else ("0x64006400", "f16x2")
+    shift = f"shr.u32 t, $1, {4 * chunk};" if chunk else "mov.b32 t, $1;"
+    return f"{{ .reg .b32 t; {shift} lop3.b32 t, t, 0x000F000F, {exponent}, 0xEA; sub.{half} $0, t, $2; }}"
+
+
+@triton.jit
+def _widen(words, zero, I: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr):
+    """Chunk I of int16 words [n, chunk], less zero points int32 [n] -> HALF [n, chunk], exact."""
+    BFLOAT16: tl.constexpr = HALF == tl.bfloat16
+    EXPONENT: tl.constexpr = 0x4300 if BFLOAT16 else 0x6400  # the value it stands for has a last place of one
+    zero = (zero | EXPONENT).to(tl.int16).to(HALF, bitcast=True)
+    zero = tl.broadcast_to(zero[:, None], words.shape)
+    if PACKED:
+        ASSEMBLY: tl.constexpr = _widen_assembly(I, BFLOAT16)
+        wide = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [words, zero], dtype=zero.dtype, is_pure=True, pack=2)
+    else:
+        wide = ((words >> (4 * I)) & 15 | EXPONENT).to(tl.int16).to(HALF, bitcast=True) - zero
+    return wide
+
+
+# m is every batch size there is: one compiled kernel serves all that pad to the same.
+@triton.jit(do_not_specialize=["m"])
+def _w4a16(
+    x,
+    codes,
+    words,
+    bias,
+    out,
+    partials,
+    arrivals,
+    m,
+    n,
+    k,
+    GROUP_BLOCKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """One program a tile of weight rows and a split of k; a group is GROUP_BLOCKS blocks, or a block has GROUPS."""
+    HALF: tl.constexpr = x.dtype.element_ty
+    tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    tile_row = tl.arange(0, BLOCK_N)
+    if GATED:  # gate, up, gate, up, ...
+        column = tile * (BLOCK_N // 2) + tile_row // 2
+        weight_row = tl.minimum(column, n // 2 - 1) + tile_row % 2 * (n // 2)
+    else:
+        weight_row = tl.minimum(tile * BLOCK_N + tile_row, n - 1)
+    # Rows past the end repeat the last one: loads without masks, and nothing that is not a number is ever multiplied.
+    x_row = tl.minimum(tl.arange(0, BLOCK_M), m - 1)
+    in_chunk = tl.arange(0, CHUNK)
+    blocks = k // (4 * CHUNK)
+    first, last = blocks * split // splits, blocks * (split + 1) // splits
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
+        row_at = weight_row.to(tl.int64) + block * n
+        packed = tl.load(codes + row_at[:, None] * CHUNK + in_chunk[None, :])
+        x_at = x + x_row[None, :] * k + (block * 4 * CHUNK + in_chunk)[:, None]
+        for group in tl.static_range(GROUPS):
+            word = tl.load(words + (block // GROUP_BLOCKS * GROUPS + group) * n + weight_row)
+            scale = (word & ~_ZERO_MASK).to(tl.float32, bitcast=True)
+            dot = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for i in tl.static_range(4 * group // GROUPS, 4 * (group + 1) // GROUPS):
+                weight = _widen(packed, word & _ZERO_MASK, i, HALF, PACKED)
+                dot = tl.dot(weight, tl.load(x_at + i * CHUNK), dot)
+            total += dot * scale[:, None]
+    if splits > 1:
+        at = tile_row[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+        tl.store(partials + (tile * splits + split) * SIZE + at, total)
+        tl.debug_barrier()  # all of the partial is written before this program counts as arrived
+        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
+        if arrived == splits - 1:
+            tl.store(arrivals + tile, 0)
+            total = tl.load(partials + tile * splits * SIZE + at, cache_modifier=".cg")
+            for other in range(1, splits):
+                total += tl.load(partials + (tile * splits + other) * SIZE + at, cache_modifier=".cg")
+            _store(out, total, bias, weight_row, tile, m, n, GATED, BLOCK_M, BLOCK_N)
+    else:
+        _store(out, total, bias, weight_row, tile, m, n, GATED, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _store(
+    out, total, bias, weight_row, tile, m, n, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """total [BLOCK_N, BLOCK_M] -> the tile's columns of out [m, n], or [m, n / 2] after the activation."""
+    if bias is not None:
+        total += tl.load(bias + weight_row).to(tl.float32)[:, None]
+    value = total.to(out.dtype.element_ty)
+    row = tl.arange(0, BLOCK_M)
+    if GATED:
+        gate, up = value.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1).split()
+        column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        inside = (column < n // 2)[:, None] & (row < m)[None, :]
+        tl.store(out + row[None, :] * (n // 2) + column[:, None], gated(gate, up), mask=inside)
+    else:
+        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (column < n)[:, None] & (row < m)[None, :]
+        tl.store(out + row[None, :] * n + column[:, None], value, mask=inside)
