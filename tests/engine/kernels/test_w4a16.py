@@ -102,22 +102,22 @@ class TestProducts:
         x = rows(half, generator, 3, k)
         close(w4a16_linear(x, weights), reference.w4a16_linear(x, weights))
 
-    @pytest.mark.parametrize("splits", [1, 2, 3, 5])
-    @pytest.mark.parametrize(("block_n", "n"), [(64, 40), (64, 64), (128, 130)])
-    def test_splits_and_odd_columns(self, half, generator, splits, block_n, n):
-        # Five blocks of k: they divide evenly among 1 and 5 splits only.
+    @pytest.mark.parametrize("programs", [1, 2, 3, 4, 5, 7, 10, 15])
+    @pytest.mark.parametrize(("block_n", "n"), [(64, 130), (64, 192), (32, 70)])
+    def test_shared_tiles_and_odd_columns(self, half, generator, programs, block_n, n):
+        # Three tiles of five blocks of k: programs of several tiles, and tiles of several programs.
         weights = pack(*canonical(generator, n, 320, 16))
         x, bias = rows(half, generator, 3, 320), rows(half, generator, 1, n)[0]
-        plan = W4Plan(block_n, splits, stages=2)
+        plan = W4Plan(block_n, programs, stages=2)
         for _ in range(2):  # the first leaves the counters as it found them
             close(w4a16_linear(x, weights, bias, plan), reference.w4a16_linear(x, weights, bias))
             assert not weights.arrivals.any()
 
-    @pytest.mark.parametrize("splits", [1, 4])
-    def test_the_same_bits_again(self, half, generator, splits):
+    @pytest.mark.parametrize("programs", [1, 4])
+    def test_the_same_bits_again(self, half, generator, programs):
         weights = pack(*canonical(generator, 64, 1024, 128))
         x = rows(half, generator, 7, 1024)
-        first, *others = [w4a16_linear(x, weights, plan=W4Plan(64, splits)) for _ in range(4)]
+        first, *others = [w4a16_linear(x, weights, plan=W4Plan(64, programs)) for _ in range(4)]
         assert all(torch.equal(first, other) for other in others)
 
     def test_a_row_does_not_depend_on_its_neighbours(self, half, generator):
@@ -130,11 +130,11 @@ class TestProducts:
 
     @pytest.mark.parametrize("m", [1, 16, 20, 64])
     @pytest.mark.parametrize("size", [16, 50])
-    @pytest.mark.parametrize("splits", [1, 2])
-    def test_gate_up(self, half, generator, m, size, splits):
-        weights = pack(*canonical(generator, 2 * size, 256, 32))
-        x, bias = rows(half, generator, m, 256), rows(half, generator, 1, 2 * size)[0]
-        plan = W4Plan(64, splits, stages=2)
+    @pytest.mark.parametrize("programs", [1, 3])
+    def test_gate_up(self, half, generator, m, size, programs):
+        weights = pack(*canonical(generator, 2 * size, 512, 32))
+        x, bias = rows(half, generator, m, 512), rows(half, generator, 1, 2 * size)[0]
+        plan = W4Plan(32, programs, stages=2)
         close(w4a16_gate_up(x, weights, bias, plan), reference.w4a16_gate_up(x, weights, bias))
 
     def test_refuses_operands(self, generator):
@@ -149,7 +149,7 @@ class TestProducts:
         ):
             with pytest.raises(ValueError, match=message):
                 w4a16_linear(x.to(device), weights)
-        with pytest.raises(ValueError, match="splits"):
+        with pytest.raises(ValueError, match="1 tiles of 1 blocks"):
             w4a16_linear(torch.ones(2, 256, device=device).half(), weights, plan=W4Plan(64, 2))
 
 
@@ -157,4 +157,5 @@ class TestProducts:
 @pytest.mark.parametrize(("n", "blocks"), [(4608, 14), (3584, 14), (37888, 14), (3584, 74), (8, 1), (100, 3)])
 @pytest.mark.parametrize("sms", [1, 60, 132])
 def test_plans_are_possible(m, n, blocks, sms):
-    assert 1 <= plan_w4a16(m, n, blocks, sms).splits <= blocks
+    plan = plan_w4a16(m, n, blocks, sms)
+    assert 1 <= plan.programs <= -(-n // plan.block_n) * blocks

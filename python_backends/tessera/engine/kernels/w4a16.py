@@ -5,15 +5,15 @@ so that the tensor cores take the weights from registers: two neighbouring codes
 shift, one logical operation that sets the exponent (128 + code in bfloat16, 1024 + code in float16, both exact) and
 one subtraction of the zero point, exact too. Scales multiply the float32 sums of a group, so no weight is ever rounded.
 
-Programs that share a tile's k leave float32 partials; the one that arrives last adds them all in the order of k,
-whoever it is, so that equal inputs give equal outputs.
+Programs share the work evenly, whatever the number of tiles (stream-K). Those that share a tile's k leave float32
+partials; the one that arrives last adds them all in the order of k, whoever it is, so that equal inputs give equal
+outputs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -28,13 +28,14 @@ _ZERO_MASK = tl.constexpr((1 << ZERO_BITS) - 1)
 
 @dataclass(frozen=True)
 class W4Plan:
-    """A program multiplies ``block_n`` rows of the weights, a power of two, with ``stages`` blocks of k in flight.
+    """A tile is ``block_n`` rows of the weights, a power of two, with ``stages`` blocks of k in flight.
 
-    ``splits`` programs share a row block's k.
+    ``programs`` share all blocks of all tiles evenly: as many as tiles, and each does a whole one; another number, and
+    some tiles are begun by one program and ended by others.
     """
 
     block_n: int
-    splits: int = 1
+    programs: int
     warps: int = 4
     stages: int = 4
 
@@ -48,8 +49,8 @@ def padded_rows(m: int) -> int:
 def plan_w4a16(m: int, n: int, blocks: int, sms: int) -> W4Plan:
     """How to multiply m rows by n rows of weights of ``blocks`` blocks of k on ``sms`` multiprocessors."""
     block_n = 128
-    splits = max(1, min(2 * sms // triton.cdiv(n, block_n), blocks // 2))
-    return W4Plan(block_n, splits, 4, 4)
+    tiles = triton.cdiv(n, block_n)
+    return W4Plan(block_n, min(2 * sms, tiles * blocks), 8 if padded_rows(m) == MAX_ROWS else 4, 3)
 
 
 def w4a16_linear(
@@ -78,16 +79,16 @@ def _launch(
     (m, k), n = _check(x, weights), weights.shape[0]
     blocks, _, chunk = weights.codes.shape
     plan = plan or plan_w4a16(m, n, blocks, _multiprocessors(x.device))
-    if not 1 <= plan.splits <= blocks:
-        raise ValueError(f"w4a16: {plan} splits {blocks} blocks of columns")
     block_m, tiles = padded_rows(m), triton.cdiv(n, plan.block_n)
+    if not 1 <= plan.programs <= tiles * blocks:
+        raise ValueError(f"w4a16: {plan} for {tiles} tiles of {blocks} blocks")
     out = torch.empty((m, n // 2 if gate else n), dtype=x.dtype, device=x.device)
-    partials = out
-    if plan.splits > 1:
-        partials = torch.empty((tiles, plan.splits, plan.block_n, block_m), dtype=torch.float32, device=x.device)
-    options: dict[str, Any] = {"num_warps": plan.warps}
-    _w4a16[(tiles, plan.splits)](
-        *(x, weights.codes, weights.words, bias, out, partials, weights.arrivals, m, n, k),
+    partials = None
+    if plan.programs != tiles:
+        shape = (plan.programs, 2, plan.block_n, block_m)
+        partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+    _w4a16[(plan.programs,)](
+        *(x, weights.codes, weights.words, bias, out, partials, weights.arrivals, m, n, k, tiles),
         GROUP_BLOCKS=max(1, weights.group // (4 * chunk)),
         GROUPS=max(1, 4 * chunk // weights.group),
         GATED=gate,
@@ -96,7 +97,7 @@ def _launch(
         CHUNK=chunk,
         STAGES=plan.stages,
         PACKED=x.device.type == "cuda",
-        **options,
+        num_warps=plan.warps,
     )
     return out
 
@@ -153,6 +154,7 @@ def _w4a16(
     m,
     n,
     k,
+    tiles,
     GROUP_BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr,
     GATED: tl.constexpr,
@@ -162,47 +164,52 @@ def _w4a16(
     STAGES: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """One program a tile of weight rows and a split of k; a group is GROUP_BLOCKS blocks, or a block has GROUPS."""
+    """One program an equal share of all blocks of all tiles; a group is GROUP_BLOCKS blocks, or a block has GROUPS."""
     HALF: tl.constexpr = x.dtype.element_ty
-    tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    tile_row = tl.arange(0, BLOCK_N)
-    if GATED:  # gate, up, gate, up, ...
-        column = tile * (BLOCK_N // 2) + tile_row // 2
-        weight_row = tl.minimum(column, n // 2 - 1) + tile_row % 2 * (n // 2)
-    else:
-        weight_row = tl.minimum(tile * BLOCK_N + tile_row, n - 1)
-    # Rows past the end repeat the last one: loads without masks, and nothing that is not a number is ever multiplied.
-    x_row = tl.minimum(tl.arange(0, BLOCK_M), m - 1)
-    in_chunk = tl.arange(0, CHUNK)
     blocks = k // (4 * CHUNK)
-    first, last = blocks * split // splits, blocks * (split + 1) // splits
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for block in tl.range(first, last, num_stages=STAGES):
-        row_at = weight_row.to(tl.int64) + block * n
-        packed = tl.load(codes + row_at[:, None] * CHUNK + in_chunk[None, :])
-        x_at = x + x_row[None, :] * k + (block * 4 * CHUNK + in_chunk)[:, None]
-        for group in tl.static_range(GROUPS):
-            word = tl.load(words + (block // GROUP_BLOCKS * GROUPS + group) * n + weight_row)
-            scale = (word & ~_ZERO_MASK).to(tl.float32, bitcast=True)
-            dot = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for i in tl.static_range(4 * group // GROUPS, 4 * (group + 1) // GROUPS):
-                weight = _widen(packed, word & _ZERO_MASK, i, HALF, PACKED)
-                dot = tl.dot(weight, tl.load(x_at + i * CHUNK), dot)
-            total += dot * scale[:, None]
-    if splits > 1:
-        at = tile_row[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
-        tl.store(partials + (tile * splits + split) * SIZE + at, total)
-        tl.debug_barrier()  # all of the partial is written before this program counts as arrived
-        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
-        if arrived == splits - 1:
-            tl.store(arrivals + tile, 0)
-            total = tl.load(partials + tile * splits * SIZE + at, cache_modifier=".cg")
-            for other in range(1, splits):
-                total += tl.load(partials + (tile * splits + other) * SIZE + at, cache_modifier=".cg")
+    units, program, programs = tiles * blocks, tl.program_id(0), tl.num_programs(0)
+    begin, end = units * program // programs, units * (program + 1) // programs
+    tile_row, x_row, in_chunk = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, CHUNK)
+    for tile in range(begin // blocks, (end + blocks - 1) // blocks):
+        first, last = tl.maximum(begin - tile * blocks, 0), tl.minimum(end - tile * blocks, blocks)
+        # Rows past the end repeat the last one: loads without masks, and products that are not stored.
+        if GATED:  # gate, up, gate, up, ...
+            column = tile * (BLOCK_N // 2) + tile_row // 2
+            weight_row = tl.minimum(column, n // 2 - 1) + tile_row % 2 * (n // 2)
+        else:
+            weight_row = tl.minimum(tile * BLOCK_N + tile_row, n - 1)
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for block in tl.range(first, last, num_stages=STAGES):
+            row_at = weight_row.to(tl.int64) + block * n
+            packed = tl.load(codes + row_at[:, None] * CHUNK + in_chunk[None, :])
+            x_at = x + x_row[None, :] * k + (block * 4 * CHUNK + in_chunk)[:, None]
+            for group in tl.static_range(GROUPS):
+                word = tl.load(words + (block // GROUP_BLOCKS * GROUPS + group) * n + weight_row)
+                scale = (word & ~_ZERO_MASK).to(tl.float32, bitcast=True)
+                dot = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                for i in tl.static_range(4 * group // GROUPS, 4 * (group + 1) // GROUPS):
+                    weight = _widen(packed, word & _ZERO_MASK, i, HALF, PACKED)
+                    dot = tl.dot(weight, tl.load(x_at + i * CHUNK, mask=x_row[None, :] < m, other=0), dot)
+                total += dot * scale[:, None]
+        if partials is None:
             _store(out, total, bias, weight_row, tile, m, n, GATED, BLOCK_M, BLOCK_N)
-    else:
-        _store(out, total, bias, weight_row, tile, m, n, GATED, BLOCK_M, BLOCK_N)
+        elif last - first == blocks:
+            _store(out, total, bias, weight_row, tile, m, n, GATED, BLOCK_M, BLOCK_N)
+        else:
+            SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+            at = partials + tile_row[:, None] * BLOCK_M + x_row[None, :]
+            # A program leaves two partials at most: of the tile it begins in, and of the one it ends in.
+            tl.store(at + (2 * program + (tile != begin // blocks).to(tl.int32)) * SIZE, total)
+            leader = ((tile * blocks + 1) * programs - 1) // units  # who has the tile's first block, and its last
+            closer = ((tile + 1) * blocks * programs - 1) // units
+            tl.debug_barrier()  # all of the partial is written before this program counts as arrived
+            if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == closer - leader:
+                tl.store(arrivals + tile, 0)
+                begun = (units * leader // programs) // blocks
+                total = tl.load(at + (2 * leader + (tile != begun).to(tl.int32)) * SIZE, cache_modifier=".cg")
+                for other in tl.range(leader + 1, closer + 1, loop_unroll_factor=max(1, 4096 // SIZE)):
+                    total += tl.load(at + 2 * other * SIZE, cache_modifier=".cg")
+                _store(out, total, bias, weight_row, tile, m, n, GATED, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
