@@ -38,6 +38,7 @@ class W4Plan:
     programs: int
     warps: int = 4
     stages: int = 4
+    registers: int | None = None  # at most so many a thread, where the compiler would take more
 
 
 def padded_rows(m: int) -> int:
@@ -98,6 +99,7 @@ def _launch(
         STAGES=plan.stages,
         PACKED=x.device.type == "cuda",
         num_warps=plan.warps,
+        maxnreg=plan.registers,
     )
     return out
 
@@ -127,22 +129,22 @@ def _widen_assembly(chunk: int, bfloat16: bool) -> str:
 
 
 @triton.jit
-def _widen(words, zero, I: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr):
-    """Chunk I of int16 words [n, chunk], less zero points int32 [n] -> HALF [n, chunk], exact."""
-    BFLOAT16: tl.constexpr = HALF == tl.bfloat16
+def _widen(words, zero, CHUNK: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr):
+    """Chunk number CHUNK of int16 words [n, chunk], less zero points int32 [n] -> HALF [n, chunk], exact."""
+    BFLOAT16: tl.constexpr = tl.bfloat16 == HALF
     EXPONENT: tl.constexpr = 0x4300 if BFLOAT16 else 0x6400  # the value it stands for has a last place of one
     zero = (zero | EXPONENT).to(tl.int16).to(HALF, bitcast=True)
     zero = tl.broadcast_to(zero[:, None], words.shape)
     if PACKED:
-        ASSEMBLY: tl.constexpr = _widen_assembly(I, BFLOAT16)
+        ASSEMBLY: tl.constexpr = _widen_assembly(CHUNK, BFLOAT16)
         wide = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [words, zero], dtype=zero.dtype, is_pure=True, pack=2)
     else:
-        wide = ((words >> (4 * I)) & 15 | EXPONENT).to(tl.int16).to(HALF, bitcast=True) - zero
+        wide = ((words >> (4 * CHUNK)) & 15 | EXPONENT).to(tl.int16).to(HALF, bitcast=True) - zero
     return wide
 
 
-# m is every batch size there is: one compiled kernel serves all that pad to the same.
-@triton.jit(do_not_specialize=["m"])
+# m is every batch size there is: one compiled kernel serves all that pad to the same, whatever their tiles.
+@triton.jit(do_not_specialize=["m", "tiles"])
 def _w4a16(
     x,
     codes,
@@ -191,9 +193,7 @@ def _w4a16(
                     weight = _widen(packed, word & _ZERO_MASK, i, HALF, PACKED)
                     dot = tl.dot(weight, tl.load(x_at + i * CHUNK, mask=x_row[None, :] < m, other=0), dot)
                 total += dot * scale[:, None]
-        if partials is None:
-            _store(out, total, bias, weight_row, tile, m, n, GATED, BLOCK_M, BLOCK_N)
-        elif last - first == blocks:
+        if partials is None or last - first == blocks:
             _store(out, total, bias, weight_row, tile, m, n, GATED, BLOCK_M, BLOCK_N)
         else:
             SIZE: tl.constexpr = BLOCK_N * BLOCK_M
@@ -213,9 +213,7 @@ def _w4a16(
 
 
 @triton.jit
-def _store(
-    out, total, bias, weight_row, tile, m, n, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _store(out, total, bias, weight_row, tile, m, n, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """total [BLOCK_N, BLOCK_M] -> the tile's columns of out [m, n], or [m, n / 2] after the activation."""
     if bias is not None:
         total += tl.load(bias + weight_row).to(tl.float32)[:, None]
