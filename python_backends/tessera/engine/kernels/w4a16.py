@@ -49,9 +49,13 @@ def padded_rows(m: int) -> int:
 @cache
 def plan_w4a16(m: int, n: int, blocks: int, sms: int) -> W4Plan:
     """How to multiply m rows by n rows of weights of ``blocks`` blocks of k on ``sms`` multiprocessors."""
-    block_n = 128
+    most = padded_rows(m) == MAX_ROWS
+    narrow = most and triton.cdiv(n, 64) * blocks <= 6 * sms
+    block_n, slots = 64 if narrow else 128, sms if most else 2 * sms
     tiles = triton.cdiv(n, block_n)
-    return W4Plan(block_n, min(2 * sms, tiles * blocks), 8 if padded_rows(m) == MAX_ROWS else 4, 3)
+    # Whole splits: each program has one tile alone, and waits for others once.
+    programs = tiles * min(slots // tiles, max(1, blocks // 2)) if tiles <= slots else slots
+    return W4Plan(block_n, programs, 8 if most and not narrow else 4, 3)
 
 
 def w4a16_linear(
@@ -84,7 +88,7 @@ def _launch(
     if not 1 <= plan.programs <= tiles * blocks:
         raise ValueError(f"w4a16: {plan} for {tiles} tiles of {blocks} blocks")
     out = torch.empty((m, n // 2 if gate else n), dtype=x.dtype, device=x.device)
-    partials = None
+    partials, compiled = None, x.device.type == "cuda"
     if plan.programs != tiles:
         shape = (plan.programs, 2, plan.block_n, block_m)
         partials = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -97,9 +101,10 @@ def _launch(
         BLOCK_N=plan.block_n,
         CHUNK=chunk,
         STAGES=plan.stages,
-        PACKED=x.device.type == "cuda",
+        COMPILED=compiled,
         num_warps=plan.warps,
         maxnreg=plan.registers,
+        **({"launch_pdl": True} if compiled else {}),
     )
     return out
 
@@ -129,18 +134,37 @@ def _widen_assembly(chunk: int, bfloat16: bool) -> str:
 
 
 @triton.jit
-def _widen(words, zero, CHUNK: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr):
+def _widen(words, zero, CHUNK: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr):
     """Chunk number CHUNK of int16 words [n, chunk], less zero points int32 [n] -> HALF [n, chunk], exact."""
     BFLOAT16: tl.constexpr = tl.bfloat16 == HALF
     EXPONENT: tl.constexpr = 0x4300 if BFLOAT16 else 0x6400  # the value it stands for has a last place of one
     zero = (zero | EXPONENT).to(tl.int16).to(HALF, bitcast=True)
     zero = tl.broadcast_to(zero[:, None], words.shape)
-    if PACKED:
+    if COMPILED:
         ASSEMBLY: tl.constexpr = _widen_assembly(CHUNK, BFLOAT16)
         wide = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [words, zero], dtype=zero.dtype, is_pure=True, pack=2)
     else:
         wide = ((words >> (4 * CHUNK)) & 15 | EXPONENT).to(tl.int16).to(HALF, bitcast=True) - zero
     return wide
+
+
+@triton.jit
+def _weight_row(tile, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tile's rows of the weights; those past the end repeat the last: loads without masks, and nothing stored."""
+    row = tl.arange(0, BLOCK_N)
+    if GATED:  # gate, up, gate, up, ...
+        row = tl.minimum(tile * (BLOCK_N // 2) + row // 2, n // 2 - 1) + row % 2 * (n // 2)
+    else:
+        row = tl.minimum(tile * BLOCK_N + row, n - 1)
+    return row
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Lines of memory into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 # m is every batch size there is: one compiled kernel serves all that pad to the same, whatever their tiles.
@@ -164,7 +188,7 @@ def _w4a16(
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
-    PACKED: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):
     """One program an equal share of all blocks of all tiles; a group is GROUP_BLOCKS blocks, or a block has GROUPS."""
     HALF: tl.constexpr = x.dtype.element_ty
@@ -172,14 +196,18 @@ def _w4a16(
     units, program, programs = tiles * blocks, tl.program_id(0), tl.num_programs(0)
     begin, end = units * program // programs, units * (program + 1) // programs
     tile_row, x_row, in_chunk = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, CHUNK)
+    if COMPILED:
+        # While the kernel before this one ends, whose results are not needed for it: the first weights are fetched.
+        tl.extra.cuda.gdc_launch_dependents()
+        row = _weight_row(begin // blocks, n, GATED, BLOCK_N).to(tl.int64)
+        for ahead in tl.static_range(STAGES):
+            block = tl.minimum(begin % blocks + ahead, blocks - 1)
+            _prefetch(codes + (row + block * n) * CHUNK)
+            _prefetch(words + (block // GROUP_BLOCKS * GROUPS * n + row))
+        tl.extra.cuda.gdc_wait()
     for tile in range(begin // blocks, (end + blocks - 1) // blocks):
         first, last = tl.maximum(begin - tile * blocks, 0), tl.minimum(end - tile * blocks, blocks)
-        # Rows past the end repeat the last one: loads without masks, and products that are not stored.
-        if GATED:  # gate, up, gate, up, ...
-            column = tile * (BLOCK_N // 2) + tile_row // 2
-            weight_row = tl.minimum(column, n // 2 - 1) + tile_row % 2 * (n // 2)
-        else:
-            weight_row = tl.minimum(tile * BLOCK_N + tile_row, n - 1)
+        weight_row = _weight_row(tile, n, GATED, BLOCK_N)
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for block in tl.range(first, last, num_stages=STAGES):
             row_at = weight_row.to(tl.int64) + block * n
@@ -190,7 +218,7 @@ def _w4a16(
                 scale = (word & ~_ZERO_MASK).to(tl.float32, bitcast=True)
                 dot = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
                 for i in tl.static_range(4 * group // GROUPS, 4 * (group + 1) // GROUPS):
-                    weight = _widen(packed, word & _ZERO_MASK, i, HALF, PACKED)
+                    weight = _widen(packed, word & _ZERO_MASK, i, HALF, COMPILED)
                     dot = tl.dot(weight, tl.load(x_at + i * CHUNK, mask=x_row[None, :] < m, other=0), dot)
                 total += dot * scale[:, None]
         if partials is None or last - first == blocks:
