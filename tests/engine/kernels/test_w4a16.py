@@ -8,7 +8,17 @@ import torch
 from tessera.engine.kernels import reference
 from tessera.engine.kernels.w4_layout import chunk_of, pack, unpack
 
-LAYOUTS = [(256, 128), (512, 128), (128, 32), (256, 64), (256, 256), (192, 192), (512, 512), (192, 16)]  # k, group
+LAYOUTS = [
+    (256, 128),
+    (512, 128),
+    (384, 128),
+    (128, 32),
+    (256, 64),
+    (256, 256),
+    (192, 192),
+    (512, 512),
+    (192, 16),
+]  # k, group
 
 
 def canonical(generator, n, k, group, symmetric=False):

@@ -95,4 +95,4 @@ def unpack(weights: PackedW4) -> torch.Tensor:
     limit = 1 << ZERO_BITS
     scales = (weights.words & -limit).view(torch.float32).T[:, :, None]
     zeros = (weights.words & limit - 1).T[:, :, None]
-    return ((codes - zeros) * scales).view(n, k)
+    return ((codes - zeros) * scales).reshape(n, k)
