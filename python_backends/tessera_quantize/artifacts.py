@@ -27,7 +27,8 @@ def kept(path: Path, make: Callable[[], Made]) -> Made:
         about = {"format": "pt", "facts": json.dumps(facts)}
         write_whole(path, lambda draft: save_file(tensors, draft, metadata=about))
     with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["facts"])
+        tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+        return tensors, json.loads(file.metadata()["facts"])
 
 
 def claim(folder: Path, settings: dict[str, Any]) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -116,26 +116,19 @@ class Body:
         return self._model.logits(self._model.norm(hidden.to(self.device, copy=True), None)[0]).float().cpu()
 
     def watch(
-        self, names: Iterable[str], sequences: Iterable[tuple[torch.Tensor, torch.Tensor]]
+        self, names: Iterable[str], sequences: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     ) -> dict[str, InputStatistics]:
-        """Runs ``sequences`` (hidden, positions) and gathers the inputs of the layer's linear layers ``names``."""
+        """Runs ``sequences`` (hidden, positions, weights) and gathers the inputs of the linear layers ``names``."""
         schemes = self._watched()
         found = {name: InputStatistics(getattr(self._layer, name).in_features, self.device) for name in names}
-        with _seen({schemes[name]: statistics.add for name, statistics in found.items()}):
-            for hidden, positions in sequences:
-                self.run(hidden, positions)
+        for hidden, positions, weights in sequences:
+            there = weights.to(self.device)
+            for name, statistics in found.items():
+                schemes[name].see = partial(statistics.add, weights=there)
+            self.run(hidden, positions)
+        for scheme in schemes.values():
+            scheme.see = None
         return found
 
     def _watched(self) -> dict[str, Watched]:
         return {name: getattr(self._layer, name).scheme for name in INPUTS}
-
-
-@contextmanager
-def _seen(watchers: Mapping[Watched, Callable[[torch.Tensor], None]]) -> Any:
-    for scheme, see in watchers.items():
-        scheme.see = see
-    try:
-        yield
-    finally:
-        for scheme in watchers:
-            scheme.see = None

@@ -34,7 +34,7 @@ class LayerQuantizer:
     def __init__(self, body: Body, index: int, recipe: Recipe, samples: Sequence[Sample]) -> None:
         self._body = body
         self._recipe = recipe
-        self._sequences = [(sample.hidden, sample.positions) for sample in samples]
+        self._sequences = [(sample.hidden, sample.positions, sample.weights) for sample in samples]
         self._stored = body.tensors(index)
         self._modules: LayerModules = layer_modules({name: tuple(each.shape) for name, each in self._stored.items()})
         names = [module for members in self._modules.members.values() for module in members]
@@ -50,7 +50,8 @@ class LayerQuantizer:
         """The layer's tensors as they will be stored, and each module's share of its outputs' squares that is error."""
         if self._recipe.method == "awq":
             self._fold_scales()
-        result, errors = {}, {}
+        result: dict[str, torch.Tensor] = {}
+        errors: dict[str, float] = {}
         for reader in INPUTS:
             self._load()
             inputs = self._body.watch([reader], self._sequences)[reader]

@@ -61,7 +61,9 @@ def markdown(job: Job, rows: Sequence[Row]) -> str:
         "",
     ]
     modules = list(rows[1].errors[0])
-    body = [[str(index), *(f"{100 * layer[name]:.3f}" for name in modules)] for index, layer in enumerate(rows[1].errors)]
+    body = [
+        [str(index), *(f"{100 * layer[name]:.3f}" for name in modules)] for index, layer in enumerate(rows[1].errors)
+    ]
     return "\n".join([*lines, *_table(["layer", *modules], body), ""])
 
 

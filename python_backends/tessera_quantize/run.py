@@ -134,6 +134,9 @@ def finish(job: Job) -> None:
     shutil.rmtree(job.work)
 
 
+_TENSORS = ("hidden", "positions", "weights")
+
+
 class _Inputs:
     """Samples as artefacts; pictures go through the serving stages, loaded when the first are missing."""
 
@@ -146,14 +149,15 @@ class _Inputs:
             self._chain = self._chain or Chain(self._config, self._job.device)
             with self._progress(f"inputs: {name}", len(items)) as advance:
                 made = list(self._chain.samples(self._body, items, pictures, advance))
-            tensors = {f"{index}.hidden": sample.hidden for index, sample in enumerate(made)}
-            tensors |= {f"{index}.positions": sample.positions for index, sample in enumerate(made)}
-            return tensors, {"answers": [sample.answer for sample in made]}
+            tensors = {
+                f"{index}.{name}": getattr(sample, name) for index, sample in enumerate(made) for name in _TENSORS
+            }
+            return tensors, {"counts": [[sample.answer, sample.text] for sample in made]}
 
         tensors, facts = kept(self._job.work / f"inputs-{name}.safetensors", make)
         return [
-            Sample(tensors[f"{index}.hidden"], tensors[f"{index}.positions"], answer)
-            for index, answer in enumerate(facts["answers"])
+            Sample(*(tensors[f"{index}.{name}"] for name in _TENSORS), answer, text)  # type: ignore[arg-type,call-arg]
+            for index, (answer, text) in enumerate(facts["counts"])
         ]
 
 

@@ -22,12 +22,15 @@ from tessera_quantize.body import Body
 class Sample(NamedTuple):
     """Prompt and answer: ``hidden`` [n, hidden] into the first layer, ``positions`` int64 [axes, n].
 
-    ``answer``: the last so many rows are those whose logits choose the answer's tokens and its end.
+    ``weights`` float32 [n]: how much each row counts in calibration. ``answer``: the last so many rows are those whose
+    logits choose the answer's tokens and its end; ``text``: the last so many are all those behind the last picture.
     """
 
     hidden: torch.Tensor
     positions: torch.Tensor
+    weights: torch.Tensor
     answer: int
+    text: int
 
 
 class Chain:
@@ -55,8 +58,28 @@ class Chain:
             hidden = body.embed(
                 torch.from_numpy(ids), torch.from_numpy(np.concatenate(places)) if places else None, rows
             )
-            yield Sample(hidden, _positions(prepared.positions, len(ids)), len(answer) + 1)
+            yield Sample(
+                hidden,
+                _positions(prepared.positions, len(ids)),
+                row_weights(len(ids), places),
+                len(answer) + 1,
+                len(ids) - int(prepared.spans.sum(1).max(initial=0)),
+            )
             advance()
+
+
+def row_weights(count: int, places: Sequence[np.ndarray]) -> torch.Tensor:
+    """float32 [count], sum 1: words and pictures (the rows ``places``) count half each, however many rows they have.
+
+    A picture is thousands of rows beside a dozen words, but it is the words that the answer is read from, and errors in
+    them weigh more (Li et al., "MBQ: Modality-Balanced Quantization for Large Vision-Language Models",
+    arXiv 2412.19509).
+    """
+    is_picture = np.zeros(count, bool)
+    for place in places:
+        is_picture[place] = True
+    shares = np.where(is_picture, 1 / max(is_picture.sum(), 1), 1 / max((~is_picture).sum(), 1))
+    return torch.from_numpy((shares / shares.sum()).astype(np.float32))
 
 
 def _positions(prompt: np.ndarray | None, count: int) -> torch.Tensor:

@@ -13,26 +13,27 @@ class InputStatistics:
     """
 
     def __init__(self, in_features: int, device: torch.device) -> None:
-        self.rows = 0
+        self._weight = torch.zeros((), dtype=torch.float32, device=device)
         self._squares = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
         self._magnitudes = torch.zeros(in_features, dtype=torch.float32, device=device)
 
-    def add(self, x: torch.Tensor) -> None:
-        """x [n, in_features] of any floating dtype."""
+    def add(self, x: torch.Tensor, weights: torch.Tensor) -> None:
+        """x [n, in_features] of any floating dtype, ``weights`` float32 [n]: how much each row counts."""
         wide = x.detach().float()
-        self.rows += len(wide)
-        self._squares.addmm_(wide.T, wide)
-        self._magnitudes += wide.abs().sum(0)
+        weighted = wide * weights[:, None]
+        self._weight += weights.sum()
+        self._squares.addmm_(weighted.T, wide)
+        self._magnitudes += weighted.abs().sum(0)
 
     @property
     def hessian(self) -> torch.Tensor:
         """mean(x^T x), float32 [in_features, in_features]."""
-        return self._squares / max(self.rows, 1)
+        return self._squares / self._weight
 
     @property
     def magnitudes(self) -> torch.Tensor:
         """mean(|x|) of each column, float32 [in_features]."""
-        return self._magnitudes / max(self.rows, 1)
+        return self._magnitudes / self._weight
 
 
 def output_error(difference: torch.Tensor, hessian: torch.Tensor) -> float:
