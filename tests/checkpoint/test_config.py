@@ -108,6 +108,66 @@ def test_axes_that_do_not_fit_are_refused(native, settings, complaint):
         read_config(edit(native, lambda raw: raw["text_config"].update(rope_parameters=settings)))
 
 
+def as_phi3(**settings):
+    """Edits a Llama body into a Phi-3 one with heads of 16 and a context of 4096."""
+    return lambda raw: raw["text_config"].update(
+        {"model_type": "phi3", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5} | settings
+    )
+
+
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_scaling": {"type": "su", **FACTORS}},  # as the published InternVL2-4B names it
+        {"rope_scaling": {"rope_type": "longrope", **FACTORS}, "original_max_position_embeddings": 4096},
+        {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096, **FACTORS}},
+    ],
+)
+def test_longrope_by_its_names(native, settings):
+    def change(raw):
+        del raw["text_config"]["rope_parameters"]
+        as_phi3(max_position_embeddings=131072, sliding_window=262144, **settings)(raw)
+
+    text = read_config(edit(native, change)).text
+    assert text.architecture == "Phi3ForCausalLM" and not (text.attention_bias or text.output_bias or text.mlp_bias)
+    assert text.rope_scaling == {"rope_type": "longrope", "original_max_position_embeddings": 4096, **FACTORS}
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"sliding_window": 2047}, "the window of 2047 tokens is shorter than the context of 4096"),
+        ({"rope_parameters": {"rope_type": "yarn", **FACTORS}}, "rope type 'yarn'.*default, longrope"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 2048, **FACTORS}},
+            "original_max_position_embeddings 2048 is not supported; supported are 4096",
+        ),
+    ],
+)
+def test_what_phi3_may_not_ask_for(native, settings, complaint):
+    with pytest.raises(CheckpointError, match=complaint):
+        read_config(edit(native, as_phi3(**settings)))
+
+
+@pytest.mark.parametrize("window", [None, 4096, 262144])
+def test_a_window_that_nothing_can_look_beyond_is_none(native, window):
+    assert read_config(edit(native, as_phi3(sliding_window=window))).text.max_position_embeddings == 4096
+
+
+def test_qwen3_has_heads_of_128_and_one_switch_of_biases(native):
+    def change(raw):
+        del raw["text_config"]["head_dim"]
+        raw["text_config"] |= {"model_type": "qwen3", "attention_bias": True, "sliding_window": 4096}
+
+    text = read_config(edit(native, change)).text
+    assert (text.architecture, text.head_dim) == ("Qwen3ForCausalLM", 128)
+    assert text.attention_bias and text.output_bias
+
+
 def test_the_original_layout_names_its_conversation(native, tmp_path):
     chat = as_internvl_chat(native, tmp_path / "chat")
     edit(chat, lambda raw: raw.update(template="internvl2_5", system_message="Be brief."))
@@ -135,7 +195,7 @@ def test_generation_config_names_the_end_tokens(native):
         (lambda raw: raw.update(architectures=["LlavaForConditionalGeneration"]), "LlavaForConditionalGeneration"),
         (
             lambda raw: raw["text_config"].update(model_type="gemma"),
-            "'gemma'.*Qwen2ForCausalLM, Llama",
+            "'gemma'.*Qwen2ForCausalLM, Qwen3",
         ),
         (lambda raw: raw["vision_config"].update(norm_type="batch_norm"), "norm_type 'batch_norm'"),
         (lambda raw: raw["vision_config"].update(patch_size=[14, 16]), "patch_size"),
@@ -146,6 +206,10 @@ def test_generation_config_names_the_end_tokens(native):
         (lambda raw: raw.update(vision_feature_select_strategy="full"), "vision_feature_select_strategy"),
         (lambda raw: raw.update(downsample_ratio=0.4), "downsample_ratio 0.4"),
         (lambda raw: raw["text_config"].update(use_sliding_window=True), "sliding-window"),
+        (lambda raw: raw["text_config"].update(layer_types=["sliding_attention"]), "sliding-window.*layer type"),
+        (lambda raw: raw["text_config"]["rope_parameters"].update(rope_type="yarn"), "rope type 'yarn'"),
+        (lambda raw: raw["text_config"]["rope_parameters"].update(rope_type="longrope"), "rope type 'longrope'"),
+        (lambda raw: raw["text_config"].update(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
         (lambda raw: raw.pop("vision_config"), "no section 'vision_config'"),
     ],
 )

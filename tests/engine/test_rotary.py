@@ -56,9 +56,37 @@ def test_dynamic_base_depends_on_the_token_s_sequence_only():
     assert (module.salt(16), module.salt(17), rotary().salt(1000)) == (0, 17, 0)
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 4,
+    "short_factor": [1.0, 2.0, 4.0, 8.0],
+    "long_factor": [3.0, 5.0, 7.0, 9.0],
+}
+
+
+def test_longrope_goes_by_the_token_s_own_sequence():
+    module = rotary(LONGROPE, trained=16)
+    frequency = torch.tensor([100.0 ** (-2 * i / 8) for i in range(4)])
+    cos, sin = module.angles(torch.tensor([[1, 1]]), torch.tensor([4, 5]))
+    expected = torch.stack([frequency / torch.tensor(LONGROPE[name]) for name in ("short_factor", "long_factor")])
+    torch.testing.assert_close(torch.atan2(sin, cos), expected)
+    scale = math.sqrt(1 + math.log(16 / 4) / math.log(4))
+    torch.testing.assert_close(torch.hypot(sin, cos), torch.full((2, 4), scale))
+    assert (module.salt(4), module.salt(5), module.salt(6)) == (0, 1, 1)
+
+
+@pytest.mark.parametrize(("stated", "scale"), [({"attention_factor": 1.25}, 1.25), ({"factor": 1.0}, 1.0)])
+def test_longrope_s_scale_may_be_stated(stated, scale):
+    cos, sin = rotary(LONGROPE | stated).angles(torch.tensor([[3]]), torch.tensor([9]))
+    torch.testing.assert_close(torch.hypot(sin, cos), torch.full((1, 4), scale))
+
+
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
+        ({"rope_type": "longrope", "original_max_position_embeddings": 4}, "'long_factor'"),
+        (LONGROPE | {"long_factor": [1.0] * 5}, "long_factor must be 4 numbers"),
+        (LONGROPE | {"short_factor": 2.0}, "short_factor must be 4 numbers"),
         ({"rope_type": "yarn", "factor": 2.0}, "'yarn'"),
         ({"type": "su"}, "'su'"),
         ({"rope_type": "linear"}, "factor"),

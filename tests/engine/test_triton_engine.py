@@ -118,6 +118,28 @@ def test_graph_sizes():
     assert all(b <= 1.51 * a or b <= 4 for a, b in pairwise(sizes))
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 40,  # some prompts are longer, some answers grow longer
+    "short_factor": [1.0 + 0.1 * i for i in range(24)],
+    "long_factor": [1.5 + 0.4 * i for i in range(24)],
+}
+BODIES = {
+    "qwen3": dict(architecture="Qwen3ForCausalLM", head_dim=16),
+    "phi3": dict(architecture="Phi3ForCausalLM", head_dim=48, attention_bias=False, rope_scaling=LONGROPE),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_other_bodies_in_kernels_and_graphs(body):
+    model = tiny_model(device=DEVICE, hidden_size=64, num_hidden_layers=1, **BODIES[body])
+    plain = dict(attention="torch", prefix_cache="off", overlaps=False, model=model)
+    expected = [answers(make_engine(**plain), [request])[0] for request in requests()]
+    engine = make_engine(graphs=(1, 2, 4), model=model)
+    assert answers(engine, requests()) == expected and engine.metrics.graph_steps > 0
+    assert answers(engine, requests()) == expected and engine.metrics.cached_tokens > 0
+
+
 MROPE = tiny_model(device=DEVICE, hidden_size=64, head_dim=16, num_hidden_layers=1, mrope_section=(2, 3, 3))
 
 

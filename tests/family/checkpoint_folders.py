@@ -43,7 +43,8 @@ QWEN2_WORDS = (
 )
 
 
-def byte_level(words: str | None = None) -> Tokenizer:
+def byte_level(words: str | None = None, more: list[str] = []) -> Tokenizer:  # noqa: B006
+    """``more``: special tokens beside SPECIAL."""
     tokenizer = Tokenizer(models.BPE())
     steps = [pre_tokenizers.Split(Regex(words), "isolated")] if words else []
     byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words)
@@ -52,7 +53,7 @@ def byte_level(words: str | None = None) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIAL, initial_alphabet=alphabet)
+        CORPUS, trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIAL + more, initial_alphabet=alphabet)
     )
     return tokenizer
 

@@ -1,60 +1,38 @@
 """Whether <s> leads a prompt: twins of the published sizes in the original layout, with and without the key.
 
-No published file was read here. The bodies and templates are those that OpenGVLab names for each size; the defaults are
-those that the tokenizer classes document.
+The defaults are those that the tokenizer classes document.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import checkpoint_folders as folders
 import pytest
-from test_family_tokenizer import train, write_vocab_and_merges
+from published_sizes import BODIES, REFUSED, SIZES, Size
+from test_family_tokenizer import PHI3_TOKENS, train, write_phi3_tokenizer, write_vocab_and_merges
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 from transformers import LlamaTokenizer
 
-from tessera.checkpoint.config import read_config
+from tessera.checkpoint.files import read_json
 from tessera.errors import CheckpointError
 from tessera.family.tokenizer import Tokenizer
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
 
-CHAT_TOKENS = ["<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>"]
+CHAT_TOKENS = [*PHI3_TOKENS, "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>"]
 KEYS: list[dict[str, Any]] = [{}, {"add_bos_token": True}, {"add_bos_token": False}]
 
 
-@dataclass(frozen=True)
-class Size:
-    """A published size: the body's architecture, the tokenizer's class and the conversation template."""
-
-    name: str
-    body: str
-    tokenizer: str
-    template: str
-
-
-INTERNLM2, LLAMA, QWEN2 = "InternLM2ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM"
-SIZES = [
-    Size("InternVL2-1B", QWEN2, "Qwen2Tokenizer", "Hermes-2"),
-    *(Size(f"InternVL2-{size}B", INTERNLM2, "InternLM2Tokenizer", "internlm2-chat") for size in (2, 8, 26)),
-    Size("InternVL2-40B", LLAMA, "LlamaTokenizer", "Hermes-2"),
-    Size("InternVL2-Llama3-76B", LLAMA, "PreTrainedTokenizerFast", "internlm2-chat"),
-    *(Size(f"InternVL2_5-{size}B", QWEN2, "Qwen2Tokenizer", "internvl2_5") for size in (1, 4, 38, 78)),
-    *(Size(f"InternVL2_5-{size}B", INTERNLM2, "InternLM2Tokenizer", "internvl2_5") for size in (2, 8, 26)),
-    *(Size(f"InternVL3-{size}B", QWEN2, "Qwen2Tokenizer", "internvl2_5") for size in (1, 2, 8, 14, 38, 78)),
-]
 # Where the files state nothing. The 76B's tokenizer.json states it in its post-processor.
 BY_DEFAULT = {"InternLM2Tokenizer": True, "LlamaTokenizer": True, "Qwen2Tokenizer": False}
 BY_DEFAULT["PreTrainedTokenizerFast"] = True
 
 
 def twin(folder: Path, size: Size, stated: dict[str, Any]) -> Path:
-    llm = {"architectures": [size.body], "max_position_embeddings": 4096}
+    llm = BODIES[size.body].config()
     folders.write_chat_folder(folder, size.template, llm_config=llm, system_message="You inspect homes.")
     names: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     if size.tokenizer == "Qwen2Tokenizer":
@@ -67,8 +45,8 @@ def twin(folder: Path, size: Size, stated: dict[str, Any]) -> Path:
         folders.llama_like().save(str(folder / "tokenizer.json"))
     else:
         train(folder)
-        first = Tokenizer.from_folder(folder).vocab_size
-        names["added_tokens_decoder"] = {str(first + n): folders.special(name) for n, name in enumerate(CHAT_TOKENS)}
+        write_phi3_tokenizer(folder, CHAT_TOKENS)
+        names["added_tokens_decoder"] = read_json(folder, "tokenizer_config.json")["added_tokens_decoder"]
     folders.write(folder, "tokenizer_config.json", {"tokenizer_class": size.tokenizer, **names, **stated})
     return folder
 
@@ -84,7 +62,7 @@ def prompt_ids(folder: Path) -> tuple[list[int], Tokenizer]:
 def test_bos_of_every_published_size(tmp_path: Path, size: Size, stated: dict[str, Any]) -> None:
     ids, tokenizer = prompt_ids(twin(tmp_path, size, stated))
     expected = stated.get("add_bos_token", BY_DEFAULT[size.tokenizer])
-    start = tokenizer.token_id("<|im_start|>")
+    start = tokenizer.token_id("<|system|>" if size.template == "phi3-chat" else "<|im_start|>")
     assert ids[: 1 + expected] == ([tokenizer.bos_id, start] if expected else [start])
     assert ids.count(tokenizer.bos_id) == int(expected)
 
@@ -157,27 +135,6 @@ def test_a_bos_token_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "body", "template", "words"),
-    [
-        ("InternVL2-4B", "Phi3ForCausalLM", "phi3-chat", "Phi3ForCausalLM"),
-        ("InternVL3-9B", "InternLM3ForCausalLM", "internvl2_5", "InternLM3ForCausalLM"),
-        ("InternVL3_5-8B", "Qwen3ForCausalLM", "internvl2_5", "Qwen3ForCausalLM"),
-        ("InternVL3_5-30B-A3B", "Qwen3MoeForCausalLM", "internvl2_5", "Qwen3MoeForCausalLM"),
-        ("InternVL3_5-GPT-OSS-20B", "GptOssForCausalLM", "internvl3_5_gpt_oss", "GptOssForCausalLM"),
-        ("a known body with such a template", QWEN2, "phi3-chat", "phi3-chat"),
-    ],
-)
-def test_sizes_that_are_refused_say_why(tmp_path: Path, name: str, body: str, template: str, words: str) -> None:
-    with pytest.raises(CheckpointError, match=words):
-        prompt_ids(twin(tmp_path, Size(name, body, "Qwen2Tokenizer", template), {}))
-
-
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt_oss"])
-def test_native_bodies_that_are_refused_say_why(tmp_path: Path, model_type: str) -> None:
-    folders.write_hf_folder(tmp_path, folders.byte_level())
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["text_config"]["model_type"] = model_type
-    folders.write(tmp_path, "config.json", config)
-    with pytest.raises(CheckpointError, match=f"'{model_type}' is not supported"):
-        read_config(tmp_path)
+def test_a_known_body_with_an_unknown_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"template 'internvl3_5_gpt_oss' is not supported.*phi3-chat"):
+        prompt_ids(twin(tmp_path, Size("", "Qwen3-8B", "Qwen2Tokenizer", REFUSED[-1][3]), {}))

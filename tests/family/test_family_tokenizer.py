@@ -13,7 +13,7 @@ import pytest
 import sentencepiece
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import Qwen2Tokenizer
+from transformers import LlamaTokenizer, Qwen2Tokenizer
 
 from tessera.errors import CheckpointError
 from tessera.family.sentencepiece_model import sentencepiece_tokenizer
@@ -104,6 +104,38 @@ def test_internlm2_files(tmp_path: Path) -> None:
     assert ours.decode([size + 8, *reference.encode("user")]) == "user"
     assert ours.decode([size + 3, size + 100, -1]) == ""
     assert ours.prefix_ids == [1]
+
+
+PHI3_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+
+
+def write_phi3_tokenizer(folder: Path, names: list[str], **stated: Any) -> int:
+    """Phi-3's files: its tokens take the whitespace behind them. Gives the first id of the added ``names``."""
+    first = train(folder).get_piece_size()
+    added = {
+        str(first + index): folders.special(name) | {"rstrip": name in PHI3_TOKENS} for index, name in enumerate(names)
+    }
+    own = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "legacy": False}
+    settings_ = {"tokenizer_class": "LlamaTokenizer", **own, "added_tokens_decoder": added, **stated}
+    folders.write(folder, "tokenizer_config.json", settings_)
+    return first
+
+
+@pytest.mark.parametrize(
+    "text", [*TEXTS, "<|user|>\nIs it?<|end|><|assistant|>\n Yes. <|end|>", "a<|end|>b", " <|end|>"]
+)
+def test_phi3_files(tmp_path: Path, text: str) -> None:
+    """Not legacy: only the first word of all has a space put in front."""
+    write_phi3_tokenizer(tmp_path, PHI3_TOKENS, add_bos_token=True)
+    ours, reference = Tokenizer.from_folder(tmp_path), LlamaTokenizer.from_pretrained(tmp_path)
+    assert ours.prefix_ids + ours.encode(text) == reference(text)["input_ids"]
+    assert ours.decode(ours.encode(text)) == reference.decode(ours.encode(text), skip_special_tokens=True)
+
+
+def test_a_legacy_tokenizer_puts_a_space_before_every_text(tmp_path: Path) -> None:
+    first = write_phi3_tokenizer(tmp_path, PHI3_TOKENS, legacy=True)
+    bare = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    assert Tokenizer.from_folder(tmp_path).encode("a<|end|>b") == [*bare.encode("a"), first + 3, *bare.encode("b")]
 
 
 def write_vocab_and_merges(folder: Path, tokenizer: Any) -> dict[str, int]:

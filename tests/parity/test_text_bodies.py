@@ -62,12 +62,15 @@ def reference(config: TextConfig) -> torch.nn.Module:
         bos_token_id=None,
         eos_token_id=None,
     )
-    if config.architecture == "Qwen2ForCausalLM":
-        settings = transformers.Qwen2Config(**shared)
-        model = transformers.Qwen2ForCausalLM(settings)
-    else:
-        biases = dict(attention_bias=config.attention_bias, mlp_bias=config.mlp_bias)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shared, **biases, head_dim=config.head_dim))
+    biases = dict(attention_bias=config.attention_bias)
+    own = {
+        "Qwen2ForCausalLM": {},
+        "Qwen3ForCausalLM": dict(biases, head_dim=config.head_dim),
+        "LlamaForCausalLM": dict(biases, mlp_bias=config.mlp_bias, head_dim=config.head_dim),
+        "Phi3ForCausalLM": dict(original_max_position_embeddings=rope.get("original_max_position_embeddings", 64)),
+    }[config.architecture]
+    of_config = getattr(transformers, config.architecture.replace("ForCausalLM", "Config"))
+    model = getattr(transformers, config.architecture)(of_config(**shared, **own))
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         spread = 0.3 if parameter.ndim > 1 or "bias" in name else 0.2
@@ -132,7 +135,7 @@ class Recorder:
         self._runner = runner
         self.num_blocks, self.vocab_size = runner.num_blocks, runner.vocab_size
         self.hidden_size, self.cache_salt, self.overlaps = runner.hidden_size, runner.cache_salt, False
-        self.graph_steps, self.position_axes, self.clear = 0, runner.position_axes, runner.clear
+        self.graph_steps, self.position_axes = 0, runner.position_axes
         self.logits: list[torch.Tensor] = []
 
     def launch(self, batch):
@@ -188,6 +191,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * i for i in range(6)],
+    "long_factor": [1.5 + 0.7 * i for i in range(6)],
+    "original_max_position_embeddings": 32,
+}
+# Heads of 12: like the published 96 no power of two.
+PHI3 = dict(hidden_size=72, head_dim=12, rms_norm_eps=1e-5)
 BODIES = {
     "qwen2": text_config("Qwen2ForCausalLM"),
     "qwen2 tied": text_config("Qwen2ForCausalLM", tie_word_embeddings=True, rope_theta=1e6),
@@ -196,6 +207,12 @@ BODIES = {
     "llama wide heads": text_config("LlamaForCausalLM", head_dim=16),
     "llama linear": text_config("LlamaForCausalLM", rope_scaling={"rope_type": "linear", "factor": 2.5}),
     "llama3": text_config("LlamaForCausalLM", rope_scaling=LLAMA3),
+    "qwen3": text_config("Qwen3ForCausalLM", head_dim=16),
+    "qwen3 tied, with biases": text_config(
+        "Qwen3ForCausalLM", tie_word_embeddings=True, attention_bias=True, output_bias=True, rope_theta=1e6
+    ),
+    "phi3": text_config("Phi3ForCausalLM", **PHI3),
+    "phi3, all key heads": text_config("Phi3ForCausalLM", num_key_value_heads=6, **PHI3),
 }
 
 
@@ -237,6 +254,32 @@ def test_dynamic_ntk_follows_each_sequence_s_own_length(length):
     model = reference(config)
     ids = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert tokens == ids[0, length:].tolist()
+
+
+@pytest.mark.parametrize(("length", "tokens"), [(20, 8), (33, 8), (60, 4)])
+def test_longrope_of_prompts_on_either_side_of_the_trained_length(length, tokens):
+    """Trained at 32 positions. Twice from one engine's weights, as no length may be remembered."""
+    config = text_config("Phi3ForCausalLM", rope_scaling=LONGROPE, **PHI3)
+    model = reference(config)
+    prompt = [(13 * i + i * i) % VOCABULARY for i in range(length)]
+    found, logits = answer(config, named_weights(model, config), prompt, tokens)
+    expected_tokens, expected_logits = expected(model, prompt, tokens)
+    assert found == expected_tokens
+    torch.testing.assert_close(logits, expected_logits, atol=TOLERANCE, rtol=0)
+
+
+@torch.no_grad()
+def test_an_answer_that_grows_long_keeps_its_short_keys():
+    """As the checkpoints' own code does with its cache: 29 short keys, and long ones from position 32 on."""
+    config = text_config("Phi3ForCausalLM", rope_scaling=LONGROPE, **PHI3)
+    model = reference(config)
+    found, logits = answer(config, named_weights(model, config), PROMPT[:29], 8)
+    cache, ids, expected_logits = transformers.DynamicCache(config=model.config), PROMPT[:29], []
+    for _ in range(8):
+        expected_logits.append(model(torch.tensor([ids]), past_key_values=cache).logits[0, -1])
+        ids = [int(expected_logits[-1].argmax())]
+    assert found == [int(row.argmax()) for row in expected_logits]
+    torch.testing.assert_close(logits, torch.stack(expected_logits), atol=TOLERANCE, rtol=0)
 
 
 def test_internlm2_equals_its_llama_twin():

@@ -19,6 +19,9 @@ SHAPES = {
     "layer_norm": Shape(text="llama"),
     "rms_norm": Shape(text="llama", norm_type="rms_norm"),
     "rms_norm, q/k norm": Shape(text="llama", norm_type="rms_norm", qk_norm=True, vision_layers=3),
+    "as the 6B: an odd number of heads": Shape(
+        text="llama", norm_type="rms_norm", qk_norm=True, attention_bias=False, vision_hidden=80, vision_heads=5
+    ),
     "layer_norm, q/k norm, no bias": Shape(text="llama", qk_norm=True, attention_bias=False),
     "an earlier layer": Shape(text="llama", feature_layer=-2),
     "qwen2 body, patches of 28": Shape(text="qwen2", patch_size=28, tie=True),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny_checkpoints
 import torch
+from tiny_checkpoints import Shape
 
 from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
@@ -46,11 +47,29 @@ def logprobs(folder: Path, prepared: Prepared) -> list[list[tuple[int, float]]]:
     return steps
 
 
-@pytest.mark.parametrize("text", ["qwen2", "llama"])
-def test_the_hf_native_layout_gives_transformers_logits(tmp_path: Path, text: str) -> None:
+# The picture's prompt is longer than Phi-3's trained 32 tokens; heads of 24 are no power of two, as the published 96.
+LONGROPE = (
+    ("rope_type", "longrope"),
+    ("rope_theta", 10000.0),
+    ("original_max_position_embeddings", 32),
+    ("short_factor", [1.0 + 0.05 * i for i in range(12)]),
+    ("long_factor", [1.2 + 0.5 * i for i in range(12)]),
+)
+DYNAMIC = (("rope_type", "dynamic"), ("rope_theta", 10000.0), ("factor", 2.0))
+SHAPES = {
+    "qwen2": Shape(rope=DYNAMIC),
+    "llama": Shape(text="llama"),
+    "qwen3": Shape(text="qwen3", head_dim=32),
+    "qwen3, tied": Shape(text="qwen3", head_dim=8, tie=True),
+    "phi3": Shape(text="phi3", text_hidden=96, head_dim=24, text_kv_heads=4, rope=LONGROPE),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_the_hf_native_layout_gives_transformers_logits(tmp_path: Path, shape: Shape) -> None:
     from transformers import AutoModelForImageTextToText
 
-    folder = tiny_checkpoints.hf_native(tmp_path, tiny_checkpoints.Shape(text=text))
+    folder = tiny_checkpoints.hf_native(tmp_path, shape)
     prepared = prepare(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     tiles = torch.from_numpy(prepared.pixels.reshape(-1, 448, 448, 3).copy()).permute(0, 3, 1, 2).float() / 255
@@ -67,10 +86,10 @@ def test_the_hf_native_layout_gives_transformers_logits(tmp_path: Path, text: st
         ids = torch.cat([ids, torch.tensor([[step[0][0]]])], dim=1)
 
 
-@pytest.mark.parametrize(("text", "body"), [("internlm2", "llama"), ("qwen2", "qwen2"), ("llama", "llama")])
+@pytest.mark.parametrize(("text", "body"), [("internlm2", "llama"), *((body, body) for body in SHAPES)])
 def test_the_original_layout_gives_its_native_twins_logits(tmp_path: Path, text: str, body: str) -> None:
-    native = tiny_checkpoints.hf_native(tmp_path / "native", tiny_checkpoints.Shape(text=body))
-    chat = tiny_checkpoints.as_internvl_chat(native, tmp_path / "chat", text=text)
+    native = tiny_checkpoints.hf_native(tmp_path / "native", SHAPES[body])
+    chat = tiny_checkpoints.as_internvl_chat(native, tmp_path / "chat", text=text.removesuffix(", tied"))
     prepared = prepare(chat)  # its own template and tokenizer; the twin gets the same ids
     for ours, twin in zip(logprobs(chat, prepared), logprobs(native, prepared), strict=True):
         assert [token for token, _ in ours] == [token for token, _ in twin]

@@ -27,11 +27,25 @@ CHAT_TEMPLATE = (
 )
 
 
+# Sentencepiece tokenizers: their class, and the tokens of their turns. Phi-3's take the whitespace behind them.
+SENTENCEPIECE_CHATS = {
+    "internlm2": ("InternLM2Tokenizer", ("<|im_start|>", "<|im_end|>"), {}),
+    "phi3": ("LlamaTokenizer", ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), {"rstrip": True}),
+}
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "internlm2": "InternLM2ForCausalLM",
+}
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a tiny model; the defaults load in milliseconds and take 448-pixel tiles as real models do."""
 
-    text: str = "qwen2"  # or "llama"
+    text: str = "qwen2"  # or another of ARCHITECTURES
     image_size: int = 448
     patch_size: int = 56
     vision_hidden: int = 32
@@ -50,10 +64,15 @@ class Shape:
     head_dim: int = 16
     text_layers: int = 2
     text_mlp: int = 96
-    text_bias: bool = False  # Llama's attention_bias; Qwen2 always has q/k/v biases
+    text_bias: bool = False  # Llama's and Qwen3's attention_bias; Qwen2 always has q/k/v biases
     tie: bool = False
     max_position: int = 4096
     rope: tuple[tuple[str, Any], ...] = (("rope_type", "default"), ("rope_theta", 10000.0))
+
+    @property
+    def outside_rope(self) -> dict[str, Any]:
+        """What Phi-3 states beside its rope."""
+        return {name: value for name, value in self.rope if name == "original_max_position_embeddings"}
 
     @property
     def tokens_per_tile(self) -> int:
@@ -101,8 +120,8 @@ def as_internvl_chat(
 ) -> Path:
     """Rewrite the HF-native folder ``source`` (transformers-5 names) as InternVLChatModel.
 
-    ``text``: "internlm2" (from a Llama body; wqkv packed, sentencepiece tokenizer), or "qwen2" / "llama" as the
-    source has it (vocab.json and merges.txt). The InternLM2 vocabulary has its own ids in the source's range.
+    ``text``: "internlm2" (from a Llama body; wqkv packed, sentencepiece tokenizer), or the body that the source has
+    (vocab.json and merges.txt; Phi-3: sentencepiece). A sentencepiece vocabulary has its own ids in the source's range.
     """
     folder.mkdir(parents=True, exist_ok=True)
     native = json.loads((source / "config.json").read_text())
@@ -111,18 +130,18 @@ def as_internvl_chat(
     renamed = _chat_vision(tensors)
     if text == "internlm2":
         renamed.update(_internlm2_text(tensors, body))
-        write_sentencepiece(folder, body["vocab_size"])
-        architecture = "InternLM2ForCausalLM"
     else:
         renamed.update({name: value for name, value in tensors.items() if name.startswith("language_model.")})
+    if text in SENTENCEPIECE_CHATS:
+        write_sentencepiece(folder, body["vocab_size"], *SENTENCEPIECE_CHATS[text])
+    else:
         write_vocab_and_merges(folder)
-        architecture = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[text]
     theta = body["rope_parameters"]["rope_theta"]
     rule = {name: value for name, value in body["rope_parameters"].items() if name != "rope_theta"}
     scaling = None if rule["rope_type"] == "default" else {"type": rule.pop("rope_type"), **rule}
     llm = {name: value for name, value in body.items() if name not in ("rope_parameters", "attention_bias", "dtype")}
     llm |= {
-        "architectures": [architecture],
+        "architectures": [ARCHITECTURES[text]],
         "model_type": text,
         "rope_theta": theta,
         "rope_scaling": scaling,
@@ -142,7 +161,7 @@ def as_internvl_chat(
         "ps_version": ps_version,
         "select_layer": native["vision_feature_layer"],
         "system_message": "You inspect homes.",
-        "template": template or ("internlm2-chat" if text == "internlm2" else "internvl2_5"),
+        "template": template or {"internlm2": "internlm2-chat", "phi3": "phi3-chat"}.get(text, "internvl2_5"),
         "torch_dtype": native["dtype"],
         "llm_config": llm,
         "vision_config": {
@@ -168,7 +187,7 @@ def as_internvl_chat(
 
 def _hf_config(shape: Shape, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
     text: dict[str, Any] = {
-        "architectures": [{"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[shape.text]],
+        "architectures": [ARCHITECTURES[shape.text]],
         "model_type": shape.text,
         "hidden_size": shape.text_hidden,
         "intermediate_size": shape.text_mlp,
@@ -186,10 +205,12 @@ def _hf_config(shape: Shape, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[s
         "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
         "tie_word_embeddings": shape.tie,
     }
-    if shape.text == "llama":
-        text |= {"attention_bias": shape.text_bias, "mlp_bias": False}
-    else:
-        text |= {"use_sliding_window": False, "sliding_window": None}
+    text |= {
+        "qwen2": {"use_sliding_window": False, "sliding_window": None},
+        "qwen3": {"attention_bias": shape.text_bias, "use_sliding_window": False, "sliding_window": None},
+        "llama": {"attention_bias": shape.text_bias, "mlp_bias": False},
+        "phi3": {"sliding_window": 2 * shape.max_position, **shape.outside_rope},
+    }[shape.text]
     return {
         "architectures": ["InternVLForConditionalGeneration"],
         "model_type": "internvl",
@@ -259,11 +280,17 @@ def _text_weights(shape: Shape, vocab_size: int) -> dict[str, tuple[int, ...]]:
     }
     for number in range(shape.text_layers):
         layer = f"{body}.layers.{number}"
-        for part, rows in (("q", queries), ("k", keys), ("v", keys)):
-            weights |= _linear(f"{layer}.self_attn.{part}_proj", rows, size, bias=qwen2 or shape.text_bias)
+        if shape.text == "phi3":
+            weights |= _linear(f"{layer}.self_attn.qkv_proj", queries + 2 * keys, size, bias=False)
+            weights |= _linear(f"{layer}.mlp.gate_up_proj", 2 * shape.text_mlp, size, bias=False)
+        else:
+            for part, rows in (("q", queries), ("k", keys), ("v", keys)):
+                weights |= _linear(f"{layer}.self_attn.{part}_proj", rows, size, bias=qwen2 or shape.text_bias)
+            weights |= _linear(f"{layer}.mlp.gate_proj", shape.text_mlp, size, bias=False)
+            weights |= _linear(f"{layer}.mlp.up_proj", shape.text_mlp, size, bias=False)
         weights |= _linear(f"{layer}.self_attn.o_proj", size, queries, bias=not qwen2 and shape.text_bias)
-        weights |= _linear(f"{layer}.mlp.gate_proj", shape.text_mlp, size, bias=False)
-        weights |= _linear(f"{layer}.mlp.up_proj", shape.text_mlp, size, bias=False)
+        if shape.text == "qwen3":
+            weights |= {f"{layer}.self_attn.{part}_norm.weight": (shape.head_dim,) for part in "qk"}
         weights |= _linear(f"{layer}.mlp.down_proj", size, shape.text_mlp, bias=False)
         weights[f"{layer}.input_layernorm.weight"] = (size,)
         weights[f"{layer}.post_attention_layernorm.weight"] = (size,)

@@ -40,11 +40,16 @@ def write_vocab_and_merges(folder: Path) -> None:
     write_json(folder / "vocab.json", ordinary)
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n", encoding="utf-8")
     added = {token: model["vocab"][token] for token in SPECIAL_TOKENS}
-    _write_added_tokens(folder, added, {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"})
+    _write_added_tokens(folder, added, {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}, {})
 
 
-def write_sentencepiece(folder: Path, vocab_size: int) -> None:
-    """``tokenizer.model`` with byte fallback, all letters, some merged pieces, and the special tokens added after."""
+def write_sentencepiece(
+    folder: Path, vocab_size: int, tokenizer_class: str, turns: tuple[str, ...], flags: dict[str, Any]
+) -> None:
+    """``tokenizer.model`` with byte fallback, all letters, some merged pieces, and the special tokens added after.
+
+    ``turns``: the tokens that turns are made of, with these ``flags``.
+    """
     words = sorted({f"▁{word}" for line in CORPUS for word in line.split()}, key=lambda word: (len(word), word))
     letters = sorted({*"▁", *(chr(code) for code in range(33, 127))})
     grown = {word[:end] for word in words for end in range(2, len(word) + 1)} - set(letters)
@@ -57,15 +62,19 @@ def write_sentencepiece(folder: Path, vocab_size: int) -> None:
     if len(pieces) + 8 > vocab_size:
         raise ValueError(f"a sentencepiece vocabulary needs {len(pieces) + 8} ids, the model has {vocab_size}")
     (folder / "tokenizer.model").write_bytes(_sentencepiece_model(pieces))
-    special = ("<|im_start|>", "<|im_end|>", "<img>", "</img>", IMAGE_TOKEN)
-    added = {token: len(pieces) + number for number, token in enumerate(special)}
-    settings = {"tokenizer_class": "InternLM2Tokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    _write_added_tokens(folder, added, {**settings, "add_bos_token": True, "add_eos_token": False})
+    added = {token: len(pieces) + number for number, token in enumerate((*turns, "<img>", "</img>", IMAGE_TOKEN))}
+    settings = {"tokenizer_class": tokenizer_class, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    settings |= {"add_bos_token": True, "add_eos_token": False, "legacy": False}
+    _write_added_tokens(folder, added, settings, dict.fromkeys(turns, flags))
 
 
-def _write_added_tokens(folder: Path, added: dict[str, int], settings: dict[str, Any]) -> None:
+def _write_added_tokens(
+    folder: Path, added: dict[str, int], settings: dict[str, Any], flags: dict[str, dict[str, Any]]
+) -> None:
     write_json(folder / "added_tokens.json", added)
-    decoder = {str(number): {"content": token, "special": True} for token, number in added.items()}
+    decoder = {
+        str(number): {"content": token, "special": True, **flags.get(token, {})} for token, number in added.items()
+    }
     write_json(folder / "tokenizer_config.json", {**settings, "added_tokens_decoder": decoder})
 
 

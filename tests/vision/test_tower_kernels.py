@@ -9,7 +9,7 @@ from torch import nn
 
 from tessera.checkpoint.config import read_config
 from tessera.measured_choices import MeasuredChoices
-from tessera.vision.kernels.attention import BACKENDS
+from tessera.vision.kernels.attention import attend_class_apart
 from tessera.vision.kernels.tower_kernels import (
     add_and_norm,
     gpu_kernels,
@@ -122,7 +122,7 @@ def test_each_part_is_chosen_by_measurement(tmp_path, monkeypatch):
             return list(ways)[-1]
 
     kernels = tower.tuned(3, Scripted(tmp_path / "choices.json", lambda way: 1.0)).keywords["kernels"]
-    assert kernels.attend.keywords == {"backend": list(BACKENDS.values())[-1]}
+    assert kernels.attend is attend_class_apart
     assert kernels.linear_and_activate is linear_with_epilogue
     attention, gelu = questions
     for named in ("3 x 17", "heads of", "torch.bfloat16", "some card"):

@@ -23,13 +23,25 @@ LINEAR = (
 # (transformers 4.52) are the same module.
 _BODY = r"(?:model\.)?language_model\.(?:model\.)?"
 _HEAD = r"(?:model\.)?(?:language_model\.)?"
-_LLAMA_TEXT: NameTable = (
+_OUTSIDE: NameTable = (
     (rf"{_BODY}embed_tokens\.weight", "model.embed_tokens.weight"),
-    (rf"{_BODY}layers\.(\d+)\.self_attn\.([qkvo])_proj\.{LINEAR}", r"model.layers.\1.self_attn.\2_proj.\3"),
-    (rf"{_BODY}layers\.(\d+)\.mlp\.(gate|up|down)_proj\.{LINEAR}", r"model.layers.\1.mlp.\2_proj.\3"),
     (rf"{_BODY}layers\.(\d+)\.(input|post_attention)_layernorm\.weight", r"model.layers.\1.\2_layernorm.weight"),
     (rf"{_BODY}norm\.weight", "model.norm.weight"),
     (rf"{_HEAD}lm_head\.{LINEAR}", r"lm_head.\1"),
+)
+_LLAMA_TEXT: NameTable = (
+    *_OUTSIDE,
+    (rf"{_BODY}layers\.(\d+)\.self_attn\.([qkvo])_proj\.{LINEAR}", r"model.layers.\1.self_attn.\2_proj.\3"),
+    (rf"{_BODY}layers\.(\d+)\.mlp\.(gate|up|down)_proj\.{LINEAR}", r"model.layers.\1.mlp.\2_proj.\3"),
+)
+_QWEN3_TEXT: NameTable = (
+    *_LLAMA_TEXT,
+    (rf"{_BODY}layers\.(\d+)\.self_attn\.([qk])_norm\.weight", r"model.layers.\1.self_attn.\2_norm.weight"),
+)
+_PHI3_TEXT: NameTable = (
+    *_OUTSIDE,
+    (rf"{_BODY}layers\.(\d+)\.self_attn\.(qkv|o)_proj\.{LINEAR}", r"model.layers.\1.self_attn.\2_proj.\3"),
+    (rf"{_BODY}layers\.(\d+)\.mlp\.(gate_up|down)_proj\.{LINEAR}", r"model.layers.\1.mlp.\2_proj.\3"),
 )
 _INTERNLM2_TEXT: NameTable = (
     (rf"{_BODY}tok_embeddings\.weight", "model.tok_embeddings.weight"),
@@ -43,7 +55,9 @@ _INTERNLM2_TEXT: NameTable = (
 #: the language model's table, by its architecture
 TEXT_NAMES = {
     "Qwen2ForCausalLM": _LLAMA_TEXT,
+    "Qwen3ForCausalLM": _QWEN3_TEXT,
     "LlamaForCausalLM": _LLAMA_TEXT,
+    "Phi3ForCausalLM": _PHI3_TEXT,
     "InternLM2ForCausalLM": _INTERNLM2_TEXT,
 }
 # A buffer that old savers stored; it follows from the configuration.
@@ -59,8 +73,8 @@ def has_output_head(names: Iterable[str]) -> bool:
 def split_names(names: Iterable[str], config: CheckpointConfig) -> dict[str, dict[str, str]]:
     """Sort stored weight names into ``{"vision": {stored: ours}, "text": {stored: ours}}``.
 
-    The text model's names are those of transformers' Qwen2/Llama (``model.layers.N...``, ``lm_head.weight``)
-    or, for InternLM2, the original ones (``model.layers.N.attention.wqkv.weight``, ``output.weight``).
+    The text model's names are those of transformers' own class (``model.layers.N...``, ``lm_head.weight``) or, for
+    InternLM2, the original ones (``model.layers.N.attention.wqkv.weight``, ``output.weight``).
     Raises CheckpointError for names that are not understood or that mean the same weight.
     """
     tables = [(part, *entry) for part, table in config.weight_names.items() for entry in table]

@@ -1,7 +1,7 @@
 """The language model's section of config.json -> TextConfig, for every body that the engine runs.
 
-Defaults are those of transformers ``configuration_qwen2.py`` and ``configuration_llama.py`` and of OpenGVLab
-``configuration_internlm2.py``.
+Defaults are those of transformers ``configuration_qwen2.py``, ``configuration_qwen3.py``, ``configuration_llama.py``
+and ``configuration_phi3.py``, and of OpenGVLab ``configuration_internlm2.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from tessera.errors import CheckpointError
 
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "internlm2": "InternLM2ForCausalLM",
 }
 # What a saver may have left out because it equals the class default.
@@ -28,15 +30,44 @@ _LLAMA = dict(
     intermediate_size=11008,
     num_hidden_layers=32,
     num_attention_heads=32,
+    num_key_value_heads=None,
+    head_dim=None,
     max_position_embeddings=2048,
+    rms_norm_eps=1e-6,
 )
+_QWEN2 = dict(_LLAMA, vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768)
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "Qwen2ForCausalLM": dict(
-        _LLAMA, vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768
-    ),
+    "Qwen2ForCausalLM": _QWEN2,
+    "Qwen3ForCausalLM": dict(_QWEN2, head_dim=128),
     "LlamaForCausalLM": _LLAMA,
+    "Phi3ForCausalLM": dict(
+        _LLAMA,
+        vocab_size=32064,
+        hidden_size=3072,
+        intermediate_size=8192,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+    ),
     "InternLM2ForCausalLM": dict(_LLAMA, vocab_size=103168),
 }
+# Published bodies that are known and refused: what they have that no model here does.
+_EXPERTS = "its feed-forward layers are mixtures of experts"
+_OWN_CODE = "it is defined by code that comes with the checkpoint, which is never run"
+_REFUSED = {
+    **dict.fromkeys(("qwen3_moe", "Qwen3MoeForCausalLM"), _EXPERTS),
+    **dict.fromkeys(("gpt_oss", "GptOssForCausalLM"), _EXPERTS),
+    **dict.fromkeys(("internlm3", "InternLM3ForCausalLM"), _OWN_CODE),
+}
+_TRAINED = "original_max_position_embeddings"
+_PLAIN_ROPES = ("default", "linear", "dynamic", "llama3")
+_ROPES = {"Phi3ForCausalLM": ("default", "longrope")}
+# Whether the attention's projections have biases is one switch of the configuration, or fixed: q/k/v's, the output's.
+_BIAS_SWITCH = {
+    "Qwen3ForCausalLM": ("attention_bias", False),
+    "LlamaForCausalLM": ("attention_bias", False),
+    "InternLM2ForCausalLM": ("bias", True),
+}
+_BIASES = {"Qwen2ForCausalLM": (True, False), "Phi3ForCausalLM": (False, False)}
 
 
 def read_text(folder: Path, section: Mapping[str, Any], tie: bool | None = None) -> TextConfig:
@@ -46,31 +77,26 @@ def read_text(folder: Path, section: Mapping[str, Any], tie: bool | None = None)
     is not supported, or one that wants what the engine does not do.
     """
     where = f"{folder}/config.json"
-    model_type = section.get("model_type")
-    architecture = (section.get("architectures") or [ARCHITECTURES.get(str(model_type), model_type)])[0]
-    one_of(architecture, _DEFAULTS, f"{where}: text model")
-    one_of(bool(section.get("use_sliding_window")), (False,), f"{where}: sliding-window attention: use_sliding_window")
+    architecture = _architecture(section, where)
     one_of(section.get("hidden_act", "silu"), ("silu",), f"{where}: the text model's hidden_act")
     values = {name: section.get(name, default) for name, default in _DEFAULTS[architecture].items()}
     heads = values["num_attention_heads"]
-    values["num_key_value_heads"] = section.get("num_key_value_heads", values.get("num_key_value_heads")) or heads
+    values["num_key_value_heads"] = values["num_key_value_heads"] or heads
     if heads % values["num_key_value_heads"]:
         raise CheckpointError(f"{where}: {heads} heads do not divide over {values['num_key_value_heads']} key heads")
-    head_dim = section.get("head_dim") or values["hidden_size"] // heads
-    theta, scaling, axes = _rope(section, head_dim, where)
-    # Qwen2 has q/k/v biases and no other; Llama and InternLM2 have one switch for q/k/v and output.
-    switch = {"LlamaForCausalLM": ("attention_bias", False), "InternLM2ForCausalLM": ("bias", True)}
-    bias = bool(section.get(*switch[architecture])) if architecture in switch else None
+    values["head_dim"] = values["head_dim"] or values["hidden_size"] // heads
+    theta, scaling, axes = _rope(section, values["head_dim"], where)
+    one_of((scaling or {}).get("rope_type", "default"), _ROPES.get(architecture, _PLAIN_ROPES), f"{where}: rope type")
+    _refuse_windows(architecture, section, values["max_position_embeddings"], where)
+    biases = _BIASES.get(architecture) or (bool(section.get(*_BIAS_SWITCH[architecture])),) * 2
     tied = section.get("tie_word_embeddings", False) if tie is None else tie
     return TextConfig(
         architecture=architecture,
-        head_dim=head_dim,
-        rms_norm_eps=section.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         mrope_section=axes,
-        attention_bias=True if bias is None else bias,
-        output_bias=bool(bias),
+        attention_bias=biases[0],
+        output_bias=biases[1],
         mlp_bias=architecture == "LlamaForCausalLM" and bool(section.get("mlp_bias", False)),
         # A stored head wins over the flag, as in transformers' tie_weights.
         tie_word_embeddings=bool(tied) and not has_output_head(SafetensorsFolder(folder).names()),
@@ -79,16 +105,49 @@ def read_text(folder: Path, section: Mapping[str, Any], tie: bool | None = None)
     )
 
 
+def _architecture(section: Mapping[str, Any], where: str) -> str:
+    """The body's class; CheckpointError says why a known one is not supported."""
+    model_type = section.get("model_type")
+    architecture = (section.get("architectures") or [ARCHITECTURES.get(str(model_type), model_type)])[0]
+    if architecture in _REFUSED:
+        raise CheckpointError(
+            f"{where}: text model {architecture!r} is not supported: {_REFUSED[architecture]}; "
+            f"supported are {', '.join(_DEFAULTS)}"
+        )
+    one_of(architecture, _DEFAULTS, f"{where}: text model")
+    return architecture
+
+
+def _refuse_windows(architecture: str, section: Mapping[str, Any], positions: int, where: str) -> None:
+    """No window is applied: one shorter than the context is refused. Phi-3's is in force wherever it is stated."""
+    what = f"{where}: sliding-window attention"
+    one_of(bool(section.get("use_sliding_window")), (False,), f"{what}: use_sliding_window")
+    for kind in section.get("layer_types") or ():
+        one_of(kind, ("full_attention",), f"{what}: layer type")
+    window = section.get("sliding_window") if architecture == "Phi3ForCausalLM" else None
+    if window is not None and window < positions:
+        raise CheckpointError(
+            f"{what} is not supported: the window of {window} tokens is shorter than the context of {positions}"
+        )
+
+
 def _rope(
     section: Mapping[str, Any], head_dim: int, where: str
 ) -> tuple[float, dict[str, Any] | None, tuple[int, ...] | None]:
     """``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` -> (theta, scaling, mrope_section).
 
-    Older savers call rope over several axes the type "mrope", newer ones "default" with an ``mrope_section``.
+    Older savers call rope over several axes the type "mrope", newer ones "default" with an ``mrope_section``; older
+    ones call longrope "su", and state its trained length beside it.
     """
     settings = dict(section.get("rope_parameters") or section.get("rope_scaling") or {})
     theta = float(settings.pop("rope_theta", section.get("rope_theta", 10000.0)))
+    rotated = settings.pop("partial_rotary_factor", section.get("partial_rotary_factor", 1.0))
+    one_of(rotated, (1.0,), f"{where}: partial_rotary_factor")
     old_name = settings.pop("type", None)
+    if settings.get("rope_type", old_name) in ("su", "longrope"):
+        trained = section.get(_TRAINED, 4096)
+        one_of(settings.get(_TRAINED, trained), (trained,), f"{where}: the rope's {_TRAINED}")
+        settings |= {"rope_type": "longrope", _TRAINED: trained}
     kind, axes = settings.setdefault("rope_type", old_name or "default"), settings.pop("mrope_section", None)
     if kind == "mrope" or axes is not None:
         one_of(settings.get("mrope_interleaved", False), (False,), f"{where}: mrope_interleaved")

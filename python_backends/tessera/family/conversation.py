@@ -8,31 +8,55 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.files import one_of
 from tessera.errors import CheckpointError
-from tessera.family.chat import ImagePlace, Message
-
-OPENING = "<|im_start|>{role}\n"
-#: what closes a turn, by the template's name; without its newline the token that ends an answer
-CLOSINGS = {"internlm2-chat": "<|im_end|>", "Hermes-2": "<|im_end|>", "internvl2_5": "<|im_end|>\n"}
+from tessera.family.chat import ROLES, ImagePlace, Message
 
 
-def closing_of(name: str) -> str:
-    """What closes a turn of this template. Raises CheckpointError for an unknown one: a near guess costs accuracy."""
-    one_of(name, CLOSINGS, "config.json: template")
-    return CLOSINGS[name]
+@dataclass(frozen=True)
+class Turns:
+    """What opens a turn, with its role as ``{role}``, and what closes it: without its newline, what ends an answer."""
+
+    opening: str
+    closing: str
+
+    @property
+    def words(self) -> str:
+        """Everything that a prompt's turns can be made of."""
+        return "".join(self.opening.format(role=role) for role in ROLES) + self.closing
+
+    @property
+    def end_token(self) -> str:
+        return self.closing.strip()
 
 
-def conversation_renderer(closing: str, image_token: str) -> Callable[[Sequence[Message]], str]:
+_CHATML = "<|im_start|>{role}\n"
+#: by the template's name
+TURNS = {
+    "internlm2-chat": Turns(_CHATML, "<|im_end|>"),
+    "Hermes-2": Turns(_CHATML, "<|im_end|>"),
+    "internvl2_5": Turns(_CHATML, "<|im_end|>\n"),
+    "phi3-chat": Turns("<|{role}|>\n", "<|end|>"),
+}
+
+
+def turns_of(name: str) -> Turns:
+    """The turns of this template. Raises CheckpointError for an unknown one: a near guess costs accuracy."""
+    one_of(name, TURNS, "config.json: template")
+    return TURNS[name]
+
+
+def conversation_renderer(turns: Turns, image_token: str) -> Callable[[Sequence[Message]], str]:
     """Chat -> prompt; an image part becomes the image token and a newline, as the reference's ``<image>\\n``."""
 
     def turn(message: Message) -> str:
         parts = [f"{image_token}\n" if isinstance(part, ImagePlace) else part for part in message.parts]
-        return OPENING.format(role=message.role) + "".join(parts) + closing
+        return turns.opening.format(role=message.role) + "".join(parts) + turns.closing
 
-    return lambda messages: "".join(map(turn, messages)) + OPENING.format(role="assistant")
+    return lambda messages: "".join(map(turn, messages)) + turns.opening.format(role="assistant")
 
 
 def system_message(config: CheckpointConfig) -> str:

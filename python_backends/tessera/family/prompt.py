@@ -18,7 +18,7 @@ from tessera.checkpoint.context import context_length as allowed_length
 from tessera.errors import CheckpointError, InvalidRequest
 from tessera.family.chat import MARKER, ImagePlace, Message
 from tessera.family.chat_template import find_chat_template, template_renderer
-from tessera.family.conversation import OPENING, closing_of, conversation_renderer, system_message
+from tessera.family.conversation import conversation_renderer, system_message, turns_of
 from tessera.family.family import ImagePlan, ModelFamily
 from tessera.family.tokenizer import Tokenizer
 from tessera.family.user_text import Disguise, UserText
@@ -60,8 +60,8 @@ class PromptBuilder:
         if config.conversation is None:
             source = find_chat_template(config, tokenizer)
         else:
-            closing = closing_of(config.conversation)
-            source = OPENING + closing
+            turns = turns_of(config.conversation)
+            source = turns.words
             self._system = system_message(config) if system is None else system
         self._control_ids = {token: self._id_of(token) for token in family.control_tokens}
         if family.image_token_id not in (None, self._control_ids[family.image_token]):
@@ -81,7 +81,7 @@ class PromptBuilder:
         if config.conversation is None:
             self._render = template_renderer(source, tokenizer, self._disguise)
         else:
-            self._render = conversation_renderer(closing, family.image_token)
+            self._render = conversation_renderer(turns, family.image_token)
 
     def build(self, messages: Sequence[Message], plans: Sequence[ImagePlan]) -> Prompt:
         """Token ids of a chat whose images, in order of appearance, have these ``plans``.
@@ -201,5 +201,5 @@ def stop_token_ids(config: CheckpointConfig, tokenizer: Tokenizer) -> tuple[int,
     """Ids that end an answer: those the checkpoint states and, for the original layout, its template's separator."""
     ids: set[int | None] = set(config.eos_token_ids)
     if config.conversation is not None:
-        ids.add(tokenizer.token_id(closing_of(config.conversation).strip()))
+        ids.add(tokenizer.token_id(turns_of(config.conversation).end_token))
     return tuple(sorted(index for index in ids or {tokenizer.eos_id} if index is not None))

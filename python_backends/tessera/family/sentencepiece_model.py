@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tessera.errors import CheckpointError
 
 SPACE = "▁"
 
 
-def sentencepiece_tokenizer(data: bytes) -> Tokenizer:
+def sentencepiece_tokenizer(data: bytes, prefix_once: bool = False) -> Tokenizer:
     """A BPE tokenizer from the bytes of a tokenizer.model.
 
-    Raises CheckpointError if they are not such a file, or one of another model type (unigram, word, char).
+    Where the model puts a space in front, each text between special tokens gets one; ``prefix_once``: only a text
+    that begins the whole (transformers' LlamaTokenizer with ``legacy: false``). Raises CheckpointError if they are not
+    such a file, or one of another model type (unigram, word, char).
     """
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
@@ -44,7 +46,7 @@ def sentencepiece_tokenizer(data: bytes) -> Tokenizer:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     vocabulary = {text: index for index, text in enumerate(texts)}
     merges = _merges(usable, vocabulary)
-    tokenizer = spm_backend(vocabulary, merges, unknown, fallback, steps, rules.add_dummy_prefix)
+    tokenizer = spm_backend(vocabulary, merges, unknown, fallback, steps, rules.add_dummy_prefix, prefix_once)
     own = [piece.piece for piece in pieces if piece.type in (kinds.UNKNOWN, kinds.CONTROL)]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in own])
     users = [piece.piece for piece in pieces if piece.type == kinds.USER_DEFINED]
@@ -59,13 +61,18 @@ def spm_backend(
     byte_fallback: bool,
     normalize: list[Any],
     dummy_prefix: bool,
+    prefix_once: bool = False,
 ) -> Tokenizer:
     """BPE over pieces whose spaces are SPACE; ``dummy_prefix``: a space is put in front, and taken off again."""
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
     )
-    prefix: list[Any] = [normalizers.Prepend(SPACE)] if dummy_prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*normalize, *prefix, normalizers.Replace(" ", SPACE)])
+    if dummy_prefix and prefix_once:
+        tokenizer.normalizer = normalizers.Sequence(normalize)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        prefix: list[Any] = [normalizers.Prepend(SPACE)] if dummy_prefix else []
+        tokenizer.normalizer = normalizers.Sequence([*normalize, *prefix, normalizers.Replace(" ", SPACE)])
     strip: list[Any] = [decoders.Strip(content=" ", left=1, right=0)] if dummy_prefix else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]

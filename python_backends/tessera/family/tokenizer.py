@@ -147,7 +147,8 @@ def _load_backend(folder: Path, settings: dict[str, Any]) -> Backend:
         backend.no_truncation()
         return backend
     if (folder / "tokenizer.model").is_file():
-        return sentencepiece_tokenizer((folder / "tokenizer.model").read_bytes())
+        once = _class_name(settings) == "LlamaTokenizer" and settings.get("legacy") is False
+        return sentencepiece_tokenizer((folder / "tokenizer.model").read_bytes(), prefix_once=once)
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         return _from_vocab_and_merges(folder, settings)
     raise CheckpointError(

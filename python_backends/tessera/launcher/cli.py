@@ -95,6 +95,7 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
     add("--checkpoint", "model folder", type=Path, metavar="DIR")
     add("--device", "auto, cpu or cuda (default auto: cuda where there is a GPU)")
     add("--gpu-memory", "the part of each GPU's memory that the server may use (default 0.9)", metavar="0.9")
+    add("--quantization", "fp8: quantize a plain checkpoint's linear layers while loading", choices=("checkpoint", "fp8"))
     add("--set", "any other setting, such as language_model.max_sequences=64; may be repeated", dest="settings",
         type=pair, action="append", default=[], metavar="NAME=VALUE")  # fmt: skip
     add("--show-settings", "print all settings and who set them, and end", action="store_true")
@@ -120,6 +121,8 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
     add("--verbose", "show the server's log here as well", action="store_true")
     known = vars(parser.parse_args(argv[:split]))
     settings = dict(known.pop("settings"))
+    if quantization := known.pop("quantization"):
+        settings = {f"{stage}.quantization": quantization for stage in ("vision_encoder", "language_model")} | settings
     settings |= {name: value for name in ("device", "gpu_memory") if (value := known.pop(name)) is not None}
     known |= {"settings": settings, "extra_flags": tuple(argv[split + 1 :])}
 

@@ -17,12 +17,17 @@ class VisionSettings:
     the rows kept of pictures seen before; with ``gpu_pixels`` pictures may come encoded, each of which may take
     ``decode_bytes`` of the GPU to decode; ``memory_bytes`` bounds all that the stage holds (encoding/memory.py: what
     that is), 0 nothing.
+
+    ``quantization``: fp8 has the tower's linear layers quantized when they are loaded (runners/fp8_tower.py), and is
+    refused where that changes the rows too much; checkpoint takes the weights as they are stored. On the CPU fp8 gives
+    the rows that a GPU would, through the torch runner: no onnx graph holds it, and it is slower than float32.
     """
 
     runner: str = setting("onnx", cuda="graph", choices=("onnx", "torch", "graph"))
     infer_batch_size: int = setting(4, cuda=32, name="visual_infer_batch_size", least=1)
     threads: int = setting(1, common=True, least=1)
     dtype: str = setting("float32", cuda="bfloat16", common=True, choices=("float32", "bfloat16", "float16"))
+    quantization: str = setting("checkpoint", choices=("checkpoint", "fp8"))
     device: str = "cpu"
     random_weights: bool = setting(False, name="weights", common=True, choices={"checkpoint": False, "random": True})
     cache_bytes: int = setting(256 << 20, least=0)
@@ -38,5 +43,7 @@ class VisionSettings:
             raise ConfigError("the onnx runner computes in float32 on the CPU; for anything else use graph or torch")
         if self.runner == "graph" and not self.device.startswith("cuda"):
             raise ConfigError(f"the graph runner records CUDA graphs; it needs device cuda, not {self.device!r}")
+        if self.quantization == "fp8" and self.device.startswith("cuda") and self.dtype != "bfloat16":
+            raise ConfigError(f"vision_encoder: quantization fp8 needs dtype bfloat16 on a GPU, not {self.dtype}")
         if self.gpu_pixels and not self.vision_url and not self.device.startswith("cuda"):
             raise ConfigError(f"gpu_pixels has pictures decoded on the GPU; it needs device cuda, not {self.device!r}")

@@ -12,6 +12,7 @@ from tessera.engine.kernels import reference
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
 from tessera.engine.kernels.add_rms_norm import add_rms_norm
+from tessera.engine.kernels.norm_heads import norm_heads
 from tessera.engine.kernels.rotate_and_store import rotate_and_store
 from tessera.engine.kernels.silu_multiply import silu_and_multiply
 from tessera.fp8.rows import E4M3, Fp8Rows, quantize_rows
@@ -65,6 +66,35 @@ def test_add_rms_norm_of_no_rows(device):
 def test_add_rms_norm_refuses(x, residual, message):
     with pytest.raises(ValueError, match=message):
         add_rms_norm(x, residual, torch.ones(x.shape[1]), EPS)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "n"), [(4, 2, 128, 3), (7, 1, 64, 2), (1, 1, 16, 1), (3, 3, 96, 2), (2, 1, 16, 0)]
+)
+def test_norm_heads(dtype, device, generator, heads, kv_heads, size, n):
+    qkv = torch.randn((n, (heads + 2 * kv_heads) * size), dtype=dtype, device=device, generator=generator) * 3
+    weights = torch.randn((2, size), dtype=dtype, device=device, generator=generator)
+    expected, before = qkv.clone(), qkv.clone()
+    reference.norm_heads(expected, *weights, kv_heads, EPS)
+    norm_heads(qkv, *weights, kv_heads, EPS)
+    close(qkv, expected)
+    values = kv_heads * size
+    assert torch.equal(qkv[:, -values:], before[:, -values:]), "the values stay as they are"
+
+
+@pytest.mark.parametrize(
+    ("qkv", "k_weight", "message"),
+    [
+        (torch.ones(2, 40), torch.ones(16), "no heads of 16"),
+        (torch.ones(2, 32), torch.ones(16), "no heads of 16"),
+        (torch.ones(64, 2).T, torch.ones(16), "contiguous"),
+        (torch.ones(2, 64), torch.ones(8), "weights of d"),
+        (torch.ones(2, 64), torch.ones(16).half(), "one dtype"),
+    ],
+)
+def test_norm_heads_refuses(qkv, k_weight, message):
+    with pytest.raises(ValueError, match=message):
+        norm_heads(qkv, torch.ones(16), k_weight, 1, EPS)
 
 
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (3, 2048), (2, 2049), (4, 100), (0, 8)])

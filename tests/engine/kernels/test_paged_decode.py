@@ -40,7 +40,7 @@ def test_more_splits_than_tiles(half, device, generator, splits):
     close(decoded(batch, splits, plan=DecodePlan(tokens=16)), batch.expected())
 
 
-@pytest.mark.parametrize(("group", "head_dim"), [(16, 128), (3, 16)])
+@pytest.mark.parametrize(("group", "head_dim"), [(16, 128), (3, 16), (1, 96), (7, 48)])
 def test_other_heads(half, device, generator, group, head_dim):
     batch = batch_of([40, 81], half, device, generator, group, kv_heads=1, head_dim=head_dim)
     close(decoded(batch, 2), batch.expected())
@@ -90,7 +90,7 @@ def test_choose_splits(sequences, most_tokens, splits):
     [
         (dict(splits=3), "splits 3"),
         (dict(splits=64), "splits 64"),
-        (dict(q=torch.zeros(2, 14, 48), keys=torch.zeros(4, BLOCK, 2, 48)), "head_dim"),
+        (dict(q=torch.zeros(2, 14, 40), keys=torch.zeros(4, BLOCK, 2, 40)), "head_dim"),
         (dict(q=torch.zeros(2, 14, 32)), "head_dim: 32 of q, 64"),
         (dict(keys=torch.zeros(4, 8, 2, 64)), "block_size 8"),
         (dict(q=torch.zeros(2, 13, 64)), "13 heads over 2"),

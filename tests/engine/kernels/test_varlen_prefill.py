@@ -55,7 +55,7 @@ def test_any_plan(half, device, generator, plan):
     close(attended(batch, plan), batch.expected())
 
 
-@pytest.mark.parametrize(("group", "head_dim"), [(16, 128), (3, 16)])
+@pytest.mark.parametrize(("group", "head_dim"), [(16, 128), (3, 16), (1, 96), (7, 48)])
 def test_other_heads(half, device, generator, group, head_dim):
     batch = batch_of([(40, 40), (3, 33)], half, device, generator, group, kv_heads=1, head_dim=head_dim)
     close(attended(batch), batch.expected())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tessera.engine.kernels.add_rms_norm import add_rms_norm
+from tessera.engine.kernels.norm_heads import norm_heads
 from tessera.engine.kernels.silu_multiply import silu_and_multiply
 from tessera.engine.kernels.skinny_fp8 import skinny_fp8
 from tessera.engine.kernels.skinny_linear import skinny_gate_up, skinny_linear
 
-__all__ = ["add_rms_norm", "silu_and_multiply", "skinny_fp8", "skinny_gate_up", "skinny_linear"]
+__all__ = ["add_rms_norm", "norm_heads", "silu_and_multiply", "skinny_fp8", "skinny_gate_up", "skinny_linear"]

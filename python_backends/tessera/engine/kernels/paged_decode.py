@@ -43,13 +43,13 @@ def choose_splits(sequences: int, kv_heads: int, most_tokens: int, sms: int) -> 
 def check_cache(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
     """ValueError unless q and out [.., heads, head_dim] and a cache [num_blocks, block_size, kv_heads, head_dim] fit.
 
-    The attention kernels want: head_dim a power of two >= 16, block_size one >= 16, 1..16 query heads a key head,
-    one dtype, keys and values laid out alike, and the last two dimensions of all of them contiguous.
+    The attention kernels want: head_dim a multiple of 16, block_size a power of two >= 16, 1..16 query heads a key
+    head, one dtype, keys and values laid out alike, and the last two dimensions of all of them contiguous.
     """
     block_size, kv_heads, head_dim = keys.shape[1:]
     heads = q.shape[-2]
-    if q.shape[-1] != head_dim or head_dim < 16 or head_dim & (head_dim - 1):
-        raise ValueError(f"head_dim: {q.shape[-1]} of q, {head_dim} of the cache; want one power of two >= 16")
+    if q.shape[-1] != head_dim or head_dim < 16 or head_dim % 16:
+        raise ValueError(f"head_dim: {q.shape[-1]} of q, {head_dim} of the cache; want one multiple of 16")
     if block_size < 16 or block_size & (block_size - 1):
         raise ValueError(f"block_size {block_size} is no power of two >= 16")
     if heads % kv_heads or not 1 <= heads // kv_heads <= _ROWS:
@@ -114,6 +114,7 @@ def decode_attention(
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
+        COLUMNS=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
         ROWS=_ROWS,
         TOKENS=plan.tokens,
@@ -123,7 +124,15 @@ def decode_attention(
     )
     if splits > 1:
         _merge_kernel[(heads, sequences)](
-            partial, weights, out, out.stride(0), HEADS=heads, HEAD_DIM=head_dim, SPLITS=splits, num_warps=1
+            partial,
+            weights,
+            out,
+            out.stride(0),
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            COLUMNS=triton.next_power_of_2(head_dim),
+            SPLITS=splits,
+            num_warps=1,
         )
     return out
 
@@ -149,6 +158,7 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -164,15 +174,16 @@ def _decode_kernel(
     end = tl.minimum(start + share, length)
 
     row = tl.arange(0, ROWS)
-    column = tl.arange(0, HEAD_DIM)
+    column = tl.arange(0, COLUMNS)
     token = tl.arange(0, TOKENS)
-    used = (row < GROUP)[:, None]
+    inside = (column < HEAD_DIM)[None, :]
+    used = (row < GROUP)[:, None] & inside
     head = kv_head * GROUP + row
     query = tl.load(q + sequence * q_row + head[:, None] * HEAD_DIM + column[None, :], mask=used, other=0.0)
 
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    mixed = tl.zeros([ROWS, COLUMNS], tl.float32)
     table = blocks + sequence * blocks_column
     # Behind the context anything may lie, NaN too: there the last position is read again, and weighs 0.
     last = tl.maximum(end - 1, 0)
@@ -182,8 +193,8 @@ def _decode_kernel(
         slot = tl.minimum(position, last) % BLOCK_SIZE
         place = block.to(tl.int64) * cache_block + slot * cache_slot + kv_head * HEAD_DIM
         place = place[:, None] + column[None, :]
-        key = tl.load(keys + place)
-        value = tl.load(values + place)
+        key = load_rows(keys + place, inside, HEAD_DIM == COLUMNS)
+        value = load_rows(values + place, inside, HEAD_DIM == COLUMNS)
         # Read a tile ahead, the block numbers do not hold up the pipeline of the loads that need them.
         block = tl.load(table + (tl.minimum(position + TOKENS, last) // BLOCK_SIZE) * blocks_step)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
@@ -208,17 +219,36 @@ def _decode_kernel(
 
 
 @triton.jit
-def _merge_kernel(partial, weights, out, out_row, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr):
+def load_rows(pointers, inside, WHOLE: tl.constexpr):
+    """Rows of keys or values; where a head is no power of two (``WHOLE`` is false), zeros behind its end."""
+    if WHOLE:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def _merge_kernel(
+    partial,
+    weights,
+    out,
+    out_row,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     """The mean of one head's splits, weighted by the sums of their exponentials (log2 in ``weights``)."""
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     part = (sequence * HEADS + head) * SPLITS + tl.arange(0, SPLITS)
-    column = tl.arange(0, HEAD_DIM)
+    column = tl.arange(0, COLUMNS)
+    inside = column < HEAD_DIM
     logs = tl.load(weights + part)
-    mixed = tl.load(partial + part[:, None] * HEAD_DIM + column[None, :])
+    mixed = tl.load(partial + part[:, None] * HEAD_DIM + column[None, :], mask=inside[None, :], other=0.0)
     top = tl.max(logs, 0)
     # All splits of an empty context weigh -inf.
     weight = tl.exp2(logs - tl.where(top == -float("inf"), 0.0, top))
     total = tl.sum(weight, 0)
     merged = tl.sum(mixed * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + sequence * out_row + head * HEAD_DIM + column, merged.to(out.dtype.element_ty))
+    tl.store(out + sequence * out_row + head * HEAD_DIM + column, merged.to(out.dtype.element_ty), mask=inside)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tessera.engine.kernels.w4_layout import PackedW4, unpack
 from tessera.fp8.rows import Fp8Rows, fp8_linear, quantize_rows, rescale
 
 
@@ -19,6 +20,15 @@ def add_rms_norm(
     normalised = F.rms_norm(residual.float(), (x.shape[-1],), None, eps).to(x.dtype)
     scaled = weight * normalised
     return quantize_rows(scaled) if fp8 else scaled, residual
+
+
+def norm_heads(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, kv_heads: int, eps: float) -> None:
+    """Normalises each head of q and k inside qkv [n, (heads + 2 * kv_heads) * d]; q_weight and k_weight are [d]."""
+    split = qkv.unflatten(1, (-1, len(q_weight)))
+    heads = split.shape[1] - 2 * kv_heads
+    for part, weight in ((split[:, :heads], q_weight), (split[:, heads : heads + kv_heads], k_weight)):
+        normalised = F.rms_norm(part.float(), weight.shape, None, eps).to(qkv.dtype)
+        torch.mul(weight, normalised, out=part)
 
 
 def silu_and_multiply(
@@ -72,3 +82,14 @@ def skinny_gate_up(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 #: x of few rows e4m3, weight e4m3 [n, k], scales float32 [n], bias [n], dtype -> [m, n]
 skinny_fp8 = fp8_linear
+
+
+def w4a16_linear(x: torch.Tensor, weights: PackedW4, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [m, k], W [n, k], bias [n] -> [m, n]; W is not rounded, sums are float32."""
+    return F.linear(x.float(), unpack(weights), None if bias is None else bias.float()).to(x.dtype)
+
+
+def w4a16_gate_up(x: torch.Tensor, weights: PackedW4, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [m, k], W [2 * size, k], gate first -> silu(gate) * up [m, size]."""
+    gate, up = w4a16_linear(x, weights, bias).chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tessera.engine.kernels.paged_decode import check_cache
+from tessera.engine.kernels.paged_decode import check_cache, load_rows
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ def prefill_attention(
             KV_HEADS=kv_heads,
             GROUP=heads // kv_heads,
             HEAD_DIM=head_dim,
+            COLUMNS=triton.next_power_of_2(head_dim),
             BLOCK_SIZE=block_size,
             ROWS=plan.rows,
             TOKENS=plan.tokens,
@@ -138,6 +139,7 @@ def _prefill_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -155,10 +157,11 @@ def _prefill_kernel(
     end = begin + queries
 
     lane = tl.arange(0, ROWS)
-    column = tl.arange(0, HEAD_DIM)
+    column = tl.arange(0, COLUMNS)
+    inside = (column < HEAD_DIM)[None, :]
     token = tl.arange(0, TOKENS)
     query, head = lane // GROUP, lane % GROUP
-    used = (lane < queries * GROUP)[:, None]
+    used = (lane < queries * GROUP)[:, None] & inside
     row = tl.load(rows + piece).to(tl.int64) + first_query
     first_head = kv_head * GROUP * HEAD_DIM
     q_place = (query * q_row + head * HEAD_DIM)[:, None] + column[None, :]
@@ -166,7 +169,7 @@ def _prefill_kernel(
 
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    mixed = tl.zeros([ROWS, COLUMNS], tl.float32)
     table = blocks + piece * blocks_column
     # Behind the end is what no query may see, NaN too: there the last position is read again, and weighs 0.
     last = end - 1
@@ -176,8 +179,8 @@ def _prefill_kernel(
         slot = tl.minimum(position, last) % BLOCK_SIZE
         place = block.to(tl.int64) * cache_block + slot * cache_slot + kv_head * HEAD_DIM
         place = place[:, None] + column[None, :]
-        key = tl.load(keys + place)
-        value = tl.load(values + place)
+        key = load_rows(keys + place, inside, HEAD_DIM == COLUMNS)
+        value = load_rows(values + place, inside, HEAD_DIM == COLUMNS)
         # Read a tile ahead, the block numbers do not hold up the pipeline of the loads that need them.
         block = tl.load(table + (tl.minimum(position + TOKENS, last) // BLOCK_SIZE) * blocks_step)
         scores = tl.dot(asked, tl.trans(key), input_precision="ieee")

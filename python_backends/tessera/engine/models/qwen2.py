@@ -77,12 +77,16 @@ class DecoderLayer(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None, attention: AttentionBackend, step: AttentionStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.input_norm(x, residual, self.qkv.takes_fp8(len(x)))
-        x = attention.attend(self.index, self.qkv(x), step)
+        x = attention.attend(self.index, self.heads(self.qkv(x)), step)
         if step.rows is not None:
             residual = residual[step.rows]
         rows = len(residual)
         x, residual = self.post_norm(self.output(x), residual, self.gate_up.takes_fp8(rows))
         return self.down(self.gate_up.gated(x, self.down.takes_fp8(rows))), residual
+
+    def heads(self, qkv: torch.Tensor) -> torch.Tensor:
+        """What becomes of q, k and v [n, (heads + 2 * kv_heads) * head_dim] before their rotation: here nothing."""
+        return qkv
 
     def targets(self, stored: Collection[str]) -> dict[str, Target]:
         """As :meth:`Qwen2.targets`, for this layer."""
@@ -96,7 +100,7 @@ class DecoderLayer(nn.Module):
 class Qwen2(nn.Module):
     """Token ids and picture rows in, hidden rows and logits out; covers Qwen2ForCausalLM and LlamaForCausalLM."""
 
-    layer_class = DecoderLayer
+    layer_class: type[DecoderLayer] = DecoderLayer
     embedding_name = "model.embed_tokens.weight"
     head_name = "lm_head"
 

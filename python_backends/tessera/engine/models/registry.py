@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 _MODELS = {
     "Qwen2ForCausalLM": "tessera.engine.models.qwen2:Qwen2",
+    "Qwen3ForCausalLM": "tessera.engine.models.qwen3:Qwen3",
     "LlamaForCausalLM": "tessera.engine.models.qwen2:Qwen2",
+    "Phi3ForCausalLM": "tessera.engine.models.phi3:Phi3",
     "InternLM2ForCausalLM": "tessera.engine.models.internlm2:InternLM2",
 }
 

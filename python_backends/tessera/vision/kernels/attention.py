@@ -12,12 +12,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from tessera.fp8.rows import Fp8Rows
+
 # The kernels that torch has for GPUs, without the one that writes all scores to memory.
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+CLASS_APART = "class apart"
 
 
 def attend(
@@ -33,3 +36,42 @@ def attend(
         rows = scaled_dot_product_attention(query, key, value)
     # The GPU's kernels give their rows in the order of the queries', so that this is a view.
     return rows.transpose(1, 2).flatten(2)
+
+
+def attend_class_apart(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fp8: bool = False
+) -> torch.Tensor | Fp8Rows:
+    """The same on a GPU, with token 0, the class token, computed apart; ``fp8``: with its rows quantized.
+
+    cuDNN's kernel works in blocks of 128 tokens, so that a tile of 1 + 1024 costs it what one of 1152 does, for the
+    queries and for the keys: 0.47 ms for 32 tiles of InternViT-300M on an H200, and 0.31 ms for their other tokens
+    alone. What the class token sees and is to the others are two passes that memory bounds.
+    """
+    from tessera.vision.kernels.merge_class import merge_class
+
+    rest = (rows[:, 1:].transpose(1, 2) for rows in (query, key, value))
+    # Its rows, and the logarithms of the softmax's sums.
+    others, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*rest, None, True)
+    first = attend(query[:, :1], key, value, SDPBackend.CUDNN_ATTENTION).unflatten(-1, query.shape[2:])
+    others = others.transpose(1, 2).contiguous()  # which it is, in the order of the queries'
+    return merge_class(first, others, sums.view(others.shape[0], others.shape[2], -1), query, key, value, fp8)
+
+
+def merged(
+    first: torch.Tensor,
+    others: torch.Tensor,
+    sums: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of all tokens from that of the class token, the first, and that among the others.
+
+    first [tiles, 1, heads, size]: of the class token to all. others [tiles, tokens - 1, heads, size] and sums float32
+    [tiles, heads, tokens - 1]: of the others to each other, and the logarithms of their sums of exp(score). query, key,
+    value [tiles, tokens, heads, size] -> [tiles, tokens, heads * size].
+    """
+    scores = (query[:, 1:].float() * key[:, :1].float()).sum(-1) * query.shape[-1] ** -0.5
+    share = torch.sigmoid(scores - sums.transpose(1, 2)).unsqueeze(-1)
+    rest = torch.lerp(others.float(), value[:, :1].float(), share).to(query.dtype)
+    return torch.cat((first, rest), dim=1).flatten(2)

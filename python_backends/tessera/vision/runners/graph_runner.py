@@ -19,10 +19,11 @@ import torch
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError
 from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
+from tessera.vision.runners.fp8_tower import serving_tower
 from tessera.vision.runners.runner import Wires, reserved_bytes
 from tessera.vision.runners.torch_runner import uploadable
 from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.tower import Forward, Tower, load_tower
+from tessera.vision.towers.tower import Forward, Tower
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,10 +57,9 @@ class GraphRunner:
         Raises CheckpointError, or ConfigError when the GPU's memory does not hold them.
         """
         largest = settings.infer_batch_size
-        tower = load_tower(config, getattr(torch, settings.dtype), settings.random_weights)
         choices = MeasuredChoices(choices_path(), graph_milliseconds)
         try:
-            tower.to(settings.device)
+            tower = serving_tower(config, settings)
             runner = cls(tower, bucket_sizes(largest), lambda cost: tower.tuned(cost, choices))
         except torch.cuda.OutOfMemoryError as error:
             raise ConfigError(

@@ -12,7 +12,7 @@ from tessera.vision.towers.tower import tower_class
 
 def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:
     """Load the tower of a checkpoint. Raises CheckpointError or ConfigError saying what does not fit."""
-    if settings.runner == "onnx":
+    if settings.runner == "onnx" and settings.quantization != "fp8":  # which no graph holds
         from tessera.vision.runners.onnx_runner import OnnxRunner
 
         return OnnxRunner.from_checkpoint(config, settings)

@@ -42,4 +42,8 @@ def reserved_bytes(device: torch.device) -> int:
 def weight_bytes(config: CheckpointConfig, settings: VisionSettings) -> int:
     """What the tower's weights take, from the shapes alone."""
     tower = unfilled_tower(config, getattr(torch, settings.dtype))
-    return sum(parameter.nbytes for parameter in tower.parameters())
+    plain = sum(parameter.nbytes for parameter in tower.parameters())
+    if settings.quantization != "fp8":
+        return plain
+    linears = tower.fp8_linears().values()  # a byte a weight, and a float32 an output channel
+    return plain - sum(linear.weight.nbytes - linear.weight.numel() - 4 * linear.out_features for linear in linears)

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig
+from tessera.vision.runners.fp8_tower import serving_tower
 from tessera.vision.runners.runner import Wires
 from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.tower import Tower, load_tower
+from tessera.vision.towers.tower import Tower
 
 
 class TorchRunner:
@@ -23,8 +24,7 @@ class TorchRunner:
         """On the CPU the settings' threads are torch's, which holds for the whole process."""
         if settings.device == "cpu":
             torch.set_num_threads(settings.threads)
-        tower = load_tower(config, getattr(torch, settings.dtype), settings.random_weights)
-        return cls(tower.to(settings.device))
+        return cls(serving_tower(config, settings))
 
     def activation_bytes(self, cost: int) -> int:
         return self.tower.activation_bytes(cost)

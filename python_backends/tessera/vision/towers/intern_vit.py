@@ -21,12 +21,15 @@ from torch.nn import functional
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.layouts.internvl import VisionConfig
 from tessera.checkpoint.weights import Target, copy_whole
+from tessera.fp8.rows import Fp8Rows
 from tessera.measured_choices import MeasuredChoices
-from tessera.vision.kernels.attention import BACKENDS, attend
+from tessera.vision.kernels.fp8_linear import Fp8Linear
 from tessera.vision.kernels.tower_kernels import (
+    ATTENTIONS,
     GELUS,
     PLAIN,
     TowerKernels,
+    fp8_kernels,
     gpu_kernels,
     linear_and_activate_in_place,
     linear_with_epilogue,
@@ -43,9 +46,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return self.weight * functional.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
 
 
 def _norm(config: VisionConfig) -> nn.Module:
@@ -66,13 +67,18 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(size, config.qk_norm_eps) if config.use_qk_norm else None
         self.k_norm = RMSNorm(size, config.qk_norm_eps) if config.use_qk_norm else None
 
-    def forward(self, x: torch.Tensor, kernels: TowerKernels = PLAIN) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Fp8Rows, kernels: TowerKernels = PLAIN) -> torch.Tensor:
         query, key, value = self.qkv(x).chunk(3, dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        split = (self.heads, x.shape[-1] // self.heads)
-        rows = kernels.attend(query.unflatten(-1, split), key.unflatten(-1, split), value.unflatten(-1, split))
-        return self.output(rows)
+        split = (self.heads, query.shape[-1] // self.heads)
+        return self.mix(query.unflatten(-1, split), key.unflatten(-1, split), value.unflatten(-1, split), kernels)
+
+    def mix(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernels: TowerKernels = PLAIN
+    ) -> torch.Tensor:
+        """Each [n, tokens, heads, head size] -> [n, tokens, hidden]."""
+        return self.output(kernels.attend(query, key, value))
 
 
 class MLP(nn.Module):
@@ -82,7 +88,7 @@ class MLP(nn.Module):
         self.linear1 = nn.Linear(size, inner)
         self.linear2 = nn.Linear(inner, out)
 
-    def forward(self, x: torch.Tensor, kernels: TowerKernels = PLAIN) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Fp8Rows, kernels: TowerKernels = PLAIN) -> torch.Tensor:
         return self.linear2(kernels.linear_and_activate(x, self.linear1, self.activation_name))
 
 
@@ -129,7 +135,7 @@ class Projector(MLP):
         super().__init__(size, text_size, text_size, activation)
         self.norm = nn.LayerNorm(size)
 
-    def forward(self, x: torch.Tensor, kernels: TowerKernels = PLAIN) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Fp8Rows, kernels: TowerKernels = PLAIN) -> torch.Tensor:
         return super().forward(self.norm(x), kernels)
 
 
@@ -195,7 +201,8 @@ class InternViT(Tower):
     def activation_bytes(self, cost: int, scores: bool = False) -> int:
         """With PLAIN kernels.
 
-        The most is held in a layer's MLP (five tensors as wide as the residual stream, and its inner rows twice), in
+        The most is held in a layer's MLP (five tensors as wide as the residual stream, and its inner rows twice, or
+        three times while the CPU quantizes them), in
         its attention (eleven: q, k and v twice, where torch's kernel wants copies of its own; scores before and after
         the softmax), or where the pixels or the rows are wide. Not counted are what the allocator rounds up (at most
         1 MiB a tensor) and the scratch memory of matrix products.
@@ -205,7 +212,7 @@ class InternViT(Tower):
         pixels = math.prod(self.unit_shape)
         attention = 11 * tokens * hidden + (2 * self.blocks[0].attention.heads * tokens**2 if scores else 0)
         largest = max(
-            tokens * (5 * hidden + 2 * mlp.out_features),
+            tokens * (5 * hidden + (3 if isinstance(mlp, Fp8Linear) else 2) * mlp.out_features),
             attention,
             2 * tokens * hidden + 3 * self.grid**2 * projector.out_features,
             pixels + 2 * tokens * hidden,
@@ -249,9 +256,18 @@ class InternViT(Tower):
         for layer in self.blocks:
             layer.fold_scales()
 
+    def fp8_linears(self) -> dict[str, nn.Linear]:
+        names = ("attention.qkv", "attention.output", "mlp.linear1", "mlp.linear2")
+        inner = [f"layers.{number}.{name}" for number in range(self.depth) for name in names]
+        every = [*inner, "projector.linear1", "projector.linear2"]
+        return {name: cast(nn.Linear, self.get_submodule(name)) for name in every}
+
     @torch.inference_mode()
     def tuned(self, cost: int, choices: MeasuredChoices) -> Forward:
-        """With the kernels measured on the tower's own weights and shapes; in float32 there is no choice."""
+        """With the kernels measured on the tower's own weights and shapes; in float32 there is no choice.
+
+        Of a tower in FP8 only the attention is measured.
+        """
         layer, weight = self.blocks[0], self.class_embedding
         if weight.itemsize > 2:
             return partial(self, kernels=gpu_kernels("default", epilogue=False))
@@ -260,10 +276,15 @@ class InternViT(Tower):
         machine = f"{torch.cuda.get_device_name(weight.device)}, torch {torch.__version__}"
         x = torch.randn(cost, tokens, width, dtype=weight.dtype, device=weight.device)
         query, key, value = attention.qkv(x).unflatten(-1, (3, heads, width // heads)).unbind(2)
-        backend = choices.fastest(
-            f"vision attention, {cost} x {tokens}, {heads} heads of {width // heads}, {weight.dtype}, {machine}",
-            {name: partial(attend, query, key, value, backend=BACKENDS.get(name)) for name in ("default", *BACKENDS)},
+        fp8 = isinstance(attention.output, Fp8Linear)
+        every = {name: fp8_kernels(name) if fp8 else gpu_kernels(name, epilogue=False) for name in ATTENTIONS}
+        backend = choices.fastest(  # with the layer after it, in front of which FP8 quantizes
+            f"vision attention and output{' in fp8' * fp8}, {cost} x {tokens}, {heads} heads of {width // heads}, "
+            f"{weight.dtype}, {machine}",
+            {name: partial(attention.mix, query, key, value, kernels) for name, kernels in every.items()},
         )
+        if fp8:
+            return partial(self, kernels=fp8_kernels(backend))
         epilogue = False
         if mlp.activation_name in GELUS:
             shape = f"{mlp.linear1.out_features} x {width}, {cost * tokens} rows"

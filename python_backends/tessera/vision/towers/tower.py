@@ -57,6 +57,10 @@ class Tower(torch.nn.Module):
         """The forward for so much, with what is the fastest on the tower's GPU. Towers that split only."""
         return self
 
+    def fp8_linears(self) -> dict[str, torch.nn.Linear]:
+        """Module name -> the linear layers that FP8 may take the place of. Raises ConfigError where there are none."""
+        raise ConfigError(f"{type(self).__name__} does not run in FP8: set vision_encoder.quantization to checkpoint")
+
     def targets(self, stored: Set[str]) -> dict[str, Target]:
         """What fills the tower, by our names of the weights; ``stored``: those that the checkpoint has."""
         return {name: partial(copy_whole, value) for name, value in self.state_dict().items()}

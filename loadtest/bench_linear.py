@@ -1,0 +1,179 @@
+"""Linear layers of 4-bit weights on one GPU, at the shapes of InternVL3-8B, in bfloat16, group 128.
+
+Prints the copy speed first (the ceiling), then for each shape and number of rows the time of cuBLAS in bfloat16 and of
+the W4A16 kernel, each in a CUDA graph over more copies of the weights than any cache holds, their errors against the
+torch twin, and the ratio of the sums over the four shapes. ``--sweep`` times many plans instead of the kernel's own.
+
+    PYTHONPATH=python_backends python loadtest/bench_linear.py [--sweep] [--seconds 60]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from bench_kernels import copy_speed, error, normal, poisoned, seconds
+
+from tessera.engine.kernels import reference
+from tessera.engine.kernels.silu_multiply import silu_and_multiply
+from tessera.engine.kernels.w4_layout import PackedW4
+from tessera.engine.kernels.w4a16 import W4Plan, plan_w4a16, w4a16_gate_up, w4a16_linear
+
+SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}  # n, k
+GATED = "gate_up*"  # with the activation; beside the sums, not in them
+GROUP = 128
+ROWS = (1, 16, 32, 64)
+ROTATED = 256 << 20  # bytes of weights that take turns
+TILES = [  # block_n, warps, stages, registers
+    *((32, 2, 3, None), (32, 2, 4, None), (32, 2, 6, None), (64, 2, 3, None), (64, 2, 4, None), (64, 4, 4, None)),
+    *((64, 4, 3, 168), (64, 4, 6, None), (128, 4, 2, None), (128, 4, 3, None), (128, 4, 4, None), (128, 4, 4, 168)),
+    *((128, 8, 3, None), (128, 8, 4, None), (128, 8, 3, 128), (128, 8, 5, None)),
+]
+PROGRAMS = (1, 1.5, 2, 3, 4)  # a multiprocessor
+SPLITS = (1, 2, 3, 4, 5, 7, 9)  # programs a tile
+SHARED_MEMORY = 227 * 1024
+TOLERANCE = 1e-2
+
+
+def random_w4(n: int, k: int, chunk: int = 64) -> PackedW4:
+    """Weights of about 0.02, zero points of 0 .. 15."""
+    codes = torch.randint(-(1 << 15), 1 << 15, (k // (4 * chunk), n, chunk), dtype=torch.int16, device="cuda")
+    scales = torch.rand((k // GROUP, n), device="cuda") * 0.005 + 0.001
+    words = scales.view(torch.int32) & -32 | torch.randint(0, 16, scales.shape, dtype=torch.int32, device="cuda")
+    return PackedW4(codes, words, torch.zeros(n, dtype=torch.int32, device="cuda"))
+
+
+class Case:
+    """One shape's products with m rows."""
+
+    def __init__(self, name: str, weights: list[PackedW4], m: int) -> None:
+        self.name, self.m, self.weights = name, m, weights
+        self.n, self.k = weights[0].shape
+        self.x = normal(m, self.k)
+        gated = name == GATED
+        self.kernel: Callable[..., torch.Tensor] = w4a16_gate_up if gated else w4a16_linear
+        self.twin = reference.w4a16_gate_up if gated else reference.w4a16_linear
+        self.library = (lambda x, w: silu_and_multiply(F.linear(x, w))) if gated else F.linear
+        self.bytes = weights[0].codes.nbytes + weights[0].words.nbytes + 2 * m * (self.k + self.n // (1 + gated))
+
+    def expected(self) -> torch.Tensor:
+        return self.twin(self.x, self.weights[-1])
+
+    def plans(self, sms: int) -> list[W4Plan]:
+        """Those worth a try: they fit into the shared memory and neither starve nor flood the GPU."""
+        found = [plan_w4a16(self.m, self.n, len(self.weights[0].codes), sms)]
+        rows = max(16, 1 << (self.m - 1).bit_length())
+        chunk = self.weights[0].codes.shape[2]
+        for block_n, warps, stages, registers in TILES:
+            memory = stages * (2 * chunk * block_n + 8 * chunk * rows + 8 * block_n)
+            tiles = -(-self.n // block_n)
+            for programs in [int(each * sms) for each in PROGRAMS] + [tiles * splits for splits in SPLITS]:
+                each = -(-programs // sms)
+                fits = each * memory <= SHARED_MEMORY and each * warps * 32 * (registers or 96) <= 65536
+                if 0.7 * sms <= programs <= tiles * len(self.weights[0].codes) and fits:
+                    found.append(W4Plan(block_n, programs, warps, stages, registers))
+        return list(dict.fromkeys(found))
+
+    def kernel_key(self, plan: W4Plan | None) -> tuple[object, ...]:
+        """Equal where the compiled kernels are."""
+        whole = plan and plan.programs == -(-self.n // plan.block_n)
+        chunk = self.weights[0].codes.shape[2]
+        return max(16, self.m), chunk, self.name == GATED, whole, plan and replace(plan, programs=0)
+
+    def microseconds(self, plan: W4Plan | None, stream: torch.cuda.Stream) -> float:
+        return 1e6 * seconds([partial(self.kernel, self.x, weights, plan=plan) for weights in self.weights], stream)
+
+    def error(self, plan: W4Plan | None, expected: torch.Tensor) -> float:
+        with poisoned():
+            return error(self.kernel(self.x, self.weights[-1], plan=plan), expected)
+
+
+def cases(chunk: int) -> Iterator[list[Case]]:
+    """The cases of each shape."""
+    for name in (*SHAPES, GATED):
+        n, k = SHAPES[name.rstrip("*")]
+        weights = [random_w4(n, k, chunk) for _ in range(-(-ROTATED // (n * k // 2)))]
+        yield [Case(name, weights, m) for m in ROWS]
+
+
+def measure(stream: torch.cuda.Stream, sweep: bool, chunk: int, deadline: float) -> Iterator[dict[str, Any]]:
+    """One row a case and way, until the deadline."""
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    groups = [group for group in cases(chunk) if not (sweep and group[0].name == GATED)]
+    jobs = [(case, plan) for group in groups for case in group for plan in (case.plans(sms) if sweep else [None])]
+    compiled = {case.kernel_key(plan): (case, plan) for case, plan in jobs}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of a compilation runs outside the interpreter lock
+        list(pool.map(lambda job: job[0].kernel(job[0].x, job[0].weights[0], plan=job[1]), compiled.values()))
+    torch.cuda.synchronize()
+    print(f"{len(compiled)} kernels compiled", flush=True)
+    for group in groups:
+        n, k = group[0].n, group[0].k
+        halves = [normal(n, k) * 0.02 for _ in range(-(-ROTATED // (2 * n * k)))]
+        for case in group:
+            key = {"shape": case.name, "m": case.m}
+            calls = [partial(case.library, case.x, weight) for weight in halves * -(-4 // len(halves))]
+            yield {**key, "by": "cuBLAS", "us": 1e6 * seconds(calls, stream)}
+            expected = case.expected()
+            for plan in case.plans(sms) if sweep else [None]:
+                if time.monotonic() > deadline:
+                    return
+                taken = case.microseconds(plan, stream)
+                row = {**key, "by": "w4a16", "us": taken, "gb_s": case.bytes / taken / 1e3}
+                yield {**row, "error": case.error(plan, expected), **(asdict(plan) if plan else {})}
+
+
+def print_table(found: list[dict[str, Any]]) -> None:
+    print("\nshape        m   cuBLAS us   w4a16 us   ratio    GB/s     error  plan")
+    sums: dict[int, list[float]] = {}
+    for name, m in dict.fromkeys((row["shape"], row["m"]) for row in found):
+        rows = [row for row in found if (row["shape"], row["m"]) == (name, m)]
+        library, ours = rows[0], sorted(rows[1:], key=lambda row: row["us"])
+        wrong = [row for row in ours if not row["error"] < TOLERANCE]
+        if wrong:
+            print(f"{len(wrong)} of {len(ours)} WRONG, for instance {wrong[0]}")
+        for row in ours[:4]:
+            plan = "{block_n}, {programs}, {warps}, {stages}, {registers}".format(**row) if "programs" in row else ""
+            line = f"{name:8} {m:5} {library['us']:11.2f} {row['us']:10.2f} {library['us'] / row['us']:7.2f}"
+            print(f"{line} {row['gb_s']:7.0f}  {row['error']:.1e}  {plan}")
+        if ours and name != GATED:
+            total = sums.setdefault(m, [0.0, 0.0])
+            total[0], total[1] = total[0] + library["us"], total[1] + ours[0]["us"]
+    for m, (library_us, ours_us) in sums.items():
+        print(f"sum      {m:5} {library_us:11.2f} {ours_us:10.2f} {library_us / ours_us:7.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true", help="time many plans")
+    parser.add_argument("--seconds", type=float, default=60, help="a sweep stops after so many, from the start")
+    parser.add_argument("--chunk", type=int, default=64, help="columns of a chunk of the layout")
+    options = parser.parse_args()
+    deadline = time.monotonic() + options.seconds
+    if not torch.cuda.is_available():
+        sys.exit("bench_linear.py needs a GPU")
+    torch.manual_seed(4)
+    stream = torch.cuda.Stream()
+    with torch.inference_mode():
+        ceiling = copy_speed(stream) / 1e9
+        print(f"{torch.cuda.get_device_name()}: copy {ceiling:.0f} GB/s", flush=True)
+        found = list(measure(stream, options.sweep, options.chunk, deadline))
+    print_table(found)
+    if time.monotonic() > deadline:
+        print("stopped by --seconds: some plans were not measured")
+    if "OUT" in os.environ:
+        Path(os.environ["OUT"], "linear.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+
+
+if __name__ == "__main__":
+    main()

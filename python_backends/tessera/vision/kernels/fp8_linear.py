@@ -1,0 +1,45 @@
+"""A linear layer of a tower in FP8: e4m3 weights, a scale an output channel; a scale a row of what goes in."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tessera.fp8.rows import Fp8Rows, fp8_linear, quantize_rows, quantize_weight
+
+
+class Fp8Linear(nn.Module):
+    """Takes rows of any floating dtype, which it quantizes, or Fp8Rows; gives rows of ``dtype``.
+
+    Its tensors are buffers, which ``Module.to(dtype)`` would convert: a tower takes it in when it has its own dtype.
+    """
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """weight e4m3 [out, in], scales float32 [out], bias [out] of any floating dtype."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = dtype
+        self.register_buffer("weight", weight)
+        self.register_buffer("scales", scales)
+        self.register_buffer("bias", None if bias is None else bias.to(dtype))
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, linear: nn.Linear, dtype: torch.dtype, device: torch.device | str) -> Fp8Linear:
+        """The layer quantized; on the GPU if it is to stay there, since a CPU rounds to e4m3 one value at a time."""
+        weight, scales = quantize_weight(linear.weight.detach().to(device))
+        return cls(weight, scales, None if linear.bias is None else linear.bias.detach().to(device), dtype)
+
+    def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        """x [..., in] -> [..., out]."""
+        if isinstance(x, torch.Tensor):
+            shape, rows = x.shape, quantize_rows(x.reshape(-1, self.in_features))
+        else:
+            shape, rows = x.values.shape, Fp8Rows(x.values.flatten(0, -2), x.scales.flatten(0, -2))
+        return fp8_linear(rows, self.weight, self.scales, self.bias, self.dtype).unflatten(0, shape[:-1])

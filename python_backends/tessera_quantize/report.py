@@ -1,0 +1,122 @@
+"""The report of a run: Markdown, an SVG plot beside it, and the same figures as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+from xml.sax.saxutils import escape
+
+from tessera_quantize.run import Job, Row
+
+COLOURS = ("#1f5fbf", "#c0392b", "#2e8b57")
+LEFT, RIGHT, TOP, BOTTOM, WIDTH, HEIGHT = 80, 560, 50, 330, 780, 380
+
+
+def write(folder: Path, job: Job, rows: Sequence[Row]) -> None:
+    """Writes ``report.md``, ``errors.svg`` and ``report.json`` into ``folder``."""
+    folder.mkdir(exist_ok=True)
+    (folder / "report.md").write_text(markdown(job, rows), encoding="utf-8")
+    (folder / "errors.svg").write_text(plot(rows), encoding="utf-8")
+    (folder / "report.json").write_text(json.dumps(document(job, rows), indent=1) + "\n", encoding="utf-8")
+
+
+def document(job: Job, rows: Sequence[Row]) -> dict[str, Any]:
+    """All figures as plain data."""
+    return {
+        "checkpoint": job.source.resolve().name,
+        "recipe": asdict(job.recipe),
+        "vision": "fp8" if job.vision_fp8 else "as it was",
+        "questions": {"calibration": len(job.calibration), "held_out": len(job.held_out)},
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def markdown(job: Job, rows: Sequence[Row]) -> str:
+    """The report as a page."""
+    recipe = job.recipe
+    form = "FP8, a scale a channel" if recipe.method == "fp8" else f"4 bits, groups of {recipe.group_size}"
+    if recipe.method != "fp8":
+        form += ", symmetric" if recipe.symmetric else ", with zeros"
+    policies = list(rows[0].recall)
+    head = ["weights", "MB", "error of the layers", "KL, millinats", "same likeliest token"]
+    head += [f"recall, {policy}" for policy in policies]
+    lines = [
+        f"# {job.source.resolve().name}: {recipe.method.upper()}",
+        "",
+        f"{form}; the vision tower {'in FP8' if job.vision_fp8 else 'as it was'}. Calibrated on {len(job.calibration)} "
+        f"questions, judged on {len(job.held_out)} others. KL and likeliest tokens are those of the right answers' "
+        "tokens against the original model; the error of a layer is the share of its outputs' squares. Recall is the "
+        "mean balanced accuracy over the classes of yes/no questions, or the share of right answers without such.",
+        "",
+        *_table(head, [_cells(row, policies) for row in rows]),
+        "",
+        "![error by layer](errors.svg)",
+        "",
+        f"## Errors of {rows[1].name}, %",
+        "",
+    ]
+    modules = list(rows[1].errors[0])
+    body = [
+        [str(index), *(f"{100 * layer[name]:.3f}" for name in modules)] for index, layer in enumerate(rows[1].errors)
+    ]
+    return "\n".join([*lines, *_table(["layer", *modules], body), ""])
+
+
+def layer_errors(row: Row) -> list[float]:
+    """The mean over the modules of each layer."""
+    return [mean(layer.values()) for layer in row.errors]
+
+
+def share_right(figures: Mapping[str, Any]) -> float:
+    """recall.macro, or where there is none the share of right answers of all kinds."""
+    if figures["recall.macro"] is not None:
+        return figures["recall.macro"]
+    return sum(kind["questions"] * kind["accuracy"] for kind in figures["kinds"].values()) / figures["questions"]
+
+
+def _cells(row: Row, policies: Sequence[str]) -> list[str]:
+    error = f"{100 * mean(layer_errors(row)):.3f}%" if row.errors else "-"
+    figures = [f"{row.bytes / 1e6:.2f}", error, f"{1000 * row.kl:.3f}", f"{100 * row.same:.2f}%"]
+    return [row.name, *figures, *(f"{100 * share_right(row.recall[policy]):.2f}%" for policy in policies)]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def plot(rows: Sequence[Row]) -> str:
+    """Each row's error by layer as an SVG picture, on a logarithmic scale."""
+    curves = {row.name: layer_errors(row) for row in rows if row.errors}
+    values = [value for curve in curves.values() for value in curve if value > 0] or [1.0]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) + 1e-9)
+    last = max(len(curve) for curve in curves.values()) - 1
+
+    def x(layer: int) -> float:
+        return round(LEFT + (RIGHT - LEFT) * layer / max(last, 1), 1)
+
+    def y(value: float) -> float:
+        return round(BOTTOM - (BOTTOM - TOP) * (math.log10(max(value, 10.0**low)) - low) / max(high - low, 1), 1)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{LEFT}" y="24" font-size="14">Error of the layers: share of their outputs\' squares</text>',
+        f'<text x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 36}" text-anchor="middle">layer</text>',
+    ]
+    for power in range(low, high + 1):
+        height = y(10.0**power)
+        parts.append(f'<line x1="{LEFT}" y1="{height}" x2="{RIGHT}" y2="{height}" stroke="#ddd"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{height + 4}" text-anchor="end">{100 * 10.0**power:g}%</text>')
+    for layer in range(0, last + 1, max(1, last // 8)):
+        parts.append(f'<text x="{x(layer)}" y="{BOTTOM + 18}" text-anchor="middle">{layer}</text>')
+    for number, ((name, curve), colour) in enumerate(zip(curves.items(), COLOURS)):
+        points = " ".join(f"{x(layer)},{y(value)}" for layer, value in enumerate(curve))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{RIGHT + 16}" y="{TOP + 20 * number}" fill="{colour}">{escape(name)}</text>')
+    return "\n".join([*parts, "</svg>", ""])

@@ -1,0 +1,71 @@
+"""Weights of four bits in groups, and the plainest way to make them: rounding to the nearest (RTN)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+LARGEST = 15  # of a code
+
+
+class Int4Weight(NamedTuple):
+    """W = (codes - zeros) * scales, each scale and zero for a group of neighbouring columns of one row.
+
+    ``codes`` uint8 [out, in], 0..15; ``scales`` [out, groups] of the dtype they are stored in; ``zeros`` uint8
+    [out, groups], 0..15, all 8 where the grid is symmetric.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+
+    def dequantized(self) -> torch.Tensor:
+        """float32 [out, in]."""
+        groups = self.scales.shape[1]
+        codes = self.codes.float().unflatten(1, (groups, -1))
+        return ((codes - self.zeros.float()[..., None]) * self.scales.float()[..., None]).flatten(1)
+
+
+class Grid(NamedTuple):
+    """The sixteen values that a group's weights may take; float32 [out, groups] each, scales as they are stored."""
+
+    scales: torch.Tensor
+    zeros: torch.Tensor
+
+    def codes(self, grouped: torch.Tensor) -> torch.Tensor:
+        """The nearest codes of ``grouped`` [out, groups, size], float32 of the same shape."""
+        steps = grouped / self.scales[..., None] + self.zeros[..., None]
+        return steps.round().clamp_(0, LARGEST)
+
+    def rounded(self, grouped: torch.Tensor) -> torch.Tensor:
+        """The nearest values of ``grouped`` [out, groups, size]."""
+        return (self.codes(grouped) - self.zeros[..., None]) * self.scales[..., None]
+
+
+def fit_grid(
+    weight: torch.Tensor, group_size: int, symmetric: bool, dtype: torch.dtype, shrink: torch.Tensor | float = 1.0
+) -> Grid:
+    """The grid from each group's least to its greatest weight, both times ``shrink`` (a number, or [out, groups]).
+
+    ``weight`` float32 [out, in]. Zero is always on the grid. Scales are rounded to ``dtype``, in which they will be
+    stored, before anything is rounded to them.
+    """
+    grouped = weight.unflatten(1, (-1, group_size))
+    low, high = grouped.amin(-1).clamp(max=0) * shrink, grouped.amax(-1).clamp(min=0) * shrink
+    width = 2 * torch.maximum(-low, high) if symmetric else high - low
+    scales = (width / LARGEST).to(dtype).float()
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))  # a group of zeros
+    zeros = torch.full_like(scales, 8) if symmetric else (-low / scales).round().clamp_(0, LARGEST)
+    return Grid(scales, zeros)
+
+
+def round_to(grid: Grid, weight: torch.Tensor, group_size: int, dtype: torch.dtype) -> Int4Weight:
+    """``weight`` float32 [out, in] on its grid."""
+    codes = grid.codes(weight.unflatten(1, (-1, group_size))).flatten(1)
+    return Int4Weight(codes.to(torch.uint8), grid.scales.to(dtype), grid.zeros.to(torch.uint8))
+
+
+def quantize(weight: torch.Tensor, group_size: int, symmetric: bool, dtype: torch.dtype) -> Int4Weight:
+    """``weight`` float32 [out, in] rounded to the nearest; nothing is known of the inputs."""
+    return round_to(fit_grid(weight, group_size, symmetric, dtype), weight, group_size, dtype)

@@ -1,0 +1,52 @@
+"""A labelled folder of small pictures, tiny checkpoints with bodies of every name, and jobs on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import tiny_checkpoints
+import torch
+
+from tessera_evaluation.datasets import folder_items
+from tessera_quantize.layer import Recipe
+from tessera_quantize.run import Job
+
+QUESTIONS = ("What is this?", "Is it red?", "How many are there?", "Is there a lamp?", "Where?", "What colour?")
+BODIES = ("native qwen2", "native llama", "chat internlm2", "chat qwen2")
+
+
+def labelled_folder(folder: Path) -> Path:
+    """Six pictures of coloured noise, a question each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ["file,question,answer"]
+    for number, question in enumerate(QUESTIONS):
+        noise = np.random.default_rng(number).integers(0, 255, (5, 4, 3), np.uint8)
+        cv2.imwrite(str(folder / f"{number}.png"), cv2.resize(noise, (200, 260), interpolation=cv2.INTER_CUBIC))
+        lines.append(f"{number}.png,{question},{'yes' if number % 2 else 'no'}")
+    (folder / "labels.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def checkpoint(folder: Path, body: str, **shape: Any) -> Path:
+    """One of BODIES with random weights in bfloat16."""
+    layout, text = body.split()
+    shape.setdefault("text", "qwen2" if text == "qwen2" else "llama")
+    native = tiny_checkpoints.hf_native(folder / "native", tiny_checkpoints.Shape(**shape), dtype=torch.bfloat16)
+    return native if layout == "native" else tiny_checkpoints.as_internvl_chat(native, folder / "chat", text=text)
+
+
+def job(source: Path, out: Path, pictures: Path, method: str = "awq", **changes: Any) -> Job:
+    """Without recall, which needs the engine; four questions to calibrate on, two held out."""
+    items = folder_items(pictures)
+    recipe = Recipe(method, group_size=32, symmetric=changes.pop("symmetric", False))
+    return Job(source, out, recipe, items[:4], items[4:], **{"policies": (), "compare": False} | changes)
+
+
+@contextmanager
+def quiet(what: str, steps: int) -> Iterator[Any]:
+    yield lambda: None
