@@ -81,7 +81,7 @@ def _read(quantization: Mapping[str, Any] | None) -> tuple[Groups, list[str]]:
 
 
 class _Selector:
-    """Groups of a configuration, the modules that it leaves out, and the tensors that the file has: a SchemeSelector."""
+    """A SchemeSelector: by a configuration's groups, the modules that it leaves out, and the tensors of the file."""
 
     def __init__(self, groups: Groups, ignored: Sequence[str], stored: StoredModules, method: str) -> None:
         self._groups, self._ignored, self._stored, self._method = groups, ignored, stored, method
