@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from safetensors.numpy import save_file
 
 from tessera import gpu_memory
@@ -64,8 +66,10 @@ def test_weights_are_counted_by_their_files_headers(tmp_path: Path) -> None:
     half, whole = np.zeros((4, 8), np.float16), np.zeros((3, 5), np.float32)
     save_file({"vision_tower.a": half, "model.vision_tower.b": half, "mlp1.0.c": whole}, tmp_path / "a.safetensors")
     save_file({"language_model.d": whole, "packed": np.zeros(9, np.int32)}, tmp_path / "b.safetensors")
-    assert weights_of(tmp_path, "bfloat16") == (2 * (32 + 32 + 15), 2 * 15 + 36)
-    assert weights_of(tmp_path, "float32") == (4 * (32 + 32 + 15), 4 * 15 + 36)
+    fp8 = {"language_model.e": torch.zeros(7, dtype=torch.float8_e4m3fn)}
+    safetensors.torch.save_file(fp8, tmp_path / "d.safetensors")
+    assert weights_of(tmp_path, "bfloat16") == (2 * (32 + 32 + 15), 2 * 15 + 36 + 7)
+    assert weights_of(tmp_path, "float32") == (4 * (32 + 32 + 15), 4 * 15 + 36 + 7)
     assert weights_of(tmp_path / "none", "") == (0, 0)
     (tmp_path / "c.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     with pytest.raises(ConfigError, match="c.safetensors is no safetensors file"):

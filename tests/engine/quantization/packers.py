@@ -220,7 +220,7 @@ def quantize_folder(folder, form, modules=LINEAR, at=None):
     """
     path = folder / "model.safetensors"
     tensors, expected = load_file(path), {}
-    for name in [name for name in tensors if modules.fullmatch(name)]:
+    for name in [name for name, tensor in tensors.items() if modules.fullmatch(name) and tensor.dim() == 2]:
         module = name.removesuffix(".weight")
         packed, expected[module] = form.pack(tensors.pop(name))
         tensors |= {f"{module}.{leaf}": tensor.contiguous() for leaf, tensor in packed.items()}

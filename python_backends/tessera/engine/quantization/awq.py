@@ -44,8 +44,8 @@ class Awq(Int4):
         qzeros = shaped(tensors, "qzeros", (groups, words), torch.int32)
         return {
             "codes": _columns(qweight)[:, :out_features].T,
-            "zeros": _columns(qzeros)[:, :out_features].T,
-            "scales": shaped(tensors, "scales", (groups, out_features)).T,
+            "zeros": _columns(qzeros)[:, :out_features].T.float(),
+            "scales": shaped(tensors, "scales", (groups, out_features)).T.float(),
             **bias_of(tensors),
         }
 

@@ -19,16 +19,19 @@ from tessera.engine.quantization.scheme import LinearScheme, Stored, bias_of, sh
 from tessera.engine.quantization.settings import Groups, Settings
 from tessera.errors import CheckpointError
 
-_FORMATS = ("pack-quantized", "float-quantized")
+_FORMATS = ("pack-quantized", "float-quantized", "naive-quantized")  # the last is another name for FP8's
 _BY_GROUP = ("group", "dynamic", True)
 """Activation orders that scatter a group's columns, by all their names; the others leave no trace in the file."""
 
 
 def read(settings: Settings) -> Groups:
     """quant_method "compressed-tensors"."""
-    settings.take("quantization_status", ("compressed",), "compressed")
+    settings.take("quantization_status", ("compressed", "frozen"), "compressed")
     overall = settings.take("format", (*_FORMATS, "mixed-precision", None))
     settings.drop("global_compression_ratio", "version")
+    sparsity = settings.section("sparsity_config")
+    if sparsity is not None:
+        sparsity.take("format", ("dense",), "dense")
     groups = settings.section("config_groups")
     if groups is None:
         raise CheckpointError(f"{settings.where} has no config_groups")
@@ -108,14 +111,14 @@ class Packed(Int4):
                 f"weight_shape is {tensors['weight_shape'].tolist()}, expected {[out_features, in_features]}"
             )
         if self.symmetric:
-            zeros = torch.full((out_features, groups), ZERO, device=packed.device)
+            zeros = torch.full((out_features, groups), float(ZERO), device=packed.device)
         else:
             points = shaped(tensors, "weight_zero_point", (-(-out_features // 8), groups), torch.int32)
-            zeros = unpack(points.T)[:, :out_features].T
+            zeros = unpack(points.T)[:, :out_features].T.float()
         return {
             "codes": unpack(packed)[:, :in_features],
             "zeros": zeros,
-            "scales": shaped(tensors, "weight_scale", (out_features, groups)),
+            "scales": shaped(tensors, "weight_scale", (out_features, groups)).float(),
             "columns": self.columns(tensors, "weight_g_idx", in_features, packed.device),
             **bias_of(tensors),
         }

@@ -73,12 +73,16 @@ def _read(quantization: Mapping[str, Any] | None) -> tuple[Groups, list[str]]:
     ignored = [name for key in _IGNORE for name in settings.take(key) or ()]
     if not settings.take("lm_head", (True, False), False) and method != "compressed-tensors":
         ignored += _HEADS
-    groups = resolve_name(METHODS[method])(settings)
+    groups: Groups = resolve_name(METHODS[method])(settings)
     settings.finish()
+    for _, make in groups:
+        make()  # raises for values that no module could have
     return groups, ignored
 
 
 class _Selector:
+    """A SchemeSelector: by a configuration's groups, the modules that it leaves out, and the tensors of the file."""
+
     def __init__(self, groups: Groups, ignored: Sequence[str], stored: StoredModules, method: str) -> None:
         self._groups, self._ignored, self._stored, self._method = groups, ignored, stored, method
 

@@ -21,13 +21,13 @@ from tessera.errors import CheckpointError
 _VERSIONS = {"gptq": 1, "gptq_v2": 2}
 # fmt: off
 _OF_THE_MAKING = (
-    "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "mse", "act_group_aware", "dataset",
-    "tokenizer", "batch_size", "model_name_or_path", "model_file_base_name", "model_seqlen",
-    "block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize", "quantizer",
-    "meta", "use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config", "max_input_length",
-    "cache_block_outputs", "pad_token_id", "backend", "desc_act", "offload_to_disk", "offload_to_disk_path",
-    "adapter", "rotation", "hessian", "gptaq", "gptaq_alpha", "v2", "v2_alpha", "device", "pack_impl",
-    "calibration_data_min_length",
+    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
+    "calibration_data_min_length", "damp_auto_increment", "damp_percent", "dataset", "desc_act", "device",
+    "disable_exllama", "exllama_config", "failsafe", "foem", "gptaq", "gptaq_alpha", "hessian", "hyb_act",
+    "max_input_length", "meta", "mock_quantization", "model_file_base_name", "model_name_or_path", "model_seqlen",
+    "module_name_preceding_first_block", "modules_in_block_to_quantize", "mse", "offload_to_disk",
+    "offload_to_disk_path", "pack_impl", "pad_token_id", "quantizer", "static_groups", "tokenizer", "true_sequential",
+    "use_cuda_fp16", "use_exllama", "v2", "v2_alpha",
 )
 # fmt: on
 
@@ -37,6 +37,9 @@ def read(settings: Settings) -> Groups:
     settings.take("bits", (4,))
     settings.take("is_marlin_format", (False, None))
     settings.take("pack_dtype", ("int32", None))
+    settings.take("method", ("gptq", None))
+    settings.take("rotation", (None, False, ""))
+    settings.take("adapter", (None, {}))
     label = settings.take("checkpoint_format", default=None) or settings.take("format", default=None) or "gptq"
     settings.check("checkpoint_format", label, _VERSIONS)
     symmetric = settings.take("sym", (True, False), True)
@@ -66,8 +69,8 @@ class Gptq(Int4):
         codes = unpack(qweight.T)[:, :in_features]
         return {
             "codes": codes,
-            "zeros": self._zeros(unpack(qzeros)[:, :out_features].T, codes),
-            "scales": shaped(tensors, "scales", (groups, out_features)).T,
+            "zeros": self._zeros(unpack(qzeros)[:, :out_features].T, codes).float(),
+            "scales": shaped(tensors, "scales", (groups, out_features)).T.float(),
             "columns": self.columns(tensors, "g_idx", in_features, qweight.device),
             **bias_of(tensors),
         }

@@ -25,6 +25,8 @@ class Int4(LinearScheme):
     shared = frozenset({"columns"})
 
     def __init__(self, group_size: int) -> None:
+        if type(group_size) is not int or not (group_size == -1 or group_size > 0):
+            raise CheckpointError(f"quantization_config: group_size {group_size!r:.80} is no number of columns, nor -1")
         self.group_size = group_size
 
     def groups(self, in_features: int) -> int:

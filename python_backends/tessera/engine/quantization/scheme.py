@@ -202,7 +202,8 @@ class Linear(nn.Module):
             expected = [self.sizes[module], *target.shape[1:]]
             if list(tensor.shape) != expected:
                 raise CheckpointError(f"{name} has shape {list(tensor.shape)}, expected {expected}")
-            target[self._rows[module]] = tensor.to(target.dtype)
+            as_bits = torch.uint8 if target.itemsize == 1 else target.dtype  # not every device indexes float8
+            target.view(as_bits)[self._rows[module]] = tensor.to(target.dtype).view(as_bits)
 
     def _others(self, module: str) -> str:
         return ", ".join(name for name in self._rows if name != module)
