@@ -32,6 +32,14 @@ class Fp8Rows(NamedTuple):
         return self.values.float() * self.scales
 
 
+class Fp8Sums(NamedTuple):
+    """A product of e4m3 values that still lacks the scales: it is ``sums * x_scales * scales``."""
+
+    sums: torch.Tensor  # [m, n]
+    x_scales: torch.Tensor  # float32 [m, 1]
+    scales: torch.Tensor  # float32 [n]
+
+
 def empty_rows(n: int, size: int, device: torch.device) -> Fp8Rows:
     """Memory for n rows."""
     return Fp8Rows(
