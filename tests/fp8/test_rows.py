@@ -65,7 +65,8 @@ def test_linear_multiplies_what_the_values_stand_for(has_bias):
         expected += bias.double()
     out = fp8_linear(rows, weight, scales, bias, torch.bfloat16)
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=2e-3)
+    # A GPU adds a bias to few rows after a first rounding.
+    torch.testing.assert_close(out.double(), expected, rtol=2**-7 if DEVICE.type == "cuda" else 2**-8, atol=2e-3)
     # The same, with the scales applied after the product: two roundings.
     out = rescale(fp8_sums(rows, weight, torch.bfloat16), rows.scales, scales, bias)
     torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=4e-3)

@@ -13,7 +13,7 @@ from tessera.engine.quantization.fp8 import PRODUCTS, Fp8, Fp8OnLoad
 from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape
 from tessera.engine.quantization.unquantized import Unquantized
 from tessera.errors import CheckpointError
-from tessera.fp8.rows import E4M3, Fp8Rows, quantize_rows, quantize_weight
+from tessera.fp8.rows import E4M3, Fp8Rows, Fp8Sums, quantize_rows, quantize_weight
 
 CPU = torch.device("cpu")
 SIZE, PARTS = 128, {"gate": 48, "up": 48}
@@ -87,6 +87,11 @@ def test_every_product_computes_the_same(units, bias, product):
     assert layer.takes_fp8(7)
     rows = quantize_rows(x)
     torch.testing.assert_close(layer(rows), expected)
+    unscaled = layer.unscaled(rows)
+    assert isinstance(unscaled, Fp8Sums) == (product == "rescaled" and not bias)
+    if isinstance(unscaled, Fp8Sums):
+        unscaled = unscaled.sums * unscaled.x_scales * unscaled.scales
+    torch.testing.assert_close(unscaled, expected)
     gated = F.silu(expected[:, :48]) * expected[:, 48:]
     for given in (x, rows):
         torch.testing.assert_close(layer.gated(given), gated, rtol=1e-5, atol=1e-4)

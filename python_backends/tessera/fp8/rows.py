@@ -17,6 +17,8 @@ LARGEST = 448.0
 SMALLEST_SCALE = 1e-12
 #: rows and columns of a weight that ``torch._scaled_mm`` takes
 MULTIPLE = 16
+# cuBLAS 13.0 has no product with scales a row, a bias, few rows and a long k: seen failing up to 64 rows.
+_BIAS_FROM = 128
 
 
 class Fp8Rows(NamedTuple):
@@ -30,6 +32,14 @@ class Fp8Rows(NamedTuple):
         return self.values.float() * self.scales
 
 
+class Fp8Sums(NamedTuple):
+    """A product of e4m3 values that still lacks the scales: it is ``sums * x_scales * scales``."""
+
+    sums: torch.Tensor  # [m, n]
+    x_scales: torch.Tensor  # float32 [m, 1]
+    scales: torch.Tensor  # float32 [n]
+
+
 def empty_rows(n: int, size: int, device: torch.device) -> Fp8Rows:
     """Memory for n rows."""
     return Fp8Rows(
@@ -41,8 +51,8 @@ def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> Fp8Rows
     """x [n, size] of any floating dtype, contiguous -> its rows in e4m3.
 
     Each row's scale is its largest magnitude / 448, at least 1e-12; the values are multiplied by 1 / scale, rounded to
-    float32, as that costs one division a row. A given ``scale`` (float32, one value) is taken
-    for all rows instead, and what exceeds 448 of it saturates: static quantization.
+    float32, as that costs one division a row. A given ``scale`` (float32, one value) is taken for all rows instead,
+    and what exceeds 448 of it saturates: static quantization.
     """
     if x.is_cuda:
         from tessera.fp8 import kernels
@@ -73,6 +83,8 @@ def fp8_linear(
     """
     if not len(x.values):
         return torch.empty((0, len(weight)), dtype=dtype, device=weight.device)
+    if weight.is_cuda and bias is not None and len(x.values) < _BIAS_FROM:
+        return rescale(fp8_sums(x, weight, dtype), x.scales, scales, bias)
     if weight.is_cuda:
         return torch._scaled_mm(
             x.values,
@@ -93,14 +105,17 @@ def fp8_sums(x: Fp8Rows, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     cuBLAS has many more kernels for this than for products with scales a row, among them such that split k: from one
     row to some hundreds it is the faster way, even with :func:`rescale` after it.
     """
+    if not len(x.values):
+        return torch.empty((0, len(weight)), dtype=dtype, device=weight.device)
     if weight.is_cuda:
-        one = torch.ones((), device=weight.device)
+        one = _one(weight.device)
         return torch._scaled_mm(x.values, weight.t(), scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
     return (x.values.float() @ weight.float().t()).to(dtype)
 
 
 @cache
 def _one(device: torch.device) -> torch.Tensor:
+    """Made once: filling it would be a kernel before each product."""
     return torch.ones((), device=device)
 
 

@@ -163,6 +163,25 @@ def test_silu_and_multiply_takes_sums_without_their_scales(fp8_equal, dtype, dev
     assert torch.equal(silu_and_multiply(sums, False, (x_scales, scales)), silu_and_multiply(rescaled))
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_add_rms_norm_takes_sums_without_their_scales(fp8_equal, dtype, device, generator, fp8):
+    sums, residual = torch.randn((2, 3, 100), dtype=dtype, device=device, generator=generator) * 50
+    weight = torch.randn(100, dtype=dtype, device=device, generator=generator)
+    x_scales = torch.rand((3, 1), device=device, generator=generator) / 10
+    scales = torch.rand(100, device=device, generator=generator)
+    rescaled = (sums.float() * (x_scales * scales)).to(dtype)
+    for kernel in (add_rms_norm, reference.add_rms_norm):
+        expected, expected_sum = kernel(rescaled, residual.clone(), weight, EPS, fp8)
+        actual, total = kernel(sums.clone(), residual.clone(), weight, EPS, fp8, (x_scales, scales))
+        assert torch.equal(total, expected_sum)
+        if fp8:
+            fp8_equal(actual, expected)
+        else:
+            assert torch.equal(actual, expected)
+    with pytest.raises(ValueError, match="without a residual"):
+        add_rms_norm(sums, None, weight, EPS, fp8, (x_scales, scales))
+
+
 def test_the_quantizing_twins(dtype, device, generator):
     x, residual = torch.randn((2, 3, 64), dtype=dtype, device=device, generator=generator)
     weight = torch.randn(64, dtype=dtype, device=device, generator=generator)

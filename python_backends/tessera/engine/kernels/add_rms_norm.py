@@ -13,33 +13,42 @@ MAX_SIZE = 8192
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, fp8: bool = False
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    fp8: bool = False,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
     """x and residual [n, size], weight [size], all contiguous, of one dtype -> (normalised [n, size], residual).
 
     ``residual += x`` happens in place and is rounded to the dtype, as ``residual.add_(x)``; without a residual, x is
     the one returned. Statistics are float32; the normalised value is rounded to the dtype before it meets the weight.
     ``fp8``: the normalised rows leave quantized, as by :func:`tessera.fp8.rows.quantize_rows` after the rounding.
-    ValueError for a size over 8192 or tensors that are not contiguous.
+    ``scales``: x still lacks those of its rows [n, 1] and columns [size] (:func:`tessera.fp8.rows.fp8_sums`); it is
+    rescaled and rounded first. ValueError for a size over 8192, tensors that are not contiguous, or scales without a
+    residual, as the sum would have no place.
     """
     n, size = x.shape
     if size > MAX_SIZE:
         raise ValueError(f"add_rms_norm: rows of at most {MAX_SIZE} values, not {size}")
     if not (x.is_contiguous() and (residual is None or residual.is_contiguous())):
         raise ValueError("add_rms_norm: x and residual must be contiguous")
+    if scales is not None and residual is None:
+        raise ValueError("add_rms_norm: scales without a residual")
     rows = empty_rows(n, size, x.device) if fp8 else None
     out = torch.empty_like(x) if rows is None else rows.values
     block = triton.next_power_of_2(size)
     # 16 values a thread: two loads of 16 bytes from each tensor in flight, few enough threads to reduce over quickly.
     warps = min(max(block // 512, 1), 16)
     if n:
-        scales = None if rows is None else rows.scales
-        _add_rms_norm[(n,)](x, residual, weight, out, scales, size, eps, BLOCK=block, num_warps=warps)
+        given, made = scales or (None, None), None if rows is None else rows.scales
+        _add_rms_norm[(n,)](x, *given, residual, weight, out, made, size, eps, BLOCK=block, num_warps=warps)
     return out if rows is None else rows, x if residual is None else residual
 
 
 @triton.jit
-def _add_rms_norm(x, residual, weight, out, scales, size, eps, BLOCK: tl.constexpr):
+def _add_rms_norm(x, x_scales, x_column_scales, residual, weight, out, scales, size, eps, BLOCK: tl.constexpr):
     """One program a row; ``out`` is e4m3 where there are ``scales``."""
     start = tl.program_id(0).to(tl.int64) * size
     column = tl.arange(0, BLOCK)
@@ -48,6 +57,9 @@ def _add_rms_norm(x, residual, weight, out, scales, size, eps, BLOCK: tl.constex
     # Asked for before the reduction, so that its way from the cache hides behind the row's.
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     row = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
+    if x_scales is not None:
+        columns = tl.load(x_column_scales + column, mask=inside, other=0.0)
+        row = (row * (tl.load(x_scales + tl.program_id(0)) * columns)).to(dtype).to(tl.float32)
     if residual is not None:
         row += tl.load(residual + start + column, mask=inside, other=0.0).to(tl.float32)
         rounded = row.to(dtype)

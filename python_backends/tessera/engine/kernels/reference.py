@@ -10,12 +10,20 @@ from tessera.fp8.rows import Fp8Rows, fp8_linear, quantize_rows, rescale
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, fp8: bool = False
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    fp8: bool = False,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
     """x, residual [n, size], weight [size] -> (normalised, residual); residual is changed in place, None means x.
 
-    ``fp8``: the normalised rows leave quantized.
+    ``fp8``: the normalised rows leave quantized. ``scales``: x is a product of e4m3 values that still lacks those of
+    its rows [n, 1] and columns [size].
     """
+    if scales is not None:
+        x = rescale(x, *scales, None)
     residual = x if residual is None else residual.add_(x)
     normalised = F.rms_norm(residual.float(), (x.shape[-1],), None, eps).to(x.dtype)
     scaled = weight * normalised

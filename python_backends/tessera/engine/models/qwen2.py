@@ -21,6 +21,7 @@ from tessera.engine.layers.norm import RmsNorm
 from tessera.engine.layers.rotary import Rotary
 from tessera.engine.quantization.scheme import Linear, Rows, SchemeSelector, stacked
 from tessera.errors import CheckpointError
+from tessera.fp8.rows import Fp8Sums
 
 if TYPE_CHECKING:
     from tessera.checkpoint.config import TextConfig
@@ -74,15 +75,21 @@ class DecoderLayer(nn.Module):
         return stacked(self.names.qkv, sizes)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, attention: AttentionBackend, step: AttentionStep
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_norm(x, residual, self.qkv.takes_fp8(len(x)))
-        x = attention.attend(self.index, self.heads(self.qkv(x)), step)
+        self,
+        x: torch.Tensor | Fp8Sums,
+        residual: torch.Tensor | None,
+        attention: AttentionBackend,
+        step: AttentionStep,
+    ) -> tuple[torch.Tensor | Fp8Sums, torch.Tensor]:
+        """x and residual [n, hidden] -> the same behind this layer; x may still lack an FP8 product's scales."""
+        rows = len(x.sums if isinstance(x, Fp8Sums) else x)
+        normal, residual = self.input_norm(x, residual, self.qkv.takes_fp8(rows))
+        attended = attention.attend(self.index, self.heads(self.qkv(normal)), step)
         if step.rows is not None:
             residual = residual[step.rows]
         rows = len(residual)
-        x, residual = self.post_norm(self.output(x), residual, self.gate_up.takes_fp8(rows))
-        return self.down(self.gate_up.gated(x, self.down.takes_fp8(rows))), residual
+        normal, residual = self.post_norm(self.output.unscaled(attended), residual, self.gate_up.takes_fp8(rows))
+        return self.down.unscaled(self.gate_up.gated(normal, self.down.takes_fp8(rows))), residual
 
     def heads(self, qkv: torch.Tensor) -> torch.Tensor:
         """What becomes of q, k and v [n, (heads + 2 * kv_heads) * head_dim] before their rotation: here nothing."""

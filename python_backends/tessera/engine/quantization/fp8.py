@@ -17,6 +17,7 @@ from tessera.fp8.rows import (
     E4M3,
     MULTIPLE,
     Fp8Rows,
+    Fp8Sums,
     fp8_linear,
     fp8_sums,
     quantize_rows,
@@ -123,11 +124,24 @@ class Fp8(LinearScheme):
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         if layer.scales is None:
             return self._apply_dequantized(layer, x)
-        rows = x if isinstance(x, Fp8Rows) else quantize_rows(x.contiguous(), layer.input_scale)
+        rows = self._quantized(layer, x)
         return self._product(layer, len(rows.values))(rows, layer.weight, layer.scales, layer.bias, layer.dtype)
 
+    def apply_unscaled(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Fp8Sums:
+        if layer.scales is None or not self._can_wait(layer, len(x.values if isinstance(x, Fp8Rows) else x)):
+            return self.apply(layer, x)
+        rows = self._quantized(layer, x)
+        return Fp8Sums(fp8_sums(rows, layer.weight, layer.dtype), rows.scales, layer.scales)
+
+    def _quantized(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> Fp8Rows:
+        return x if isinstance(x, Fp8Rows) else quantize_rows(x.contiguous(), layer.input_scale)
+
+    def _can_wait(self, layer: Linear, rows: int) -> bool:
+        """Whether the product's scales are applied after it, and by whoever comes next."""
+        return layer.bias is None and self._product(layer, rows) is _rescaled_product
+
     def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
-        if isinstance(x, Fp8Rows) and layer.bias is None and self._product(layer, len(x.values)) is _rescaled_product:
+        if isinstance(x, Fp8Rows) and self._can_wait(layer, len(x.values)):
             sums = fp8_sums(x, layer.weight, layer.dtype)
             return layer_kernels(sums.device.type).silu_and_multiply(sums, fp8, (x.scales, layer.scales))
         return super().apply_gated(layer, x, fp8)

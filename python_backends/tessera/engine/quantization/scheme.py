@@ -19,7 +19,7 @@ from torch import nn
 from tessera.checkpoint.weights import Target, plain
 from tessera.engine.kernels.selection import layer_kernels
 from tessera.errors import CheckpointError
-from tessera.fp8.rows import Fp8Rows
+from tessera.fp8.rows import Fp8Rows, Fp8Sums
 
 if TYPE_CHECKING:
     from tessera.measured_choices import MeasuredChoices
@@ -79,6 +79,10 @@ class LinearScheme(ABC):
     @abstractmethod
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """x [n, in_features] -> [n, out_features]. Only a scheme that ``takes_fp8`` is given Fp8Rows."""
+
+    def apply_unscaled(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Fp8Sums:
+        """As ``apply``; an FP8 product's scales may be left to the norm behind it."""
+        return self.apply(layer, x)
 
     def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
         """x [n, in_features] -> silu(first half of the outputs) * second half [n, out_features / 2], in FP8 if so."""
@@ -149,6 +153,10 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         return self.scheme.apply(self, x)
+
+    def unscaled(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Fp8Sums:
+        """The outputs for a norm, which may have to apply an FP8 product's scales."""
+        return self.scheme.apply_unscaled(self, x)
 
     def gated(self, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
         """Of a layer whose halves are gate and up: silu(gate) * up [n, out_features / 2]."""
