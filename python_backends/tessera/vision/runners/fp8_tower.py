@@ -73,6 +73,11 @@ def serving_tower(config: CheckpointConfig, settings: VisionSettings) -> Tower:
     return tower
 
 
+def in_fp8(tower: Tower) -> bool:
+    """Whether it has linear layers in FP8."""
+    return any(isinstance(module, Fp8Linear) for module in tower.modules())
+
+
 def put(tower: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     """Set modules by their names in the tower."""
     for name, module in modules.items():
