@@ -2,7 +2,8 @@
 
 Forwards of 32 tiles and of one, tiles on the device, against `transformers` with the same weights; rows against
 transformers' in float32. Before that every part of a forward is measured by itself: their sum predicts the forward,
-and the same work at the speed of one large matrix product and of a copy is its ceiling.
+and the same work at the speed of one large matrix product and of a copy is its ceiling. After it the tower in FP8, by
+turns with the same in bf16, and the cosine of their rows.
 
     python loadtest/bench_vision.py --profile
     python loadtest/bench_vision.py --device cpu --tiles 2 --quick --checkpoint build/default_model/checkpoint
@@ -33,16 +34,21 @@ from vision_peer import Peer, load_peer
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.measured_choices import graph_milliseconds
-from tessera.vision.kernels.attention import BACKENDS, attend
-from tessera.vision.kernels.tower_kernels import gpu_kernels, linear_and_activate_in_place, linear_with_epilogue
+from tessera.vision.kernels.tower_kernels import (
+    ATTENTIONS,
+    gpu_kernels,
+    linear_and_activate_in_place,
+    linear_with_epilogue,
+)
+from tessera.vision.runners.fp8_tower import serving_tower
 from tessera.vision.runners.graph_runner import GraphRunner, bucket_sizes
 from tessera.vision.settings import VisionSettings
 from tessera.vision.towers.intern_vit import InternViT
 from tessera.vision.towers.tower import load_tower
 
 SHAPE = figures.ROOT / "loadtest" / "shapes" / "internvl3-8b-shape"
-GOALS = {"tiles32.ms": 50.0, "b1.ms": 3.2, "b1.over_transformers": 0.75}
-LEAST = {"cosine_bf16": 0.999, "cosine_fp32": 0.99999}
+GOALS = {"tiles32.ms": 50.0, "fp8.tiles32.ms": 38.0, "b1.ms": 3.2, "b1.over_transformers": 0.75}
+LEAST = {"cosine_bf16": 0.999, "fp8.cosine": 0.99, "cosine_fp32": 0.99999}
 
 Call = Callable[[], object]
 
@@ -158,9 +164,9 @@ def measure_parts(tower: InternViT, count: int) -> Parts:
     each = {"qkv": product("qkv", attention.qkv, x)}
     query, key, value = attention.qkv(x).unflatten(-1, (3, attention.heads, -1)).unbind(2)
     attended = {}
-    for name in ("default", *BACKENDS):
+    for name, attend in ATTENTIONS.items():
         try:
-            attended[name] = graph_milliseconds(partial(attend, query, key, value, BACKENDS.get(name)))
+            attended[name] = graph_milliseconds(partial(attend, query, key, value))
         except RuntimeError as refusal:
             say(f"  attention {name:24} refused: {str(refusal)[:60]!r}")
             continue
@@ -215,12 +221,13 @@ class Bench:
     tiles: np.ndarray
     repeats: int
 
-    def runner(self, dtype: torch.dtype, largest: int) -> GraphRunner:
+    def runner(self, dtype: torch.dtype, largest: int, quantization: str = "checkpoint") -> GraphRunner:
         """As the server starts it; on the CPU, where nothing is recorded, with plain kernels."""
+        name, kind = str(dtype).removeprefix("torch."), "graph" if self.device.type == "cuda" else "torch"
+        settings = VisionSettings(kind, largest, dtype=name, device=self.device.type, quantization=quantization)
         if self.device.type == "cuda":
-            name = str(dtype).removeprefix("torch.")
-            return GraphRunner.from_checkpoint(self.config, VisionSettings("graph", largest, dtype=name, device="cuda"))
-        return GraphRunner(load_tower(self.config, dtype), bucket_sizes(largest))
+            return GraphRunner.from_checkpoint(self.config, settings)
+        return GraphRunner(serving_tower(self.config, settings), bucket_sizes(largest))
 
     def run(self, profile_to: Path | None, profile: bool) -> None:
         ceilings = self.ceilings()
@@ -233,6 +240,7 @@ class Bench:
         if profile:
             self.profile(runner, tiles, profile_to)
         self.cosines(runner, tiles, exact)
+        self.fp8(runner, tiles, profile_to and profile_to.with_stem("vision_fp8_profile"), profile)
 
     def ceilings(self) -> dict[int, dict[str, float]]:
         """(ceiling, prediction) in ms by number of tiles; nothing is known of a CPU."""
@@ -274,6 +282,21 @@ class Bench:
         self.report("cosine_bf16", cosine, "cosine", 1.0, transformers_bf16=round(theirs, 7), tiles=len(tiles))
         wide = self.runner(torch.float32, len(few)).run(few)
         self.report("cosine_fp32", least_cosine(wide, exact[: len(few)]), "cosine", 1.0, tiles=len(few))
+
+    def fp8(self, plain: GraphRunner, tiles: torch.Tensor, profile_to: Path | None, profile: bool) -> None:
+        """The tower in FP8, by turns with the unquantized one."""
+        quantized = self.runner(torch.bfloat16, len(tiles), "fp8")
+        for count in sorted({len(tiles), min(8, len(tiles)), 1}, reverse=True):
+            times: dict[GraphRunner, list[float]] = {quantized: [], plain: []}
+            for runner in (*times, *times, *times):
+                times[runner].append(milliseconds(partial(runner.run, tiles[:count]), self.device, self.repeats))
+            fp8, bf16 = map(median, times.values())
+            self.report(f"fp8.tiles{count}.ms", fp8, "ms", bf16_ms=round(bf16, 3))
+        if profile:
+            self.profile(quantized, tiles, profile_to)
+        both = (runner.run(tiles).double() for runner in (quantized, plain))
+        cosines = F.cosine_similarity(*both, dim=-1)
+        self.report("fp8.cosine", float(cosines.mean()), "cosine", 1.0, least=round(float(cosines.min()), 5))
 
     def profile(self, runner: GraphRunner, tiles: torch.Tensor, to: Path | None) -> None:
         """The kernels of three forwards of each size."""

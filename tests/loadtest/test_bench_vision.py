@@ -63,6 +63,8 @@ def test_a_trial_run_gives_every_figure(checkpoint, capsys):
         f"trial.vision.{name}"
         for name in (
             *("tiles3.ms", "tiles3.over_transformers", "b1.ms", "b1.over_transformers", "cosine_bf16", "cosine_fp32"),
+            *("fp8.tiles3.ms", "fp8.tiles1.ms", "fp8.cosine"),
         )
     }
     assert figures["trial.vision.cosine_fp32"] > 0.99999 and figures["trial.vision.cosine_bf16"] > 0.999
+    assert 0.99 < figures["trial.vision.fp8.cosine"] < 0.9999

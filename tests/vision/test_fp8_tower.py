@@ -14,6 +14,7 @@ from tiny_checkpoints import Shape, hf_native
 from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError
 from tessera.fp8.rows import E4M3, Fp8Rows
+from tessera.vision.encoding.encoder import VisionEncoder
 from tessera.vision.kernels.fp8_linear import Fp8Linear
 from tessera.vision.kernels.tower_kernels import fp8_kernels
 from tessera.vision.runners import fp8_tower
@@ -67,6 +68,12 @@ def test_a_linear_layer_of_the_tower_computes_what_fake_quantization_does(tmp_pa
     linear = plain.blocks[1].attention.qkv
     expected = rounded(x) @ rounded(linear.weight).T + linear.bias
     torch.testing.assert_close(quantized.blocks[1].attention.qkv(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("quantization", "kind"), [("checkpoint", "float32"), ("fp8", "fp8")])
+def test_the_stage_says_what_it_serves(tmp_path, quantization, kind):
+    settings = VisionSettings("torch", quantization=quantization)
+    assert VisionEncoder.from_checkpoint(hf_native(tmp_path, SMALL), settings).weights[0] == kind
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from tessera.checkpoint.config import CheckpointConfig, NameTable
 from tessera.errors import CheckpointError
 
 WB = r"(weight|bias)"
+#: what the vision tower's linear layers store, in FP8 too
+WBS = r"(weight|bias|weight_scale)"
 #: what the language model's linear layers store, by any quantization; a layer's scheme says which of them it wants
 LINEAR = (
     r"(weight|bias|qweight|qzeros|scales|g_idx|weight_packed|weight_shape|weight_scale|weight_zero_point|weight_g_idx"

@@ -19,8 +19,8 @@ class VisionSettings:
     that is), 0 nothing.
 
     ``quantization``: fp8 has the tower's linear layers quantized when they are loaded (runners/fp8_tower.py), and is
-    refused where that changes the rows too much; checkpoint takes the weights as they are stored. On the CPU fp8 gives
-    the rows that a GPU would, through the torch runner: no onnx graph holds it, and it is slower than float32.
+    refused where that changes the rows too much; checkpoint runs them in FP8 if they are stored so. On the CPU a tower
+    in FP8 gives the rows that a GPU would, through the torch runner: no onnx graph holds it, and it is slower.
     """
 
     runner: str = setting("onnx", cuda="graph", choices=("onnx", "torch", "graph"))

@@ -12,7 +12,7 @@ from typing import Any
 from tessera.checkpoint.config import CheckpointConfig, NameTable
 from tessera.checkpoint.files import one_of, read_processor, section
 from tessera.checkpoint.layouts.internvl import TileRule, assemble, read_vision
-from tessera.checkpoint.names import WB
+from tessera.checkpoint.names import WB, WBS
 from tessera.checkpoint.normalization import pixel_statistics
 
 PILLOW_BICUBIC = 3
@@ -25,16 +25,16 @@ VISION_NAMES: NameTable = (
     (rf"{_TOWER}embeddings\.cls_token", "class_embedding"),
     (rf"{_TOWER}embeddings\.position_embeddings", "position_embedding"),
     (rf"{_TOWER}embeddings\.patch_embeddings\.projection\.{WB}", r"patch_embedding.\1"),
-    (rf"{_LAYER}attention\.([qkv])_proj\.{WB}", r"layers.\1.attention.\2_proj.\3"),
+    (rf"{_LAYER}attention\.([qkv])_proj\.{WBS}", r"layers.\1.attention.\2_proj.\3"),
     (rf"{_LAYER}attention\.([qk])_norm\.weight", r"layers.\1.attention.\2_norm.weight"),
-    (rf"{_LAYER}attention\.projection_layer\.{WB}", r"layers.\1.attention.output.\2"),
+    (rf"{_LAYER}attention\.projection_layer\.{WBS}", r"layers.\1.attention.output.\2"),
     (rf"{_LAYER}layernorm_before\.{WB}", r"layers.\1.norm1.\2"),
     (rf"{_LAYER}layernorm_after\.{WB}", r"layers.\1.norm2.\2"),
     (rf"{_LAYER}lambda_([12])", r"layers.\1.scale\2"),
-    (rf"{_LAYER}mlp\.fc([12])\.{WB}", r"layers.\1.mlp.linear\2.\3"),
+    (rf"{_LAYER}mlp\.fc([12])\.{WBS}", r"layers.\1.mlp.linear\2.\3"),
     (rf"{_TOWER}layernorm\.{WB}", r"final_norm.\1"),
     (rf"{_PROJECTOR}layer_norm\.{WB}", r"projector.norm.\1"),
-    (rf"{_PROJECTOR}linear_([12])\.{WB}", r"projector.linear\1.\2"),
+    (rf"{_PROJECTOR}linear_([12])\.{WBS}", r"projector.linear\1.\2"),
 )
 
 

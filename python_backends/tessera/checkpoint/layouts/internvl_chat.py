@@ -11,7 +11,7 @@ from typing import Any
 from tessera.checkpoint.config import CheckpointConfig, NameTable
 from tessera.checkpoint.files import section
 from tessera.checkpoint.layouts.internvl import TileRule, assemble, read_vision
-from tessera.checkpoint.names import WB
+from tessera.checkpoint.names import WB, WBS
 
 _TOWER, _PROJECTOR = r"(?:model\.)?vision_model\.", r"(?:model\.)?mlp1\."
 _LAYER = _TOWER + r"encoder\.layers\.(\d+)\."
@@ -20,15 +20,15 @@ VISION_NAMES: NameTable = (
     (rf"{_TOWER}embeddings\.class_embedding", "class_embedding"),
     (rf"{_TOWER}embeddings\.position_embedding", "position_embedding"),
     (rf"{_TOWER}embeddings\.patch_embedding\.{WB}", r"patch_embedding.\1"),
-    (rf"{_LAYER}attn\.qkv\.{WB}", r"layers.\1.attention.qkv.\2"),
+    (rf"{_LAYER}attn\.qkv\.{WBS}", r"layers.\1.attention.qkv.\2"),
     (rf"{_LAYER}attn\.([qk])_norm\.weight", r"layers.\1.attention.\2_norm.weight"),
-    (rf"{_LAYER}attn\.proj\.{WB}", r"layers.\1.attention.output.\2"),
+    (rf"{_LAYER}attn\.proj\.{WBS}", r"layers.\1.attention.output.\2"),
     (rf"{_LAYER}norm([12])\.{WB}", r"layers.\1.norm\2.\3"),
     (rf"{_LAYER}ls([12])", r"layers.\1.scale\2"),
-    (rf"{_LAYER}mlp\.fc([12])\.{WB}", r"layers.\1.mlp.linear\2.\3"),
+    (rf"{_LAYER}mlp\.fc([12])\.{WBS}", r"layers.\1.mlp.linear\2.\3"),
     (rf"{_PROJECTOR}0\.{WB}", r"projector.norm.\1"),
-    (rf"{_PROJECTOR}1\.{WB}", r"projector.linear1.\1"),
-    (rf"{_PROJECTOR}3\.{WB}", r"projector.linear2.\1"),
+    (rf"{_PROJECTOR}1\.{WBS}", r"projector.linear1.\1"),
+    (rf"{_PROJECTOR}3\.{WBS}", r"projector.linear2.\1"),
 )
 _VISION_DEFAULTS = dict(
     hidden_size=3200,

@@ -27,6 +27,7 @@ from tessera.vision.encoding.embedding_cache import EmbeddingCache
 from tessera.vision.encoding.lane import AHEAD, Lane, LaunchedWork
 from tessera.vision.encoding.memory import COPIES_OF_ROWS, RowBudget, row_budget
 from tessera.vision.encoding.pictures import Picture, VisionItem, joined, pictures_of
+from tessera.vision.runners.fp8_tower import in_fp8
 from tessera.vision.runners.loading import load_runner
 from tessera.vision.runners.runner import Runner
 from tessera.vision.settings import VisionSettings
@@ -124,7 +125,7 @@ class VisionEncoder:
             Lane(settings.device),
             budget,
             decoder,
-            (settings.dtype, kept),
+            ("fp8" if in_fp8(runner.tower) else settings.dtype, kept),
         )
 
     def encode(self, items: Sequence[VisionItem]) -> list[torch.Tensor | None]:

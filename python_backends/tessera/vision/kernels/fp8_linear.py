@@ -5,7 +5,28 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tessera.fp8.rows import Fp8Rows, fp8_linear, quantize_rows, quantize_weight
+from tessera.fp8.rows import E4M3, LARGEST, Fp8Rows, fp8_linear, quantize_rows, quantize_weight
+
+#: e4m3's largest number of each mantissa, the likeliest last
+_LARGEST_BY_MANTISSA = (240.0, 256.0, 288.0, 320.0, 352.0, 384.0, 416.0, 448.0)
+
+
+def requantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As quantize_weight, but a row that was dequantized from e4m3 gets its values back, whatever scale it had.
+
+    Its largest value had one of e4m3's eight mantissas. Divided by a scale that gives it that mantissa again, all of
+    its values are numbers of e4m3 (the scale may be the old one times a power of two).
+    """
+    values, scales = quantize_weight(weight)
+    largest = scales * LARGEST
+    for number in _LARGEST_BY_MANTISSA:
+        nearby = largest / number
+        candidate = (weight / nearby[:, None]).to(E4M3)
+        error = (candidate.float() * nearby[:, None] - weight).abs().amax(1)
+        exact = error <= 1e-6 * largest  # float32's own rounding
+        values.view(torch.uint8)[exact] = candidate.view(torch.uint8)[exact]
+        scales[exact] = nearby[exact]
+    return values, scales
 
 
 class Fp8Linear(nn.Module):
@@ -32,8 +53,8 @@ class Fp8Linear(nn.Module):
     @classmethod
     @torch.no_grad()
     def of(cls, linear: nn.Linear, dtype: torch.dtype, device: torch.device | str) -> Fp8Linear:
-        """The layer quantized; on the GPU if it is to stay there, since a CPU rounds to e4m3 one value at a time."""
-        weight, scales = quantize_weight(linear.weight.detach().to(device))
+        """The layer quantized, on the ``device`` on which it is to stay; without loss where it came from e4m3."""
+        weight, scales = requantized(linear.weight.detach().to(device))
         return cls(weight, scales, None if linear.bias is None else linear.bias.detach().to(device), dtype)
 
     def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:

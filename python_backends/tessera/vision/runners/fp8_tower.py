@@ -18,7 +18,7 @@ from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError
 from tessera.vision.kernels.fp8_linear import Fp8Linear
 from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.tower import Tower, load_tower
+from tessera.vision.towers.tower import Tower, load_tower, stored_in_fp8
 
 #: of a row in FP8 with the same row without, on average
 LEAST_COSINE = 0.99
@@ -26,28 +26,56 @@ LEAST_COSINE = 0.99
 _LOG = logging.getLogger(__name__)
 
 
-def serving_tower(config: CheckpointConfig, settings: VisionSettings) -> Tower:
-    """The tower of a checkpoint on the settings' device, in their dtype, its linear layers in FP8 where they say so.
+def runs_in_fp8(config: CheckpointConfig, settings: VisionSettings) -> bool:
+    """Whether the settings say so, or leave it to a checkpoint that does and the device can.
 
-    Raises CheckpointError; ConfigError for a tower or a GPU that does not run in FP8, or rows that it changes too much.
+    Raises ConfigError where the settings ask for what the GPU cannot do.
+    """
+    on_gpu = settings.device.startswith("cuda")
+    able = not on_gpu or torch.cuda.get_device_capability(settings.device) >= (8, 9)
+    if settings.quantization == "fp8":
+        if not able:
+            raise ConfigError(
+                f"{torch.cuda.get_device_name(settings.device)} has no FP8 units: "
+                "set vision_encoder.quantization to checkpoint"
+            )
+        return True
+    if settings.random_weights or not stored_in_fp8(config):
+        return False
+    return able and (not on_gpu or settings.dtype == "bfloat16")
+
+
+def serving_tower(config: CheckpointConfig, settings: VisionSettings) -> Tower:
+    """The tower of a checkpoint on the settings' device, in their dtype, its linear layers in FP8 where it runs so.
+
+    Raises CheckpointError; ConfigError for a tower or a GPU that is to run in FP8 and cannot, or a tower whose rows
+    that changes too much. If it was the checkpoint that meant it to, the tower runs with its weights dequantized.
     """
     dtype, device = getattr(torch, settings.dtype), settings.device
-    if settings.quantization != "fp8":
+    if not runs_in_fp8(config, settings):
         return load_tower(config, dtype, settings.random_weights).to(device)
-    if device.startswith("cuda") and torch.cuda.get_device_capability(device) < (8, 9):
-        raise ConfigError(
-            f"{torch.cuda.get_device_name(device)} has no FP8 units: set vision_encoder.quantization to checkpoint"
-        )
     tower: Tower = load_tower(config, random_weights=settings.random_weights)
+    plain = tower.fp8_linears()
     # Of the weights as they are stored, not of their roundings to the tower's dtype.
-    quantized = {name: Fp8Linear.of(linear, dtype, device) for name, linear in tower.fp8_linears().items()}
+    quantized = {name: Fp8Linear.of(linear, dtype, device) for name, linear in plain.items()}
     tower.to(dtype).to(device)
     tiles = gate_tiles(tower.unit_shape).to(device)
     with torch.inference_mode():
         expected = tower(tiles)
         put(tower, quantized)
-        check_rows(tower(tiles), expected)
+        try:
+            check_rows(tower(tiles), expected)
+        except ConfigError as error:
+            if settings.quantization == "fp8":
+                raise
+            _LOG.warning("%s; it runs with its weights dequantized", error)
+            put(tower, plain)
     return tower
+
+
+def in_fp8(tower: Tower) -> bool:
+    """Whether it has linear layers in FP8."""
+    return any(isinstance(module, Fp8Linear) for module in tower.modules())
 
 
 def put(tower: nn.Module, modules: Mapping[str, nn.Module]) -> None:

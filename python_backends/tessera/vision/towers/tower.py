@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from hashlib import blake2b
 from pkgutil import resolve_name
@@ -101,10 +102,20 @@ def load_tower(config: CheckpointConfig, dtype: torch.dtype = torch.float32, ran
         fill(
             f"the vision tower {type(tower).__name__}",
             tower.targets(set(names.values())),
-            ((ours, source.get(stored)) for stored, ours in names.items()),
+            _dequantized(source, {ours: stored for stored, ours in names.items()}),
         )
     tower.finish_loading()
     return tower.to(dtype)
+
+
+def stored_in_fp8(config: CheckpointConfig) -> bool:
+    """Whether the checkpoint has all linear layers of its vision tower in FP8, and so means them to run in it."""
+    names = split_names(SafetensorsFolder(config.folder).names(), config)["vision"].values()
+    scaled = {name.removesuffix(".weight_scale") for name in names if name.endswith(".weight_scale")}
+    # q, k and v may be stored apart.
+    return bool(scaled) and unfilled_tower(config).fp8_linears().keys() <= {
+        re.sub(r"[qkv]_proj$", "qkv", module) for module in scaled
+    }
 
 
 def unfilled_tower(config: CheckpointConfig, dtype: torch.dtype = torch.float32) -> Tower:
@@ -121,6 +132,21 @@ def vision_fingerprint(config: CheckpointConfig) -> str:
         digest.update(name.encode())
         digest.update(source.get(name).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _dequantized(source: SafetensorsFolder, stored: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Our names and tensors, by the names they are ``stored`` under; weights in e4m3 times their scales, in float32."""
+    for name, place in stored.items():
+        weight, scale = (stored.get(f"{name.rpartition('.')[0]}.{leaf}") for leaf in ("weight", "weight_scale"))
+        quantized = weight is not None and scale is not None and source.dtype(weight) == "F8_E4M3"
+        if not quantized or place not in (weight, scale):
+            yield name, source.get(place)
+        elif place == weight:
+            assert scale is not None
+            values, scales = source.get(weight).float(), source.get(scale).float().flatten()
+            if len(scales) not in (1, len(values)):
+                raise CheckpointError(f"{scale} has {len(scales)} values for the {len(values)} rows of {weight}")
+            yield name, values * scales[:, None]
 
 
 def _draw(tower: Tower) -> None:

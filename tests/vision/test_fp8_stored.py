@@ -1,0 +1,154 @@
+"""Checkpoints whose vision weights are stored in FP8, as compressed-tensors writes them, packed here by other code."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import Shape, as_internvl_chat, hf_native
+
+from tessera.checkpoint.config import read_config
+from tessera.errors import CheckpointError
+from tessera.vision.kernels.fp8_linear import Fp8Linear, requantized
+from tessera.vision.runners import fp8_tower
+from tessera.vision.runners.fp8_tower import runs_in_fp8, serving_tower
+from tessera.vision.runners.loading import load_runner
+from tessera.vision.runners.onnx_runner import OnnxRunner
+from tessera.vision.runners.torch_runner import TorchRunner
+from tessera.vision.settings import VisionSettings
+from tessera.vision.towers.tower import load_tower
+
+SMALL = dict(image_size=56, patch_size=14)
+E4M3 = torch.float8_e4m3fn
+LINEARS = {
+    "hf_native": r"vision_tower\..*(_proj|projection_layer|fc[12])\.weight|multi_modal_projector\.linear_[12]\.weight",
+    "internvl_chat": r"vision_model\.encoder\..*(qkv|proj|fc[12])\.weight|mlp1\.[13]\.weight",
+}
+
+
+@pytest.fixture(params=LINEARS)
+def folder(request, tmp_path):
+    if request.param == "hf_native":
+        return hf_native(tmp_path / "native", Shape(**SMALL))
+    return as_internvl_chat(hf_native(tmp_path / "native", Shape(text="llama", **SMALL)), tmp_path / "chat")
+
+
+def store_in_fp8(folder, largest=448.0, dtype=torch.float32, only=r".*"):
+    """Replaces the linear layers' weights in the file; ``largest``: the code of a row's largest value.
+
+    Gives what is stored, by name, and leaves beside it a folder of the same values in float32.
+    """
+    tensors = load_file(folder / "model.safetensors")
+    pattern = next(each for each in LINEARS.values() if any(re.fullmatch(each, name) for name in tensors))
+    stored, exact = {}, dict(tensors)
+    for name in [name for name in tensors if re.fullmatch(pattern, name) and re.fullmatch(only, name)]:
+        weight = tensors.pop(name).float()
+        scale = (weight.abs().amax(1, keepdim=True) / largest).to(dtype)
+        stored[name] = (weight / scale.float()).clamp(-448, 448).to(E4M3)
+        stored[f"{name}_scale"] = scale
+        exact[name] = stored[name].float() * scale.float()
+    save_file(tensors | stored, folder / "model.safetensors")
+    plain = folder.with_name("plain")
+    plain.mkdir()
+    for path in folder.glob("*.json"):
+        (plain / path.name).write_bytes(path.read_bytes())
+    save_file(exact, plain / "model.safetensors")
+    return stored, plain
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_weights_are_the_codes_times_their_scales(folder, dtype):
+    stored, plain = store_in_fp8(folder, dtype=dtype)
+    assert len(stored) == 2 * (2 * (6 if "native" in folder.name else 4) + 2)
+    found, expected = (load_tower(read_config(each)).state_dict() for each in (folder, plain))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("largest", [448.0, 352.0, 3.5])
+def test_dequantized_and_quantized_again_the_codes_are_the_same(folder, largest):
+    """Layer scales of both signs folded into them included; whatever scale the maker took."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if re.search(r"lambda_[12]|ls[12]$", name):
+            tensors[name] = torch.linspace(-1.7, 1.9, len(tensors[name])).to(tensors[name].dtype)
+    save_file(tensors, folder / "model.safetensors")
+    store_in_fp8(folder, largest)
+    config = read_config(folder)
+    weights = load_tower(config).state_dict()
+    served = serving_tower(config, VisionSettings("torch"))
+    linears = {name: module for name, module in served.named_modules() if isinstance(module, Fp8Linear)}
+    assert linears.keys() == load_tower(config).fp8_linears().keys()
+    for name, layer in linears.items():
+        again = layer.weight.float() * layer.scales[:, None]
+        torch.testing.assert_close(again, weights[f"{name}.weight"], rtol=3e-7, atol=0, msg=name)
+
+
+def test_codes_come_back_bit_for_bit():
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 127, (64, 96), generator=generator, dtype=torch.uint8)
+    codes |= torch.randint(0, 2, codes.shape, generator=generator, dtype=torch.uint8) << 7
+    codes[:, 0] = torch.arange(126, 62, -1, dtype=torch.uint8)  # the largest of its row
+    values = codes.view(E4M3).float()
+    values = torch.where(values.abs() > values[:, :1], values[:, :1], values)
+    scales = torch.rand(64, generator=generator) + 0.01
+    found, found_scales = requantized(values * scales[:, None])
+    shift = (scales / found_scales).log2()
+    torch.testing.assert_close(shift, shift.round(), rtol=0, atol=1e-5)  # a power of two
+    assert torch.equal(found.float(), values * 2 ** shift.round()[:, None])
+
+
+def test_what_is_no_e4m3_is_quantized_as_ever():
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    values, scales = requantized(weight)
+    assert values.float().abs().amax(1).tolist() == [448.0] * 32
+    torch.testing.assert_close(scales, weight.abs().amax(1) / 448)
+
+
+def test_it_runs_in_fp8_unless_the_device_cannot(folder, monkeypatch, caplog):
+    store_in_fp8(folder)
+    config = read_config(folder)
+    runner, _ = load_runner(config, VisionSettings())  # onnx, which holds no such tower
+    assert isinstance(runner, TorchRunner) and isinstance(runner.tower.projector.linear1, Fp8Linear)
+    on_gpu = VisionSettings("graph", dtype="bfloat16", device="cuda")
+    for capability, runs in (((8, 0), False), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
+        assert runs_in_fp8(config, on_gpu) is runs
+    assert not runs_in_fp8(config, VisionSettings("graph", dtype="float16", device="cuda"))
+    assert not runs_in_fp8(config, VisionSettings("torch", random_weights=True))
+    monkeypatch.setattr(fp8_tower, "LEAST_COSINE", 1.1)
+    caplog.set_level(logging.WARNING)
+    tower = serving_tower(config, VisionSettings("torch"))
+    assert "it runs with its weights dequantized" in caplog.text
+    assert not any(isinstance(module, Fp8Linear) for module in tower.modules())
+
+
+def test_where_only_some_layers_are_in_fp8_all_run_dequantized(folder):
+    stored, plain = store_in_fp8(folder, only=r".*\.0\..*fc1.*|.*layer\.0.*fc1.*")
+    assert len(stored) == 2
+    runner, _ = load_runner(read_config(folder), VisionSettings())
+    expected, _ = load_runner(read_config(plain), VisionSettings())
+    assert isinstance(runner, OnnxRunner)
+    tiles = torch.arange(2 * 56 * 56 * 3).remainder(251).to(torch.uint8).view(2, 56, 56, 3)
+    assert torch.equal(runner.run(tiles), expected.run(tiles))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, name: tensors.pop(f"{name}_scale"), "is stored as torch.float8_e4m3fn, which config.json"),
+        (lambda tensors, name: tensors.update({name: torch.ones(1, 1)}), r"weight_scale: left over"),
+        (lambda tensors, name: tensors.update({f"{name}_scale": torch.ones(3)}), "has 3 values for the"),
+    ],
+)
+def test_weights_and_scales_that_do_not_belong_together_are_named(folder, change, message):
+    stored, _ = store_in_fp8(folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors, next(name for name in stored if "fc1" in name and name.endswith("weight")))
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load_tower(read_config(folder))
