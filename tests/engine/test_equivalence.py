@@ -97,6 +97,7 @@ def test_a_cache_in_fp8_after_preemption_and_again(alone_in_fp8):
     block = 2 * 2 * 4 * 2 * (8 + 4)  # 12 bytes a head instead of 32
     engine = tiny_engine(MODEL, kv_cache_bytes=28 * block, kv_cache_dtype="fp8")
     assert engine.scheduler.blocks.num_blocks == 28
+    assert engine.weights == "float32, key/value cache in fp8"  # what status and recall say was served
     assert answers(engine, requests()) == alone_in_fp8
     assert engine.metrics.preemptions > 0
     engine = tiny_engine(MODEL, kv_cache_dtype="fp8")

@@ -41,7 +41,7 @@ class ModelRunner:
         self.vocab_size = model.config.vocab_size
         self.hidden_size = model.config.hidden_size
         self.position_axes = model.rotary.axes
-        self.weights = model.weights_in_words()
+        self.weights = model.weights_in_words() + ", key/value cache in fp8" * attention.storage.fp8
         self.weight_bytes = sum(buffer.nbytes for buffer in model.buffers())
         self.num_blocks = attention.storage.keys[0].shape[0]
         self.overlaps = weight.is_cuda
