@@ -14,12 +14,12 @@ SHAPE = HeadShape(heads=6, kv_heads=2, head_dim=8)
 BLOCK, BLOCKS = 4, 40
 
 
-def random_batch(seed, spans):
+def random_batch(seed, spans, fp8=False):
     """``spans``: (start, count) of each sequence; returns storage, table, slots and the fused new rows."""
     generator = torch.Generator().manual_seed(seed)
-    storage = KvStorage(1, (BLOCKS, BLOCK, SHAPE.kv_heads, SHAPE.head_dim), torch.float32, torch.device("cpu"))
-    for cache in (storage.keys[0], storage.values[0]):
-        cache.normal_(generator=generator)
+    storage = KvStorage(1, (BLOCKS, BLOCK, SHAPE.kv_heads, SHAPE.head_dim), torch.float32, torch.device("cpu"), fp8)
+    new = torch.randn(2, BLOCKS * BLOCK, SHAPE.kv_heads, SHAPE.head_dim, generator=generator)
+    storage.write(0, torch.arange(BLOCKS * BLOCK), *new)
     start, count = np.array(spans).T
     context = start + count
     order = torch.randperm(BLOCKS, generator=generator).numpy()
@@ -50,14 +50,42 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_sdpa_equals_the_oracle(batch):
+@pytest.mark.parametrize("fp8", [False, True])
+def test_sdpa_equals_the_oracle(batch, fp8):
     results = []
     for name in ("torch", "sdpa"):
-        storage, table, slots, qkv = random_batch(1, BATCHES[batch])
+        storage, table, slots, qkv = random_batch(1, BATCHES[batch], fp8)
         backend = create_backend(name, SHAPE, storage)
-        results.append((backend.attend(0, qkv, step_of(backend, table, slots)), storage.keys[0], storage.values[0]))
+        attended = backend.attend(0, qkv, step_of(backend, table, slots))
+        results.append((attended, *storage.read(0, torch.arange(BLOCKS * BLOCK))))
     for ours, oracle in zip(results[1], results[0]):
         torch.testing.assert_close(ours, oracle, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_cache_in_fp8_gives_back(dtype):
+    """Whatever a head's size: no key saturates, and of small values three bits of mantissa stay."""
+    storage = KvStorage(2, (BLOCKS, BLOCK, 2, 16), dtype, torch.device("cpu"), fp8=True)
+    generator = torch.Generator().manual_seed(5)
+    size = torch.logspace(-4, 4, 9)[:, None, None]  # e4m3 alone holds 2^-9..448
+    keys, values = ((torch.randn(9, 2, 16, generator=generator) * size).to(dtype) for _ in range(2))
+    slots = torch.randperm(BLOCKS * BLOCK, generator=generator)[:9]
+    written = storage.write(1, slots, keys, values)
+    for stored, given, returned in zip(storage.read(1, slots), (keys, values), written):
+        assert stored.dtype == dtype and torch.equal(stored, returned)
+        step = given.float().abs().amax(-1, keepdim=True) / 448 * 2**-9  # e4m3's smallest, half of it
+        assert ((stored.float() - given.float()).abs() <= given.float().abs() * (2**-4 + 2**-8) + step).all()
+    assert all(scales.count_nonzero() == 0 for scales in (storage.key_scales[0], storage.value_scales[0]))
+
+
+def test_bytes_of_a_block():
+    shape = (16, 4, 128)
+    for fp8 in (False, True):
+        storage = KvStorage(3, (1, *shape), torch.bfloat16, torch.device("cpu"), fp8)
+        tensors = [*storage.keys, *storage.values, *storage.key_scales, *storage.value_scales]
+        size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        assert KvStorage.bytes_per_block(3, shape, torch.bfloat16, fp8) == size
+    assert size < 0.52 * KvStorage.bytes_per_block(3, shape, torch.bfloat16, False)
 
 
 @pytest.mark.parametrize("name", ["torch", "sdpa"])
@@ -74,15 +102,16 @@ def test_last_rows_only(name):
 
 @pytest.mark.parametrize("name", ["torch", "sdpa"])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_what_others_left_in_the_cache_is_not_read(name, batch):
+@pytest.mark.parametrize("fp8", [False, True])
+def test_what_others_left_in_the_cache_is_not_read(name, batch, fp8):
     """NaN times a weight of 0 is NaN, so behind a context nothing may be read, not even to be masked."""
-    healthy, sick = random_batch(4, BATCHES[batch]), random_batch(4, BATCHES[batch])
+    healthy, sick = random_batch(4, BATCHES[batch], fp8), random_batch(4, BATCHES[batch], fp8)
     storage, table, _, _ = sick
     whole = (table.blocks[..., None] * BLOCK + np.arange(BLOCK)).reshape(len(table.blocks), -1)
     own = [line[:context] for line, context in zip(whole, table.context)]
     others = np.setdiff1d(np.arange(BLOCKS * BLOCK), np.concatenate(own))
-    for cache in (storage.keys[0], storage.values[0]):
-        cache.flatten(0, 1)[others] = float("nan")
+    nothing = torch.full((2, len(others), SHAPE.kv_heads, SHAPE.head_dim), float("nan"))
+    storage.write(0, torch.from_numpy(others), *nothing)
     results = []
     for storage, table, slots, qkv in (healthy, sick):
         backend = create_backend(name, SHAPE, storage)

@@ -81,6 +81,40 @@ def test_same_tokens_after_preemption(alone):
     assert engine.metrics.preemptions > 0
 
 
+@pytest.fixture(scope="module")
+def alone_in_fp8():
+    settings = dict(prefix_cache="off", attention="torch", kv_cache_dtype="fp8")
+    return [answers(tiny_engine(MODEL, **settings), [request])[0] for request in requests()]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_same_tokens_of_a_cache_in_fp8(way, alone_in_fp8):
+    """A key or value is read as it was stored by all, also by the step that stores it."""
+    assert answers(tiny_engine(MODEL, kv_cache_dtype="fp8", **WAYS[way]), requests()) == alone_in_fp8
+
+
+def test_a_cache_in_fp8_after_preemption_and_again(alone_in_fp8):
+    block = 2 * 2 * 4 * 2 * (8 + 4)  # 12 bytes a head instead of 32
+    engine = tiny_engine(MODEL, kv_cache_bytes=28 * block, kv_cache_dtype="fp8")
+    assert engine.scheduler.blocks.num_blocks == 28
+    assert engine.weights == "float32, key/value cache in fp8"  # what status and recall say was served
+    assert answers(engine, requests()) == alone_in_fp8
+    assert engine.metrics.preemptions > 0
+    engine = tiny_engine(MODEL, kv_cache_dtype="fp8")
+    assert answers(engine, requests()) == answers(engine, requests()) == alone_in_fp8
+    assert engine.metrics.cached_tokens > 200
+
+
+def test_a_cache_in_fp8_changes_little(alone, alone_in_fp8):
+    found = []
+    for stored in ("auto", "fp8"):
+        engine = tiny_engine(MODEL, kv_cache_dtype=stored)
+        engine.submit(requests(1, max_tokens=1, logprobs=0)[0])
+        found.append(run(engine)[0].logprobs[0]["logprob"])
+    assert found[0] != found[1] and found[0] == pytest.approx(found[1], abs=0.3)
+    assert sum(a[0] == b[0] for a, b in zip(alone, alone_in_fp8)) >= 7  # of 9 first tokens
+
+
 def test_pictures_matter(alone):
     blank = [
         Request(r.request_id, r.input_ids, r.spans, torch.zeros(12, 32), r.digest, r.sampling) for r in requests()[::3]

@@ -21,6 +21,9 @@ from tessera.errors import InvalidRequest
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from tessera.engine.attention import triton_backend
+from tessera.engine.kernels import reference
+
 BLOCK = 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODEL = tiny_model(device=DEVICE, hidden_size=64, head_dim=16, num_hidden_layers=1)
@@ -96,6 +99,17 @@ def test_same_tokens_after_preemption():
     engine = make_engine(graphs=(1, 2, 4), kv_cache_bytes=8 * block, prefix_cache="off")
     assert answers(engine, made) == plain
     assert engine.metrics.preemptions > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_same_tokens_of_a_cache_in_fp8(way, monkeypatch):
+    if DEVICE == "cpu":  # the interpreter's cast to e4m3 loses carries
+        monkeypatch.setattr(triton_backend, "rotate_and_store", reference.rotate_and_store)
+    settings = dict(attention="torch", prefix_cache="off", overlaps=False, kv_cache_dtype="fp8")
+    plain = [answers(make_engine(**settings), [request])[0] for request in requests()]
+    engine = make_engine(kv_cache_dtype="fp8", **WAYS[way])
+    assert answers(engine, requests()) == plain
+    assert (engine.metrics.graph_steps > 0) == ("graphs" in WAYS[way])
 
 
 def test_a_step_with_anything_but_greedy_choice_is_no_graph(expected):

@@ -79,6 +79,31 @@ def test_same_tokens_after_preemption(requests, expected):
     assert preemptions > 0
 
 
+@pytest.fixture(scope="module")
+def expected_in_fp8(requests) -> list[list[int]]:
+    return answers(requests, device="cpu", attention="torch", prefix_cache="off", kv_cache_dtype="fp8")[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cache_in_fp8_differs_by_ties_alone(way, requests, expected_in_fp8):
+    """A key that is computed in another order may fall to e4m3's next number, a sixteenth away."""
+    found, counted = answers(requests, kv_cache_dtype="fp8", **WAYS[way])
+    same = sum(a == b for a, b in zip(found, expected_in_fp8))
+    print(f"fp8 cache, {way}: {same} of {len(found)} answers as on the CPU")
+    assert [tokens[0] for tokens in found] == [tokens[0] for tokens in expected_in_fp8]
+    assert same >= len(found) // 2
+    assert (counted["graph_steps"] > 0) == (WAYS[way].get("graph_batch_size", 1) > 0)
+
+
+def test_a_cache_in_fp8_holds_about_twice_the_tokens():
+    """Heads of 64 in bfloat16: 128 bytes against 64 and a scale."""
+    blocks = []
+    for stored in ("auto", "fp8"):
+        config = EngineConfig(device="cuda", dtype="bfloat16", kv_cache_bytes=1 << 26, kv_cache_dtype=stored)
+        blocks.append(Engine.from_checkpoint(CHECKPOINT, config).metrics.kv_blocks_total)
+    assert blocks[1] == pytest.approx(128 / 68 * blocks[0], rel=0.01)
+
+
 def test_bfloat16_differs_by_ties_alone(requests, expected):
     found, _ = answers(requests, dtype="bfloat16")
     same = sum(a == b for a, b in zip(found, expected))

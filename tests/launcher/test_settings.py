@@ -15,7 +15,7 @@ from tessera.launcher.settings import INSTANCES, ServerSetup, lay_out, read_conf
 from tessera.settings import COMMON, OF_STAGES, settings_of
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
-MOST = 25
+MOST = 30
 
 
 def rows(setup: ServerSetup) -> dict[str, tuple[object, str]]:

@@ -21,6 +21,7 @@ class EngineConfig:
     decodes still moves a prompt on. ``max_in_flight``: requests accepted at once, waiting ones included.
     ``max_model_len``: prompt + answer; None takes the checkpoint's context length. ``kv_cache_bytes``: 0 takes what
     ``max_sequences`` full contexts need, at most 1 GiB on the CPU, on a GPU what the engine's share leaves.
+    ``kv_cache_dtype``: "auto" is the model's, "fp8" e4m3 with a scale a position and head (half the bytes of bfloat16).
     ``memory_bytes``: that share, weights included (gpu_memory.py divides a card); 0 is nine tenths of the card but
     ``embedding_pool_bytes``, for the rows of pictures whose requests wait or run. ``graph_batch_size``: decode steps of
     up to so many sequences run as CUDA graphs; 0 records none. ``prefix_cache``: "content" reuses equal prefixes
@@ -37,6 +38,7 @@ class EngineConfig:
     max_sequences: int = setting(256, cpu=64, least=1)
     max_in_flight: int = setting(512, settable=False, least=1)
     max_model_len: int | None = setting(None, common=True, kind=int, least=2)
+    kv_cache_dtype: str = setting("auto", choices=("auto", "fp8"))
     kv_cache_bytes: int = setting(0, cpu=512 << 20, least=0)
     memory_bytes: int = setting(0, settable=False, least=0, share="language")
     embedding_pool_bytes: int = setting(4 << 30, cuda=0, settable=False, least=0, share="embedding_pool")

@@ -18,20 +18,21 @@ class PagedBatch:
     """Sequences of ``contexts`` positions in shuffled blocks; the last ``counts`` of each are packed queries.
 
     ``q`` [n, heads, head_dim] is a part of wider rows. ``blocks`` [most, s] and the others are on the device.
+    ``scales`` are those of a cache in e4m3, as options of the kernels.
     """
 
-    def __init__(self, shape, counts, contexts, dtype, device, generator, index=torch.int32):
+    def __init__(self, shape, counts, contexts, dtype, device, generator, index=torch.int32, fp8=False):
         self.shape, self.scale = shape, shape.head_dim**-0.5
         self.counts, self.contexts = np.array(counts), np.array(contexts)
         used = -(-self.contexts // BLOCK)
         spare = 3
         cache = (int(used.sum()) + spare, BLOCK, shape.kv_heads, shape.head_dim)
-        self.storage = KvStorage(1, cache, dtype, torch.device(device))
+        self.storage = KvStorage(1, cache, dtype, torch.device(device), fp8)
         order = torch.randperm(int(used.sum()) + spare, generator=torch.Generator().manual_seed(1)).numpy()
         nobody, order = order[0], order[spare:]
         table = np.full((len(used), max(1, used.max())), nobody)
-        for cache in (self.keys, self.values):
-            cache.fill_(float("nan"))
+        poison = torch.full((cache[0] * BLOCK, *cache[2:]), float("nan"), dtype=dtype, device=device)
+        self.storage.write(0, torch.arange(len(poison), device=device), poison, poison)
         for line, number, context in zip(table, used, contexts):
             line[:number], order = order[:number], order[number:]
             position = torch.arange(context, device=device)
@@ -56,6 +57,10 @@ class PagedBatch:
     @property
     def values(self):
         return self.storage.values[0]
+
+    @property
+    def scales(self):
+        return {"key_scales": self.storage.key_scales[0], "value_scales": self.storage.value_scales[0]}
 
     def expected(self):
         """What the oracle backend makes of the batch; zeros for queries that see nothing."""

@@ -223,6 +223,30 @@ def test_rotate_and_store(dtype, device, generator, n, heads, kv_heads, size):
     assert torch.equal(values, expected_values)
 
 
+@pytest.mark.parametrize(("n", "heads", "kv_heads", "size"), [(5, 14, 2, 128), (4, 2, 2, 80), (3, 7, 3, 64)])
+def test_rotate_and_store_in_fp8(dtype, device, generator, n, heads, kv_heads, size):
+    """The interpreter's cast to e4m3 loses carries: there the kernel stores float32, and torch does the cast."""
+    qkv, cos, sin = rows(dtype, device, generator, n, heads, kv_heads, size)
+    qkv *= torch.logspace(-2, 2, n, device=device).to(dtype)[:, None]
+    slots = torch.tensor([5, -1, 0, 11, 7], device=device)[:n]
+    stored = torch.float32 if device.type == "cpu" else torch.float8_e4m3fn
+    caches = [torch.zeros((3, 4, kv_heads, size), dtype=stored, device=device) for _ in range(2)]
+    twins = [torch.zeros((3, 4, kv_heads, size), dtype=torch.float8_e4m3fn, device=device) for _ in range(2)]
+    scales, expected_scales = torch.full((2, 2, 3, 4, kv_heads), 7.0, device=device)
+    expected = qkv.clone()
+    reference.rotate_and_store(expected, cos, sin, slots, *twins, heads, *expected_scales)
+    rotate_and_store(qkv, cos, sin, slots, *caches, heads, *scales)
+    close(qkv, expected)
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(scales, expected_scales, rtol=2 * step, atol=0)
+    assert torch.equal(scales[1], expected_scales[1])
+    for cache, twin in zip(caches, twins):
+        ours, its = cache.to(torch.float8_e4m3fn).float(), twin.float()
+        # What lies between two numbers of e4m3 may come to either where one bit before was rounded otherwise.
+        torch.testing.assert_close(ours, its, rtol=2**-3, atol=2**-9)
+        assert (ours == its).float().mean() > 0.98
+
+
 def test_the_twin_rotates_as_the_backends_do(device, generator):
     from tessera.engine.attention.backend import rotate
 

@@ -17,12 +17,20 @@ CONTEXTS = [1, 15, 0, 16, 17, 63, 64, 65, 200]
 
 def decoded(batch, splits, **options):
     return decode_attention(
-        batch.q, batch.keys, batch.values, batch.blocks, batch.context, batch.scale, splits, **options
+        batch.q,
+        batch.keys,
+        batch.values,
+        batch.blocks,
+        batch.context,
+        batch.scale,
+        splits,
+        **batch.scales,
+        **options,
     )
 
 
-def batch_of(contexts, dtype, device, generator, group=7, index=torch.int32, **shape):
-    return PagedBatch(shape_of(group, **shape), [1] * len(contexts), contexts, dtype, device, generator, index)
+def batch_of(contexts, dtype, device, generator, group=7, index=torch.int32, fp8=False, **shape):
+    return PagedBatch(shape_of(group, **shape), [1] * len(contexts), contexts, dtype, device, generator, index, fp8)
 
 
 @pytest.mark.parametrize("group", [1, 2, 7])
@@ -32,6 +40,12 @@ def test_every_edge_of_a_context(dtype, device, generator, group, splits):
     actual = decoded(batch, splits)
     close(actual, batch.expected())
     assert torch.equal(actual[CONTEXTS.index(0)], torch.zeros_like(actual[0]))
+
+
+@pytest.mark.parametrize(("splits", "head_dim"), [(1, 64), (4, 64), (2, 96)])
+def test_a_cache_in_fp8(dtype, device, generator, splits, head_dim):
+    batch = batch_of(CONTEXTS, dtype, device, generator, fp8=True, head_dim=head_dim)
+    close(decoded(batch, splits), batch.expected())
 
 
 @pytest.mark.parametrize("splits", [2, 32])
@@ -98,6 +112,9 @@ def test_choose_splits(sequences, most_tokens, splits):
         (dict(values=torch.zeros(5, BLOCK, 2, 64)), "differ"),
         (dict(out=torch.zeros(3, 14, 64)), r"out \(3, 14, 64\)"),
         (dict(q=torch.zeros(2, 14, 64).half()), "one dtype"),
+        (dict(keys=torch.zeros(4, BLOCK, 2, 64, dtype=torch.float8_e4m3fn)), "one dtype"),
+        (dict(key_scales=torch.zeros(4, BLOCK, 2)), "scales are"),
+        (dict.fromkeys(("key_scales", "value_scales"), torch.zeros(4, 2, BLOCK)), "scales are"),
         (dict(q=torch.zeros(2, 64, 14).mT), "dimensions of q"),
         (dict(out=torch.zeros(2, 64, 14).mT), "dimensions of out"),
     ],

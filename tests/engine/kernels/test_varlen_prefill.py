@@ -17,9 +17,9 @@ SMALL = PrefillPlan(rows=16, tokens=16, warps=4, stages=2)
 PIECES = [(5, 5), (1, 1), (1, 40), (20, 20), (33, 97), (16, 32), (17, 65), (64, 64), (3, 131)]
 
 
-def batch_of(pieces, dtype, device, generator, group=7, index=torch.int32, **shape):
+def batch_of(pieces, dtype, device, generator, group=7, index=torch.int32, fp8=False, **shape):
     counts, contexts = zip(*pieces)
-    return PagedBatch(shape_of(group, **shape), counts, contexts, dtype, device, generator, index)
+    return PagedBatch(shape_of(group, **shape), counts, contexts, dtype, device, generator, index, fp8)
 
 
 def attended(batch, plan=None, out=None):
@@ -38,12 +38,19 @@ def attended(batch, plan=None, out=None):
         batch.scale,
         torch.empty_like(batch.q, memory_format=torch.contiguous_format) if out is None else out,
         plan,
+        **batch.scales,
     )
 
 
 @pytest.mark.parametrize("group", [1, 2, 7])
 def test_pieces_of_every_kind(dtype, device, generator, group):
     batch = batch_of(PIECES, dtype, device, generator, group)
+    close(attended(batch), batch.expected())
+
+
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_a_cache_in_fp8(dtype, device, generator, head_dim):
+    batch = batch_of(PIECES, dtype, device, generator, fp8=True, head_dim=head_dim)
     close(attended(batch), batch.expected())
 
 

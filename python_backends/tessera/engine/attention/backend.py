@@ -90,7 +90,8 @@ class AttentionBackend(ABC):
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         """q [m, heads, head_dim] -> the same shape.
 
-        Everything a query sees is in the storage already; k and v [n, kv_heads, head_dim] are the new part of it.
+        Everything a query sees is in the storage already; k and v [n, kv_heads, head_dim] are the new part of it, as
+        the storage gives it back.
         """
 
     def attend(self, layer: int, qkv: torch.Tensor, step: AttentionStep) -> torch.Tensor:
@@ -99,10 +100,15 @@ class AttentionBackend(ABC):
         split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
         rotated = rotate(split[:, : heads + kv_heads], step.cos, step.sin)
         q, k, v = rotated[:, :heads], rotated[:, heads:], split[:, heads + kv_heads :]
-        self.storage.write(layer, step.slots, k, v)
+        k, v = self.storage.write(layer, step.slots, k, v)
         if step.rows is not None:
             q = q[step.rows]
         return self._attend(layer, q, k, v, step.plan).flatten(1)
+
+
+def slots_of(blocks: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    """Slots of positions [.., p] of sequences that hold the blocks [.., most]."""
+    return np.take_along_axis(blocks, positions // block_size, axis=-1) * block_size + positions % block_size
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

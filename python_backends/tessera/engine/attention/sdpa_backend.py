@@ -9,17 +9,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tessera.engine.attention.backend import AttentionBackend, SpanTable, attend_piece
+from tessera.engine.attention.backend import AttentionBackend, SpanTable, attend_piece, slots_of
 from tessera.engine.transfer import to_device
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Packed rows of one prompt piece; ``blocks`` and ``mask`` are None where it starts its sequence."""
+    """Packed rows of one prompt piece; its context's slots and ``mask`` are None where it starts its sequence."""
 
     rows: slice
-    context: int
-    blocks: torch.Tensor | None
+    slots: torch.Tensor | None
     mask: torch.Tensor | None
 
 
@@ -42,7 +41,7 @@ class SdpaBackend(AttentionBackend):
         # Behind a context the last position is read again, and masked: what lies there may be NaN.
         positions = np.arange(context.max(initial=0))[None]
         seen = np.minimum(positions, context - 1)
-        slots = np.take_along_axis(table.blocks[:singles], seen // size, axis=1) * size + seen % size
+        slots = slots_of(table.blocks[:singles], seen, size)
         columns = (table.row, table.count, table.context, table.blocks)
         pieces = [self._piece(*line) for line in zip(*(column[singles:] for column in columns))]
         bias = self._bias(positions >= context)[:, None, None]
@@ -59,10 +58,7 @@ class SdpaBackend(AttentionBackend):
     def _attend_singles(self, layer: int, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
         kv_heads, head_dim = self.shape.kv_heads, self.shape.head_dim
         shape = (plan.singles, -1, kv_heads, head_dim)
-        keys, values = (
-            cache[layer].flatten(0, 1).index_select(0, plan.slots).view(shape).transpose(1, 2)
-            for cache in (self.storage.keys, self.storage.values)
-        )
+        keys, values = (part.view(shape).transpose(1, 2) for part in self.storage.read(layer, plan.slots))
         grouped = q.view(plan.singles, kv_heads, -1, head_dim)
         attended = F.scaled_dot_product_attention(grouped, keys, values, plan.mask, scale=self.scale)
         return attended.reshape(q.shape)
@@ -70,25 +66,23 @@ class SdpaBackend(AttentionBackend):
     def _attend_piece(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece
     ) -> torch.Tensor:
-        if piece.blocks is None:
+        if piece.slots is None:
             keys, values = k[piece.rows], v[piece.rows]
         else:
-            keys = self.storage.keys[layer].index_select(0, piece.blocks).flatten(0, 1)[: piece.context]
-            values = self.storage.values[layer].index_select(0, piece.blocks).flatten(0, 1)[: piece.context]
+            keys, values = self.storage.read(layer, piece.slots)
         return attend_piece(q, keys, values, piece.mask, self.scale)
 
     def _piece(self, row: int, count: int, context: int, blocks: np.ndarray) -> _Piece:
         rows = slice(int(row), int(row + count))
         if count == context:
-            return _Piece(rows, int(context), None, None)
-        needed = -(-int(context) // self.storage.block_size)
-        unseen = np.arange(context)[None] > np.arange(context - count, context)[:, None]
-        return _Piece(rows, int(context), self._tensor(blocks[:needed]), self._bias(unseen))
+            return _Piece(rows, None, None)
+        positions = np.arange(context)
+        unseen = positions[None] > positions[-count:, None]
+        return _Piece(rows, self._tensor(slots_of(blocks, positions, self.storage.block_size)), self._bias(unseen))
 
     def _bias(self, unseen: np.ndarray) -> torch.Tensor:
-        """0 where a query may look, -inf elsewhere, in the cache's dtype."""
-        dtype = self.storage.keys[0].dtype
-        bias = torch.zeros(unseen.shape, dtype=dtype, device=self.storage.keys[0].device)
+        """0 where a query may look, -inf elsewhere, in the model's dtype."""
+        bias = torch.zeros(unseen.shape, dtype=self.storage.dtype, device=self.storage.keys[0].device)
         return bias.masked_fill_(self._tensor(unseen), float("-inf"))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

@@ -1,12 +1,13 @@
-"""The readable oracle: loops over sequences and blocks, softmax written out."""
+"""The readable oracle: a loop over sequences, softmax written out."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
-from tessera.engine.attention.backend import AttentionBackend, SpanTable
+from tessera.engine.attention.backend import AttentionBackend, SpanTable, slots_of
 
 
 class TorchBackend(AttentionBackend):
@@ -18,15 +19,10 @@ class TorchBackend(AttentionBackend):
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         out = torch.empty_like(q)
         for row, count, context, blocks in zip(plan.row, plan.count, plan.context, plan.blocks):
-            keys = self._collect(self.storage.keys[layer], blocks, context)
-            values = self._collect(self.storage.values[layer], blocks, context)
-            out[row : row + count] = self._attend_one(q[row : row + count], keys, values)
+            slots = slots_of(blocks, np.arange(context), self.storage.block_size)
+            keys, values = self.storage.read(layer, torch.from_numpy(slots).to(q.device))
+            out[row : row + count] = self._attend_one(q[row : row + count], keys.float(), values.float())
         return out
-
-    def _collect(self, cache: torch.Tensor, blocks: Any, context: int) -> torch.Tensor:
-        """The first ``context`` positions of a sequence, float32 [context, kv_heads, head_dim]."""
-        needed = -(-int(context) // self.storage.block_size)
-        return torch.cat([cache[int(block)] for block in blocks[:needed]])[:context].float()
 
     def _attend_one(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         group = self.shape.heads // self.shape.kv_heads

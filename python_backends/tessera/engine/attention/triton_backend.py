@@ -52,13 +52,15 @@ class _Plan:
 class TritonBackend(AttentionBackend):
     """The default on a GPU.
 
-    ``whole_from``: prompts of so many tokens or more that begin in a step go through torch's attention, None never.
+    ``whole_from``: prompts of so many tokens or more that begin in a step go through torch's attention, None never. In
+    FP8 it stays None: torch would see keys and values as they were before they were stored, and an answer would depend
+    on how its prompt was cut up.
     """
 
     def __init__(self, shape: HeadShape, storage: KvStorage) -> None:
         super().__init__(shape, storage)
         self._device = storage.keys[0].device
-        plan = default_plan(shape.head_dim, storage.keys[0].dtype)
+        plan = default_plan(shape.head_dim, storage.dtype)
         self._tile_queries = plan.queries(shape.heads // shape.kv_heads)
         self.whole_from: int | None = None
         self._processors = 1
@@ -82,25 +84,25 @@ class TritonBackend(AttentionBackend):
     def attend(self, layer: int, qkv: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Rotates the queries in ``qkv`` itself."""
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
-        keys, values = self.storage.keys[layer], self.storage.values[layer]
-        rotate_and_store(qkv, step.cos, step.sin, step.slots, keys, values, heads)
+        keys, values, *scales = self.storage.tensors(layer)
+        rotate_and_store(qkv, step.cos, step.sin, step.slots, keys, values, heads, *scales)
         q, k, v = qkv.view(qkv.shape[0], -1, self.shape.head_dim).split((heads, kv_heads, kv_heads), dim=1)
         if step.rows is not None:
             q = q[step.rows]
         return self._attend(layer, q, k, v, step.plan).flatten(1)
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
-        keys, values = self.storage.keys[layer], self.storage.values[layer]
+        keys, values, key_scales, value_scales = self.storage.tensors(layer)
+        scales: dict[str, Any] = {"key_scales": key_scales, "value_scales": value_scales}
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         singles: _Singles | None = plan.singles
         pieces: _Pieces | None = plan.pieces
         if singles is not None:
             first = len(singles.context)
-            decode_attention(
-                q[:first], keys, values, singles.blocks, singles.context, self.scale, singles.splits, out=out[:first]
-            )
+            tables = (singles.blocks, singles.context)
+            decode_attention(q[:first], keys, values, *tables, self.scale, singles.splits, out[:first], **scales)
         if pieces is not None:
-            prefill_attention(q, keys, values, *pieces, self.scale, out)
+            prefill_attention(q, keys, values, *pieces, self.scale, out, **scales)
         for rows in plan.whole:
             out[rows] = attend_piece(q[rows], k[rows], v[rows], None, self.scale)
         return out

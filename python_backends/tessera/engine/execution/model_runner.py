@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -42,7 +41,7 @@ class ModelRunner:
         self.vocab_size = model.config.vocab_size
         self.hidden_size = model.config.hidden_size
         self.position_axes = model.rotary.axes
-        self.weights = model.weights_in_words()
+        self.weights = model.weights_in_words() + ", key/value cache in fp8" * attention.storage.fp8
         self.weight_bytes = sum(buffer.nbytes for buffer in model.buffers())
         self.num_blocks = attention.storage.keys[0].shape[0]
         self.overlaps = weight.is_cuda
@@ -70,10 +69,11 @@ class ModelRunner:
         weight = model.embedding.get_buffer("weight")
         heads = model.heads
         block = (config.block_size, heads.kv_heads, heads.head_dim)
-        bytes_per_block = 2 * len(model.layers) * math.prod(block) * weight.itemsize  # keys and values
+        layers, fp8 = len(model.layers), config.kv_cache_dtype == "fp8"
+        bytes_per_block = KvStorage.bytes_per_block(layers, block, weight.dtype, fp8)
 
         def runner(num_blocks: int) -> ModelRunner:
-            storage = KvStorage(len(model.layers), (num_blocks, *block), weight.dtype, weight.device)
+            storage = KvStorage(layers, (num_blocks, *block), weight.dtype, weight.device, fp8)
             return cls(model, create_backend(config.attention, heads, storage), config.max_sequences)
 
         budget = MemoryBudget(config, bytes_per_block, weight.device)

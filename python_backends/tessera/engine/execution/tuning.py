@@ -31,7 +31,7 @@ def tune(model: Qwen2, attention: AttentionBackend, device: torch.device) -> Non
     machine = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, kernels {kernels_version()}"
     for (_, shape), layers in layers_by_shape(model).items():
         layers[0].scheme.tune(layers, shape, choices, machine)
-    if isinstance(attention, TritonBackend):
+    if isinstance(attention, TritonBackend) and not attention.storage.fp8:
         tune_prefill(attention, choices, machine)
 
 

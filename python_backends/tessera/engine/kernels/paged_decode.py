@@ -40,11 +40,19 @@ def choose_splits(sequences: int, kv_heads: int, most_tokens: int, sms: int) -> 
     return 1 << (most.bit_length() - 1)
 
 
-def check_cache(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
+def check_cache(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+) -> None:
     """ValueError unless q and out [.., heads, head_dim] and a cache [num_blocks, block_size, kv_heads, head_dim] fit.
 
     The attention kernels want: head_dim a multiple of 16, block_size a power of two >= 16, 1..16 query heads a key
-    head, one dtype, keys and values laid out alike, and the last two dimensions of all of them contiguous.
+    head, one dtype, keys and values laid out alike, and the last two dimensions of all of them contiguous. A cache of
+    another dtype has contiguous scales [num_blocks, block_size, kv_heads], both or none.
     """
     block_size, kv_heads, head_dim = keys.shape[1:]
     heads = q.shape[-2]
@@ -58,7 +66,10 @@ def check_cache(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: 
         raise ValueError("keys and values differ in shape or strides")
     if q.shape != out.shape:
         raise ValueError(f"q is {tuple(q.shape)}, out {tuple(out.shape)}")
-    if not q.dtype == keys.dtype == values.dtype == out.dtype:
+    given = [scales for scales in (key_scales, value_scales) if scales is not None]
+    if any(scales.shape != keys.shape[:3] or not scales.is_contiguous() for scales in given) or len(given) == 1:
+        raise ValueError(f"scales are {[tuple(scales.shape) for scales in given]}; the cache is {tuple(keys.shape)}")
+    if q.dtype != out.dtype or keys.dtype != values.dtype or (keys.dtype != q.dtype and not given):
         raise ValueError(f"one dtype is wanted: q {q.dtype}, keys {keys.dtype}, values {values.dtype}, out {out.dtype}")
     for name, x in (("q", q), ("keys", keys), ("out", out)):
         if x.stride()[-2:] != (head_dim, 1):
@@ -75,19 +86,22 @@ def decode_attention(
     splits: int,
     out: torch.Tensor | None = None,
     plan: DecodePlan = DEFAULT_PLAN,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [s, heads, head_dim], its rows any stride apart -> the same shape and dtype, in ``out`` if that is given.
 
     ``keys``, ``values`` [num_blocks, block_size, kv_heads, head_dim]; ``blocks`` integer [most, s], most >= 1: block
     j of sequence i is blocks[j, i]; ``context`` integer [s]: query i sees positions [0, context[i]), and where that
     is 0 its row is 0 and the cache is not read. ``splits`` is a power of two up to 32, see :func:`choose_splits`.
+    A cache in e4m3 is multiplied by ``key_scales`` and ``value_scales`` float32 [num_blocks, block_size, kv_heads].
     Nothing is read back and the grid depends on the shapes alone, so a call can be captured in a CUDA graph.
     ValueError for what :func:`check_cache` refuses. The method is flash decoding (Dao et al., 2023).
     """
     sequences, heads, head_dim = q.shape
     if out is None:
         out = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=q.device)
-    check_cache(q, keys, values, out)
+    check_cache(q, keys, values, out, key_scales, value_scales)
     if not 1 <= splits <= MAX_SPLITS or splits & (splits - 1):
         raise ValueError(f"splits {splits} is no power of two up to {MAX_SPLITS}")
     block_size, kv_heads = keys.shape[1:3]
@@ -99,6 +113,8 @@ def decode_attention(
         q,
         keys,
         values,
+        key_scales,
+        value_scales,
         blocks,
         context,
         out,
@@ -143,6 +159,8 @@ def _decode_kernel(
     q,
     keys,
     values,
+    key_scales,
+    value_scales,
     blocks,
     context,
     out,
@@ -193,8 +211,9 @@ def _decode_kernel(
         slot = tl.minimum(position, last) % BLOCK_SIZE
         place = block.to(tl.int64) * cache_block + slot * cache_slot + kv_head * HEAD_DIM
         place = place[:, None] + column[None, :]
-        key = load_rows(keys + place, inside, HEAD_DIM == COLUMNS)
-        value = load_rows(values + place, inside, HEAD_DIM == COLUMNS)
+        heads = (block.to(tl.int64) * BLOCK_SIZE + slot) * KV_HEADS + kv_head
+        key = load_rows(keys + place, inside, HEAD_DIM == COLUMNS, key_scales, heads, query.dtype)
+        value = load_rows(values + place, inside, HEAD_DIM == COLUMNS, value_scales, heads, query.dtype)
         # Read a tile ahead, the block numbers do not hold up the pipeline of the loads that need them.
         block = tl.load(table + (tl.minimum(position + TOKENS, last) // BLOCK_SIZE) * blocks_step)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
@@ -219,12 +238,15 @@ def _decode_kernel(
 
 
 @triton.jit
-def load_rows(pointers, inside, WHOLE: tl.constexpr):
-    """Rows of keys or values; where a head is no power of two (``WHOLE`` is false), zeros behind its end."""
-    if WHOLE:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=inside, other=0.0)
+def load_rows(pointers, inside, WHOLE: tl.constexpr, scales, heads, dtype: tl.constexpr):
+    """Rows of keys or values; where a head is no power of two (``WHOLE`` is false), zeros behind its end.
+
+    Those of a cache in e4m3 are multiplied by ``scales`` at their numbers among all ``heads``, and of ``dtype`` then.
+    """
+    rows = tl.load(pointers) if WHOLE else tl.load(pointers, mask=inside, other=0.0)
+    if scales is not None:
+        rows = (rows.to(tl.float32) * tl.load(scales + heads)[:, None]).to(dtype)
+    return rows
 
 
 @triton.jit

@@ -61,10 +61,13 @@ def rotate_and_store(
     keys: torch.Tensor,
     values: torch.Tensor,
     heads: int,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """Rotates q and k inside qkv [n, (heads + 2 * kv_heads) * d], stores k and v at slots int64 [n] unless negative.
 
-    cos, sin float32 [n, d / 2]; keys, values [blocks, block_size, kv_heads, d].
+    cos, sin float32 [n, d / 2]; keys, values [blocks, block_size, kv_heads, d], in e4m3 with scales float32
+    [blocks, block_size, kv_heads].
     """
     kv_heads, size = keys.shape[2:]
     split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, size)
@@ -73,8 +76,13 @@ def rotate_and_store(
     cos, sin = cos[:, None], sin[:, None]
     rotated.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
     stored = slots >= 0
-    keys.view(-1, kv_heads, size)[slots[stored]] = split[stored, heads : heads + kv_heads]
-    values.view(-1, kv_heads, size)[slots[stored]] = split[stored, heads + kv_heads :]
+    new_keys, new_values = split[stored, heads:].split(kv_heads, dim=1)
+    for cache, scales, new in ((keys, key_scales, new_keys), (values, value_scales, new_values)):
+        if scales is not None:
+            rows = quantize_rows(new.reshape(-1, size))
+            scales.view(-1, kv_heads)[slots[stored]] = rows.scales.view(-1, kv_heads)
+            cache, new = cache.view(torch.uint8), rows.values.view(torch.uint8).view(new.shape)
+        cache.view(-1, kv_heads, size)[slots[stored]] = new
 
 
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,6 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+# As in tessera/fp8/rows.py.
+_LARGEST = tl.constexpr(448.0)
+_SMALLEST_SCALE = tl.constexpr(1e-12)
+
 
 def rotate_and_store(
     qkv: torch.Tensor,
@@ -15,18 +19,22 @@ def rotate_and_store(
     keys: torch.Tensor,
     values: torch.Tensor,
     heads: int,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """Rotates q and k in place in qkv, and copies the rotated k and the v to their slots of the cache.
 
     qkv [n, (heads + 2 * kv_heads) * d]; cos, sin float32 [n, d / 2] rotate the first half of a head against its
     second; slots int64 [n], each ``block * block_size + offset``, negative where nothing is to be stored (a padded
-    graph's dummy rows); keys, values [blocks, block_size, kv_heads, d] of qkv's dtype. All are contiguous, else
-    ValueError, as for a qkv of another width. The rotation is float32 and rounded once.
+    graph's dummy rows); keys, values [blocks, block_size, kv_heads, d] of qkv's dtype, or e4m3 with scales float32
+    [blocks, block_size, kv_heads], which are set as :func:`tessera.fp8.rows.quantize_rows` does for a head. All are
+    contiguous, else ValueError, as for a qkv of another width. The rotation is float32 and rounded once.
     """
     n, (kv_heads, size) = len(qkv), keys.shape[2:]
     if qkv.shape[1] != (heads + 2 * kv_heads) * size:
         raise ValueError(f"rotate_and_store: {qkv.shape[1]} values a row are not {heads} + 2 * {kv_heads} of {size}")
-    if not all(tensor.is_contiguous() for tensor in (qkv, cos, sin, slots, keys, values)):
+    given = (qkv, cos, sin, slots, keys, values, key_scales, value_scales)
+    if not all(tensor.is_contiguous() for tensor in given if tensor is not None):
         raise ValueError("rotate_and_store: every tensor must be contiguous")
     if n:
         _rotate_and_store[(n,)](
@@ -36,6 +44,8 @@ def rotate_and_store(
             slots,
             keys,
             values,
+            key_scales,
+            value_scales,
             HEADS=heads,
             KV_HEADS=kv_heads,
             HALF=size // 2,
@@ -54,6 +64,8 @@ def _rotate_and_store(
     slots,
     keys,
     values,
+    key_scales,
+    value_scales,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -82,8 +94,8 @@ def _rotate_and_store(
     v_inside = (kv_head < KV_HEADS) & (angle < HALF)[None, :]
     v_at = kv_head * (2 * HALF) + angle[None, :]
     v_row = row + (HEADS + KV_HEADS) * 2 * HALF
-    v_first = tl.load(v_row + v_at, mask=v_inside)
-    v_second = tl.load(v_row + v_at + HALF, mask=v_inside)
+    v_first = tl.load(v_row + v_at, mask=v_inside, other=0.0)
+    v_second = tl.load(v_row + v_at + HALF, mask=v_inside, other=0.0)
 
     rotated_first = (first * cosine - second * sine).to(qkv.dtype.element_ty)
     rotated_second = (second * cosine + first * sine).to(qkv.dtype.element_ty)
@@ -92,8 +104,26 @@ def _rotate_and_store(
 
     k_at = keys + cache_row + at - HEADS * 2 * HALF
     k_inside = inside & (head >= HEADS) & stored
-    tl.store(k_at, rotated_first, mask=k_inside)
-    tl.store(k_at + HALF, rotated_second, mask=k_inside)
+    if key_scales is not None:
+        k_scale = _scale_of_heads(rotated_first, rotated_second)
+        v_scale = _scale_of_heads(v_first, v_second)
+        is_key = (head >= HEADS) & (head < HEADS + KV_HEADS) & stored
+        tl.store(key_scales + slot * KV_HEADS + head - HEADS, k_scale, mask=is_key)
+        tl.store(value_scales + slot * KV_HEADS + kv_head, v_scale, mask=(kv_head < KV_HEADS) & stored)
+        k_inverse, v_inverse = tl.div_rn(1.0, k_scale), tl.div_rn(1.0, v_scale)
+        rotated_first = rotated_first.to(tl.float32) * k_inverse
+        rotated_second = rotated_second.to(tl.float32) * k_inverse
+        v_first = v_first.to(tl.float32) * v_inverse
+        v_second = v_second.to(tl.float32) * v_inverse
+    tl.store(k_at, rotated_first.to(keys.dtype.element_ty), mask=k_inside)
+    tl.store(k_at + HALF, rotated_second.to(keys.dtype.element_ty), mask=k_inside)
     v_cache = values + cache_row + v_at
-    tl.store(v_cache, v_first, mask=v_inside & stored)
-    tl.store(v_cache + HALF, v_second, mask=v_inside & stored)
+    tl.store(v_cache, v_first.to(values.dtype.element_ty), mask=v_inside & stored)
+    tl.store(v_cache + HALF, v_second.to(values.dtype.element_ty), mask=v_inside & stored)
+
+
+@triton.jit
+def _scale_of_heads(first, second):
+    """Both halves of heads, [heads, half] each -> their scales [heads, 1]."""
+    largest = tl.maximum(tl.abs(first.to(tl.float32)), tl.abs(second.to(tl.float32)))
+    return tl.maximum(tl.div_rn(tl.max(largest, 1, keep_dims=True), _LARGEST), _SMALLEST_SCALE)

@@ -69,6 +69,8 @@ def prefill_attention(
     scale: float,
     out: torch.Tensor,
     plan: PrefillPlan | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [n, heads, head_dim], its rows any stride apart -> ``out``, the same shape and dtype.
 
@@ -77,9 +79,10 @@ def prefill_attention(
     positions [0, contexts[i]); each sees its own position and those before it. ``blocks`` integer [most, p]: block j
     of piece i is blocks[j, i]. ``tiles`` integer [t, 2], contiguous, is :func:`prefill_tiles` with ``queries(group)``
     of the same plan, or of :func:`default_plan`; ``scale`` is positive. Rows of no piece are left as they are.
+    A cache in e4m3 is multiplied by ``key_scales`` and ``value_scales`` float32 [num_blocks, block_size, kv_heads].
     ValueError for what :func:`check_cache` refuses. The method is FlashAttention-2 (Dao, 2023).
     """
-    check_cache(q, keys, values, out)
+    check_cache(q, keys, values, out, key_scales, value_scales)
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = keys.shape[1:3]
     plan = plan or default_plan(head_dim, q.dtype)
@@ -90,6 +93,8 @@ def prefill_attention(
             q,
             keys,
             values,
+            key_scales,
+            value_scales,
             rows,
             counts,
             contexts,
@@ -123,6 +128,8 @@ def _prefill_kernel(
     q,
     keys,
     values,
+    key_scales,
+    value_scales,
     rows,
     counts,
     contexts,
@@ -179,8 +186,9 @@ def _prefill_kernel(
         slot = tl.minimum(position, last) % BLOCK_SIZE
         place = block.to(tl.int64) * cache_block + slot * cache_slot + kv_head * HEAD_DIM
         place = place[:, None] + column[None, :]
-        key = load_rows(keys + place, inside, HEAD_DIM == COLUMNS)
-        value = load_rows(values + place, inside, HEAD_DIM == COLUMNS)
+        heads = (block.to(tl.int64) * BLOCK_SIZE + slot) * KV_HEADS + kv_head
+        key = load_rows(keys + place, inside, HEAD_DIM == COLUMNS, key_scales, heads, asked.dtype)
+        value = load_rows(values + place, inside, HEAD_DIM == COLUMNS, value_scales, heads, asked.dtype)
         # Read a tile ahead, the block numbers do not hold up the pipeline of the loads that need them.
         block = tl.load(table + (tl.minimum(position + TOKENS, last) // BLOCK_SIZE) * blocks_step)
         scores = tl.dot(asked, tl.trans(key), input_precision="ieee")
