@@ -8,6 +8,10 @@ import torch
 from tessera.engine.kernels import reference
 from tessera.engine.kernels.w4_layout import chunk_of, pack, unpack
 
+pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
+
+from tessera.engine.kernels.w4a16 import W4Plan, plan_w4a16, w4a16_gate_up, w4a16_linear, widen_w4
+
 LAYOUTS = [
     (256, 128),
     (512, 128),
@@ -81,11 +85,6 @@ def test_the_layout_refuses_what_it_cannot_hold(generator):
         pack(codes, scales, zeros[:, :1])
 
 
-triton = pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
-
-from tessera.engine.kernels.w4a16 import W4Plan, plan_w4a16, w4a16_gate_up, w4a16_linear
-
-
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert actual.dtype == expected.dtype
     step = torch.finfo(actual.dtype).eps
@@ -146,6 +145,11 @@ class TestProducts:
         x, bias = rows(half, generator, m, 512), rows(half, generator, 1, 2 * size)[0]
         plan = W4Plan(32, programs, stages=2)
         close(w4a16_gate_up(x, weights, bias, plan), reference.w4a16_gate_up(x, weights, bias))
+
+    @pytest.mark.parametrize(("k", "group"), LAYOUTS)
+    def test_widened(self, half, generator, k, group):
+        weights = pack(*canonical(generator, 70, k, group))
+        assert torch.equal(widen_w4(weights, half), reference.widen_w4(weights, half))
 
     def test_refuses_operands(self, generator):
         weights = pack(*canonical(generator, 8, 256, 128))

@@ -109,3 +109,8 @@ def w4a16_gate_up(x: torch.Tensor, weights: PackedW4, bias: torch.Tensor | None 
     """x [m, k], W [2 * size, k], gate first -> silu(gate) * up [m, size]."""
     gate, up = w4a16_linear(x, weights, bias).chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def widen_w4(weights: PackedW4, dtype: torch.dtype) -> torch.Tensor:
+    """W [n, k]."""
+    return unpack(weights).to(dtype)

@@ -59,6 +59,11 @@ def chunk_of(k: int, group: int) -> int | None:
     return None
 
 
+def zeros_fit(zeros: torch.Tensor) -> bool:
+    """Whether all zero points are integers that the layout can hold."""
+    return bool(((zeros == zeros.round()) & (zeros >= 0) & (zeros < 1 << ZERO_BITS)).all())
+
+
 def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> PackedW4:
     """codes uint8 [n, k] of 0 .. 15, scales and zeros [n, groups] -> the layout, on their device.
 
@@ -73,7 +78,7 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Pack
             f"not {list(codes.shape)}, {list(scales.shape)}, {list(zeros.shape)}"
         )
     limit = 1 << ZERO_BITS
-    if not bool(((zeros == zeros.round()) & (zeros >= 0) & (zeros < limit)).all()):
+    if not zeros_fit(zeros):
         raise ValueError(f"w4: zero points must be integers of 0 .. {limit - 1}")
     packed = codes.new_empty((k // (4 * chunk), n, chunk), dtype=torch.int16)
     for rows in torch.arange(n, device="cpu").split(max(1, _PIECE // k)):

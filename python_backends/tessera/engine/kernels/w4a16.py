@@ -20,9 +20,11 @@ import triton
 import triton.language as tl
 
 from tessera.engine.kernels.silu_multiply import gated
+from tessera.engine.kernels.skinny_linear import multiprocessors
 from tessera.engine.kernels.w4_layout import ZERO_BITS, PackedW4
 
 MAX_ROWS = 64
+_WIDEN_ROWS = 64
 _ZERO_MASK = tl.constexpr((1 << ZERO_BITS) - 1)
 
 
@@ -78,12 +80,22 @@ def w4a16_gate_up(
     return _launch(x, weights, bias, True, plan)
 
 
+def widen_w4(weights: PackedW4, dtype: torch.dtype) -> torch.Tensor:
+    """W [n, k], rounded to ``dtype`` from float32: in front of a product of many rows."""
+    (n, k), (blocks, _, chunk) = weights.shape, weights.codes.shape
+    out = torch.empty((n, k), dtype=dtype, device=weights.codes.device)
+    _widen_all[(blocks, triton.cdiv(n, _WIDEN_ROWS))](
+        weights.codes, weights.words, out, n, k, weights.group, CHUNK=chunk, ROWS=_WIDEN_ROWS
+    )
+    return out
+
+
 def _launch(
     x: torch.Tensor, weights: PackedW4, bias: torch.Tensor | None, gate: bool, plan: W4Plan | None
 ) -> torch.Tensor:
     (m, k), n = _check(x, weights), weights.shape[0]
     blocks, _, chunk = weights.codes.shape
-    plan = plan or plan_w4a16(m, n, blocks, _multiprocessors(x.device))
+    plan = plan or plan_w4a16(m, n, blocks, multiprocessors(x.device))
     block_m, tiles = padded_rows(m), triton.cdiv(n, plan.block_n)
     if not 1 <= plan.programs <= tiles * blocks:
         raise ValueError(f"w4a16: {plan} for {tiles} tiles of {blocks} blocks")
@@ -117,12 +129,6 @@ def _check(x: torch.Tensor, weights: PackedW4) -> tuple[int, int]:
     if x.dtype not in (torch.bfloat16, torch.float16) or not x.is_contiguous():
         raise ValueError(f"w4a16: x contiguous and bfloat16 or float16, not {x.dtype}")
     return m, k
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    """How many ``device`` has; the interpreter plans as for an H200."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @triton.constexpr_function
@@ -256,3 +262,20 @@ def _store(out, total, bias, weight_row, tile, m, n, GATED: tl.constexpr, BLOCK_
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = (column < n)[:, None] & (row < m)[None, :]
         tl.store(out + row[None, :] * n + column[:, None], value, mask=inside)
+
+
+@triton.jit
+def _widen_all(codes, words, out, n, k, group, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """One program a block of columns of ROWS rows."""
+    block = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside, at = row < n, tl.arange(0, CHUNK)
+    packed = tl.load(codes + (block.to(tl.int64) * n + row)[:, None] * CHUNK + at[None, :], mask=inside[:, None])
+    for i in tl.static_range(4):
+        column = (block * 4 + i) * CHUNK
+        word = tl.load(words + column // group * n + row, mask=inside)
+        code = (packed >> (4 * i)).to(tl.int32) & 15
+        scale = (word & ~_ZERO_MASK).to(tl.float32, bitcast=True)
+        weight = (code - (word & _ZERO_MASK)[:, None]).to(tl.float32) * scale[:, None]
+        where = out + row.to(tl.int64)[:, None] * k + column + at[None, :]
+        tl.store(where, weight.to(out.dtype.element_ty), mask=inside[:, None])

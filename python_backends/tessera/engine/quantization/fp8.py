@@ -107,13 +107,7 @@ class Fp8(LinearScheme):
             layer.register_buffer("scales", None)
 
     def _has_units(self, layer: Linear) -> bool:
-        """Whether the device multiplies e4m3 rows by this weight; scales of blocks meet none of its products."""
-        if layer.device.type != "cuda" or self.blocks or layer.dtype != torch.bfloat16:
-            return False
-        from tessera.fp8.kernels import MAX_SIZE
-
-        whole = layer.out_features % MULTIPLE == 0 and layer.in_features % MULTIPLE == 0
-        return whole and layer.in_features <= MAX_SIZE and torch.cuda.get_device_capability(layer.device) >= _UNITS_FROM
+        return not self.blocks and has_units(layer)  # scales of blocks meet none of the products
 
     def takes_fp8(self, layer: Linear, rows: int) -> bool:
         return layer.scales is not None and not self.static
@@ -220,6 +214,16 @@ def _skinny_product(
 #: (x, weight, scales, bias, dtype) -> x W^T + b
 Product = Callable[[Fp8Rows, torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.dtype], torch.Tensor]
 PRODUCTS: dict[str, Product] = {"skinny": _skinny_product, "rescaled": _rescaled_product, "rows": fp8_linear}
+
+
+def has_units(layer: Linear) -> bool:
+    """Whether the device multiplies e4m3 rows by weights of this shape."""
+    if layer.device.type != "cuda" or layer.dtype != torch.bfloat16:
+        return False
+    from tessera.fp8.kernels import MAX_SIZE
+
+    whole = layer.out_features % MULTIPLE == 0 and layer.in_features % MULTIPLE == 0
+    return whole and layer.in_features <= MAX_SIZE and torch.cuda.get_device_capability(layer.device) >= _UNITS_FROM
 
 
 def dequantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

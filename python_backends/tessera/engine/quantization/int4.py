@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 
-from tessera.engine.quantization.scheme import Linear, LinearScheme, shaped
+from tessera.engine.kernels.selection import layer_kernels
+from tessera.engine.kernels.w4_layout import PackedW4, chunk_of, pack, zeros_fit
+from tessera.engine.quantization.fp8 import PRODUCTS, SKINNY_MULTIPLE, SKINNY_ROWS, Ways, has_units
+from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape, shaped
 from tessera.errors import CheckpointError
-from tessera.fp8.rows import Fp8Rows
+from tessera.fp8.rows import Fp8Rows, quantize_rows, quantize_weight
+
+if TYPE_CHECKING:
+    from tessera.measured_choices import MeasuredChoices
 
 ZERO = 8
 """Of symmetric groups."""
+W4A16, DEQUANTIZED = "w4a16", "dequantized"
+_W4A16_ROWS = 64  # the kernel's limit (tessera.engine.kernels.w4a16, which imports triton)
+_UNITS_FROM = (9, 0)  # the compute capability that the kernel is written for
+_ROWS = (16, 32, _W4A16_ROWS, 96, 128, 256, 512, 1024)  # where the fastest way is measured
+_MOST_LAYERS = 8  # enough weights of one shape that the GPU's cache holds few of them
 
 
 class Int4(LinearScheme):
@@ -20,6 +33,11 @@ class Int4(LinearScheme):
 
     ``group_size`` -1: a row is one group. Columns are in the checkpoint's order. Where groups are made of scattered
     columns, ``columns`` int64 [in] is the permutation that sorts them by group, else None.
+
+    On a Hopper GPU finishing packs them for the W4A16 kernel (``packed``, ``words``, ``arrivals``), their columns
+    sorted by group. For many rows it keeps an FP8 copy beside them (``weight``, ``channels``) if ``resident`` is "auto"
+    and the card has room, else each product dequantizes all of W anew. ``ways`` says which of them is the fastest up
+    to how many rows. Elsewhere W is dequantized for good (``weight``).
     """
 
     shared = frozenset({"columns"})
@@ -28,6 +46,8 @@ class Int4(LinearScheme):
         if type(group_size) is not int or not (group_size == -1 or group_size > 0):
             raise CheckpointError(f"quantization_config: group_size {group_size!r:.80} is no number of columns, nor -1")
         self.group_size = group_size
+        self.resident = "auto"
+        self.ways: Ways = ((_W4A16_ROWS, W4A16),)
 
     def groups(self, in_features: int) -> int:
         """How many groups a row has; CheckpointError if they do not divide it."""
@@ -70,17 +90,113 @@ class Int4(LinearScheme):
     def finish(self, layer: Linear) -> None:
         if layer.columns is not None and bool((layer.columns.diff() == 1).all()):  # in order
             layer.register_buffer("columns", None)
-        weight = dequantize(layer.codes, layer.scales, layer.zeros, layer.columns).to(layer.dtype)
-        for name in ("codes", "scales", "zeros", "columns"):
+        weight = dequantize(layer.codes, layer.scales, layer.zeros, layer.columns)
+        if not self._packs(layer):
+            del layer.columns
+            layer.register_buffer("weight", weight.to(layer.dtype))
+        else:
+            codes = layer.codes if layer.columns is None else layer.codes[:, layer.columns]
+            packed = pack(codes, layer.scales, layer.zeros)
+            for name, tensor in zip(("packed", "words", "arrivals"), packed):
+                layer.register_buffer(name, tensor)
+            copied = self.resident == "auto" and has_units(layer) and _half_is_free(layer.device)
+            copy = quantize_weight(weight) if copied else (None, None)
+            layer.register_buffer("weight", copy[0])
+            layer.register_buffer("channels", copy[1])
+        for name in ("codes", "scales", "zeros"):
             delattr(layer, name)
-        layer.register_buffer("weight", weight)
+
+    def _packs(self, layer: Linear) -> bool:
+        """Whether the device has the kernel, and the kernel's layout holds these groups."""
+        if layer.device.type != "cuda" or torch.cuda.get_device_capability(layer.device) < _UNITS_FROM:
+            return False
+        group = layer.in_features // layer.scales.shape[1]
+        return layer.dtype.itemsize == 2 and chunk_of(layer.in_features, group) is not None and zeros_fit(layer.zeros)
 
     def in_words(self, layer: Linear) -> str:
         return "int4 by row" if self.group_size == -1 else f"int4 in groups of {self.group_size}"
 
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)
-        return F.linear(x, layer.weight, layer.bias)
+        kernels, way = layer_kernels(layer.device.type), self._way(layer, x)
+        if way == W4A16:
+            return kernels.w4a16_linear(_sorted(layer, x), _packed(layer), layer.bias)
+        if way == DEQUANTIZED:
+            assert isinstance(x, torch.Tensor)
+            if not _is_packed(layer):
+                return F.linear(x, layer.weight, layer.bias)
+            return F.linear(_sorted(layer, x), kernels.widen_w4(_packed(layer), layer.dtype), layer.bias)
+        rows = x if isinstance(x, Fp8Rows) else quantize_rows(x.contiguous())
+        return PRODUCTS[way](rows, layer.weight, layer.channels, layer.bias, layer.dtype)
+
+    def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
+        if self._way(layer, x) != W4A16:
+            return super().apply_gated(layer, x, fp8)
+        gated = layer_kernels(layer.device.type).w4a16_gate_up(_sorted(layer, x), _packed(layer), layer.bias)
+        return quantize_rows(gated) if fp8 else gated
+
+    def takes_fp8(self, layer: Linear, rows: int) -> bool:
+        return self._way_of(layer, rows) in PRODUCTS
+
+    def _way(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> str:
+        way = self._way_of(layer, len(x.values) if isinstance(x, Fp8Rows) else len(x))
+        return "rows" if isinstance(x, Fp8Rows) and way not in PRODUCTS else way
+
+    def _way_of(self, layer: Linear, rows: int) -> str:
+        """The fastest for so many rows."""
+        if _is_packed(layer) and rows:
+            for most, name in self.ways:
+                if rows <= most:
+                    return name
+            return DEQUANTIZED if layer.weight is None else "rows"
+        return DEQUANTIZED
+
+    def tune(self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:
+        """Finds the fastest way for each of some numbers of rows, the quantization of activations included."""
+        if not all(map(_is_packed, layers)):
+            return
+        schemes = [cast("Int4", layer.scheme) for layer in layers]
+        copied = all(layer.weight is not None for layer in layers)
+
+        def run(x: torch.Tensor, ways: Ways) -> None:
+            for layer, scheme in zip(layers[:_MOST_LAYERS], schemes):
+                scheme.ways = ways
+                layer.gated(x) if shape.gated else layer(x)
+
+        found: list[tuple[int, str]] = []
+        for rows in _ROWS:
+            names = [W4A16] * (rows <= _W4A16_ROWS) + [DEQUANTIZED]
+            if copied:
+                skinny = rows <= SKINNY_ROWS and shape.inputs % SKINNY_MULTIPLE == 0
+                names += [name for name in PRODUCTS if name != "skinny" or skinny]
+            x = torch.randn(rows, shape.inputs, dtype=shape.dtype, device=layers[0].device)
+            question = (
+                f"{self.in_words(layers[0])} {shape}, {rows} rows, {shape.dtype}, "
+                f"{min(len(layers), _MOST_LAYERS)} layers, {machine}"
+            )
+            ways = {name: partial(run, x, ((rows, name),)) for name in names}
+            found.append((rows, choices.fastest(question, ways)))
+        for scheme in schemes:
+            scheme.ways = tuple(found)
+
+
+def _is_packed(layer: Linear) -> bool:
+    return hasattr(layer, "packed")
+
+
+def _packed(layer: Linear) -> PackedW4:
+    return PackedW4(layer.packed, layer.words, layer.arrivals)
+
+
+def _sorted(layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+    """x with the columns in the order of the packed weights."""
+    assert isinstance(x, torch.Tensor)
+    return x.contiguous() if layer.columns is None else x[:, layer.columns]
+
+
+def _half_is_free(device: torch.device) -> bool:
+    """Whether half of the card is still free: what is left becomes cache, and a copy shall not eat that."""
+    free, total = torch.cuda.mem_get_info(device)
+    return 2 * free >= total
 
 
 def dequantize(
