@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-LARGEST = 448.0
+from tessera.fp8.rows import quantize_rows, quantize_weight
 
 
 class Fp8Weight(NamedTuple):
@@ -21,11 +21,11 @@ class Fp8Weight(NamedTuple):
 
 
 def quantize(weight: torch.Tensor) -> Fp8Weight:
-    """``weight`` float32 [out, in]: each channel's largest magnitude becomes 448. Activations quantize the same way."""
-    scales = (weight.abs().amax(1, keepdim=True) / LARGEST).clamp(min=1e-12)
-    return Fp8Weight((weight / scales).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales)
+    """``weight`` float32 [out, in]: each channel's largest magnitude becomes 448."""
+    values, scales = quantize_weight(weight)
+    return Fp8Weight(values, scales[:, None])
 
 
 def rounded_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [n, size] as an FP8 product would see it, of x's dtype."""
-    return quantize(x.float()).dequantized().to(x.dtype)
+    """x [n, size] as an FP8 product sees it, of x's dtype."""
+    return quantize_rows(x.contiguous()).dequantized().to(x.dtype)
