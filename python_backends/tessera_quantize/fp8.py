@@ -6,24 +6,27 @@ from typing import NamedTuple
 
 import torch
 
-from tessera.fp8.rows import quantize_rows, quantize_weight
+from tessera.fp8.rows import E4M3, LARGEST, quantize_rows
 
 
 class Fp8Weight(NamedTuple):
-    """W = values * scales. ``values`` float8_e4m3fn [out, in], ``scales`` float32 [out, 1]."""
+    """W = values * scales. ``values`` float8_e4m3fn [out, in], ``scales`` [out, 1] of the dtype they are stored in."""
 
     values: torch.Tensor
     scales: torch.Tensor
 
     def dequantized(self) -> torch.Tensor:
         """float32 [out, in]."""
-        return self.values.float() * self.scales
+        return self.values.float() * self.scales.float()
 
 
-def quantize(weight: torch.Tensor) -> Fp8Weight:
-    """``weight`` float32 [out, in]: each channel's largest magnitude becomes 448."""
-    values, scales = quantize_weight(weight)
-    return Fp8Weight(values, scales[:, None])
+def quantize(weight: torch.Tensor, dtype: torch.dtype) -> Fp8Weight:
+    """``weight`` float32 [out, in]: each channel's largest magnitude becomes 448, but for the rounding of its scale.
+
+    Scales are of the checkpoint's ``dtype``: transformers multiplies by them and keeps what comes out.
+    """
+    scales = (weight.abs().amax(1, keepdim=True) / LARGEST).to(dtype).clamp(min=torch.finfo(dtype).tiny)
+    return Fp8Weight((weight / scales.float()).clamp(-LARGEST, LARGEST).to(E4M3), scales)
 
 
 def rounded_rows(x: torch.Tensor) -> torch.Tensor:

@@ -71,9 +71,9 @@ class LayerQuantizer:
 
     def _quantized(self, module: str, inputs: InputStatistics) -> rtn.Int4Weight | fp8.Fp8Weight:
         weight, recipe = self._weights[module], self._recipe
-        if recipe.method == "fp8":
-            return fp8.quantize(weight)
         dtype = self._stored[f"{module}.weight"].dtype
+        if recipe.method == "fp8":
+            return fp8.quantize(weight, dtype)
         form = (recipe.group_size, recipe.symmetric, dtype)
         if recipe.method == "awq" and module not in self._modules.unclipped:
             return rtn.round_to(awq.clipped_grid(weight, inputs, *form), weight, recipe.group_size, dtype)

@@ -33,11 +33,11 @@ def labelled_folder(folder: Path) -> Path:
     return folder
 
 
-def checkpoint(folder: Path, body: str, **shape: Any) -> Path:
-    """One of BODIES with random weights in bfloat16."""
+def checkpoint(folder: Path, body: str, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> Path:
+    """One of BODIES with random weights."""
     layout, text = body.split()
     shape.setdefault("text", "qwen2" if text == "qwen2" else "llama")
-    native = tiny_checkpoints.hf_native(folder / "native", tiny_checkpoints.Shape(**shape), dtype=torch.bfloat16)
+    native = tiny_checkpoints.hf_native(folder / "native", tiny_checkpoints.Shape(**shape), dtype=dtype)
     return native if layout == "native" else tiny_checkpoints.as_internvl_chat(native, folder / "chat", text=text)
 
 

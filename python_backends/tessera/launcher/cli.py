@@ -95,7 +95,11 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
     add("--checkpoint", "model folder", type=Path, metavar="DIR")
     add("--device", "auto, cpu or cuda (default auto: cuda where there is a GPU)")
     add("--gpu-memory", "the part of each GPU's memory that the server may use (default 0.9)", metavar="0.9")
-    add("--quantization", "fp8: quantize a plain checkpoint's linear layers while loading", choices=("checkpoint", "fp8"))
+    add(
+        "--quantization",
+        "fp8: quantize a plain checkpoint's linear layers while loading",
+        choices=("checkpoint", "fp8"),
+    )
     add("--set", "any other setting, such as language_model.max_sequences=64; may be repeated", dest="settings",
         type=pair, action="append", default=[], metavar="NAME=VALUE")  # fmt: skip
     add("--show-settings", "print all settings and who set them, and end", action="store_true")
