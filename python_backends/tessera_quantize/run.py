@@ -121,12 +121,14 @@ def run(job: Job, progress: Progress) -> list[Row]:
         rows.append(Row(name, recipe, checkpoint.weight_bytes(folders[name]), errors, *figures, {}))
     del body, inputs  # room for the engine
     rows.insert(0, Row("original", None, checkpoint.weight_bytes(job.source), [], 0.0, 0.0, 1.0, {}))
-    for row in rows:
-        for policy in job.policies:
-            with progress(f"recall of {row.name}", len(job.held_out)) as advance:
-                row.recall[str(policy or "checkpoint's own")] = answers.figures(
-                    folders[row.name], job.held_out, job.device, policy, advance
-                )
+    for policy in job.policies:
+        name, requests = str(policy or "checkpoint's own"), None
+        for row in rows:
+            if requests is None or job.vision_fp8:
+                with progress(f"pictures: {name}", len(job.held_out)) as advance:
+                    requests = answers.ask(folders[row.name], job.held_out, job.device, policy, advance)
+            with progress(f"recall: {row.name}", len(job.held_out)) as advance:
+                row.recall[name] = answers.figures(folders[row.name], job.held_out, requests, job.device, advance)
     return rows
 
 
