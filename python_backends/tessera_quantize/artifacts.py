@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tessera.errors import ConfigError
 from tessera.user_cache import write_whole
@@ -18,17 +17,16 @@ Made = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
 def kept(path: Path, make: Callable[[], Made]) -> Made:
-    """Tensors and facts (JSON) from ``path``; ``make`` makes them first where it is not there.
+    """Tensors from ``path`` (.safetensors) and facts from the JSON beside it; ``make`` makes both if it is not there.
 
-    They are read from the file in either case: whoever resumes sees what an undisturbed run sees.
+    They are read from disk in either case: whoever resumes sees what an undisturbed run sees.
     """
+    beside = path.with_suffix(".json")
     if not path.exists():
         tensors, facts = make()
-        about = {"format": "pt", "facts": json.dumps(facts)}
-        write_whole(path, lambda draft: save_file(tensors, draft, metadata=about))
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-        return tensors, json.loads(file.metadata()["facts"])
+        write_whole(beside, lambda draft: draft.write_text(json.dumps(facts)))
+        write_whole(path, lambda draft: save_file(tensors, draft, metadata={"format": "pt"}))  # last: it says "done"
+    return load_file(path), json.loads(beside.read_text())
 
 
 def claim(folder: Path, settings: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ It is the engine's own model of one layer: whatever body the engine runs, its la
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,13 +16,13 @@ import torch
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.names import split_names
-from tessera.checkpoint.weights import SafetensorsFolder
+from tessera.checkpoint.weights import SafetensorsFolder, fill
 from tessera.engine.attention.backend import AttentionStep, SpanTable, create_backend
 from tessera.engine.cache.kv_storage import KvStorage
+from tessera.engine.models.qwen2 import LayerNames
 from tessera.engine.models.registry import model_class
 from tessera.engine.quantization.scheme import Linear
 from tessera.engine.quantization.unquantized import Unquantized
-from tessera.errors import CheckpointError
 from tessera_quantize.fp8 import rounded_rows
 from tessera_quantize.modules import INPUTS
 from tessera_quantize.statistics import InputStatistics
@@ -43,6 +43,10 @@ class Watched(Unquantized):
         return super().apply(layer, rounded_rows(x) if self.fp8 else x)
 
 
+def _watched(modules: Collection[str]) -> Watched:
+    return Watched()
+
+
 class Body:
     """``dtype`` and ``device`` are those it computes in; tensors of the checkpoint stay on the CPU as stored."""
 
@@ -52,10 +56,12 @@ class Body:
         self.source = SafetensorsFolder(config.folder)
         self.stored = {ours: stored for stored, ours in split_names(self.source.names(), config)["text"].items()}
         text = replace(config.text, num_hidden_layers=1)
-        self._model = model_class(text.architecture)(text, lambda name: Watched(), dtype, device)
-        self._targets = self._model.weight_targets()
-        self._layer = self._model.layers[0]
-        self._fill({ours: self.source.get(name) for ours, name in self.stored.items() if not _LAYER.fullmatch(ours)})
+        self._model = model_class(text.architecture)(text, _watched, dtype, device)
+        ends = {ours: self.source.get(name) for ours, name in self.stored.items() if not _LAYER.fullmatch(ours)}
+        targets = self._model.targets(set(ends))
+        fill("the text model", {name: targets[name] for name in targets if not _LAYER.fullmatch(name)}, ends.items())
+        self._empty_layer = lambda: self._model.layer_class(text, 0, _watched, dtype, device)
+        self._layer = self._empty_layer()
 
     @property
     def layers(self) -> int:
@@ -75,15 +81,16 @@ class Body:
         module, _, leaf = name.rpartition(".")
         return self.stored[f"model.layers.{index}.{module}.weight"].removesuffix("weight") + leaf
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fills the one layer with ``tensors``, by names as :meth:`tensors` gives them."""
-        self._fill({f"model.layers.0.{name}": tensor for name, tensor in tensors.items()})
+    @property
+    def names(self) -> LayerNames:
+        """What the checkpoint calls the modules of a layer."""
+        return self._layer.names
 
-    def _fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if name not in self._targets:
-                raise CheckpointError(f"{self.config.folder}: weight {name!r} has no place in the model")
-            self._targets[name](tensor)
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Makes ``tensors``, by names as :meth:`tensors` gives them, the one layer."""
+        self._layer = self._empty_layer()
+        named = {self._layer.prefix + name: tensor for name, tensor in tensors.items()}
+        fill("a layer", self._layer.targets(set(named)), named.items())
 
     @torch.inference_mode()
     def embed(self, ids: torch.Tensor, places: torch.Tensor | None, rows: torch.Tensor | None) -> torch.Tensor:
@@ -95,7 +102,7 @@ class Body:
     @torch.inference_mode()
     def run(self, hidden: torch.Tensor, positions: torch.Tensor, fp8: bool = False) -> torch.Tensor:
         """The layer on one sequence: hidden [n, hidden] and positions int64 [axes, n] -> [n, hidden], on the CPU."""
-        for scheme in self._watched().values():
+        for scheme in self._schemes().values():
             scheme.fp8 = fp8
         count, shape = len(hidden), self._model.heads
         x = hidden.to(self.device, copy=True)  # the layer may work in place
@@ -119,7 +126,7 @@ class Body:
         self, names: Iterable[str], sequences: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     ) -> dict[str, InputStatistics]:
         """Runs ``sequences`` (hidden, positions, weights) and gathers the inputs of the linear layers ``names``."""
-        schemes = self._watched()
+        schemes = self._schemes()
         found = {name: InputStatistics(getattr(self._layer, name).in_features, self.device) for name in names}
         for hidden, positions, weights in sequences:
             there = weights.to(self.device)
@@ -130,5 +137,5 @@ class Body:
             scheme.see = None
         return found
 
-    def _watched(self) -> dict[str, Watched]:
+    def _schemes(self) -> dict[str, Watched]:
         return {name: getattr(self._layer, name).scheme for name in INPUTS}

@@ -38,7 +38,8 @@ def write(config: CheckpointConfig, layers: Sequence[Path], recipe: Recipe, visi
     for name, ours in split_names(source.names(), config)["vision"].items() if vision_fp8 else ():
         if _VISION.fullmatch(ours):
             vision.append(name.removesuffix(".weight"))
-            made = stored_tensors(fp8.quantize(rest.pop(name).float()), symmetric=True)
+            weight = rest.pop(name)
+            made = stored_tensors(fp8.quantize(weight.float(), weight.dtype), symmetric=True)
             rest |= {f"{vision[-1]}.{leaf}": tensor for leaf, tensor in made.items()}
     ignore = [name.removesuffix(".weight") for name, tensor in rest.items() if _is_linear(name, tensor)]
     ignore = [name for name in ignore if name not in vision]

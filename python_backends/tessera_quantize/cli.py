@@ -64,15 +64,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _job(options: argparse.Namespace) -> Job:
-    wanted = options.calibration + (0 if options.judge else options.held_out)
-    items = evenly(folder_items(options.pictures), wanted)
+    items = folder_items(options.pictures)
     if options.judge:
-        calibration, held_out = items, folder_items(options.judge, options.held_out)
+        calibration, held_out = evenly(items, options.calibration), folder_items(options.judge, options.held_out)
     else:
-        # Every so-manyth, so that both parts have all classes.
-        step = max(2, round(wanted / max(1, options.held_out)))
-        held_out = items[::step][: options.held_out]
-        calibration = [item for item in items if item not in held_out]
+        held_out = evenly(items, min(options.held_out, len(items) // 2))
+        taken = set(held_out)
+        calibration = evenly([item for item in items if item not in taken], options.calibration)
     if min(len(calibration), len(held_out)) < 1:
         raise InvalidRequest(f"{options.pictures} needs at least two questions, to calibrate on and to judge by")
     try:

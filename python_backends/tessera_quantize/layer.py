@@ -11,7 +11,7 @@ from tessera.errors import CheckpointError
 from tessera_quantize import awq, fp8, gptq, rtn
 from tessera_quantize.body import Body
 from tessera_quantize.compressed import dequantized, stored_tensors
-from tessera_quantize.modules import INPUTS, UNCLIPPED, LayerModules, layer_modules
+from tessera_quantize.modules import INPUTS, layer_modules
 from tessera_quantize.samples import Sample
 from tessera_quantize.statistics import InputStatistics, output_error
 
@@ -36,7 +36,8 @@ class LayerQuantizer:
         self._recipe = recipe
         self._sequences = [(sample.hidden, sample.positions, sample.weights) for sample in samples]
         self._stored = body.tensors(index)
-        self._modules: LayerModules = layer_modules({name: tuple(each.shape) for name, each in self._stored.items()})
+        shapes = {name: tuple(each.shape) for name, each in self._stored.items()}
+        self._modules = layer_modules(body.names, shapes)
         names = [module for members in self._modules.members.values() for module in members]
         self._weights = {name: self._stored[f"{name}.weight"].to(body.device).float() for name in names}
         for name, weight in self._weights.items() if recipe.method != "fp8" else ():
@@ -70,11 +71,11 @@ class LayerQuantizer:
 
     def _quantized(self, module: str, inputs: InputStatistics) -> rtn.Int4Weight | fp8.Fp8Weight:
         weight, recipe = self._weights[module], self._recipe
-        if recipe.method == "fp8":
-            return fp8.quantize(weight)
         dtype = self._stored[f"{module}.weight"].dtype
+        if recipe.method == "fp8":
+            return fp8.quantize(weight, dtype)
         form = (recipe.group_size, recipe.symmetric, dtype)
-        if recipe.method == "awq" and module not in UNCLIPPED:
+        if recipe.method == "awq" and module not in self._modules.unclipped:
             return rtn.round_to(awq.clipped_grid(weight, inputs, *form), weight, recipe.group_size, dtype)
         if recipe.method == "gptq":
             return gptq.quantize(weight, inputs, rtn.fit_grid(weight, *form), recipe.group_size, dtype)

@@ -43,15 +43,16 @@ def markdown(job: Job, rows: Sequence[Row]) -> str:
     if recipe.method != "fp8":
         form += ", symmetric" if recipe.symmetric else ", with zeros"
     policies = list(rows[0].recall)
-    head = ["weights", "MB", "error of the layers", "KL, millinats", "same likeliest token"]
+    head = ["weights", "MB", "error of the layers", "KL, millinats", "of answers", "same likeliest token"]
     head += [f"recall, {policy}" for policy in policies]
     lines = [
         f"# {job.source.resolve().name}: {recipe.method.upper()}",
         "",
         f"{form}; the vision tower {'in FP8' if job.vision_fp8 else 'as it was'}. Calibrated on {len(job.calibration)} "
-        f"questions, judged on {len(job.held_out)} others. KL and likeliest tokens are those of the right answers' "
-        "tokens against the original model; the error of a layer is the share of its outputs' squares. Recall is the "
-        "mean balanced accuracy over the classes of yes/no questions, or the share of right answers without such.",
+        f"questions, judged on {len(job.held_out)} others. KL and likeliest tokens are against the original model, "
+        "over the words of question and right answer; the error of a layer is the share of its outputs' squares. "
+        "Recall is the mean balanced accuracy over classes of yes/no questions, or the share of right answers where "
+        "there are none.",
         "",
         *_table(head, [_cells(row, policies) for row in rows]),
         "",
@@ -81,7 +82,8 @@ def share_right(figures: Mapping[str, Any]) -> float:
 
 def _cells(row: Row, policies: Sequence[str]) -> list[str]:
     error = f"{100 * mean(layer_errors(row)):.3f}%" if row.errors else "-"
-    figures = [f"{row.bytes / 1e6:.2f}", error, f"{1000 * row.kl:.3f}", f"{100 * row.same:.2f}%"]
+    figures = [f"{row.bytes / 1e6:.2f}", error, f"{1000 * row.kl:.3f}", f"{1000 * row.answers_kl:.4f}"]
+    figures.append(f"{100 * row.same:.2f}%")
     return [row.name, *figures, *(f"{100 * share_right(row.recall[policy]):.2f}%" for policy in policies)]
 
 

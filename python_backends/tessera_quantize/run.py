@@ -74,8 +74,9 @@ class Job:
 class Row:
     """One line of the report. ``errors``: by layer, each module's share of its outputs' squares that is error.
 
-    ``kl``: of the answers' tokens on held-out questions, the mean divergence from the original in nats; ``same``: the
-    share of them whose likeliest token is the original's. ``recall``: figures by tile policy.
+    ``kl``: the mean divergence from the original in nats, over the words of held-out questions and their answers;
+    ``answers_kl`` over the answers alone. ``same``: the share of those words whose likeliest token is the original's.
+    ``recall``: figures by tile policy.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Row:
     bytes: int
     errors: list[dict[str, float]]
     kl: float
+    answers_kl: float
     same: float
     recall: dict[str, dict[str, Any]]
 
@@ -115,16 +117,18 @@ def run(job: Job, progress: Progress) -> list[Row]:
         folders[name] = place / "checkpoint"
         if not folders[name].exists():
             checkpoint.write(config, files, recipe, job.vision_fp8, folders[name])
-        kl, same = _divergence(body, original, hidden, held_out)
-        rows.append(Row(name, recipe, checkpoint.weight_bytes(folders[name]), errors, kl, same, {}))
+        figures = _divergence(body, original, hidden)
+        rows.append(Row(name, recipe, checkpoint.weight_bytes(folders[name]), errors, *figures, {}))
     del body, inputs  # room for the engine
-    rows.insert(0, Row("original", None, checkpoint.weight_bytes(job.source), [], 0.0, 1.0, {}))
-    for row in rows:
-        for policy in job.policies:
-            with progress(f"recall of {row.name}", len(job.held_out)) as advance:
-                row.recall[str(policy or "checkpoint's own")] = answers.figures(
-                    folders[row.name], job.held_out, job.device, policy, advance
-                )
+    rows.insert(0, Row("original", None, checkpoint.weight_bytes(job.source), [], 0.0, 0.0, 1.0, {}))
+    for policy in job.policies:
+        name, requests = str(policy or "checkpoint's own"), None
+        for row in rows:
+            if requests is None or job.vision_fp8:
+                with progress(f"pictures: {name}", len(job.held_out)) as advance:
+                    requests = answers.ask(folders[row.name], job.held_out, job.device, policy, advance)
+            with progress(f"recall: {row.name}", len(job.held_out)) as advance:
+                row.recall[name] = answers.figures(folders[row.name], job.held_out, requests, job.device, advance)
     return rows
 
 
@@ -221,14 +225,14 @@ def _last_hidden(body: Body, samples: list[Sample], progress: Progress) -> list[
     return samples
 
 
-def _divergence(
-    body: Body, original: Sequence[Sample], quantized: Sequence[Sample], held_out: Sequence[Sample]
-) -> tuple[float, float]:
-    """(mean KL in nats, share of equal likeliest tokens) over the rows that choose the answers' tokens."""
-    total = same = count = 0.0
+def _divergence(body: Body, original: Sequence[Sample], quantized: Sequence[Sample]) -> tuple[float, float, float]:
+    """A Row's ``kl``, ``answers_kl`` and ``same``, of what samples are behind the last layer."""
+    words, answers, same = [], [], []
     for before, after in zip(original, quantized, strict=True):
-        p, q = (body.logits(each.hidden[-each.answer :]).log_softmax(-1) for each in (before, after))
-        total += float((p.exp() * (p - q)).sum())
-        same += int((p.argmax(-1) == q.argmax(-1)).sum())
-        count += len(p)
-    return total / count, same / count
+        p, q = (body.logits(each.hidden[-each.text :]).log_softmax(-1) for each in (before, after))
+        divergence = (p.exp() * (p - q)).sum(-1)
+        words.append(divergence)
+        answers.append(divergence[-before.answer :])
+        same.append((p.argmax(-1) == q.argmax(-1)).float())
+    kl, answers_kl, share = (float(torch.cat(parts).mean()) for parts in (words, answers, same))
+    return kl, answers_kl, share

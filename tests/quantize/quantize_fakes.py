@@ -15,6 +15,7 @@ import torch
 from tessera_evaluation.datasets import folder_items
 from tessera_quantize.layer import Recipe
 from tessera_quantize.run import Job
+from tessera_quantize.samples import Sample
 
 QUESTIONS = ("What is this?", "Is it red?", "How many are there?", "Is there a lamp?", "Where?", "What colour?")
 BODIES = ("native qwen2", "native llama", "chat internlm2", "chat qwen2")
@@ -32,11 +33,11 @@ def labelled_folder(folder: Path) -> Path:
     return folder
 
 
-def checkpoint(folder: Path, body: str, **shape: Any) -> Path:
-    """One of BODIES with random weights in bfloat16."""
+def checkpoint(folder: Path, body: str, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> Path:
+    """One of BODIES with random weights."""
     layout, text = body.split()
     shape.setdefault("text", "qwen2" if text == "qwen2" else "llama")
-    native = tiny_checkpoints.hf_native(folder / "native", tiny_checkpoints.Shape(**shape), dtype=torch.bfloat16)
+    native = tiny_checkpoints.hf_native(folder / "native", tiny_checkpoints.Shape(**shape), dtype=dtype)
     return native if layout == "native" else tiny_checkpoints.as_internvl_chat(native, folder / "chat", text=text)
 
 
@@ -50,3 +51,9 @@ def job(source: Path, out: Path, pictures: Path, method: str = "awq", **changes:
 @contextmanager
 def quiet(what: str, steps: int) -> Iterator[Any]:
     yield lambda: None
+
+
+def sample(hidden: torch.Tensor) -> Sample:
+    """Rows [n, hidden] as one sample of words."""
+    count = len(hidden)
+    return Sample(hidden, torch.arange(count)[None], torch.full((count,), 1 / count), 1, count)
