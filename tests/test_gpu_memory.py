@@ -46,15 +46,14 @@ def test_a_vision_stage_elsewhere_or_with_a_share_of_its_own_leaves_the_rest() -
     assert (alone.language, alone.embedding_pool) == (0, 0) and alone.vision > 60 * GIB
 
 
-def test_the_environment_says_the_vision_stages_share(tmp_path: Path) -> None:
+def test_a_vision_stage_elsewhere_has_no_share_here(tmp_path: Path) -> None:
     def vision(**environment: str) -> int:
         said = {f"TESSERA_VISION_ENCODER_{name}": value for name, value in environment.items()}
         sources = Sources("vision_encoder", {}, said)
         return divide_for(80 * GIB, ServerSettings(), tmp_path, sources, language=True).vision
 
     assert vision() == divide(80 * GIB, 0.9, (0, 0)).vision
-    assert vision(MEMORY_BYTES="77") == 77 and vision(MEMORY_BYTES="many") == vision()
-    assert vision(VISION_URL="other:8001") == vision(VISION_URL="other:8001", MEMORY_BYTES="77") == 0
+    assert vision(VISION_URL="other:8001") == 0
 
 
 def test_a_model_that_is_too_large_is_refused_with_what_to_change() -> None:

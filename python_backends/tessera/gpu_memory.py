@@ -90,7 +90,7 @@ def divide(
     if division.language <= weights[1]:
         raise ConfigError(
             f"the language model's weights take {_gib(weights[1])} GiB and its share is {_gib(division.language)} GiB: "
-            f"raise gpu_memory ({fraction:g}), lower vision_encoder.memory_bytes, or take a larger GPU "
+            f"raise gpu_memory ({fraction:g}), take --quantization fp8 or a larger GPU "
             f"({division.describe()})"
         )
     return division
@@ -122,14 +122,13 @@ def weights_of(checkpoint: Path, dtype: str) -> tuple[int, int]:
 
 
 def divide_for(card: int, settings: ServerSettings, checkpoint: Path, sources: Sources, language: bool) -> Division:
-    """:func:`divide` for this checkpoint, by what a stage's ``sources`` say of the dtype and of the vision stage."""
+    """:func:`divide` for this checkpoint, as a stage's ``sources`` say the dtype, the quantization, and where vision is."""
     environment = sources.environment
-    said = environment.get("TESSERA_VISION_ENCODER_MEMORY_BYTES", "")
-    vision = int(said) or None if said.isdecimal() else None  # what is no number is refused by its own stage
-    if environment.get("TESSERA_VISION_ENCODER_VISION_URL"):  # that stage is on another server
-        vision = 0
-    weights = weights_of(checkpoint, environment.get("TESSERA_DTYPE") or sources.parameters.get("dtype", ""))
-    return divide(card, settings.gpu_memory, weights, vision, language)
+    remote = bool(environment.get("TESSERA_VISION_ENCODER_VISION_URL"))
+    vision, body = weights_of(checkpoint, environment.get("TESSERA_DTYPE") or sources.parameters.get("dtype", ""))
+    said = environment.get("TESSERA_QUANTIZATION") or sources.parameters.get("quantization")
+    halves = {"fp8": (2, 2), "fp8-language": (1, 2), "fp8-vision": (2, 1)}.get(said or "", (1, 1))
+    return divide(card, settings.gpu_memory, (vision // halves[0], body // halves[1]), 0 if remote else None, language)
 
 
 def find_device(environment: Mapping[str, str]) -> str:

@@ -20,7 +20,17 @@ Settings = TypeVar("Settings")
 
 OF_STAGES = ("preprocess", "vision_encoder", "language_model")
 # Of all stages together: each knows its own alone.
-COMMON = ("checkpoint", "device", "dtype", "gpu_memory", "gpu_pixels", "max_model_len", "threads", "weights")
+COMMON = (
+    "checkpoint",
+    "device",
+    "dtype",
+    "gpu_memory",
+    "gpu_pixels",
+    "max_model_len",
+    "quantization",
+    "threads",
+    "weights",
+)
 NO_SETTINGS = frozenset(
     f"TESSERA_{name}"
     for name in ("CACHE", "COMMIT", "CPUS", "GRPC_ADDRESS", "HEALTH_URL", "MEMORY", "REQUIRE_TENSORRT", "URL")
@@ -174,8 +184,9 @@ def read(
             value, origin = getattr(shares, entry.share), "device"
         values[name] = value
         if entry.settable:
-            texts = {value: text for text, value in entry.choices.items()}
-            report(Effective(full, texts.get(value, value), origin))
+            texts = {value: text for text, value in reversed([*entry.choices.items()])}
+            shown = found[0] if found and entry.choices else texts.get(value, value)
+            report(Effective(full, shown, origin))
     if any(each.name == "device" for each in fields(kind)):  # type: ignore[arg-type]
         values.setdefault("device", device)
     return kind(**values)

@@ -15,7 +15,7 @@ from tessera.launcher.settings import INSTANCES, ServerSetup, lay_out, read_conf
 from tessera.settings import COMMON, OF_STAGES, settings_of
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
-MOST = 30
+MOST = 25
 
 
 def rows(setup: ServerSetup) -> dict[str, tuple[object, str]]:
@@ -87,22 +87,22 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_gpu_the_defaults_and_the_division_are_its_own(gpu: None) -> None:
     setup = set_up(REPOSITORY, None, {}, {})
     found = rows(setup)
-    assert found["device"] == ("cuda", "device") and found["vision_encoder.runner"] == ("graph", "device")
+    assert found["device"] == ("cuda", "device") and found["quantization"] == ("checkpoint", "default")
     assert found["dtype"] == ("bfloat16", "device")
     assert found["language_model.max_sequences"] == (256, "default")
     assert setup.division is not None
-    assert found["vision_encoder.memory_bytes"] == (setup.division.vision, "device")
     half = set_up(REPOSITORY, None, {}, {"gpu_memory": "0.45"}).division
     assert half is not None and half.language < setup.division.language / 2
-    own = set_up(REPOSITORY, None, {}, {"vision_encoder.memory_bytes": str(3 * GIB)})
-    assert rows(own)["vision_encoder.memory_bytes"] == (3 * GIB, "command line")
-    assert own.division is not None and own.division.vision == 3 * GIB
+    assert rows(set_up(REPOSITORY, None, {}, {"quantization": "fp8-vision"}))["quantization"] == (
+        "fp8-vision",
+        "command line",
+    )
 
 
 def test_where_the_driver_does_not_say_the_size_the_stages_find_it(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "card_bytes", lambda environment: None)
     setup = set_up(REPOSITORY, None, {}, {})
-    assert setup.division is None and rows(setup)["vision_encoder.memory_bytes"] == (0, "default")
+    assert setup.division is None
 
 
 def test_instances_and_a_choice_of_models_are_links_to_the_repository(tmp_path: Path) -> None:

@@ -46,12 +46,11 @@ def test_settings_come_from_the_config_and_yield_to_the_environment(tmp_path):
     assert overridden.checkpoint == tmp_path / "other"
 
 
-def test_where_nothing_is_set_the_dataclass_and_the_device_say_it(tmp_path):
+def test_where_nothing_is_set_the_dataclass_and_the_device_say_it(tmp_path, monkeypatch):
     cpu = StageSettings(stage_args(tmp_path), {}).read(VisionSettings)
     assert cpu == VisionSettings()
-    own = {"TESSERA_DEVICE": "cuda", "TESSERA_VISION_ENCODER_MEMORY_BYTES": str(1 << 30)}
-    gpu = StageSettings(stage_args(tmp_path), own)
-    read = gpu.read(VisionSettings)
+    monkeypatch.setattr(StageSettings, "_division", None)
+    read = StageSettings(stage_args(tmp_path), {"TESSERA_DEVICE": "cuda"}).read(VisionSettings)
     assert (read.device, read.runner, read.dtype, read.infer_batch_size) == ("cuda", "graph", "bfloat16", 32)
 
 
@@ -67,21 +66,20 @@ def test_variables_of_others_are_let_be(tmp_path):
     ("parameters", "environment", "words"),
     [
         ({"threads": "many"}, {}, "threads is 'many'; it must be a whole number"),
-        ({"runner": "fast"}, {}, "vision_encoder: runner is 'fast'; it must be one of onnx, torch, graph"),
+        (
+            {"quantization": "int3"},
+            {},
+            "quantization is 'int3'; it must be one of checkpoint, fp8, fp8-language, fp8-v",
+        ),
         ({"cache_bytes": "-1"}, {}, "cache_bytes is -1; it must be at least 0"),
         ({"cash_bytes": "1"}, {}, "vision_encoder/config.pbtxt: unknown parameter 'cash_bytes'; did you mean cache_b"),
-        ({}, {"TESSERA_VISION_ENCODER_RUNER": "onnx"}, "unknown .*_RUNER; did you mean TESSERA_VISION_ENCODER_RUNNER"),
+        ({}, {"TESSERA_VISION_ENCODER_CASH_BYTES": "1"}, "unknown .*_CASH_BYTES; did you mean .*_ENCODER_CACHE_BYTES"),
         ({}, {"TESSERA_DEVICE": "tpu"}, "device is 'tpu'; it must be one of auto, cpu, cuda"),
         ({}, {"TESSERA_DTYP": "float16"}, "unknown environment variable TESSERA_DTYP; did you mean TESSERA_DTYPE"),
         ({}, {"TESSERA_LANGUAGE_MODLE_WEIGHTS": "x"}, "unknown environment variable TESSERA_LANGUAGE_MODLE_WEIGHTS"),
         (
-            {"memory_bytes": "7"},
-            {"TESSERA_DEVICE": "cuda"},
-            "memory_bytes is set in config.pbtxt, .*: set it by --set vision_encoder.memory_bytes=VALUE or TESSERA_VIS",
-        ),
-        (
             {"vision_url": "eyes:8001"},
-            {"TESSERA_DEVICE": "cuda", "TESSERA_VISION_ENCODER_MEMORY_BYTES": "7"},
+            {"TESSERA_DEVICE": "cuda"},
             "vision_url is set in config.pbtxt, where the other stages",
         ),
     ],

@@ -164,7 +164,7 @@ def test_what_cannot_run_in_fp8_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(
-        ConfigError, match="NVIDIA A100 has no FP8 units: set vision_encoder.quantization to checkpoint"
+        ConfigError, match="NVIDIA A100 has no FP8 units: set quantization to checkpoint or fp8-language"
     ):
         serving_tower(config, on_gpu)
     monkeypatch.setattr(fp8_tower, "load_tower", lambda *_, **__: TowerOfOtherLayers())

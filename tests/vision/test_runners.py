@@ -26,6 +26,7 @@ from tessera.user_cache import remove_unused, write_whole
 from tessera.vision.encoding.encoder import VisionEncoder
 from tessera.vision.encoding.pictures import VisionItem
 from tessera.vision.runners import onnx_runner
+from tessera.vision.runners.loading import make_runner
 from tessera.vision.runners.onnx_runner import OnnxRunner, kept_graph
 from tessera.vision.runners.torch_runner import TorchRunner
 from tessera.vision.settings import VisionSettings
@@ -242,10 +243,9 @@ def test_without_a_place_for_it_the_graph_is_exported_every_time(checkpoint, tmp
     assert "the exported vision graph is not kept" in caplog.text
 
 
-def test_a_tower_too_large_for_a_graph_is_refused_with_what_to_do(checkpoint, monkeypatch):
-    monkeypatch.setattr(onnx_runner, "_MOST_BYTES", 1000)
-    with pytest.raises(ConfigError, match="GiB of float32 weights.*set vision_encoder.runner to torch"):
-        start(checkpoint)
+def test_a_tower_too_large_for_a_graph_runs_in_torch(checkpoint, monkeypatch):
+    monkeypatch.setattr(onnx_runner, "MOST_BYTES", 1000)
+    assert isinstance(make_runner(read_config(checkpoint), VisionSettings()), TorchRunner)
 
 
 class OtherTower(Tower):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from tessera.errors import ConfigError
+from tessera.tritonserver.settings import StageSettings
 from tessera.vision import tritonserver_model
 
 FOLDER = Path(__file__).resolve().parents[2] / "model_repository" / "vision_encoder"
@@ -25,8 +27,9 @@ def stage(backend, monkeypatch):
     started = []
 
     def start(**parameters):
-        for name, value in ({"runner": "torch"} | parameters).items():
-            monkeypatch.setenv(f"TESSERA_VISION_ENCODER_{name.upper()}", str(value))
+        as_set = StageSettings.read
+        chosen = {"runner": "torch"} | parameters
+        monkeypatch.setattr(StageSettings, "read", lambda self, kind: replace(as_set(self, kind), **chosen))
         config = text_format.Parse((FOLDER / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
         values = {key: {"string_value": value.string_value} for key, value in config.parameters.items()}
         model = tritonserver_model.TritonPythonModel()
@@ -84,12 +87,12 @@ def test_a_batch_is_answered_one_by_one(stage):
 
 
 def test_a_request_beyond_the_stages_memory_is_refused_and_others_are_not(stage):
-    model = stage(memory_bytes=20 << 20, cache_bytes=0, visual_infer_batch_size=1)
+    model = stage(memory_bytes=20 << 20, cache_bytes=0, infer_batch_size=1)
     small, big = answers(model, request(1), request(60))
-    assert big.startswith("INVALID_ARGUMENT: this request's 60 tiles need") and "memory_bytes" in big
+    assert big.startswith("INVALID_ARGUMENT: this request's 60 tiles need") and big.endswith("or raise gpu_memory")
     assert small["EMBEDDINGS"].shape[0] == TOKENS
 
 
 def test_a_stage_whose_forward_cannot_fit_does_not_start(stage):
     with pytest.raises(ConfigError, match="a forward of 64 tiles needs .* lower visual_infer_batch_size"):
-        stage(memory_bytes=100 << 20, visual_infer_batch_size=64)
+        stage(memory_bytes=100 << 20, infer_batch_size=64)

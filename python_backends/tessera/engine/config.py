@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tessera.errors import ConfigError
 from tessera.settings import check, setting
 
-QUANTIZATIONS = ("checkpoint", "fp8")
+QUANTIZATIONS = {"checkpoint": "checkpoint", "fp8": "fp8", "fp8-language": "fp8", "fp8-vision": "checkpoint"}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -27,8 +27,8 @@ class EngineConfig:
     up to so many sequences run as CUDA graphs; 0 records none. ``prefix_cache``: "content" reuses equal prefixes
     including pictures, "exclude" stops before the first picture, "off" reuses nothing. ``weights``: "random" draws
     them from ``seed`` instead of reading the checkpoint's. ``quantization``: "checkpoint" runs the weights as they are
-    stored, "fp8" quantizes unquantized ones, all but the head's, while they are read. ``attention``: a backend's name,
-    or "auto". ``threads``: torch's intra-op threads on the CPU.
+    stored, "fp8" quantizes unquantized ones, all but the head's, while they are read (a user says it for both stages at
+    once). ``attention``: a backend's name, or "auto". ``threads``: torch's intra-op threads on the CPU.
     """
 
     device: str = "cpu"
@@ -45,7 +45,7 @@ class EngineConfig:
     graph_batch_size: int = setting(256, settable=False, least=0)
     prefix_cache: str = setting("content", choices=("content", "exclude", "off"))
     weights: str = setting("checkpoint", common=True, choices=("checkpoint", "random"))
-    quantization: str = setting("checkpoint", choices=QUANTIZATIONS)
+    quantization: str = setting("checkpoint", common=True, choices=QUANTIZATIONS)
     attention: str = setting("auto", settable=False)
     threads: int = setting(1, common=True, least=1)
     seed: int = 0

@@ -25,6 +25,7 @@ from tessera.launcher.process import Server
 from tessera.launcher.settings import ServerSetup
 from tessera.launcher.supervisor import Supervision
 
+COMMON = ("device", "gpu_memory", "quantization")
 DEFAULTS = vars(ServerOptions(Path())) | vars(Supervision())
 GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z-]+")
 
@@ -95,11 +96,8 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
     add("--checkpoint", "model folder", type=Path, metavar="DIR")
     add("--device", "auto, cpu or cuda (default auto: cuda where there is a GPU)")
     add("--gpu-memory", "the part of each GPU's memory that the server may use (default 0.9)", metavar="0.9")
-    add(
-        "--quantization",
-        "fp8: quantize a plain checkpoint's linear layers while loading",
-        choices=("checkpoint", "fp8"),
-    )
+    add("--quantization", "fp8: quantize a plain checkpoint's linear layers while loading; fp8-language, fp8-vision: "
+        "one stage's alone", choices=("checkpoint", "fp8", "fp8-language", "fp8-vision"))  # fmt: skip
     add("--set", "any other setting, such as language_model.max_sequences=64; may be repeated", dest="settings",
         type=pair, action="append", default=[], metavar="NAME=VALUE")  # fmt: skip
     add("--show-settings", "print all settings and who set them, and end", action="store_true")
@@ -125,9 +123,7 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
     add("--verbose", "show the server's log here as well", action="store_true")
     known = vars(parser.parse_args(argv[:split]))
     settings = dict(known.pop("settings"))
-    if quantization := known.pop("quantization"):
-        settings = {f"{stage}.quantization": quantization for stage in ("vision_encoder", "language_model")} | settings
-    settings |= {name: value for name in ("device", "gpu_memory") if (value := known.pop(name)) is not None}
+    settings |= {name: value for name in COMMON if (value := known.pop(name)) is not None}
     known |= {"settings": settings, "extra_flags": tuple(argv[split + 1 :])}
 
     def taken(kind: type) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from tessera.errors import ConfigError
 from tessera.settings import check, setting
 
+QUANTIZATIONS = {"checkpoint": "checkpoint", "fp8": "fp8", "fp8-language": "checkpoint", "fp8-vision": "fp8"}
+
 
 @dataclass(frozen=True)
 class VisionSettings:
@@ -23,17 +25,17 @@ class VisionSettings:
     in FP8 gives the rows that a GPU would, through the torch runner: no onnx graph holds it, and it is slower.
     """
 
-    runner: str = setting("onnx", cuda="graph", choices=("onnx", "torch", "graph"))
+    runner: str = setting("onnx", cuda="graph", settable=False, choices=("onnx", "torch", "graph"))
     infer_batch_size: int = setting(4, cuda=32, name="visual_infer_batch_size", least=1)
     threads: int = setting(1, common=True, least=1)
     dtype: str = setting("float32", cuda="bfloat16", common=True, choices=("float32", "bfloat16", "float16"))
-    quantization: str = setting("checkpoint", choices=("checkpoint", "fp8"))
+    quantization: str = setting("checkpoint", common=True, choices=QUANTIZATIONS)
     device: str = "cpu"
     random_weights: bool = setting(False, name="weights", common=True, choices={"checkpoint": False, "random": True})
     cache_bytes: int = setting(256 << 20, least=0)
     gpu_pixels: int = setting(0, common=True, least=0)
     decode_bytes: int = setting(2 << 30, settable=False, least=0)
-    memory_bytes: int = setting(0, least=0, share="vision", divides=True)
+    memory_bytes: int = setting(0, settable=False, least=0, share="vision")
     send_batch_size: int = setting(1, name="visual_send_batch_size", least=1)
     vision_url: str = setting("", divides=True)
 

@@ -54,11 +54,6 @@ def grouped(found):
     return torch.cat(qkv), found["attention.wo"], torch.cat(gate_up), found["feed_forward.w2"]
 
 
-def as_stored(found):
-    """Phi-3: as they are here."""
-    return found["self_attn.qkv_proj"], found["self_attn.o_proj"], found["mlp.gate_up_proj"], found["mlp.down_proj"]
-
-
 # (what writes the folder, what its modules are in our fused layers)
 BODIES = {
     "qwen2": (native("qwen2"), separate),
@@ -70,10 +65,6 @@ BODIES = {
     "phi3, original layout": (in_chat("phi3"), whole),
     "llama": (native("llama"), separate),
     "llama, original layout": (in_chat("llama"), separate),
-    "qwen3": (native("qwen3"), separate),
-    "qwen3, original layout": (in_chat("qwen3"), separate),
-    "phi3": (native("phi3"), as_stored),
-    "phi3, original layout": (in_chat("phi3"), as_stored),
     "internlm2, original layout": (internlm2, grouped),
 }
 

@@ -41,7 +41,7 @@ class RowBudget:
                 f"this request's {cost} {self.unit} need {_megabytes(cost * self.bytes_per_unit)} for their rows and "
                 f"the vision stage has {_megabytes(self.capacity)}, which is {self.capacity // self.bytes_per_unit} "
                 f"{self.unit}; send fewer or smaller pictures, ask for fewer {self.unit} (tile_policy), or raise "
-                "vision_encoder.memory_bytes"
+                "gpu_memory"
             )
 
     def waves(self, costs: Sequence[int]) -> Iterator[range]:
@@ -89,8 +89,8 @@ def row_budget(
     if left < rows:
         named = ", ".join(f"{name} {_megabytes(size)}" for name, size in {**parts, "rows": rows}.items())
         raise ConfigError(
-            f"vision_encoder: memory_bytes is {_megabytes(memory_bytes)}; a forward of {largest} {unit} needs "
-            f"{_megabytes(sum(parts.values()) + rows)} ({named}); raise it, or lower visual_infer_batch_size "
+            f"vision_encoder: its share is {_megabytes(memory_bytes)}; a forward of {largest} {unit} needs "
+            f"{_megabytes(sum(parts.values()) + rows)} ({named}); raise gpu_memory, or lower visual_infer_batch_size "
             "or cache_bytes"
         )
     return RowBudget(bytes_per_unit, left, unit)

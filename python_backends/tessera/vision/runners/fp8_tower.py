@@ -37,7 +37,7 @@ def runs_in_fp8(config: CheckpointConfig, settings: VisionSettings) -> bool:
         if not able:
             raise ConfigError(
                 f"{torch.cuda.get_device_name(settings.device)} has no FP8 units: "
-                "set vision_encoder.quantization to checkpoint"
+                "set quantization to checkpoint or fp8-language"
             )
         return True
     if settings.random_weights or not stored_in_fp8(config):
@@ -92,7 +92,7 @@ def check_rows(rows: torch.Tensor, expected: torch.Tensor) -> None:
     if not mean >= LEAST_COSINE:  # so that no number is a refusal too
         raise ConfigError(
             f"the vision tower in FP8 gives other rows: their cosine with the unquantized tower's is {mean:.4f} on "
-            f"average (least {least:.4f}) and must be {LEAST_COSINE}: set vision_encoder.quantization to checkpoint"
+            f"average (least {least:.4f}) and must be {LEAST_COSINE}: set quantization to checkpoint or fp8-language"
         )
     _LOG.info("the vision tower runs in FP8: cosine with the unquantized rows %.5f, least %.5f", mean, least)
 

@@ -12,15 +12,14 @@ import onnxruntime
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.errors import ConfigError
 from tessera.user_cache import cache_folder, is_kept, remove_unused, write_whole
-from tessera.vision.runners.runner import Wires, weight_bytes
+from tessera.vision.runners.runner import Wires
 from tessera.vision.settings import VisionSettings
 from tessera.vision.towers import tower as towers
 from tessera.vision.towers.tower import Tower, load_tower, onnx_writer, unfilled_tower, vision_fingerprint
 
 _LOG = logging.getLogger(__name__)
-_MOST_BYTES = (1 << 31) - (1 << 24)  # of weights in one protobuf message
+MOST_BYTES = (1 << 31) - (1 << 24)  # of weights in one protobuf message
 
 
 class OnnxRunner:
@@ -42,13 +41,7 @@ class OnnxRunner:
 
     @classmethod
     def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> OnnxRunner:
-        """Raises CheckpointError, or ConfigError for a tower that no graph holds."""
-        size = weight_bytes(config, settings)
-        if size > _MOST_BYTES:
-            raise ConfigError(
-                f"the vision tower has {size / 2**30:.1f} GiB of float32 weights and an ONNX graph holds less than 2: "
-                "set vision_encoder.runner to torch"
-            )
+        """Raises CheckpointError."""
         graph = _written(config) if settings.random_weights else kept_graph(config)
         return cls(graph, settings.threads, unfilled_tower(config))
 
