@@ -122,7 +122,7 @@ def weights_of(checkpoint: Path, dtype: str) -> tuple[int, int]:
 
 
 def divide_for(card: int, settings: ServerSettings, checkpoint: Path, sources: Sources, language: bool) -> Division:
-    """:func:`divide` for this checkpoint, as a stage's ``sources`` say the dtype, the quantization, and where vision is."""
+    """:func:`divide` for this checkpoint, as ``sources`` say the dtype, the quantization, and where vision is."""
     environment = sources.environment
     remote = bool(environment.get("TESSERA_VISION_ENCODER_VISION_URL"))
     vision, body = weights_of(checkpoint, environment.get("TESSERA_DTYPE") or sources.parameters.get("dtype", ""))

@@ -190,7 +190,7 @@ def test_rows_that_exceed_the_budget_together_go_in_waves():
 def test_a_request_that_can_never_fit_is_refused_with_numbers():
     dispatcher = LocalDispatcher(VisionEncoder(CountingRunner(), TileFamily(), budget=RowBudget(1 << 20, 5 << 20)), 1)
     dispatcher.check(item([1, 2, 3], [4, 5]))
-    with pytest.raises(InvalidRequest, match=r"6 tiles need 6.0 MiB .* has 5.0 MiB, which is 5 tiles.*memory_bytes"):
+    with pytest.raises(InvalidRequest, match=r"6 tiles need 6.0 MiB .* has 5.0 MiB, which is 5 tiles.*gpu_memory"):
         dispatcher.check(item([1, 2, 3], [4, 5, 6]))
     dispatcher.close()
 

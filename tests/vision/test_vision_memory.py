@@ -65,7 +65,7 @@ def test_a_checkpoint_loads_with_enough_and_not_with_less(config):
     assert encoder.budget.bytes_per_unit == 2 * rows
     least = held + 2 * 2 * rows
     VisionEncoder.from_checkpoint(config, replace(settings, memory_bytes=least))
-    with pytest.raises(ConfigError, match="memory_bytes"):
+    with pytest.raises(ConfigError, match="raise gpu_memory"):
         VisionEncoder.from_checkpoint(config, replace(settings, memory_bytes=least - 1))
 
 

@@ -39,13 +39,6 @@ def separate(found):
     return torch.cat(qkv), found["self_attn.o_proj"], torch.cat(gate_up), found["mlp.down_proj"]
 
 
-def whole(found):
-    """Phi-3: q, k and v are one matrix, gate and up another, in our order."""
-    return tuple(
-        found[name] for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-    )
-
-
 def grouped(found):
     """InternLM2: rows of wqkv are grouped by key head."""
     groups = found["attention.wqkv"].view(KV_HEADS, HEADS // KV_HEADS + 2, HEAD_DIM, -1)
@@ -54,17 +47,22 @@ def grouped(found):
     return torch.cat(qkv), found["attention.wo"], torch.cat(gate_up), found["feed_forward.w2"]
 
 
+def as_stored(found):
+    """Phi-3: q, k and v are one matrix, gate and up another, in our order."""
+    return found["self_attn.qkv_proj"], found["self_attn.o_proj"], found["mlp.gate_up_proj"], found["mlp.down_proj"]
+
+
 # (what writes the folder, what its modules are in our fused layers)
 BODIES = {
     "qwen2": (native("qwen2"), separate),
     "qwen2, names of transformers 4.52": (native("qwen2", prefix="model."), separate),
     "qwen2, original layout": (in_chat("qwen2"), separate),
-    "qwen3": (native("qwen3"), separate),
-    "qwen3, original layout": (in_chat("qwen3"), separate),
-    "phi3": (native("phi3"), whole),
-    "phi3, original layout": (in_chat("phi3"), whole),
     "llama": (native("llama"), separate),
     "llama, original layout": (in_chat("llama"), separate),
+    "qwen3": (native("qwen3"), separate),
+    "qwen3, original layout": (in_chat("qwen3"), separate),
+    "phi3": (native("phi3"), as_stored),
+    "phi3, original layout": (in_chat("phi3"), as_stored),
     "internlm2, original layout": (internlm2, grouped),
 }
 
