@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tessera import fp8
 from tessera.engine import kernels
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, SpanTable
 from tessera.engine.attention.triton_backend import TritonBackend
@@ -37,7 +38,7 @@ def tune(model: Qwen2, attention: AttentionBackend, device: torch.device) -> Non
 
 def kernels_version() -> str:
     """Eight digits that change with the text of our kernels."""
-    files = sorted(Path(kernels.__file__).parent.glob("*.py"))
+    files = [file for package in (kernels, fp8) for file in sorted(Path(str(package.__file__)).parent.glob("*.py"))]
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
 
 
