@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from tessera.engine.attention.backend import AttentionStep, HeadShape, SpanTable, create_backend, rotate
+from tessera.engine.cache import kv_storage
 from tessera.engine.cache.kv_storage import KvStorage
 from tessera.errors import ConfigError
+from tessera.fp8.rows import quantize_rows
 
 SHAPE = HeadShape(heads=6, kv_heads=2, head_dim=8)
 BLOCK, BLOCKS = 4, 40
@@ -76,6 +78,15 @@ def test_what_a_cache_in_fp8_gives_back(dtype):
         step = given.float().abs().amax(-1, keepdim=True) / 448 * 2**-9  # e4m3's smallest, half of it
         assert ((stored.float() - given.float()).abs() <= given.float().abs() * (2**-4 + 2**-8) + step).all()
     assert all(scales.count_nonzero() == 0 for scales in (storage.key_scales[0], storage.value_scales[0]))
+
+
+def test_the_only_head_of_wider_rows_is_stored_in_fp8(monkeypatch):
+    """One head's rows have gaps, and the kernel that quantizes them on a GPU wants none."""
+    given = []
+    monkeypatch.setattr(kv_storage, "quantize_rows", lambda x: given.append(x.is_contiguous()) or quantize_rows(x))
+    storage = KvStorage(1, (BLOCKS, BLOCK, 1, 16), torch.float32, torch.device("cpu"), fp8=True)
+    storage.write(0, torch.arange(5), *torch.randn(5, 4, 16).split(1, dim=1)[:2])
+    assert given == [True, True]
 
 
 def test_bytes_of_a_block():

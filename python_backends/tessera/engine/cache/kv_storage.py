@@ -76,7 +76,7 @@ class KvStorage:
         if scales is None:
             cache.flatten(0, 1).index_copy_(0, slots, new)
             return new
-        rows = quantize_rows(new.reshape(-1, new.shape[-1]))
+        rows = quantize_rows(new.reshape(-1, new.shape[-1]).contiguous())
         stored = rows.values.view(torch.uint8).view(new.shape)  # torch copies no rows of e4m3 by their index
         cache.view(torch.uint8).flatten(0, 1).index_copy_(0, slots, stored)
         scales.flatten(0, 1).index_copy_(0, slots, rows.scales.view(new.shape[:-1]))

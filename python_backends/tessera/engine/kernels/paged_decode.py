@@ -45,8 +45,8 @@ def check_cache(
     keys: torch.Tensor,
     values: torch.Tensor,
     out: torch.Tensor,
-    key_scales: torch.Tensor | None,
-    value_scales: torch.Tensor | None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """ValueError unless q and out [.., heads, head_dim] and a cache [num_blocks, block_size, kv_heads, head_dim] fit.
 

@@ -79,7 +79,7 @@ def rotate_and_store(
     new_keys, new_values = split[stored, heads:].split(kv_heads, dim=1)
     for cache, scales, new in ((keys, key_scales, new_keys), (values, value_scales, new_values)):
         if scales is not None:
-            rows = quantize_rows(new.reshape(-1, size))
+            rows = quantize_rows(new.reshape(-1, size).contiguous())
             scales.view(-1, kv_heads)[slots[stored]] = rows.scales.view(-1, kv_heads)
             cache, new = cache.view(torch.uint8), rows.values.view(torch.uint8).view(new.shape)
         cache.view(-1, kv_heads, size)[slots[stored]] = new
