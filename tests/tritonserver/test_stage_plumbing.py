@@ -84,7 +84,10 @@ def test_variables_of_others_are_let_be(tmp_path):
         ),
     ],
 )
-def test_what_is_unknown_or_wrong_is_refused_with_what_is_allowed(tmp_path, parameters, environment, words):
+def test_what_is_unknown_or_wrong_is_refused_with_what_is_allowed(
+    tmp_path, monkeypatch, parameters, environment, words
+):
+    monkeypatch.setattr(StageSettings, "_division", None)
     with pytest.raises(ConfigError, match=words):
         StageSettings(stage_args(tmp_path, **parameters), environment).read(VisionSettings)
 
