@@ -71,7 +71,7 @@ def answers(model, *requests):
 
 
 def test_a_batch_is_answered_one_by_one(stage):
-    model = stage(infer_batch_size=2, visual_send_batch_size=8)
+    model = stage(infer_batch_size=2, send_batch_size=8)
     ping = InferenceRequest([strings("PING", b"?")])
     first, prompt_alone, late, wrong, again, pong = answers(
         model, request(2), request(0), request(1, deadline=7), request(1, PIXELS=np.zeros((1, 9), np.uint8)),
