@@ -64,7 +64,7 @@ def test_a_model_of_the_body_s_shape(tmp_path: Path, body: str) -> None:
     heads = model.heads
     cache = torch.empty(1, 16, heads.kv_heads, heads.head_dim, device="meta")
     q = torch.empty(1, heads.heads, heads.head_dim, device="meta")
-    check_cache(q, cache, cache, q)
+    check_cache(q, cache, cache, q, None, None)
 
 
 @pytest.mark.parametrize(("tower", "billions"), [("300M", 0.304), ("6B", 5.54)])
