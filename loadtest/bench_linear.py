@@ -33,8 +33,8 @@ from tessera.engine.kernels import reference
 from tessera.engine.kernels.silu_multiply import silu_and_multiply
 from tessera.engine.kernels.w4_layout import PackedW4
 from tessera.engine.kernels.w4a16 import W4Plan, plan_w4a16, w4a16_gate_up, w4a16_linear
+from tessera.engine.quantization.awq import Awq
 from tessera.engine.quantization.fp8 import Fp8OnLoad
-from tessera.engine.quantization.int4 import Int4
 from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape
 from tessera.measured_choices import MeasuredChoices, graph_milliseconds
 
@@ -165,7 +165,7 @@ def measure_chosen(stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
     """One row a shape and number of rows: cuBLAS, FP8 alone and the way that the layers chose."""
     choices = MeasuredChoices(Path(mkdtemp()) / "choices.json", graph_milliseconds)
     for name, (n, k) in SHAPES.items():
-        kinds = {"chosen": layers_of(n, k, lambda: Int4(GROUP)), "fp8": layers_of(n, k, Fp8OnLoad)}
+        kinds = {"chosen": layers_of(n, k, lambda: Awq(GROUP)), "fp8": layers_of(n, k, Fp8OnLoad)}
         for layers in kinds.values():
             layers[0].scheme.tune(layers, LinearShape(n, k, False, False, torch.bfloat16), choices, "here")
         halves = [normal(n, k) * 0.02 for _ in range(-(-ROTATED // (2 * n * k)))]
@@ -230,8 +230,8 @@ def main() -> None:
         ceiling = copy_speed(stream) / 1e9
         print(f"{torch.cuda.get_device_name()}: copy {ceiling:.0f} GB/s", flush=True)
         found = list(measure(stream, options.sweep, options.chunk, deadline))
+        print_table(found, record=not options.sweep)
         chosen = [] if options.sweep else list(measure_chosen(stream))
-    print_table(found, record=not options.sweep)
     if chosen:
         print_chosen(chosen)
     if time.monotonic() > deadline:
