@@ -2,7 +2,9 @@
 
 Prints the copy speed first (the ceiling), then for each shape and number of rows the time of cuBLAS in bfloat16 and of
 the W4A16 kernel, each in a CUDA graph over more copies of the weights than any cache holds, their errors against the
-torch twin, and the ratio of the sums over the four shapes. ``--sweep`` times many plans instead of the kernel's own.
+torch twin, and the ratio of the sums over the four shapes. Then the same of whole layers that have measured which way
+is the fastest, as the engine's do when it starts, with FP8 alone beside it; the quantization of the activations is
+included. ``--sweep`` times many plans of the kernel instead.
 
     PYTHONPATH=python_backends python loadtest/bench_linear.py [--sweep] [--seconds 60]
 """
@@ -19,21 +21,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_kernels import copy_speed, error, normal, poisoned, seconds
+from bench_kernels import error, normal, poisoned, seconds
+from figures import emit
 
 from tessera.engine.kernels import reference
 from tessera.engine.kernels.silu_multiply import silu_and_multiply
 from tessera.engine.kernels.w4_layout import PackedW4
 from tessera.engine.kernels.w4a16 import W4Plan, plan_w4a16, w4a16_gate_up, w4a16_linear
+from tessera.engine.quantization.awq import Awq
+from tessera.engine.quantization.fp8 import Fp8OnLoad
+from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape
+from tessera.measured_choices import MeasuredChoices, graph_milliseconds
 
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}  # n, k
 GATED = "gate_up*"  # with the activation; beside the sums, not in them
 GROUP = 128
 ROWS = (1, 16, 32, 64)
+CHOSEN_ROWS = (1, 16, 32, 64, 96, 256, 8192)
+CUDA = torch.device("cuda")
+COMMAND = "make bench NAME=linear"
 ROTATED = 256 << 20  # bytes of weights that take turns
 TILES = [  # block_n, warps, stages, registers
     *((32, 2, 3, None), (32, 2, 4, None), (32, 2, 6, None), (64, 2, 3, None), (64, 2, 4, None), (64, 4, 4, None)),
@@ -44,6 +55,13 @@ PROGRAMS = (1, 1.5, 2, 3, 4)  # a multiprocessor
 SPLITS = (1, 2, 3, 4, 5, 7, 9)  # programs a tile
 SHARED_MEMORY = 227 * 1024
 TOLERANCE = 1e-2
+
+
+def copy_speed(stream: torch.cuda.Stream) -> float:
+    """Bytes a second, read and written, by the multiprocessors; in a graph a plain copy is slower."""
+    source = normal(1 << 30)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds([lambda: torch.neg(source, out=target)] * 3, stream)
 
 
 def random_w4(n: int, k: int, chunk: int = 64) -> PackedW4:
@@ -133,7 +151,49 @@ def measure(stream: torch.cuda.Stream, sweep: bool, chunk: int, deadline: float)
                 yield {**row, "error": case.error(plan, expected), **(asdict(plan) if plan else {})}
 
 
-def print_table(found: list[dict[str, Any]]) -> None:
+def layers_of(n: int, k: int, scheme: Callable[[], LinearScheme]) -> list[Linear]:
+    generator = torch.Generator("cuda").manual_seed(4)
+    layers = []
+    for _ in range(max(2, -(-ROTATED // (n * k)))):
+        made = scheme()
+        layers.append(Linear(k, {"w": slice(0, n)}, False, lambda names, made=made: made, torch.bfloat16, CUDA))
+        layers[-1].randomize(generator)
+    return layers
+
+
+def measure_chosen(stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
+    """One row a shape and number of rows: cuBLAS, FP8 alone and the way that the layers chose."""
+    choices = MeasuredChoices(Path(mkdtemp()) / "choices.json", graph_milliseconds)
+    for name, (n, k) in SHAPES.items():
+        kinds = {"chosen": layers_of(n, k, lambda: Awq(GROUP)), "fp8": layers_of(n, k, Fp8OnLoad)}
+        for layers in kinds.values():
+            layers[0].scheme.tune(layers, LinearShape(n, k, False, False, torch.bfloat16), choices, "here")
+        halves = [normal(n, k) * 0.02 for _ in range(-(-ROTATED // (2 * n * k)))]
+        for m in CHOSEN_ROWS:
+            x = normal(m, k)
+            row: dict[str, Any] = {"shape": name, "m": m, "way": kinds["chosen"][0].scheme.way(kinds["chosen"][0], m)}
+            row["cuBLAS"] = 1e6 * seconds(
+                [partial(F.linear, x, weight) for weight in halves * -(-4 // len(halves))], stream
+            )
+            for kind, layers in kinds.items():
+                row[kind] = 1e6 * seconds([partial(layer, x) for layer in layers], stream)
+            yield row
+
+
+def print_chosen(found: list[dict[str, Any]]) -> None:
+    print("\nshape        m   cuBLAS us     fp8 us  chosen us   ratio  TFLOP/s  way")
+    for row in found:
+        n, k = SHAPES[row["shape"]]
+        rate = 2e-6 * row["m"] * n * k / row["chosen"]
+        line = "{shape:8} {m:5} {cuBLAS:11.2f} {fp8:10.2f} {chosen:10.2f}".format(**row)
+        print(f"{line} {row['cuBLAS'] / row['chosen']:7.2f} {rate:8.0f}  {row['way']}")
+    for m in CHOSEN_ROWS:
+        library, fp8, chosen = (sum(row[by] for row in found if row["m"] == m) for by in ("cuBLAS", "fp8", "chosen"))
+        print(f"sum      {m:5} {library:11.2f} {fp8:10.2f} {chosen:10.2f} {library / chosen:7.2f}")
+        emit(f"quant.chosen.m{m}", round(library / chosen, 3), "x", COMMAND, fp8_alone=round(library / fp8, 3))
+
+
+def print_table(found: list[dict[str, Any]], record: bool) -> None:
     print("\nshape        m   cuBLAS us   w4a16 us   ratio    GB/s     error  plan")
     sums: dict[int, list[float]] = {}
     for name, m in dict.fromkeys((row["shape"], row["m"]) for row in found):
@@ -151,6 +211,8 @@ def print_table(found: list[dict[str, Any]]) -> None:
             total[0], total[1] = total[0] + library["us"], total[1] + ours[0]["us"]
     for m, (library_us, ours_us) in sums.items():
         print(f"sum      {m:5} {library_us:11.2f} {ours_us:10.2f} {library_us / ours_us:7.2f}")
+        if record:
+            emit(f"quant.w4a16.m{m}", round(library_us / ours_us, 3), "x", COMMAND, microseconds=round(ours_us, 1))
 
 
 def main() -> None:
@@ -168,11 +230,14 @@ def main() -> None:
         ceiling = copy_speed(stream) / 1e9
         print(f"{torch.cuda.get_device_name()}: copy {ceiling:.0f} GB/s", flush=True)
         found = list(measure(stream, options.sweep, options.chunk, deadline))
-    print_table(found)
+        print_table(found, record=not options.sweep)
+        chosen = [] if options.sweep else list(measure_chosen(stream))
+    if chosen:
+        print_chosen(chosen)
     if time.monotonic() > deadline:
         print("stopped by --seconds: some plans were not measured")
     if "OUT" in os.environ:
-        Path(os.environ["OUT"], "linear.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+        Path(os.environ["OUT"], "linear.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found + chosen))
 
 
 if __name__ == "__main__":

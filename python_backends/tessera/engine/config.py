@@ -28,7 +28,8 @@ class EngineConfig:
     including pictures, "exclude" stops before the first picture, "off" reuses nothing. ``weights``: "random" draws
     them from ``seed`` instead of reading the checkpoint's. ``quantization``: "checkpoint" runs the weights as they are
     stored, "fp8" quantizes unquantized ones, all but the head's, while they are read (a user says it for both stages at
-    once). ``attention``: a backend's name, or "auto". ``threads``: torch's intra-op threads on the CPU.
+    once). ``resident``: "auto" keeps an FP8 copy of 4-bit weights for many rows while half of the card is free,
+    "off" never. ``attention``: a backend's name, or "auto". ``threads``: torch's intra-op threads on the CPU.
     """
 
     device: str = "cpu"
@@ -46,6 +47,7 @@ class EngineConfig:
     prefix_cache: str = setting("content", choices=("content", "exclude", "off"))
     weights: str = setting("checkpoint", common=True, choices=("checkpoint", "random"))
     quantization: str = setting("checkpoint", common=True, choices=QUANTIZATIONS)
+    resident: str = setting("auto", choices=("auto", "off"))
     attention: str = setting("auto", settable=False)
     threads: int = setting(1, common=True, least=1)
     seed: int = 0

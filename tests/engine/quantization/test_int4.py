@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tessera.engine.quantization import int4
+from tessera.engine.quantization.config import scheme_selector
 from tessera.engine.quantization.fp8 import PRODUCTS
 from tessera.engine.quantization.int4 import DEQUANTIZED, W4A16, Int4, dequantize
 from tessera.engine.quantization.scheme import Linear, LinearShape, Stored
@@ -145,6 +146,13 @@ def test_the_fastest_way_is_measured_for_each_number_of_rows(resident, gated):
     best = {16: "rescaled", 1024: "rescaled"} if copies else {16: W4A16, 1024: DEQUANTIZED}
     for layer in layers:
         assert {rows: way for rows, way in layer.scheme.ways if rows in best} == best
+
+
+@pytest.mark.parametrize("resident", ["auto", "off"])
+def test_the_setting_reaches_every_layer(resident):
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    schemes = scheme_selector(settings, resident=resident)
+    assert schemes(["model.layers.0.mlp.down_proj"]).resident == resident
 
 
 def test_the_cpu_dequantizes_for_good():

@@ -152,7 +152,8 @@ def load_model(checkpoint: CheckpointConfig, config: EngineConfig) -> Qwen2:
     source = SafetensorsFolder(checkpoint.folder)
     random = config.weights == "random"
     names = {} if random else split_names(source.names(), checkpoint)["text"]
-    schemes = scheme_selector(checkpoint.quantization, stored_modules(names, source.dtype), config.quantization)
+    stored = stored_modules(names, source.dtype)
+    schemes = scheme_selector(checkpoint.quantization, stored, config.quantization, config.resident)
     model_type, dtype = model_class(checkpoint.text.architecture), model_dtype(config.dtype, device)
     model = model_type(checkpoint.text, schemes, dtype, device)
     if random:

@@ -5,6 +5,9 @@ so that the tensor cores take the weights from registers: two neighbouring codes
 shift, one logical operation that sets the exponent (128 + code in bfloat16, 1024 + code in float16, both exact) and
 one subtraction of the zero point, exact too. Scales multiply the float32 sums of a group, so no weight is ever rounded.
 
+A launch and the exchange of partials cost about as much as a small matrix, so the kernel does not wait for the one in
+front of it to end before it fetches its first weights (programmatic dependent launch).
+
 Programs share the work evenly, whatever the number of tiles (stream-K). Those that share a tile's k leave float32
 partials; the one that arrives last adds them all in the order of k, whoever it is, so that equal inputs give equal
 outputs.
@@ -50,14 +53,21 @@ def padded_rows(m: int) -> int:
 
 @cache
 def plan_w4a16(m: int, n: int, blocks: int, sms: int) -> W4Plan:
-    """How to multiply m rows by n rows of weights of ``blocks`` blocks of k on ``sms`` multiprocessors."""
-    most = padded_rows(m) == MAX_ROWS
-    narrow = most and triton.cdiv(n, 64) * blocks <= 6 * sms
-    block_n, slots = 64 if narrow else 128, sms if most else 2 * sms
+    """How to multiply m rows by n rows of weights of ``blocks`` blocks of k on ``sms`` multiprocessors.
+
+    A pure function; swept on an H200 by loadtest/bench_linear.py.
+    """
+    rows = padded_rows(m)
+    # Of a small matrix few long programs beat many short ones from 32 rows on.
+    small = blocks <= 32 and triton.cdiv(n, 128) <= sms
+    slots = sms if rows == MAX_ROWS or (rows == 32 and small) else 2 * sms
+    block_n = 64 if rows == MAX_ROWS and triton.cdiv(n, 64) * blocks <= 6 * sms else 128
     tiles = triton.cdiv(n, block_n)
     # Whole splits: each program has one tile alone, and waits for others once.
-    programs = tiles * min(slots // tiles, max(1, blocks // 2)) if tiles <= slots else slots
-    return W4Plan(block_n, programs, 8 if most and not narrow else 4, 3)
+    splits = max(1, min(slots // tiles, blocks // 2))
+    programs = tiles * splits if tiles <= slots else slots
+    stages = 2 if blocks // splits == 2 else 4 if rows == 32 and small else 3
+    return W4Plan(block_n, programs, 8 if rows == MAX_ROWS and block_n == 128 else 4, stages)
 
 
 def w4a16_linear(

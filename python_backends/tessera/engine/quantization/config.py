@@ -14,6 +14,7 @@ from typing import Any
 
 from tessera.checkpoint.names import listed
 from tessera.engine.quantization.fp8 import Fp8OnLoad
+from tessera.engine.quantization.int4 import Int4
 from tessera.engine.quantization.scheme import LinearScheme, SchemeSelector
 from tessera.engine.quantization.settings import Groups, Settings
 from tessera.engine.quantization.unquantized import Unquantized
@@ -37,13 +38,17 @@ StoredModules = Mapping[str, Mapping[str, str]]
 
 
 def scheme_selector(
-    quantization: Mapping[str, Any] | None, stored: StoredModules | None = None, on_load: str = "checkpoint"
+    quantization: Mapping[str, Any] | None,
+    stored: StoredModules | None = None,
+    on_load: str = "checkpoint",
+    resident: str = "auto",
 ) -> SchemeSelector:
     """From a checkpoint's quantization_config, and its text model's tensors if it has any, to the layers' schemes.
 
     Raises CheckpointError for a method or a setting that is not supported. The selector makes a new scheme for each
     layer, and raises CheckpointError naming a module whose tensors are not what it should have. ``on_load`` "fp8":
-    an unquantized checkpoint's layers, but not the head, are quantized while they are read.
+    an unquantized checkpoint's layers, but not the head, are quantized while they are read. ``resident`` "off": layers
+    of 4 bits keep no FP8 copy beside them.
     """
     if on_load == "fp8":
         if quantization is not None:
@@ -53,7 +58,8 @@ def scheme_selector(
             )
         return lambda modules: Unquantized() if set(modules) & set(_HEADS) else Fp8OnLoad()
     groups, ignored = _read(quantization)
-    return _Selector(groups, ignored, stored or {}, "" if quantization is None else quantization["quant_method"])
+    method = "" if quantization is None else quantization["quant_method"]
+    return _Selector(groups, ignored, stored or {}, method, resident)
 
 
 def stored_modules(names: Mapping[str, str], dtype: Callable[[str], str]) -> StoredModules:
@@ -83,8 +89,11 @@ def _read(quantization: Mapping[str, Any] | None) -> tuple[Groups, list[str]]:
 class _Selector:
     """A SchemeSelector: by a configuration's groups, the modules that it leaves out, and the tensors of the file."""
 
-    def __init__(self, groups: Groups, ignored: Sequence[str], stored: StoredModules, method: str) -> None:
+    def __init__(
+        self, groups: Groups, ignored: Sequence[str], stored: StoredModules, method: str, resident: str
+    ) -> None:
         self._groups, self._ignored, self._stored, self._method = groups, ignored, stored, method
+        self._resident = resident
 
     def __call__(self, modules: Collection[str]) -> LinearScheme:
         found = {module: self._group(module) for module in modules}
@@ -92,7 +101,10 @@ class _Selector:
             told = ", ".join(f"{module}: {self._described(group)}" for module, group in found.items())
             raise CheckpointError(f"modules that run as one layer must be quantized alike, which these are not: {told}")
         group = next(iter(found.values()))
-        return Unquantized() if group is None else self._groups[group][1]()
+        scheme = Unquantized() if group is None else self._groups[group][1]()
+        if isinstance(scheme, Int4):
+            scheme.resident = self._resident
+        return scheme
 
     def _group(self, module: str) -> int | None:
         """The group that a module is quantized with; None for no quantization."""

@@ -135,13 +135,13 @@ class Int4(LinearScheme):
         return quantize_rows(gated) if fp8 else gated
 
     def takes_fp8(self, layer: Linear, rows: int) -> bool:
-        return self._way_of(layer, rows) in PRODUCTS
+        return self.way(layer, rows) in PRODUCTS
 
     def _way(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> str:
-        way = self._way_of(layer, len(x.values) if isinstance(x, Fp8Rows) else len(x))
+        way = self.way(layer, len(x.values) if isinstance(x, Fp8Rows) else len(x))
         return "rows" if isinstance(x, Fp8Rows) and way not in PRODUCTS else way
 
-    def _way_of(self, layer: Linear, rows: int) -> str:
+    def way(self, layer: Linear, rows: int) -> str:
         """The fastest for so many rows."""
         if _is_packed(layer) and rows:
             for most, name in self.ways:
