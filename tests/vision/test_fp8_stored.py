@@ -115,6 +115,7 @@ def test_it_runs_in_fp8_unless_the_device_cannot(folder, monkeypatch, caplog):
     runner, _ = load_runner(config, VisionSettings())  # onnx, which holds no such tower
     assert isinstance(runner, TorchRunner) and isinstance(runner.tower.projector.linear1, Fp8Linear)
     on_gpu = VisionSettings("graph", dtype="bfloat16", device="cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some card")
     for capability, runs in (((8, 0), False), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
         assert runs_in_fp8(config, on_gpu) is runs

@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError
+from tessera.fp8.rows import MULTIPLE
 from tessera.vision.kernels.fp8_linear import Fp8Linear
 from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.tower import Tower, load_tower, stored_in_fp8
+from tessera.vision.towers.tower import Tower, load_tower, stored_in_fp8, unfilled_tower
 
 #: of a row in FP8 with the same row without, on average
 LEAST_COSINE = 0.99
@@ -31,18 +32,24 @@ def runs_in_fp8(config: CheckpointConfig, settings: VisionSettings) -> bool:
 
     Raises ConfigError where the settings ask for what the GPU cannot do.
     """
-    on_gpu = settings.device.startswith("cuda")
-    able = not on_gpu or torch.cuda.get_device_capability(settings.device) >= (8, 9)
+    unable = _unable(config, settings) if settings.device.startswith("cuda") else ""
     if settings.quantization == "fp8":
-        if not able:
-            raise ConfigError(
-                f"{torch.cuda.get_device_name(settings.device)} has no FP8 units: "
-                "set quantization to checkpoint or fp8-language"
-            )
+        if unable:
+            raise ConfigError(f"quantization is fp8, and {unable}: set quantization to checkpoint or fp8-language")
         return True
-    if settings.random_weights or not stored_in_fp8(config):
-        return False
-    return able and (not on_gpu or settings.dtype == "bfloat16")
+    return not settings.random_weights and stored_in_fp8(config) and not unable
+
+
+def _unable(config: CheckpointConfig, settings: VisionSettings) -> str:
+    """Why a GPU cannot compute this tower in FP8; nothing if it can."""
+    if torch.cuda.get_device_capability(settings.device) < (8, 9):
+        return f"{torch.cuda.get_device_name(settings.device)} has no FP8 units"
+    if settings.dtype != "bfloat16":
+        return f"dtype is {settings.dtype}, while FP8 products are given in bfloat16"
+    for name, linear in unfilled_tower(config).fp8_linears().items():
+        if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
+            return f"{name} is {linear.out_features} x {linear.in_features}, of which {MULTIPLE} is no divisor"
+    return ""
 
 
 def serving_tower(config: CheckpointConfig, settings: VisionSettings) -> Tower:
