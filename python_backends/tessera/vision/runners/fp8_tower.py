@@ -8,7 +8,7 @@ refusal. The tiles are drawn, not shipped: :func:`gate_tiles` says what of pictu
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import torch
 from torch import nn
@@ -27,8 +27,9 @@ LEAST_COSINE = 0.99
 _LOG = logging.getLogger(__name__)
 
 
-def runs_in_fp8(config: CheckpointConfig, settings: VisionSettings) -> bool:
-    """Whether the settings say so, or leave it to a checkpoint that does and the device can.
+def linears_in_fp8(config: CheckpointConfig, settings: VisionSettings) -> Set[str]:
+    """The tower's linear layers that run in FP8: all if the settings say so; else those that the checkpoint means to,
+    if the device can.
 
     Raises ConfigError where the settings ask for what the GPU cannot do.
     """
@@ -36,8 +37,8 @@ def runs_in_fp8(config: CheckpointConfig, settings: VisionSettings) -> bool:
     if settings.quantization == "fp8":
         if unable:
             raise ConfigError(f"quantization is fp8, and {unable}: set quantization to checkpoint or fp8-language")
-        return True
-    return not settings.random_weights and stored_in_fp8(config) and not unable
+        return unfilled_tower(config).fp8_linears().keys()
+    return set() if settings.random_weights or unable else stored_in_fp8(config)
 
 
 def _unable(config: CheckpointConfig, settings: VisionSettings) -> str:
@@ -59,10 +60,11 @@ def serving_tower(config: CheckpointConfig, settings: VisionSettings) -> Tower:
     that changes too much. If it was the checkpoint that meant it to, the tower runs with its weights dequantized.
     """
     dtype, device = getattr(torch, settings.dtype), settings.device
-    if not runs_in_fp8(config, settings):
+    names = linears_in_fp8(config, settings)
+    if not names:
         return load_tower(config, dtype, settings.random_weights).to(device)
     tower: Tower = load_tower(config, random_weights=settings.random_weights)
-    plain = tower.fp8_linears()
+    plain = {name: linear for name, linear in tower.fp8_linears().items() if name in names}
     # Of the weights as they are stored, not of their roundings to the tower's dtype.
     quantized = {name: Fp8Linear.of(linear, dtype, device) for name, linear in plain.items()}
     tower.to(dtype).to(device)
