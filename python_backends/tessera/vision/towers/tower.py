@@ -60,7 +60,7 @@ class Tower(torch.nn.Module):
 
     def fp8_linears(self) -> dict[str, torch.nn.Linear]:
         """Module name -> the linear layers that FP8 may take the place of. Raises ConfigError where there are none."""
-        raise ConfigError(f"{type(self).__name__} does not run in FP8: set vision_encoder.quantization to checkpoint")
+        raise ConfigError(f"{type(self).__name__} does not run in FP8: set quantization to checkpoint or fp8-language")
 
     def targets(self, stored: Set[str]) -> dict[str, Target]:
         """What fills the tower, by our names of the weights; ``stored``: those that the checkpoint has."""
