@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tessera.checkpoint.config import read_config
 from tessera.checkpoint.weights import SafetensorsFolder
 from tessera.errors import CheckpointError, ConfigError
+from tessera.vision.towers.tower import stored_in_fp8
 from tessera_quantize import report
 from tessera_quantize.body import Body
 from tessera_quantize.compressed import dequantized
@@ -119,6 +120,7 @@ def test_the_vision_tower_in_fp8(tmp_path, pictures):
     folder = made(quantize_fakes.job(source, tmp_path / "out", pictures, "rtn", vision_fp8=True))
     fp8 = {name for name in folder.names() if folder.get(name).dtype == torch.float8_e4m3fn}
     assert len(fp8) == 2 * 6 and all(".encoder.layer." in name for name in fp8)
+    assert len(stored_in_fp8(read_config(folder.folder))) == 2 * 4  # and so the vision stage runs them
     config = json.loads((folder.folder / "config.json").read_text())["quantization_config"]
     assert config["format"] == "mixed-precision"
     assert {f"model.{name}" for name in fp8} == {

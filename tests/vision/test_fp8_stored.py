@@ -13,10 +13,12 @@ from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError
 from tessera.vision.kernels.fp8_linear import Fp8Linear, requantized
+from tessera.vision.kernels.tower_kernels import fp8_kernels
 from tessera.vision.runners import fp8_tower
-from tessera.vision.runners.fp8_tower import runs_in_fp8, serving_tower
+from tessera.vision.runners.fp8_tower import linears_in_fp8, serving_tower
 from tessera.vision.runners.loading import load_runner
 from tessera.vision.runners.onnx_runner import OnnxRunner
+from tessera.vision.runners.runner import weight_bytes
 from tessera.vision.runners.torch_runner import TorchRunner
 from tessera.vision.settings import VisionSettings
 from tessera.vision.towers.tower import load_tower
@@ -109,22 +111,42 @@ def test_what_is_no_e4m3_is_quantized_as_ever():
     torch.testing.assert_close(scales, weight.abs().amax(1) / 448)
 
 
-def test_it_runs_in_fp8_unless_the_device_cannot(folder, monkeypatch, caplog):
+def test_it_linears_in_fp8_unless_the_device_cannot(folder, monkeypatch, caplog):
     store_in_fp8(folder)
     config = read_config(folder)
     runner, _ = load_runner(config, VisionSettings())  # onnx, which holds no such tower
     assert isinstance(runner, TorchRunner) and isinstance(runner.tower.projector.linear1, Fp8Linear)
     on_gpu = VisionSettings("graph", dtype="bfloat16", device="cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some card")
     for capability, runs in (((8, 0), False), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
-        assert runs_in_fp8(config, on_gpu) is runs
-    assert not runs_in_fp8(config, VisionSettings("graph", dtype="float16", device="cuda"))
-    assert not runs_in_fp8(config, VisionSettings("torch", random_weights=True))
+        assert bool(linears_in_fp8(config, on_gpu)) is runs
+    assert not linears_in_fp8(config, VisionSettings("graph", dtype="float16", device="cuda"))
+    assert not linears_in_fp8(config, VisionSettings("torch", random_weights=True))
     monkeypatch.setattr(fp8_tower, "LEAST_COSINE", 1.1)
     caplog.set_level(logging.WARNING)
     tower = serving_tower(config, VisionSettings("torch"))
     assert "it runs with its weights dequantized" in caplog.text
     assert not any(isinstance(module, Fp8Linear) for module in tower.modules())
+
+
+def test_a_projector_left_as_it_was_stays_so(folder):
+    """As `tessera quantize --vision fp8` writes it."""
+    store_in_fp8(folder, only=r".*\.layers?\..*")
+    config, settings = read_config(folder), VisionSettings("torch")
+    tower = serving_tower(config, settings)
+    linears = {name for name, module in tower.named_modules() if isinstance(module, Fp8Linear)}
+    assert linears == {name for name in load_tower(config).fp8_linears() if name.startswith("layers.")}
+    held = sum(each.nbytes for each in (*tower.parameters(), *tower.buffers()))
+    assert held <= weight_bytes(config, settings) <= 1.02 * held
+    tiles = torch.arange(2 * 56 * 56 * 3).remainder(251).to(torch.uint8).view(2, 56, 56, 3)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).repeat(
+        1, tower.projector.linear1.in_features // 8
+    )
+    with torch.inference_mode():
+        mixed = fp8_kernels("default").linear_and_activate(x, tower.projector.linear1, "gelu")
+        torch.testing.assert_close(mixed, torch.nn.functional.gelu(tower.projector.linear1(x)))
+        assert tower(tiles).isfinite().all()
 
 
 def test_where_only_some_layers_are_in_fp8_all_run_dequantized(folder):

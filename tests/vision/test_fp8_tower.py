@@ -155,8 +155,6 @@ class TowerOfOtherLayers(Tower):
 
 
 def test_what_cannot_run_in_fp8_is_refused_by_name(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="quantization fp8 needs dtype bfloat16 on a GPU, not float16"):
-        VisionSettings("graph", dtype="float16", device="cuda", quantization="fp8")
     with pytest.raises(ConfigError, match="must be one of checkpoint, fp8"):
         VisionSettings(quantization="int4")
     config = read_config(hf_native(tmp_path, SMALL))
@@ -164,9 +162,15 @@ def test_what_cannot_run_in_fp8_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(
-        ConfigError, match="NVIDIA A100 has no FP8 units: set quantization to checkpoint or fp8-language"
+        ConfigError, match="is fp8, and NVIDIA A100 has no FP8 units: set quantization to checkpoint or fp8-language"
     ):
         serving_tower(config, on_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(ConfigError, match="dtype is float16, while FP8 products"):
+        serving_tower(config, replace(on_gpu, dtype="float16"))
+    odd = replace(config, vision=replace(config.vision, intermediate_size=40))
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.linear1 is 40 x 32, of which 16 is no divisor"):
+        serving_tower(odd, on_gpu)
     monkeypatch.setattr(fp8_tower, "load_tower", lambda *_, **__: TowerOfOtherLayers())
     with pytest.raises(ConfigError, match="TowerOfOtherLayers does not run in FP8"):
         serving_tower(config, FP8)

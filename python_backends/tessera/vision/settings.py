@@ -45,7 +45,5 @@ class VisionSettings:
             raise ConfigError("the onnx runner computes in float32 on the CPU; for anything else use graph or torch")
         if self.runner == "graph" and not self.device.startswith("cuda"):
             raise ConfigError(f"the graph runner records CUDA graphs; it needs device cuda, not {self.device!r}")
-        if self.quantization == "fp8" and self.device.startswith("cuda") and self.dtype != "bfloat16":
-            raise ConfigError(f"vision_encoder: quantization fp8 needs dtype bfloat16 on a GPU, not {self.dtype}")
         if self.gpu_pixels and not self.vision_url and not self.device.startswith("cuda"):
             raise ConfigError(f"gpu_pixels has pictures decoded on the GPU; it needs device cuda, not {self.device!r}")

@@ -9,6 +9,7 @@ from tessera.fp8.rows import E4M3, LARGEST, Fp8Rows, fp8_linear, quantize_rows, 
 
 #: e4m3's largest number of each mantissa, the likeliest last
 _LARGEST_BY_MANTISSA = (240.0, 256.0, 288.0, 320.0, 352.0, 384.0, 416.0, 448.0)
+_FEW = 32
 
 
 def requantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,12 +22,19 @@ def requantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = scales * LARGEST
     for number in _LARGEST_BY_MANTISSA:
         nearby = largest / number
-        candidate = (weight / nearby[:, None]).to(E4M3)
-        error = (candidate.float() * nearby[:, None] - weight).abs().amax(1)
-        exact = error <= 1e-6 * largest  # float32's own rounding
+        if not _exact(weight[:, :_FEW], nearby, largest)[1].any():  # as with all weights that never were e4m3
+            continue
+        candidate, exact = _exact(weight, nearby, largest)
         values.view(torch.uint8)[exact] = candidate.view(torch.uint8)[exact]
         scales[exact] = nearby[exact]
     return values, scales
+
+
+def _exact(weight: torch.Tensor, scales: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight in e4m3 by these scales, and for which rows nothing but float32's own rounding is lost."""
+    values = (weight / scales[:, None]).to(E4M3)
+    error = (values.float() * scales[:, None] - weight).abs().amax(1)
+    return values, error <= 1e-6 * largest
 
 
 class Fp8Linear(nn.Module):

@@ -85,6 +85,9 @@ def linear_and_gelu_rows(x: torch.Tensor | Fp8Rows, linear: nn.Module, activatio
     """Every GELU is computed in its tanh form, see :func:`linear_with_epilogue`."""
     if activation not in GELUS:
         return ACTIVATIONS[activation](linear(x))
+    if isinstance(linear, nn.Linear):  # a projector that the checkpoint left as it was
+        assert isinstance(x, torch.Tensor)
+        return linear_and_activate_in_place(x, linear, activation)
     from tessera.vision.kernels.gelu_rows import gelu_rows
 
     return gelu_rows(linear(x))

@@ -8,7 +8,7 @@ refusal. The tiles are drawn, not shipped: :func:`gate_tiles` says what of pictu
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import torch
 from torch import nn
@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError
+from tessera.fp8.rows import MULTIPLE
 from tessera.vision.kernels.fp8_linear import Fp8Linear
 from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.tower import Tower, load_tower, stored_in_fp8
+from tessera.vision.towers.tower import Tower, load_tower, stored_in_fp8, unfilled_tower
 
 #: of a row in FP8 with the same row without, on average
 LEAST_COSINE = 0.99
@@ -26,23 +27,30 @@ LEAST_COSINE = 0.99
 _LOG = logging.getLogger(__name__)
 
 
-def runs_in_fp8(config: CheckpointConfig, settings: VisionSettings) -> bool:
-    """Whether the settings say so, or leave it to a checkpoint that does and the device can.
+def linears_in_fp8(config: CheckpointConfig, settings: VisionSettings) -> Set[str]:
+    """The tower's linear layers that run in FP8: all if the settings say so; else those that the checkpoint means to,
+    if the device can.
 
     Raises ConfigError where the settings ask for what the GPU cannot do.
     """
-    on_gpu = settings.device.startswith("cuda")
-    able = not on_gpu or torch.cuda.get_device_capability(settings.device) >= (8, 9)
+    unable = _unable(config, settings) if settings.device.startswith("cuda") else ""
     if settings.quantization == "fp8":
-        if not able:
-            raise ConfigError(
-                f"{torch.cuda.get_device_name(settings.device)} has no FP8 units: "
-                "set quantization to checkpoint or fp8-language"
-            )
-        return True
-    if settings.random_weights or not stored_in_fp8(config):
-        return False
-    return able and (not on_gpu or settings.dtype == "bfloat16")
+        if unable:
+            raise ConfigError(f"quantization is fp8, and {unable}: set quantization to checkpoint or fp8-language")
+        return unfilled_tower(config).fp8_linears().keys()
+    return set() if settings.random_weights or unable else stored_in_fp8(config)
+
+
+def _unable(config: CheckpointConfig, settings: VisionSettings) -> str:
+    """Why a GPU cannot compute this tower in FP8; nothing if it can."""
+    if torch.cuda.get_device_capability(settings.device) < (8, 9):
+        return f"{torch.cuda.get_device_name(settings.device)} has no FP8 units"
+    if settings.dtype != "bfloat16":
+        return f"dtype is {settings.dtype}, while FP8 products are given in bfloat16"
+    for name, linear in unfilled_tower(config).fp8_linears().items():
+        if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
+            return f"{name} is {linear.out_features} x {linear.in_features}, of which {MULTIPLE} is no divisor"
+    return ""
 
 
 def serving_tower(config: CheckpointConfig, settings: VisionSettings) -> Tower:
@@ -52,10 +60,11 @@ def serving_tower(config: CheckpointConfig, settings: VisionSettings) -> Tower:
     that changes too much. If it was the checkpoint that meant it to, the tower runs with its weights dequantized.
     """
     dtype, device = getattr(torch, settings.dtype), settings.device
-    if not runs_in_fp8(config, settings):
+    names = linears_in_fp8(config, settings)
+    if not names:
         return load_tower(config, dtype, settings.random_weights).to(device)
     tower: Tower = load_tower(config, random_weights=settings.random_weights)
-    plain = tower.fp8_linears()
+    plain = {name: linear for name, linear in tower.fp8_linears().items() if name in names}
     # Of the weights as they are stored, not of their roundings to the tower's dtype.
     quantized = {name: Fp8Linear.of(linear, dtype, device) for name, linear in plain.items()}
     tower.to(dtype).to(device)

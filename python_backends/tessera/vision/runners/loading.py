@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.vision.runners.fp8_tower import runs_in_fp8
+from tessera.vision.runners.fp8_tower import linears_in_fp8
 from tessera.vision.runners.runner import Runner, reserved_bytes, weight_bytes
 from tessera.vision.settings import VisionSettings
 from tessera.vision.towers.tower import tower_class
@@ -13,7 +13,7 @@ from tessera.vision.towers.tower import tower_class
 
 def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:
     """Load the tower of a checkpoint. Raises CheckpointError or ConfigError saying what does not fit."""
-    if settings.runner == "onnx" and not runs_in_fp8(config, settings):  # which no graph holds
+    if settings.runner == "onnx" and not linears_in_fp8(config, settings):  # which no graph holds
         from tessera.vision.runners.onnx_runner import MOST_BYTES, OnnxRunner
 
         if weight_bytes(config, settings) <= MOST_BYTES:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.vision.runners.fp8_tower import runs_in_fp8
+from tessera.vision.runners.fp8_tower import linears_in_fp8
 from tessera.vision.settings import VisionSettings
 from tessera.vision.towers.tower import Tower, unfilled_tower
 
@@ -44,7 +44,6 @@ def weight_bytes(config: CheckpointConfig, settings: VisionSettings) -> int:
     """What the tower's weights take, from the shapes alone."""
     tower = unfilled_tower(config, getattr(torch, settings.dtype))
     plain = sum(parameter.nbytes for parameter in tower.parameters())
-    if not runs_in_fp8(config, settings):
-        return plain
-    linears = tower.fp8_linears().values()  # a byte a weight, and a float32 an output channel
+    names = linears_in_fp8(config, settings)  # a byte a weight, and a float32 an output channel
+    linears = [linear for name, linear in tower.fp8_linears().items() if name in names] if names else []
     return plain - sum(linear.weight.nbytes - linear.weight.numel() - 4 * linear.out_features for linear in linears)

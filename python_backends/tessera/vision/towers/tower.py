@@ -60,7 +60,7 @@ class Tower(torch.nn.Module):
 
     def fp8_linears(self) -> dict[str, torch.nn.Linear]:
         """Module name -> the linear layers that FP8 may take the place of. Raises ConfigError where there are none."""
-        raise ConfigError(f"{type(self).__name__} does not run in FP8: set vision_encoder.quantization to checkpoint")
+        raise ConfigError(f"{type(self).__name__} does not run in FP8: set quantization to checkpoint or fp8-language")
 
     def targets(self, stored: Set[str]) -> dict[str, Target]:
         """What fills the tower, by our names of the weights; ``stored``: those that the checkpoint has."""
@@ -108,14 +108,15 @@ def load_tower(config: CheckpointConfig, dtype: torch.dtype = torch.float32, ran
     return tower.to(dtype)
 
 
-def stored_in_fp8(config: CheckpointConfig) -> bool:
-    """Whether the checkpoint has all linear layers of its vision tower in FP8, and so means them to run in it."""
+def stored_in_fp8(config: CheckpointConfig) -> Set[str]:
+    """The tower's linear layers that the checkpoint has in FP8, and so means to run in it: all, or all but the
+    projector's; none where it is fewer, which run dequantized."""
     names = split_names(SafetensorsFolder(config.folder).names(), config)["vision"].values()
     scaled = {name.removesuffix(".weight_scale") for name in names if name.endswith(".weight_scale")}
-    # q, k and v may be stored apart.
-    return bool(scaled) and unfilled_tower(config).fp8_linears().keys() <= {
-        re.sub(r"[qkv]_proj$", "qkv", module) for module in scaled
-    }
+    scaled = {re.sub(r"[qkv]_proj$", "qkv", module) for module in scaled}  # which may be stored apart
+    every = unfilled_tower(config).fp8_linears().keys() if scaled else set()
+    layers = {name for name in every if not name.startswith("projector.")}
+    return next((some for some in (set(every), layers) if some <= scaled), set())
 
 
 def unfilled_tower(config: CheckpointConfig, dtype: torch.dtype = torch.float32) -> Tower:
