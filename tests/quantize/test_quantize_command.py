@@ -1,0 +1,51 @@
+"""`tessera quantize` as a user runs it: what it prints, what it leaves, how it fails."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import quantize_fakes
+
+from tessera_command.cli import main
+from tessera_evaluation.datasets import folder_items
+from tessera_quantize import cli
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    source = quantize_fakes.checkpoint(tmp_path, "native qwen2")
+    pictures = quantize_fakes.labelled_folder(tmp_path / "pictures")
+    numbers = ["--group-size", "32", "--calibration", "3", "--held-out", "2", "--device", "cpu"]
+    return ["quantize", str(source), str(tmp_path / "out"), "--pictures", str(pictures), *numbers]
+
+
+def test_a_checkpoint_and_its_report(arguments, tmp_path, capsys):
+    policies = ["--policy", "reference", "--policy", "reference,max_tiles=1"]
+    assert main([*arguments, "--method", "gptq", *policies]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "out" / "quantization" / "report.json").read_text())
+    assert printed["questions"] == {"calibration": 3, "held_out": 2}
+    assert [row["name"] for row in printed["rows"]] == ["original", "gptq", "rtn", "gptq, words alone"]
+    for row in printed["rows"]:
+        assert len(row["recall"]) == 2 and all(figures["questions"] == 2 for figures in row["recall"].values())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["native", "out", "pictures"]
+
+
+def test_questions_are_either_calibrated_on_or_judged_by(arguments):
+    job = cli._job(cli._parser().parse_args([*arguments[1:], "--method", "rtn"]))
+    assert len(job.calibration) == 3 and len(job.held_out) == 2
+    assert not set(job.calibration) & set(job.held_out)
+    judged = cli._job(cli._parser().parse_args([*arguments[1:], "--method", "rtn", "--judge", arguments[4]]))
+    assert len(judged.calibration) == 3 and list(judged.held_out) == folder_items(job.source.parent / "pictures", 2)
+
+
+def test_faults_are_one_line(arguments, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    assert main([*arguments, "--method", "awq"]) == 1
+    assert capsys.readouterr().err.startswith(f"tessera quantize: {tmp_path / 'out'} exists")
+    arguments[4] = str(tmp_path / "nothing")
+    assert main([*arguments, "--method", "awq"]) == 2
+    assert "labels.csv" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*arguments, "--method", "int3"])
