@@ -47,7 +47,7 @@ class EngineConfig:
     prefix_cache: str = setting("content", choices=("content", "exclude", "off"))
     weights: str = setting("checkpoint", common=True, choices=("checkpoint", "random"))
     quantization: str = setting("checkpoint", common=True, choices=QUANTIZATIONS)
-    resident: str = setting("auto", choices=("auto", "off"))
+    resident: str = setting("auto", settable=False, choices=("auto", "off"))
     attention: str = setting("auto", settable=False)
     threads: int = setting(1, common=True, least=1)
     seed: int = 0
