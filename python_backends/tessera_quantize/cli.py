@@ -74,7 +74,7 @@ def _job(options: argparse.Namespace) -> Job:
     if min(len(calibration), len(held_out)) < 1:
         raise InvalidRequest(f"{options.pictures} needs at least two questions, to calibrate on and to judge by")
     try:
-        policies = tuple(parse_policy(text) for text in options.policy or ()) or (None,)
+        policies = tuple((text, parse_policy(text)) for text in options.policy or ()) or Job.policies
     except ValueError as error:
         raise InvalidRequest(str(error)) from None
     return Job(

@@ -50,9 +50,9 @@ def markdown(job: Job, rows: Sequence[Row]) -> str:
         "",
         f"{form}; the vision tower {'in FP8' if job.vision_fp8 else 'as it was'}. Calibrated on {len(job.calibration)} "
         f"questions, judged on {len(job.held_out)} others. KL and likeliest tokens are against the original model, "
-        "over the words of question and right answer; the error of a layer is the share of its outputs' squares. "
-        "Recall is the mean balanced accuracy over classes of yes/no questions, or the share of right answers where "
-        "there are none.",
+        "over the words of question and right answer; the error of a layer is the share of its outputs' squares, "
+        "on what its row was calibrated on. Recall is the mean balanced accuracy over classes of yes/no questions, or "
+        "the share of right answers where there are none.",
         "",
         *_table(head, [_cells(row, policies) for row in rows]),
         "",

@@ -30,8 +30,8 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 class Job:
     """What to do. ``calibration`` and ``held_out``: questions for the search, and those the report is about.
 
-    ``compare``: also search with RTN, and with the method on words alone, for the report's table. ``policies``: tile
-    policies that recall is measured with; None is the checkpoint's own.
+    ``compare``: also search with RTN, and with the method on words alone, for the report's table. ``policies``: names
+    of tile policies, and what a request says for them, that recall is measured with.
     """
 
     source: Path
@@ -42,7 +42,7 @@ class Job:
     device: str = "cpu"
     vision_fp8: bool = False
     compare: bool = True
-    policies: tuple[Any, ...] = (None,)
+    policies: tuple[tuple[str, Any], ...] = (("checkpoint's own", None),)
 
     @property
     def work(self) -> Path:
@@ -121,8 +121,8 @@ def run(job: Job, progress: Progress) -> list[Row]:
         rows.append(Row(name, recipe, checkpoint.weight_bytes(folders[name]), errors, *figures, {}))
     del body, inputs  # room for the engine
     rows.insert(0, Row("original", None, checkpoint.weight_bytes(job.source), [], 0.0, 0.0, 1.0, {}))
-    for policy in job.policies:
-        name, requests = str(policy or "checkpoint's own"), None
+    for name, policy in job.policies:
+        requests = None
         for row in rows:
             if requests is None or job.vision_fp8:
                 with progress(f"pictures: {name}", len(job.held_out)) as advance:
