@@ -42,17 +42,22 @@ def table(figures: Iterable[dict[str, Any]]) -> str:
 
 
 def comparison(figures: Mapping[str, dict[str, Any]], peers: Mapping[str, dict[str, Any]]) -> str:
-    """A Markdown table of the standard workloads: ours, the peer's in bf16 and in FP8, and who is ahead in bf16."""
-    lines = ["| | Tessera bf16 | vLLM 0.33 bf16 | vLLM 0.33 FP8 | ahead in bf16 |", "|---|---|---|---|---|"]
+    """A Markdown table of the standard workloads: ours and the peer's in bf16, who is ahead there, and both in FP8."""
+    lines = [
+        "| | Tessera bf16 | vLLM 0.33 bf16 | ahead in bf16 | Tessera FP8 | vLLM 0.33 FP8 |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, peer in peers.items():
-        ours = {what: figures.get(f"serve.{name}.bf16.{what}") for what in ("req_s", "tok_s", "ttft_p50_ms")}
-        rate, first = ours["tok_s" if peer["unit"] == "tok/s" else "req_s"], ours["ttft_p50_ms"]
-        cells = [
-            peer["title"],
-            rate_cell(rate["value"], peer["unit"], first and first["value"]) if rate else "not measured yet",
-            *(rate_cell(peer[kind], peer["unit"], peer.get("ttft_ms", {}).get(kind)) for kind in ("bf16", "fp8")),
-            ahead([own / theirs for own, theirs in peer["side_by_side"]]),
-        ]
+        cells = [peer["title"]]
+        for kind in ("bf16", "fp8"):
+            ours = {what: figures.get(f"serve.{name}.{kind}.{what}") for what in ("req_s", "tok_s", "ttft_p50_ms")}
+            rate, first = ours["tok_s" if peer["unit"] == "tok/s" else "req_s"], ours["ttft_p50_ms"]
+            cells += [
+                rate_cell(rate["value"], peer["unit"], first and first["value"]) if rate else "not measured yet",
+                rate_cell(peer[kind], peer["unit"], peer.get("ttft_ms", {}).get(kind)),
+            ]
+            if kind == "bf16":
+                cells.append(ahead([own / theirs for own, theirs in peer["side_by_side"]]))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -29,15 +29,17 @@ def test_the_readme_names_no_metric():
 def test_the_comparison_has_a_row_for_each_workload_and_says_who_is_ahead():
     figures = {
         "serve.Wx.bf16.req_s": {"value": 19.537},
+        "serve.Wx.fp8.req_s": {"value": 26.5},
         "serve.Wy.bf16.tok_s": {"value": 8986.2},
         "serve.Wy.bf16.ttft_p50_ms": {"value": 281.4},
     }
     rows = report.comparison(figures, {"Wx": PEER, "Wy": STREAMED, "Wz": PEER}).splitlines()[2:]
     assert rows == [
-        "| a photo | 19.54 req/s | 20.8 req/s | 24.11 req/s | vLLM: Tessera has 0.95 and 0.99 of it |",
+        "| a photo | 19.54 req/s | 20.8 req/s | vLLM: Tessera has 0.95 and 0.99 of it | 26.5 req/s | 24.11 req/s |",
         "| a long answer | 8,986 tok/s, first token 281 ms | 8,259 tok/s, first token 371 ms "
-        "| 10,077 tok/s, first token 350 ms | Tessera: 1.10 times vLLM |",
-        "| a photo | not measured yet | 20.8 req/s | 24.11 req/s | vLLM: Tessera has 0.95 and 0.99 of it |",
+        "| Tessera: 1.10 times vLLM | not measured yet | 10,077 tok/s, first token 350 ms |",
+        "| a photo | not measured yet | 20.8 req/s | vLLM: Tessera has 0.95 and 0.99 of it "
+        "| not measured yet | 24.11 req/s |",
     ]
     assert report.ahead([0.98, 1.02]) == "neither: 0.98 and 1.02"
 

@@ -38,8 +38,7 @@ def options(log: Path, settings: dict[str, str], *only: str) -> ServerOptions:
 def eyes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with a vision stage and nothing else."""
     log = tmp_path_factory.mktemp("remote") / "eyes.log"
-    small = {"vision_encoder.memory_bytes": str(41 << 20), "vision_encoder.cache_bytes": "0"}
-    with Server(options(log, small, "vision_encoder")) as running:
+    with Server(options(log, {"vision_encoder.cache_bytes": "0"}, "vision_encoder")) as running:
         yield running
 
 
@@ -71,11 +70,11 @@ def test_answers_are_those_of_a_local_stage_word_for_word(server: Server, eyes: 
     assert any(name.startswith("tessera_vision_row_bytes") for name in page)
 
 
-def infer_vision(server: Server, tiles: int) -> np.ndarray:
-    """What the server's vision stage itself answers."""
+def infer_vision(server: Server, tiles: int, planned: int) -> np.ndarray:
+    """What the server's vision stage itself answers to so many tiles where so many are planned."""
     values = {
         "PIXELS": np.zeros((1, tiles * 448 * 448 * 3), np.uint8),
-        "PLAN": np.array([[0, tiles, 1, tiles]], np.int32),
+        "PLAN": np.array([[0, planned, 1, planned]], np.int32),
         "DIGEST": np.array([[tiles, 1]], np.int64),
     }
     inputs = []
@@ -87,9 +86,9 @@ def infer_vision(server: Server, tiles: int) -> np.ndarray:
 
 
 def test_a_refusal_of_the_other_server_is_the_clients(brain: Server) -> None:
-    assert infer_vision(brain, 1).shape[0] == 64
-    with pytest.raises(Exception, match="30 tiles need .* vision_encoder.memory_bytes") as caught:
-        infer_vision(brain, 30)
+    assert infer_vision(brain, 1, planned=1).shape[0] == 64
+    with pytest.raises(Exception, match="PIXELS has 602112 bytes; the plan needs 1204224") as caught:
+        infer_vision(brain, 1, planned=2)
     assert "INVALID_ARGUMENT" in str(caught.value)
 
 
