@@ -23,7 +23,7 @@ import time
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 
 import closed_loop
@@ -36,7 +36,7 @@ from metrics_page import counted
 from serving import DEFAULT_CHECKPOINT, Running, Setup, pairs, serve
 from workloads import PROMPT, WORKLOADS, Pictures, Workload
 
-from tessera_client import Client, Retry
+from tessera_client import Client, Retry, Timings
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class Asker:
             answer = client.ask(picture, PROMPT, **workload.sampling)
         if answer.usage is None or answer.usage.completion_tokens != workload.tokens:
             raise RuntimeError(f"asked for {workload.tokens} tokens, got {answer.usage}")
-        return Reply(first, workload.tokens, max(1, parts))
+        assert answer.timings is not None
+        return Reply(first, workload.tokens, max(1, parts), astuple(answer.timings))
 
 
 def process_seed(seed: int, number: int) -> int:
@@ -90,7 +91,9 @@ def report(
     command = f'make bench NAME=serve ARGS="{" ".join(sys.argv[1:])}"'
     streamed = run.first_token_p50 is not None
     notes |= {"requests": run.count, "concurrency": workload.concurrency}
-    spent = {"p50_ms": round(1e3 * run.p50, 1), "p99_ms": round(1e3 * run.p99, 1)}
+    spent: dict[str, object] = {"p50_ms": round(1e3 * run.p50, 1), "p99_ms": round(1e3 * run.p99, 1)}
+    names = (f"{field.name}_ms" for field in fields(Timings))
+    spent["stages_p50"] = {name: round(value, 1) for name, value in zip(names, run.stages_p50)}
 
     def emit(what: str, value: float, unit: str, **more: object) -> None:
         figures.emit(f"{name}.{what}", value, unit, command, **notes, **more)

@@ -21,11 +21,13 @@ PATIENCE_S = 500.0
 
 
 class Reply(NamedTuple):
-    """A whole answer. ``first``: time.perf_counter() when its first part came, None where it was not streamed."""
+    """A whole answer. ``first``: time.perf_counter() when its first part came, None where it was not streamed;
+    ``stages``: what the server says it spent where, in milliseconds."""
 
     first: float | None
     tokens: int
     parts: int = 1
+    stages: tuple[float, ...] = ()
 
 
 class Answered(NamedTuple):
@@ -37,6 +39,7 @@ class Answered(NamedTuple):
     """Seconds to the first token; None where the answer was not streamed."""
     tokens: int
     parts: int
+    stages: tuple[float, ...] = ()
 
 
 Ask = Callable[[], Reply]
@@ -73,7 +76,7 @@ class Share:
                     raise
                 ended = time.perf_counter()
                 first = None if reply.first is None else reply.first - began
-                answers.append(Answered(ended, ended - began, first, reply.tokens, reply.parts))
+                answers.append(Answered(ended, ended - began, first, reply.tokens, reply.parts, reply.stages))
 
         with self.prepare(self.number, self.stock) as ask, ThreadPoolExecutor(self.callers) as pool:
             start.wait(PATIENCE_S)

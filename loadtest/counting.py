@@ -49,6 +49,8 @@ class Run:
     first_token_p99: float | None
     whole_requests_s: float
     whole_tokens_s: float
+    stages_p50: tuple[float, ...]
+    """In milliseconds, of each stage by itself."""
 
 
 def count(began: float, answers: Sequence[Answered], concurrency: int) -> Run:
@@ -80,4 +82,5 @@ def count(began: float, answers: Sequence[Answered], concurrency: int) -> Run:
         first_token_p99=percentile(first, 0.99) if first else None,
         whole_requests_s=len(answers) / lasted,
         whole_tokens_s=sum(answer.tokens for answer in answers) / lasted,
+        stages_p50=tuple(percentile(sorted(spent), 0.5) for spent in zip(*(answer.stages for answer in steady))),
     )

@@ -14,7 +14,9 @@ def run(streamed: bool) -> counting.Run:
     """Ten in flight, one answer each second, that took from 1 to 2 s; the last hundredth 4 s."""
     requests = counting.requests(10)
     answers = [
-        Answered(100.0 + k, 4.0 if k % 50 == 20 else 1.0 + (k % 50) / 50, 0.25 if streamed else None, 256, 64)
+        Answered(
+            100.0 + k, 4.0 if k % 50 == 20 else 1.0 + (k % 50) / 50, 0.25 if streamed else None, 256, 64, (3.0,) * 6
+        )
         for k in range(1, requests + 1)
     ]
     return counting.count(100.0, answers, 10)
@@ -38,6 +40,7 @@ def test_a_workload_of_short_answers_on_a_gpu(capsys, monkeypatch):
     }
     steady = found["serve.W1.bf16.req_s"]
     assert (steady["p50_ms"], steady["p99_ms"]) == (1520.0, 4000.0)
+    assert steady["stages_p50"]["vision_queue_ms"] == 3.0 and len(steady["stages_p50"]) == 6
     assert (steady["requests"], steady["gpus"]) == (50, 1)
     assert steady["command"] == 'make bench NAME=serve ARGS="--workloads W1 W2"'
 

@@ -14,8 +14,8 @@ def worked() -> list[Answered]:
 
     Answer k ends k seconds after the start, took k tenths of a second and had k tokens in 2 k parts.
     """
-    answers = [Answered(100.0 + k, k / 10, k / 100, k, 2 * k) for k in range(1, 15)]
-    return [*answers, Answered(120.0, 1.5, 0.15, 15, 30)]
+    answers = [Answered(100.0 + k, k / 10, k / 100, k, 2 * k, (k, 20.0 - k)) for k in range(1, 15)]
+    return [*answers, Answered(120.0, 1.5, 0.15, 15, 30, (15, 5.0))]
 
 
 def test_a_run_worked_out_by_hand():
@@ -27,6 +27,7 @@ def test_a_run_worked_out_by_hand():
     assert run.parts_s == pytest.approx(2 * 81 / 9)
     assert (run.p50, run.p99) == (0.9, 1.3)
     assert (run.first_token_p50, run.first_token_p99) == (0.09, 0.13)
+    assert run.stages_p50 == (9, 12.0)  # each by itself
     assert run.whole_requests_s == pytest.approx(15 / 20)
     assert run.whole_tokens_s == pytest.approx(120 / 20)
 
