@@ -50,6 +50,10 @@ class ServerCrashed(ServerStartError):
     """tritonserver itself crashed in its start, and no model is known to be at fault."""
 
 
+class ServerHung(ServerCrashed):
+    """tritonserver hangs in its start for a stage that is well."""
+
+
 class Server:
     """A tritonserver and its stubs, as a context manager.
 
@@ -111,14 +115,15 @@ class Server:
         """Starts the server and returns when every model is ready. The next start has the same ports, picked or not.
 
         A tritonserver that crashes, as it does once in a while for no fault of a model, is started again, up to
-        ``attempts`` starts. Raises ConfigError or InstallationError before anything runs, ServerStartError (after
-        cleaning up) when the server fails to become ready within ``ready_timeout_s``, or :meth:`abort` was called.
+        ``attempts`` starts; one that hangs for a stage that is well is no attempt, until ``ready_timeout_s`` has passed.
+        Raises ConfigError or InstallationError before anything runs, ServerStartError (after cleaning up) when the
+        server fails to become ready within ``ready_timeout_s``, or :meth:`abort` was called.
         """
         check_repository(self.options.model_repository, self.options.model_config_name)
         self.setup = self.options.set_up()
         self.swept = tuple(leftovers.sweep())
         self.crashes = ()
-        asked = self.options
+        asked, deadline = self.options, time.monotonic() + self.options.ready_timeout_s
         while True:
             try:
                 self.options = with_ports(asked, choose_ports(asked))
@@ -128,7 +133,7 @@ class Server:
             except ServerStartError as error:
                 # A picked port was free a moment ago; whoever took it since will not take the next one too.
                 taken = 0 in ports_of(asked) and "already in use" in str(error)
-                attempts -= 1
+                attempts -= not (isinstance(error, ServerHung) and time.monotonic() < deadline)
                 if not attempts or not (taken or isinstance(error, ServerCrashed)):
                     raise
                 if not taken:  # the next attempt puts this one's log aside
@@ -278,7 +283,7 @@ class Server:
                 raise ServerStartError(self._fail("a model failed to load"))
             if abandoned := self._abandoned_stub():
                 words = f"tritonserver gave up {abandoned!r}, which got no processor time for a second, and hung"
-                raise ServerCrashed(self._fail(words))
+                raise ServerHung(self._fail(words))
             if self._services_answer() and (models := self._models()) and all(models.values()):
                 self.models = tuple(sorted(models))
                 self._stubs, self._unloaded = self.stub_pids(), set()
