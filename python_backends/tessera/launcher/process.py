@@ -115,7 +115,7 @@ class Server:
         """Starts the server and returns when every model is ready. The next start has the same ports, picked or not.
 
         A tritonserver that crashes, as it does once in a while for no fault of a model, is started again, up to
-        ``attempts`` starts; one that hangs for a stage that is well is no attempt, until ``ready_timeout_s`` has passed.
+        ``attempts`` starts; one that hangs for a stage that is well is none, until ``ready_timeout_s`` has passed.
         Raises ConfigError or InstallationError before anything runs, ServerStartError (after cleaning up) when the
         server fails to become ready within ``ready_timeout_s``, or :meth:`abort` was called.
         """
