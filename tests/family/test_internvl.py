@@ -71,6 +71,8 @@ def test_a_policy_is_held_to_the_servers_limit_where_a_request_states_it(family:
     assert family.policy({"max_tiles": 8}, usual, max_cost=8).max_tiles == 8
     with pytest.raises(InvalidRequest, match="max_tiles 9 is above this server's limit of 8 tiles"):
         family.policy({"max_tiles": 9}, usual, max_cost=8)
+    with pytest.raises(InvalidRequest, match=r"max_tiles 10{19} is above"):  # a message stays short
+        family.policy({"max_tiles": 10**410}, usual, max_cost=8)
     with pytest.raises(InvalidRequest, match="token_budget 255"):
         family.policy({"token_budget": 255}, usual)
 

@@ -104,7 +104,8 @@ class InternVL(ModelFamily):
         policy = TilePolicy.parse(value, default or self._checkpoint_policy)
         if value is not None and max_cost is not None and policy.max_tiles > max_cost:
             raise InvalidRequest(
-                f"tile policy: max_tiles {policy.max_tiles} is above this server's limit of {max_cost} tiles a request"
+                f"tile policy: max_tiles {policy.max_tiles!r:.20} is above this server's limit of {max_cost} tiles a "
+                "request"
             )
         # A token budget too small for any picture is refused here.
         policy.largest_grid(self.tokens_per_tile)
