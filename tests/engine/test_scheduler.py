@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine_fakes import (
     BookkeepingRunner,
     contents_of,
@@ -14,8 +16,9 @@ from engine_fakes import (
 )
 
 from tessera.engine.cache.block_manager import BlockManager
+from tessera.engine.scheduling import scheduler as scheduling
 from tessera.engine.scheduling.scheduler import Scheduler
-from tessera.engine.sequence import Sequence
+from tessera.engine.sequence import SampledToken, Sequence
 
 
 def spans_of(runner, step):
@@ -124,3 +127,56 @@ def test_only_sampling_positions_sample():
     engine.submit(make_request(list(range(25)), max_tokens=3, ignore_eos=True))
     run(engine)
     assert [samples for batch in runner.batches for *_, samples in batch] == [False, False, True, True, True]
+
+
+class Gathering:
+    """A scheduler that gathers bursts, and a clock; requests arrive at its times, in milliseconds."""
+
+    def __init__(self, monkeypatch):
+        self.now_ms = 0
+        monkeypatch.setattr(scheduling.time, "monotonic_ns", lambda: self.now_ms * 1_000_000)
+        self.scheduler = Scheduler(BlockManager(400, 4), 64, 32, gathers=True)
+
+    def add(self, name, at_ms, tokens=10):
+        self.now_ms = at_ms
+        request = replace(make_request([1] * tokens, name), arrival_ns=at_ms * 1_000_000)
+        self.scheduler.add(Sequence(request))
+
+    def started(self, at_ms):
+        """Who reads a prompt in the step planned then; whoever ran decodes."""
+        self.now_ms = at_ms
+        running = list(self.scheduler.running)
+        batch = self.scheduler.schedule()
+        self.scheduler.apply(batch, [SampledToken(7) for _ in batch.sampling])
+        return [span.sequence.request.request_id for span in batch.spans if span.sequence not in running]
+
+
+def test_a_burst_is_read_in_one_step_while_others_run(monkeypatch):
+    gathering = Gathering(monkeypatch)
+    gathering.add("first", 0)
+    assert gathering.started(0) == ["first"]  # nothing runs that would use the time
+    for number in range(4):
+        gathering.add(f"{number}", 10 + 5 * number)
+        assert gathering.started(10 + 5 * number) == []
+    assert gathering.started(36) == []
+    assert gathering.started(38) == ["0", "1", "2", "3"]
+
+
+def test_a_burst_waits_no_longer_than_for_a_full_step(monkeypatch):
+    gathering = Gathering(monkeypatch)
+    gathering.add("first", 0)
+    gathering.started(0)
+    for number in range(7):
+        gathering.add(f"{number}", 10)
+    assert gathering.started(10) == ["0", "1", "2", "3", "4", "5", "6"]
+
+
+def test_nobody_waits_long_for_those_behind(monkeypatch):
+    gathering = Gathering(monkeypatch)
+    gathering.add("first", 0)
+    gathering.started(0)
+    for at_ms in range(10, 110, 10):
+        gathering.add(f"{at_ms}", at_ms, tokens=2)
+        assert gathering.started(at_ms) == []
+    gathering.add("110", 111, tokens=2)
+    assert len(gathering.started(111)) == 11

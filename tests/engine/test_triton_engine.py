@@ -26,17 +26,16 @@ from tessera.engine.kernels import reference
 
 BLOCK = 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MODEL = tiny_model(device=DEVICE, hidden_size=64, head_dim=16, num_hidden_layers=1)
+MODEL = tiny_model(device=DEVICE, hidden_size=64, head_dim=16, num_hidden_layers=2)
 ROWS = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(4))
 
 
-def make_engine(graphs=(), overlaps=True, model=MODEL, **settings):
+def make_engine(graphs=(), prompt_graphs=(), overlaps=True, model=MODEL, **settings):
     defaults = dict(block_size=BLOCK, max_batched_tokens=256, max_sequences=4, attention="triton", graph_batch_size=0)
     config = EngineConfig(**(defaults | settings))
     runner = ModelRunner.of_model(model, config, 128)
     runner.overlaps = overlaps
-    if graphs:
-        runner.capture_graphs(list(graphs), 128 // BLOCK)
+    runner.capture_graphs(list(graphs), list(prompt_graphs), 128 // BLOCK)
     return TextEngine(runner, ByteTokenizer(), config, 128, ())
 
 
@@ -81,6 +80,8 @@ WAYS = {
     "graphs with dummies": dict(graphs=(4,)),
     "graphs for few": dict(graphs=(1, 2)),
     "one after the other": dict(graphs=(1, 2, 4), overlaps=False),
+    "prompt graphs": dict(graphs=(1, 2, 4), prompt_graphs=(64,)),
+    "prompt graphs alone": dict(prompt_graphs=(16, 48), overlaps=False, max_batched_tokens=40),
     "uncached pieces": dict(graphs=(1, 2, 4), max_batched_tokens=23, prefix_cache="off"),
 }
 
@@ -89,14 +90,14 @@ WAYS = {
 def test_same_tokens(way, expected):
     engine = make_engine(**WAYS[way])
     assert answers(engine, requests()) == expected
-    assert (engine.metrics.graph_steps > 0) == ("graphs" in WAYS[way])
+    assert (engine.metrics.graph_steps > 0) == bool({"graphs", "prompt_graphs"} & WAYS[way].keys())
 
 
 def test_same_tokens_after_preemption():
     block = 2 * BLOCK * 2 * 16 * 4
     made = requests(max_tokens=9)
     plain = answers(make_engine(attention="torch", overlaps=False, prefix_cache="off"), made)
-    engine = make_engine(graphs=(1, 2, 4), kv_cache_bytes=8 * block, prefix_cache="off")
+    engine = make_engine(graphs=(1, 2, 4), kv_cache_bytes=16 * block, prefix_cache="off")
     assert answers(engine, made) == plain
     assert engine.metrics.preemptions > 0
 
@@ -109,7 +110,7 @@ def test_same_tokens_of_a_cache_in_fp8(way, monkeypatch):
     plain = [answers(make_engine(**settings), [request])[0] for request in requests()]
     engine = make_engine(kv_cache_dtype="fp8", **WAYS[way])
     assert answers(engine, requests()) == plain
-    assert (engine.metrics.graph_steps > 0) == ("graphs" in WAYS[way])
+    assert (engine.metrics.graph_steps > 0) == bool({"graphs", "prompt_graphs"} & WAYS[way].keys())
 
 
 def test_a_step_with_anything_but_greedy_choice_is_no_graph(expected):

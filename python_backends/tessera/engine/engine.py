@@ -53,7 +53,7 @@ class Engine:
         eos_token_ids: Iterable[int],
     ) -> None:
         blocks = BlockManager(runner.num_blocks, config.block_size)
-        self.scheduler = Scheduler(blocks, config.max_batched_tokens, config.max_sequences)
+        self.scheduler = Scheduler(blocks, config.max_batched_tokens, config.max_sequences, gathers=runner.overlaps)
         self.metrics = EngineMetrics(kv_blocks_total=runner.num_blocks)
         self.max_model_len = max_model_len
         self.weights, self.weight_bytes = runner.weights, runner.weight_bytes

@@ -64,6 +64,18 @@ class AttentionStep:
     plan: Any
 
 
+class StaticPieces(ABC):
+    """A step's spans in memory that stays where it is: a CUDA graph may hold their plan."""
+
+    @abstractmethod
+    def plan(self, most_tokens: int) -> Any:
+        """The backend's plan for all spans, of so many tokens at most; rows of no span are not attended."""
+
+    @abstractmethod
+    def load(self, table: SpanTable) -> None:
+        """Puts a step's spans there, in place of those before."""
+
+
 class AttentionBackend(ABC):
     """Attention of one model on one cache."""
 
@@ -82,7 +94,14 @@ class AttentionBackend(ABC):
         A CUDA graph may hold it: whatever stands in them at a replay counts. A sequence of context 0 is a dummy, and
         its slot is -1. Raises ConfigError in backends that need to know the numbers beforehand.
         """
-        raise ConfigError(
+        raise self._no_graphs()
+
+    def static_pieces(self, most_sequences: int, most_tokens: int, most_blocks: int) -> StaticPieces:
+        """Room for the spans of a step. Raises ConfigError as :meth:`captured_plan`."""
+        raise self._no_graphs()
+
+    def _no_graphs(self) -> ConfigError:
+        return ConfigError(
             f"engine: attention {type(self).__name__} cannot run in CUDA graphs; set graph_batch_size to 0"
         )
 

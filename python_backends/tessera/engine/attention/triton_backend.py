@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tessera.engine.attention.backend import AttentionBackend, AttentionStep, HeadShape, SpanTable, attend_piece
+from tessera.engine.attention.backend import (
+    AttentionBackend,
+    AttentionStep,
+    HeadShape,
+    SpanTable,
+    StaticPieces,
+    attend_piece,
+)
 from tessera.engine.cache.kv_storage import KvStorage
 from tessera.engine.kernels.paged_decode import choose_splits, decode_attention
 from tessera.engine.kernels.rotate_and_store import rotate_and_store
@@ -49,6 +56,38 @@ class _Plan:
     whole: list[slice]
 
 
+class _StaticPieces(StaticPieces):
+    """All spans as pieces, single queries too. One piece more is always empty: that of the tiles that are too many."""
+
+    def __init__(
+        self, tile_queries: int, most_sequences: int, most_tokens: int, most_blocks: int, device: torch.device
+    ) -> None:
+        self._tile_queries, self._empty = tile_queries, most_sequences
+        self._lines = torch.zeros((3 + most_blocks, most_sequences + 1), dtype=torch.int64, device=device)
+        self._tiles = torch.zeros((self._tile_count(most_tokens), 2), dtype=torch.int32, device=device)
+
+    def plan(self, most_tokens: int) -> _Plan:
+        rows, counts, contexts = self._lines[:3]
+        tiles = self._tiles[: self._tile_count(most_tokens)]
+        return _Plan(None, _Pieces(rows, counts, contexts, self._lines[3:], tiles), [])
+
+    def load(self, table: SpanTable) -> None:
+        sequences, most = table.blocks.shape
+        lines = np.zeros((3 + most, self._empty + 1), np.int64)
+        lines[:3, :sequences] = table.row, table.count, table.context
+        lines[3:, :sequences] = table.blocks.T
+        self._lines[: len(lines)].copy_(to_device(lines, self._lines.device))
+        tiles = np.zeros(self._tiles.shape, np.int32)
+        tiles[:, 0] = self._empty
+        needed = prefill_tiles(table.count, table.context, self._tile_queries)
+        tiles[: len(needed)] = needed
+        self._tiles.copy_(to_device(tiles, self._tiles.device))
+
+    def _tile_count(self, tokens: int) -> int:
+        """No step of so many tokens has more."""
+        return tokens // self._tile_queries + self._empty
+
+
 class TritonBackend(AttentionBackend):
     """The default on a GPU.
 
@@ -80,6 +119,9 @@ class TritonBackend(AttentionBackend):
     def captured_plan(self, context: torch.Tensor, blocks: torch.Tensor) -> _Plan:
         most = min(blocks.shape[0] * self.storage.block_size, _USUAL_CONTEXT)
         return _Plan(_Singles(context, blocks, self._splits(len(context), most)), None, [])
+
+    def static_pieces(self, most_sequences: int, most_tokens: int, most_blocks: int) -> StaticPieces:
+        return _StaticPieces(self._tile_queries, most_sequences, most_tokens, most_blocks, self._device)
 
     def attend(self, layer: int, qkv: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Rotates the queries in ``qkv`` itself."""

@@ -7,8 +7,6 @@ columns below are the sequences, and the block numbers, of which there are few o
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -16,11 +14,11 @@ import torch
 
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in
+from tessera.engine.execution.recording import record
 from tessera.engine.execution.sampler import greedy
 from tessera.engine.models.qwen2 import Qwen2
 from tessera.engine.transfer import to_device
 
-_LOG = logging.getLogger(__name__)
 _IDS, _SOURCE, _ROPE_LENGTHS, _SLOTS, _CONTEXT, _POSITIONS = range(6)
 
 
@@ -46,27 +44,8 @@ class DecodeGraphs:
         self._replays: dict[int, Callable[[], None]] = {}
 
     def capture(self) -> None:
-        """Records the graphs, largest first, so that the smaller ones live in its memory."""
-        started, before = time.perf_counter(), self._reserved()
-        pool = None
-        for size in reversed(self._sizes):
-            self._inputs.zero_()
-            self._view(size)[_SLOTS].fill_(-1)
-            self._view(size)[_SOURCE].fill_(-1)
-            if self._device.type == "cpu":
-                self._replays[size] = lambda size=size: self._run(size)  # type: ignore[misc]
-                continue
-            self._run(size)  # compiles kernels and makes workspaces, which must not happen while recording
-            torch.cuda.synchronize(self._device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._run(size)
-            pool = graph.pool()
-            self._replays[size] = graph.replay
-        spent, kept = time.perf_counter() - started, (self._reserved() - before) / 2**20
-        _LOG.info(
-            "decode graphs: %d batch sizes up to %d in %.1f s, %.0f MiB", len(self._sizes), self._sizes[-1], spent, kept
-        )
+        """Records the graphs."""
+        self._replays = record("decode graphs", self._sizes, self._fill_with_dummies, self._run, self._device)
 
     def fits(self, packed: PackedBatch) -> bool:
         """Whether a batch of single, sampling queries has a graph; whether greedy will do is for the caller."""
@@ -91,6 +70,10 @@ class DecodeGraphs:
         self._replays[size]()
         return self._last_sampled[:count]
 
+    def _fill_with_dummies(self, size: int) -> None:
+        self._inputs.zero_()
+        self._view(size)[[_SLOTS, _SOURCE]] = -1
+
     def _run(self, size: int) -> None:
         lines = self._view(size)
         ids = fill_in(lines[_IDS], lines[_SOURCE], self._last_sampled)
@@ -103,9 +86,6 @@ class DecodeGraphs:
     def _view(self, size: int) -> torch.Tensor:
         """The buffer's front for a batch size: int64 [header + most_blocks, size]."""
         return self._inputs[: (self._header + self._most_blocks) * size].view(-1, size)
-
-    def _reserved(self) -> int:
-        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
 
 
 def graph_sizes(largest: int) -> list[int]:

@@ -16,6 +16,7 @@ from tessera.engine.config import EngineConfig
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in, image_rows, pack
 from tessera.engine.execution.decode_graphs import DecodeGraphs, graph_sizes
 from tessera.engine.execution.memory_budget import MemoryBudget
+from tessera.engine.execution.prompt_graphs import MOST_SEQUENCES, PromptGraphs, prompt_sizes
 from tessera.engine.execution.sampler import SampledRows, SamplingRow, sample
 from tessera.engine.models.qwen2 import Qwen2
 from tessera.engine.models.registry import model_class
@@ -50,6 +51,7 @@ class ModelRunner:
         self._attention = attention
         self._dtype = weight.dtype
         self._graphs: DecodeGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
         # The tokens of the step before, and whose they are (by id(), which keeps nobody's rows alive): the next step
         # is launched before the host knows them.
         self._last_sampled = torch.zeros(max_sequences, dtype=torch.int64, device=weight.device)
@@ -87,14 +89,24 @@ class ModelRunner:
                 tune(model, whole._attention, weight.device)
         largest = min(config.graph_batch_size, config.max_sequences)
         if largest and whole.overlaps:
-            whole.capture_graphs(graph_sizes(largest), min(num_blocks, -(-max_model_len // config.block_size)))
+            most_blocks = min(num_blocks, -(-max_model_len // config.block_size))
+            whole.capture_graphs(graph_sizes(largest), prompt_sizes(config.max_batched_tokens), most_blocks)
         return whole
 
-    def capture_graphs(self, sizes: list[int], most_blocks: int) -> None:
-        """Records decode steps of the batch ``sizes`` whose sequences hold at most ``most_blocks``."""
+    def capture_graphs(self, batch_sizes: list[int], token_counts: list[int], most_blocks: int) -> None:
+        """Records decode steps of these batch sizes and other steps of these numbers of tokens, where there are any.
+
+        Their sequences hold at most ``most_blocks``.
+        """
         with torch.inference_mode():
-            self._graphs = DecodeGraphs(self._model, self._attention, sizes, most_blocks, self._last_sampled)
-            self._graphs.capture()
+            if batch_sizes:
+                self._graphs = DecodeGraphs(self._model, self._attention, batch_sizes, most_blocks, self._last_sampled)
+                self._graphs.capture()
+            if token_counts and len(self._model.layers) > 1:
+                most_sequences = min(len(self._last_sampled), MOST_SEQUENCES)
+                limits = most_sequences, most_blocks
+                self._prompt_graphs = PromptGraphs(self._model, self._attention, token_counts, *limits)
+                self._prompt_graphs.capture()
 
     def cache_salt(self, prompt_length: int) -> int:
         """What keeps apart the keys and values of prompts that begin with the same tokens; usually 0."""
@@ -128,20 +140,27 @@ class ModelRunner:
         ids = to_device(packed.ids, device)
         if (packed.source >= 0).any():
             ids = fill_in(ids, to_device(packed.source, device), self._last_sampled)
-        pictures = image_rows(batch, packed.table.row, device, self._dtype)
-        hidden = self._model(ids, *pictures, self._attention, *self._attention_steps(packed))
-        return self._model.logits(hidden)
+        x = self._model.embedding(ids, *image_rows(batch, packed.table.row, device, self._dtype))
+        last_step = self._last_step(packed)
+        if self._prompt_graphs is not None and self._prompt_graphs.fits(packed):
+            self.graph_steps += 1
+            lower = self._prompt_graphs.run(packed, x)
+        else:
+            step = last_step
+            if step.rows is not None:
+                step = replace(step, rows=None, plan=self._attention.plan(packed.table))
+            lower = self._model.lower_layers(x, self._attention, step)
+        return self._model.logits(self._model.last_layer(lower, self._attention, last_step))
 
-    def _attention_steps(self, packed: PackedBatch) -> tuple[AttentionStep, AttentionStep]:
-        """For all layers but the last, and for the last."""
+    def _last_step(self, packed: PackedBatch) -> AttentionStep:
+        """For the last layer, which drops the rows that nobody samples from."""
         device = self._last_sampled.device
         positions, lengths = to_device(packed.positions, device), to_device(packed.rope_lengths, device)
         cos, sin = self._model.rotary.angles(positions, lengths)
-        step = AttentionStep(cos, sin, to_device(packed.slots, device), None, self._attention.plan(packed.table))
-        if len(packed.sample_rows) == len(packed.ids):
-            return step, step
-        plan = self._attention.plan(packed.table.last_rows(packed.sampling))
-        return step, replace(step, rows=to_device(packed.sample_rows, device), plan=plan)
+        rows, table = None, packed.table
+        if len(packed.sample_rows) != len(packed.ids):
+            rows, table = to_device(packed.sample_rows, device), table.last_rows(packed.sampling)
+        return AttentionStep(cos, sin, to_device(packed.slots, device), rows, self._attention.plan(table))
 
 
 def load_model(checkpoint: CheckpointConfig, config: EngineConfig) -> Qwen2:

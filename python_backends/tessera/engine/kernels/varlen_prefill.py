@@ -78,7 +78,8 @@ def prefill_attention(
     [p]: piece i's queries are the packed rows [rows[i], rows[i] + counts[i]) and stand at the last counts[i] of
     positions [0, contexts[i]); each sees its own position and those before it. ``blocks`` integer [most, p]: block j
     of piece i is blocks[j, i]. ``tiles`` integer [t, 2], contiguous, is :func:`prefill_tiles` with ``queries(group)``
-    of the same plan, or of :func:`default_plan`; ``scale`` is positive. Rows of no piece are left as they are.
+    of the same plan, or of :func:`default_plan`; tiles behind a piece's end do nothing. ``scale`` is positive. Rows of
+    no piece are left as they are.
     A cache in e4m3 is multiplied by ``key_scales`` and ``value_scales`` float32 [num_blocks, block_size, kv_heads].
     ValueError for what :func:`check_cache` refuses. The method is FlashAttention-2 (Dao, 2023).
     """
@@ -158,6 +159,8 @@ def _prefill_kernel(
     piece = tl.load(tiles + 2 * tile).to(tl.int64)
     first_query = tl.load(tiles + 2 * tile + 1).to(tl.int32)
     count = tl.load(counts + piece).to(tl.int32)
+    if first_query >= count:  # a recorded step has room for more tiles than there are
+        return
     queries = tl.minimum(QUERIES, count - first_query)
     # The tile's first query stands at position ``begin``; its last is the last to see anything, up to ``end``.
     begin = tl.load(contexts + piece).to(tl.int32) - count + first_query

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 _HEAD_MULTIPLE = 16
 
+#: x and residual [n, hidden] between two layers; x may still lack an FP8 product's scales; no residual yet: None
+Stream = tuple["torch.Tensor | Fp8Sums", "torch.Tensor | None"]
+
 
 @dataclass(frozen=True)
 class LayerNames:
@@ -150,11 +153,19 @@ class Qwen2(nn.Module):
 
         The last layer runs past its keys and values only for those rows.
         """
-        x, residual = self.embedding(ids, image_index, image_rows), None
+        x = self.embedding(ids, image_index, image_rows)
+        return self.last_layer(self.lower_layers(x, attention, step), attention, last_step)
+
+    def lower_layers(self, x: torch.Tensor, attention: AttentionBackend, step: AttentionStep) -> Stream:
+        """Embedded tokens [n, hidden] -> x and residual [n, hidden] behind all layers but the last."""
+        stream: Stream = x, None
         for layer in self.layers[:-1]:
-            x, residual = layer(x, residual, attention, step)
-        x, residual = self.layers[-1](x, residual, attention, last_step)
-        return self.norm(x, residual)[0]
+            stream = layer(*stream, attention, step)
+        return stream
+
+    def last_layer(self, stream: Stream, attention: AttentionBackend, last_step: AttentionStep) -> torch.Tensor:
+        """What :meth:`lower_layers` gives -> normalised hidden rows [m, hidden]."""
+        return self.norm(*self.layers[-1](*stream, attention, last_step))[0]
 
     def weights_in_words(self) -> str:
         """What the layers' weights are, for people."""

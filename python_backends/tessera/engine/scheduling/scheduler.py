@@ -8,6 +8,7 @@ queue, to be computed again: the first one always gets on, so every sequence get
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence as SequenceType
 
@@ -15,20 +16,31 @@ from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
 from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
 
+# As long as no request is this far behind the one before, they are taken to be of one burst ...
+_QUIET_NS = 12_000_000
+# ... but none waits for the others longer than that.
+_LONGEST_WAIT_NS = 100_000_000
+
 
 class Scheduler:
     """Plans steps of at most ``max_batched_tokens`` tokens over at most ``max_sequences`` running sequences.
 
+    ``gathers``: prompts that come in quick succession while others run wait for the rest of them, so that they share a
+    step: a GPU reads all weights for each step, however few its tokens.
+
     Each planned batch must run, in order, and be given to :meth:`apply`; the next may be planned before that.
     """
 
-    def __init__(self, blocks: BlockManager, max_batched_tokens: int, max_sequences: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, max_batched_tokens: int, max_sequences: int, gathers: bool = False
+    ) -> None:
         self.blocks = blocks
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._max_batched_tokens = max_batched_tokens
         self._max_sequences = max_sequences
+        self._gathers = gathers
 
     @property
     def has_work(self) -> bool:
@@ -41,7 +53,8 @@ class Scheduler:
         """Plans the next step; it is empty when nothing can run before a batch in flight is applied."""
         spans: list[ScheduledSpan] = []
         budget = self._plan_running(spans, self._max_batched_tokens)
-        self._plan_waiting(spans, budget)
+        if not self._more_follow():
+            self._plan_waiting(spans, budget)
         spans.sort(key=lambda span: span.count > 1)
         return ScheduledBatch(spans)
 
@@ -120,6 +133,20 @@ class Scheduler:
             count = min(sequence.pending, budget)
             spans.append(self._plan(sequence, count))
             budget -= count
+
+    def _more_follow(self) -> bool:
+        """Whether prompts that wait should go on waiting for others."""
+        if not (self._gathers and self.running and self.waiting):
+            return False
+        now, tokens = time.monotonic_ns(), 0
+        newest, oldest = self.waiting[-1].request.arrival_ns, self.waiting[0].request.arrival_ns
+        if now - newest > _QUIET_NS or now - oldest > _LONGEST_WAIT_NS:
+            return False
+        for sequence in self.waiting:
+            tokens += sequence.pending
+            if tokens >= self._max_batched_tokens:
+                return False
+        return True
 
     def _plan(self, sequence: Sequence, count: int) -> ScheduledSpan:
         start = sequence.computed

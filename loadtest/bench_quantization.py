@@ -1,0 +1,94 @@
+"""What quantized weights cost in recall: the whole held-out set through the ensemble (`make bench NAME=quantization`).
+
+The default checkpoint as it is, then each quantized variant, all by one machine and load: `fp8` (the language model,
+quantized on load), `fp8_vision` (the vision tower), and checkpoints that `tessera quantize` wrote (`--made`). Each is
+asked all 4,524 questions twice: at its own tile policy, where nearly everything is right, and at one tile a picture,
+where there is something to lose. A variant's drop is the larger of the two, in points of balanced accuracy over the
+hazard classes; below 0 it lost nothing.
+
+    python loadtest/bench_quantization.py --gpus 0 --instances preprocess=10 --concurrency 64 \\
+        --made awq=OUT_AWQ gptq=OUT_GPTQ
+
+A folder's own report, if it compares, gives its divergence from the original beside RTN's (`quant.kl_over_rtn`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import figures
+from bench_recall import bar, measure
+from serving import DEFAULT_CHECKPOINT, Setup, pairs, serve
+
+from tessera_client import Client
+from tessera_command import health
+from tessera_evaluation.datasets import Item, heldout_items
+
+POLICIES: dict[str, dict[str, Any]] = {"reference": {}, "reference,max_tiles=1": {"max_tiles": 1}}
+ON_LOAD = {"bf16": "checkpoint", "fp8": "fp8-language", "fp8_vision": "fp8-vision"}
+
+
+def recalls(setup: Setup, items: list[Item], concurrency: int) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """recall.figures() of each policy, and what the server says that it served."""
+    found = {}
+    with serve(setup) as server, Client(server.grpc) as client:
+        client.ask(items[0].picture, "Is there a door?", max_tokens=1)
+        for policy, options in POLICIES.items():
+            found[policy] = measure(client, items, concurrency, **options)
+            if errors := found[policy]["errors"]:
+                raise SystemExit(f"{errors} questions ended in an error")
+        page = health.ask(server.health)
+    return found, {} if page is None else dict(page.weights)
+
+
+def divergence_over_rtn(folder: Path) -> float | None:
+    """The logits' KL divergence from the original, by that of RTN; None where the report does not compare."""
+    report = json.loads((folder / "quantization" / "report.json").read_text())
+    kl = {row["name"]: row["kl"] for row in report["rows"]}
+    method = report["recipe"]["method"]
+    return kl[method] / kl["rtn"] if {method, "rtn"} <= kl.keys() else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--made", nargs="*", default=[], metavar="METHOD=FOLDER")
+    parser.add_argument("--limit", type=int, help="only the first N questions, even over the classes")
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--instances", nargs="*", default=[], metavar="STAGE=N")
+    parser.add_argument("--gpus", default="", help="a number; without one the CPU computes")
+    parser.add_argument("--pictures", type=Path, help="a folder that keeps the rendered pictures for the next run")
+    arguments = parser.parse_args()
+    instances = {stage: int(count) for stage, count in pairs(arguments.instances, "STAGE=N").items()}
+    made = {method: Path(folder) for method, folder in pairs(arguments.made, "METHOD=FOLDER").items()}
+    variants = {name: (DEFAULT_CHECKPOINT, {"quantization": how}) for name, how in ON_LOAD.items()}
+    variants |= {method: (folder, {}) for method, folder in made.items()}
+    command = 'make bench NAME=quantization ARGS="--made ' + " ".join(f"{method}=OUT" for method in made) + '"'
+    original: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="tessera-recall-") as kept:
+        with bar("rendering") as advance:
+            folder = arguments.pictures or Path(kept)
+            items = heldout_items(arguments.limit, folder, root=figures.ROOT, progress=advance)
+        for name, (checkpoint, settings) in variants.items():
+            gpus = (arguments.gpus,) if arguments.gpus else ()
+            setup = Setup(checkpoint=checkpoint, gpus=gpus, settings=settings, instances=instances)
+            found, served = recalls(setup, items, arguments.concurrency)
+            original = original or found
+            macros = {policy: 100 * found[policy]["recall.macro"] for policy in POLICIES}
+            drops = {policy: 100 * original[policy]["recall.macro"] - macro for policy, macro in macros.items()}
+            print(f"{name} ({served}): {macros}, drops {drops}", file=sys.stderr, flush=True)
+            if found is not original:
+                notes = {"questions": len(items), "served": served, "macro": macros, "drops": drops}
+                figures.emit(f"quant.recall_drop.{name}", round(max(drops.values()), 2), "points", command, **notes)
+    for method, folder in made.items():
+        if (ratio := divergence_over_rtn(folder)) is not None:
+            figures.emit(f"quant.kl_over_rtn.{method}", round(ratio, 3), "ratio", command)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
