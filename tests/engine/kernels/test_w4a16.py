@@ -181,8 +181,9 @@ def test_refuses_operands(generator):
     ):
         with pytest.raises(ValueError, match=message):
             w4a16_linear(x.to(device), weights)
-    with pytest.raises(ValueError, match="1 tiles of 1 blocks"):
-        w4a16_linear(torch.ones(2, 256, device=device).half(), weights, plan=W4Plan(64, 2))
+    for plan in (W4Plan(64, 2), W4Plan(32, 1)):
+        with pytest.raises(ValueError, match="1 tiles of 1 blocks"):
+            w4a16_linear(torch.ones(2, 256, device=device).half(), weights, plan=plan)
 
 
 @pytest.mark.parametrize(("rows", "plan"), [(8, W4Plan(64, 2)), (64, W4Plan(128, 2, warps=8))])

@@ -44,7 +44,7 @@ _ZERO_MASK = gl.constexpr((1 << ZERO_BITS) - 1)
 
 @dataclass(frozen=True)
 class W4Plan:
-    """A tile is ``block_n`` rows of the weights, 64 to 256, with ``stages`` blocks of k in the shared memory.
+    """A tile is ``block_n`` rows of the weights, 64, 128 or 256, with ``stages`` blocks of k in the shared memory.
 
     ``programs`` share all blocks of all tiles evenly: as many as tiles, and each does a whole one; another number, and
     some tiles are begun by one program and ended by others. ``warps`` is 4 for each 64 or 128 rows.
@@ -110,7 +110,7 @@ def _launch(
     blocks, _, chunk = weights.codes.shape
     plan = plan or plan_w4a16(m, n, blocks, multiprocessors(x.device))
     block_m, tiles = padded_rows(m), triton.cdiv(n, plan.block_n)
-    if not 1 <= plan.programs <= tiles * blocks:
+    if plan.block_n not in (64, 128, 256) or not 1 <= plan.programs <= tiles * blocks:
         raise ValueError(f"w4a16: {plan} for {tiles} tiles of {blocks} blocks")
     out = torch.empty((m, n // 2 if gate else n), dtype=x.dtype, device=x.device)
     partials = None
