@@ -32,7 +32,7 @@ from figures import emit
 from tessera.engine.kernels import reference
 from tessera.engine.kernels.silu_multiply import silu_and_multiply
 from tessera.engine.kernels.w4_layout import PackedW4
-from tessera.engine.kernels.w4a16 import W4Plan, plan_w4a16, w4a16_gate_up, w4a16_linear
+from tessera.engine.kernels.w4a16 import W4Plan, padded_rows, plan_w4a16, w4a16_gate_up, w4a16_linear
 from tessera.engine.quantization.awq import Awq
 from tessera.engine.quantization.fp8 import Fp8OnLoad
 from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape
@@ -46,10 +46,9 @@ CHOSEN_ROWS = (1, 16, 32, 64, 96, 256, 8192)
 CUDA = torch.device("cuda")
 COMMAND = "make bench NAME=linear"
 ROTATED = 256 << 20  # bytes of weights that take turns
-TILES = [  # block_n, warps, stages, registers
-    *((32, 2, 3, None), (32, 2, 4, None), (32, 2, 6, None), (64, 2, 3, None), (64, 2, 4, None), (64, 4, 4, None)),
-    *((64, 4, 3, 168), (64, 4, 6, None), (128, 4, 2, None), (128, 4, 3, None), (128, 4, 4, None), (128, 4, 4, 168)),
-    *((128, 8, 3, None), (128, 8, 4, None), (128, 8, 3, 128), (128, 8, 5, None)),
+TILES = [  # block_n, warps, stages
+    *((64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 4, 5), (64, 4, 6), (128, 4, 2), (128, 4, 3), (128, 4, 4)),
+    *((128, 8, 3), (128, 8, 4), (256, 8, 3)),
 ]
 PROGRAMS = (1, 1.5, 2, 3, 4)  # a multiprocessor
 SPLITS = (1, 2, 3, 4, 5, 7, 9)  # programs a tile
@@ -91,23 +90,23 @@ class Case:
     def plans(self, sms: int) -> list[W4Plan]:
         """Those worth a try: they fit into the shared memory and neither starve nor flood the GPU."""
         found = [plan_w4a16(self.m, self.n, len(self.weights[0].codes), sms)]
-        rows = max(16, 1 << (self.m - 1).bit_length())
+        rows = padded_rows(self.m)
         chunk = self.weights[0].codes.shape[2]
-        for block_n, warps, stages, registers in TILES:
-            memory = stages * (2 * chunk * block_n + 8 * chunk * rows + 8 * block_n)
+        for block_n, warps, stages in TILES:
+            memory = stages * (2 * chunk * block_n + 8 * chunk * rows) + 2 * block_n * rows + 1024
             tiles = -(-self.n // block_n)
             for programs in [int(each * sms) for each in PROGRAMS] + [tiles * splits for splits in SPLITS]:
                 each = -(-programs // sms)
-                fits = each * memory <= SHARED_MEMORY and each * warps * 32 * (registers or 96) <= 65536
+                fits = each * memory <= SHARED_MEMORY and each * warps * 32 * 96 <= 65536
                 if 0.7 * sms <= programs <= tiles * len(self.weights[0].codes) and fits:
-                    found.append(W4Plan(block_n, programs, warps, stages, registers))
+                    found.append(W4Plan(block_n, programs, warps, stages))
         return list(dict.fromkeys(found))
 
     def kernel_key(self, plan: W4Plan | None) -> tuple[object, ...]:
         """Equal where the compiled kernels are."""
         whole = plan and plan.programs == -(-self.n // plan.block_n)
         chunk = self.weights[0].codes.shape[2]
-        return max(16, self.m), chunk, self.name == GATED, whole, plan and replace(plan, programs=0)
+        return padded_rows(self.m), chunk, self.name == GATED, whole, plan and replace(plan, programs=0)
 
     def microseconds(self, plan: W4Plan | None, stream: torch.cuda.Stream) -> float:
         return 1e6 * seconds([partial(self.kernel, self.x, weights, plan=plan) for weights in self.weights], stream)
@@ -203,7 +202,7 @@ def print_table(found: list[dict[str, Any]], record: bool) -> None:
         if wrong:
             print(f"{len(wrong)} of {len(ours)} WRONG, for instance {wrong[0]}")
         for row in ours[:4]:
-            plan = "{block_n}, {programs}, {warps}, {stages}, {registers}".format(**row) if "programs" in row else ""
+            plan = "{block_n}, {programs}, {warps}, {stages}".format(**row) if "programs" in row else ""
             line = f"{name:8} {m:5} {library['us']:11.2f} {row['us']:10.2f} {library['us'] / row['us']:7.2f}"
             print(f"{line} {row['gb_s']:7.0f}  {row['error']:.1e}  {plan}")
         if ours and name != GATED:

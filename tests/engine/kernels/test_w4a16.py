@@ -10,7 +10,14 @@ from tessera.engine.kernels.w4_layout import chunk_of, pack, unpack
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from tessera.engine.kernels.w4a16 import W4Plan, plan_w4a16, w4a16_gate_up, w4a16_linear, widen_w4
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from tessera.engine.kernels.silu_multiply import gated
+from tessera.engine.kernels.w4a16 import W4Plan, _swizzled, _w4a16, plan_w4a16, w4a16_gate_up, w4a16_linear
+from tessera.engine.kernels.widen_w4 import widen_w4
 
 LAYOUTS = [
     (256, 128),
@@ -96,8 +103,9 @@ def rows(half, generator, m, k):
 
 
 @pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Gluon has no interpreter: without a GPU it is only compiled")
 class TestProducts:
-    @pytest.mark.parametrize("m", [1, 5, 16, 17, 33, 64])
+    @pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 33, 64])
     @pytest.mark.parametrize("has_bias", [True, False])
     def test_linear(self, half, generator, m, has_bias):
         weights = pack(*canonical(generator, 96, 512, 128))
@@ -112,7 +120,7 @@ class TestProducts:
         close(w4a16_linear(x, weights), reference.w4a16_linear(x, weights))
 
     @pytest.mark.parametrize("programs", [1, 2, 3, 4, 5, 7, 10, 15])
-    @pytest.mark.parametrize(("block_n", "n"), [(64, 130), (64, 192), (32, 70)])
+    @pytest.mark.parametrize(("block_n", "n"), [(64, 130), (64, 192), (128, 300)])
     def test_shared_tiles_and_odd_columns(self, half, generator, programs, block_n, n):
         # Three tiles of five blocks of k: programs of several tiles, and tiles of several programs.
         weights = pack(*canonical(generator, n, 320, 16))
@@ -125,7 +133,7 @@ class TestProducts:
     @pytest.mark.parametrize("programs", [1, 4])
     def test_the_same_bits_again(self, half, generator, programs):
         weights = pack(*canonical(generator, 64, 1024, 128))
-        x = rows(half, generator, 7, 1024)
+        x = rows(half, generator, 13, 1024)
         first, *others = [w4a16_linear(x, weights, plan=W4Plan(64, programs)) for _ in range(4)]
         assert all(torch.equal(first, other) for other in others)
 
@@ -138,36 +146,73 @@ class TestProducts:
         assert torch.equal(w4a16_linear(x[:1], weights, plan=plan)[0], whole[0])
 
     @pytest.mark.parametrize("m", [1, 16, 20, 64])
-    @pytest.mark.parametrize("size", [16, 50])
+    @pytest.mark.parametrize("size", [16, 50, 101])
     @pytest.mark.parametrize("programs", [1, 3])
     def test_gate_up(self, half, generator, m, size, programs):
         weights = pack(*canonical(generator, 2 * size, 512, 32))
         x, bias = rows(half, generator, m, 512), rows(half, generator, 1, 2 * size)[0]
-        plan = W4Plan(32, programs, stages=2)
+        plan = W4Plan(64, programs, stages=2)
         close(w4a16_gate_up(x, weights, bias, plan), reference.w4a16_gate_up(x, weights, bias))
 
-    @pytest.mark.parametrize(("k", "group"), LAYOUTS)
-    def test_widened(self, half, generator, k, group):
-        weights = pack(*canonical(generator, 70, k, group))
-        assert torch.equal(widen_w4(weights, half), reference.widen_w4(weights, half))
+    def test_eight_warps(self, half, generator):
+        weights = pack(*canonical(generator, 300, 1024, 128))
+        x = rows(half, generator, 40, 1024)
+        for programs in (3, 5):
+            plan = W4Plan(128, programs, warps=8)
+            close(w4a16_linear(x, weights, None, plan), reference.w4a16_linear(x, weights))
 
-    def test_refuses_operands(self, generator):
-        weights = pack(*canonical(generator, 8, 256, 128))
-        device = generator.device
-        for x, message in (
-            (torch.ones(65, 256).half(), r"\[65, 256\]"),
-            (torch.ones(0, 256).half(), r"\[0, 256\]"),
-            (torch.ones(2, 128).half(), r"\[2, 128\]"),
-            (torch.ones(2, 256), "bfloat16 or float16"),
-            (torch.ones(256, 2).half().T, "contiguous"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                w4a16_linear(x.to(device), weights)
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(("k", "group"), LAYOUTS)
+def test_widened(half, generator, k, group):
+    weights = pack(*canonical(generator, 70, k, group))
+    assert torch.equal(widen_w4(weights, half), reference.widen_w4(weights, half))
+
+
+def test_refuses_operands(generator):
+    weights = pack(*canonical(generator, 8, 256, 128))
+    device = generator.device
+    for x, message in (
+        (torch.ones(65, 256).half(), r"\[65, 256\]"),
+        (torch.ones(0, 256).half(), r"\[0, 256\]"),
+        (torch.ones(2, 128).half(), r"\[2, 128\]"),
+        (torch.ones(2, 256), "bfloat16 or float16"),
+        (torch.ones(256, 2).half().T, "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            w4a16_linear(x.to(device), weights)
+    for plan in (W4Plan(64, 2), W4Plan(32, 1)):
         with pytest.raises(ValueError, match="1 tiles of 1 blocks"):
-            w4a16_linear(torch.ones(2, 256, device=device).half(), weights, plan=W4Plan(64, 2))
+            w4a16_linear(torch.ones(2, 256, device=device).half(), weights, plan=plan)
 
 
-@pytest.mark.parametrize("m", [1, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize(("rows", "plan"), [(8, W4Plan(64, 2)), (64, W4Plan(128, 2, warps=8))])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_compiles_for_hopper(rows, plan, is_gated, monkeypatch):
+    """On any machine."""
+    if not isinstance(gated, triton.JITFunction):  # but interpreted, which a compiled kernel cannot call
+        monkeypatch.setattr("tessera.engine.kernels.w4a16.gated", gluon.jit(gated.fn))
+    signature = {
+        "x": f"tensordesc<bf16[4, {rows}, 64],{_swizzled(64, 3)!r}>",
+        "codes": f"tensordesc<i16[{plan.block_n // (1 + is_gated)}, 64],{_swizzled(64, 2)!r}>",
+        **dict.fromkeys(("words", "arrivals"), "*i32"),
+        **dict.fromkeys(("bias", "out"), "*bf16"),
+        "partials": "*fp32",
+        **dict.fromkeys(("m", "n", "k", "tiles"), "i32"),
+    }
+    constants = {"GROUP_BLOCKS": 1, "GROUPS": 2, "GATED": is_gated, "BLOCK_N": plan.block_n, "STAGES": plan.stages}
+    names = _w4a16.arg_names
+    source = GluonASTSource(
+        _w4a16,
+        {name: signature.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": plan.warps})
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert compiled.metadata.shared < 227 * 1024
+
+
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32, 33, 64])
 @pytest.mark.parametrize(("n", "blocks"), [(4608, 14), (3584, 14), (37888, 14), (3584, 74), (8, 1), (100, 3)])
 @pytest.mark.parametrize("sms", [1, 60, 132])
 def test_plans_are_possible(m, n, blocks, sms):

@@ -23,7 +23,7 @@ ZERO = 8
 """Of symmetric groups."""
 W4A16, DEQUANTIZED = "w4a16", "dequantized"
 _W4A16_ROWS = 64  # the kernel's limit (tessera.engine.kernels.w4a16, which imports triton)
-_UNITS_FROM = (9, 0)  # the compute capability that the kernel is written for
+_HOPPER = (9, 0)  # the compute capability that has the kernel's instructions, and the only one
 _ROWS = (16, 32, _W4A16_ROWS, 96, 128, 256, 512, 1024)  # where the fastest way is measured
 _MOST_LAYERS = 8  # enough weights of one shape that the GPU's cache holds few of them
 
@@ -108,7 +108,7 @@ class Int4(LinearScheme):
 
     def _packs(self, layer: Linear) -> bool:
         """Whether the device has the kernel, and the kernel's layout holds these groups."""
-        if layer.device.type != "cuda" or torch.cuda.get_device_capability(layer.device) < _UNITS_FROM:
+        if layer.device.type != "cuda" or torch.cuda.get_device_capability(layer.device) != _HOPPER:
             return False
         group = layer.in_features // layer.scales.shape[1]
         return layer.dtype.itemsize == 2 and chunk_of(layer.in_features, group) is not None and zeros_fit(layer.zeros)
