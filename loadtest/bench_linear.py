@@ -2,9 +2,13 @@
 
 Prints the copy speed first (the ceiling), then for each shape and number of rows the time of cuBLAS in bfloat16 and of
 the W4A16 kernel, each in a CUDA graph over more copies of the weights than any cache holds, their errors against the
-torch twin, and the ratio of the sums over the four shapes. Then the same of whole layers that have measured which way
-is the fastest, as the engine's do when it starts, with FP8 alone beside it; the quantization of the activations is
-included. ``--sweep`` times many plans of the kernel instead.
+torch twin, and the ratio of the sums over the four shapes. ``--sweep`` times many plans of the kernel instead.
+
+Then whole layers that have measured which way is the fastest, as the engine's do when it starts, beside layers in FP8
+alone and in bfloat16 (cuBLAS). One rule for all three: a layer runs between the kernels that stand before and behind it
+in a decoder layer (``InPlace``), and what those take by themselves beside plain weights is taken off. So a layer pays
+for what quantizing its activations and applying its scales adds to its neighbours, each such cost is counted once, and
+a kernel that does a neighbour's work as well is given that credit. cuBLAS alone, without neighbours, is printed too.
 
     PYTHONPATH=python_backends python loadtest/bench_linear.py [--sweep] [--seconds 60]
 """
@@ -35,10 +39,14 @@ from tessera.engine.kernels.w4_layout import PackedW4
 from tessera.engine.kernels.w4a16 import W4Plan, padded_rows, plan_w4a16, w4a16_gate_up, w4a16_linear
 from tessera.engine.quantization.awq import Awq
 from tessera.engine.quantization.fp8 import Fp8OnLoad
-from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape
+from tessera.engine.quantization.in_place import InPlace
+from tessera.engine.quantization.measured import MeasuredScheme
+from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape, Place
+from tessera.engine.quantization.unquantized import Unquantized
 from tessera.measured_choices import MeasuredChoices, graph_milliseconds
 
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}  # n, k
+PLACES: dict[str, Place] = {"qkv": "qkv", "o": "output", "gate_up": "gate_up", "down": "down"}
 GATED = "gate_up*"  # with the activation; beside the sums, not in them
 GROUP = 128
 ROWS = (1, 16, 32, 64)
@@ -150,46 +158,64 @@ def measure(stream: torch.cuda.Stream, sweep: bool, chunk: int, deadline: float)
                 yield {**row, "error": case.error(plan, expected), **(asdict(plan) if plan else {})}
 
 
-def layers_of(n: int, k: int, scheme: Callable[[], LinearScheme]) -> list[Linear]:
+def layers_of(shape: LinearShape, scheme: Callable[[], LinearScheme]) -> list[Linear]:
+    """As many as make up the bytes that take turns, with 4 bits a weight."""
     generator = torch.Generator("cuda").manual_seed(4)
     layers = []
-    for _ in range(max(2, -(-ROTATED // (n * k)))):
-        made = scheme()
-        layers.append(Linear(k, {"w": slice(0, n)}, False, lambda names, made=made: made, torch.bfloat16, CUDA))
+    for _ in range(-(-2 * ROTATED // (shape.outputs * shape.inputs))):
+        made, modules = scheme(), {"w": slice(0, shape.outputs)}
+        layers.append(Linear(shape.inputs, modules, shape.bias, lambda names, made=made: made, shape.dtype, CUDA))
         layers[-1].randomize(generator)
     return layers
 
 
+def added(layers: list[Linear], place: InPlace, m: int, stream: torch.cuda.Stream) -> float:
+    """Microseconds that a layer adds to its neighbours."""
+    calls = layers * -(-8 // len(layers))
+    without = partial(place.without, layers[0].takes_fp8(m))
+    taken = seconds([partial(place.run, layer) for layer in calls], stream)
+    return 1e6 * (taken - seconds([without] * len(calls), stream))
+
+
 def measure_chosen(stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
-    """One row a shape and number of rows: cuBLAS, FP8 alone and the way that the layers chose."""
+    """One row a shape and number of rows: cuBLAS alone and in its place, FP8 alone, and the way the layers chose."""
     choices = MeasuredChoices(Path(mkdtemp()) / "choices.json", graph_milliseconds)
     for name, (n, k) in SHAPES.items():
-        kinds = {"chosen": layers_of(n, k, lambda: Awq(GROUP)), "fp8": layers_of(n, k, Fp8OnLoad)}
-        for layers in kinds.values():
-            layers[0].scheme.tune(layers, LinearShape(n, k, False, False, torch.bfloat16), choices, "here")
-        halves = [normal(n, k) * 0.02 for _ in range(-(-ROTATED // (2 * n * k)))]
+        shape = LinearShape(n, k, name == "qkv", PLACES[name], torch.bfloat16)
+        schemes: dict[str, Callable[[], LinearScheme]] = {
+            "in place": Unquantized,
+            "fp8": Fp8OnLoad,
+            "chosen": partial(Awq, GROUP),
+        }
+        kinds = {kind: layers_of(shape, scheme) for kind, scheme in schemes.items()}
+        for kind in ("fp8", "chosen"):
+            kinds[kind][0].scheme.tune(kinds[kind], shape, choices, "here")
         for m in CHOSEN_ROWS:
-            x = normal(m, k)
-            row: dict[str, Any] = {"shape": name, "m": m, "way": kinds["chosen"][0].scheme.way(kinds["chosen"][0], m)}
-            row["cuBLAS"] = 1e6 * seconds(
-                [partial(F.linear, x, weight) for weight in halves * -(-4 // len(halves))], stream
-            )
-            for kind, layers in kinds.items():
-                row[kind] = 1e6 * seconds([partial(layer, x) for layer in layers], stream)
-            yield row
+            x, place = normal(m, k), InPlace(shape, m, CUDA)
+            alone = seconds([partial(layer, x) for layer in kinds["in place"]], stream)
+            row = {kind: added(layers, place, m, stream) for kind, layers in kinds.items()}
+            ways = {f"{kind} way": _way(kinds[kind][0], m) for kind in ("fp8", "chosen")}
+            yield {"shape": name, "m": m, "cuBLAS": 1e6 * alone} | row | ways
+
+
+def _way(layer: Linear, m: int) -> str:
+    assert isinstance(layer.scheme, MeasuredScheme)
+    return layer.scheme.way(layer, m)
 
 
 def print_chosen(found: list[dict[str, Any]]) -> None:
-    print("\nshape        m   cuBLAS us     fp8 us  chosen us   ratio  TFLOP/s  way")
+    print("\nshape        m   cuBLAS us   in place     fp8 us  chosen us   ratio  TFLOP/s  ways")
     for row in found:
         n, k = SHAPES[row["shape"]]
         rate = 2e-6 * row["m"] * n * k / row["chosen"]
-        line = "{shape:8} {m:5} {cuBLAS:11.2f} {fp8:10.2f} {chosen:10.2f}".format(**row)
-        print(f"{line} {row['cuBLAS'] / row['chosen']:7.2f} {rate:8.0f}  {row['way']}")
+        line = "{shape:8} {m:5} {cuBLAS:11.2f} {in place:10.2f} {fp8:10.2f} {chosen:10.2f}".format(**row)
+        print(f"{line} {row['in place'] / row['chosen']:7.2f} {rate:8.0f}  {row['fp8 way']}, {row['chosen way']}")
     for m in CHOSEN_ROWS:
-        library, fp8, chosen = (sum(row[by] for row in found if row["m"] == m) for by in ("cuBLAS", "fp8", "chosen"))
-        print(f"sum      {m:5} {library:11.2f} {fp8:10.2f} {chosen:10.2f} {library / chosen:7.2f}")
-        emit(f"quant.chosen.m{m}", round(library / chosen, 3), "x", COMMAND, fp8_alone=round(library / fp8, 3))
+        by = ("cuBLAS", "in place", "fp8", "chosen")
+        library, in_place, fp8, chosen = (sum(row[each] for row in found if row["m"] == m) for each in by)
+        print(f"sum      {m:5} {library:11.2f} {in_place:10.2f} {fp8:10.2f} {chosen:10.2f} {in_place / chosen:7.2f}")
+        notes = {"fp8_alone": round(in_place / fp8, 3), "over_cublas_alone": round(library / chosen, 3)}
+        emit(f"quant.chosen.m{m}", round(in_place / chosen, 3), "x", COMMAND, **notes)
 
 
 def print_table(found: list[dict[str, Any]], record: bool) -> None:

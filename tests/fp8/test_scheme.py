@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from tessera.engine.quantization.config import scheme_selector
-from tessera.engine.quantization.fp8 import PRODUCTS, Fp8, Fp8OnLoad
+from tessera.engine.quantization.fp8 import Fp8, Fp8OnLoad
+from tessera.engine.quantization.measured import PRODUCTS
 from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape
 from tessera.engine.quantization.unquantized import Unquantized
 from tessera.errors import CheckpointError
@@ -145,23 +146,23 @@ class Measured:
         return next(iter(ways))
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_tuning_asks_which_product_is_the_fastest(units, gated):
+@pytest.mark.parametrize("place", ["qkv", "output", "gate_up", "alone"])
+def test_tuning_asks_which_product_is_the_fastest(units, place):
     layers = [fill(layer_of(Fp8OnLoad()), tensors()) for _ in range(2)]
     choices = Measured()
-    shape = LinearShape(96, SIZE, False, gated, torch.float32)
+    shape = LinearShape(96, SIZE, False, place, torch.float32)
     layers[0].scheme.tune(layers, shape, choices, "a machine")
-    assert len(choices.questions) == 7
-    assert [len(ways) for ways in choices.questions.values()] == [3, 3, 3, 2, 2, 2, 2]
+    assert len(choices.questions) == 8
+    assert [len(ways) for ways in choices.questions.values()] == [3, 3, 3, 2, 2, 2, 2, 2]
     assert all("fp8 linear" in question and "a machine" in question for question in choices.questions)
     for layer in layers:
-        assert layer.scheme.ways[:4] == ((16, "skinny"), (32, "skinny"), (64, "skinny"), (128, "rescaled"))
+        assert layer.scheme.ways[:4] == ((16, "skinny"), (32, "skinny"), (64, "skinny"), (96, "rescaled"))
 
 
 def test_tuning_leaves_dequantized_layers_alone():
     layer = fill(layer_of(Fp8OnLoad()), tensors())
     choices = Measured()
-    layer.scheme.tune([layer], LinearShape(96, SIZE, False, False, torch.float32), choices, "a machine")
+    layer.scheme.tune([layer], LinearShape(96, SIZE, False, "qkv", torch.float32), choices, "a machine")
     assert not choices.questions
 
 

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tessera.fp8.early_launch import early_launch, wait_for_previous
+
 MAX_SIZE = 32768
 
 # As in rows.py, which imports this file.
@@ -38,7 +40,8 @@ def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None, values: torch.Ten
     if size > MAX_SIZE or not x.is_contiguous():
         raise ValueError(f"quantize_rows: contiguous rows of at most {MAX_SIZE} values, not {list(x.shape)}")
     if n:
-        _quantize_rows[(n,)](x, scale, values, scales, size, **row_blocks(size), num_warps=row_warps(n, size))
+        options = {**row_blocks(size), "num_warps": row_warps(n, size), **early_launch(x.device)}
+        _quantize_rows[(n,)](x, scale, values, scales, size, **options)
 
 
 def rescale(
@@ -48,7 +51,8 @@ def rescale(
     m, n = sums.shape
     if m:
         blocks = triton.cdiv(n, _RESCALE_BLOCK)
-        _rescale[(m * blocks,)](sums, x_scales, scales, bias, n, blocks, BLOCK=_RESCALE_BLOCK, num_warps=4)
+        options = {"BLOCK": _RESCALE_BLOCK, "num_warps": 4, **early_launch(sums.device)}
+        _rescale[(m * blocks,)](sums, x_scales, scales, bias, n, blocks, **options)
     return sums
 
 
@@ -71,8 +75,9 @@ def inverse_of(scale):
 
 
 @triton.jit
-def _quantize_rows(x, scale, values, scales, size, HEAD: tl.constexpr, TAIL: tl.constexpr):
+def _quantize_rows(x, scale, values, scales, size, HEAD: tl.constexpr, TAIL: tl.constexpr, EARLY: tl.constexpr):
     """One program a row."""
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     x += row * size
     values += row * size
@@ -94,8 +99,9 @@ def _quantize_rows(x, scale, values, scales, size, HEAD: tl.constexpr, TAIL: tl.
 
 
 @triton.jit
-def _rescale(sums, x_scales, scales, bias, n, blocks, BLOCK: tl.constexpr):
+def _rescale(sums, x_scales, scales, bias, n, blocks, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """One program a block of a row."""
+    wait_for_previous(EARLY)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < n

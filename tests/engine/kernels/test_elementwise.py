@@ -151,7 +151,7 @@ def test_silu_and_multiply_quantizes_what_it_would_have_returned(fp8_equal, dtyp
     fp8_equal(silu_and_multiply(gate_up, fp8=True), quantize_rows(silu_and_multiply(gate_up)))
 
 
-@pytest.mark.parametrize(("n", "size"), [(1, 16), (3, 2049), (0, 16)])
+@pytest.mark.parametrize(("n", "size"), [(1, 16), (3, 2049), (6, 100), (0, 16)])
 def test_silu_and_multiply_takes_sums_without_their_scales(fp8_equal, dtype, device, generator, n, size):
     sums = torch.randn((n, 2 * size), dtype=dtype, device=device, generator=generator) * 100
     x_scales = torch.rand((n, 1), device=device, generator=generator) / 10

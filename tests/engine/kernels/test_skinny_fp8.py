@@ -87,3 +87,18 @@ def test_plans_fill_the_gpu(m, n, k):
     assert k % plan.block_k == 0 and plan.splits <= k // plan.block_k
     assert -(-n // plan.block_n) * plan.splits >= 1.5 * 132
     assert plan.stages * plan.block_k * (plan.block_n + max(m, 16)) <= 100 * 1024  # two programs fit
+
+
+@pytest.mark.parametrize("m", [17, 32, 64])
+def test_all_programs_of_a_large_weight_fit_at_once(m):
+    plan = plan_skinny_fp8(m, 37888, 3584, 132)
+    each = plan.stages * plan.block_k * (plan.block_n + (32 if m <= 32 else 64))
+    assert 37888 // plan.block_n <= 132 * (227 * 1024 // each)
+
+
+@pytest.mark.parametrize("m", [17, 64])
+def test_linear_as_planned_for_a_large_weight(half, device, generator, m):
+    rows, weight, scales = operands(device, generator, m, 200, 256)
+    plan = plan_skinny_fp8(m, 37888, 256, 132)
+    assert plan.stages == 3
+    close(skinny_fp8(rows, weight, scales, None, half, plan), reference.skinny_fp8(rows, weight, scales, None, half))

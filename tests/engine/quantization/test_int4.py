@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 from tessera.engine.quantization import int4
 from tessera.engine.quantization.config import scheme_selector
-from tessera.engine.quantization.fp8 import PRODUCTS
 from tessera.engine.quantization.int4 import DEQUANTIZED, W4A16, Int4, dequantize
+from tessera.engine.quantization.measured import PRODUCTS
 from tessera.engine.quantization.scheme import Linear, LinearShape, Stored
-from tessera.fp8.rows import Fp8Rows, quantize_rows
+from tessera.fp8.rows import Fp8Rows, Fp8Sums, quantize_rows
 
 ROWS, SIZE, GROUP = {"gate": 32, "up": 32}, 512, 128
 
@@ -97,6 +97,18 @@ def test_every_way_computes_the_product(scattered, bias, way):
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("way", [W4A16, *PRODUCTS])
+def test_the_copys_scales_may_be_left_to_the_norm(way):
+    layer, weight, _ = made(bias=False)
+    layer.scheme.ways = ((8, way),)
+    unscaled = layer.unscaled(rows_of(5))
+    assert isinstance(unscaled, Fp8Sums) == (way == "rescaled")
+    if isinstance(unscaled, Fp8Sums):
+        unscaled = unscaled.sums * unscaled.x_scales * unscaled.scales
+    torch.testing.assert_close(unscaled, F.linear(rows_of(5), weight), rtol=0.1, atol=0.5)
+
+
+@pytest.mark.usefixtures("hopper")
 def test_what_is_quantized_already_uses_the_copy():
     layer, weight, bias = made()
     assert layer.scheme.ways == ((64, W4A16),)
@@ -113,7 +125,7 @@ def test_packed_weights_and_their_copy_take_the_place_of_the_codes():
         "words": (torch.int32, 64 * SIZE // GROUP * 4),
         "arrivals": (torch.int32, 64 * 4),
         "weight": (torch.float8_e4m3fn, 64 * SIZE),
-        "channels": (torch.float32, 64 * 4),
+        "scales": (torch.float32, 64 * 4),
         "bias": (torch.float32, 64 * 4),
     }
 
@@ -121,7 +133,7 @@ def test_packed_weights_and_their_copy_take_the_place_of_the_codes():
 @pytest.mark.usefixtures("hopper")
 def test_many_rows_take_the_copy_or_all_of_the_weights_anew(monkeypatch):
     layer, _, _ = made()
-    assert [layer.takes_fp8(rows) for rows in (0, 1, 64, 65, 8192)] == [False, False, False, True, True]
+    assert [layer.takes_fp8(rows) for rows in (0, 1, 64, 65, 8192)] == [True, False, False, True, True]
     assert made(resident="off")[0].weight is None
     monkeypatch.setattr(int4, "_half_is_free", lambda device: False)
     layer, weight, bias = made()
@@ -132,11 +144,11 @@ def test_many_rows_take_the_copy_or_all_of_the_weights_anew(monkeypatch):
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("resident", ["auto", "off"])
-@pytest.mark.parametrize("gated", [False, True])
-def test_the_fastest_way_is_measured_for_each_number_of_rows(resident, gated):
+@pytest.mark.parametrize("place", ["qkv", "gate_up"])
+def test_the_fastest_way_is_measured_for_each_number_of_rows(resident, place):
     layers = [made(resident=resident)[0] for _ in range(2)]
     choices = FirstWays("rescaled")
-    shape = LinearShape(64, SIZE, True, gated, torch.float32)
+    shape = LinearShape(64, SIZE, True, place, torch.float32)
     layers[0].scheme.tune(layers, shape, choices, "a machine")
     asked = dict(zip((16, 32, 64, 96, 128, 256, 512, 1024), choices.asked.values(), strict=True))
     copies = ["rescaled", "rows"] if resident == "auto" else []
@@ -161,5 +173,5 @@ def test_the_cpu_dequantizes_for_good():
     torch.testing.assert_close(layer(rows_of(3)), F.linear(rows_of(3), weight, bias))
     assert not layer.takes_fp8(1000)
     choices = FirstWays(W4A16)
-    layer.scheme.tune([layer], LinearShape(64, SIZE, True, False, torch.float32), choices, "a machine")
+    layer.scheme.tune([layer], LinearShape(64, SIZE, True, "qkv", torch.float32), choices, "a machine")
     assert not choices.asked

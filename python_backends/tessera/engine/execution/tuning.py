@@ -13,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from tessera import fp8
 from tessera.engine import kernels
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, SpanTable
 from tessera.engine.attention.triton_backend import TritonBackend
 from tessera.engine.models.qwen2 import DecoderLayer, Qwen2
-from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape
+from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape, Place
 from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
 
 _LENGTHS = (512, 1024, 2048, 4096)
@@ -44,11 +45,15 @@ def kernels_version() -> str:
 
 def layers_by_shape(model: Qwen2) -> dict[tuple[type[LinearScheme], LinearShape], list[Linear]]:
     """The layers that have the same choices."""
-    gated = {layer.gate_up for layer in model.layers if isinstance(layer, DecoderLayer)}
+    places: dict[nn.Module, Place] = {}
+    for layer in model.layers:
+        if isinstance(layer, DecoderLayer):
+            places |= {layer.qkv: "qkv", layer.output: "output", layer.gate_up: "gate_up", layer.down: "down"}
     groups: dict[tuple[type[LinearScheme], LinearShape], list[Linear]] = defaultdict(list)
     for layer in model.modules():
         if isinstance(layer, Linear):
-            shape = LinearShape(layer.out_features, layer.in_features, layer.has_bias, layer in gated, layer.dtype)
+            place = places.get(layer, "alone")
+            shape = LinearShape(layer.out_features, layer.in_features, layer.has_bias, place, layer.dtype)
             groups[type(layer.scheme), shape].append(layer)
     return groups
 

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tessera.fp8.early_launch import early_launch, wait_for_previous
 from tessera.fp8.kernels import inverse_of, largest_of, scale_of
 from tessera.fp8.rows import Fp8Rows, empty_rows
 
@@ -39,17 +40,25 @@ def add_rms_norm(
     rows = empty_rows(n, size, x.device) if fp8 else None
     out = torch.empty_like(x) if rows is None else rows.values
     block = triton.next_power_of_2(size)
-    # 16 values a thread: two loads of 16 bytes from each tensor in flight, few enough threads to reduce over quickly.
-    warps = min(max(block // 512, 1), 16)
     if n:
         given, made = scales or (None, None), None if rows is None else rows.scales
-        _add_rms_norm[(n,)](x, *given, residual, weight, out, made, size, eps, BLOCK=block, num_warps=warps)
+        options = {"BLOCK": block, "num_warps": _warps(n, block), **early_launch(x.device)}
+        _add_rms_norm[(n,)](x, *given, residual, weight, out, made, size, eps, **options)
     return out if rows is None else rows, x if residual is None else residual
 
 
+def _warps(n: int, block: int) -> int:
+    """Few rows have a multiprocessor each, where fewer warps reduce a row sooner (measured on an H200)."""
+    values_a_thread = 32 if n <= 128 else 8
+    return min(max(block // (32 * values_a_thread), 1), 16)
+
+
 @triton.jit
-def _add_rms_norm(x, x_scales, x_column_scales, residual, weight, out, scales, size, eps, BLOCK: tl.constexpr):
+def _add_rms_norm(
+    x, x_scales, x_column_scales, residual, weight, out, scales, size, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """One program a row; ``out`` is e4m3 where there are ``scales``."""
+    wait_for_previous(EARLY)
     start = tl.program_id(0).to(tl.int64) * size
     column = tl.arange(0, BLOCK)
     inside = column < size

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tessera.fp8.early_launch import early_launch, wait_for_previous
 from tessera.fp8.kernels import MAX_SIZE, inverse_of, largest_of, rescale, row_blocks, row_warps, scale_of
 from tessera.fp8.rows import Fp8Rows, empty_rows
 
@@ -34,7 +35,8 @@ def silu_and_multiply(gate_up: torch.Tensor, fp8: bool = False, scales: Scales |
     out = torch.empty((n, size), dtype=gate_up.dtype, device=gate_up.device)
     blocks = triton.cdiv(size, _BLOCK)
     if n:
-        _silu_and_multiply[(n * blocks,)](gate_up, out, size, blocks, BLOCK=_BLOCK, num_warps=4)
+        options = {"BLOCK": _BLOCK, "num_warps": 4, **early_launch(gate_up.device)}
+        _silu_and_multiply[(n * blocks,)](gate_up, out, size, blocks, **options)
     return out
 
 
@@ -44,8 +46,8 @@ def _quantized(gate_up: torch.Tensor, size: int, scales: Scales | tuple[None, No
     n = len(gate_up)
     rows = empty_rows(n, size, gate_up.device)
     if n:
-        warps = row_warps(n, size)
-        _silu_multiply_quantize[(n,)](gate_up, *scales, *rows, size, **row_blocks(size), num_warps=warps)
+        options = {**row_blocks(size), "num_warps": row_warps(n, size), **early_launch(gate_up.device)}
+        _silu_multiply_quantize[(n,)](gate_up, *scales, *rows, size, **options)
     return rows
 
 
@@ -58,8 +60,9 @@ def gated(gate, up):
 
 
 @triton.jit
-def _silu_and_multiply(gate_up, out, size, blocks, BLOCK: tl.constexpr):
+def _silu_and_multiply(gate_up, out, size, blocks, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """One program a block of a row; neighbours in memory are neighbours in the grid."""
+    wait_for_previous(EARLY)
     program = tl.program_id(0)
     # A step of 8192 rows holds 310 million values in each tensor: larger ones pass 2**31.
     row = (program // blocks).to(tl.int64)
@@ -72,9 +75,11 @@ def _silu_and_multiply(gate_up, out, size, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _silu_multiply_quantize(
-    gate_up, x_scales, weight_scales, values, scales, size, HEAD: tl.constexpr, TAIL: tl.constexpr
-):
+    gate_up, x_scales, weight_scales, values, scales, size,
+    HEAD: tl.constexpr, TAIL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program a row, which it keeps in registers until the scale is known."""
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     gate_up += row * 2 * size
     values += row * size

@@ -21,6 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tessera.engine.kernels.silu_multiply import gated
+from tessera.fp8.early_launch import early_launch
 
 MAX_ROWS = 64
 K_MULTIPLE = 64
@@ -145,7 +146,7 @@ def multiply(
 ) -> None:
     """x [m, k] times weight [n, k], each row of both times its scale if it has one, plus bias [n], into out [m, n]."""
     (m, k), n = x.shape, len(weight)
-    grid, early = (triton.cdiv(n, plan.block_n), plan.splits), _early_launch(x.device)
+    grid, early = (triton.cdiv(n, plan.block_n), plan.splits), early_launch(x.device)
     if plan.splits == 1:
         _linear[grid](x, weight, x_scales, scales, bias, out, m, n, k, **_options(plan, m), **early)
         return
@@ -190,14 +191,6 @@ def _options(plan: SkinnyPlan, m: int) -> dict[str, int]:
 def multiprocessors(device: torch.device) -> int:
     """How many ``device`` has; the interpreter plans as for an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-@cache
-def _early_launch(device: torch.device) -> dict[str, bool]:
-    """Options of a kernel that waits for the one in front of it by itself, where the device can."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}
 
 
 @triton.jit

@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 
 from tessera.checkpoint.weights import plain
-from tessera.engine.kernels.selection import layer_kernels
-from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape, Stored
+from tessera.engine.quantization.measured import MeasuredScheme, Ways, has_units, products_for, rows_of
+from tessera.engine.quantization.scheme import Linear, Stored
 from tessera.errors import CheckpointError
-from tessera.fp8.rows import (
-    E4M3,
-    MULTIPLE,
-    Fp8Rows,
-    Fp8Sums,
-    fp8_linear,
-    fp8_sums,
-    quantize_rows,
-    quantize_weight,
-    rescale,
-)
-
-if TYPE_CHECKING:
-    from tessera.measured_choices import MeasuredChoices
+from tessera.fp8.rows import E4M3, Fp8Rows, Fp8Sums, quantize_rows, quantize_weight
 
 BLOCK = 128
-#: the skinny product's limits (tessera.engine.kernels.skinny_fp8, which imports triton)
-SKINNY_ROWS = 64
-SKINNY_MULTIPLE = 128
-_UNITS_FROM = (8, 9)  # the compute capability
-_ROWS = (16, 32, 64, 128, 256, 512, 1024)  # where the fastest product is measured; "rows" wins beyond
-_MOST_LAYERS = 8  # enough weights of one shape that the GPU's cache holds few of them
-
-#: ascending numbers of rows, and the product's name up to each
-Ways = tuple[tuple[int, str], ...]
 
 
-class Fp8(LinearScheme):
+class Fp8(MeasuredScheme):
     """``weight`` e4m3 [out, in]; ``scales`` float32 [out], or [out, in / 128] of ``blocks``; ``bias`` [out].
 
     Activations are quantized with ``input_scale``, a float32 scalar, if ``static``; else by token, and with ``blocks``
@@ -112,40 +88,25 @@ class Fp8(LinearScheme):
     def takes_fp8(self, layer: Linear, rows: int) -> bool:
         return layer.scales is not None and not self.static
 
+    def possible(self, layer: Linear, rows: int) -> list[str]:
+        return [] if layer.scales is None else products_for(layer, rows)
+
+    def beyond(self, layer: Linear) -> str:
+        return "rows"
+
     def in_words(self, layer: Linear) -> str:
         return "fp8 in blocks" if self.blocks else "fp8"
 
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         if layer.scales is None:
             return self._apply_dequantized(layer, x)
-        rows = self._quantized(layer, x)
-        return self._product(layer, len(rows.values))(rows, layer.weight, layer.scales, layer.bias, layer.dtype)
+        return self.multiply(layer, x, self.way(layer, rows_of(x)))
 
     def apply_unscaled(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Fp8Sums:
-        if layer.scales is None or not self._can_wait(layer, len(x.values if isinstance(x, Fp8Rows) else x)):
-            return self.apply(layer, x)
-        rows = self._quantized(layer, x)
-        return Fp8Sums(fp8_sums(rows, layer.weight, layer.dtype), rows.scales, layer.scales)
+        return self.apply(layer, x) if layer.scales is None else super().apply_unscaled(layer, x)
 
-    def _quantized(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> Fp8Rows:
+    def quantized(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> Fp8Rows:
         return x if isinstance(x, Fp8Rows) else quantize_rows(x.contiguous(), layer.input_scale)
-
-    def _can_wait(self, layer: Linear, rows: int) -> bool:
-        """Whether the product's scales are applied after it, and by whoever comes next."""
-        return layer.bias is None and self._product(layer, rows) is _rescaled_product
-
-    def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
-        if isinstance(x, Fp8Rows) and self._can_wait(layer, len(x.values)):
-            sums = fp8_sums(x, layer.weight, layer.dtype)
-            return layer_kernels(sums.device.type).silu_and_multiply(sums, fp8, (x.scales, layer.scales))
-        return super().apply_gated(layer, x, fp8)
-
-    def _product(self, layer: Linear, rows: int) -> Product:
-        """The fastest way for so many rows, which only measuring tells for sure."""
-        for most, name in self.ways if rows else ():
-            if rows <= most and (name != "skinny" or layer.in_features % SKINNY_MULTIPLE == 0):
-                return PRODUCTS[name]
-        return PRODUCTS["rows"]
 
     def _apply_dequantized(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """In the model's dtype; on the CPU in float32, with x rounded as the product in FP8 sees it."""
@@ -163,28 +124,6 @@ class Fp8(LinearScheme):
         padded = F.pad(x, (0, -x.shape[1] % BLOCK))
         return quantize_rows(padded.reshape(-1, BLOCK)).dequantized().view_as(padded)[:, : x.shape[1]]
 
-    def tune(self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:
-        """Finds the fastest product for each of some numbers of rows."""
-        if layers[0].scales is None:
-            return
-        schemes = [cast("Fp8", layer.scheme) for layer in layers]
-
-        def run(x: Fp8Rows, ways: Ways) -> None:
-            for layer, scheme in zip(layers[:_MOST_LAYERS], schemes):
-                scheme.ways = ways
-                layer.gated(x, fp8=True) if shape.gated else layer(x)
-
-        found: list[tuple[int, str]] = []
-        for rows in _ROWS:
-            x = quantize_rows(torch.randn(rows, shape.inputs, dtype=shape.dtype, device=layers[0].device))
-            question = f"fp8 {shape}, {rows} rows, {min(len(layers), _MOST_LAYERS)} layers, {machine}"
-            skinny = rows <= SKINNY_ROWS and shape.inputs % SKINNY_MULTIPLE == 0
-            names = [name for name in PRODUCTS if name != "skinny" or skinny]
-            ways = {name: partial(run, x, ((rows, name),)) for name in names}
-            found.append((rows, choices.fastest(question, ways)))
-        for scheme in schemes:
-            scheme.ways = tuple(found)
-
 
 class Fp8OnLoad(Fp8):
     """The same from an unquantized checkpoint: each output channel is quantized as it is read."""
@@ -197,33 +136,6 @@ class Fp8OnLoad(Fp8):
     ) -> dict[str, torch.Tensor]:
         weight, scales = quantize_weight(plain(tensors["weight"]))
         return {"weight": weight, "scales": scales} | ({"bias": plain(tensors["bias"])} if "bias" in tensors else {})
-
-
-def _rescaled_product(
-    x: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    return rescale(fp8_sums(x, weight, dtype), x.scales, scales, bias)
-
-
-def _skinny_product(
-    x: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    return layer_kernels(weight.device.type).skinny_fp8(x, weight, scales, bias, dtype)
-
-
-#: (x, weight, scales, bias, dtype) -> x W^T + b
-Product = Callable[[Fp8Rows, torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.dtype], torch.Tensor]
-PRODUCTS: dict[str, Product] = {"skinny": _skinny_product, "rescaled": _rescaled_product, "rows": fp8_linear}
-
-
-def has_units(layer: Linear) -> bool:
-    """Whether the device multiplies e4m3 rows by weights of this shape."""
-    if layer.device.type != "cuda" or layer.dtype != torch.bfloat16:
-        return False
-    from tessera.fp8.kernels import MAX_SIZE
-
-    whole = layer.out_features % MULTIPLE == 0 and layer.in_features % MULTIPLE == 0
-    return whole and layer.in_features <= MAX_SIZE and torch.cuda.get_device_capability(layer.device) >= _UNITS_FROM
 
 
 def dequantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 
 from tessera.engine.kernels.selection import layer_kernels
 from tessera.engine.kernels.w4_layout import PackedW4, chunk_of, pack, zeros_fit
-from tessera.engine.quantization.fp8 import PRODUCTS, SKINNY_MULTIPLE, SKINNY_ROWS, Ways, has_units
-from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape, shaped
+from tessera.engine.quantization.measured import PRODUCTS, MeasuredScheme, Ways, has_units, products_for, rows_of
+from tessera.engine.quantization.scheme import Linear, shaped
 from tessera.errors import CheckpointError
 from tessera.fp8.rows import Fp8Rows, quantize_rows, quantize_weight
-
-if TYPE_CHECKING:
-    from tessera.measured_choices import MeasuredChoices
 
 ZERO = 8
 """Of symmetric groups."""
 W4A16, DEQUANTIZED = "w4a16", "dequantized"
 _W4A16_ROWS = 64  # the kernel's limit (tessera.engine.kernels.w4a16, which imports triton)
 _HOPPER = (9, 0)  # the compute capability that has the kernel's instructions, and the only one
-_ROWS = (16, 32, _W4A16_ROWS, 96, 128, 256, 512, 1024)  # where the fastest way is measured
-_MOST_LAYERS = 8  # enough weights of one shape that the GPU's cache holds few of them
 
 
-class Int4(LinearScheme):
+class Int4(MeasuredScheme):
     """``codes`` uint8 [out, in], 0..15; ``scales`` and ``zeros`` float32 [out, in / group]; ``bias`` [out].
 
     ``group_size`` -1: a row is one group. Columns are in the checkpoint's order. Where groups are made of scattered
     columns, ``columns`` int64 [in] is the permutation that sorts them by group, else None.
 
     On a Hopper GPU finishing packs them for the W4A16 kernel (``packed``, ``words``, ``arrivals``), their columns
-    sorted by group. For many rows it keeps an FP8 copy beside them (``weight``, ``channels``) if ``resident`` is "auto"
+    sorted by group. For many rows it keeps an FP8 copy beside them (``weight``, ``scales``) if ``resident`` is "auto"
     and the card has room, else each product dequantizes all of W anew. ``ways`` says which of them is the fastest up
     to how many rows. Elsewhere W is dequantized for good (``weight``).
     """
@@ -91,20 +84,21 @@ class Int4(LinearScheme):
         if layer.columns is not None and bool((layer.columns.diff() == 1).all()):  # in order
             layer.register_buffer("columns", None)
         weight = dequantize(layer.codes, layer.scales, layer.zeros, layer.columns)
-        if not self._packs(layer):
-            del layer.columns
-            layer.register_buffer("weight", weight.to(layer.dtype))
-        else:
+        packed: PackedW4 | None = None
+        copy: tuple[torch.Tensor | None, ...] = (None, None)
+        if self._packs(layer):
             codes = layer.codes if layer.columns is None else layer.codes[:, layer.columns]
             packed = pack(codes, layer.scales, layer.zeros)
-            for name, tensor in zip(("packed", "words", "arrivals"), packed):
-                layer.register_buffer(name, tensor)
-            copied = self.resident == "auto" and has_units(layer) and _half_is_free(layer.device)
-            copy = quantize_weight(weight) if copied else (None, None)
-            layer.register_buffer("weight", copy[0])
-            layer.register_buffer("channels", copy[1])
+            if self.resident == "auto" and has_units(layer) and _half_is_free(layer.device):
+                copy = quantize_weight(weight)
         for name in ("codes", "scales", "zeros"):
             delattr(layer, name)
+        if packed is None:
+            del layer.columns
+            layer.register_buffer("weight", weight.to(layer.dtype))
+            return
+        for name, buffer in zip(("packed", "words", "arrivals", "weight", "scales"), (*packed, *copy)):
+            layer.register_buffer(name, buffer)
 
     def _packs(self, layer: Linear) -> bool:
         """Whether the device has the kernel, and the kernel's layout holds these groups."""
@@ -118,15 +112,14 @@ class Int4(LinearScheme):
 
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         kernels, way = layer_kernels(layer.device.type), self._way(layer, x)
+        if way in PRODUCTS:
+            return self.multiply(layer, x, way)
         if way == W4A16:
             return kernels.w4a16_linear(_sorted(layer, x), _packed(layer), layer.bias)
-        if way == DEQUANTIZED:
-            assert isinstance(x, torch.Tensor)
-            if not _is_packed(layer):
-                return F.linear(x, layer.weight, layer.bias)
-            return F.linear(_sorted(layer, x), kernels.widen_w4(_packed(layer), layer.dtype), layer.bias)
-        rows = x if isinstance(x, Fp8Rows) else quantize_rows(x.contiguous())
-        return PRODUCTS[way](rows, layer.weight, layer.channels, layer.bias, layer.dtype)
+        assert isinstance(x, torch.Tensor)
+        if not _is_packed(layer):
+            return F.linear(x, layer.weight, layer.bias)
+        return F.linear(_sorted(layer, x), kernels.widen_w4(_packed(layer), layer.dtype), layer.bias)
 
     def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
         if self._way(layer, x) != W4A16:
@@ -134,49 +127,22 @@ class Int4(LinearScheme):
         gated = layer_kernels(layer.device.type).w4a16_gate_up(_sorted(layer, x), _packed(layer), layer.bias)
         return quantize_rows(gated) if fp8 else gated
 
-    def takes_fp8(self, layer: Linear, rows: int) -> bool:
-        return self.way(layer, rows) in PRODUCTS
-
     def _way(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> str:
-        way = self.way(layer, len(x.values) if isinstance(x, Fp8Rows) else len(x))
+        """What is quantized already uses the copy."""
+        way = self.way(layer, rows_of(x))
         return "rows" if isinstance(x, Fp8Rows) and way not in PRODUCTS else way
 
+    def possible(self, layer: Linear, rows: int) -> list[str]:
+        if not _is_packed(layer):
+            return []
+        copies = [] if layer.weight is None else products_for(layer, rows)
+        return [W4A16] * (rows <= _W4A16_ROWS) + [DEQUANTIZED] + copies
+
     def way(self, layer: Linear, rows: int) -> str:
-        """The fastest for so many rows."""
-        if _is_packed(layer) and rows:
-            for most, name in self.ways:
-                if rows <= most:
-                    return name
-            return DEQUANTIZED if layer.weight is None else "rows"
-        return DEQUANTIZED
+        return super().way(layer, rows) if _is_packed(layer) else DEQUANTIZED
 
-    def tune(self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:
-        """Finds the fastest way for each of some numbers of rows, the quantization of activations included."""
-        if not all(map(_is_packed, layers)):
-            return
-        schemes = [cast("Int4", layer.scheme) for layer in layers]
-        copied = all(layer.weight is not None for layer in layers)
-
-        def run(x: torch.Tensor, ways: Ways) -> None:
-            for layer, scheme in zip(layers[:_MOST_LAYERS], schemes):
-                scheme.ways = ways
-                layer.gated(x) if shape.gated else layer(x)
-
-        found: list[tuple[int, str]] = []
-        for rows in _ROWS:
-            names = [W4A16] * (rows <= _W4A16_ROWS) + [DEQUANTIZED]
-            if copied:
-                skinny = rows <= SKINNY_ROWS and shape.inputs % SKINNY_MULTIPLE == 0
-                names += [name for name in PRODUCTS if name != "skinny" or skinny]
-            x = torch.randn(rows, shape.inputs, dtype=shape.dtype, device=layers[0].device)
-            question = (
-                f"{self.in_words(layers[0])} {shape}, {rows} rows, {shape.dtype}, "
-                f"{min(len(layers), _MOST_LAYERS)} layers, {machine}"
-            )
-            ways = {name: partial(run, x, ((rows, name),)) for name in names}
-            found.append((rows, choices.fastest(question, ways)))
-        for scheme in schemes:
-            scheme.ways = tuple(found)
+    def beyond(self, layer: Linear) -> str:
+        return DEQUANTIZED if layer.weight is None else "rows"
 
 
 def _is_packed(layer: Linear) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -32,18 +32,22 @@ class Stored(NamedTuple):
     optional: frozenset[str] = frozenset()
 
 
+#: where a linear layer stands: in a decoder layer, which decides what runs before and behind it, or alone
+Place = Literal["qkv", "output", "gate_up", "down", "alone"]
+
+
 @dataclass(frozen=True)
 class LinearShape:
-    """What the speed of a linear layer depends on; ``gated``: it is followed by the gated activation."""
+    """What the speed of a linear layer depends on."""
 
     outputs: int
     inputs: int
     bias: bool
-    gated: bool
+    place: Place
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        return f"linear{' + gate' * self.gated}{' + bias' * self.bias} {self.outputs} x {self.inputs}"
+        return f"linear {self.place}{' + bias' * self.bias} {self.outputs} x {self.inputs}"
 
 
 class LinearScheme(ABC):

@@ -66,15 +66,16 @@ class Unquantized(LinearScheme):
         """Finds the most rows up to which the skinny product wins; there it begins, at zero."""
         from tessera.engine.kernels.skinny_linear import K_MULTIPLE, MAX_ROWS
 
+        gated = shape.place == "gate_up"
         # The kernel's own limits; it has no bias where it ends in the activation.
-        if shape.dtype.itemsize != 2 or shape.inputs % K_MULTIPLE or (shape.gated and shape.bias):
+        if shape.dtype.itemsize != 2 or shape.inputs % K_MULTIPLE or (gated and shape.bias):
             return
         schemes = [cast("Unquantized", layer.scheme) for layer in layers]
 
         def run(x: torch.Tensor, skinny_rows: int) -> None:
             for layer, scheme in zip(layers[:_MOST_LAYERS], schemes):
                 scheme.skinny_rows = skinny_rows
-                layer.gated(x) if shape.gated else layer(x)
+                layer.gated(x) if gated else layer(x)
 
         best = 0
         for rows in (16, 32, MAX_ROWS):  # the kernel pads to these, so no other number needs an answer

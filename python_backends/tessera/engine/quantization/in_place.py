@@ -1,0 +1,64 @@
+"""A linear layer between the kernels that stand before and behind it in a decoder layer.
+
+That is how its speed is measured: where weights or activations are quantized, part of a product's cost lies in its
+neighbours. The one in front may have to quantize its output, the one behind to apply the product's scales.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tessera.engine.kernels.selection import layer_kernels
+from tessera.engine.layers.norm import RmsNorm
+from tessera.engine.quantization.scheme import Linear, LinearShape
+from tessera.fp8.rows import Fp8Rows
+
+
+class InPlace:
+    """Random activations of so many ``rows`` for layers of one shape, and what ``DecoderLayer.forward`` does to them.
+
+    Before qkv and gate_up stands a norm, before down the gated activation; each quantizes for a layer that wants it.
+    Before output stands the attention, which cannot: the layer quantizes for itself. Behind output and down stands a
+    norm, behind gate_up the activation, which quantizes for a down that is as the gate_up.
+    """
+
+    def __init__(self, shape: LinearShape, rows: int, device: torch.device) -> None:
+        self._place, self._rows = shape.place, rows
+
+        def normal(*sizes: int) -> torch.Tensor:
+            return torch.randn(sizes, dtype=shape.dtype, device=device)
+
+        hidden = shape.outputs if shape.place in ("output", "down") else shape.inputs
+        self._residual = normal(rows, hidden)
+        self._x = normal(rows, 2 * shape.inputs if shape.place == "down" else shape.inputs)
+        self._y = normal(rows, 0 if shape.place in ("qkv", "alone") else shape.outputs)  # for what is behind
+        self._norm = RmsNorm(hidden, 1e-6, shape.dtype, device)
+        self._norm.get_buffer("weight").fill_(1)
+        self._activation = layer_kernels(device.type).silu_and_multiply
+
+    def run(self, layer: Linear) -> object:
+        """The kernel before the layer, the layer, and the kernel behind it."""
+        fp8 = layer.takes_fp8(self._rows)
+        x = self._before(fp8)
+        if self._place == "gate_up":
+            return layer.gated(x, fp8)
+        if self._place in ("output", "down"):
+            return self._norm(layer.unscaled(x), self._residual)
+        return layer(x)
+
+    def without(self, fp8: bool) -> object:
+        """What ``run`` would take without a layer: the kernel before it and the one behind it as beside plain weights.
+
+        ``fp8``: still the activation behind gate_up quantizes, since that is for down.
+        """
+        self._before(False)
+        if self._place == "gate_up":
+            return self._activation(self._y, fp8)
+        if self._place in ("output", "down"):
+            return self._norm(self._y, self._residual)
+        return None
+
+    def _before(self, fp8: bool) -> torch.Tensor | Fp8Rows:
+        if self._place in ("qkv", "gate_up"):
+            return self._norm(self._x, self._residual, fp8)[0]
+        return self._activation(self._x, fp8) if self._place == "down" else self._x

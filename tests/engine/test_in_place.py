@@ -1,0 +1,147 @@
+"""A linear layer between its neighbours: the kernels that the engine runs there, and the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_fakes import tiny_config
+
+from tessera.engine.attention.backend import AttentionStep
+from tessera.engine.kernels import reference
+from tessera.engine.models.qwen2 import DecoderLayer
+from tessera.engine.quantization import int4
+from tessera.engine.quantization.awq import Awq
+from tessera.engine.quantization.fp8 import Fp8, Fp8OnLoad
+from tessera.engine.quantization.in_place import InPlace
+from tessera.engine.quantization.int4 import Int4
+from tessera.engine.quantization.scheme import Linear, LinearShape
+from tessera.engine.quantization.unquantized import Unquantized
+from tessera.fp8.rows import Fp8Sums
+
+CPU, HIDDEN, INNER = torch.device("cpu"), 128, 256
+SHAPES = {"qkv": (192, HIDDEN), "output": (HIDDEN, HIDDEN), "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
+
+
+class Recorder:
+    """The twins of the kernels, which says which of them ran, and what they were to quantize or to rescale."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def add_rms_norm(self, x, residual, weight, eps, fp8=False, scales=None):
+        self._add("norm", fp8, scales)
+        return reference.add_rms_norm(x, residual, weight, eps, fp8, scales)
+
+    def silu_and_multiply(self, gate_up, fp8=False, scales=None):
+        self._add("activation", fp8, scales)
+        return reference.silu_and_multiply(gate_up, fp8, scales)
+
+    def _add(self, name, fp8, scales):
+        self.calls.append(name + " fp8" * fp8 + " scales" * (scales is not None))
+
+    def take(self) -> list[str]:
+        taken, self.calls = self.calls, []
+        return taken
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    recorder = Recorder()
+    for module in ("in_place", "scheme", "measured", "int4"):
+        monkeypatch.setattr(f"tessera.engine.quantization.{module}.layer_kernels", lambda device: recorder)
+    monkeypatch.setattr("tessera.engine.layers.norm.layer_kernels", lambda device: recorder)
+    monkeypatch.setattr(Fp8, "_has_units", lambda scheme, layer: True)
+    return recorder
+
+
+def layer_in(place, scheme):
+    n, k = SHAPES.get(place, (64, HIDDEN))
+    layer = Linear(k, {"w": slice(0, n)}, place == "qkv", lambda names: scheme, torch.float32, CPU)
+    layer.randomize(torch.Generator().manual_seed(1))
+    return layer, LinearShape(n, k, place == "qkv", place, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("place", "neighbours"),
+    [
+        ("qkv", ["norm"]),
+        ("output", ["norm"]),
+        ("gate_up", ["norm", "activation"]),
+        ("down", ["activation", "norm"]),
+        ("alone", []),
+    ],
+)
+def test_plain_weights_have_the_neighbours_that_are_taken_off(kernels, place, neighbours):
+    layer, shape = layer_in(place, Unquantized())
+    measured = InPlace(shape, 3, CPU)
+    measured.run(layer)
+    assert kernels.take() == neighbours
+    measured.without(fp8=False)
+    assert kernels.take() == neighbours
+
+
+@pytest.mark.parametrize(
+    ("place", "run", "without"),
+    [
+        ("qkv", ["norm fp8"], ["norm"]),  # a bias: the product applies the scales itself
+        ("output", ["norm scales"], ["norm"]),  # it quantizes what the attention leaves
+        ("gate_up", ["norm fp8", "activation fp8 scales"], ["norm", "activation fp8"]),
+        ("down", ["activation fp8", "norm scales"], ["activation", "norm"]),
+        ("alone", [], []),
+    ],
+)
+def test_what_fp8_adds_to_a_neighbour_is_counted_once(kernels, place, run, without):
+    scheme = Fp8OnLoad()
+    scheme.ways = ((8, "rescaled"),)
+    layer, shape = layer_in(place, scheme)
+    measured = InPlace(shape, 3, CPU)
+    measured.run(layer)
+    assert kernels.take() == run
+    measured.without(layer.takes_fp8(3))
+    assert kernels.take() == without
+
+
+def test_it_computes_what_a_decoder_layer_does(kernels):
+    layer, shape = layer_in("gate_up", Unquantized())
+    measured = InPlace(shape, 3, CPU)
+    x, residual = measured._x.clone(), measured._residual.clone()
+    normal = F.rms_norm(residual + x, (HIDDEN,), None, 1e-6)
+    gate, up = F.linear(normal, layer.weight).chunk(2, dim=1)
+    torch.testing.assert_close(measured.run(layer), F.silu(gate) * up)
+
+
+class NoAttention:
+    """Gives of qkv as many columns as output wants."""
+
+    def attend(self, index, qkv, step):
+        return qkv[:, :HIDDEN].contiguous()
+
+
+def int4_with_copy(monkeypatch):
+    monkeypatch.setattr(Int4, "_packs", lambda scheme, layer: True)
+    monkeypatch.setattr(int4, "has_units", lambda layer: True)
+    monkeypatch.setattr(int4, "_half_is_free", lambda device: True)
+    return Awq(128)
+
+
+@pytest.mark.parametrize("make", [lambda monkeypatch: Fp8OnLoad(), int4_with_copy])
+@pytest.mark.parametrize(
+    ("way", "kernels_run"),
+    [
+        ("rows", ["norm fp8", "norm fp8", "activation fp8"]),
+        ("rescaled", ["norm fp8", "norm fp8 scales", "activation fp8 scales"]),
+    ],
+)
+def test_a_decoder_layer_runs_what_is_measured(kernels, monkeypatch, make, way, kernels_run):
+    scheme = make(monkeypatch)
+    scheme.ways = ((8, way),)
+    config = tiny_config(hidden_size=HIDDEN, intermediate_size=INNER, head_dim=32)
+    layer = DecoderLayer(config, 0, lambda modules: scheme, torch.float32, CPU)
+    for module in layer.modules():
+        if isinstance(module, Linear):
+            module.randomize(torch.Generator().manual_seed(1))
+    step = AttentionStep(*[torch.zeros(0)] * 3, None, None)
+    x, _ = layer(torch.randn(3, HIDDEN), torch.randn(3, HIDDEN), NoAttention(), step)
+    assert kernels.take() == kernels_run
+    assert isinstance(x, Fp8Sums) == (way == "rescaled")  # down's scales are left to the next layer's norm
