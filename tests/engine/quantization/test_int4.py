@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -175,3 +177,24 @@ def test_the_cpu_dequantizes_for_good():
     choices = FirstWays(W4A16)
     layer.scheme.tune([layer], LinearShape(64, SIZE, True, "qkv", torch.float32), choices, "a machine")
     assert not choices.asked
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_kernel_that_is_wrong_is_found_at_the_start_and_not_used(monkeypatch, caplog):
+    layer, _, _ = made()
+    place = LinearShape(layer.out_features, SIZE, True, "alone", torch.float32)
+    right = int4.layer_kernels("cpu")
+    for wrong in (
+        lambda *given: 1.1 * right.w4a16_linear(*given),
+        lambda *given: right.w4a16_linear(*given) * torch.nan,
+    ):
+        broken = SimpleNamespace(**vars(right) | {"w4a16_linear": wrong})
+        monkeypatch.setattr(int4, "layer_kernels", lambda device, broken=broken: broken)
+        choices = FirstWays(W4A16)
+        layer.scheme.tune([layer], place, choices, "here")
+        assert not any(W4A16 in ways for ways in choices.asked.values())
+        assert W4A16 not in dict(layer.scheme.ways).values()
+        assert "not used" in caplog.text
+    monkeypatch.setattr(int4, "layer_kernels", lambda device: right)
+    layer.scheme.tune([layer], place, FirstWays(W4A16), "here")
+    assert layer.scheme.way(layer, 16) == W4A16

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -10,14 +12,20 @@ import torch.nn.functional as F
 from tessera.engine.kernels.selection import layer_kernels
 from tessera.engine.kernels.w4_layout import PackedW4, chunk_of, pack, zeros_fit
 from tessera.engine.quantization.measured import PRODUCTS, MeasuredScheme, Ways, has_units, products_for, rows_of
-from tessera.engine.quantization.scheme import Linear, shaped
+from tessera.engine.quantization.scheme import Linear, LinearShape, shaped
 from tessera.errors import CheckpointError
 from tessera.fp8.rows import Fp8Rows, quantize_rows, quantize_weight
 
+if TYPE_CHECKING:
+    from tessera.measured_choices import MeasuredChoices
+
+_LOG = logging.getLogger(__name__)
 ZERO = 8
 """Of symmetric groups."""
 W4A16, DEQUANTIZED = "w4a16", "dequantized"
 _W4A16_ROWS = 64  # the kernel's limit (tessera.engine.kernels.w4a16, which imports triton)
+_CHECKED_ROWS = (1, 16, 32, 64)  # one of each compiled kernel
+_TOLERANCE = 0.02  # of the answers' norm: both round to the model's dtype
 _HOPPER = (9, 0)  # the compute capability that has the kernel's instructions, and the only one
 
 
@@ -41,6 +49,7 @@ class Int4(MeasuredScheme):
         self.group_size = group_size
         self.resident = "auto"
         self.ways: Ways = ((_W4A16_ROWS, W4A16),)
+        self._trusted = True  # the kernel, on this device
 
     def groups(self, in_features: int) -> int:
         """How many groups a row has; CheckpointError if they do not divide it."""
@@ -136,10 +145,32 @@ class Int4(MeasuredScheme):
         if not _is_packed(layer):
             return []
         copies = [] if layer.weight is None else products_for(layer, rows)
-        return [W4A16] * (rows <= _W4A16_ROWS) + [DEQUANTIZED] + copies
+        return [W4A16] * (self._trusted and rows <= _W4A16_ROWS) + [DEQUANTIZED] + copies
 
     def way(self, layer: Linear, rows: int) -> str:
         return super().way(layer, rows) if _is_packed(layer) else DEQUANTIZED
+
+    def tune(self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:
+        """As ever, but for a kernel that computes something else than the dequantized weights: that is not used.
+
+        The kernel's language is an experimental part of triton, and no machine without a Hopper GPU can run it.
+        """
+        wrong = [rows for rows in _CHECKED_ROWS if _is_packed(layers[0]) and not self._agrees(layers[0], shape, rows)]
+        if wrong:
+            _LOG.error("the W4A16 kernel is wrong on this GPU for %s, %s rows, and is not used", shape, wrong)
+        for layer in layers:
+            cast("Int4", layer.scheme)._trusted = not wrong
+        super().tune(layers, shape, choices, machine)
+
+    def _agrees(self, layer: Linear, shape: LinearShape, rows: int) -> bool:
+        """Whether the kernel and the dequantized weights give the same, as ``layer`` is used."""
+        x = torch.randn(rows, layer.in_features, dtype=layer.dtype, device=layer.device)
+        answers = []
+        for way in (W4A16, DEQUANTIZED):
+            self.ways = ((rows, way),)
+            answers.append(torch.as_tensor(layer.gated(x) if shape.place == "gate_up" else layer(x)).float())
+        found, expected = answers
+        return bool((found - expected).norm() <= _TOLERANCE * expected.norm())
 
     def beyond(self, layer: Linear) -> str:
         return DEQUANTIZED if layer.weight is None else "rows"
