@@ -33,13 +33,15 @@ POLICIES: dict[str, dict[str, Any]] = {"reference": {}, "reference,max_tiles=1":
 ON_LOAD = {"bf16": "checkpoint", "fp8": "fp8-language", "fp8_vision": "fp8-vision"}
 
 
-def recalls(setup: Setup, items: list[Item], concurrency: int) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+def recalls(
+    setup: Setup, items: list[Item], policies: list[str], concurrency: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """recall.figures() of each policy, and what the server says that it served."""
     found = {}
     with serve(setup) as server, Client(server.grpc) as client:
         client.ask(items[0].picture, "Is there a door?", max_tokens=1)
-        for policy, options in POLICIES.items():
-            found[policy] = measure(client, items, concurrency, **options)
+        for policy in policies:
+            found[policy] = measure(client, items, concurrency, **POLICIES[policy])
             if errors := found[policy]["errors"]:
                 raise SystemExit(f"{errors} questions ended in an error")
         page = health.ask(server.health)
@@ -57,6 +59,7 @@ def divergence_over_rtn(folder: Path) -> float | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--made", nargs="*", default=[], metavar="METHOD=FOLDER")
+    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
     parser.add_argument("--limit", type=int, help="only the first N questions, even over the classes")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--instances", nargs="*", default=[], metavar="STAGE=N")
@@ -76,14 +79,17 @@ def main() -> int:
         for name, (checkpoint, settings) in variants.items():
             gpus = (arguments.gpus,) if arguments.gpus else ()
             setup = Setup(checkpoint=checkpoint, gpus=gpus, settings=settings, instances=instances)
-            found, served = recalls(setup, items, arguments.concurrency)
+            found, served = recalls(setup, items, arguments.policies, arguments.concurrency)
             original = original or found
-            macros = {policy: 100 * found[policy]["recall.macro"] for policy in POLICIES}
+            macros = {policy: 100 * found[policy]["recall.macro"] for policy in arguments.policies}
             drops = {policy: 100 * original[policy]["recall.macro"] - macro for policy, macro in macros.items()}
             print(f"{name} ({served}): {macros}, drops {drops}", file=sys.stderr, flush=True)
             if found is not original:
                 notes = {"questions": len(items), "served": served, "macro": macros, "drops": drops}
-                figures.emit(f"quant.recall_drop.{name}", round(max(drops.values()), 2), "points", command, **notes)
+                # Only the whole set at both policies gives the figures that count.
+                whole = arguments.limit is None and len(drops) == len(POLICIES)
+                prefix = "quant" if whole else "quant.sample"
+                figures.emit(f"{prefix}.recall_drop.{name}", round(max(drops.values()), 2), "points", command, **notes)
     for method, folder in made.items():
         if (ratio := divergence_over_rtn(folder)) is not None:
             figures.emit(f"quant.kl_over_rtn.{method}", round(ratio, 3), "ratio", command)
