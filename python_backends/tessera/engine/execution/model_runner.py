@@ -16,6 +16,7 @@ from tessera.engine.config import EngineConfig
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in, image_rows, pack
 from tessera.engine.execution.decode_graphs import DecodeGraphs, graph_sizes
 from tessera.engine.execution.memory_budget import MemoryBudget
+from tessera.engine.execution.penalties import Histories
 from tessera.engine.execution.prompt_graphs import MOST_SEQUENCES, PromptGraphs, prompt_sizes
 from tessera.engine.execution.sampler import SampledRows, SamplingRow, sample
 from tessera.engine.models.qwen2 import Qwen2
@@ -56,6 +57,7 @@ class ModelRunner:
         # is launched before the host knows them.
         self._last_sampled = torch.zeros(max_sequences, dtype=torch.int64, device=weight.device)
         self._previous: dict[int, int] = {}
+        self._histories = Histories(max_sequences, weight.device)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: CheckpointConfig, config: EngineConfig, max_model_len: int) -> ModelRunner:
@@ -120,9 +122,13 @@ class ModelRunner:
             rows = [SamplingRow.of(sequence) for sequence in batch.sampling]
             if self._graphs is not None and _decodes(batch, rows) and self._graphs.fits(packed):
                 self.graph_steps += 1
+                self._histories.forget()
                 sampled = SampledRows(self._graphs.run(packed), started)
             else:
-                sampled = sample(self._forward(packed, batch), rows, started)
+                penalties = self._histories.select(batch.sampling)
+                sampled = sample(self._forward(packed, batch), rows, started, penalties)
+                if penalties is not None:
+                    penalties.append(sampled.ids)
                 self._last_sampled[: len(rows)].copy_(sampled.ids)
         self._previous = {id(sequence): place for place, sequence in enumerate(batch.sampling)}
         return sampled
