@@ -5,6 +5,7 @@ Without a GPU the kernels run in triton's interpreter and a graph's replay runs 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from engine_fakes import ByteTokenizer, TextEngine, run, tiny_model, tokens_of
+from penalties_reference import likeliest_answer
 
 from tessera.engine.config import EngineConfig
-from tessera.engine.execution.decode_graphs import graph_sizes
+from tessera.engine.execution.decode_graphs import DecodeGraphs, graph_sizes
 from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.request import Request, SamplingParameters
 from tessera.errors import InvalidRequest
@@ -113,17 +115,76 @@ def test_same_tokens_of_a_cache_in_fp8(way, monkeypatch):
     assert (engine.metrics.graph_steps > 0) == bool({"graphs", "prompt_graphs"} & WAYS[way].keys())
 
 
-def test_a_step_with_anything_but_greedy_choice_is_no_graph(expected):
+def counted(monkeypatch):
+    """Which graphs ran, by name."""
+    ran = Counter()
+
+    def counting(name):
+        original = getattr(DecodeGraphs, name)
+
+        def run(self, packed):
+            ran[name] += 1
+            return original(self, packed)
+
+        monkeypatch.setattr(DecodeGraphs, name, run)
+
+    counting("greedy")
+    counting("hidden")
+    return ran
+
+
+def test_greedy_steps_run_whole_graphs_alone(expected, monkeypatch):
+    ran = counted(monkeypatch)
+    assert answers(make_engine(graphs=(1, 2, 4)), requests()) == expected
+    assert ran["greedy"] and not ran["hidden"]
+
+
+PENALIZED = dict(repetition_penalty=0.7, frequency_penalty=0.2, presence_penalty=-0.3, no_repeat_ngram_size=2)
+SAMPLED = {
+    "log probabilities": dict(logprobs=1),
+    "draws": dict(temperature=1.5, seed=7),
+    "penalties": PENALIZED,
+    "draws under penalties": dict(temperature=1.5, seed=7, **PENALIZED),
+}
+
+
+@pytest.mark.parametrize("asked", SAMPLED)
+def test_a_step_with_anything_but_greedy_choice_runs_its_layers_as_a_graph(asked, monkeypatch):
+    sampling = dict(max_tokens=5, **SAMPLED[asked])
+    plain = answers(make_engine(attention="torch", overlaps=False), requests(2, **sampling))
+    ran = counted(monkeypatch)
     engine = make_engine(graphs=(1, 2, 4))
-    entries = []
-    for request in requests(2, logprobs=0):
-        engine.submit(request)
-    entries = [entry for event in run(engine) for entry in event.logprobs or []]
-    assert len(entries) == len(expected[0]) + len(expected[1]) and engine.metrics.graph_steps == 0
-    seeded = dict(temperature=1.5, seed=7)
-    assert answers(make_engine(graphs=(1, 2, 4)), requests(3, **seeded)) == answers(
-        make_engine(attention="torch", overlaps=False), requests(3, **seeded)
-    )
+    assert answers(engine, requests(2, **sampling)) == plain
+    assert ran["hidden"] == engine.metrics.graph_steps > 0 and not ran["greedy"]
+
+
+def penalized(max_tokens):
+    """Requests with penalties, and one without, which is the last to end."""
+    return [*requests(3, max_tokens=max_tokens, **PENALIZED), requests(4, max_tokens=max_tokens + 2)[3]]
+
+
+@pytest.fixture(scope="module")
+def expected_under_penalties():
+    runner = make_engine(attention="torch", prefix_cache="off", overlaps=False)._runner
+    return [likeliest_answer(runner, request) for request in penalized(6)]
+
+
+@pytest.mark.parametrize("way", ["eager", "graphs with dummies", "graphs for few", "prompt graphs", "uncached pieces"])
+def test_penalties_on_tokens_that_the_host_does_not_know_yet(way, expected_under_penalties, monkeypatch):
+    ran = counted(monkeypatch)
+    assert answers(make_engine(**WAYS[way]), penalized(6)) == expected_under_penalties
+    largest = max(WAYS[way].get("graphs", (0,)))
+    assert bool(ran["hidden"]) == (largest >= 4) and bool(ran["greedy"]) == (largest > 0)
+
+
+def test_penalties_after_preemption_with_steps_planned_ahead():
+    block = 2 * BLOCK * 2 * 16 * 4
+    made = requests(max_tokens=9, **PENALIZED)
+    runner = make_engine(attention="torch", overlaps=False, prefix_cache="off")._runner
+    expected = [likeliest_answer(runner, request) for request in made]
+    engine = make_engine(graphs=(1, 2, 4), kv_cache_bytes=16 * block, prefix_cache="off")
+    assert answers(engine, made) == expected
+    assert engine.metrics.preemptions > 0
 
 
 def test_graph_sizes():
