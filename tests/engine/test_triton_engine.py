@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from engine_fakes import ByteTokenizer, TextEngine, run, tiny_model, tokens_of
+from engine_fakes import EOS, ByteTokenizer, TextEngine, run, tiny_model, tokens_of
 from penalties_reference import likeliest_answer
 
 from tessera.engine.config import EngineConfig
@@ -32,13 +32,13 @@ MODEL = tiny_model(device=DEVICE, hidden_size=64, head_dim=16, num_hidden_layers
 ROWS = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(4))
 
 
-def make_engine(graphs=(), prompt_graphs=(), overlaps=True, model=MODEL, **settings):
+def make_engine(graphs=(), prompt_graphs=(), overlaps=True, model=MODEL, eos=(), **settings):
     defaults = dict(block_size=BLOCK, max_batched_tokens=256, max_sequences=4, attention="triton", graph_batch_size=0)
     config = EngineConfig(**(defaults | settings))
     runner = ModelRunner.of_model(model, config, 128)
     runner.overlaps = overlaps
     runner.capture_graphs(list(graphs), list(prompt_graphs), 128 // BLOCK)
-    return TextEngine(runner, ByteTokenizer(), config, 128, ())
+    return TextEngine(runner, ByteTokenizer(), config, 128, eos)
 
 
 def requests(count=4, **sampling):
@@ -156,6 +156,20 @@ def test_a_step_with_anything_but_greedy_choice_runs_its_layers_as_a_graph(asked
     engine = make_engine(graphs=(1, 2, 4))
     assert answers(engine, requests(2, **sampling)) == plain
     assert ran["hidden"] == engine.metrics.graph_steps > 0 and not ran["greedy"]
+
+
+def test_labels_branch_in_graphs(monkeypatch):
+    def scores(engine):
+        for request in requests(2, ignore_eos=False, choices=["aab", "aac", "ba", "bb"]):
+            engine.submit(request)
+        return [[label["logprob"] for label in event.choices] for event in run(engine) if event.finish_reason == "stop"]
+
+    plain = scores(make_engine(attention="torch", overlaps=False, eos=(EOS,)))
+    ran = counted(monkeypatch)
+    found = scores(make_engine(graphs=(2,), eos=(EOS,)))
+    assert ran["hidden"] and len(found) == 2
+    for one, other in zip(found, plain, strict=True):
+        assert one == pytest.approx(other, abs=1e-3)
 
 
 def penalized(max_tokens):
