@@ -62,8 +62,9 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
             question: plain text; ``<image>`` in it marks where a picture goes (before the text if there is none).
             timeout: seconds for this request, in place of the client's.
             sampling: vLLM's names: max_tokens (the server's default is 64), min_tokens, temperature, top_p, top_k,
-                seed, stop, ignore_eos, logprobs. And ``max_tiles``, ``min_tiles``, ``thumbnail`` or a whole
-                ``tile_policy``: how finely pictures are cut.
+                seed, stop, ignore_eos, logprobs, presence_penalty, frequency_penalty, repetition_penalty,
+                no_repeat_ngram_size, priority (lower runs earlier). And ``max_tiles``, ``min_tiles``,
+                ``thumbnail`` or a whole ``tile_policy``: how finely pictures are cut.
                 ``choices=["yes", "no"]``: the answer is the likeliest of these labels, see :attr:`Answer.choices`.
                 ``exclude_input_in_output=False`` repeats the question before the answer.
         """

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from tessera.errors import InvalidRequest
@@ -17,8 +18,10 @@ MAX_CHOICE_CHARACTERS = 256
 LARGEST = 2**63
 # Keys of a request's sampling_parameters that are for preprocess alone.
 PREPROCESS_KEYS = ("tile_policy", "timeout_us")
+# What changes the logits by the tokens so far.
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "no_repeat_ngram_size")
 # What has no meaning where the answer is one of the choices.
-EXCLUDED_BY_CHOICES = ("temperature", "stop", "min_tokens", "ignore_eos", "logprobs")
+EXCLUDED_BY_CHOICES = ("temperature", "stop", "min_tokens", "ignore_eos", "logprobs", *PENALTIES)
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,13 @@ class SamplingParameters:
 
     ``temperature`` 0 is greedy. ``top_k`` 0 and -1 mean all tokens. ``seed`` None draws one. ``logprobs`` n returns,
     for every token, its own log probability and those of the n likeliest (True: 0; None: nothing). They are taken
-    before temperature, top_k and top_p.
+    before temperature, top_k and top_p, and before penalties and whatever else rules tokens out.
+
+    ``repetition_penalty`` divides what is above 0 among the logits of all tokens of prompt and answer, and multiplies
+    what is below. ``frequency_penalty`` is subtracted as often as the answer holds the token, ``presence_penalty`` once
+    where it holds it at all. ``no_repeat_ngram_size`` n rules out what would repeat n tokens in a row of prompt and
+    answer; 0 allows all. They apply in this order, before ``min_tokens`` and temperature; a picture's rows are no
+    tokens to them. ``priority``: of the requests that wait, the lower ones run first.
 
     ``choices``: the answer is the likeliest of these labels, and every label's scores come with it (see
     tessera.engine.labels). How much is computed follows from them, so ``max_tokens`` does not limit it; it still
@@ -45,7 +54,17 @@ class SamplingParameters:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    priority: int = 0
     choices: tuple[str, ...] | None = None
+
+    @cached_property  # asked at every step
+    def penalized(self) -> bool:
+        """Whether the tokens so far change the choice of the next."""
+        return any(getattr(self, name) != getattr(SamplingParameters, name) for name in PENALTIES)
 
     @classmethod
     def parse(cls, given: str | bytes | Mapping[str, Any] | None) -> SamplingParameters:
@@ -185,5 +204,10 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "logprobs": _logprobs,
     "skip_special_tokens": _flag,
     "include_stop_str_in_output": _flag,
+    "presence_penalty": _real(-2, 2),
+    "frequency_penalty": _real(-2, 2),
+    "repetition_penalty": _real(0, 10, above=True),
+    "no_repeat_ngram_size": _integer(0),
+    "priority": _integer(-(2**63), 2**63 - 1),
     "choices": _choices,
 }

@@ -12,6 +12,7 @@ from engine_fakes import VOCABULARY, make_engine, make_request
 from tessera.engine.config import EngineConfig
 from tessera.engine.request import Request, SamplingParameters
 from tessera.errors import ConfigError, InvalidRequest
+from tessera.sampling import PENALTIES
 
 
 def test_defaults_are_greedy_and_short():
@@ -39,6 +40,26 @@ def test_all_names_in_json_and_as_strings():
     assert isinstance(SamplingParameters.parse({"max_tokens": 8.0}).max_tokens, int)
 
 
+def test_penalties_and_priority_in_json_and_as_strings():
+    given = {
+        "presence_penalty": "-2",
+        "frequency_penalty": 2,
+        "repetition_penalty": 1.05,
+        "no_repeat_ngram_size": "100",
+        "priority": -(2**63),
+    }
+    read = SamplingParameters.parse(json.dumps(given))
+    assert (read.presence_penalty, read.frequency_penalty, read.repetition_penalty) == (-2.0, 2.0, 1.05)
+    assert (read.no_repeat_ngram_size, read.priority) == (100, -(2**63)) and read.penalized
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_each_penalty_counts_as_one(name):
+    assert SamplingParameters.parse({name: 2}).penalized
+    neutral = {name: getattr(SamplingParameters(), name), "priority": 3, "temperature": 1}
+    assert not SamplingParameters.parse(neutral).penalized
+
+
 @pytest.mark.parametrize(("value", "expected"), [(True, 0), (False, None), (None, None), (5, 5)])
 def test_logprobs_is_a_number_or_a_switch(value, expected):
     assert SamplingParameters.parse({"logprobs": value}).logprobs == expected
@@ -55,6 +76,8 @@ def test_choices_are_labels_in_the_order_given():
         "min_tokens": 0,
         "stop": [],
         "logprobs": None,
+        "repetition_penalty": 1,
+        "priority": 2,
     }
     assert SamplingParameters.parse({"choices": ["a", "b"], **harmless}).max_tokens == 3
     most = [f"{i:0256}" for i in range(64)]
@@ -81,7 +104,9 @@ def test_labels_that_are_no_choice(choices, message):
 
 
 @pytest.mark.parametrize(
-    "other", [{"temperature": 0.5}, {"stop": "."}, {"min_tokens": 1}, {"ignore_eos": True}, {"logprobs": 0}]
+    "other",
+    [{"temperature": 0.5}, {"stop": "."}, {"min_tokens": 1}, {"ignore_eos": True}, {"logprobs": 0}]
+    + [{name: 2} for name in PENALTIES],
 )
 def test_choices_exclude_what_shapes_free_text(other):
     with pytest.raises(InvalidRequest, match=f"choices and {next(iter(other))} exclude each other"):
@@ -108,6 +133,17 @@ def test_choices_exclude_what_shapes_free_text(other):
         {"logprobs": 21},
         {"ignore_eos": "maybe"},
         {"ignore_eos": [True]},
+        {"presence_penalty": 2.1},
+        {"presence_penalty": "much"},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": float("nan")},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": 10.1},
+        {"repetition_penalty": True},
+        {"no_repeat_ngram_size": -1},
+        {"no_repeat_ngram_size": 2.5},
+        {"priority": 0.5},
+        {"priority": 2**63},
         {"beam_width": 2},
     ],
 )

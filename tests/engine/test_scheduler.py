@@ -100,6 +100,37 @@ def test_a_preempted_sequence_comes_before_those_that_wait():
     assert starts == ["first", "second", "second", "late"]
 
 
+def begun(runner):
+    """Names in the order in which their prompts were begun."""
+    return [sequence.request.request_id for batch in runner.batches for sequence, start, *_ in batch if not start]
+
+
+def test_those_that_wait_go_by_priority_then_by_arrival():
+    engine, runner = make_engine(max_sequences=1)
+    engine.submit(make_request([1], "running", max_tokens=5, ignore_eos=True, priority=9))
+    engine.step()
+    for name, priority in (("a", 0), ("b", 3), ("c", -1), ("d", 0), ("e", -1), ("f", 3)):
+        engine.submit(make_request([1], name, max_tokens=1, priority=priority))
+        engine.step()
+    run(engine)
+    assert begun(runner) == ["running", "c", "e", "a", "d", "b", "f"]
+
+
+def test_priority_preempts_nobody_and_passes_no_preempted_sequence():
+    engine, runner = make_engine(num_blocks=9, prefix_cache="off")
+    for name in ("first", "second"):
+        engine.submit(make_request([1] * 12, name, max_tokens=12, ignore_eos=True))
+    engine.step()
+    while not engine.metrics.preemptions:
+        engine.step()
+    assert [sequence.request.request_id for sequence in engine.scheduler.waiting] == ["second"]
+    engine.submit(make_request([2] * 12, "late", max_tokens=1))
+    engine.submit(make_request([2] * 12, "urgent", max_tokens=1, priority=-5))
+    run(engine)
+    assert engine.metrics.preemptions == 1
+    assert begun(runner) == ["first", "second", "second", "urgent", "late"]
+
+
 def test_a_preempted_sequence_waits_for_the_tokens_it_was_promised():
     """Steps are planned ahead; a token that is not known yet cannot be computed again."""
     scheduler = Scheduler(BlockManager(5, 4), 20, 4)
@@ -137,9 +168,9 @@ class Gathering:
         monkeypatch.setattr(scheduling.time, "monotonic_ns", lambda: self.now_ms * 1_000_000)
         self.scheduler = Scheduler(BlockManager(400, 4), 64, 32, gathers=True)
 
-    def add(self, name, at_ms, tokens=10):
+    def add(self, name, at_ms, tokens=10, **sampling):
         self.now_ms = at_ms
-        request = replace(make_request([1] * tokens, name), arrival_ns=at_ms * 1_000_000)
+        request = replace(make_request([1] * tokens, name, **sampling), arrival_ns=at_ms * 1_000_000)
         self.scheduler.add(Sequence(request))
 
     def started(self, at_ms):
@@ -149,6 +180,16 @@ class Gathering:
         batch = self.scheduler.schedule()
         self.scheduler.apply(batch, [SampledToken(7) for _ in batch.sampling])
         return [span.sequence.request.request_id for span in batch.spans if span.sequence not in running]
+
+
+def test_a_burst_is_gathered_whatever_its_order(monkeypatch):
+    gathering = Gathering(monkeypatch)
+    gathering.add("first", 0)
+    assert gathering.started(0) == ["first"]
+    for number in range(3):
+        gathering.add(f"{number}", 10 + 5 * number, priority=-number)
+        assert gathering.started(15 + 5 * number) == []
+    assert gathering.started(33) == ["2", "1", "0"]
 
 
 def test_a_burst_is_read_in_one_step_while_others_run(monkeypatch):

@@ -73,7 +73,8 @@ def test_engine_under_random_load(script, policy, num_blocks, budget, sequences,
     for action, value in script:
         if action == "submit":
             ids, pictures, max_tokens, choices = value
-            request = make_request(ids, f"{len(submitted)}", pictures, max_tokens=max_tokens, choices=choices)
+            sampling = dict(max_tokens=max_tokens, choices=choices, priority=max_tokens % 3)
+            request = make_request(ids, f"{len(submitted)}", pictures, **sampling)
             submitted.append(engine.submit(request))
         elif action == "cancel" and submitted:
             sequence = submitted[value % len(submitted)]
@@ -121,7 +122,7 @@ def test_steps_may_be_planned_ahead(requests, cancels, num_blocks, depth):
     runner = BookkeepingRunner(num_blocks, 4, tokens=TOKENS)
     sequences = []
     for number, (ids, pictures, max_tokens, _) in enumerate(requests):
-        request = make_request(ids, str(number), pictures, max_tokens=max_tokens)
+        request = make_request(ids, str(number), pictures, max_tokens=max_tokens, priority=max_tokens % 3)
         keys = [pictures[i][2] * 100 + row for i in range(len(pictures)) for row in range(pictures[i][1])]
         sequences.append(Sequence(request, image_cache_ids=keys or None, stop_ids=(EOS,)))
         scheduler.add(sequences[-1])

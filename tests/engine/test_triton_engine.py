@@ -5,16 +5,18 @@ Without a GPU the kernels run in triton's interpreter and a graph's replay runs 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from engine_fakes import ByteTokenizer, TextEngine, run, tiny_model, tokens_of
+from engine_fakes import EOS, ByteTokenizer, TextEngine, run, tiny_model, tokens_of
+from penalties_reference import likeliest_answer
 
 from tessera.engine.config import EngineConfig
-from tessera.engine.execution.decode_graphs import graph_sizes
+from tessera.engine.execution.decode_graphs import DecodeGraphs, graph_sizes
 from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.request import Request, SamplingParameters
 from tessera.errors import InvalidRequest
@@ -30,13 +32,13 @@ MODEL = tiny_model(device=DEVICE, hidden_size=64, head_dim=16, num_hidden_layers
 ROWS = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(4))
 
 
-def make_engine(graphs=(), prompt_graphs=(), overlaps=True, model=MODEL, **settings):
+def make_engine(graphs=(), prompt_graphs=(), overlaps=True, model=MODEL, eos=(), **settings):
     defaults = dict(block_size=BLOCK, max_batched_tokens=256, max_sequences=4, attention="triton", graph_batch_size=0)
     config = EngineConfig(**(defaults | settings))
     runner = ModelRunner.of_model(model, config, 128)
     runner.overlaps = overlaps
     runner.capture_graphs(list(graphs), list(prompt_graphs), 128 // BLOCK)
-    return TextEngine(runner, ByteTokenizer(), config, 128, ())
+    return TextEngine(runner, ByteTokenizer(), config, 128, eos)
 
 
 def requests(count=4, **sampling):
@@ -113,17 +115,90 @@ def test_same_tokens_of_a_cache_in_fp8(way, monkeypatch):
     assert (engine.metrics.graph_steps > 0) == bool({"graphs", "prompt_graphs"} & WAYS[way].keys())
 
 
-def test_a_step_with_anything_but_greedy_choice_is_no_graph(expected):
+def counted(monkeypatch):
+    """Which graphs ran, by name."""
+    ran = Counter()
+
+    def counting(name):
+        original = getattr(DecodeGraphs, name)
+
+        def run(self, packed):
+            ran[name] += 1
+            return original(self, packed)
+
+        monkeypatch.setattr(DecodeGraphs, name, run)
+
+    counting("greedy")
+    counting("hidden")
+    return ran
+
+
+def test_greedy_steps_run_whole_graphs_alone(expected, monkeypatch):
+    ran = counted(monkeypatch)
+    assert answers(make_engine(graphs=(1, 2, 4)), requests()) == expected
+    assert ran["greedy"] and not ran["hidden"]
+
+
+PENALIZED = dict(repetition_penalty=0.7, frequency_penalty=0.2, presence_penalty=-0.3, no_repeat_ngram_size=2)
+SAMPLED = {
+    "log probabilities": dict(logprobs=1),
+    "draws": dict(temperature=1.5, seed=7),
+    "penalties": PENALIZED,
+    "draws under penalties": dict(temperature=1.5, seed=7, **PENALIZED),
+}
+
+
+@pytest.mark.parametrize("asked", SAMPLED)
+def test_a_step_with_anything_but_greedy_choice_runs_its_layers_as_a_graph(asked, monkeypatch):
+    sampling = dict(max_tokens=5, **SAMPLED[asked])
+    plain = answers(make_engine(attention="torch", overlaps=False), requests(2, **sampling))
+    ran = counted(monkeypatch)
     engine = make_engine(graphs=(1, 2, 4))
-    entries = []
-    for request in requests(2, logprobs=0):
-        engine.submit(request)
-    entries = [entry for event in run(engine) for entry in event.logprobs or []]
-    assert len(entries) == len(expected[0]) + len(expected[1]) and engine.metrics.graph_steps == 0
-    seeded = dict(temperature=1.5, seed=7)
-    assert answers(make_engine(graphs=(1, 2, 4)), requests(3, **seeded)) == answers(
-        make_engine(attention="torch", overlaps=False), requests(3, **seeded)
-    )
+    assert answers(engine, requests(2, **sampling)) == plain
+    assert ran["hidden"] == engine.metrics.graph_steps > 0 and not ran["greedy"]
+
+
+def test_labels_branch_in_graphs(monkeypatch):
+    def scores(engine):
+        for request in requests(2, ignore_eos=False, choices=["aab", "aac", "ba", "bb"]):
+            engine.submit(request)
+        return [[label["logprob"] for label in event.choices] for event in run(engine) if event.finish_reason == "stop"]
+
+    plain = scores(make_engine(attention="torch", overlaps=False, eos=(EOS,)))
+    ran = counted(monkeypatch)
+    found = scores(make_engine(graphs=(2,), eos=(EOS,)))
+    assert ran["hidden"] and len(found) == 2
+    for one, other in zip(found, plain, strict=True):
+        assert one == pytest.approx(other, abs=1e-3)
+
+
+def penalized(max_tokens):
+    """Requests with penalties, and one without, which is the last to end."""
+    return [*requests(3, max_tokens=max_tokens, **PENALIZED), requests(4, max_tokens=max_tokens + 2)[3]]
+
+
+@pytest.fixture(scope="module")
+def expected_under_penalties():
+    runner = make_engine(attention="torch", prefix_cache="off", overlaps=False)._runner
+    return [likeliest_answer(runner, request) for request in penalized(6)]
+
+
+@pytest.mark.parametrize("way", ["eager", "graphs with dummies", "graphs for few", "prompt graphs", "uncached pieces"])
+def test_penalties_on_tokens_that_the_host_does_not_know_yet(way, expected_under_penalties, monkeypatch):
+    ran = counted(monkeypatch)
+    assert answers(make_engine(**WAYS[way]), penalized(6)) == expected_under_penalties
+    largest = max(WAYS[way].get("graphs", (0,)))
+    assert bool(ran["hidden"]) == (largest >= 4) and bool(ran["greedy"]) == (largest > 0)
+
+
+def test_penalties_after_preemption_with_steps_planned_ahead():
+    block = 2 * BLOCK * 2 * 16 * 4
+    made = requests(max_tokens=9, **PENALIZED)
+    runner = make_engine(attention="torch", overlaps=False, prefix_cache="off")._runner
+    expected = [likeliest_answer(runner, request) for request in made]
+    engine = make_engine(graphs=(1, 2, 4), kv_cache_bytes=16 * block, prefix_cache="off")
+    assert answers(engine, made) == expected
+    assert engine.metrics.preemptions > 0
 
 
 def test_graph_sizes():

@@ -21,6 +21,7 @@ MARKERS = ("<image>", "<img>", "</img>", "<IMG_CONTEXT>", "<|im_start|>", "<|im_
 SAMPLING_KEYS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "logprobs",
     "skip_special_tokens", "include_stop_str_in_output", "tile_policy", "timeout_us", "beams",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "no_repeat_ngram_size", "priority",
 )  # fmt: skip
 # Long answers would only test patience.
 MAX_TOKENS = 4

@@ -68,6 +68,20 @@ def test_same_tokens(way, requests, expected):
     assert (counted["graph_steps"] > 0) == (WAYS[way].get("graph_batch_size", 1) > 0)
 
 
+PENALTIES = dict(repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1, no_repeat_ngram_size=3)
+
+
+def test_same_tokens_under_penalties(requests):
+    """Every third request asks for none; the rest go in graphs that end before the choice."""
+    asking = [
+        replace(request, sampling=replace(request.sampling, **PENALTIES)) if number % 3 else request
+        for number, request in enumerate(requests)
+    ]
+    plain = answers(asking, device="cpu", attention="torch", prefix_cache="off")[0]
+    found, counted = answers(asking)
+    assert found == plain and counted["graph_steps"] > 0
+
+
 def test_same_tokens_after_preemption(requests, expected):
     longest = max(len(request.input_ids) + request.sampling.max_tokens for request in requests)
     preemptions = 0

@@ -51,6 +51,14 @@ def test_generate(server, model, door):
     assert tokens(answers(*post(url, both))) == 2
 
 
+def test_penalties_reach_the_model(server):
+    sampling = '{"no_repeat_ngram_size": 1, "priority": -3, "max_tokens": 12, "ignore_eos": true, "logprobs": true}'
+    body = {"text_input": TEXT, "sampling_parameters": sampling, "repetition_penalty": 0.5, "presence_penalty": -2.0}
+    (answer,) = answers(*post(f"{server.http_url}/v2/models/vlm_unary/generate", body))
+    said = [entry["token_id"] for entry in json.loads(answer["logprobs"])]
+    assert len(said) == len(set(said)) == 12
+
+
 def test_flags_as_parameters(server):
     more = {"parameters": {**WANTED, "exclude_input_in_output": True, "stream": False}}
     for model, door in DOORS:
@@ -65,6 +73,7 @@ def test_flags_as_parameters(server):
         ({"parameters": {"max_token": 2}}, ["unknown key 'max_token'"]),
         ({"max_token": 2}, ["unknown key 'max_token'"]),
         ({"parameters": {"max_tokens": -1}}, ["max_tokens", "-1"]),
+        ({"parameters": {"repetition_penalty": 0}}, ["repetition_penalty must be above 0"]),
         ({"sampling_parameters": '{"max_tokens": 3}', "max_tokens": 2}, ["'max_tokens' is given twice: 3", "2"]),
         ({"parameters": {"max_tokens": 3}, "max_tokens": 2}, ["'max_tokens' is given twice: 3", "2"]),
     ],

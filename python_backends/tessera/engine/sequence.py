@@ -81,6 +81,7 @@ class Sequence:
         self.outputs: list[int] = []
         self.in_flight = 0
         self.computed = 0
+        self.preempted = False  # whether it ever gave its blocks back
         self.block_table: list[int] = []
         self.block_keys: list[bytes] = []  # chain hashes of the full blocks at the front, filled as needed
         self.committed = 0  # blocks at the front of the table that were offered to the prefix index
@@ -100,6 +101,11 @@ class Sequence:
     def length(self) -> int:
         """Positions planned: known ones and those whose token is being sampled."""
         return self.known + self.in_flight
+
+    @property
+    def place(self) -> int:
+        """Of the last token in flight, in the answer."""
+        return len(self.outputs) + self.in_flight - 1
 
     @property
     def pending(self) -> int:

@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs: one recorded launch instead of hundreds.
 
-A graph is recorded for each of some batch sizes; a smaller batch is filled up with dummies, which touch no cache.
+A graph is recorded for each of some batch sizes; a smaller batch is filled up with dummies, which touch no cache. And
+each twice: whole, for the likeliest tokens, and without head and choice, for steps that sample, penalize or report.
 Everything that changes from step to step stands in one static buffer, of which a step copies only the front: the
 columns below are the sequences, and the block numbers, of which there are few or many, are the last rows.
 """
@@ -23,7 +24,7 @@ _IDS, _SOURCE, _ROPE_LENGTHS, _SLOTS, _CONTEXT, _POSITIONS = range(6)
 
 
 class DecodeGraphs:
-    """Greedy decode steps of up to ``max(sizes)`` sequences.
+    """Decode steps of up to ``max(sizes)`` sequences.
 
     ``last_sampled`` int64 [>= max(sizes)] holds the tokens of the step before, and after a step its own. On the CPU
     nothing is recorded: a replay runs the same steps one by one.
@@ -41,19 +42,39 @@ class DecodeGraphs:
         self._header = _POSITIONS + model.rotary.axes
         rows = self._header + most_blocks
         self._inputs = torch.zeros(rows * self._sizes[-1], dtype=torch.int64, device=self._device)
-        self._replays: dict[int, Callable[[], None]] = {}
+        embedding = model.embedding.get_buffer("weight")
+        shape = self._sizes[-1], model.config.hidden_size
+        self._hidden = torch.zeros(shape, dtype=embedding.dtype, device=self._device)
+        self._greedy: dict[int, Callable[[], None]] = {}
+        self._layers: dict[int, Callable[[], None]] = {}
 
     def capture(self) -> None:
         """Records the graphs."""
-        self._replays = record("decode graphs", self._sizes, self._fill_with_dummies, self._run, self._device)
+        for_all = self._sizes, self._fill_with_dummies
+        self._greedy = record("decode graphs", *for_all, self._run_greedy, self._device)
+        self._layers = record("decode graphs without the choice", *for_all, self._run_layers, self._device)
 
     def fits(self, packed: PackedBatch) -> bool:
-        """Whether a batch of single, sampling queries has a graph; whether greedy will do is for the caller."""
+        """Whether a batch of single, sampling queries has a graph."""
         sequences, most = packed.table.blocks.shape
         return sequences <= self._sizes[-1] and most <= self._most_blocks and len(packed.ids) == sequences
 
-    def run(self, packed: PackedBatch) -> torch.Tensor:
-        """Runs a batch that fits; its tokens, int64 [s], a view that the next step overwrites."""
+    def greedy(self, packed: PackedBatch) -> torch.Tensor:
+        """Runs a batch that fits; its likeliest tokens, int64 [s], a view that the next step overwrites."""
+        self._greedy[self._load(packed)]()
+        return self._last_sampled[: len(packed.ids)]
+
+    def hidden(self, packed: PackedBatch) -> torch.Tensor:
+        """Runs a batch that fits; what the head makes its logits of, [s, hidden], a view that the next step overwrites.
+
+        ``last_sampled`` stays as it is.
+        """
+        size = self._load(packed)
+        self._layers[size]()
+        return self._hidden[: len(packed.ids)]
+
+    def _load(self, packed: PackedBatch) -> int:
+        """Puts a batch into the static inputs; the size of its graph."""
         count = len(packed.ids)
         size = next(size for size in self._sizes if size >= count)
         most = packed.table.blocks.shape[1]
@@ -67,21 +88,26 @@ class DecodeGraphs:
         lines[_POSITIONS : self._header, :count] = packed.positions
         lines[self._header :, :count] = packed.table.blocks.T
         self._inputs[: lines.size].copy_(to_device(lines.reshape(-1), self._device))
-        self._replays[size]()
-        return self._last_sampled[:count]
+        return size
 
     def _fill_with_dummies(self, size: int) -> None:
         self._inputs.zero_()
         self._view(size)[[_SLOTS, _SOURCE]] = -1
 
-    def _run(self, size: int) -> None:
+    def _run_greedy(self, size: int) -> None:
+        self._last_sampled[:size].copy_(greedy(self._model.logits(self._compute(size))))
+
+    def _run_layers(self, size: int) -> None:
+        self._hidden[:size].copy_(self._compute(size))
+
+    def _compute(self, size: int) -> torch.Tensor:
+        """All layers over the static inputs, [size, hidden]."""
         lines = self._view(size)
         ids = fill_in(lines[_IDS], lines[_SOURCE], self._last_sampled)
         cos, sin = self._model.rotary.angles(lines[_POSITIONS : self._header], lines[_ROPE_LENGTHS])
         plan = self._attention.captured_plan(lines[_CONTEXT], lines[self._header :])
         step = AttentionStep(cos, sin, lines[_SLOTS], None, plan)
-        hidden = self._model(ids, None, None, self._attention, step, step)
-        self._last_sampled[:size].copy_(greedy(self._model.logits(hidden)))
+        return self._model(ids, None, None, self._attention, step, step)
 
     def _view(self, size: int) -> torch.Tensor:
         """The buffer's front for a batch size: int64 [header + most_blocks, size]."""

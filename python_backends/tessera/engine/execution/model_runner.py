@@ -16,6 +16,7 @@ from tessera.engine.config import EngineConfig
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in, image_rows, pack
 from tessera.engine.execution.decode_graphs import DecodeGraphs, graph_sizes
 from tessera.engine.execution.memory_budget import MemoryBudget
+from tessera.engine.execution.penalties import Histories
 from tessera.engine.execution.prompt_graphs import MOST_SEQUENCES, PromptGraphs, prompt_sizes
 from tessera.engine.execution.sampler import SampledRows, SamplingRow, sample
 from tessera.engine.models.qwen2 import Qwen2
@@ -56,6 +57,7 @@ class ModelRunner:
         # is launched before the host knows them.
         self._last_sampled = torch.zeros(max_sequences, dtype=torch.int64, device=weight.device)
         self._previous: dict[int, int] = {}
+        self._histories = Histories(max_sequences, weight.device)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: CheckpointConfig, config: EngineConfig, max_model_len: int) -> ModelRunner:
@@ -118,13 +120,27 @@ class ModelRunner:
             started = Moment(self._last_sampled.device)
             packed = self._pack(batch)
             rows = [SamplingRow.of(sequence) for sequence in batch.sampling]
-            if self._graphs is not None and _decodes(batch, rows) and self._graphs.fits(packed):
+            graphs = self._graphs if self._graphs is not None and self._graphs.fits(packed) else None
+            if graphs is None or not _decodes(batch):
+                sampled = self._sample(self._forward(packed, batch), batch, rows, started)
+            elif all(row.plain for row in rows):
+                self._histories.forget()
+                sampled = SampledRows(graphs.greedy(packed), started)
                 self.graph_steps += 1
-                sampled = SampledRows(self._graphs.run(packed), started)
             else:
-                sampled = sample(self._forward(packed, batch), rows, started)
-                self._last_sampled[: len(rows)].copy_(sampled.ids)
+                sampled = self._sample(self._model.logits(graphs.hidden(packed)), batch, rows, started)
+                self.graph_steps += 1
         self._previous = {id(sequence): place for place, sequence in enumerate(batch.sampling)}
+        return sampled
+
+    def _sample(
+        self, logits: torch.Tensor, batch: ScheduledBatch, rows: list[SamplingRow], started: Moment
+    ) -> SampledRows:
+        penalties = self._histories.select(batch.sampling)
+        sampled = sample(logits, rows, started, penalties)
+        if penalties is not None:
+            penalties.append(sampled.ids)
+        self._last_sampled[: len(rows)].copy_(sampled.ids)
         return sampled
 
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
@@ -183,12 +199,9 @@ def load_model(checkpoint: CheckpointConfig, config: EngineConfig) -> Qwen2:
     return model
 
 
-def _decodes(batch: ScheduledBatch, rows: list[SamplingRow]) -> bool:
-    """Whether each sequence continues its answer by the likeliest token."""
-    return len(rows) == len(batch.spans) and all(
-        span.count == 1 and span.start >= span.sequence.prompt_length and row.plain
-        for span, row in zip(batch.spans, rows)
-    )
+def _decodes(batch: ScheduledBatch) -> bool:
+    """Whether each sequence continues its answer by one token."""
+    return all(span.samples and span.count == 1 and span.start >= span.sequence.prompt_length for span in batch.spans)
 
 
 def model_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tessera.engine.execution.penalties import Penalties
 from tessera.engine.request import SamplingParameters
 from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
 from tessera.engine.transfer import Moment, to_device, to_host
@@ -35,14 +36,14 @@ class SamplingRow:
     def of(cls, sequence: Sequence) -> SamplingRow:
         """The row of a sequence's token that is in flight; while it is short of min_tokens it may not stop."""
         parameters = sequence.request.sampling
-        place = len(sequence.outputs) + sequence.in_flight - 1
-        forbidden = sequence.stop_ids if place < parameters.min_tokens else frozenset()
-        return cls(parameters, sequence.seed, place, forbidden, sequence.children)
+        forbidden = sequence.stop_ids if sequence.place < parameters.min_tokens else frozenset()
+        return cls(parameters, sequence.seed, sequence.place, forbidden, sequence.children)
 
     @property
     def plain(self) -> bool:
         """Whether the likeliest token is all that is asked for."""
-        wants = self.parameters.temperature > 0 or self.parameters.logprobs is not None
+        asked = self.parameters
+        wants = asked.temperature > 0 or asked.logprobs is not None or asked.penalized
         return not (wants or self.forbidden or self.children)
 
 
@@ -98,10 +99,13 @@ def _checked(tokens: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
     return torch.where(spread < float("inf"), tokens, NOT_FINITE)
 
 
-def sample(logits: torch.Tensor, rows: SequenceType[SamplingRow], started: Moment) -> SampledRows:
+def sample(
+    logits: torch.Tensor, rows: SequenceType[SamplingRow], started: Moment, penalties: Penalties | None = None
+) -> SampledRows:
     """logits of any float dtype [m, vocabulary], m rows -> m tokens, NOT_FINITE for a row with any NaN or infinity.
 
-    Forbidden tokens are masked in ``logits`` itself.
+    In this order: log probabilities and the search for NaN, both of the logits as they are; penalties; forbidden
+    tokens; temperature, top_k and top_p. Forbidden tokens may be masked in ``logits`` itself.
     Indices go to the device by ``to_device``: plain lists as indices would wait for the whole step.
     """
     device = logits.device
@@ -109,6 +113,8 @@ def sample(logits: torch.Tensor, rows: SequenceType[SamplingRow], started: Momen
     where = to_device(np.array(reported, np.int64), device)
     logprobs = logits[where].float().log_softmax(dim=-1) if reported else None
     spread = _spread(logits)  # before any token is forbidden
+    if penalties is not None:
+        logits = penalties.applied(logits)
     forbidden = [(i, token) for i, row in enumerate(rows) for token in row.forbidden]
     if forbidden:
         places = to_device(np.array(forbidden, np.int64), device)

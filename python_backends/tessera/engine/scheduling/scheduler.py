@@ -1,9 +1,10 @@
 """Which tokens run in the next step.
 
-First every running sequence in order of arrival, then, with what is left of the budget, those that wait. Nothing
-overtakes, so of the running sequences at most the last is still reading its prompt, and a long prompt takes only
-what decoding leaves. When blocks run out, the last running sequence gives its own back and waits, first in the
-queue, to be computed again: the first one always gets on, so every sequence gets its turn.
+First every running sequence in the order in which they began, then, with what is left of the budget, those that wait:
+by priority (lower first), then by arrival. Nothing overtakes the head of that queue, so of the running sequences at
+most the last is still reading its prompt, and a long prompt takes only what decoding leaves. When blocks run out, the
+last running sequence gives its own back and waits, first in the queue whatever its priority, to be computed again: the
+first one always gets on, so every sequence of equal priority gets its turn.
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        """Queues a new sequence, behind those of its priority."""
+        place = len(self.waiting)
+        while place and self._yields(self.waiting[place - 1], sequence):
+            place -= 1
+        self.waiting.insert(place, sequence)
 
     def schedule(self) -> ScheduledBatch:
         """Plans the next step; it is empty when nothing can run before a batch in flight is applied."""
@@ -139,7 +144,8 @@ class Scheduler:
         if not (self._gathers and self.running and self.waiting):
             return False
         now, tokens = time.monotonic_ns(), 0
-        newest, oldest = self.waiting[-1].request.arrival_ns, self.waiting[0].request.arrival_ns
+        arrivals = [sequence.request.arrival_ns for sequence in self.waiting]
+        newest, oldest = max(arrivals), min(arrivals)
         if now - newest > _QUIET_NS or now - oldest > _LONGEST_WAIT_NS:
             return False
         for sequence in self.waiting:
@@ -156,9 +162,14 @@ class Scheduler:
         sequence.in_flight += samples
         return ScheduledSpan(sequence, start, start + count, samples)
 
+    @staticmethod
+    def _yields(queued: Sequence, new: Sequence) -> bool:
+        return not queued.preempted and queued.request.sampling.priority > new.request.sampling.priority
+
     def _preempt_last(self) -> Sequence:
         self.preemptions += 1
         victim = self.running.pop()
+        victim.preempted = True
         self.blocks.release(victim)
         self.waiting.appendleft(victim)
         return victim

@@ -1,0 +1,209 @@
+"""Penalties change logits as transformers' processors do, however the steps are cut up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from engine_fakes import make_request, run, tiny_engine, tiny_model, tokens_of
+from penalties_reference import likeliest_answer, penalized
+from test_equivalence import WAYS, answers, requests
+
+from tessera.engine.execution.model_runner import ModelRunner
+from tessera.engine.execution.penalties import Histories, echoes, history
+from tessera.engine.execution.sampler import SamplingRow, sample
+from tessera.engine.sequence import SampledToken, Sequence
+from tessera.engine.transfer import Moment
+
+ASKED = [
+    dict(),
+    dict(repetition_penalty=1.7),
+    dict(presence_penalty=1.5),
+    dict(frequency_penalty=0.9),
+    dict(no_repeat_ngram_size=1),
+    dict(no_repeat_ngram_size=2),
+    dict(no_repeat_ngram_size=3, frequency_penalty=-0.5),
+    dict(repetition_penalty=0.6, frequency_penalty=0.3, presence_penalty=-1, no_repeat_ngram_size=4),
+    dict(no_repeat_ngram_size=10**9),
+]
+
+
+def sequences(generator, small):
+    """Of each kind of ``ASKED``; every second prompt holds two pictures, and tokens from so few that they repeat."""
+    made = []
+    for number, asked in enumerate(ASKED):
+        ids = torch.randint(0, small, (12 + number,), generator=generator).tolist()
+        pictures = [(1, 3, 5), (6, 2, 6)] if number % 2 else []
+        made.append(Sequence(make_request(ids, f"{number}", pictures, max_tokens=40, **asked)))
+    return made
+
+
+def step(histories, batch, logits):
+    """As ModelRunner.launch: the tokens stay unknown to the sequences."""
+    for sequence in batch:
+        sequence.in_flight += 1
+    rows = [SamplingRow.of(sequence) for sequence in batch]
+    penalties = histories.select(batch)
+    sampled = sample(logits.clone(), rows, Moment(logits.device), penalties)
+    if penalties is not None:
+        penalties.append(sampled.ids)
+    return [token.token_id for token in sampled.tokens()]
+
+
+def apply(batch, tokens):
+    for sequence, token in zip(batch, tokens):
+        sequence.in_flight -= 1
+        sequence.take(SampledToken(token))
+
+
+@pytest.mark.parametrize("small", [3, 7])  # of how many tokens prompts and answers are made
+@pytest.mark.parametrize("ahead", [False, True])  # whether a step is planned before the one before is known
+def test_random_logits_as_the_processors_change_them(small, ahead):
+    generator = torch.Generator().manual_seed(small)
+    live, histories = sequences(generator, small), Histories(len(ASKED), torch.device("cpu"))
+    said: dict[Sequence, list[int]] = {sequence: [] for sequence in live}
+    under_way = ()
+    for number in range(30):
+        logits = torch.randn(len(live), small + 1, generator=generator) * 3
+        logits[:, -1] = -20  # what is left where all else is ruled out
+        # Some sit a step out now and then, as after a preemption, and all take another place.
+        batch = [s for place, s in enumerate(live) if (place + number) % 9 or number % 2][:: 1 - 2 * (number % 2)]
+        if under_way and not ahead:
+            apply(*under_way)
+        elif under_way and any(sequence not in under_way[0] for sequence in batch):
+            apply(*under_way)  # who sat out comes back when all is known
+            under_way = ()
+        tokens = step(histories, batch, logits[: len(batch)])
+        if under_way and ahead:
+            apply(*under_way)
+        for row, (sequence, token) in enumerate(zip(batch, tokens)):
+            prompt = history(sequence)[: -len(sequence.outputs) or None].tolist()
+            expected = penalized(logits[row], prompt, said[sequence], sequence.request.sampling)
+            assert token == int(expected.argmax()), (number, sequence.request.request_id)
+            said[sequence].append(token)
+        under_way = (batch, tokens)
+
+
+def test_logits_of_every_token_are_the_processors():
+    """Not only the likeliest; rows that ask for nothing stay as they are."""
+    generator = torch.Generator().manual_seed(5)
+    batch, histories = sequences(generator, 20), Histories(16, torch.device("cpu"))
+    for sequence in batch:
+        sequence.outputs = torch.randint(0, 20, (9,), generator=generator).tolist()
+        sequence.in_flight = 1
+    logits = torch.randn(len(batch), 50, generator=generator) * 5
+    found = histories.select(batch).applied(logits.clone())
+    for row, sequence in enumerate(batch):
+        prompt = history(sequence)[:-9].tolist()
+        expected = penalized(logits[row], prompt, sequence.outputs, sequence.request.sampling)
+        assert torch.equal(found[row], expected), ASKED[row]
+    assert torch.equal(found[0], logits[0])
+
+
+def test_nothing_is_kept_while_nobody_asks():
+    histories = Histories(4, torch.device("cpu"))
+    sequence = Sequence(make_request([1, 2], max_tokens=3))
+    assert step(histories, [sequence], torch.eye(3)[:1]) == [0] and histories.tokens.numel() == 0
+
+
+def test_a_picture_is_one_entry_that_equals_nothing():
+    sequence = Sequence(make_request([5, 5, 5, 5, 6, 5, 5, 5], pictures=[(1, 2, 7), (5, 3, 7)], max_tokens=2))
+    sequence.take(SampledToken(9))
+    assert history(sequence).tolist() == [5, -1, 5, 6, -2, 9]
+
+
+def test_echoes_count_equal_tokens_backwards():
+    generator = np.random.default_rng(0)
+    for length in (0, 1, 2, 30):
+        tokens = generator.integers(0, 2, length)
+        expected = []
+        for place in range(length):
+            equal = 0
+            while equal < place and tokens[place - 1 - equal] == tokens[length - 1 - equal]:
+                equal += 1
+            expected.append(equal)
+        assert echoes(tokens).tolist() == expected
+
+
+def test_log_probabilities_are_those_before_penalties():
+    sequence = Sequence(make_request([1, 2], max_tokens=3, repetition_penalty=10, logprobs=1))
+    sequence.in_flight = 1
+    logits = torch.tensor([[1.0, 3.0, 0.5, 0.9]])
+    rows = [SamplingRow.of(sequence)]
+    penalties = Histories(1, logits.device).select([sequence])
+    (token,) = sample(logits.clone(), rows, Moment(logits.device), penalties).tokens()
+    raw = logits.log_softmax(-1)[0]
+    assert token.token_id == 0 and token.logprob == pytest.approx(float(raw[0]))
+    assert token.top == ((1, pytest.approx(float(raw[1]))),)
+
+
+def test_min_tokens_and_penalties_together():
+    sequence = Sequence(make_request([1, 2], max_tokens=3, min_tokens=1, no_repeat_ngram_size=1), stop_ids=(0,))
+    histories = Histories(1, torch.device("cpu"))
+    assert step(histories, [sequence], torch.tensor([[9.0, 8.0, 7.0, 6.0, 5.0]])) == [3]
+
+
+def test_the_smallest_penalty_makes_no_nan():
+    sequence = Sequence(make_request([1], max_tokens=3, repetition_penalty=1e-300))
+    assert step(Histories(1, torch.device("cpu")), [sequence], torch.tensor([[0.5, 2.0]])) == [1]
+    sequence = Sequence(make_request([1], max_tokens=3, repetition_penalty=1e-300))
+    assert step(Histories(1, torch.device("cpu")), [sequence], torch.tensor([[-0.5, 0.0]])) == [1]
+
+
+def test_logits_that_are_not_finite_end_the_answer_still():
+    sequence = Sequence(make_request([1], max_tokens=3, no_repeat_ngram_size=1))
+    for logits in ([0.0, float("nan"), 1.0], [0.0, float("inf"), 1.0]):  # of the token that is ruled out
+        sequence.in_flight = 0
+        assert step(Histories(1, torch.device("cpu")), [sequence], torch.tensor([logits])) == [-1]
+
+
+MODEL = tiny_model()
+WANTED = dict(repetition_penalty=1.2, frequency_penalty=0.4, presence_penalty=0.3, no_repeat_ngram_size=2)
+REPEATING = dict(repetition_penalty=0.6, no_repeat_ngram_size=3)  # each speaks against the other
+
+
+def mixed(**sampling):
+    """Test_equivalence's requests, with penalties of two kinds and without."""
+    kinds = [requests(**kind, **sampling) for kind in (WANTED, REPEATING, {})]
+    return [each[number % 3] for number, each in enumerate(zip(*kinds))]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    engine = tiny_engine(MODEL, prefix_cache="off", attention="torch")
+    assert isinstance(engine._runner, ModelRunner)
+    return [likeliest_answer(engine._runner, request) for request in mixed(max_tokens=20)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("together", [True, False])
+def test_answers_of_the_processors(way, together, expected):
+    assert answers(tiny_engine(MODEL, **WAYS[way]), mixed(max_tokens=20), together) == expected
+
+
+def test_answers_of_the_processors_after_preemption(expected):
+    block = 2 * 2 * 4 * 2 * 8 * 4
+    engine = tiny_engine(MODEL, kv_cache_bytes=28 * block)
+    assert answers(engine, mixed(max_tokens=20)) == expected
+    assert engine.metrics.preemptions > 0
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_each_penalty_matters(name):
+    others = {} if name == "repetition_penalty" else dict(repetition_penalty=0.6)
+    without = answers(tiny_engine(MODEL), requests(max_tokens=20, **others))
+    assert answers(tiny_engine(MODEL), requests(max_tokens=20, **others, **{name: WANTED[name]})) != without
+
+
+@pytest.mark.parametrize("way", ["cached", "pieces", "few at once"])
+def test_a_seed_draws_the_same_tokens_with_penalties_in_any_company(way):
+    sampling = dict(temperature=1.5, top_p=0.95, seed=11)
+    lonely = [answers(tiny_engine(MODEL), [request])[0] for request in mixed(**sampling)]
+    assert answers(tiny_engine(MODEL, **WAYS[way]), mixed(**sampling)) == lonely
+
+
+def test_an_answer_without_repeats():
+    engine = tiny_engine(MODEL)
+    engine.submit(make_request([5, 6, 7], max_tokens=100, ignore_eos=True, no_repeat_ngram_size=1))
+    said = tokens_of(run(engine))
+    assert len(set(said)) == 100 and not {5, 6, 7} & set(said)
