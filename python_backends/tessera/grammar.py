@@ -215,7 +215,7 @@ class Spelling:
 
 
 def tokenizer(spelling: Spelling) -> LLTokenizer:
-    """Takes about a second for a large vocabulary."""
+    """Takes one to three seconds for 150,000 tokens."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     return LLTokenizer(TokenizerWrapper(spelling))

@@ -82,7 +82,7 @@ class Constraints:
     def matcher(self, parameters: SamplingParameters) -> Matcher:
         """At the beginning of an answer. Raises InvalidRequest where none could be constrained as asked.
 
-        A text that is new takes milliseconds, the first of all about a second: not for the thread that steps.
+        A text that is new takes milliseconds, the first of all up to three seconds: not for the thread that steps.
         """
         if not self._stop_ids:
             name = parameters.constraint
