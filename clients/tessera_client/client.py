@@ -66,6 +66,7 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
                 no_repeat_ngram_size, priority (lower runs earlier). And ``max_tiles``, ``min_tiles``,
                 ``thumbnail`` or a whole ``tile_policy``: how finely pictures are cut.
                 ``choices=["yes", "no"]``: the answer is the likeliest of these labels, see :attr:`Answer.choices`.
+                ``regex="..."``, ``json_schema={...}`` or ``json_object=True``: what the answer must match.
                 ``exclude_input_in_output=False`` repeats the question before the answer.
         """
         return self._answer(partial(question_request, image, question, **sampling), timeout)

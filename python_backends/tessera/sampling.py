@@ -15,6 +15,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 64
 MAX_CHOICE_CHARACTERS = 256
+MAX_REGEX_CHARACTERS = 8192
+MAX_SCHEMA_CHARACTERS = 65536
 LARGEST = 2**63
 # Keys of a request's sampling_parameters that are for preprocess alone.
 PREPROCESS_KEYS = ("tile_policy", "timeout_us")
@@ -22,6 +24,8 @@ PREPROCESS_KEYS = ("tile_policy", "timeout_us")
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "no_repeat_ngram_size")
 # What has no meaning where the answer is one of the choices.
 EXCLUDED_BY_CHOICES = ("temperature", "stop", "min_tokens", "ignore_eos", "logprobs", *PENALTIES)
+# What an answer must be; one request has one of them. The last three constrain it (see tessera.grammar).
+SHAPES = ("choices", "regex", "json_schema", "json_object")
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ class SamplingParameters:
     ``choices``: the answer is the likeliest of these labels, and every label's scores come with it (see
     tessera.engine.labels). How much is computed follows from them, so ``max_tokens`` does not limit it; it still
     counts where prompt and answer must fit the context.
+
+    ``regex``, ``json_schema`` (JSON text) or ``json_object`` (any JSON object): what the whole answer must match,
+    unless max_tokens or a stop string ends it early. ``logprobs`` are then the model's own too: of tokens that are not
+    allowed as well.
     """
 
     max_tokens: int = 64
@@ -60,6 +68,14 @@ class SamplingParameters:
     no_repeat_ngram_size: int = 0
     priority: int = 0
     choices: tuple[str, ...] | None = None
+    regex: str | None = None
+    json_schema: str | None = None
+    json_object: bool = False
+
+    @property
+    def constraint(self) -> str | None:
+        """The name of the parameter that the answer must match."""
+        return next((name for name in SHAPES[1:] if getattr(self, name) not in (None, False)), None)
 
     @cached_property  # asked at every step
     def penalized(self) -> bool:
@@ -95,6 +111,13 @@ class SamplingParameters:
         if parameters.min_tokens > parameters.max_tokens:
             raise InvalidRequest(
                 f"sampling_parameters: min_tokens {parameters.min_tokens} exceeds max_tokens {parameters.max_tokens}"
+            )
+        shapes = [name for name in SHAPES if getattr(parameters, name) not in (None, False)]
+        if parameters.constraint is not None and parameters.ignore_eos:
+            shapes = [parameters.constraint, "ignore_eos"]
+        if len(shapes) > 1:
+            raise InvalidRequest(
+                f"sampling_parameters: {shapes[0]} and {shapes[1]} exclude each other; send one of them"
             )
         if parameters.choices is not None:
             for name in EXCLUDED_BY_CHOICES:
@@ -192,6 +215,34 @@ def _choices(name: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _regex(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"sampling_parameters: {name} must be a string, not {value!r:.50}")
+    return _text(name, value, MAX_REGEX_CHARACTERS)
+
+
+def _json_schema(name: str, value: Any) -> str:
+    """An object as JSON text; the order of its keys is that of the answer."""
+    try:
+        schema = json.loads(_text(name, value, MAX_SCHEMA_CHARACTERS)) if isinstance(value, str) else value
+        if not isinstance(schema, Mapping):
+            raise InvalidRequest(f"sampling_parameters: {name} must be a JSON object, not {value!r:.50}")
+        text = json.dumps(schema, allow_nan=False)
+    except RecursionError:
+        raise InvalidRequest(f"sampling_parameters: {name} is nested too deeply") from None
+    except ValueError as error:
+        raise InvalidRequest(f"sampling_parameters: {name} is not valid JSON: {error}") from None
+    return _text(name, text, MAX_SCHEMA_CHARACTERS)
+
+
+def _text(name: str, text: str, most: int) -> str:
+    if len(text) > most:
+        raise InvalidRequest(f"sampling_parameters: {name} has {len(text)} characters; {most} fit")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise InvalidRequest(f"sampling_parameters: {name} has a lone surrogate")
+    return text
+
+
 _READERS: dict[str, Callable[[str, Any], Any]] = {
     "max_tokens": _integer(1),
     "min_tokens": _integer(0),
@@ -210,4 +261,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "no_repeat_ngram_size": _integer(0),
     "priority": _integer(-(2**63), 2**63 - 1),
     "choices": _choices,
+    "regex": _regex,
+    "json_schema": _json_schema,
+    "json_object": _flag,
 }

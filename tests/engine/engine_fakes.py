@@ -26,6 +26,9 @@ VOCABULARY = 300
 class ByteTokenizer:
     """Ids 0..255 are bytes, 256 is the special token <eos>; ids beyond it are not the tokenizer's."""
 
+    special_ids = frozenset([EOS])
+    strips_space = False
+
     def decode(self, ids, skip_special_tokens):
         stream = self.stream(skip_special_tokens)
         return stream.push(ids) + stream.end()
@@ -36,6 +39,9 @@ class ByteTokenizer:
 
     def encode(self, text, special):
         return list(text.encode())
+
+    def token_bytes(self, token):
+        return bytes([token]) if token < 256 else b"<eos>" if token == EOS else b""
 
 
 class TextEngine(Engine):
@@ -117,7 +123,11 @@ class BookkeepingRunner:
         children = span.sequence.children
         if children:
             return SampledToken(0, 0.0, tuple((child, child_logprob(seen, child)) for child in children))
-        token = next_token(seen, self._tokens)
+        tokens = self._tokens
+        if span.sequence.mask is not None:
+            allowed = np.unpackbits(span.sequence.mask, bitorder="little")
+            tokens = [token for token in tokens if allowed[token]]
+        token = next_token(seen, tokens)
         answered = span.end - span.sequence.prompt_length
         script = self.script.get(span.sequence.request.request_id)
         if script is not None:

@@ -18,6 +18,8 @@ import numpy as np
 from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.cache.prefix_index import image_cache_ids
 from tessera.engine.config import EngineConfig
+from tessera.engine.constrained_sequence import ConstrainedSequence
+from tessera.engine.constraints import Constraints
 from tessera.engine.label_sequence import LabelSequence
 from tessera.engine.labels import LabelScorer
 from tessera.engine.metrics import EngineMetrics
@@ -61,6 +63,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._config = config
         self._eos_token_ids = frozenset(token for token in eos_token_ids if token < runner.vocab_size)
+        self._constraints = Constraints(tokenizer, runner.vocab_size, self._eos_token_ids)
         self._cache_secret = secrets.token_bytes(16)
         self._under_way: deque[tuple[ScheduledBatch, SampledRows]] = deque()  # launched, not yet applied
         self._news = Progress()  # of the step under way
@@ -186,6 +189,8 @@ class Engine:
         )
         if request.sampling.choices is not None:
             return LabelSequence(request, self._label_scorer(request.sampling.choices), **options)
+        if request.sampling.constraint is not None:
+            return ConstrainedSequence(request, self._constraints.matcher(request.sampling), **options)
         return Sequence(request, **options)
 
     def _label_scorer(self, choices: SequenceType[str]) -> LabelScorer:
@@ -241,7 +246,7 @@ class Engine:
             if sequence.finished:
                 self._end(sequence)
             if sequence.error is not None:
-                self.metrics.not_finite_logits += 1
+                self.metrics.not_finite_logits += token is None
                 _LOG.error("request %r: %s", sequence.request.request_id, sequence.error)
 
     def _end(self, sequence: Sequence) -> None:

@@ -120,6 +120,11 @@ class Sequence:
         return ()
 
     @property
+    def mask(self) -> np.ndarray | None:
+        """The tokens that may come next, uint8 [ceil(vocabulary / 8)] with the lowest bit first; None: any."""
+        return None
+
+    @property
     def labels(self) -> LabelAnswer | None:
         """What scoring labels came to."""
         return None

@@ -35,13 +35,16 @@ PLAIN_CLASSES = (None, "PreTrainedTokenizer", "TokenizersBackend")
 
 
 class Tokenizer:
-    """Thread-safe for reading. ``vocab_size`` counts ids, so that every id below it may occur."""
+    """Thread-safe for reading. ``vocab_size`` counts ids, so that every id below it may occur.
+
+    ``strips_space``: a space in front of a whole text is no part of it.
+    """
 
     def __init__(self, backend: Backend, settings: dict[str, Any], affixes: tuple[list[int], list[int]]) -> None:
         self.backend = backend
         self.settings = settings
         self.prefix_ids, self.suffix_ids = affixes
-        self._spell, self._strip_space = spelling_of(backend)
+        self._spell, self.strips_space = spelling_of(backend)
         self._bytes: dict[int, bytes] = {}
         self._plain: dict[tuple[frozenset[str], bool], Backend] = {}
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
@@ -68,10 +71,11 @@ class Tokenizer:
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """What ``decode`` gives, for ids that come one after the other."""
-        hidden = self._special_ids if skip_special_tokens else frozenset()
-        return TextStream(lambda index: b"" if index in hidden else self._token_bytes(index), self._strip_space)
+        hidden = self.special_ids if skip_special_tokens else frozenset()
+        return TextStream(lambda index: b"" if index in hidden else self.token_bytes(index), self.strips_space)
 
-    def _token_bytes(self, index: int) -> bytes:
+    def token_bytes(self, index: int) -> bytes:
+        """What a token adds to the text, in UTF-8; nothing beyond the vocabulary."""
         found = self._bytes.get(index)
         if found is None:
             piece = self.backend.id_to_token(int(index)) if 0 <= index < self.vocab_size else None
@@ -99,7 +103,7 @@ class Tokenizer:
         return frozenset(content for content, token in self.added_tokens.items() if token.special)
 
     @cached_property
-    def _special_ids(self) -> frozenset[int | None]:
+    def special_ids(self) -> frozenset[int | None]:
         return frozenset(map(self.token_id, self.special_tokens))
 
     @cached_property

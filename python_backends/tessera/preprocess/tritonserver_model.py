@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tessera import grammar
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.family.family import ModelFamily
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
@@ -42,10 +43,11 @@ class TritonPythonModel:
                 return _pong(received)
             sampling = tensors.sampling(request, "sampling_parameters")
             deadline = deadline_ns(request, sampling, received)
-            # The engine checks both again, but would refuse only after all the other work.
-            answer = SamplingParameters.parse(sampling).max_tokens
+            # The engine checks all of it again, but would refuse only after all the other work.
+            parameters = SamplingParameters.parse(sampling)
+            grammar.check(parameters)
             prepared = self._preprocessor(read_request(request, sampling))
-            self._check_room(len(prepared.input_ids), answer)
+            self._check_room(len(prepared.input_ids), parameters.max_tokens)
         except Exception as error:
             return error_response("preprocess", error)
         return self._response(prepared, deadline, received)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence as SequenceType
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from tessera.engine.transfer import Moment, to_device, to_host
 class SamplingRow:
     """What one token needs: parameters, the seed, its place in the answer, and tokens that it may not be.
 
-    ``children``: tokens whose log probabilities are asked for instead, where labels are scored.
+    ``children``: tokens whose log probabilities are asked for instead, where labels are scored. ``mask``: the tokens
+    that it may be, uint8 [ceil(vocabulary / 8)] with the lowest bit first; None: any.
     """
 
     parameters: SamplingParameters
@@ -31,20 +32,23 @@ class SamplingRow:
     place: int
     forbidden: frozenset[int] = frozenset()
     children: tuple[int, ...] = ()
+    mask: np.ndarray | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, sequence: Sequence) -> SamplingRow:
         """The row of a sequence's token that is in flight; while it is short of min_tokens it may not stop."""
         parameters = sequence.request.sampling
-        forbidden = sequence.stop_ids if sequence.place < parameters.min_tokens else frozenset()
-        return cls(parameters, sequence.seed, sequence.place, forbidden, sequence.children)
+        mask = sequence.mask  # which knows of min_tokens
+        short = sequence.place < parameters.min_tokens and mask is None
+        forbidden = sequence.stop_ids if short else frozenset()
+        return cls(parameters, sequence.seed, sequence.place, forbidden, sequence.children, mask)
 
     @property
     def plain(self) -> bool:
         """Whether the likeliest token is all that is asked for."""
         asked = self.parameters
         wants = asked.temperature > 0 or asked.logprobs is not None or asked.penalized
-        return not (wants or self.forbidden or self.children)
+        return not (wants or self.forbidden or self.children or self.mask is not None)
 
 
 class SampledRows:
@@ -104,8 +108,8 @@ def sample(
 ) -> SampledRows:
     """logits of any float dtype [m, vocabulary], m rows -> m tokens, NOT_FINITE for a row with any NaN or infinity.
 
-    In this order: log probabilities and the search for NaN, both of the logits as they are; penalties; forbidden
-    tokens; temperature, top_k and top_p. Forbidden tokens may be masked in ``logits`` itself.
+    In this order: log probabilities and the search for NaN, both of the logits as they are; penalties; tokens that may
+    not be; temperature, top_k and top_p. Tokens that may not be may be masked in ``logits`` itself.
     Indices go to the device by ``to_device``: plain lists as indices would wait for the whole step.
     """
     device = logits.device
@@ -119,6 +123,9 @@ def sample(
     if forbidden:
         places = to_device(np.array(forbidden, np.int64), device)
         logits[places[:, 0], places[:, 1]] = float("-inf")
+    masked = [i for i, row in enumerate(rows) if row.mask is not None]
+    if masked:
+        _mask(logits, masked, np.stack([mask for row in rows if (mask := row.mask) is not None]))
     tokens = logits.argmax(dim=-1)
     drawn = [i for i, row in enumerate(rows) if row.parameters.temperature > 0]
     if drawn:
@@ -130,6 +137,14 @@ def sample(
     own = logprobs.gather(1, tokens[where][:, None])[:, 0]
     details = (own, logprobs.gather(1, wanted), wanted)
     return SampledRows(_checked(tokens, spread), started, list(zip(reported, counts)), details)
+
+
+def _mask(logits: torch.Tensor, rows: list[int], masks: np.ndarray) -> None:
+    """Leaves in the given rows of ``logits`` only what their ``masks``, uint8 [rows, bytes], allow."""
+    where, bits = to_device(np.array(rows, np.int64), logits.device), to_device(masks, logits.device)
+    each = to_device(2 ** np.arange(8, dtype=np.uint8), logits.device)
+    allowed = (bits[:, :, None] & each).flatten(1)[:, : logits.shape[1]] > 0
+    logits[where] = logits[where].masked_fill(~allowed, float("-inf"))
 
 
 def _wanted(logprobs: torch.Tensor, rows: list[SamplingRow]) -> tuple[list[int], torch.Tensor]:

@@ -1,0 +1,226 @@
+"""What an answer must match, a regular expression or a JSON schema, as a grammar of llguidance; the rest is refused.
+
+llguidance was chosen over xgrammar because it is one wheel for every Python, needs no other package and imports in a
+tenth of a second; xgrammar's import wants torch, transformers and tvm. It is imported where it is first needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from tessera.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+    from tessera.sampling import SamplingParameters
+
+# What a schema may nest, and count by its keywords: llguidance's memory grows with both.
+MOST_DEPTH = 64
+MOST_COUNT = 4096
+NOTHING_FOLLOWS = "no token of the vocabulary can come next"
+# Without white space that a model could go on writing for ever: as Python's json.dumps writes it.
+_WRITING: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_pattern": None,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_OF_SCHEMA = ("items", "additionalProperties")
+_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_OF_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_OTHERS = ("type", "enum", "const", "required", "pattern", "format", "$ref")
+# They describe and do not constrain. A oneOf whose branches a discriminator tells apart is known by the branches.
+_WORDS = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator")
+_NAMES = ("$schema", "$id", "$comment")
+_KNOWN = frozenset((*_COUNTS, *_NUMBERS, *_OF_SCHEMA, *_OF_SCHEMAS, *_OF_NAMED_SCHEMAS, *_OTHERS, *_WORDS, *_NAMES))
+
+
+def check(parameters: SamplingParameters) -> None:
+    """Raises InvalidRequest where no answer could be constrained as asked; quick where nothing is asked.
+
+    It knows no checkpoint's vocabulary: every sequence of bytes can be written.
+    """
+    text = grammar(parameters)
+    if text is not None:
+        compiled(text, _bytes(), parameters)
+
+
+def grammar(parameters: SamplingParameters) -> str | None:
+    """llguidance's text for what the answer must match; None for any. Raises InvalidRequest, as :func:`check`."""
+    if parameters.constraint is None:
+        return None
+    from llguidance import LLMatcher
+
+    if parameters.regex is not None:
+        return LLMatcher.grammar_from_regex(parameters.regex)
+    if parameters.json_schema is None:
+        return _json_grammar({"type": "object"})
+    schema = json.loads(parameters.json_schema)
+    _check_schema(schema, "json_schema", 0)
+    return _json_grammar(schema)
+
+
+def compiled(text: str, vocabulary: LLTokenizer, parameters: SamplingParameters) -> LLMatcher:
+    """A matcher at the beginning of an answer. Raises InvalidRequest that names what of ``parameters`` is wrong."""
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(vocabulary, text, log_level=0)
+    error = _error(matcher)
+    if error is None:
+        return matcher
+    place = parameters.constraint
+    if parameters.json_schema is not None:
+        place = _place(json.loads(parameters.json_schema), "json_schema", error, vocabulary)
+    raise InvalidRequest(f"sampling_parameters: {place}: {error}")
+
+
+def failure(matcher: LLMatcher) -> str | None:
+    """Why a matcher cannot go on, in one line; None if it can. Where the answer may end it can."""
+    if not matcher.is_error():
+        return NOTHING_FOLLOWS if matcher.is_stopped() and not matcher.is_accepting() else None
+    return _line(matcher.get_error())
+
+
+def _error(matcher: LLMatcher) -> str | None:
+    """Why no answer can begin. The first mask belongs to it: much is found to be too complex only there."""
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return failure(matcher)
+
+
+def _line(message: str) -> str:
+    """The line of llguidance's message that says it, and where in the expression, of which it shows several."""
+    lines = message.splitlines()
+    for before, line in pairwise(lines):
+        if line.startswith("error: "):
+            at = before.find("^")
+            return line.removeprefix("error: ") + (f" (character {at - 4})" if at >= 4 else "")
+    first = lines[0].rpartition("(in regex): ")[2] if lines else "it could not be followed"
+    if "lookarounds" in first:
+        return "^, $ and \\b are not supported inside an expression; it always matches the whole answer"
+    return NOTHING_FOLLOWS if first.startswith("NoExtension") else f"{first:.200}"
+
+
+def _json_grammar(schema: Any) -> str:
+    from llguidance import LLMatcher
+
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, overrides=_WRITING)
+    except ValueError as error:
+        raise InvalidRequest(f"sampling_parameters: json_schema: {error}") from None
+
+
+def _check_schema(schema: Any, place: str, depth: int) -> None:
+    """Refuses what llguidance would pass over in silence or take too long for."""
+    if isinstance(schema, bool) and depth:
+        return
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"sampling_parameters: {place} must be a JSON schema, an object")
+    if depth > MOST_DEPTH:
+        raise InvalidRequest(f"sampling_parameters: json_schema is nested more than {MOST_DEPTH} deep")
+    for name, value in schema.items():
+        if name not in _KNOWN:
+            raise InvalidRequest(f"sampling_parameters: {place}: the keyword {name!r:.50} is not supported")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name in _COUNTS and not (number and 0 <= value <= MOST_COUNT and value == int(value)):
+            raise InvalidRequest(
+                f"sampling_parameters: {place}: {name} must be a whole number between 0 and {MOST_COUNT}"
+            )
+        if name in _NUMBERS and not number:
+            raise InvalidRequest(f"sampling_parameters: {place}: {name} must be a number")
+        if name in _OF_SCHEMAS and not isinstance(value, list):
+            raise InvalidRequest(f"sampling_parameters: {place}: {name} must be a list of schemas")
+        if name in _OF_NAMED_SCHEMAS and not isinstance(value, dict):
+            raise InvalidRequest(f"sampling_parameters: {place}: {name} must be an object of schemas")
+    for name, inner in _inner(schema):
+        _check_schema(inner, f"{place}.{name}", depth + 1)
+
+
+def _inner(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas right inside a schema, and where they stand."""
+    for name in _OF_SCHEMA:
+        if name in schema:
+            yield name, schema[name]
+    for name in _OF_SCHEMAS:
+        yield from ((f"{name}[{place}]", inner) for place, inner in enumerate(schema.get(name, ())))
+    for name in _OF_NAMED_SCHEMAS:
+        yield from ((f"{name}.{key:.50}", inner) for key, inner in schema.get(name, {}).items())
+
+
+def _place(schema: dict[str, Any], place: str, error: str, vocabulary: LLTokenizer) -> str:
+    """The innermost schema that alone has this error too."""
+    from llguidance import LLMatcher
+
+    for name, inner in _inner(schema):
+        if isinstance(inner, dict):
+            alone = LLMatcher(vocabulary, _json_grammar(inner), log_level=0)
+            if _error(alone) == error:
+                return _place(inner, f"{place}.{name}", error, vocabulary)
+    return place
+
+
+class Spelling:
+    """A vocabulary as llguidance wants it. ``tokens``: the bytes of each; none, for those that must not be written."""
+
+    bos_token_id = None
+
+    def __init__(
+        self, tokens: Sequence[bytes], eos_token_id: int, encode: Callable[[str], Sequence[int]] | None = None
+    ) -> None:
+        """``encode`` settles how text is written that is the only way on; the longest tokens first without it."""
+        self.tokens = tokens
+        self.eos_token_id = eos_token_id
+        self.special_token_ids = [eos_token_id]
+        self._encode = encode
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        data = text.encode() if isinstance(text, str) else text
+        if self._encode is not None:
+            with contextlib.suppress(UnicodeDecodeError):
+                ids = list(self._encode(data.decode()))
+                if b"".join(self.tokens[index] for index in ids) == data:  # not where a text is normalized first
+                    return ids
+        return self._longest_first(data)
+
+    def _longest_first(self, data: bytes) -> list[int]:
+        """A way to write ``data``, as far as there is one."""
+        ids, start = [], 0
+        while start < len(data):
+            ends = range(min(len(data), start + self._longest), start, -1)
+            end = next((end for end in ends if data[start:end] in self._ids), None)
+            if end is None:
+                break
+            ids.append(self._ids[data[start:end]])
+            start = end
+        return ids
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {token: index for index, token in enumerate(self.tokens) if token}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids), default=0)
+
+
+def tokenizer(spelling: Spelling) -> LLTokenizer:
+    """Takes one to three seconds for 150,000 tokens."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    return LLTokenizer(TokenizerWrapper(spelling))
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    return tokenizer(Spelling([*(bytes([byte]) for byte in range(256)), b""], 256))
