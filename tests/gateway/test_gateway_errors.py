@@ -105,7 +105,9 @@ def test_a_missing_field_and_a_body_that_is_no_json() -> None:
 def test_an_unknown_model_path_or_method() -> None:
     door = gateway()
     error = refused(door.ask(model="gpt-4o"), 404)
-    assert (error["param"], error["code"]) == ("model", "model_not_found") and "'gpt-4o'; there is vlm" in error["message"]
+    assert (error["param"], error["code"]) == ("model", "model_not_found") and "'gpt-4o'; there is vlm" in error[
+        "message"
+    ]
     assert "/v1/embeddings" in refused(door("POST", "/v1/embeddings", json={}), 404)["message"]
     assert "takes no GET" in refused(door("GET", "/v1/chat/completions"), 405)["message"]
     for path in ("/v1/batches", "/v1/files"):
