@@ -61,3 +61,9 @@ def listening(app: Any) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

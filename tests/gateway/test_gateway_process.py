@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from gateway_doubles import free_port
 
 from tessera.errors import ConfigError
 from tessera.launcher.gateway import Gateway
@@ -59,11 +60,6 @@ def answers(url: str) -> bool:
         return httpx.get(f"{url}/v1/models", timeout=5, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_several_workers_count_together_and_end_with_their_parent() -> None:
