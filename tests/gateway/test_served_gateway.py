@@ -6,11 +6,14 @@ import asyncio
 import base64
 import json
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import demo
 import httpx
 import openai
 import pytest
@@ -156,6 +159,13 @@ def cancelled(server: Server) -> float:
     page = httpx.get(server.metrics_url, trust_env=False).text
     lines = [line for line in page.splitlines() if line.startswith("tessera_requests_total{") and "cancelled" in line]
     return sum(float(line.split()[-1]) for line in lines)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_demos_last_line_works(address: str) -> None:
+    line = demo.curl(int(address.rpartition(":")[2])).replace("localhost", "127.0.0.1")
+    run = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=SOURCES.parent, timeout=60)
+    assert json.loads(run.stdout)["choices"][0]["message"]["content"].strip(), run
 
 
 def test_readiness_and_the_servers_pages(address: str) -> None:
