@@ -26,7 +26,7 @@ RUN python3 build/export_vision_onnx.py --checkpoint build/default_model/checkpo
     && ln -s /opt/tessera/plan/model.plan model_repository/vision_encoder/1/model.plan \
     && chmod -R a+rX,go-w /opt/tessera
 USER 1000:1000
-EXPOSE 8000 8001 8002 8003
+EXPOSE 8000 8001 8002 8003 9000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 \
     CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8003/healthz', timeout=4)"]
 STOPSIGNAL SIGTERM

@@ -1,8 +1,8 @@
 """`make demo`: a real tritonserver answers questions about real JPEG files, over gRPC streaming and over HTTP.
 
 Prints a table of picture, question, answer, expected answer and milliseconds per stage, then the line
-``demo: {json}``. Exits 0 only if the server started, every question was answered, at least `PASS` of the answers
-were right, and the server stopped.
+``demo: {json}`` and how to ask it oneself, in the browser and with curl. Exits 0 only if the server started, every
+question was answered, at least `PASS` of the answers were right, and the server stopped.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "build" / "default_model"))
 PASS = 0.75
 SHOWN = 48  # characters of an answer
+PORT = 9000  # of the gateway, where `tessera serve` is not told another
 STAGES = ("preprocess", "vision_queue", "vision", "queue", "first_token", "decode")
 
 
@@ -76,7 +77,22 @@ def main() -> int:
         "server_version": version,
     }
     print(f"demo: {json.dumps(summary)}", flush=True)
+    print(
+        f"\nAsk it yourself: `make serve` keeps it up; then open http://localhost:{PORT}/ (another port: "
+        f'make serve ARGS="--openai-port {PORT}"), or any client of OpenAI\'s with the address '
+        f"http://localhost:{PORT}/v1:\n\n{curl(PORT)}"
+    )
     return 0 if len(answers) == len(files) and correct >= PASS * len(files) else 1
+
+
+def curl(port: int) -> str:
+    """A question about a picture, for the shell; base64 text is too long for an argument."""
+    ask = '{"type": "text", "text": "How many pictures are there?"}'
+    return (
+        """{ printf '{"model": "vlm", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": """
+        f"""{{"url": "data:image/jpeg;base64,'; base64 -w0 docs/answers.jpg; printf '"}}}}, {ask}]}}]}}'; }} \\\n"""
+        f"""    | curl -s http://localhost:{port}/v1/chat/completions -H "Content-Type: application/json" -d @-"""
+    )
 
 
 def is_right(item: Any, answer: Answer) -> bool:

@@ -84,7 +84,8 @@ def serve(setup: Setup) -> Iterator[Running]:
 def serve_command(setup: Setup, folder: Path, environment: Mapping[str, str]) -> list[str]:
     """The command line of `tessera serve`; what has to be written first goes into ``folder``."""
     repository = setup.tree / "model_repository"
-    takes_settings = '"--set"' in (setup.tree / "python_backends" / "tessera" / "launcher" / "cli.py").read_text()
+    options = (setup.tree / "python_backends" / "tessera" / "launcher" / "cli.py").read_text()
+    takes_settings = '"--set"' in options
     flags = []
     if takes_settings:
         flags = ["--device", "cuda" if setup.gpus else "cpu"]
@@ -100,8 +101,9 @@ def serve_command(setup: Setup, folder: Path, environment: Mapping[str, str]) ->
         flags += ["--gpus", ",".join(setup.gpus)]
     if not setup.mps:
         flags.append("--no-mps")
-    for port in ("http", "grpc", "metrics", "health"):
-        flags += [f"--{port}-port", "0"]
+    for port in ("http", "grpc", "metrics", "health", "openai"):
+        if port != "openai" or '"--openai-port"' in options:
+            flags += [f"--{port}-port", "0"]
     return [
         *(sys.executable, "-m", "tessera.launcher.cli", "--no-restart"),
         *("--model-repository", str(repository), "--checkpoint", str(setup.checkpoint.resolve())),

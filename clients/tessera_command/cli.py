@@ -1,4 +1,4 @@
-"""The command ``tessera``: serve, quantize, ask, recall, plan, status.
+"""The command ``tessera``: serve, gateway, quantize, ask, recall, plan, status.
 
 Results go to standard output, progress and tables to standard error. Exit codes: 0 done, 1 failed, 2 wrong usage or
 wrong request, 3 the server is not there or not ready, 4 out of time, 130 interrupted.
@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["serve"]:
         return _serve(arguments[1:])
+    if arguments[:1] == ["gateway"]:
+        return _gateway(arguments[1:])
     if arguments[:1] == ["quantize"]:
         return _quantize(arguments[1:])
     options = _parser().parse_args(arguments)
@@ -65,6 +67,15 @@ def _serve(arguments: list[str]) -> int:
     return serve_main(arguments)
 
 
+def _gateway(arguments: list[str]) -> int:
+    try:
+        from tessera_gateway.cli import gateway_main
+    except ImportError as error:
+        print(f"tessera gateway: its packages are not installed here: {error}", file=sys.stderr)
+        return 1
+    return gateway_main(arguments)
+
+
 def _quantize(arguments: list[str]) -> int:
     try:
         from tessera_quantize.cli import quantize_main
@@ -76,8 +87,11 @@ def _quantize(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tessera", description="Questions about pictures, served by tritonserver.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{serve,quantize,ask,recall,plan,status}")
+    names = "{serve,gateway,quantize,ask,recall,plan,status}"
+    commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     commands.add_parser("serve", help="start the server; `tessera serve --help` lists its options", add_help=False)
+    gateway = "open servers to OpenAI's clients; `tessera gateway --help` lists its options"
+    commands.add_parser("gateway", help=gateway, add_help=False)
     quantize = "make a smaller checkpoint; `tessera quantize --help` lists its options"
     commands.add_parser("quantize", help=quantize, add_help=False)
 

@@ -37,7 +37,8 @@ BLOCKED = {
     "tessera_client": "torch numpy grpc tritonclient tessera tessera_evaluation tessera_command",
     "tessera_evaluation": "torch numpy grpc tritonclient tessera tessera_command",
     "tessera_quantize": "onnxruntime transformers compressed_tensors grpc tritonclient tessera_command",
-    "tessera_command": "torch numpy grpc tritonclient tessera tessera_quantize",
+    "tessera_gateway": "torch numpy grpc tritonclient tessera tessera_evaluation tessera_command",
+    "tessera_command": "torch numpy grpc tritonclient tessera tessera_quantize tessera_gateway fastapi",
 }
 
 PROGRAM = """
@@ -120,6 +121,7 @@ def test_the_client_stands_between_the_wire_and_the_command():
         "tessera_wire": {"tessera_wire"},
         "tessera": {"tessera", "tessera_wire"},
         "tessera_client": {"tessera_client", "tessera_wire"},
+        "tessera_gateway": {"tessera_gateway", "tessera_client", "tessera_wire"},
         "tessera_evaluation": {"tessera_evaluation", "tessera_client", "tessera_wire"},
         "tessera_quantize": {"tessera_quantize", "tessera", "tessera_evaluation", "tessera_wire"},
     }

@@ -139,7 +139,7 @@ class Launched:
 
     def __init__(self, repository: Path, log: Path, *flags: str, wait: bool = True):
         command = [sys.executable, "-m", "tessera.launcher.cli", "--model-repository", str(repository)]
-        for port in ("http", "grpc", "metrics", "health"):
+        for port in ("http", "grpc", "metrics", "health", "openai"):
             command += [f"--{port}-port", "0"]
         command += ["--log", str(log), *flags]
         path = str(Path(tessera.__file__).resolve().parents[1])

@@ -18,6 +18,7 @@ from typing import Any
 import tessera
 from tessera.errors import TesseraError
 from tessera.launcher.fleet import Fleet
+from tessera.launcher.gateway import Gateway
 from tessera.launcher.health import HealthPort
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.ports import one_per_gpu
@@ -45,7 +46,9 @@ def serve_main(argv: Sequence[str] | None = None) -> int:
         if flags.show_settings:
             show(setup)
             return 0
-        fleet = Fleet(one_per_gpu(options, gpus) if gpus else [options], supervision, say)
+        wanted = flags.openai_port and (not options.only or "vlm" in options.only)
+        gateway = Gateway(options.host, flags.openai_port, say) if wanted else None
+        fleet = Fleet(one_per_gpu(options, gpus) if gpus else [options], supervision, say, gateway)
         if setup.division:
             say(setup.division.describe())
         with HealthPort(fleet.health, options.host, supervision.health_port):
@@ -82,7 +85,7 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
     parser = argparse.ArgumentParser(
         prog="tessera serve",
         description="Run tritonserver on a model repository until SIGTERM or Ctrl-C, and restart it when it dies.",
-        epilog="Flags after -- are passed on to tritonserver. A port of 0 picks a free one.",
+        epilog="Flags after -- are passed on to tritonserver. A port of 0 picks a free one, but for --openai-port.",
     )
 
     def add(flag: str, help: str = "default %(default)s", **how: Any) -> None:
@@ -110,6 +113,8 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
     add("--host", "address to listen on (default %(default)s: this machine only)")
     for port in ("--http-port", "--grpc-port", "--metrics-port", "--health-port"):
         add(port)
+    add("--openai-port", "start the gateway for OpenAI's clients on this port; 0 for none (default %(default)s)",
+        type=int, default=9000)  # fmt: skip
     add("--no-restart", "end when a stage or the server dies", dest="restart", action="store_false")
     add("--max-restarts")
     add("--restart-window", "give up after more than --max-restarts within S seconds (%(default)s)",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tessera.errors import TesseraError
+from tessera.launcher.gateway import Gateway
 from tessera.launcher.health import Health, ServiceHealth
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
@@ -15,16 +16,27 @@ from tessera.launcher.supervisor import Supervision, Supervisor
 
 
 class Fleet:
-    """Runs a server for each of ``options``, which are one or have names; ``say(message, error)`` gets its lines."""
+    """Runs a server for each of ``options``, which are one or have names; ``say(message, error)`` gets its lines.
 
-    def __init__(self, options: Sequence[ServerOptions], supervision: Supervision, say: Callable[[str, bool], None]):
+    ``gateway``, if any, is started when all servers are ready for the first time.
+    """
+
+    def __init__(
+        self,
+        options: Sequence[ServerOptions],
+        supervision: Supervision,
+        say: Callable[[str, bool], None],
+        gateway: Gateway | None = None,
+    ):
         self.servers = [Server(each) for each in options]
         self.health = ServiceHealth({server.options.name: Health() for server in self.servers})
         self._supervision = supervision
         self._say = say
         self._supervisors = [self._supervisor(server) for server in self.servers]
         self._threads: list[threading.Thread] = []
-        self._ends: queue.SimpleQueue[tuple[Server, str | Exception]] = queue.SimpleQueue()
+        self._gateway = gateway
+        self._ends: queue.SimpleQueue[tuple[Server, str | Exception] | None] = queue.SimpleQueue()
+        """Why each server ended; None once all are ready for the first time."""
         self._began = 0.0
         self._lock = threading.Lock()
         self._starting = set(self.health.servers)
@@ -32,7 +44,8 @@ class Fleet:
     def run(self) -> str:
         """Starts all servers at once and returns why none, or without restarts one, can be kept up.
 
-        Raises TesseraError if the first start of any fails. However it ends, :meth:`stop` is to follow.
+        Raises TesseraError if the first start of any, or of the gateway, fails. However it ends, :meth:`stop` is to
+        follow.
         """
         self._began = time.monotonic()
         for supervisor in self._supervisors:
@@ -42,7 +55,11 @@ class Fleet:
             thread.start()
         running = len(self._supervisors)
         while True:
-            server, end = self._ends.get()
+            event = self._ends.get()
+            if event is None:
+                self._open()
+                continue
+            server, end = event
             if isinstance(end, TesseraError):
                 raise TesseraError(named(server, str(end))) from end
             if isinstance(end, Exception):
@@ -54,9 +71,11 @@ class Fleet:
             self._say(f"stopped: {reason}; the other servers go on", True)
 
     def stop(self) -> None:
-        """Stops all servers, at the same time (10 s at most)."""
+        """Stops the gateway and all servers, at the same time (10 s at most)."""
         for supervisor in self._supervisors:
             supervisor.stop()
+        if self._gateway is not None:
+            self._gateway.stop()
         for thread in self._threads:
             if thread.ident is not None:  # a signal may have come before it was started
                 thread.join()
@@ -85,13 +104,22 @@ class Fleet:
             if again:
                 self._say(named(server, self._addresses([server], seconds)), False)
             elif not self._starting:
-                self._say(self._addresses(self.servers, time.monotonic() - self._began), False)
+                self._ends.put(None)
+
+    def _open(self) -> None:
+        """Starts the gateway, and says where everything is."""
+        if self._gateway is not None:
+            servers = self.servers
+            self._gateway.start([each.grpc_url for each in servers], [each.metrics_url for each in servers])
+        self._say(self._addresses(self.servers, time.monotonic() - self._began), False)
 
     def _addresses(self, servers: Sequence[Server], seconds: float) -> str:
+        door = f"openai {self._gateway.url}, " if self._gateway is not None and servers is self.servers else ""
         return (
             f"ready in {seconds:.1f} s: grpc {','.join(each.grpc_url for each in servers)}, "
             f"http {','.join(each.http_url for each in servers)}, "
             f"metrics {','.join(each.metrics_url for each in servers)}, health {self.health.url}, "
+            f"{door}"
             f"models {' '.join(servers[0].models)}, log {','.join(str(each.log_path) for each in servers)}"
         )
 

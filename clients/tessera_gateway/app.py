@@ -1,0 +1,71 @@
+"""The application: what is asked for, passed through what guards it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from threading import Thread
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+
+from tessera_client import AsyncClient, TesseraClientError
+from tessera_gateway import completions, errors, service
+from tessera_gateway.body import LimitBody
+from tessera_gateway.keys import RequireKey, read_keys
+from tessera_gateway.metrics import Counters, CountRequests
+from tessera_gateway.pictures_from import Fetcher
+from tessera_gateway.settings import Settings
+
+SETTINGS = "TESSERA_GATEWAY"
+"""The environment variable that brings the workers their settings."""
+
+
+def create_app(settings: Settings, client: AsyncClient | None = None) -> FastAPI:
+    """The gateway to the servers of ``settings``; ``client`` in place of one for its URL is for tests."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await app.state.client.close()
+
+    app = FastAPI(openapi_url=None, lifespan=lifespan)
+    state, limit = app.state, settings.max_body_mib << 20
+    state.settings, state.began = settings, int(time.time())
+    state.client = client or AsyncClient(settings.url, timeout=settings.timeout_s)
+    state.metrics_urls = settings.metrics_urls
+    state.fetcher = Fetcher(settings.fetch_from, limit)
+    state.counters = Counters(Path(settings.counters) if settings.counters else None, settings.workers)
+
+    for router in (completions.router, service.router):
+        app.include_router(router)
+
+    app.add_exception_handler(errors.ApiError, errors.answer_api_error)
+    app.add_exception_handler(TesseraClientError, errors.answer_wire_error)
+    app.add_exception_handler(HTTPException, errors.answer_http_error)
+    app.add_exception_handler(Exception, errors.answer_fault)
+
+    # The last one added is the first that a request meets.
+    app.add_middleware(LimitBody, limit=limit, counters=state.counters)
+    if settings.keys:
+        app.add_middleware(RequireKey, keys=read_keys(Path(settings.keys)))
+    app.add_middleware(CountRequests, counters=state.counters)
+    return app
+
+
+def worker_app() -> FastAPI:
+    """The application of a worker process."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        Thread(target=_end_with, args=(parent,), name="parent-watch", daemon=True).start()
+    return create_app(Settings.from_json(os.environ[SETTINGS]))
+
+
+def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
+    """A worker whose parent was killed would keep the port."""
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,81 @@
+"""Reading a request's body, and noticing that its client went away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tessera_gateway.errors import ApiError
+from tessera_gateway.metrics import Counters
+
+T = TypeVar("T")
+
+
+class LimitBody:
+    """Middleware: a body of more than ``limit`` bytes is refused at its header, or as soon as more has come."""
+
+    def __init__(self, app: ASGIApp, limit: int, counters: Counters) -> None:
+        self._app, self._limit, self._counters = app, limit, counters
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            part = len(message.get("body", b""))
+            size += part
+            self._counters.add("body_bytes_total", part)
+            if size > self._limit:
+                raise self._too_large()
+            return message
+
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdecimal() and int(declared) > self._limit:
+            return await self._too_large().response()(scope, receive, send)
+        return await self._app(scope, counted, send)
+
+    def _too_large(self) -> ApiError:
+        words = f"the body is larger than {self._limit >> 20} MiB (--max-body-mib)"
+        return ApiError(413, words, code="body_too_large", headers={"Connection": "close"})
+
+
+async def read(request: Request, seconds: float) -> bytes:
+    """The body. Raises ApiError where it takes longer than ``seconds``, or its client goes away."""
+    try:
+        return await asyncio.wait_for(request.body(), seconds)
+    except asyncio.TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {seconds:g} s", code="slow_body") from None
+    except ClientDisconnect:
+        raise ApiError(499, "the client went away", code="cancelled") from None
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns or raises. It is cancelled, and ApiError raised, when the client goes away before.
+
+    The body must have been read: what is received from then on is the word that the client is gone.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ApiError(499, "the client went away", code="cancelled")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        with suppress(BaseException):  # its own error was raised above; one that was cancelled tells the server
+            await working
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

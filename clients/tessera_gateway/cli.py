@@ -1,0 +1,156 @@
+"""``tessera gateway``: the HTTP door to servers that run already."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import uvicorn
+from uvicorn.supervisors import Multiprocess
+
+from tessera_gateway.app import SETTINGS
+from tessera_gateway.keys import read_keys
+from tessera_gateway.settings import Settings
+from tessera_wire.address import addresses, parse_url
+from tessera_wire.errors import InvalidRequest
+
+MOST_WORKERS = 8
+CPUS_PER_WORKER = 4  # the servers' stages need the others
+STOP_SECONDS = 5
+LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def gateway_main(argv: Sequence[str] | None = None) -> int:
+    """Runs the gateway until SIGTERM or Ctrl-C. Returns 0, or 1 when it cannot start (2: wrong usage)."""
+    options = _parser().parse_args(argv)
+    try:
+        settings = _settings(options)
+        listener = _listen(options.host, options.port)
+    except (InvalidRequest, ValueError, OSError) as error:
+        print(f"tessera gateway: {error}", file=sys.stderr)
+        return 1
+    host, port = LOCAL.get(options.host, options.host), listener.getsockname()[1]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if options.with_parent:
+        threading.Thread(target=_end_with_standard_input, daemon=True).start()
+    threading.Thread(target=_say_ready, args=(address,), daemon=True).start()
+    with tempfile.TemporaryDirectory(prefix="tessera-gateway-") as folder:
+        _run(replace(settings, counters=str(Path(folder) / "counters")), listener)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tessera gateway",
+        description="An HTTP server that OpenAI's clients can ask, in front of one or several Tessera servers.",
+    )
+    default, add = Settings(), parser.add_argument
+    add("--url", default=os.environ.get("TESSERA_URL", default.url), help="gRPC addresses of the servers, with commas "
+        "between (default: $TESSERA_URL or %(default)s)")  # fmt: skip
+    add("--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine only)")
+    add("--port", type=int, default=9000, metavar="N", help="default %(default)s; 0 picks a free one")
+    add("--workers", type=int, default=_usual_workers(), metavar="N", help="processes (default here: %(default)s)")
+    add("--model-name", type=_names, default=default.model_names, metavar="NAME,...",
+        help="what requests may call the model (default: vlm)")  # fmt: skip
+    add("--max-tokens", type=int, default=default.max_tokens, metavar="N",
+        help="the longest answer to a request that does not say (default %(default)s)")  # fmt: skip
+    add("--timeout", type=float, default=default.timeout_s, metavar="S", help="seconds for a request (%(default)s)")
+    add("--max-body-mib", type=int, default=default.max_body_mib, metavar="N", help="of a request (%(default)s)")
+    add("--fetch-from", type=_names, default=(), metavar="HOST,...",
+        help="fetch pictures behind http(s) URLs from these hosts (default: from none)")  # fmt: skip
+    add("--keys", type=Path, metavar="FILE", help="ask for one of these bearer keys (one a line)")
+    add("--metrics", type=_names, default=(), metavar="URL,...",
+        help="the servers' metrics pages (default: at the port above each gRPC port)")  # fmt: skip
+    add("--with-parent", action="store_true", help="end when standard input does")
+    return parser
+
+
+def _usual_workers() -> int:
+    return max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // CPUS_PER_WORKER))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if "" in names:
+        raise argparse.ArgumentTypeError(f"{text!r} holds an empty name")
+    return names
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    """Raises InvalidRequest, ValueError or OSError for what cannot work."""
+    for each in addresses(options.url):
+        parse_url(each)
+    for name in ("workers", "max_tokens", "timeout", "max_body_mib"):
+        if getattr(options, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0")
+    if options.keys is not None:
+        read_keys(options.keys)
+    return Settings(
+        url=options.url,
+        metrics=options.metrics,
+        model_names=options.model_name,
+        max_tokens=options.max_tokens,
+        timeout_s=options.timeout,
+        max_body_mib=options.max_body_mib,
+        fetch_from=options.fetch_from,
+        keys=str(options.keys.resolve()) if options.keys else None,
+        workers=options.workers,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """The socket that all workers share."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()  # so that a second gateway on this port is refused
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror} (--host, --port)") from error
+    listener.set_inheritable(True)
+    return listener
+
+
+def _run(settings: Settings, listener: socket.socket) -> None:
+    os.environ[SETTINGS] = settings.to_json()
+    config = uvicorn.Config(
+        "tessera_gateway.app:worker_app",
+        factory=True,
+        workers=settings.workers,
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        lifespan="on",
+        timeout_graceful_shutdown=STOP_SECONDS,
+    )
+    if settings.workers > 1:
+        Multiprocess(config, [listener]).run()
+    else:
+        uvicorn.Server(config).run([listener])
+
+
+def _say_ready(address: str) -> None:
+    """One line once a worker answers, whatever it says of the servers behind it."""
+    while True:
+        try:
+            httpx.get(f"{address}/health", timeout=10.0, trust_env=False)
+        except httpx.HTTPError:
+            time.sleep(0.05)
+            continue
+        print(f"tessera gateway: ready: {address}", flush=True)
+        return
+
+
+def _end_with_standard_input() -> None:
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,57 @@
+"""POST /v1/chat/completions: a body, the request in it, the SDK's call, the answer, whole or as events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from tessera_client import AsyncClient
+from tessera_gateway import protocol, translation
+from tessera_gateway.body import read, unless_gone
+from tessera_gateway.errors import ApiError
+from tessera_gateway.metrics import USAGE
+from tessera_gateway.pictures_from import Fetcher
+from tessera_gateway.settings import Settings
+from tessera_gateway.streaming import EventStream
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def complete(request: Request) -> Response:
+    settings: Settings = request.app.state.settings
+    client: AsyncClient = request.app.state.client
+    asked = protocol.parse(await read(request, settings.timeout_s))
+    if asked.model not in settings.model_names:
+        words = f"no model {asked.model!r:.80}; there is {', '.join(settings.model_names)}"
+        raise ApiError(404, words, "model", "model_not_found")
+    conversation = translation.messages(asked, await _fetched(request, asked))
+    options = translation.sampling(asked, settings.max_tokens)
+    completion = translation.Completion(asked.model)
+    if asked.stream:
+        return await _events(request, completion, asked, client.chat_stream(conversation, **options))
+    answer = await unless_gone(request.receive, client.chat(conversation, **options))
+    whole = completion.whole(answer)
+    request.scope[USAGE] = whole["usage"]
+    return JSONResponse(whole)
+
+
+async def _fetched(request: Request, asked: protocol.ChatRequest) -> dict[str, bytes]:
+    fetcher: Fetcher = request.app.state.fetcher
+    urls = translation.urls(asked)
+    return await unless_gone(request.receive, fetcher.fetch(urls)) if urls else {}
+
+
+async def _events(
+    request: Request, completion: translation.Completion, asked: protocol.ChatRequest, stream: Any
+) -> Response:
+    """The stream from its first delta on: an error before it has a status of its own."""
+    try:
+        first = await unless_gone(request.receive, anext(stream))
+    except BaseException:
+        await stream.close()
+        raise
+    include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+    return EventStream(completion, first, stream, include_usage)

@@ -1,0 +1,88 @@
+"""What goes wrong, as OpenAI's error object: ``{"error": {"message", "type", "param", "code"}}`` and an HTTP status."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from tessera_wire import errors as wire
+
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 499: "request_cancelled"}
+"""By status, where it is not that of its hundred: 4xx the request's fault, 5xx ours."""
+FULL = re.compile(r"queue is full|too many|in flight|maximum queue size", re.IGNORECASE)
+RETRY_AFTER = {"Retry-After": "1"}
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    ``param`` is the path of the field at fault (``messages[0].content[1].image_url.url``), ``code`` a word that
+    programs can go by.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def from_wire(error: wire.TesseraClientError) -> ApiError:
+    """The answer for an error of the SDK's."""
+    words = str(error)
+    if isinstance(error, wire.InvalidRequest):
+        return ApiError(400, words, code="invalid_request")
+    if isinstance(error, wire.DeadlineExceeded):
+        return ApiError(504, words, code="deadline_exceeded")
+    if isinstance(error, wire.ConnectionFailed):
+        return ApiError(503, words, code="server_unavailable", headers=RETRY_AFTER)
+    if isinstance(error, wire.Unavailable):
+        full = FULL.search(error.message)
+        return ApiError(429 if full else 503, words, code="overloaded" if full else "server_unavailable",
+                        headers=RETRY_AFTER)  # fmt: skip
+    if isinstance(error, wire.Cancelled):
+        return ApiError(499, words, code="cancelled")
+    return ApiError(500, words, code="server_error")
+
+
+async def answer_api_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def answer_wire_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, wire.TesseraClientError)
+    return from_wire(error).response()
+
+
+async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
+    """For a path or a method that is not served."""
+    assert isinstance(error, HTTPException)
+    words = {404: f"nothing is served at {request.url.path}", 405: f"{request.url.path} takes no {request.method}"}
+    message = words.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, message, code="unknown_url", headers=error.headers).response()
+
+
+async def answer_fault(_: Request, __: Exception) -> JSONResponse:
+    """For a fault of the gateway's own, which its log shows."""
+    return ApiError(500, "the gateway failed at this request; its log says why", code="gateway_error").response()

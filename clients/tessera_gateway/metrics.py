@@ -1,0 +1,147 @@
+"""The gateway's own counters, added up over its workers.
+
+Every worker has a row of numbers in one file that all of them map into memory. It writes its own row alone, so nothing
+needs a lock, and whichever worker is asked for the page adds up all rows. A row belongs to whoever holds the file lock
+on its place: when a worker dies, its successor takes the row over, and the counters go on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+STATUSES = (200, 400, 401, 404, 405, 408, 413, 429, 499, 500, 501, 503, 504, 0)
+"""0 is any other."""
+BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, float("inf"))
+"""Seconds of a completion, from its first byte to its last."""
+TOKENS = ("prompt", "completion")
+NAMES = (
+    *(f'requests_total{{status="{status or "other"}"}}' for status in STATUSES),
+    *(f'completion_seconds_bucket{{le="{"+Inf" if bound == BOUNDS[-1] else bound}"}}' for bound in BOUNDS),
+    *("completion_seconds_sum", "completion_seconds_count"),
+    *(f'tokens_total{{kind="{kind}"}}' for kind in TOKENS),
+    "body_bytes_total",
+    "requests_under_way",
+)
+"""What stands in a row, by the names of the page less the prefix."""
+PLACE = {name: number for number, name in enumerate(NAMES)}
+ABOUT = {
+    "requests_total": ("counter", "Requests answered, by HTTP status (499: the client went away)"),
+    "completion_seconds": ("histogram", "Seconds from a chat completion's arrival to the end of its answer"),
+    "tokens_total": ("counter", "Tokens of the completions"),
+    "body_bytes_total": ("counter", "Bytes of the requests' bodies"),
+    "requests_under_way": ("gauge", "Requests that are not answered yet"),
+}
+STATUS, USAGE = "tessera.status", "tessera.usage"
+"""Keys of a request's scope: the status that counts in place of the one sent, and the completion's tokens."""
+PREFIX = "tessera_gateway_"
+ROW = struct.calcsize("d") * len(NAMES)
+
+
+class Counters:
+    """This worker's row, and the sum of all.
+
+    Args:
+        path: the workers' file, made if it is not there; None: one worker's row in its own memory.
+        workers: how many rows it has.
+    """
+
+    def __init__(self, path: Path | None = None, workers: int = 1) -> None:
+        self._file: IO[bytes] | None = None
+        row = 0
+        if path is None:
+            self._rows = mmap.mmap(-1, ROW * workers)
+        else:
+            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")  # the lock is this file's
+            if os.fstat(self._file.fileno()).st_size < ROW * workers:
+                os.ftruncate(self._file.fileno(), ROW * workers)
+            row = _claim(self._file, workers)
+            self._rows = mmap.mmap(self._file.fileno(), ROW * workers)
+        self._values = memoryview(self._rows).cast("d")
+        self._own = self._values[row * len(NAMES) : (row + 1) * len(NAMES)]
+        self._own[PLACE["requests_under_way"]] = 0.0  # those of a worker that died are over
+
+    def add(self, name: str, value: float = 1.0) -> None:
+        self._own[PLACE[name]] += value
+
+    def ended(self, status: int) -> None:
+        """Counts an answered request."""
+        self.add(f'requests_total{{status="{status if status in STATUSES else "other"}"}}')
+
+    def completed(self, seconds: float, usage: Mapping[str, int] | None) -> None:
+        """Counts a completion's time, and its tokens where they are known."""
+        for bound in BOUNDS:
+            if seconds <= bound:
+                self.add(f'completion_seconds_bucket{{le="{"+Inf" if bound == BOUNDS[-1] else bound}"}}')
+        self.add("completion_seconds_sum", seconds)
+        self.add("completion_seconds_count")
+        for kind in TOKENS if usage else ():
+            assert usage is not None
+            self.add(f'tokens_total{{kind="{kind}"}}', usage[f"{kind}_tokens"])
+
+    def total(self, name: str) -> float:
+        """A number, added up over all workers."""
+        return sum(self._values[PLACE[name] :: len(NAMES)].tolist())
+
+    def page(self) -> str:
+        """Prometheus's text format."""
+        return "".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        for family, (kind, words) in ABOUT.items():
+            yield f"# HELP {PREFIX}{family} {words}\n# TYPE {PREFIX}{family} {kind}\n"
+            for name in NAMES:
+                if name.partition("{")[0] in (family, f"{family}_bucket", f"{family}_sum", f"{family}_count"):
+                    yield f"{PREFIX}{name} {self.total(name):.10g}\n"
+
+
+def _claim(file: IO[bytes], rows: int) -> int:
+    """The first row that nobody holds. The lock ends with this process."""
+    for row in range(rows):
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)
+        except OSError:
+            continue
+        return row
+    raise RuntimeError(f"more than {rows} workers")
+
+
+class CountRequests:
+    """Middleware that counts what is answered."""
+
+    def __init__(self, app: ASGIApp, counters: Counters) -> None:
+        self._app, self._counters = app, counters
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        status = 499  # where no answer is begun
+        began = time.perf_counter()
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._counters.add("requests_under_way")
+        try:
+            await self._app(scope, receive, note)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            status = scope.get(STATUS, status)
+            self._counters.add("requests_under_way", -1)
+            self._counters.ended(status)
+            if scope["path"] == "/v1/chat/completions" and status == 200:
+                self._counters.completed(time.perf_counter() - began, scope.get(USAGE))
+        return None

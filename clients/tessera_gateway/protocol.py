@@ -1,0 +1,202 @@
+"""What a request to ``/v1/chat/completions`` may hold. What is not here is refused by name, never passed over.
+
+The names are OpenAI's, then those of vLLM's extensions, then ours in one object, ``tessera``. Types are checked here,
+ranges by the server, which is the one that knows them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+
+from tessera_gateway.errors import ApiError
+
+NOT_SERVED = (
+    *("audio", "function_call", "functions", "logit_bias", "metadata", "modalities", "moderation", "prediction"),
+    *("parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "safety_identifier"),
+    *("service_tier", "store", "tool_choice", "tools", "user", "verbosity", "web_search_options"),
+)
+"""Fields that OpenAI has and this server has no meaning for."""
+
+
+class Part(BaseModel):
+    """A part of a request. Strict: the text "5" is no number, and a field that is not known is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class Text(Part):
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(Part):
+    url: str
+    """A ``data:`` URL; or ``http(s)://`` at a host that the gateway may fetch from."""
+    detail: Literal["auto", "high"] | None = None
+    """Both mean what the tile policy says. There is no ``low``: ``tessera.tile_policy`` says how finely to cut."""
+
+
+class Picture(Part):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+def by_type(*types: str) -> Discriminator:
+    """Which branch of a union an object is, by its ``type``; the branches' tags are set in brackets (see _path)."""
+
+    def tag(value: Any) -> str | None:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return f"<{kind}>" if isinstance(kind, str) else None
+
+    expected = f"must be an object whose type is {' or '.join(types)}"
+    return Discriminator(tag, custom_error_type="unknown_type", custom_error_message=expected)
+
+
+ContentPart = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[Picture, Tag("<image_url>")], by_type("text", "image_url")
+]
+Content = Annotated[
+    Annotated[str, Tag("<string>")] | Annotated[list[ContentPart], Tag("<parts>")],
+    Discriminator(lambda value: "<string>" if isinstance(value, str) else "<parts>"),
+]
+
+
+Stop = Annotated[
+    Annotated[str, Tag("<string>")] | Annotated[list[str], Tag("<list>")],
+    Discriminator(lambda value: "<string>" if isinstance(value, str) else "<list>"),
+]
+TilePolicy = Annotated[
+    Annotated[str, Tag("<string>")] | Annotated[dict[str, Any], Tag("<object>")],
+    Discriminator(lambda value: "<string>" if isinstance(value, str) else "<object>"),
+]
+
+
+class Message(Part):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    refusal: None = None  # clients send an answer back as they got it
+
+
+class StreamOptions(Part):
+    include_usage: bool = False
+
+
+class PlainText(Part):
+    type: Literal["text"]
+
+
+class JsonObject(Part):
+    type: Literal["json_object"]
+
+
+class NamedSchema(Part):
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+    """An answer always follows the schema to the letter."""
+
+
+class JsonSchema(Part):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class VllmArguments(Part):
+    """``vllm_xargs``: what vLLM hands to its plug-ins, of which one is known here."""
+
+    no_repeat_ngram_size: int | None = None
+    debug: Literal[False] | None = None  # mineru-vl-utils sends it
+
+
+class Tessera(Part):
+    """What only this server has."""
+
+    choices: list[str] | None = None
+    """The answer is the likeliest of these labels (docs/clients.md)."""
+    regex: str | None = None
+    """The answer matches this regular expression."""
+    tile_policy: TilePolicy | None = None
+    """How finely pictures are cut (docs/tile_policies.md)."""
+
+
+ResponseFormat = Annotated[
+    Annotated[PlainText, Tag("<text>")]
+    | Annotated[JsonObject, Tag("<json_object>")]
+    | Annotated[JsonSchema, Tag("<json_schema>")],
+    by_type("text", "json_object", "json_schema"),
+]
+
+
+class ChatRequest(Part):
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Literal[1] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: Stop | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+
+    top_k: int | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: int | None = None
+    vllm_xargs: VllmArguments | None = None
+
+    tessera: Tessera | None = None
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
+
+
+def parse(body: bytes) -> ChatRequest:
+    """The request in a body. Raises ApiError that names the first field at fault and says how many more are."""
+    try:
+        return ChatRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    faults = error.errors(include_url=False, include_context=False)
+    first, more = faults[0], len(faults) - 1
+    if first["type"] == "json_invalid":
+        return ApiError(
+            400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json"
+        )
+    path = _path(first["loc"])
+    others = f" (and {more} more fault{'s' if more > 1 else ''})" if more else ""
+    if first["type"] == "extra_forbidden":
+        what = "is not supported by this server" if path in NOT_SERVED else "is not known"
+        code = "unsupported_parameter" if path in NOT_SERVED else "unknown_parameter"
+        return ApiError(400, f"{path} {what}{others}", path, code)
+    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+    words = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{path}: {words}{others}" if path else f"{words}{others}", path or None, code)
+
+
+def _path(places: tuple[int | str, ...]) -> str:
+    """``messages[0].content[1].text`` for pydantic's location, less the tags of unions' branches."""
+    named = (place for place in places if isinstance(place, int) or not place.startswith("<"))
+    return "".join(f"[{place}]" if isinstance(place, int) else f".{place}" for place in named).removeprefix(".")

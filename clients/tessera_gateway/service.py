@@ -1,0 +1,76 @@
+"""What is said of the service itself: its models, its health, its counters; and what has its place here later."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from tessera_gateway.errors import ApiError
+from tessera_gateway.metrics import Counters
+from tessera_gateway.settings import Settings
+
+PROMETHEUS = "text/plain; version=0.0.4"
+PAGE_SECONDS = 5.0
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, object]:
+    settings: Settings = request.app.state.settings
+    return {"object": "list", "data": [_model(request, name) for name in settings.model_names]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> dict[str, object]:
+    if name not in request.app.state.settings.model_names:
+        raise ApiError(404, f"no model {name!r:.80}", "model", "model_not_found")
+    return _model(request, name)
+
+
+def _model(request: Request, name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": request.app.state.began, "owned_by": "tessera"}
+
+
+@router.get("/health")
+async def health(request: Request) -> JSONResponse:
+    """200 when every server takes requests, else 503."""
+    ready = await request.app.state.client.ready()
+    return JSONResponse({"ready": ready}, 200 if ready else 503)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """The gateway's own counters, of all its workers."""
+    counters: Counters = request.app.state.counters
+    return PlainTextResponse(counters.page(), media_type=PROMETHEUS)
+
+
+@router.get("/metrics/servers")
+async def servers_metrics(request: Request) -> Response:
+    """The servers' own pages, one behind the other; that of one server alone is passed on as it is."""
+    urls: list[str] = request.app.state.metrics_urls
+    async with httpx.AsyncClient(timeout=PAGE_SECONDS, trust_env=False) as client:
+        pages = await asyncio.gather(*(_page(client, url) for url in urls))
+    if len(pages) > 1:
+        pages = [f"# server {url}\n{page}" for url, page in zip(urls, pages, strict=True)]
+    return PlainTextResponse("".join(pages), media_type=PROMETHEUS)
+
+
+async def _page(client: httpx.AsyncClient, url: str) -> str:
+    try:
+        response = await client.get(url)
+        response.raise_for_status()
+        return response.text
+    except httpx.HTTPError as error:
+        words = f"no metrics from {url}: {error or type(error).__name__}"
+        raise ApiError(503, words, code="server_unavailable") from None
+
+
+@router.api_route("/v1/batches", methods=["GET", "POST"])
+@router.api_route("/v1/files", methods=["GET", "POST"])
+async def not_yet(request: Request) -> Response:
+    raise ApiError(501, f"{request.url.path} is not implemented yet", code="not_implemented")

@@ -1,0 +1,50 @@
+"""What a gateway is started with; its workers get it as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tessera_wire.address import addresses, parse_url
+
+
+@dataclass(frozen=True)
+class Settings:
+    url: str = "localhost:8001"
+    """The servers, as the SDK takes them."""
+    metrics: tuple[str, ...] = ()
+    """The servers' metrics pages; empty: at the port above each gRPC port, where `tessera serve` has them."""
+    model_names: tuple[str, ...] = ("vlm",)
+    """What clients may call the model."""
+    max_tokens: int = 1024
+    """The longest answer to a request that does not say."""
+    timeout_s: float = 300.0
+    """Of a request, with all its attempts."""
+    max_body_mib: int = 64
+    fetch_from: tuple[str, ...] = ()
+    keys: str | None = None
+    """The file with the bearer keys; None: anybody may ask."""
+    counters: str | None = None
+    """The file that the workers count in."""
+    workers: int = 1
+
+    @property
+    def metrics_urls(self) -> list[str]:
+        return list(self.metrics) or [metrics_beside(each) for each in addresses(self.url)]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        given = json.loads(text).items()
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
+        return cls(**fields)
+
+
+def metrics_beside(url: str) -> str:
+    """The metrics page of the server at ``url``: 8002 for gRPC at 8001 and HTTP at 8000, and so on."""
+    scheme, address = parse_url(url)
+    host, _, port = address.rpartition(":")
+    return f"http://{host}:{int(port) + (2 if scheme.startswith('http') else 1)}/metrics"

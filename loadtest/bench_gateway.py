@@ -1,0 +1,190 @@
+"""What the gateway costs: the same server, pictures and load, asked over the SDK's gRPC and through the gateway in turn
+(`make bench NAME=gateway`).
+
+Runs of both take turns, each with pictures of its own, so that what else the machine does falls on both; a figure is
+the median over the pairs. Exactly so many requests are in flight (closed_loop.py), counted by the rule of counting.py.
+`over_grpc` is the gateway's rate by the SDK's, `alone_ms` what it adds to the median of one request at a time.
+
+    python loadtest/bench_gateway.py                                  on the CPU, W1 with 16 in flight
+    python loadtest/bench_gateway.py --workloads W1 W4a --gpus 0 --workers 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import closed_loop
+import counting
+import cv2
+import figures
+from bench_serve import Asker, process_seed
+from closed_loop import Ask, Reply
+from serving import DEFAULT_CHECKPOINT, Setup, pairs, serve
+from workloads import PROMPT, WORKLOADS, Pictures, Workload
+
+PATH = "/v1/chat/completions"
+
+
+@dataclass(frozen=True)
+class HttpAsker:
+    """As bench_serve's Asker, through the gateway at ``address``: a connection for each thread, kept."""
+
+    address: str
+    workload: Workload
+    seed: int
+
+    @contextmanager
+    def prepare(self, number: int, stock: int) -> Iterator[Ask]:
+        """For :func:`closed_loop.run`."""
+        cv2.setNumThreads(1)
+        pictures = Pictures(self.workload, process_seed(self.seed, number), stock)
+        own = threading.local()
+
+        def ask() -> Reply:
+            if not hasattr(own, "connection"):
+                own.connection = http.client.HTTPConnection(self.address, timeout=closed_loop.PATIENCE_S)
+            return self._ask(own.connection, pictures.deal())
+
+        yield ask
+
+    def _ask(self, connection: http.client.HTTPConnection, picture: bytes) -> Reply:
+        connection.request("POST", PATH, body(self.workload, picture), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(f"the gateway answers {response.status}: {response.read(500)!r}")
+        first, parts = None, 1
+        if self.workload.streamed:
+            first, parts, last = read_events(response)
+        else:
+            last = json.load(response)
+        if last["usage"]["completion_tokens"] != self.workload.tokens:
+            raise RuntimeError(f"asked for {self.workload.tokens} tokens, got {last['usage']}")
+        return Reply(first, self.workload.tokens, parts, tuple(last["tessera"]["timings"].values()))
+
+
+def body(workload: Workload, picture: bytes) -> bytes:
+    """The request as OpenAI's clients write it."""
+    url = f"data:image/jpeg;base64,{b64encode(picture).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": PROMPT}]
+    fields: dict[str, Any] = {"model": "vlm", "messages": [{"role": "user", "content": content}], **workload.sampling}
+    if (most := fields.pop("max_tiles", None)) is not None:
+        fields["tessera"] = {"tile_policy": {"max_tiles": most}}
+    if workload.streamed:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    return json.dumps(fields).encode()
+
+
+def read_events(response: http.client.HTTPResponse) -> tuple[float, int, dict[str, Any]]:
+    """When the first text came, how many parts had any, and the last object."""
+    first, parts, last = 0.0, 0, {}
+    for line in response:
+        if not line.startswith(b"data: {"):
+            continue
+        last = json.loads(line[6:])
+        if last["choices"] and last["choices"][0]["delta"].get("content"):
+            first = first or time.perf_counter()
+            parts += 1
+    return first, parts, last
+
+
+@contextmanager
+def gateway(servers: list[str], workers: int) -> Iterator[str]:
+    """A gateway before these servers; its host and port."""
+    command = [sys.executable, "-m", "tessera_gateway", "--url", ",".join(servers), "--port", "0"]
+    with subprocess.Popen([*command, "--workers", str(workers)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if "ready: " not in line:
+                raise RuntimeError(f"the gateway did not start: {line!r}")
+            yield line.rpartition("//")[2].strip()
+        finally:
+            process.terminate()
+
+
+def measure(asker: Asker | HttpAsker, processes: int) -> counting.Run:
+    in_flight = asker.workload.concurrency
+    began, answers = closed_loop.run(asker.prepare, in_flight, counting.requests(in_flight), processes)
+    return counting.count(began, answers, in_flight)
+
+
+def alone(asker: Asker | HttpAsker, requests: int) -> float:
+    """The median of a request's milliseconds, one at a time."""
+    _, answers = closed_loop.run(asker.prepare, 1, requests, 1)
+    return 1e3 * statistics.median(answer.seconds for answer in answers[requests // 5 :])
+
+
+def compare(workload: Workload, servers: list[str], address: str, options: argparse.Namespace, name: str) -> None:
+    """Runs the pairs of one workload and emits its figures."""
+    seed = random.randrange(1 << 28)
+    rate = "tokens_s" if workload.streamed else "requests_s"
+    over_grpc, through = [], []
+    both: list[dict[str, float]] = []
+    for pair in range(options.pairs):
+        direct = measure(Asker(servers, workload, seed + 2 * pair), options.processes)
+        door = measure(HttpAsker(address, workload, seed + 2 * pair + 1), options.processes)
+        over_grpc.append(getattr(door, rate) / getattr(direct, rate))
+        through.append(getattr(door, rate))
+        both.append({"grpc": round(getattr(direct, rate), 2), "gateway": round(getattr(door, rate), 2)})
+        print(f"{workload.name}, pair {pair + 1}: {both[-1]}", file=sys.stderr, flush=True)
+    notes: dict[str, Any] = {"concurrency": workload.concurrency, "workers": options.workers, "pairs": both}
+    command = f'make bench NAME=gateway ARGS="{" ".join(sys.argv[1:])}"'
+    figures.emit(f"{name}.over_grpc", round(statistics.median(over_grpc), 3), "ratio", command, **notes)
+    unit, what = ("tok/s", "tok_s") if workload.streamed else ("req/s", "req_s")
+    figures.emit(f"{name}.{what}", round(statistics.median(through), 2), unit, command, **notes)
+    if options.alone and not workload.streamed:
+        single = replace(workload, concurrency=1)
+        spent = {
+            "grpc": alone(Asker(servers, single, seed + 1000), options.alone),
+            "gateway": alone(HttpAsker(address, single, seed + 1001), options.alone),
+        }
+        notes = {"p50_ms": {way: round(ms, 2) for way, ms in spent.items()}, "requests": options.alone}
+        figures.emit(f"{name}.alone_ms", round(spent["gateway"] - spent["grpc"], 2), "ms", command, **notes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", default=["W1"], choices=sorted(WORKLOADS))
+    parser.add_argument("--gpus", default="", help="numbers with commas between; empty (the default) for the CPU")
+    parser.add_argument("--checkpoint", type=Path, default=DEFAULT_CHECKPOINT)
+    parser.add_argument("--weights", choices=("checkpoint", "random"), default="checkpoint")
+    parser.add_argument("--instances", nargs="*", default=[], metavar="STAGE=N")
+    parser.add_argument("--concurrency", type=int, help="default: 16 on the CPU, the workload's own on a GPU")
+    parser.add_argument("--workers", type=int, default=1, help="of the gateway")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--alone", type=int, default=60, help="requests one at a time; 0 for none")
+    parser.add_argument("--processes", type=int, help="of the load generator; default: 1 on the CPU, 6 on a GPU")
+    options = parser.parse_args()
+    gpus = tuple(options.gpus.split(",")) if options.gpus else ()
+    options.processes = options.processes or (6 if gpus else 1)
+    setup = Setup(
+        checkpoint=options.checkpoint,
+        gpus=gpus,
+        instances={stage: int(count) for stage, count in pairs(options.instances, "STAGE=N").items()},
+        random_weights=options.weights == "random",
+    )
+    with serve(setup) as server, gateway(server.grpc, options.workers) as address:
+        for name in options.workloads:
+            workload = WORKLOADS[name]
+            in_flight = options.concurrency or (workload.concurrency if gpus else 16)
+            label = f"gateway.{name}" if gpus else "gateway"
+            compare(replace(workload, concurrency=in_flight), server.grpc, address, options, label)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

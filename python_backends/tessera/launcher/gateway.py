@@ -1,0 +1,124 @@
+"""The HTTP door beside the servers (clients/tessera_gateway), as a child that is started anew when it dies.
+
+The launcher knows its command line alone: the server's package stands below the clients and imports nothing of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from tessera.errors import ConfigError, TesseraError
+from tessera.launcher.ports import cannot_listen
+
+NEEDS = ("tessera_gateway", "fastapi", "uvicorn")
+READY_S = 60.0
+STOP_S = 7.0
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+LIVED_S = 60.0
+"""One that lived so long is started anew at once."""
+
+
+class Gateway:
+    """The child. ``say(message, error)`` gets a line when it is started anew.
+
+    Raises ConfigError where its packages are not installed, or the port is taken.
+    """
+
+    def __init__(self, host: str, port: int, say: Callable[[str, bool], None]) -> None:
+        missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ConfigError(f"the gateway needs {', '.join(missing)}, not installed here; --openai-port 0 for none")
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:  # now, not after the servers
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                trial.bind((host, port))
+                trial.listen()
+            except OSError as error:
+                raise cannot_listen(host, port, "--openai-port", error) from error
+        self.url = ""
+        """Where it listens, once it is started."""
+        self.pid = 0
+        self._host, self._port, self._say = host, port, say
+        self._process: subprocess.Popen[str] | None = None
+        self._command: list[str] = []
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="gateway", daemon=True)
+
+    def start(self, grpc: Sequence[str], metrics: Sequence[str]) -> None:
+        """Returns when it answers. Raises TesseraError where it does not."""
+        self._command = [
+            *(sys.executable, "-m", "tessera_gateway", "--with-parent"),
+            *("--host", self._host, "--port", str(self._port)),
+            *("--url", ",".join(grpc), "--metrics", ",".join(metrics)),
+        ]
+        self._spawn()
+        self._watcher.start()
+
+    def stop(self) -> None:
+        """Returns when it is gone; harmless when it was never started."""
+        self._stopping.set()
+        if self._process is not None:
+            _end(self._process)
+        if self._watcher.ident is not None:
+            self._watcher.join()
+
+    def _spawn(self) -> None:
+        # A session of its own: Ctrl-C in a terminal reaches the launcher, which then ends it.
+        process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self._process, self.pid = process, process.pid
+        assert process.stdout is not None
+        timer = threading.Timer(READY_S, process.kill)
+        timer.start()
+        line = process.stdout.readline()
+        timer.cancel()
+        if "ready: " not in line:
+            _end(process)
+            raise TesseraError(f"the gateway did not start (--openai-port {self._port}, 0 for none)")
+        self.url = line.rpartition("ready: ")[2].strip()
+
+    def _watch(self) -> None:
+        pause = FIRST_PAUSE_S
+        while True:
+            assert self._process is not None
+            began = time.monotonic()
+            status = self._process.wait()
+            _end(self._process)  # its workers too
+            if self._stopping.is_set():
+                return
+            pause = FIRST_PAUSE_S if time.monotonic() - began > LIVED_S else min(2 * pause, LONGEST_PAUSE_S)
+            how = f"killed by signal {-status}" if status < 0 else f"exit code {status}"
+            self._say(f"the gateway ended: {how}; starting anew", True)
+            if self._stopping.wait(pause):
+                return
+            try:
+                self._spawn()
+                self._say(f"the gateway is ready again: {self.url}", False)
+            except TesseraError:  # it has ended: once more round
+                pass
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Asks it to end, and kills what is left of it and its workers."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()

@@ -1,0 +1,69 @@
+"""A gateway before a scripted transport: asked in this process, or over a real port by real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from clients.fake_transport import FakeTransport
+
+from tessera_client import AsyncClient, Retry
+from tessera_gateway.app import create_app
+from tessera_gateway.settings import Settings
+
+ONCE = Retry(attempts=1)
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+class Asked:
+    """A gateway, and the transport behind it."""
+
+    def __init__(self, fake: FakeTransport, settings: Settings) -> None:
+        self.fake = fake
+        self.app = create_app(settings, AsyncClient(transport=fake, retry=ONCE, timeout=settings.timeout_s))
+
+    def ask(self, messages: Any = HELLO, **fields: Any) -> httpx.Response:
+        """One chat completion."""
+        return self("POST", "/v1/chat/completions", json={"model": "vlm", "messages": messages, **fields})
+
+    def __call__(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """One request, in this process."""
+        return asyncio.run(self._send(method, path, **options))
+
+    async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            return await client.request(method, path, **options)
+
+
+def gateway(*script: Any, **settings: Any) -> Asked:
+    """A gateway whose servers play the script (see FakeTransport)."""
+    return Asked(FakeTransport(script), Settings(**settings))
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[str]:
+    """The address of an application that is served in a thread."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

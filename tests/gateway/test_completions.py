@@ -1,0 +1,178 @@
+"""Every field of a chat completion: where it goes, and how its answer looks."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from clients.fake_transport import SCORES, final
+from gateway_doubles import HELLO, Asked, gateway
+
+from tessera_client import Delta
+from tessera_gateway import protocol, translation
+
+JPEG = "data:image/jpeg;base64," + base64.b64encode(b"jpeg").decode()
+TOKEN = {"token_id": 5, "text": "yes", "logprob": -0.5, "top": [{"token_id": 6, "text": "\ufffd", "logprob": -2.0}]}
+
+
+def sampled(door: Asked, **fields: Any) -> dict[str, Any]:
+    """What reached the server as sampling parameters."""
+    response = door.ask(**fields)
+    assert response.status_code == 200, response.text
+    return json.loads(door.fake.requests[-1][0].sampling)
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *data, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert done == "[DONE]"
+    return [json.loads(line) for line in data]
+
+
+def test_a_whole_answer() -> None:
+    body = gateway([final("yes")]).ask().json()
+    assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-") and body["model"] == "vlm"
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "yes", "refusal": None}
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
+    assert body["usage"] == {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12}
+    timings = {"preprocess": 1, "vision_queue": 2, "vision": 3, "queue": 4, "first_token": 5, "decode": 6}
+    assert body["tessera"] == {"timings": timings, "choices": None, "image_tokens": 4}
+
+
+def test_length_is_length() -> None:
+    assert gateway([final("yes", "length")]).ask().json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_streamed_answer() -> None:
+    door = gateway([Delta("ye"), Delta("s"), final(" sir", "length")])
+    chunks = events(door.ask(stream=True))
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"} and len({c["id"] for c in chunks}) == 1
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
+    assert "".join(delta.get("content", "") for delta in deltas) == "yes sir"
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["length"]
+    assert "usage" not in chunks[-1] and chunks[-1]["tessera"]["timings"]["decode"] == 6
+    assert door.fake.requests[0][0].stream
+
+
+def test_usage_comes_in_a_chunk_of_its_own_when_asked_for() -> None:
+    *_, ended, last = events(gateway([final("yes")]).ask(stream=True, stream_options={"include_usage": True}))
+    assert ended["choices"][0]["finish_reason"] == "stop" and "tessera" not in ended
+    assert last["choices"] == [] and last["usage"]["total_tokens"] == 12 and last["tessera"]["image_tokens"] == 4
+
+
+def test_pictures_system_prompts_and_turns() -> None:
+    door = gateway()
+    content = [
+        {"type": "text", "text": "compare"},
+        {"type": "image_url", "image_url": {"url": JPEG}},
+        {"type": "image_url", "image_url": {"url": JPEG, "detail": "high"}},
+    ]
+    turns = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": "a wire", "refusal": None},
+        {"role": "user", "content": "sure?"},
+    ]
+    assert door.ask(turns).status_code == 200
+    request = door.fake.requests[0][0]
+    assert request.images == (b"jpeg", b"jpeg")
+    image = {"type": "image"}
+    assert json.loads(request.messages) == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "compare"}, image, image]},
+        {"role": "assistant", "content": "a wire"},
+        {"role": "user", "content": "sure?"},
+    ]
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *[
+        ({name: value}, {name: value})
+        for name, value in {
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 3,
+            "seed": 7,
+            "stop": ["a", "b"],
+            "min_tokens": 2,
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+            "include_stop_str_in_output": True,
+            "presence_penalty": 1,
+            "frequency_penalty": -1.5,
+            "repetition_penalty": 1.1,
+            "priority": -2,
+            "max_tokens": 9,
+        }.items()
+    ],
+    ({"stop": "end"}, {"stop": "end"}),
+    ({"max_completion_tokens": 9}, {"max_tokens": 9}),
+    ({"max_completion_tokens": 0}, {"max_tokens": 0}),
+    ({"min_tokens": 2000}, {"min_tokens": 2000, "max_tokens": 2000}),
+    ({"logprobs": True}, {"logprobs": 0}),
+    ({"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}),
+    ({"logprobs": False}, {}),
+    ({"n": 1, "stream": False, "temperature": None}, {}),
+    ({"vllm_xargs": {"no_repeat_ngram_size": 20, "debug": False}}, {"no_repeat_ngram_size": 20}),
+    ({"response_format": {"type": "text"}}, {}),
+    ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}},
+        {"json_schema": SCHEMA},
+    ),
+    ({"tessera": {"regex": "a+"}}, {"regex": "a+"}),
+    ({"tessera": {"tile_policy": "fast"}}, {"tile_policy": {"name": "fast"}}),
+    ({"tessera": {"tile_policy": {"max_tiles": 2}}}, {"tile_policy": {"max_tiles": 2}}),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), FIELDS, ids=[str(given)[:60] for given, _ in FIELDS])
+def test_every_field_reaches_the_server_under_its_name(given: Any, expected: Any) -> None:
+    assert sampled(gateway(), **given) == {"max_tokens": 1024, **expected}
+
+
+def test_every_field_of_a_request_is_in_the_table_above() -> None:
+    shown = {name for given, _ in FIELDS for name in given}
+    assert set(protocol.ChatRequest.model_fields) - shown == {"model", "messages", "stream_options"}
+    assert set(translation.SAME_NAME) < shown
+
+
+def test_labels() -> None:
+    door = gateway([replace(final("yes"), choices=SCORES)])
+    body = door.ask(tessera={"choices": ["yes", "not sure"]}).json()
+    assert json.loads(door.fake.requests[0][0].sampling) == {"choices": ["yes", "not sure"]}
+    scores = body["tessera"]["choices"]
+    assert scores[0] == {"label": "yes", "logprob": -0.5, "probability": 0.6065, "normalized": 0.75}
+    assert [score["label"] for score in scores] == ["yes", "not sure"]
+
+
+def test_logprobs() -> None:
+    likely = replace(final("yes"), logprobs=[TOKEN])
+    (entry,) = gateway([likely]).ask(logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], entry["logprob"], entry["bytes"]) == ("yes", -0.5, [121, 101, 115])
+    assert entry["top_logprobs"] == [{"token": "\ufffd", "logprob": -2.0, "bytes": None}]
+    chunks = events(gateway([Delta("yes", logprobs=[TOKEN]), final()]).ask(logprobs=True, stream=True))
+    assert [bool(chunk["choices"][0]["logprobs"]) for chunk in chunks] == [False, True, False]
+
+
+def test_a_logprob_that_json_cannot_hold() -> None:
+    token = {"text": "a", "logprob": float("-inf"), "top": []}
+    assert translation.logprobs([token])["content"][0]["logprob"] == -9999.0  # type: ignore[index]
+
+
+def test_models_have_the_names_that_were_given() -> None:
+    door = gateway(model_names=("internvl", "org/other"))
+    listed = door("GET", "/v1/models").json()
+    assert [model["id"] for model in listed["data"]] == ["internvl", "org/other"]
+    assert door("GET", "/v1/models/org/other").json()["object"] == "model"
+    assert door("GET", "/v1/models/vlm").status_code == 404
+    body = {"model": "org/other", "messages": HELLO}
+    assert door("POST", "/v1/chat/completions", json=body).json()["model"] == "org/other"

@@ -1,0 +1,64 @@
+"""A client that goes away takes its request along, whole or streamed, before the first token and after."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from clients.fake_transport import Hang, final
+from gateway_doubles import HELLO, Asked, gateway
+
+from tessera_client import Delta
+
+
+async def leave(door: Asked, stream: bool, after: int = 0) -> list[dict[str, Any]]:
+    """Sends a request and goes away after so many messages of the answer; what was sent until then."""
+    body = json.dumps({"model": "vlm", "messages": HELLO, "stream": stream}).encode()
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[dict[str, Any]] = []
+    enough = asyncio.Event()
+    if not after:
+        enough.set()
+
+    async def receive() -> dict[str, Any]:
+        if incoming:
+            return incoming.pop()
+        await enough.wait()
+        while not door.fake.requests:
+            await asyncio.sleep(0.001)
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+        if len(sent) >= after:
+            enough.set()
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    await asyncio.wait_for(door.app(scope, receive, send), 10)
+    return sent
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_before_the_first_token(stream: bool) -> None:
+    door = gateway([Hang()])
+    asyncio.run(leave(door, stream))
+    assert door.fake.cancelled == [door.fake.requests[0][1]]
+    counters = door.app.state.counters
+    assert counters.total('requests_total{status="499"}') == 1 and counters.total("requests_under_way") == 0
+
+
+def test_in_the_middle_of_a_stream() -> None:
+    door = gateway([Delta("a"), Delta("b"), Hang()])
+    sent = asyncio.run(leave(door, stream=True, after=3))
+    assert sent[0]["status"] == 200 and b'"a"' in sent[2]["body"]
+    assert door.fake.cancelled == [door.fake.requests[0][1]]
+    assert door.app.state.counters.total('requests_total{status="499"}') == 1
+
+
+def test_a_client_that_stays_is_not_cancelled() -> None:
+    door = gateway([Delta("a"), final("b")])
+    assert door.ask(stream=True).status_code == 200
+    assert door.fake.cancelled == []
+    assert door.app.state.counters.total('requests_total{status="200"}') == 1

@@ -1,0 +1,164 @@
+"""Pictures behind URLs: from named hosts at public addresses, within limits; nothing else is ever asked."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from gateway_doubles import gateway
+
+from tessera_gateway.errors import ApiError
+from tessera_gateway.pictures_from import Fetcher, is_public
+
+PICTURE = b"jpeg" * 1000
+
+
+class Host(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        asked: list[tuple[str, str]] = self.server.asked  # type: ignore[attr-defined]
+        asked.append((self.headers["Host"], self.path))
+        if self.path.startswith("/to?"):
+            self.send_response(302)
+            self.send_header("Location", self.path.partition("?")[2])
+            self.end_headers()
+            return
+        if self.path == "/slow":
+            time.sleep(0.5)
+        self.send_response(404 if self.path == "/missing" else 200)
+        self.end_headers()
+        self.wfile.write(PICTURE)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def host() -> Iterator[Any]:
+    """A web server on this machine; ``port`` and what it was ``asked``."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Host)
+    server.asked = []  # type: ignore[attr-defined]
+    server.port = server.server_address[1]  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+async def here(_: str, __: int) -> list[str]:
+    return ["127.0.0.1"]
+
+
+def fetch(hosts: list[str], *urls: str, public: bool = True, limit: int = 1 << 20, **options: Any) -> dict[str, bytes]:
+    """With a name service that knows this machine alone."""
+    resolve = options.pop("resolve", here)
+    fetcher = Fetcher(hosts, limit, resolve=resolve, is_public=lambda _: public, **options)
+    return asyncio.run(fetcher.fetch([(url, f"messages[{i}]") for i, url in enumerate(urls)]))
+
+
+def refusal(*arguments: Any, **options: Any) -> str:
+    with pytest.raises(ApiError) as raised:
+        fetch(*arguments, **options)
+    assert raised.value.status == 400
+    return raised.value.message
+
+
+def test_a_named_host_is_asked_by_its_name_at_the_address_that_was_checked(host: Any) -> None:
+    name = f"pictures.example:{host.port}"
+    url = f"http://{name}/a.jpg?size=2"
+    assert fetch([name], url, url) == {url: PICTURE}
+    assert host.asked == [(name, "/a.jpg?size=2")]  # once
+
+
+def test_a_host_that_is_not_named_is_not_even_looked_up() -> None:
+    async def never(_: str, __: int) -> list[str]:
+        raise AssertionError
+
+    for url in ("http://other.example/a.jpg", "http://pictures.example:8080/a", "https://pictures.example.evil/a"):
+        assert "pictures are not fetched from" in refusal(["pictures.example"], url, resolve=never)
+    for url in ("ftp://pictures.example/a", "file:///etc/passwd", "room.jpg", "http://", "gopher://x"):
+        assert "a picture is a data: URL" in refusal(["pictures.example"], url, resolve=never)
+    assert "cannot fetch" in refusal(["pictures.example"], "http://[::1", resolve=never)
+
+
+def test_a_name_that_leads_inside_is_refused(host: Any) -> None:
+    name = f"pictures.example:{host.port}"
+    assert "not public" in refusal([name], f"http://{name}/a.jpg", public=False)
+
+    async def both(_: str, __: int) -> list[str]:
+        return ["93.184.216.34", "10.0.0.1"]
+
+    fetcher = Fetcher([name], 1 << 20, resolve=both)
+    with pytest.raises(ApiError, match="not public"):
+        asyncio.run(fetcher.fetch([(f"http://{name}/a.jpg", "messages[0]")]))
+    assert host.asked == []
+
+
+INSIDE = """
+127.0.0.1 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1 255.255.255.255
+::1 :: fe80::1%eth0 fd00::1 ff02::1 ::ffff:10.0.0.1 2002:a00:1:: 64:ff9b::a00:1 2001:0:4136::1
+"""
+
+
+@pytest.mark.parametrize("address", INSIDE.split())
+def test_addresses_inside(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["93.184.216.34", "8.8.8.8", "2606:2800:220:1::1"])
+def test_addresses_outside(address: str) -> None:
+    assert is_public(address)
+
+
+def test_redirects_stay_on_named_hosts_and_end(host: Any) -> None:
+    name = f"pictures.example:{host.port}"
+    assert fetch([name], f"http://{name}/to?/a.jpg") == {f"http://{name}/to?/a.jpg": PICTURE}
+    elsewhere = f"http://{name}/to?http://169.254.169.254/latest"
+    assert "not fetched from 169.254.169.254:80" in refusal([name], elsewhere)
+    assert "more than 3 redirects" in refusal([name], f"http://{name}/to?" + "/to?" * 9)
+
+
+def test_sizes_times_and_other_statuses(host: Any) -> None:
+    name = f"pictures.example:{host.port}"
+    one, two = f"http://{name}/1", f"http://{name}/2"
+    assert len(fetch([name], one, two, limit=8000)) == 2
+    assert refusal([name], one, two, limit=7999).startswith("messages[1]: the request's pictures are larger")
+    assert "within 0.1 s" in refusal([name], f"http://{name}/slow", seconds=0.1)
+    assert "answers 404" in refusal([name], f"http://{name}/missing")
+
+
+def test_a_host_that_is_not_there_is_said() -> None:
+    async def unknown(_: str, __: int) -> list[str]:
+        raise OSError("no such name")
+
+    assert "no such name" in refusal(["pictures.example"], "http://pictures.example/a", resolve=unknown)
+
+
+def asked_with(url: str, **settings: Any) -> Any:
+    door = gateway(**settings)
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return door, door.ask([{"role": "user", "content": [part, {"type": "text", "text": "a door?"}]}])
+
+
+def test_a_request_brings_the_picture_along(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    door = gateway(fetch_from=(f"pictures.example:{host.port}",))
+    monkeypatch.setattr(door.app.state.fetcher, "_resolve", here)
+    monkeypatch.setattr(door.app.state.fetcher, "_is_public", lambda _: True)
+    url = f"http://pictures.example:{host.port}/a.jpg"
+    part = {"type": "image_url", "image_url": {"url": url}}
+    assert door.ask([{"role": "user", "content": [part]}]).status_code == 200
+    assert door.fake.requests[0][0].images == (PICTURE,)
+
+
+def test_by_default_nothing_is_fetched() -> None:
+    door, response = asked_with("http://localhost/a.jpg")
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["code"] == "picture_refused"
+    assert error["param"] == "messages[0].content[0].image_url.url" and "--fetch-from" in error["message"]
+    assert door.fake.requests == []

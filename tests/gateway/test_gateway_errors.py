@@ -1,0 +1,184 @@
+"""What is refused, and in which words: every error is OpenAI's object with the status that clients expect."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from clients.fake_transport import READY, USAGE, FakeTransport, final
+from gateway_doubles import HELLO, gateway
+
+from tessera_client import Delta
+from tessera_client.messages import ServerStatus
+from tessera_gateway import protocol
+from tessera_gateway.errors import from_wire
+from tessera_wire.errors import (
+    Cancelled,
+    ConnectionFailed,
+    DeadlineExceeded,
+    InvalidRequest,
+    ProtocolError,
+    ServerError,
+    Unavailable,
+)
+
+
+def refused(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def image(**target: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image_url", "image_url": target}]}]
+
+
+UNKNOWN = [
+    ({"tools": []}, "tools", "unsupported_parameter"),
+    ({"user": "me"}, "user", "unsupported_parameter"),
+    ({"tempratur": 1}, "tempratur", "unknown_parameter"),
+    ({"best_of": None}, "best_of", "unknown_parameter"),
+    ({"stream": True, "stream_options": {"chunk": 1}}, "stream_options.chunk", "unknown_parameter"),
+    ({"vllm_xargs": {"ngram": 1}}, "vllm_xargs.ngram", "unknown_parameter"),
+    ({"tessera": {"tiles": 1}}, "tessera.tiles", "unknown_parameter"),
+    ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name", "unknown_parameter"),
+    ({"messages": image(url="data:", size=1)}, "messages[0].content[0].image_url.size", "unknown_parameter"),
+]
+WRONG = [
+    ({"n": 2}, "n", "Input should be 1"),
+    ({"temperature": "0"}, "temperature", "valid number"),
+    ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
+    ({"stream": 1}, "stream", "valid boolean"),
+    ({"stop": [1]}, "stop[0]", "valid string"),
+    ({"messages": []}, "messages", "at least 1 item"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "'system', 'developer', 'user'"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "valid array"),
+    ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]", "type is text or image_url"),
+    ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages[0].content[0]", "text or image_url"),
+    ({"messages": image(url="data:", detail="low")}, "messages[0].content[0].image_url.detail", "'auto' or 'high'"),
+    ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+    ({"vllm_xargs": {"debug": True}}, "vllm_xargs.debug", "False"),
+    ({"top_logprobs": 2}, None, "top_logprobs needs logprobs"),
+    ({"max_tokens": 1, "max_completion_tokens": 2}, None, "differ"),
+    ({"stream_options": {"include_usage": True}}, None, "stream_options needs stream"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), UNKNOWN, ids=[param for _, param, _ in UNKNOWN])
+def test_what_is_not_known_is_refused_by_its_path(fields: dict[str, Any], param: str, code: str) -> None:
+    door = gateway()
+    error = refused(door.ask(**{"messages": HELLO, **fields}), 400)
+    assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+    assert error["message"].startswith(f"{param} is not ")
+    assert door.fake.requests == []
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), WRONG, ids=[str(fields)[:50] for fields, *_ in WRONG])
+def test_a_wrong_value_is_named(fields: dict[str, Any], param: str | None, words: str) -> None:
+    error = refused(gateway().ask(**{"messages": HELLO, **fields}), 400)
+    assert (error["param"], error["code"]) == (param, "invalid_value") and words in error["message"]
+
+
+def test_several_faults_are_counted() -> None:
+    error = refused(gateway().ask(a=1, b=2, c=3), 400)
+    assert error["message"] == "a is not known (and 2 more faults)"
+
+
+def test_what_openai_has_and_we_do_not_is_not_in_the_request() -> None:
+    assert not set(protocol.NOT_SERVED) & set(protocol.ChatRequest.model_fields)
+
+
+def test_a_missing_field_and_a_body_that_is_no_json() -> None:
+    door = gateway()
+    error = refused(door("POST", "/v1/chat/completions", json={"model": "vlm"}), 400)
+    assert (error["param"], error["code"]) == ("messages", "missing_required_parameter")
+    for body in (b"{", b"", b'{"model": NaN}x', b"\xff"):
+        assert refused(door("POST", "/v1/chat/completions", content=body), 400)["code"] == "invalid_json"
+    for body in (b"[]", b"5", b'{"model": "vlm", "messages": [], "temperature": NaN}'):
+        assert refused(door("POST", "/v1/chat/completions", content=body), 400)["type"] == "invalid_request_error"
+
+
+def test_an_unknown_model_path_or_method() -> None:
+    door = gateway()
+    error = refused(door.ask(model="gpt-4o"), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found") and "'gpt-4o'; there is vlm" in error[
+        "message"
+    ]
+    assert "/v1/embeddings" in refused(door("POST", "/v1/embeddings", json={}), 404)["message"]
+    assert "takes no GET" in refused(door("GET", "/v1/chat/completions"), 405)["message"]
+    for path in ("/v1/batches", "/v1/files"):
+        assert refused(door("GET", path), 501)["code"] == "not_implemented"
+
+
+STATUSES = [
+    (InvalidRequest("no picture"), 400, "invalid_request_error"),
+    (DeadlineExceeded("late"), 504, "server_error"),
+    (ConnectionFailed("nobody"), 503, "server_error"),
+    (Unavailable("a stage died"), 503, "server_error"),
+    (Unavailable("512 requests are in flight, 9 of them queued"), 429, "rate_limit_error"),
+    (Cancelled("by somebody"), 499, "request_cancelled"),
+    (ServerError("it broke"), 500, "server_error"),
+    (ProtocolError("what"), 500, "server_error"),
+]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("error", "status", "kind"), STATUSES, ids=[str(error) for error, *_ in STATUSES])
+def test_the_servers_errors_have_a_status_of_their_own(error: Any, status: int, kind: str, streamed: bool) -> None:
+    response = gateway([error]).ask(stream=streamed)
+    told = refused(response, status)
+    assert told["type"] == kind and told["message"] == str(error)
+    assert ("retry-after" in response.headers) == (status in (429, 503))
+
+
+def test_an_error_after_the_first_token_is_an_event() -> None:
+    response = gateway([Delta("a"), ServerError("it broke")]).ask(stream=True)
+    *_, error, done = [line for line in response.text.split("\n\n") if line]
+    assert json.loads(error.removeprefix("data: ")) == from_wire(ServerError("it broke")).body
+    assert response.status_code == 200 and done == "data: [DONE]"
+
+
+def test_an_answer_cut_short_is_no_answer() -> None:
+    late = Delta("half", "deadline", USAGE)
+    assert refused(gateway([late]).ask(), 504)["code"] == "deadline"
+    assert '"code":"deadline"' in gateway([late]).ask(stream=True).text
+    assert refused(gateway([Delta("half", "cancelled", USAGE)]).ask(), 499)["code"] == "cancelled"
+
+
+def test_a_fault_of_the_gateways_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = gateway()
+    monkeypatch.setattr(door.app.state.client, "chat", lambda *_, **__: 1 / 0)
+    assert refused(door.ask(), 500)["code"] == "gateway_error"
+
+
+def test_a_picture_that_is_none() -> None:
+    error = refused(gateway().ask(image(url="data:image/png;base64,%%%")), 400)
+    assert "invalid base64" in error["message"]
+    assert "zero bytes" not in error["message"]
+
+
+def test_health_follows_the_servers() -> None:
+    assert gateway()("GET", "/health").json() == {"ready": True}
+    for status in (ServerStatus(False, "2.51.0", READY.models), ConnectionFailed("nobody")):
+        door = gateway()
+        door.app.state.client._transport = FakeTransport(status=status)
+        assert door("GET", "/health").status_code == 503
+
+
+def test_a_body_over_the_limit_is_refused_before_and_while_it_is_read() -> None:
+    door = gateway([final()], max_body_mib=1)
+    large = {"content": b" " * ((1 << 20) + 1)}
+    assert refused(door("POST", "/v1/chat/completions", **large), 413)["code"] == "body_too_large"
+
+    async def parts() -> Any:
+        for _ in range(64):
+            yield b" " * (1 << 16)
+
+    response = door("POST", "/v1/chat/completions", content=parts())
+    assert refused(response, 413)["code"] == "body_too_large" and response.headers["connection"] == "close"
+    assert door.app.state.counters.total("body_bytes_total") == (1 << 20) + (1 << 16)
+    assert door.fake.requests == []

@@ -1,0 +1,114 @@
+"""The gateway's counters: one page for all workers, and what the page of the servers says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from clients.fake_transport import final
+from gateway_doubles import gateway, listening
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from tessera_client import Unavailable
+from tessera_gateway import metrics
+from tessera_gateway.metrics import NAMES, Counters
+from tessera_gateway.settings import Settings
+
+WORKER = """
+import sys
+from pathlib import Path
+from tessera_gateway.metrics import Counters
+counters = Counters(Path(sys.argv[1]), 2)
+counters.ended(200)
+counters.add("requests_under_way")
+print(counters.total('requests_total{status="200"}'), counters.total("requests_under_way"), flush=True)
+sys.stdin.read()
+"""
+
+
+def worker(file: Path) -> subprocess.Popen[str]:
+    sources = ":".join(sys.path)
+    command = [sys.executable, "-c", WORKER, str(file)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={"PYTHONPATH": sources})
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_workers_add_up_and_a_successor_goes_on_where_a_dead_one_stopped(tmp_path: Path) -> None:
+    first, second = worker(tmp_path / "counters"), None
+    try:
+        assert said(first) == "1.0 1.0"
+        second = worker(tmp_path / "counters")
+        assert said(second) == "2.0 2.0"
+        third = worker(tmp_path / "counters")
+        assert "more than 2 workers" in third.communicate()[1]
+        first.kill()
+        first.wait()
+        first = worker(tmp_path / "counters")
+        assert said(first) == "3.0 2.0"  # what the dead one had under way is over
+    finally:
+        for process in filter(None, (first, second)):
+            process.kill()
+            process.communicate()
+
+
+def test_the_page_is_prometheus_text() -> None:
+    door = gateway([final("a")], [Unavailable("stopping")], [final("b")])
+    assert [door.ask(stream=streamed).status_code for streamed in (False, False, True)] == [200, 503, 200]
+    response = door("GET", "/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = [line for line in response.text.splitlines() if not line.startswith("#")]
+    values = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+    assert list(values) == [metrics.PREFIX + name for name in NAMES]
+    assert values['tessera_gateway_requests_total{status="200"}'] == 2
+    assert values['tessera_gateway_requests_total{status="503"}'] == 1
+    assert values["tessera_gateway_completion_seconds_count"] == 2
+    assert values['tessera_gateway_completion_seconds_bucket{le="+Inf"}'] == 2
+    assert values['tessera_gateway_tokens_total{kind="prompt"}'] == 20
+    assert values['tessera_gateway_tokens_total{kind="completion"}'] == 4
+    assert values["tessera_gateway_requests_under_way"] == 1  # the one for this page
+    assert values["tessera_gateway_body_bytes_total"] > 100
+
+
+def test_a_status_that_is_not_listed_counts_as_other() -> None:
+    counters = Counters()
+    counters.ended(418)
+    assert counters.total('requests_total{status="other"}') == 1
+
+
+def test_the_servers_pages_are_passed_on() -> None:
+    page = Starlette(routes=[Route("/metrics", lambda _: PlainTextResponse("nv_up 1\n"))])
+    with listening(page) as address:
+        one = f"{address}/metrics"
+        assert gateway(metrics=(one,))("GET", "/metrics/servers").text == "nv_up 1\n"
+        both = gateway(metrics=(one, one))("GET", "/metrics/servers").text
+        assert both == f"# server {one}\nnv_up 1\n" * 2
+    response = gateway(metrics=(one,))("GET", "/metrics/servers")
+    assert response.status_code == 503 and one in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("url", "pages"),
+    [
+        ("localhost:8001", ["http://localhost:8002/metrics"]),
+        ("a:8001,b:8011", ["http://a:8002/metrics", "http://b:8012/metrics"]),
+        ("http://a:8000", ["http://a:8002/metrics"]),
+        ("[::1]:8001", ["http://[::1]:8002/metrics"]),
+    ],
+)
+def test_metrics_pages_are_looked_for_beside_the_servers(url: str, pages: list[str]) -> None:
+    assert Settings(url=url).metrics_urls == pages
+    assert Settings(url=url, metrics=("http://m/metrics",)).metrics_urls == ["http://m/metrics"]
+
+
+def test_settings_travel_to_the_workers_whole() -> None:
+    settings = Settings(url="a:1", model_names=("x", "y"), fetch_from=("h",), keys="k", workers=3)
+    assert Settings.from_json(settings.to_json()) == settings

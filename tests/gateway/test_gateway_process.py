@@ -1,0 +1,139 @@
+"""The gateway as processes: `tessera gateway` with several workers, and as the launcher's child."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from gateway_doubles import free_port
+
+from tessera.errors import ConfigError
+from tessera.launcher.gateway import Gateway
+from tessera.launcher.guard import descendants
+from tessera.launcher.process import command_line
+from tessera_gateway.cli import gateway_main
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = os.pathsep.join(str(ROOT / folder) for folder in ("python_backends", "clients"))
+NOBODY = "127.0.0.1:1"  # no server is there: the gateway's own pages need none
+
+
+@pytest.fixture(autouse=True)
+def sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", SOURCES)
+
+
+@contextmanager
+def started(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`tessera gateway`, and where it listens."""
+    command = [sys.executable, "-m", "tessera_command.cli", "gateway", "--url", NOBODY, "--port", "0", *flags]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("tessera gateway: ready: http://127.0.0.1:"), process.communicate()
+        yield process, line.split()[-1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/v1/models", timeout=5, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_several_workers_count_together_and_end_with_their_parent() -> None:
+    with started("--workers", "2") as (process, url):
+        assert wait_until(lambda: len(descendants(process.pid)) >= 3)  # two workers, and what tracks their resources
+        for _ in range(20):
+            assert answers(url)
+        page = httpx.get(f"{url}/metrics", trust_env=False).text
+        counted = dict(line.rsplit(" ", 1) for line in page.splitlines())
+        assert float(counted['tessera_gateway_requests_total{status="200"}']) >= 20
+        asked = {"model": "vlm", "messages": [{"role": "user", "content": "hello"}]}
+        refusal = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=30, trust_env=False)
+        assert refusal.status_code == 503 and refusal.json()["error"]["code"] == "server_unavailable"
+        workers = descendants(process.pid)
+        process.kill()
+        assert wait_until(lambda: not any(command_line(pid) for pid in workers))
+
+
+def test_it_ends_in_order() -> None:
+    with started() as (process, url):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) in (0, -signal.SIGTERM) and not answers(url)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--workers", "0"], "--workers must be above 0"),
+        (["--url", "ftp://a"], "not a server address"),
+        (["--keys", "/nowhere/keys"], "/nowhere/keys"),
+        (["--fetch-from", "a,"], "empty name"),
+    ],
+)
+def test_what_cannot_work_is_said_in_a_line(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):  # argparse's way
+        assert gateway_main(["--port", "0", *flags]) == 1
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_launchers_child_is_started_anew_where_it_was() -> None:
+    said: list[str] = []
+    child = Gateway("127.0.0.1", free_port(), lambda message, error: said.append(message))
+    try:
+        child.start([NOBODY], ["http://127.0.0.1:1/metrics"])
+        url, first = child.url, child.pid
+        assert answers(url)
+        os.kill(first, signal.SIGKILL)
+        assert wait_until(lambda: len(said) == 2) and answers(url)
+        assert said == ["the gateway ended: killed by signal 9; starting anew", f"the gateway is ready again: {url}"]
+        assert child.pid != first
+    finally:
+        child.stop()
+    assert not answers(url) and not command_line(child.pid)
+
+
+def test_it_ends_with_its_launcher() -> None:
+    with started("--with-parent") as (process, url):
+        assert process.stdin is not None and answers(url)
+        process.stdin.close()
+        process.wait(10)
+        assert not answers(url)
+        process.stdin = None
+
+
+def test_a_port_in_use_is_named_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is already in use \(--openai-port\)"):
+            Gateway("127.0.0.1", port, lambda *_: None)
+        assert gateway_main(["--port", str(port)]) == 1
+        assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_where_it_is_not_installed_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tessera.launcher.gateway.NEEDS", ("tessera_gateway", "no_such_package"))
+    with pytest.raises(ConfigError, match="needs no_such_package, not installed here; --openai-port 0"):
+        Gateway("127.0.0.1", 0, lambda *_: None)

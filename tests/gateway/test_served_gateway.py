@@ -1,0 +1,174 @@
+"""`tessera serve` and its gateway, and OpenAI's client against the real models."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import demo
+import httpx
+import openai
+import pytest
+from gateway_doubles import free_port, listening
+from server.toy_servers import ECHO, Launched, add_model, all_gone, wait_until
+
+import scene
+from tessera.launcher.guard import descendants
+from tessera.launcher.process import Server
+from tessera_client import Client
+from tessera_gateway.app import create_app
+from tessera_gateway.settings import Settings
+
+pytestmark = pytest.mark.server
+
+SOURCES = Path(__file__).resolve().parents[2] / "clients"
+QUESTION = "Is there an exposed wire?"
+
+
+def test_the_launcher_keeps_it_up_and_takes_it_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_model(tmp_path / "models", "echo", ECHO, "TYPE_STRING")
+    port = free_port()
+    launched = Launched(tmp_path / "models", tmp_path / "log", "--openai-port", str(port))
+    try:
+        url = f"http://127.0.0.1:{port}"
+        assert f", openai {url}, models echo" in launched.ready_line
+        servers = httpx.get(f"{url}/metrics/servers", timeout=10, trust_env=False).text
+        assert "nv_inference_request_success" in servers
+        # Without the model `vlm` the service is not ready for questions.
+        assert httpx.get(f"{url}/health", timeout=10, trust_env=False).status_code == 503
+        (gateway,) = [pid for pid in launched.pids if "tessera_gateway" in " ".join(command(pid))]
+        os.kill(gateway, signal.SIGKILL)
+        assert launched.process.stderr is not None and launched.process.stdout is not None
+        assert "the gateway ended: killed by signal 9" in launched.process.stderr.readline()
+        assert "the gateway is ready again" in launched.process.stdout.readline()
+        assert httpx.get(f"{url}/v1/models", timeout=10, trust_env=False).status_code == 200
+        pids = descendants(launched.process.pid)
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.process.wait(10) == 0
+        assert wait_until(lambda: all_gone(pids))
+    finally:
+        launched.process.kill()
+        launched.process.communicate()
+
+
+def command(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+@pytest.fixture(scope="module")
+def picture() -> bytes:
+    return scene.encode_jpeg(scene.sample(7, "heldout"))
+
+
+@pytest.fixture(scope="module")
+def address(server: Server) -> Iterator[str]:
+    os.environ["NO_PROXY"] = "127.0.0.1"
+    with listening(create_app(Settings(url=server.grpc_url, metrics=(server.metrics_url,)))) as address:
+        yield address
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def messages(picture: bytes, question: str = QUESTION) -> Any:
+    url = f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}"
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return [{"role": "user", "content": [part, {"type": "text", "text": question}]}]
+
+
+def test_the_answer_is_the_sdks(server: Server, client: openai.OpenAI, picture: bytes) -> None:
+    with Client(server.grpc_url) as sdk:
+        expected = sdk.ask(picture, QUESTION, max_tokens=8, logprobs=2)
+    options: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": 8}
+    answer = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
+    (choice,) = answer.choices
+    assert choice.message.content == expected.text and expected.text.strip()
+    assert choice.finish_reason == expected.finish_reason
+    assert expected.usage is not None and answer.usage is not None
+    assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+    assert answer.usage.completion_tokens == expected.usage.completion_tokens
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert len(choice.logprobs.content) == answer.usage.completion_tokens
+    for entry, known in zip(choice.logprobs.content, expected.logprobs, strict=True):
+        assert entry.token == known["text"] and abs(entry.logprob - known["logprob"]) < 1e-3
+        assert [other.token for other in entry.top_logprobs] == [other["text"] for other in known["top"]]
+    assert answer.tessera["image_tokens"] == expected.usage.image_tokens  # type: ignore[attr-defined]
+    assert answer.tessera["timings"]["first_token"] > 0  # type: ignore[attr-defined]
+
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected.text
+    assert chunks[-1].usage == answer.usage
+
+
+def test_many_at_once(address: str, picture: bytes) -> None:
+    async def run() -> list[str | None]:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            calls = [
+                client.chat.completions.create(model="vlm", messages=messages(picture), max_tokens=4) for _ in range(16)
+            ]
+            return [answer.choices[0].message.content for answer in await asyncio.gather(*calls)]
+
+    assert len(set(asyncio.run(run()))) == 1
+
+
+def test_labels_tiles_and_text_alone(client: openai.OpenAI, picture: bytes) -> None:
+    own = {"tessera": {"choices": ["yes", "no"], "tile_policy": {"max_tiles": 1}}}
+    answer = client.chat.completions.create(model="vlm", messages=messages(picture), extra_body=own)
+    scores = answer.tessera["choices"]  # type: ignore[attr-defined]
+    assert [score["label"] for score in scores] == ["yes", "no"]
+    assert answer.choices[0].message.content == max(scores, key=lambda score: score["probability"])["label"]
+    alone: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    text = client.chat.completions.create(model="vlm", messages=alone, max_tokens=2)
+    assert text.usage is not None and text.usage.completion_tokens <= 2
+
+
+def test_what_the_server_refuses_is_named(client: openai.OpenAI, picture: bytes) -> None:
+    for options, words in (
+        ({"max_tokens": 100_000}, "exceed the context"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"extra_body": {"tessera": {"choices": ["yes"]}}}, "takes 2 to 64"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.chat.completions.create(model="vlm", messages=messages(picture), **options)  # type: ignore[call-overload]
+    with pytest.raises(openai.BadRequestError, match="image"):
+        client.chat.completions.create(model="vlm", messages=messages(b"no picture"))
+
+
+def test_a_client_that_leaves_stops_the_work(server: Server, client: openai.OpenAI, picture: bytes) -> None:
+    before = cancelled(server)
+    stream = client.chat.completions.create(
+        model="vlm", messages=messages(picture), max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    assert wait_until(lambda: cancelled(server) == before + 1)
+
+
+def cancelled(server: Server) -> float:
+    page = httpx.get(server.metrics_url, trust_env=False).text
+    lines = [line for line in page.splitlines() if line.startswith("tessera_requests_total{") and "cancelled" in line]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_demos_last_line_works(address: str) -> None:
+    line = demo.curl(int(address.rpartition(":")[2])).replace("localhost", "127.0.0.1")
+    run = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=SOURCES.parent, timeout=60)
+    assert json.loads(run.stdout)["choices"][0]["message"]["content"].strip(), run
+
+
+def test_readiness_and_the_servers_pages(address: str) -> None:
+    assert httpx.get(f"{address}/health", timeout=10, trust_env=False).json() == {"ready": True}
+    assert "tessera_kv_blocks_total" in httpx.get(f"{address}/metrics/servers", timeout=10, trust_env=False).text
+    assert json.loads(httpx.get(f"{address}/v1/models", trust_env=False).text)["data"][0]["id"] == "vlm"
