@@ -91,7 +91,6 @@ def test_text_stands_out_from_its_ground(page: Browser, gateway: StandIn, pictur
     asked = page.contrast()
     page.ask("Describe the room.")
     page.until_answered()
-    page.keep_screenshot(theme)
     answered = page.contrast()
     page("tab-status").click()
     page.until(lambda: page.all(".server"))

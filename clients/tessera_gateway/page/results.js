@@ -35,7 +35,7 @@ export function showScores(scores) {
       bar.style.width = `${100 * score.normalized}%`;
       bar.setAttribute("aria-hidden", "true");
       cell.append(bar);
-      row.append(label, cell, element("td", percent(score.normalized)), element("td", `p ${score.probability.toPrecision(2)}`, "quiet"));
+      row.append(label, cell, element("td", percent(score.normalized)), element("td", probability(score.probability), "quiet"));
       return row;
     }),
   );
@@ -73,4 +73,10 @@ export function showTimes(timings, usage, imageTokens, seconds) {
 }
 
 export const ms = (value) => (value < 10 ? value.toFixed(1) : Math.round(value).toString());
-export const percent = (share) => `${(100 * share).toFixed(share > 0.0995 && share < 0.9995 ? 0 : 1)} %`;
+
+export function percent(share) {
+  if (share > 0 && share < 0.001) return "< 0.1 %";
+  return `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)} %`;
+}
+
+const probability = (value) => (value < 0.001 ? "p < 0.001" : `p ${value.toPrecision(2)}`);
