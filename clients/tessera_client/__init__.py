@@ -16,7 +16,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tessera_client.client import Client
-from tessera_client.messages import Answer, Delta, LabelScore, Models, ModelStatus, ServerStatus, Timings, Usage
+from tessera_client.messages import (
+    Answer,
+    Delta,
+    LabelScore,
+    Models,
+    ModelStatus,
+    PicturePlan,
+    ServerStatus,
+    Timings,
+    Usage,
+)
 from tessera_client.retry import Retry
 from tessera_client.streaming import Stream
 from tessera_wire.errors import (
@@ -46,6 +56,7 @@ __all__ = [
     "LabelScore",
     "ModelStatus",
     "Models",
+    "PicturePlan",
     "ProtocolError",
     "Retry",
     "ServerError",

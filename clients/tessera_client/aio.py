@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 from tessera_client.client import CLIENTS_TIMEOUT, BaseClient, Images, Seconds, given_out
-from tessera_client.messages import Answer, Delta, Request, ServerStatus, check_job, item_request
+from tessera_client.messages import Answer, Delta, PicturePlan, Request, ServerStatus, check_job, item_request
 from tessera_client.retry import Retry
 from tessera_client.streaming import BaseStream, Inbox
 from tessera_client.transports.base import Item, Sent
@@ -128,6 +128,11 @@ class AsyncClient(BaseClient[Coroutine[Any, Any, Answer], AsyncStream]):
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def plan(self, image: Images, *, timeout: Seconds = CLIENTS_TIMEOUT, **tiles: Any) -> tuple[PicturePlan, ...]:
+        """As :meth:`Client.plan`."""
+        request = self._plan_request(image, tiles)
+        return await asyncio.to_thread(self._transport.plan, request, self._seconds(timeout))
 
     async def ready(self) -> bool:
         """As :meth:`Client.ready`."""

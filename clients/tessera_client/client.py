@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, TypeVar
 from tessera_client.messages import (
     Answer,
     Models,
+    PicturePlan,
     Request,
     ServerStatus,
     chat_request,
@@ -92,6 +93,10 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
         """:meth:`chat`, streamed as :meth:`stream` does."""
         return self._stream(chat_request(messages, images, **sampling), timeout)
 
+    def _plan_request(self, image: Images, tiles: Mapping[str, Any]) -> Request:
+        # One token: how a picture is cut must not depend on the room that an answer would take.
+        return question_request(image, "?", max_tokens=1, **tiles)
+
     @abstractmethod
     def _answer(self, request: Callable[[], Request], timeout: Seconds, retry: Retry | None = None) -> AnswerT:
         """The answer to the request that is made when its turn comes."""
@@ -169,6 +174,13 @@ class Client(BaseClient[Answer, Stream]):
                         progress(ended)
 
         return _in_order(work, items, concurrency, errors)
+
+    def plan(self, image: Images, *, timeout: Seconds = CLIENTS_TIMEOUT, **tiles: Any) -> tuple[PicturePlan, ...]:
+        """How the server would cut these pictures, without an answer: one plan a picture, in their order.
+
+        ``tiles``: ``tile_policy``, ``max_tiles``, ``min_tiles`` and ``thumbnail``, as for :meth:`ask`. Not retried.
+        """
+        return self._transport.plan(self._plan_request(image, tiles), self._seconds(timeout))
 
     def ready(self) -> bool:
         """Whether the server answers and the model is ready. Never raises for a server that is not there."""

@@ -9,18 +9,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tessera_client.messages import Delta, LabelScore, Request, Timings, Usage
+from tessera_client.messages import Delta, LabelScore, PicturePlan, Request, Timings, Usage
 from tessera_wire.errors import ProtocolError
 from tessera_wire.tensors import Tensor, bytes_tensor, elements
 
 
 def request_tensors(request: Request) -> list[Tensor]:
     """The request's inputs; those that are not set are left out (all are optional on the server)."""
+    flags = (("stream", request.stream), ("exclude_input_in_output", request.exclude_input))
+    return question_tensors(request) + [Tensor(name, "BOOL", (1,), bytes([flag])) for name, flag in flags]
+
+
+def question_tensors(request: Request) -> list[Tensor]:
+    """Those of the request's inputs that say what is asked, not how the answer comes: what `preprocess` takes."""
     tensors = [bytes_tensor(name, text.encode()) for name, text in _texts(request).items()]
     if request.images:
         tensors.append(bytes_tensor("image", *request.images))
-    flags = (("stream", request.stream), ("exclude_input_in_output", request.exclude_input))
-    return tensors + [Tensor(name, "BOOL", (1,), bytes([flag])) for name, flag in flags]
+    return tensors
 
 
 def request_json(request: Request, request_id: str, timeout: float | None) -> dict[str, Any]:
@@ -60,6 +65,14 @@ def delta_from_raw(outputs: Iterable[tuple[str, bytes]]) -> Delta:
     except struct.error as error:
         raise ProtocolError(f"output {name} is malformed: {error}") from error
     return delta_from_json(values)
+
+
+def plans_from_raw(outputs: Iterable[tuple[str, bytes]]) -> tuple[PicturePlan, ...]:
+    """The output PLAN among (name, raw contents): int32, four numbers a picture. Raises ProtocolError."""
+    data = dict(outputs).get("PLAN")
+    if data is None or len(data) % 16:
+        raise ProtocolError("the server's preprocess gave no PLAN of four numbers a picture")
+    return tuple(PicturePlan(*numbers) for numbers in struct.iter_unpack("<4i", data))
 
 
 def delta_from_json(values: Mapping[str, Any]) -> Delta:

@@ -95,6 +95,21 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class PicturePlan:
+    """What the server makes of one picture, as its tensor PLAN says.
+
+    ``kind``: 0 where the pixels are cut in preprocess, 1 where the file goes on to be decoded on a GPU. ``t``, ``h``
+    and ``w`` are the model family's own: of InternVL the tiles in all (thumbnail included), and the rows and the
+    columns of the grid that the picture is stretched to and cut into.
+    """
+
+    kind: int
+    t: int
+    h: int
+    w: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelStatus:
     """One model of the server's repository. ``state`` is ``"READY"`` when it can be asked."""
 
@@ -120,6 +135,7 @@ class Models:
 
     vlm: str = "vlm"
     unary: str = "vlm_unary"
+    preprocess: str = "preprocess"
     language_model: str = "language_model"
 
 

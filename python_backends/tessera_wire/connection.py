@@ -70,13 +70,20 @@ class Connection:
         return self._stub.ModelStreamInfer(requests)
 
     def infer_message(
-        self, model: str, request_id: str, tensors: Iterable[Tensor], timeout: float | None = None
+        self,
+        model: str,
+        request_id: str,
+        tensors: Iterable[Tensor],
+        timeout: float | None = None,
+        outputs: Iterable[str] = (),
     ) -> Any:
-        """A request to a model; ``timeout`` in seconds."""
+        """A request to a model; ``timeout`` in seconds. ``outputs``: those that are wanted, where not all are."""
         message = self._messages.ModelInferRequest(model_name=model, id=request_id)
         for tensor in tensors:
             message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
             message.raw_input_contents.append(tensor.data)
+        for name in outputs:
+            message.outputs.add(name=name)
         if timeout is not None:
             message.parameters["timeout"].int64_param = max(1, int(timeout * 1e6))
         return message

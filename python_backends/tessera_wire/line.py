@@ -45,10 +45,18 @@ class Line:
         self._closed = False
 
     def send(
-        self, model: str, request_id: str, tensors: Iterable[Tensor], deliver: Deliver, timeout: float | None = None
+        self,
+        model: str,
+        request_id: str,
+        tensors: Iterable[Tensor],
+        deliver: Deliver,
+        timeout: float | None = None,
+        outputs: Iterable[str] = (),
     ) -> Callable[[], None]:
-        """Starts a request; the server gives it ``timeout`` seconds. Returns what ends the listening to it."""
-        message = self.connection.infer_message(model, request_id, tensors, timeout)
+        """Starts a request for ``outputs`` (all of them if empty); the server gives it ``timeout`` seconds.
+
+        Returns what ends the listening to it."""
+        message = self.connection.infer_message(model, request_id, tensors, timeout, outputs)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         with self._lock:
             if self._closed:

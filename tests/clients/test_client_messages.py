@@ -163,3 +163,9 @@ def test_a_tile_policy_may_be_a_name():
     assert json.loads(sampling({"tile_policy": "native"})) == {"tile_policy": {"name": "native"}}
     whole = json.loads(sampling({"tile_policy": "budget", "thumbnail": "never"}))
     assert whole == {"tile_policy": {"name": "budget", "thumbnail": "never"}}
+
+
+@pytest.mark.parametrize("outputs", [[], [("PIXELS", b"")], [("PLAN", bytes(12))]])
+def test_what_is_no_plan_is_refused(outputs: list[tuple[str, bytes]]) -> None:
+    with pytest.raises(ProtocolError, match="PLAN"):
+        contract.plans_from_raw(outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import json
 import queue
 import struct
 import threading
@@ -23,6 +24,7 @@ from tessera_client import (
     ConnectionFailed,
     DeadlineExceeded,
     InvalidRequest,
+    PicturePlan,
     Retry,
     TesseraClientError,
     Unavailable,
@@ -44,6 +46,7 @@ class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.open_calls = 0
         self.metadata: list[Any] = []
         self.parameters: dict[str, Any] = {}
+        self.asked: tuple[list[str], dict[str, bytes]] = ([], {})
         self._server: Any = None
         self.address = ""
         self.start(0)
@@ -103,6 +106,9 @@ class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
             return
         self.parameters = dict(request.parameters)
         words = inputs["text_input"][4:].decode().split()
+        if request.model_name == "preprocess":
+            put(self.plan(request, inputs))
+            return
         if words[0] == "fail":
             message = pb.ModelStreamInferResponse(error_message="in ensemble 'vlm', " + " ".join(words[1:]))
             message.infer_response.id = request.id
@@ -116,6 +122,16 @@ class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
             reason = "stop" if i == len(words) - 1 else ""
             put(self.response(request, {"text_output": word, "finish_reason": reason}, last=False))
         put(self.response(request, {}, last=True))
+
+    def plan(self, request: Any, inputs: dict[str, bytes]) -> Any:
+        """As if every picture were cut into 3 x 2 tiles and a thumbnail, decoded on a GPU; with no other output."""
+        self.asked = ([output.name for output in request.outputs], inputs)
+        message = self.response(request, {}, last=True)
+        if inputs["image"][4:] == b"not one":
+            message.error_message = "image 0: not a picture"
+        message.infer_response.outputs.add(name="PLAN", datatype="INT32", shape=[1, 4])
+        message.infer_response.raw_output_contents.append(struct.pack("<4i", 1, 7, 2, 3))
+        return message
 
     def response(self, request: Any, outputs: dict[str, str], last: bool) -> Any:
         message = pb.ModelStreamInferResponse()
@@ -149,6 +165,22 @@ def test_stream_ready_and_timeout_parameter(server: Server) -> None:
         with client.stream(None, "a b c") as stream:
             assert [delta.text for delta in stream] == ["a", "b", "c"]
     assert 6e6 < server.parameters["timeout"].int64_param <= 7e6
+
+
+def test_a_plan_is_asked_of_preprocess_alone(server: Server) -> None:
+    with Client(server.address, retry=Retry(attempts=1)) as client:
+        assert client.plan(b"jpeg", max_tiles=6) == (PicturePlan(1, 7, 2, 3),)
+        outputs, inputs = server.asked
+        assert outputs == ["PLAN"] and set(inputs) == {"text_input", "image", "sampling_parameters"}
+        assert json.loads(inputs["sampling_parameters"][4:]) == {"max_tokens": 1, "tile_policy": {"max_tiles": 6}}
+        with pytest.raises(InvalidRequest, match="not a picture"):
+            client.plan(b"not one")
+
+    async def twin() -> Any:
+        async with AsyncClient(server.address) as client:
+            return await client.plan(b"jpeg", tile_policy="native")
+
+    assert asyncio.run(twin()) == (PicturePlan(1, 7, 2, 3),)
 
 
 def test_a_failed_request_harms_no_other(server: Server) -> None:

@@ -25,6 +25,7 @@ from tessera_client import (
     InvalidRequest,
     LabelScore,
     Models,
+    PicturePlan,
     ProtocolError,
     Retry,
     ServerError,
@@ -62,6 +63,11 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200, b"")
         elif self.path == "/v2/models/vlm_unary/infer":
             self.infer(body)
+        elif self.path == "/v2/models/preprocess/infer":
+            server.seen = json.loads(body[: int(self.headers[LENGTH_HEADER])])
+            data = struct.pack("<8i", 0, 7, 2, 3, 0, 1, 1, 1)
+            head = json.dumps({"outputs": [{"name": "PLAN", "parameters": {"binary_data_size": len(data)}}]}).encode()
+            self.reply(200, head + data, {LENGTH_HEADER: str(len(head))})
         elif self.path == "/v2/models/vlm/generate_stream":
             self.generate(json.loads(body))
         else:
@@ -149,6 +155,13 @@ def test_ask_sends_raw_bytes_and_reads_typed_outputs(server: Any) -> None:
     assert inputs["image"] == b"\5\0\0\0\xff\xd8one\3\0\0\0two"
     assert json.loads(inputs["sampling_parameters"][4:]) == {"max_tokens": 2}
     assert head["id"] == answer.request_id and 8e6 < head["parameters"]["timeout"] <= 9e6
+
+
+def test_a_plan_is_asked_of_preprocess_alone(server: Any) -> None:
+    with Client(server.url) as client:
+        assert client.plan([b"one", b"two"]) == (PicturePlan(0, 7, 2, 3), PicturePlan(0, 1, 1, 1))
+    assert [output["name"] for output in server.seen["outputs"]] == ["PLAN"]
+    assert [tensor["name"] for tensor in server.seen["inputs"]] == ["text_input", "sampling_parameters", "image"]
 
 
 def test_connections_are_reused(server: Any) -> None:

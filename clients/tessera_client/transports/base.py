@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from tessera_client.messages import Delta, Request, ServerStatus
+from tessera_client.messages import Delta, PicturePlan, Request, ServerStatus
 from tessera_wire.errors import TesseraClientError
 
 CONTROL_SECONDS = 3.0  # time given to status questions and to the request that cancels another
@@ -30,6 +30,10 @@ class Transport(Protocol):
 
     def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Sent:
         """Starts a request, which the server is told to end after ``timeout`` seconds."""
+        ...
+
+    def plan(self, request: Request, timeout: float | None) -> tuple[PicturePlan, ...]:
+        """How the request's pictures would be cut, within ``timeout`` seconds; nothing is answered."""
         ...
 
     def status(self) -> ServerStatus: ...

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import queue
+import uuid
 from functools import partial
 from typing import Any
 
 from tessera_client import contract
-from tessera_client.messages import Models, ModelStatus, Request, ServerStatus
+from tessera_client.messages import Models, ModelStatus, PicturePlan, Request, ServerStatus
 from tessera_client.transports.base import CONTROL_SECONDS, Deliver, Sent
 from tessera_wire.connection import Connection
-from tessera_wire.errors import DeadlineExceeded, TesseraClientError
+from tessera_wire.errors import DeadlineExceeded, ProtocolError, TesseraClientError
 from tessera_wire.line import Line
 
 
@@ -19,6 +20,7 @@ class GrpcTransport:
 
     def __init__(self, address: str, models: Models, tls: bool = False) -> None:
         self._model = models.vlm
+        self._preprocess = models.preprocess
         self._line = Line(Connection(address, tls), models.language_model)
 
     def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Sent:
@@ -33,6 +35,23 @@ class GrpcTransport:
 
         stop = self._line.send(self._model, request_id, contract.request_tensors(request), hand_on, timeout)
         return Sent(stop, partial(self._cancel, request_id))
+
+    def plan(self, request: Request, timeout: float | None) -> tuple[PicturePlan, ...]:
+        told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        tensors = contract.question_tensors(request)
+        forget = self._line.send(self._preprocess, uuid.uuid4().hex, tensors, told.put, timeout, outputs=("PLAN",))
+        try:
+            answer = told.get(timeout=timeout)
+        except queue.Empty:
+            raise DeadlineExceeded("the server did not say in time how it cuts the picture") from None
+        finally:
+            forget()
+        if isinstance(answer, TesseraClientError):
+            raise answer
+        if answer is None:
+            raise ProtocolError("the server's preprocess gave no PLAN")
+        names = (output.name for output in answer.outputs)
+        return contract.plans_from_raw(zip(names, answer.raw_output_contents, strict=False))
 
     def status(self) -> ServerStatus:
         ask = self._line.connection.ask

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Generator, Iterator
+import uuid
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from typing import Any
@@ -18,9 +19,10 @@ from typing import Any
 import httpx
 
 from tessera_client import contract
-from tessera_client.messages import Delta, Models, ModelStatus, Request, ServerStatus
+from tessera_client.messages import Delta, Models, ModelStatus, PicturePlan, Request, ServerStatus
 from tessera_client.transports.base import CONTROL_SECONDS, Deliver, Sent
 from tessera_wire import errors
+from tessera_wire.tensors import Tensor
 
 LENGTH_HEADER = "Inference-Header-Content-Length"
 # A connection unused for 2 s may have been closed by the server: not reused.
@@ -63,6 +65,14 @@ class HttpTransport:
         deltas = (self._events if request.stream else self._whole)(request, request_id, timeout)
         threading.Thread(target=self._relay, args=(request_id, deltas), name="tessera-http", daemon=True).start()
         return Sent(partial(self._listeners.pop, request_id, None), partial(self._cancel, request_id))
+
+    def plan(self, request: Request, timeout: float | None) -> tuple[PicturePlan, ...]:
+        tensors = contract.question_tensors(request)
+        body, headers = _infer_body(tensors, uuid.uuid4().hex, timeout, ("PLAN",))
+        try:
+            return contract.plans_from_raw(self._infer(self._models.preprocess, body, headers, timeout))
+        except Exception as error:
+            raise self._mapped(error) from error
 
     def status(self) -> ServerStatus:
         try:
@@ -125,9 +135,15 @@ class HttpTransport:
                     yield contract.delta_from_json(event)
 
     def _whole(self, request: Request, request_id: str, timeout: float | None) -> Generator[Delta, None, None]:
-        """The one delta of an infer response (JSON head, then the outputs' raw contents)."""
-        body, headers = _infer_body(request, request_id, timeout)
-        path = f"/v2/models/{self._models.unary}/infer"
+        """The one delta of an infer response."""
+        body, headers = _infer_body(contract.request_tensors(request), request_id, timeout)
+        yield contract.delta_from_raw(self._infer(self._models.unary, body, headers, timeout))
+
+    def _infer(
+        self, model: str, body: bytes, headers: dict[str, str], timeout: float | None
+    ) -> list[tuple[str, bytes]]:
+        """The outputs of an infer response (JSON head, then the outputs' raw contents): name, contents."""
+        path = f"/v2/models/{model}/infer"
         response = self._client.post(path, content=body, headers=headers, timeout=timeout)
         data = response.content
         if response.status_code != 200:
@@ -138,7 +154,7 @@ class HttpTransport:
             size = output.get("parameters", {}).get("binary_data_size", 0)
             outputs.append((output["name"], data[position : position + size]))
             position += size
-        yield contract.delta_from_raw(outputs)
+        return outputs
 
     def _ask(self, method: str, path: str, body: Any = None) -> bytes:
         response = self._client.request(method, path, json=body)
@@ -170,8 +186,10 @@ def _lines(response: httpx.Response) -> Iterator[bytes]:
         yield rest
 
 
-def _infer_body(request: Request, request_id: str, timeout: float | None) -> tuple[bytes, dict[str, str]]:
-    tensors = contract.request_tensors(request)
+def _infer_body(
+    tensors: Sequence[Tensor], request_id: str, timeout: float | None, outputs: Sequence[str] = ()
+) -> tuple[bytes, dict[str, str]]:
+    """An infer request and its headers; ``outputs``: those that are wanted, where not all are."""
     parameters: dict[str, Any] = {"binary_data_output": True}
     if timeout is not None:
         parameters["timeout"] = contract.microseconds(timeout)
@@ -179,7 +197,10 @@ def _infer_body(request: Request, request_id: str, timeout: float | None) -> tup
         {"name": t.name, "datatype": t.datatype, "shape": t.shape, "parameters": {"binary_data_size": len(t.data)}}
         for t in tensors
     ]
-    head = json.dumps({"id": request_id, "parameters": parameters, "inputs": inputs}).encode()
+    fields: dict[str, Any] = {"id": request_id, "parameters": parameters, "inputs": inputs}
+    if outputs:
+        fields["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
+    head = json.dumps(fields).encode()
     headers = {"Content-Type": "application/octet-stream", LENGTH_HEADER: str(len(head))}
     return b"".join((head, *(tensor.data for tensor in tensors))), headers
 

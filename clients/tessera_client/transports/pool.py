@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from tessera_client.messages import Delta, Models, ModelStatus, Request, ServerStatus
+from tessera_client.messages import Delta, Models, ModelStatus, PicturePlan, Request, ServerStatus
 from tessera_client.transports.base import Deliver, Item, Sent, Transport
 from tessera_wire.address import addresses, parse_url
 from tessera_wire.errors import ConnectionFailed, Unavailable
@@ -125,6 +125,19 @@ class PooledTransport:
             end()
 
         return sent._replace(stop=stop)
+
+    def plan(self, request: Request, timeout: float | None) -> tuple[PicturePlan, ...]:
+        server = self._pool.pick()
+        error: BaseException | None = None
+        try:
+            plans = self._transports[server].plan(request, timeout)
+            self._pool.answered(server)
+            return plans
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self._pool.end(server, error)
 
     def status(self) -> ServerStatus:
         """What holds of all servers together; raises for the first that does not answer."""

@@ -1,0 +1,74 @@
+"""The page at ``/``: its files, and POST /tessera/tiles, which tells it how a picture is cut."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import FileResponse
+
+from tessera_client import AsyncClient, InvalidRequest
+from tessera_gateway.tiles import tiles_of, upright_size
+
+FOLDER = Path(__file__).parent / "page"
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+HEADERS = {
+    # Everything comes from here, nothing inline; a picture is shown from the browser's memory (blob:, data:).
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+        "trusted-types 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # asked for again, so that a page never meets scripts of another version
+}
+
+router = APIRouter()
+
+
+@router.get("/", include_in_schema=False)
+async def index() -> FileResponse:
+    return _file("index.html")
+
+
+@router.get("/page/{name}", include_in_schema=False)
+async def asset(name: str) -> FileResponse:
+    if name not in {path.name for path in FOLDER.iterdir()}:
+        raise HTTPException(404)
+    return _file(name)
+
+
+def _file(name: str) -> FileResponse:
+    path = FOLDER / name
+    return FileResponse(path, media_type=MEDIA_TYPES[path.suffix], headers=HEADERS)
+
+
+@router.post("/tessera/tiles")
+async def tiles(request: Request, tile_policy: str | None = None) -> dict[str, Any]:
+    """How a picture, the body's bytes, is cut: ``{"width", "height", "tiles": [[x, y, w, h], ...], "thumbnail"}``.
+
+    ``tile_policy`` (query): a policy's name or a JSON object, as in a request. The rule is the server's own: it is
+    asked.
+    """
+    picture = await request.body()
+    client: AsyncClient = request.app.state.client
+    (plan,) = await client.plan(picture, tile_policy=_policy(tile_policy))
+    return asdict(tiles_of(plan, upright_size(picture)))
+
+
+def _policy(text: str | None) -> Any:
+    if text is None or not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"tile_policy is not valid JSON: {error}") from None

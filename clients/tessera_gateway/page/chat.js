@@ -1,0 +1,59 @@
+// The conversation with the gateway: one streamed answer, and the key where it asks for one.
+
+const KEY = "tessera.key"; // in sessionStorage: forgotten with the tab
+
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export function keepKey(key) {
+  sessionStorage.setItem(KEY, key);
+}
+
+/** fetch with the key; throws Refused with the gateway's own words. */
+export async function ask(path, options = {}) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  const response = await fetch(path, { ...options, headers });
+  if (response.ok) return response;
+  let message = `${response.status} ${response.statusText}`;
+  try {
+    message = (await response.json()).error.message;
+  } catch {
+    // no error object: something between here and the gateway answered
+  }
+  throw new Refused(response.status, message);
+}
+
+/** The chunks of a streamed answer, as objects, until [DONE]. Throws Refused, also for an error in mid-stream. */
+export async function* chat(body, signal) {
+  const response = await ask("/v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    signal,
+  });
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Refused(chunk.error.code, chunk.error.message);
+    yield chunk;
+  }
+  throw new Refused(0, "The answer broke off: the gateway closed the connection.");
+}
+
+/** The data of server-sent events. */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split(/\r?\n/);
+    rest = lines.pop();
+    for (const line of lines) if (line.startsWith("data:")) yield line.slice(5).trim();
+  }
+}

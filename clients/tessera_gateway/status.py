@@ -1,0 +1,82 @@
+"""GET /tessera/status: what the page's status tab shows, read from the servers' metrics pages."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+from fastapi import APIRouter, Request
+
+SECONDS = 2.0  # for a server's page; the tab asks again soon
+SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)(?: -?\d+)?$")
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+STAGES = ("preprocess", "vision_encoder", "language_model")
+
+router = APIRouter()
+
+
+@router.get("/tessera/status", include_in_schema=False)
+async def status(request: Request) -> dict[str, list[dict[str, Any]]]:
+    """Each server's numbers; of one that does not answer only why."""
+    urls: list[str] = request.app.state.metrics_urls
+    async with httpx.AsyncClient(timeout=SECONDS, trust_env=False) as client:
+        return {"servers": list(await asyncio.gather(*(_server(client, url) for url in urls)))}
+
+
+async def _server(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
+    name = httpx.URL(url).netloc.decode()
+    try:
+        response = await client.get(url)
+        response.raise_for_status()
+    except httpx.HTTPError as error:
+        return {"server": name, "up": False, "problem": str(error) or type(error).__name__}
+    return {"server": name, "up": True, "problem": None, **numbers(response.text)}
+
+
+def numbers(page: str) -> dict[str, Any]:
+    """The tab's numbers from a metrics page in Prometheus' text format. What a page lacks is None (or {}), not 0."""
+    samples: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
+    for name, labels, value in _samples(page):
+        samples[name].append((labels, value))
+
+    def total(name: str) -> float | None:
+        return sum(value for _, value in samples[name]) if samples[name] else None
+
+    def mean(name: str) -> float | None:
+        return total(f"{name}_sum") / count if (count := total(f"{name}_count")) else None  # type: ignore[operator]
+
+    def by(name: str, label: str) -> dict[str, float]:
+        found: dict[str, float] = defaultdict(float)
+        for labels, value in samples[name]:
+            found[labels.get(label, "")] += value
+        return dict(found)
+
+    pending = by("nv_inference_pending_request_count", "model")
+    return {
+        "requests": {
+            "in_flight": total("tessera_requests_in_flight"),
+            "running": total("tessera_requests_running"),
+            "waiting": total("tessera_requests_waiting"),
+            "ended": by("tessera_requests_total", "reason"),
+        },
+        "queue": {stage: pending[stage] for stage in STAGES if stage in pending},
+        "kv_blocks": {"used": total("tessera_kv_blocks_used"), "total": total("tessera_kv_blocks_total")},
+        "prefix_cache": {
+            "prompt_tokens": total("tessera_prompt_tokens_total"),
+            "cached_tokens": total("tessera_cached_tokens_total"),
+        },
+        "generated_tokens": total("tessera_generated_tokens_total"),
+        "first_token_seconds": mean("tessera_time_to_first_token_seconds"),
+        "device_busy": total("tessera_device_busy_fraction"),
+    }
+
+
+def _samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """(name, labels, value) of each line that is a sample."""
+    for line in page.splitlines():
+        if not line.startswith("#") and (match := SAMPLE.match(line)):
+            yield match["name"], dict(LABEL.findall(match["labels"] or "")), float(match["value"])

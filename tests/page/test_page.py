@@ -1,0 +1,203 @@
+"""The page in headless Chromium, before a stand-in of the gateway."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+from browser import Browser
+from stand_in import SHARES, TIMINGS, WORDS, StandIn
+
+ANSWER = "".join(WORDS)
+TAKE = """
+const bytes = Uint8Array.from(atob(arguments[1]), (c) => c.charCodeAt(0));
+const data = new DataTransfer();
+data.items.add(new File([bytes], "room.jpg", {type: arguments[2]}));
+const event = arguments[0] === "paste"
+  ? new ClipboardEvent("paste", {clipboardData: data, bubbles: true, cancelable: true})
+  : new DragEvent("drop", {dataTransfer: data, bubbles: true, cancelable: true});
+document.body.dispatchEvent(event);
+return event.defaultPrevented;
+"""
+
+
+def texts(page: Browser, selector: str) -> list[str]:
+    return [each.get_attribute("textContent") for each in page.all(selector)]
+
+
+def test_an_answer_streams_and_is_spoken_by_sentences(page: Browser, gateway: StandIn, picture: Path) -> None:
+    page.choose(picture)
+    page.ask("Describe the room, slowly.")
+    page.until(lambda: page("answer").get_attribute("textContent") == "".join(WORDS[:2]))
+    assert page("answer").get_attribute("aria-busy") == "true"
+    assert page.shows("stop") and not page("ask").is_enabled()
+    assert texts(page, "#spoken p") == [WORDS[0].strip(), WORDS[1].strip()]
+    assert page("spoken").get_attribute("aria-live") == "polite"
+    page.keep_screenshot("streaming")
+    gateway.go_on.set()
+    assert page.until_answered() == ANSWER
+    assert " ".join(texts(page, "#spoken p")) == ANSWER
+    (body,) = gateway.requests
+    image, text = body["messages"][0]["content"]
+    assert base64.b64decode(image["image_url"]["url"].partition(",")[2]) == picture.read_bytes()
+    assert text == {"type": "text", "text": "Describe the room, slowly."}
+    assert body["model"] == "tessera-small" and body["stream"] and body["stream_options"] == {"include_usage": True}
+    assert body["max_tokens"] == 256 and "tessera" not in body
+
+
+def test_label_scores_are_bars_with_numbers(page: Browser, gateway: StandIn, picture: Path) -> None:
+    page.choose(picture)
+    page.ask("Which room is it?", " living room, kitchen,bathroom ,")
+    assert page.until_answered() == "living room"
+    assert gateway.requests[0]["tessera"] == {"choices": ["living room", "kitchen", "bathroom"]}
+    assert texts(page, "#scores tbody th") == ["living room", "kitchen", "bathroom"]
+    assert texts(page, "#scores tbody td:nth-child(3)") == ["86 %", "11 %", "3.0 %"]
+    assert texts(page, "#scores tbody td:nth-child(4)") == ["p 0.77", "p 0.099", "p 0.027"]
+    track = page.all("#scores .track")[0].size["width"]
+    widths = [bar.size["width"] / track for bar in page.all("#scores .bar")]
+    assert widths == pytest.approx(SHARES, abs=0.02)
+
+
+def test_stages_are_a_strip_and_a_table(page: Browser, gateway: StandIn) -> None:
+    page.ask("Hello")
+    page.until_answered()
+    assert page("times-total").text == "120 ms"
+    heads = ["Prepare", "Vision queue", "Vision", "Queue", "First token", "Decode"]
+    assert texts(page, "#times th") == heads
+    assert texts(page, "#times td") == ["6.2", "0.4", "42", "0.7", "13", "58"]
+    widths = [part.size["width"] for part in page.all("#strip div")]
+    least = 2
+    room = sum(widths) - least * len(widths)
+    shares = [time / sum(TIMINGS.values()) for time in TIMINGS.values()]
+    assert [width - least for width in widths] == pytest.approx([room * share for share in shares], abs=1)
+    assert "1812 prompt tokens (1792 of the picture) · 27 written" in page("usage").text
+    assert gateway.requests[0]["messages"][0]["content"] == [{"type": "text", "text": "Hello"}]
+
+
+def test_tiles_lie_over_the_picture_as_the_server_cuts_it(page: Browser, picture: Path) -> None:
+    page.choose(picture)
+    assert page("cut").text == "1280 × 960 pixels, 12 tiles and a thumbnail of the whole"
+    shown = page("shown").rect
+    tiles = [tile.rect for tile in page.all("#tiles rect")]
+    for place, tile in enumerate(tiles):
+        assert tile["x"] == pytest.approx(shown["x"] + shown["width"] / 4 * (place % 4), abs=2)
+        assert tile["y"] == pytest.approx(shown["y"] + shown["height"] / 3 * (place // 4), abs=2)
+        assert tile["width"] == pytest.approx(shown["width"] / 4, abs=4)
+    page("policy").send_keys("two")
+    page.until(lambda: len(page.all("#tiles rect")) == 2)
+    assert page("cut").text == "1280 × 960 pixels, 2 tiles"
+    page("show-tiles").click()
+    assert not page.shows("tiles")
+
+
+def test_the_policy_shown_is_the_policy_asked_for(page: Browser, gateway: StandIn, picture: Path) -> None:
+    page.choose(picture)
+    page("policy").send_keys("two")
+    page.ask("What is here?")
+    page.until_answered()
+    assert gateway.requests[0]["tessera"] == {"tile_policy": {"name": "two-tile"}}
+
+
+@pytest.mark.parametrize("way", ["paste", "drop"])
+def test_a_picture_is_pasted_or_dropped(page: Browser, picture: Path, way: str) -> None:
+    data = base64.b64encode(picture.read_bytes()).decode()
+    page.run(TAKE, way, data, "text/plain")
+    assert not page.shows("figure")
+    assert page.run(TAKE, way, data, "image/jpeg")
+    page.until(lambda: len(page.all("#tiles rect")) == 12)
+    assert page("shown").get_attribute("naturalWidth") == "1280"
+    page("remove").click()
+    assert not page.shows("figure") and page.shows("empty") and page("cut").text == ""
+
+
+def test_stop_breaks_the_answer_off_at_the_gateway(page: Browser, gateway: StandIn) -> None:
+    page.ask("Describe the room, slowly.")
+    page.until(lambda: "Beside" in page("answer").text)
+    page("stop").click()
+    assert page.until_answered().strip() == "".join(WORDS[:2]).strip()
+    assert page("problem").text == "Stopped."
+    page.until(lambda: gateway.left == ["Describe the room, slowly."])
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        ("refuse", "max_tokens 256 exceeds the context"),
+        ("break", "a stage died"),
+        ("  ", "Write a question first."),
+    ],
+)
+def test_what_goes_wrong_is_said(page: Browser, question: str, words: str) -> None:
+    page.ask(question)
+    page.until(lambda: page.shows("problem"))
+    assert page("problem").text == words and page("problem").get_attribute("role") == "alert"
+    page.ask("Hello")
+    assert page.until_answered() == ANSWER and not page.shows("problem")
+
+
+def test_a_gateway_with_keys_is_given_one(page: Browser, gateway: StandIn) -> None:
+    assert not page.shows("key-row")
+    gateway.key = "s3cret"
+    page.ask("Hello")
+    page.until(lambda: page.shows("key-row"))
+    assert page.focused() == "key"
+    page.keys("s3cret")
+    page("ask").click()
+    page.until(lambda: page("answer").text == ANSWER)
+    assert page.run("return JSON.stringify(localStorage)").count("s3cret") == 0
+
+
+def test_recent_questions_stay_without_their_pictures(page: Browser, gateway: StandIn, picture: Path) -> None:
+    page.choose(picture)
+    page.ask("Which room is it?", "living room, kitchen")
+    page.until_answered()
+    page.ask("Describe the room.")
+    page.until_answered()
+    page.open(forget=False)
+    assert texts(page, "#recent-list strong") == ["Describe the room.", "Which room is it?"]
+    assert page.all("#recent-list img")[0].get_attribute("naturalWidth") == "96"
+    assert page.run("return JSON.stringify(localStorage).length") < 20_000
+    page.all("#recent-list button")[1].click()
+    assert page("question").get_attribute("value") == "Which room is it?"
+    assert page("labels").get_attribute("value") == "living room, kitchen" and page.focused() == "question"
+    page("clear").click()
+    assert not page.shows("recent")
+    page.open(forget=False)
+    assert not page.shows("recent")
+
+
+def test_status_shows_each_servers_numbers(page: Browser) -> None:
+    page("tab-status").click()
+    page.until(lambda: page.all(".server"))
+    assert page("status-note").text == "1 of 2 servers do not answer."
+    up, down = page.all(".server")
+    assert "does not answer" in down.text and "answers" in up.text
+    names = texts(page, ".server:first-child dt")
+    shown = dict(zip(names, texts(page, ".server:first-child .value")))
+    assert shown == {
+        "Requests under way": "5",
+        "Queue": "5",
+        "KV blocks": "512 of 2,048",
+        "Prefix cache hits": "25 %",
+        "Device busy": "42 %",
+        "Requests ended": "1,234",
+        "First token": "31 ms",
+        "Tokens written": "65,536",
+    }
+
+
+def test_the_status_tab_asks_again_only_while_it_is_seen(page: Browser) -> None:
+    page.run(
+        "window.asked = 0; const [ask, wait] = [window.fetch, window.setTimeout];"
+        "window.fetch = (...all) => { window.asked += 1; return ask(...all); };"
+        "window.setTimeout = (work, ms) => wait(work, ms / 100)"
+    )
+    page("tab-status").click()
+    page.until(lambda: page.run("return window.asked") >= 3)
+    page("tab-ask").click()
+    # The answer under way may still come; after it no timer is left that would ask.
+    settled = (
+        "const [before, then] = [window.asked, arguments[0]]; setTimeout(() => then(window.asked === before), 20000)"
+    )
+    page.until(lambda: page.driver.execute_async_script(settled))

@@ -1,0 +1,102 @@
+"""The page's routes without a browser: files and their headers, tiles, status."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import PIL.Image
+import pytest
+from stand_in import METRICS, Client, StandIn
+
+from tessera_client import PicturePlan
+from tessera_gateway.page import FOLDER
+from tessera_gateway.status import numbers
+
+
+@pytest.fixture
+def stand_in() -> StandIn:
+    return StandIn()
+
+
+def send(stand_in: StandIn, method: str, path: str, **options: Any) -> httpx.Response:
+    async def call() -> httpx.Response:
+        transport = httpx.ASGITransport(stand_in.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(call())
+
+
+def files() -> Iterator[str]:
+    yield "/"
+    yield from sorted(f"/page/{file.name}" for file in FOLDER.iterdir())
+
+
+@pytest.mark.parametrize("path", files())
+def test_every_file_is_served_under_a_strict_policy(stand_in: StandIn, path: str) -> None:
+    response = send(stand_in, "GET", path)
+    assert response.status_code == 200 and response.content == (FOLDER / (path[6:] or "index.html")).read_bytes()
+    policy = dict(each.strip().split(" ", 1) for each in response.headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'" and policy["script-src"] == policy["style-src"] == "'self'"
+    assert policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+    assert response.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("name", ["page.py", "..%2Fpage.py", "%2e%2e/page.py", "nothing.js", "", "."])
+def test_nothing_else_is_served(stand_in: StandIn, name: str) -> None:
+    assert send(stand_in, "GET", f"/page/{name}").status_code == 404
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
+def test_the_page_asks_nobody_but_its_gateway(path: Path) -> None:
+    text = path.read_text(encoding="utf-8").replace("http://www.w3.org/", "")
+    assert "http://" not in text and "https://" not in text and "innerHTML" not in text
+
+
+def picture() -> bytes:
+    file = BytesIO()
+    PIL.Image.new("RGB", (40, 20)).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_tiles_are_asked_of_the_server(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    async def plan(self: Client, image: bytes, *, tile_policy: Any) -> tuple[PicturePlan, ...]:
+        asked.append((image, tile_policy))
+        return (PicturePlan(0, 3, 1, 2),)
+
+    monkeypatch.setattr(Client, "plan", plan)
+    answer = send(stand_in, "POST", "/tessera/tiles", content=picture())
+    assert answer.json() == {"width": 40, "height": 20, "tiles": [[0, 0, 20, 20], [20, 0, 20, 20]], "thumbnail": True}
+    for policy in ("native", '{"max_tiles": 2}'):
+        send(stand_in, "POST", "/tessera/tiles", content=picture(), params={"tile_policy": policy})
+    assert asked == [(picture(), None), (picture(), "native"), (picture(), {"max_tiles": 2})]
+
+
+def test_a_policy_that_is_no_json_is_refused(stand_in: StandIn) -> None:
+    answer = send(stand_in, "POST", "/tessera/tiles", content=picture(), params={"tile_policy": "{max"})
+    assert answer.status_code == 400 and "not valid JSON" in answer.json()["error"]["message"]
+
+
+def test_status_numbers_come_from_the_metrics_page() -> None:
+    assert numbers(METRICS) == {
+        "requests": {"in_flight": 5, "running": 3, "waiting": 2, "ended": {"stop": 1200, "length": 34}},
+        "queue": {"preprocess": 1, "vision_encoder": 4},
+        "kv_blocks": {"used": 512, "total": 2048},
+        "prefix_cache": {"prompt_tokens": 400000, "cached_tokens": 100000},
+        "generated_tokens": 65536,
+        "first_token_seconds": 0.0305,
+        "device_busy": 0.42,
+    }
+
+
+def test_what_a_metrics_page_lacks_is_not_zero() -> None:
+    empty = numbers('# TYPE x counter\nx{a="b c",d="\\"}"} 1e3\nnot a sample\n')
+    assert empty["kv_blocks"] == {"used": None, "total": None}
+    assert empty["queue"] == {} and empty["device_busy"] is empty["first_token_seconds"] is None
