@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_fakes import make_request, run, tiny_config, tiny_engine, tiny_model, tokens_of
+from engine_fakes import TextEngine, make_request, run, tiny_config, tiny_engine, tiny_model, tokens_of
 
 from tessera.engine.kernels import reference
 from tessera.engine.models.qwen2 import DecoderLayer, Qwen2
@@ -16,7 +16,7 @@ from tessera.engine.quantization.scheme import Linear
 from tessera.engine.quantization.unquantized import Unquantized
 from tessera.fp8.rows import Fp8Rows, quantize_rows, quantize_weight
 
-CHANGES = dict(tie_word_embeddings=False)
+CHANGES = dict(tie_word_embeddings=False, head_dim=16)
 
 
 class FakeQuantized(Unquantized):
@@ -57,7 +57,10 @@ def copied(original: Qwen2, schemes) -> Qwen2:
 
 
 def answers(model: Qwen2, **settings) -> list[list[int]]:
-    engine = tiny_engine(model, **settings)
+    return answers_of(tiny_engine(model, **settings))
+
+
+def answers_of(engine: TextEngine) -> list[list[int]]:
     events = []
     for number in range(6):
         prompt = [7, 8, 9] * 3 + [20 + number, 30 - number] * (1 + 3 * number)
@@ -110,3 +113,17 @@ def test_as_a_gpu_runs_it(monkeypatch, original, expected, product, steps):
     assert answers(model, **steps) == expected
     # Of a layer's four products only the one behind the attention quantizes for itself.
     assert handed_over.count("by the kernel in front") == 3 * handed_over.count("by the product")
+
+
+@pytest.mark.parametrize("ways", [((1000, "rescaled"),), ((20, "rescaled"), (1000, "rows"))])
+def test_in_graphs_of_prompts(monkeypatch, original, expected, ways):
+    """Whether the layers leave a product's scales to the last one may differ from size to size."""
+    pytest.importorskip("triton", reason="the attention that graphs need is written in triton")
+    monkeypatch.setattr(Fp8, "_has_units", lambda scheme, layer: True)
+    model = copied(original, scheme_selector(None, None, "fp8"))
+    for linear in linears(model):
+        linear.scheme.ways = ways
+    engine = tiny_engine(model, attention="triton", block_size=16, max_batched_tokens=40)
+    engine._runner.capture_graphs([], [16, 40], 16)
+    assert answers_of(engine) == expected
+    assert engine.metrics.graph_steps == engine.metrics.steps

@@ -18,6 +18,7 @@ from penalties_reference import likeliest_answer
 from tessera.engine.config import EngineConfig
 from tessera.engine.execution.decode_graphs import DecodeGraphs, graph_sizes
 from tessera.engine.execution.model_runner import ModelRunner
+from tessera.engine.execution.prompt_graphs import PromptGraphs, prompt_sizes
 from tessera.engine.request import Request, SamplingParameters
 from tessera.errors import InvalidRequest
 
@@ -82,26 +83,45 @@ WAYS = {
     "graphs with dummies": dict(graphs=(4,)),
     "graphs for few": dict(graphs=(1, 2)),
     "one after the other": dict(graphs=(1, 2, 4), overlaps=False),
-    "prompt graphs": dict(graphs=(1, 2, 4), prompt_graphs=(64,)),
+    "prompt graphs": dict(graphs=(1, 2, 4), prompt_graphs=(16, 48, 128)),
     "prompt graphs alone": dict(prompt_graphs=(16, 48), overlaps=False, max_batched_tokens=40),
     "uncached pieces": dict(graphs=(1, 2, 4), max_batched_tokens=23, prefix_cache="off"),
 }
 
 
+@pytest.fixture
+def prompt_steps(monkeypatch):
+    """How many steps ran as graphs of prompts."""
+    ran, run_graph = Counter(), PromptGraphs.run
+
+    def counting(self, packed, x):
+        ran["prompts"] += 1
+        # Whatever the step before left must not count.
+        self._x.fill_(torch.nan)
+        self._x_scales.fill_(torch.nan)
+        self._residual.fill_(torch.nan)
+        return run_graph(self, packed, x)
+
+    monkeypatch.setattr(PromptGraphs, "run", counting)
+    return ran
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_same_tokens(way, expected):
+def test_same_tokens(way, expected, prompt_steps):
     engine = make_engine(**WAYS[way])
     assert answers(engine, requests()) == expected
     assert (engine.metrics.graph_steps > 0) == bool({"graphs", "prompt_graphs"} & WAYS[way].keys())
+    assert (prompt_steps["prompts"] > 0) == ("prompt_graphs" in WAYS[way])
 
 
-def test_same_tokens_after_preemption():
+def test_same_tokens_after_preemption(prompt_steps):
     block = 2 * BLOCK * 2 * 16 * 4
     made = requests(max_tokens=9)
     plain = answers(make_engine(attention="torch", overlaps=False, prefix_cache="off"), made)
-    engine = make_engine(graphs=(1, 2, 4), kv_cache_bytes=16 * block, prefix_cache="off")
+    settings = dict(kv_cache_bytes=16 * block, prefix_cache="off")
+    engine = make_engine(graphs=(1, 2, 4), prompt_graphs=(16, 48, 128), **settings)
     assert answers(engine, made) == plain
-    assert engine.metrics.preemptions > 0
+    assert engine.metrics.preemptions > 0 and prompt_steps["prompts"] > 0
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -201,6 +221,11 @@ def test_penalties_after_preemption_with_steps_planned_ahead():
     assert engine.metrics.preemptions > 0
 
 
+def test_prompt_sizes():
+    assert prompt_sizes(40) == [40] and prompt_sizes(100) == [64, 100] and prompt_sizes(8192)[-1] == 2560
+    assert all(b <= 1.125 * (a + 1) for a, b in pairwise(prompt_sizes(8192)) if a >= 640)
+
+
 def test_graph_sizes():
     assert graph_sizes(5) == [1, 2, 3, 4, 5]
     assert graph_sizes(256)[-1] == 256 and graph_sizes(300)[-1] == 300
@@ -222,15 +247,15 @@ BODIES = {
 
 @pytest.mark.parametrize("body", BODIES)
 def test_other_bodies_in_kernels_and_graphs(body):
-    model = tiny_model(device=DEVICE, hidden_size=64, num_hidden_layers=1, **BODIES[body])
+    model = tiny_model(device=DEVICE, hidden_size=64, num_hidden_layers=2, **BODIES[body])
     plain = dict(attention="torch", prefix_cache="off", overlaps=False, model=model)
     expected = [answers(make_engine(**plain), [request])[0] for request in requests()]
-    engine = make_engine(graphs=(1, 2, 4), model=model)
+    engine = make_engine(graphs=(1, 2, 4), prompt_graphs=(48, 128), model=model)
     assert answers(engine, requests()) == expected and engine.metrics.graph_steps > 0
     assert answers(engine, requests()) == expected and engine.metrics.cached_tokens > 0
 
 
-MROPE = tiny_model(device=DEVICE, hidden_size=64, head_dim=16, num_hidden_layers=1, mrope_section=(2, 3, 3))
+MROPE = tiny_model(device=DEVICE, hidden_size=64, head_dim=16, num_hidden_layers=2, mrope_section=(2, 3, 3))
 
 
 def placed(number, axes=3):
@@ -255,7 +280,7 @@ def test_positions_of_three_axes_in_kernels_and_graphs():
 
     plain = [answers(engine(attention="torch", prefix_cache="off", overlaps=False), [each])[0] for each in made()]
     assert plain[0] != plain[2], "positions matter"
-    graphs = engine(graphs=(1, 2, 4))
+    graphs = engine(graphs=(1, 2, 4), prompt_graphs=(48, 128))
     assert answers(graphs, made()) == plain and graphs.metrics.graph_steps > 0
     assert answers(graphs, made()) == plain and graphs.metrics.cached_tokens > 0
     with pytest.raises(InvalidRequest, match=r"positions must be \[3, "):

@@ -179,22 +179,37 @@ def test_the_cpu_dequantizes_for_good():
     assert not choices.asked
 
 
+def raises(y):
+    raise RuntimeError("does not compile")
+
+
+def spoilt(y, rows, columns, value):
+    y[rows, columns] = value
+    return y
+
+
+WRONG = {
+    "a tenth too much": lambda y: 1.1 * y,
+    "no numbers": lambda y: y * torch.nan,
+    "the last column": lambda y: spoilt(y, slice(None), -1, 0.0),
+    "the eighth row": lambda y: spoilt(y, slice(7, None), 0, torch.nan),
+    "fails": raises,
+}
+
+
 @pytest.mark.usefixtures("hopper")
-def test_a_kernel_that_is_wrong_is_found_at_the_start_and_not_used(monkeypatch, caplog):
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_kernel_that_is_wrong_is_found_at_the_start_and_not_used(wrong, monkeypatch, caplog):
     layer, _, _ = made()
-    place = LinearShape(layer.out_features, SIZE, True, "alone", torch.float32)
     right = int4.layer_kernels("cpu")
-    for wrong in (
-        lambda *given: 1.1 * right.w4a16_linear(*given),
-        lambda *given: right.w4a16_linear(*given) * torch.nan,
-    ):
-        broken = SimpleNamespace(**vars(right) | {"w4a16_linear": wrong})
-        monkeypatch.setattr(int4, "layer_kernels", lambda device, broken=broken: broken)
-        choices = FirstWays(W4A16)
-        layer.scheme.tune([layer], place, choices, "here")
-        assert not any(W4A16 in ways for ways in choices.asked.values())
-        assert W4A16 not in dict(layer.scheme.ways).values()
-        assert "not used" in caplog.text
+    broken = vars(right) | {"w4a16_linear": lambda *given: WRONG[wrong](right.w4a16_linear(*given))}
+    monkeypatch.setattr(int4, "layer_kernels", lambda device: SimpleNamespace(**broken))
+    choices = FirstWays(W4A16)
+    place = LinearShape(layer.out_features, SIZE, True, "alone", torch.float32)
+    layer.scheme.tune([layer], place, choices, "here")
+    assert choices.asked and not any(W4A16 in ways for ways in choices.asked.values())
+    assert W4A16 not in dict(layer.scheme.ways).values()
+    assert "not used" in caplog.text
     monkeypatch.setattr(int4, "layer_kernels", lambda device: right)
     layer.scheme.tune([layer], place, FirstWays(W4A16), "here")
     assert layer.scheme.way(layer, 16) == W4A16
