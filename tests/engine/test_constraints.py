@@ -101,6 +101,10 @@ INSIDE = r"json_schema\.properties\.list\.items\.anyOf\[1\]"
         ({"regex": "a(b"}, r"regex: unclosed group \(character 1\)"),
         ({"regex": "a(?=b)b"}, r"regex: look-around.* is not supported \(character 1\)"),
         ({"regex": r"(a)\1"}, r"regex: backreferences are not supported \(character 3\)"),
+        ({"regex": "a\\"}, "regex ends in a backslash"),
+        ({"regex": "((a{20}|b){100}c){20}"}, "regex repeats something more than 20000 times"),
+        ({"json_schema": inside({"pattern": "(a{999}){999}"})}, INSIDE + ".pattern repeats something"),
+        ({"json_schema": inside({"patternProperties": {"a{20001}": {}}})}, INSIDE + ".patternProperties repeats"),
         ({"regex": "a^b"}, "not supported inside an expression"),
         ({"regex": r"[^\x00-\x{10ffff}]"}, "regex: no token of the vocabulary can come next"),
         ({"json_schema": {"$ref": "#"}}, "json_schema: no token of the vocabulary can come next"),
@@ -127,6 +131,16 @@ def test_what_cannot_be_compiled_is_refused_with_its_place(sampling, words):
     with pytest.raises(InvalidRequest, match=words):
         engine.submit(make_request([1], **sampling))
     assert not engine.has_work()
+
+
+def test_counts_are_those_of_what_is_repeated():
+    for expression in (
+        r"(a{150}){100}b{20000}(c{3}){100}",
+        r"\x{30000}[{30000}]\{30000}\p{L}",
+        "a\\\\",
+        "(a{20}){0,1000}|(b)",
+    ):
+        grammar.check(SamplingParameters.parse({"regex": expression}))
 
 
 def test_deep_schemas_are_refused():
