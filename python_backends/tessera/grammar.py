@@ -175,6 +175,12 @@ def _check_schema(schema: Any, place: str, depth: int) -> None:
             raise InvalidRequest(f"sampling_parameters: {place}: {name} must be a list of schemas")
         if name in _OF_NAMED_SCHEMAS and not isinstance(value, dict):
             raise InvalidRequest(f"sampling_parameters: {place}: {name} must be an object of schemas")
+    # Of what the library would get wrong: a name may come twice, and a property is not held against the patterns too.
+    required = schema.get("required")
+    if schema.get("minProperties", 0) > 1 + (len(required) if isinstance(required, list) else 0):
+        raise InvalidRequest(f"sampling_parameters: {place}: minProperties may exceed the required ones by one only")
+    if "properties" in schema and "patternProperties" in schema:
+        raise InvalidRequest(f"sampling_parameters: {place}: properties and patternProperties exclude each other")
     for name, inner in _inner(schema):
         _check_schema(inner, f"{place}.{name}", depth + 1)
 

@@ -105,6 +105,8 @@ INSIDE = r"json_schema\.properties\.list\.items\.anyOf\[1\]"
         ({"regex": "((a{20}|b){100}c){20}"}, "regex repeats something more than 20000 times"),
         ({"json_schema": inside({"pattern": "(a{999}){999}"})}, INSIDE + ".pattern repeats something"),
         ({"json_schema": inside({"patternProperties": {"a{20001}": {}}})}, INSIDE + ".patternProperties repeats"),
+        ({"json_schema": inside({"required": ["a"], "minProperties": 3})}, INSIDE + ": minProperties may exceed"),
+        ({"json_schema": inside({"properties": {}, "patternProperties": {}})}, INSIDE + ": properties and pattern"),
         ({"regex": "a^b"}, "not supported inside an expression"),
         ({"regex": r"[^\x00-\x{10ffff}]"}, "regex: no token of the vocabulary can come next"),
         ({"json_schema": {"$ref": "#"}}, "json_schema: no token of the vocabulary can come next"),
