@@ -291,6 +291,18 @@ def test_a_preempted_answer_goes_on_where_it_was(overlaps):
         assert re.fullmatch("([a-f]{7}-){3}", text_of(events, job.request_id))
 
 
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_penalties_rule_out_only_what_the_form_can_spare(model, temperature):
+    """An n-gram that the form repeats is written again; one that it need not repeat is not."""
+    for regex in ("(ab){6}", "[a-c]{3}x{4}"):
+        engine = tiny_engine(model, eos=(EOS,))
+        sampling = dict(temperature=temperature, no_repeat_ngram_size=1, repetition_penalty=2.0, frequency_penalty=1.0)
+        engine.submit(make_request([1, 2, 3], max_tokens=30, seed=1, regex=regex, **sampling))
+        events = run(engine)
+        assert re.fullmatch(regex, text_of(events)) and ends(events) == {"r": "stop"}
+    assert sorted(text_of(events)[:3]) == ["a", "b", "c"]
+
+
 def answer(regex="a{3,9}", tokens=range(VOCABULARY), **sampling):
     engine, _ = make_engine(tokens=tokens)
     engine.submit(make_request([1, 2], **{"max_tokens": 30, "regex": regex, **sampling}))
