@@ -135,6 +135,26 @@ def test_what_cannot_be_compiled_is_refused_with_its_place(sampling, words):
     assert not engine.has_work()
 
 
+def test_schemas_as_pydantic_writes_them_are_accepted():
+    """A union told apart by a field, an optional field, a dictionary, a pair and a date, with titles and defaults."""
+    branch = {"properties": {"kind": {"const": "a", "title": "Kind", "type": "string"}}, "required": ["kind"]}
+    other = {"properties": {"kind": {"const": "b", "type": "string"}}, "required": ["kind"], "type": "object"}
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$defs": {"A": {"type": "object", "title": "A", **branch}, "B": other},
+        "properties": {
+            "x": {"discriminator": {"propertyName": "kind"}, "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]},
+            "n": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None, "description": "how many"},
+            "d": {"additionalProperties": {"type": "integer"}, "default": {}, "type": "object"},
+            "t": {"maxItems": 2, "minItems": 2, "prefixItems": [{"type": "integer"}, {"type": "string"}]},
+            "when": {"format": "date-time", "type": "string"},
+        },
+        "required": ["x", "when"],
+        "type": "object",
+    }
+    grammar.check(SamplingParameters.parse({"json_schema": schema}))
+
+
 def test_counts_are_those_of_what_is_repeated():
     for expression in (
         r"(a{150}){100}b{20000}(c{3}){100}",
