@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import pairwise
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 
     from tessera.sampling import SamplingParameters
 
-# What a schema may nest, and count by its keywords: llguidance's memory grows with both.
+# What a schema may nest, and count by its keywords, and what an expression's counts may come to: llguidance's memory
+# and the time it takes for a single token grow with them.
 MOST_DEPTH = 64
 MOST_COUNT = 4096
+MOST_REPEATED = 20_000
 NOTHING_FOLLOWS = "no token of the vocabulary can come next"
 # Without white space that a model could go on writing for ever: as Python's json.dumps writes it.
 _WRITING: JsonCompileOptions = {
@@ -34,6 +37,11 @@ _WRITING: JsonCompileOptions = {
     "coerce_one_of": False,
     "lenient": False,
 }
+# An escape, a class of characters, a count, or a single character of an expression.
+_PART = re.compile(
+    r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<count>[0-9]{1,18})(?:,(?P<most>[0-9]{0,18}))?\}|.",
+    re.DOTALL,
+)
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _OF_SCHEMA = ("items", "additionalProperties")
@@ -63,6 +71,7 @@ def grammar(parameters: SamplingParameters) -> str | None:
     from llguidance import LLMatcher
 
     if parameters.regex is not None:
+        _check_expression(parameters.regex, "regex")
         return LLMatcher.grammar_from_regex(parameters.regex)
     if parameters.json_schema is None:
         return _json_grammar({"type": "object"})
@@ -121,8 +130,27 @@ def _json_grammar(schema: Any) -> str:
         raise InvalidRequest(f"sampling_parameters: json_schema: {error}") from None
 
 
-def _check_schema(schema: Any, place: str, depth: int) -> None:
+def _check_expression(expression: str, place: str) -> None:
     """Refuses what llguidance would pass over in silence or take too long for."""
+    if (len(expression) - len(expression.rstrip("\\"))) % 2:
+        raise InvalidRequest(f"sampling_parameters: {place} ends in a backslash that escapes nothing")
+    groups, last = [1], 1  # the highest product of nested counts in each open group, and of what stands last
+    for part in _PART.finditer(expression):
+        if part["count"] is not None:
+            last *= max(1, int(part["most"] or part["count"]))
+        elif part[0] == ")" and len(groups) > 1:
+            last = groups.pop()
+        else:
+            last = 1
+        if part[0] == "(":
+            groups.append(1)
+        groups[-1] = max(groups[-1], last)
+        if groups[-1] > MOST_REPEATED:
+            raise InvalidRequest(f"sampling_parameters: {place} repeats something more than {MOST_REPEATED} times")
+
+
+def _check_schema(schema: Any, place: str, depth: int) -> None:
+    """As above, of a schema and those inside it."""
     if isinstance(schema, bool) and depth:
         return
     if not isinstance(schema, dict):
@@ -139,10 +167,20 @@ def _check_schema(schema: Any, place: str, depth: int) -> None:
             )
         if name in _NUMBERS and not number:
             raise InvalidRequest(f"sampling_parameters: {place}: {name} must be a number")
+        if name == "pattern" and isinstance(value, str):
+            _check_expression(value, f"{place}.pattern")
+        for expression in value if name == "patternProperties" and isinstance(value, dict) else ():
+            _check_expression(expression, f"{place}.patternProperties")
         if name in _OF_SCHEMAS and not isinstance(value, list):
             raise InvalidRequest(f"sampling_parameters: {place}: {name} must be a list of schemas")
         if name in _OF_NAMED_SCHEMAS and not isinstance(value, dict):
             raise InvalidRequest(f"sampling_parameters: {place}: {name} must be an object of schemas")
+    # Of what the library would get wrong: a name may come twice, and a property is not held against the patterns too.
+    required = schema.get("required")
+    if schema.get("minProperties", 0) > 1 + (len(required) if isinstance(required, list) else 0):
+        raise InvalidRequest(f"sampling_parameters: {place}: minProperties may exceed the required ones by one only")
+    if "properties" in schema and "patternProperties" in schema:
+        raise InvalidRequest(f"sampling_parameters: {place}: properties and patternProperties exclude each other")
     for name, inner in _inner(schema):
         _check_schema(inner, f"{place}.{name}", depth + 1)
 

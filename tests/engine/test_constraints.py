@@ -101,6 +101,12 @@ INSIDE = r"json_schema\.properties\.list\.items\.anyOf\[1\]"
         ({"regex": "a(b"}, r"regex: unclosed group \(character 1\)"),
         ({"regex": "a(?=b)b"}, r"regex: look-around.* is not supported \(character 1\)"),
         ({"regex": r"(a)\1"}, r"regex: backreferences are not supported \(character 3\)"),
+        ({"regex": "a\\"}, "regex ends in a backslash"),
+        ({"regex": "((a{20}|b){100}c){20}"}, "regex repeats something more than 20000 times"),
+        ({"json_schema": inside({"pattern": "(a{999}){999}"})}, INSIDE + ".pattern repeats something"),
+        ({"json_schema": inside({"patternProperties": {"a{20001}": {}}})}, INSIDE + ".patternProperties repeats"),
+        ({"json_schema": inside({"required": ["a"], "minProperties": 3})}, INSIDE + ": minProperties may exceed"),
+        ({"json_schema": inside({"properties": {}, "patternProperties": {}})}, INSIDE + ": properties and pattern"),
         ({"regex": "a^b"}, "not supported inside an expression"),
         ({"regex": r"[^\x00-\x{10ffff}]"}, "regex: no token of the vocabulary can come next"),
         ({"json_schema": {"$ref": "#"}}, "json_schema: no token of the vocabulary can come next"),
@@ -127,6 +133,36 @@ def test_what_cannot_be_compiled_is_refused_with_its_place(sampling, words):
     with pytest.raises(InvalidRequest, match=words):
         engine.submit(make_request([1], **sampling))
     assert not engine.has_work()
+
+
+def test_schemas_as_pydantic_writes_them_are_accepted():
+    """A union told apart by a field, an optional field, a dictionary, a pair and a date, with titles and defaults."""
+    branch = {"properties": {"kind": {"const": "a", "title": "Kind", "type": "string"}}, "required": ["kind"]}
+    other = {"properties": {"kind": {"const": "b", "type": "string"}}, "required": ["kind"], "type": "object"}
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$defs": {"A": {"type": "object", "title": "A", **branch}, "B": other},
+        "properties": {
+            "x": {"discriminator": {"propertyName": "kind"}, "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]},
+            "n": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None, "description": "how many"},
+            "d": {"additionalProperties": {"type": "integer"}, "default": {}, "type": "object"},
+            "t": {"maxItems": 2, "minItems": 2, "prefixItems": [{"type": "integer"}, {"type": "string"}]},
+            "when": {"format": "date-time", "type": "string"},
+        },
+        "required": ["x", "when"],
+        "type": "object",
+    }
+    grammar.check(SamplingParameters.parse({"json_schema": schema}))
+
+
+def test_counts_are_those_of_what_is_repeated():
+    for expression in (
+        r"(a{150}){100}b{20000}(c{3}){100}",
+        r"\x{30000}[{30000}]\{30000}\p{L}",
+        "a\\\\",
+        "(a{20}){0,1000}|(b)",
+    ):
+        grammar.check(SamplingParameters.parse({"regex": expression}))
 
 
 def test_deep_schemas_are_refused():
@@ -273,6 +309,18 @@ def test_a_preempted_answer_goes_on_where_it_was(overlaps):
         calm.submit(job)
         assert text_of(events, job.request_id) == text_of(run(calm), job.request_id)
         assert re.fullmatch("([a-f]{7}-){3}", text_of(events, job.request_id))
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_penalties_rule_out_only_what_the_form_can_spare(model, temperature):
+    """An n-gram that the form repeats is written again; one that it need not repeat is not."""
+    for regex in ("(ab){6}", "[a-c]{3}x{4}"):
+        engine = tiny_engine(model, eos=(EOS,))
+        sampling = dict(temperature=temperature, no_repeat_ngram_size=1, repetition_penalty=2.0, frequency_penalty=1.0)
+        engine.submit(make_request([1, 2, 3], max_tokens=30, seed=1, regex=regex, **sampling))
+        events = run(engine)
+        assert re.fullmatch(regex, text_of(events)) and ends(events) == {"r": "stop"}
+    assert sorted(text_of(events)[:3]) == ["a", "b", "c"]
 
 
 def answer(regex="a{3,9}", tokens=range(VOCABULARY), **sampling):

@@ -73,7 +73,9 @@ def test_the_same_answers_as_in_one_loop(parts):
     process, ends = parts
     engine = TextEngine.from_checkpoint(CHECKPOINT, CONFIG)
     stop = {"stop": "e", "max_tokens": 200}
-    for sampling in ({}, {"logprobs": 1}, {"choices": ["yes", "no"], "ignore_eos": False}, stop):
+    ends_itself = {"ignore_eos": False}
+    bound = {"json_object": True, "temperature": 1, "seed": 1, **ends_itself}
+    for sampling in ({}, {"logprobs": 1}, {"choices": ["yes", "no"], **ends_itself}, stop, bound):
         for rows in (0, 9):
             ours, theirs = make_request("a", rows=rows, **sampling), make_request("a", rows=rows, **sampling)
             process.submit(ours, ends, picture_rows(rows))

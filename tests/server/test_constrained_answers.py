@@ -37,6 +37,8 @@ def test_answers_match_at_every_door_and_what_cannot_be_is_refused(server):
             with client.stream(picture, QUESTION, json_schema=json.dumps(SCHEMA)) as stream:
                 assert "".join(delta.text for delta in stream) == answer.text
             with pytest.raises(InvalidRequest, match=r"json_schema\.items: the keyword 'if' is not supported"):
-                client.ask(picture, QUESTION, json_schema={"items": {"if": {}}})
+                client.ask(
+                    picture[:500], QUESTION, json_schema={"items": {"if": {}}}
+                )  # before the picture is looked at
             plain = client.ask(picture, QUESTION, max_tokens=8)
             assert client.ask(picture, QUESTION, max_tokens=8, regex="(?s).*").text == plain.text

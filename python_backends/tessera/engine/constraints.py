@@ -82,7 +82,7 @@ class Constraints:
     def matcher(self, parameters: SamplingParameters) -> Matcher:
         """At the beginning of an answer. Raises InvalidRequest where none could be constrained as asked.
 
-        A text that is new takes milliseconds, the first of all up to three seconds: not for the thread that steps.
+        A text that is new takes milliseconds: not for the thread that steps.
         """
         if not self._stop_ids:
             name = parameters.constraint
@@ -91,6 +91,7 @@ class Constraints:
             )
         text = grammar.grammar(parameters)
         assert text is not None, "nothing is constrained"
+        self.read_vocabulary()
         with self._lock:
             if text not in self._compiled:
                 self._compiled[text] = self._compile(text, parameters)
@@ -99,9 +100,14 @@ class Constraints:
             self._compiled.move_to_end(text)
             return self._compiled[text].copy()
 
+    def read_vocabulary(self) -> None:
+        """Takes up to three seconds for 150,000 tokens, and no other thread runs meanwhile: best before any request."""
+        with self._lock:
+            if self._vocabulary is None and self._stop_ids:
+                self._vocabulary = grammar.tokenizer(self._spelling())
+
     def _compile(self, text: str, parameters: SamplingParameters) -> Matcher:
-        if self._vocabulary is None:
-            self._vocabulary = grammar.tokenizer(self._spelling())
+        assert self._vocabulary is not None
         compiled = grammar.compiled(text, self._vocabulary, parameters)
         matcher = Matcher(compiled, self._mask(self._stop_ids), min(self._stop_ids))
         if self._tokenizer.strips_space:

@@ -94,7 +94,9 @@ class Engine:
             stop_ids = stop_token_ids(checkpoint, tokenizer)
         max_model_len = context_length(checkpoint.text, config.max_model_len)
         runner = ModelRunner.from_checkpoint(checkpoint, config, max_model_len)
-        return cls(runner, tokenizer, config, max_model_len, stop_ids)
+        engine = cls(runner, tokenizer, config, max_model_len, stop_ids)
+        engine._constraints.read_vocabulary()
+        return engine
 
     def step(self) -> Progress:
         """Plans and runs a step, applies what is done and tells what came of it.

@@ -140,11 +140,15 @@ def sample(
 
 
 def _mask(logits: torch.Tensor, rows: list[int], masks: np.ndarray) -> None:
-    """Leaves in the given rows of ``logits`` only what their ``masks``, uint8 [rows, bytes], allow."""
+    """Leaves in the given rows of ``logits`` only what their ``masks``, uint8 [rows, bytes], allow.
+
+    What is allowed may still be chosen where a penalty had ruled it out and nothing else is left.
+    """
     where, bits = to_device(np.array(rows, np.int64), logits.device), to_device(masks, logits.device)
     each = to_device(2 ** np.arange(8, dtype=np.uint8), logits.device)
     allowed = (bits[:, :, None] & each).flatten(1)[:, : logits.shape[1]] > 0
-    logits[where] = logits[where].masked_fill(~allowed, float("-inf"))
+    possible = logits[where].clamp(min=torch.finfo(logits.dtype).min)
+    logits[where] = possible.masked_fill(~allowed, float("-inf"))
 
 
 def _wanted(logprobs: torch.Tensor, rows: list[SamplingRow]) -> tuple[list[int], torch.Tensor]:
