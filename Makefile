@@ -6,7 +6,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 BENCH = $(firstword $(wildcard loadtest/bench_$(NAME).py loadtest/$(NAME).py))
 
-.PHONY: env demo serve test test-faults test-gpu soak fuzz bench clean
+.PHONY: env demo serve test test-faults test-clients test-gpu soak fuzz bench clean
 
 env: $(VENV)/.ready
 
@@ -25,6 +25,10 @@ test: $(VENV)/.tensorrt
 # the kills, the disconnects and the bad input alone
 test-faults: $(VENV)/.ready
 	$(PY) -m pytest -m faults $(ARGS)
+
+# other people's clients whole, and odd pictures from another project's source package, which is downloaded
+test-clients: $(VENV)/.clients
+	$(PY) -m pytest -m clients $(ARGS)
 
 # on a machine with a GPU; these tests skip themselves elsewhere
 test-gpu: $(VENV)/.ready
@@ -58,4 +62,9 @@ $(VENV)/.ready: requirements.txt requirements-tritonserver.txt requirements-dev.
 # what only the tests need, so that the demo does not wait for it
 $(VENV)/.tensorrt: $(VENV)/.ready requirements-tensorrt.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-tensorrt.txt
+	touch $@
+
+# some want other versions of what we have and run with ours: so nothing that they ask for is installed
+$(VENV)/.clients: $(VENV)/.ready requirements-clients.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-clients.txt
 	touch $@

@@ -17,7 +17,7 @@ class Settings:
     """The servers' metrics pages; empty: at the port above each gRPC port, where `tessera serve` has them."""
     model_names: tuple[str, ...] = ("vlm",)
     """What clients may call the model."""
-    max_tokens: int = 1024
+    max_tokens: int = 2048
     """The longest answer to a request that does not say."""
     timeout_s: float = 300.0
     """Of a request, with all its attempts."""

@@ -116,7 +116,7 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"stop": "end"}, {"stop": "end"}),
     ({"max_completion_tokens": 9}, {"max_tokens": 9}),
     ({"max_completion_tokens": 0}, {"max_tokens": 0}),
-    ({"min_tokens": 2000}, {"min_tokens": 2000, "max_tokens": 2000}),
+    ({"min_tokens": 3000}, {"min_tokens": 3000, "max_tokens": 3000}),
     ({"logprobs": True}, {"logprobs": 0}),
     ({"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}),
     ({"logprobs": False}, {}),
@@ -136,7 +136,7 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("given", "expected"), FIELDS, ids=[str(given)[:60] for given, _ in FIELDS])
 def test_every_field_reaches_the_server_under_its_name(given: Any, expected: Any) -> None:
-    assert sampled(gateway(), **given) == {"max_tokens": 1024, **expected}
+    assert sampled(gateway(), **given) == {"max_tokens": 2048, **expected}
 
 
 def test_every_field_of_a_request_is_in_the_table_above() -> None:

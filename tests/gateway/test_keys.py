@@ -45,8 +45,10 @@ def test_a_completion_needs_one_of_the_keys(guarded: Asked, header: str | None, 
 def test_what_needs_a_key_and_what_does_not(guarded: Asked) -> None:
     for path in ("/v1/models", "/v1/batches", "/metrics", "/metrics/servers", "/tessera/status", "/v1/nothing"):
         assert guarded("GET", path).status_code == 401, path
-    assert guarded("GET", "/health").status_code == 200
-    assert guarded.app.state.counters.total('requests_total{status="401"}') == 6
+    assert guarded("POST", "/tessera/tiles", content=b"jpeg").status_code == 401
+    for path in ("/health", "/", "/page/main.js"):
+        assert guarded("GET", path).status_code == 200, path
+    assert guarded.app.state.counters.total('requests_total{status="401"}') == 7
 
 
 def test_a_file_without_a_key_is_refused(tmp_path: Path) -> None:

@@ -6,18 +6,20 @@ import asyncio
 import base64
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import demo
 import httpx
 import openai
 import pytest
 from gateway_doubles import free_port, listening
+from pydantic import BaseModel
 from server.toy_servers import ECHO, Launched, add_model, all_gone, wait_until
 
 import scene
@@ -131,6 +133,37 @@ def test_labels_tiles_and_text_alone(client: openai.OpenAI, picture: bytes) -> N
     alone: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     text = client.chat.completions.create(model="vlm", messages=alone, max_tokens=2)
     assert text.usage is not None and text.usage.completion_tokens <= 2
+
+
+def test_answers_of_a_given_shape(client: openai.OpenAI, picture: bytes) -> None:
+    class Finding(BaseModel):
+        wire: bool
+        sockets: Literal[0, 1, 2]
+
+    options: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": 60}
+    answer = client.chat.completions.parse(**options, response_format=Finding)
+    assert isinstance(answer.choices[0].message.parsed, Finding)
+    matched = client.chat.completions.create(**options, extra_body={"tessera": {"regex": "[ab]{5}"}})
+    assert re.fullmatch("[ab]{5}", matched.choices[0].message.content or "")
+
+
+def test_penalties_change_the_answer(client: openai.OpenAI, picture: bytes) -> None:
+    options: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": 24}
+    plain = client.chat.completions.create(**options, extra_body={"ignore_eos": True})
+    own = {"ignore_eos": True, "vllm_xargs": {"no_repeat_ngram_size": 1}, "repetition_penalty": 1.0, "priority": 1}
+    other = client.chat.completions.create(**options, presence_penalty=0, frequency_penalty=0, extra_body=own)
+    assert other.choices[0].message.content != plain.choices[0].message.content
+
+
+def test_the_page_and_what_it_asks(address: str, picture: bytes) -> None:
+    with httpx.Client(base_url=address, trust_env=False, timeout=30) as browser:
+        assert "<title>" in browser.get("/").text
+        cut = browser.post("/tessera/tiles", content=picture).json()
+        assert cut["tiles"] and cut["width"] > 0
+        refusal = browser.post("/tessera/tiles", content=b"no picture")
+        assert refusal.status_code == 400 and refusal.json()["error"]["type"] == "invalid_request_error"
+        (about,) = browser.get("/tessera/status").json()["servers"]
+        assert about["up"] and about["kv_blocks"]["total"] > 0
 
 
 def test_what_the_server_refuses_is_named(client: openai.OpenAI, picture: bytes) -> None:
