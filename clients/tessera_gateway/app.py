@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from tessera_client import AsyncClient, TesseraClientError
-from tessera_gateway import completions, errors, service
+from tessera_gateway import completions, errors, page, service, status
 from tessera_gateway.body import LimitBody
 from tessera_gateway.keys import RequireKey, read_keys
 from tessera_gateway.metrics import Counters, CountRequests
@@ -41,7 +41,7 @@ def create_app(settings: Settings, client: AsyncClient | None = None) -> FastAPI
     state.fetcher = Fetcher(settings.fetch_from, limit)
     state.counters = Counters(Path(settings.counters) if settings.counters else None, settings.workers)
 
-    for router in (completions.router, service.router):
+    for router in (completions.router, service.router, status.router, page.router):
         app.include_router(router)
 
     app.add_exception_handler(errors.ApiError, errors.answer_api_error)
