@@ -47,7 +47,8 @@ def numbers(page: str) -> dict[str, Any]:
         return sum(value for _, value in samples[name]) if samples[name] else None
 
     def mean(name: str) -> float | None:
-        return total(f"{name}_sum") / count if (count := total(f"{name}_count")) else None  # type: ignore[operator]
+        seconds, count = total(f"{name}_sum"), total(f"{name}_count")
+        return seconds / count if seconds is not None and count else None
 
     def by(name: str, label: str) -> dict[str, float]:
         found: dict[str, float] = defaultdict(float)

@@ -107,6 +107,14 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": theme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
+    def servers(self) -> list[dict[str, str]]:
+        """The status tab's cards, read at once, for they are renewed: their title, and each number by its name."""
+        return self.run(
+            "return [...document.querySelectorAll('.server')].map((card) => Object.fromEntries(["
+            "['title', card.querySelector('h2').textContent], ...[...card.querySelectorAll('.number')].map((number) =>"
+            " [number.querySelector('dt').textContent, number.querySelector('.value').textContent])]))"
+        )
+
     def contrast(self) -> dict[str, Any]:
         return self.run(CONTRAST)
 

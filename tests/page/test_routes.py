@@ -11,10 +11,13 @@ from typing import Any
 import httpx
 import PIL.Image
 import pytest
+from fastapi import FastAPI
 from stand_in import METRICS, Client, StandIn
 
 from tessera_client import PicturePlan
+from tessera_gateway.app import create_app
 from tessera_gateway.page import FOLDER
+from tessera_gateway.settings import Settings
 from tessera_gateway.status import numbers
 
 
@@ -23,9 +26,9 @@ def stand_in() -> StandIn:
     return StandIn()
 
 
-def send(stand_in: StandIn, method: str, path: str, **options: Any) -> httpx.Response:
+def send(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
     async def call() -> httpx.Response:
-        transport = httpx.ASGITransport(stand_in.app)
+        transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
             return await client.request(method, path, **options)
 
@@ -39,7 +42,7 @@ def files() -> Iterator[str]:
 
 @pytest.mark.parametrize("path", files())
 def test_every_file_is_served_under_a_strict_policy(stand_in: StandIn, path: str) -> None:
-    response = send(stand_in, "GET", path)
+    response = send(stand_in.app, "GET", path)
     assert response.status_code == 200 and response.content == (FOLDER / (path[6:] or "index.html")).read_bytes()
     policy = dict(each.strip().split(" ", 1) for each in response.headers["content-security-policy"].split(";"))
     assert policy["default-src"] == "'none'" and policy["script-src"] == policy["style-src"] == "'self'"
@@ -49,7 +52,7 @@ def test_every_file_is_served_under_a_strict_policy(stand_in: StandIn, path: str
 
 @pytest.mark.parametrize("name", ["page.py", "..%2Fpage.py", "%2e%2e/page.py", "nothing.js", "", "."])
 def test_nothing_else_is_served(stand_in: StandIn, name: str) -> None:
-    assert send(stand_in, "GET", f"/page/{name}").status_code == 404
+    assert send(stand_in.app, "GET", f"/page/{name}").status_code == 404
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
@@ -72,15 +75,15 @@ def test_tiles_are_asked_of_the_server(stand_in: StandIn, monkeypatch: pytest.Mo
         return (PicturePlan(0, 3, 1, 2),)
 
     monkeypatch.setattr(Client, "plan", plan)
-    answer = send(stand_in, "POST", "/tessera/tiles", content=picture())
+    answer = send(stand_in.app, "POST", "/tessera/tiles", content=picture())
     assert answer.json() == {"width": 40, "height": 20, "tiles": [[0, 0, 20, 20], [20, 0, 20, 20]], "thumbnail": True}
     for policy in ("native", '{"max_tiles": 2}'):
-        send(stand_in, "POST", "/tessera/tiles", content=picture(), params={"tile_policy": policy})
+        send(stand_in.app, "POST", "/tessera/tiles", content=picture(), params={"tile_policy": policy})
     assert asked == [(picture(), None), (picture(), "native"), (picture(), {"max_tiles": 2})]
 
 
 def test_a_policy_that_is_no_json_is_refused(stand_in: StandIn) -> None:
-    answer = send(stand_in, "POST", "/tessera/tiles", content=picture(), params={"tile_policy": "{max"})
+    answer = send(stand_in.app, "POST", "/tessera/tiles", content=picture(), params={"tile_policy": "{max"})
     assert answer.status_code == 400 and "not valid JSON" in answer.json()["error"]["message"]
 
 
@@ -100,3 +103,16 @@ def test_what_a_metrics_page_lacks_is_not_zero() -> None:
     empty = numbers('# TYPE x counter\nx{a="b c",d="\\"}"} 1e3\nnot a sample\n')
     assert empty["kv_blocks"] == {"used": None, "total": None}
     assert empty["queue"] == {} and empty["device_busy"] is empty["first_token_seconds"] is None
+
+
+def test_the_gateway_serves_the_page_to_all_and_its_numbers_to_keys(tmp_path: Path) -> None:
+    """Behind the gateway's own guards; a browser cannot send a key with the page itself."""
+    (tmp_path / "keys").write_text("s3cret\n")
+    gateway = create_app(Settings(keys=str(tmp_path / "keys"), metrics=("http://127.0.0.1:9/metrics",)))
+    assert send(gateway, "GET", "/").status_code == send(gateway, "GET", "/page/main.js").status_code == 200
+    asked = [("POST", "/tessera/tiles"), ("GET", "/tessera/status")]
+    assert [send(gateway, *each).status_code for each in asked] == [401, 401]
+    answer = send(gateway, "GET", "/tessera/status", headers={"Authorization": "Bearer s3cret"})
+    assert [server["up"] for server in answer.json()["servers"]] == [False]
+    empty = send(gateway, "POST", "/tessera/tiles", headers={"Authorization": "Bearer s3cret"})
+    assert empty.status_code == 400 and "zero bytes" in empty.json()["error"]["message"]
