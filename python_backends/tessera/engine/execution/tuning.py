@@ -20,6 +20,7 @@ from tessera.engine import kernels
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, SpanTable
 from tessera.engine.attention.triton_backend import TritonBackend
 from tessera.engine.models.qwen2 import DecoderLayer, Qwen2
+from tessera.engine.quantization import in_place, measured
 from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape, Place
 from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
 
@@ -38,8 +39,9 @@ def tune(model: Qwen2, attention: AttentionBackend, device: torch.device) -> Non
 
 
 def kernels_version() -> str:
-    """Eight digits that change with the text of our kernels."""
+    """Eight digits that change with the text of our kernels, and of how they are measured."""
     files = [file for package in (kernels, fp8) for file in sorted(Path(str(package.__file__)).parent.glob("*.py"))]
+    files += [Path(str(module.__file__)) for module in (in_place, measured)]
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
 
 
