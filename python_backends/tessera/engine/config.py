@@ -29,7 +29,8 @@ class EngineConfig:
     ``weights``: "random" draws them from ``seed`` instead of reading the checkpoint's. ``quantization``: "checkpoint"
     runs the weights as they are stored, "fp8" quantizes unquantized ones, all but the head's, while they are read (a
     user says it for both stages at once). ``resident``: "auto" keeps an FP8 copy of 4-bit weights for many rows while
-    half of the card is free, "off" never. ``attention``: a backend's name, or "auto". ``threads``: torch's intra-op threads on the CPU.
+    half of the card is free, "off" never. ``attention``: a backend's name, or "auto". ``threads``: torch's intra-op
+    threads on the CPU.
     """
 
     device: str = "cpu"
