@@ -1,9 +1,9 @@
 """Odd pictures among good ones, through the gateway of a running server (`make bench NAME=poison`).
 
 Of 1,000 requests every 20th has a file from the tests of Pillow's source package, which is downloaded: broken files,
-formats that are not served, sizes and colours that nobody sends. The good ones are rooms of the held-out set, all
-different, asked twice, alone and beside the odd ones, with caches off. Ends with 1 where a good answer differs, an odd
-file gets anything but an answer or a refusal, or the server was started anew.
+formats that are not served, sizes and colours that nobody sends. The good ones are questions about rooms of the
+held-out set, all different, asked twice, alone and beside the odd ones, with caches off. Ends with 1 where a good answer
+differs, an odd file gets anything but an answer or a refusal, or the server was started anew.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import figures
 from bench_gateway import gateway
@@ -35,7 +36,13 @@ sys.path.insert(0, str(figures.ROOT / "build" / "default_model"))
 IN_FLIGHT = 16
 LARGEST = 16 << 20  # bytes of an odd file
 ODD_EVERY = 20
-QUESTION = "Describe this room."
+QUESTIONS = (
+    "Describe this room.",
+    "How many sockets are there?",
+    "Is there an exposed wire?",
+    "Is there a blocked exit?",
+    "Is a burnt socket visible here?",
+)
 FAIR = ("400 invalid_request",)
 """What an odd file may get beside an answer."""
 
@@ -70,16 +77,22 @@ def odd_files(count: int) -> list[bytes]:
             return [file.read() for file in files if file is not None]
 
 
-def ask_all(address: str, pictures: Sequence[bytes]) -> list[tuple[str, str]]:
+Asked = tuple[bytes, str]
+"""A picture, one tile of it, and a question about it."""
+
+
+def ask_all(address: str, requests: Sequence[Asked]) -> list[tuple[str, str]]:
     """(status and code, text) for each, so many in flight; a connection for each thread."""
     own = threading.local()
 
-    def ask(picture: bytes) -> tuple[str, str]:
+    def ask(request: Asked) -> tuple[str, str]:
+        picture, question = request
         if not hasattr(own, "connection"):
             own.connection = http.client.HTTPConnection(address, timeout=300)
         url = f"data:image/jpeg;base64,{b64encode(picture).decode()}"
-        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
-        body = {"model": "vlm", "messages": [{"role": "user", "content": content}], "max_tokens": 16}
+        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
+        body: dict[str, Any] = {"model": "vlm", "messages": [{"role": "user", "content": content}], "max_tokens": 16}
+        body["tessera"] = {"tile_policy": {"max_tiles": 1}}
         own.connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = own.connection.getresponse()
         answer = json.load(response)
@@ -88,25 +101,25 @@ def ask_all(address: str, pictures: Sequence[bytes]) -> list[tuple[str, str]]:
         return "200", answer["choices"][0]["message"]["content"]
 
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
-        return list(pool.map(ask, pictures))
+        return list(pool.map(ask, requests))
 
 
-def run(address: str, health: str, good: Sequence[bytes], odd: Sequence[bytes]) -> Result:
+def run(address: str, health: str, good: Sequence[Asked], odd: Sequence[bytes]) -> Result:
     """Asks the good ones alone, then all, the odd ones spread evenly among them."""
     expected = ask_all(address, good)
-    remaining, mixed = iter(good), []
-    for number, picture in enumerate(odd):
-        mixed += [next(remaining) for _ in range(len(good) * (number + 1) // len(odd) - len(good) * number // len(odd))]
-        mixed.append(picture)
-    answers = ask_all(address, mixed)
-    strange = set(map(id, odd))
-    found = [answer for picture, answer in zip(mixed, answers, strict=True) if id(picture) not in strange]
-    outcomes = Counter(status for picture, (status, _) in zip(mixed, answers, strict=True) if id(picture) in strange)
     if any(status != "200" for status, _ in expected):
-        raise RuntimeError(f"a good picture was refused: {Counter(expected).most_common(3)}")
+        raise RuntimeError(f"a good request was refused: {Counter(expected).most_common(3)}")
+    remaining, mixed, strange = list(reversed(good)), [], []
+    for number in range(len(good) + len(odd)):
+        strange.append(number % ODD_EVERY == ODD_EVERY - 1)
+        mixed.append((odd[number // ODD_EVERY], QUESTIONS[0]) if strange[-1] else remaining.pop())
+    answers = list(zip(strange, ask_all(address, mixed), strict=True))
+    found = [answer for is_odd, answer in answers if not is_odd]
+    outcomes = Counter(status for is_odd, (status, _) in answers if is_odd)
     with urllib.request.urlopen(health, timeout=30) as page:
         restarts = json.load(page)["restarts"]
-    return Result(sum(a != b for a, b in zip(expected, found, strict=True)), outcomes, restarts, len(set(expected)))
+    differ = sum(a != b for a, b in zip(expected, found, strict=True))
+    return Result(differ, outcomes, restarts, len(set(expected)))
 
 
 @contextmanager
@@ -117,11 +130,12 @@ def served() -> Iterator[tuple[str, str]]:
         yield address, server.health
 
 
-def good_pictures(count: int) -> list[bytes]:
-    """Rooms, as JPEG."""
+def good_requests(count: int) -> list[Asked]:
+    """Each question about rooms, as JPEG."""
     import scene
 
-    return [scene.encode_jpeg(scene.sample(seed, "heldout")) for seed in range(count)]
+    rooms = [scene.encode_jpeg(scene.sample(seed, "heldout")) for seed in range(-(-count // len(QUESTIONS)))]
+    return [(room, question) for room in rooms for question in QUESTIONS][:count]
 
 
 def main() -> int:
@@ -130,7 +144,7 @@ def main() -> int:
     requests = parser.parse_args().requests
     odd = odd_files(requests // ODD_EVERY)
     with served() as (address, health):
-        result = run(address, health, good_pictures(requests - len(odd)), odd)
+        result = run(address, health, good_requests(requests - len(odd)), odd)
     command = f'make bench NAME=poison ARGS="{" ".join(sys.argv[1:])}"'
     notes = {"requests": requests, "different_answers": result.kinds, "odd": dict(result.odd)}
     figures.emit("poison.good_that_differ", result.differ, "requests", command, **notes)
