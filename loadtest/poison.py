@@ -2,8 +2,8 @@
 
 Of 1,000 requests every 20th has a file from the tests of Pillow's source package, which is downloaded: broken files,
 formats that are not served, sizes and colours that nobody sends. The good ones are questions about rooms of the
-held-out set, all different, asked twice, alone and beside the odd ones, with caches off. Ends with 1 where a good answer
-differs, an odd file gets anything but an answer or a refusal, or the server was started anew.
+held-out set, all different, asked twice, alone and beside the odd ones, with caches off. Ends with 1 where a good
+answer differs, an odd file gets anything but an answer or a refusal, or the server was started anew.
 """
 
 from __future__ import annotations
