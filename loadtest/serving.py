@@ -39,6 +39,8 @@ class Setup:
     """The models to serve; none for all."""
     random_weights: bool = False
     mps: bool = True
+    restart: bool = False
+    """Start it anew when it dies; without, the run ends."""
     tree: Path = ROOT
     """The checkout whose server it is."""
     log: Path | None = None
@@ -105,7 +107,7 @@ def serve_command(setup: Setup, folder: Path, environment: Mapping[str, str]) ->
         if port != "openai" or '"--openai-port"' in options:
             flags += [f"--{port}-port", "0"]
     return [
-        *(sys.executable, "-m", "tessera.launcher.cli", "--no-restart"),
+        *(sys.executable, "-m", "tessera.launcher.cli", *(() if setup.restart else ("--no-restart",))),
         *("--model-repository", str(repository), "--checkpoint", str(setup.checkpoint.resolve())),
         *("--log", str(setup.log or folder / "server.log"), *flags),
     ]
