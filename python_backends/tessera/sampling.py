@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
@@ -102,10 +103,9 @@ class SamplingParameters:
         given = {name: value for name, value in given.items() if name not in PREPROCESS_KEYS}
         unknown = sorted(str(name) for name in given if name not in known)
         if unknown:
-            raise InvalidRequest(
-                f"sampling_parameters: unknown key {_listed(unknown)}; "
-                f"known keys are {', '.join(sorted([*known, *PREPROCESS_KEYS]))}"
-            )
+            near = get_close_matches(unknown[0][:40], [*known, *PREPROCESS_KEYS], 1, 0.75)
+            meant = f"; did you mean {near[0]!r}?" if near else "; docs/clients.md lists those that are known"
+            raise InvalidRequest(f"sampling_parameters: unknown key {_listed(unknown)}{meant}")
         values = {name: _READERS[name](name, value) for name, value in given.items() if value is not None}
         parameters = cls(**values)
         if parameters.min_tokens > parameters.max_tokens:

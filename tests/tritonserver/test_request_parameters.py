@@ -42,6 +42,8 @@ def test_what_is_unknown_is_refused_by_name() -> None:
     for name in ("max_token", "best_of", "text_input"):
         with pytest.raises(InvalidRequest, match=f"unknown key '{name}'"):
             SamplingParameters.parse(sampling(request({name: 2})))
+    with pytest.raises(InvalidRequest, match="'max_token'; did you mean 'max_tokens'"):
+        SamplingParameters.parse({"max_token": 2})
 
 
 @pytest.mark.parametrize(
