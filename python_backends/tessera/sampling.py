@@ -104,7 +104,7 @@ class SamplingParameters:
         unknown = sorted(str(name) for name in given if name not in known)
         if unknown:
             near = get_close_matches(unknown[0][:40], [*known, *PREPROCESS_KEYS], 1, 0.75)
-            meant = f"; did you mean {near[0]!r}?" if near else "; the documentation for clients lists those that are known"
+            meant = f"; did you mean {near[0]!r}?" if near else "; the clients' documentation lists the known ones"
             raise InvalidRequest(f"sampling_parameters: unknown key {_listed(unknown)}{meant}")
         values = {name: _READERS[name](name, value) for name, value in given.items() if value is not None}
         parameters = cls(**values)
