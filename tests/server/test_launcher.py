@@ -247,7 +247,8 @@ def test_a_server_that_is_not_ready_in_time_is_ended(options: ServerOptions, tmp
 def test_a_stop_during_the_start_leaves_nothing(tmp_path: Path) -> None:
     add_model(tmp_path / "models", "slow", SLOW, "TYPE_INT32")
     running = Launched(tmp_path / "models", tmp_path / "log", wait=False)
-    assert wait_until(lambda: len(descendants(running.process.pid)) == 3)  # guard, tritonserver, the stub
+    # Guard, tritonserver, the stub; a start that tritonserver itself breaks off is begun anew meanwhile.
+    assert wait_until(lambda: len(descendants(running.process.pid)) == 3, seconds=60)
     pids = descendants(running.process.pid)
     running.process.terminate()
     assert running.process.wait(10) == 0
