@@ -126,3 +126,15 @@ def test_only_figures_for_the_record_carry_its_names(capsys, ceilings, record, n
     line = json.loads(printed.out)
     assert (line["metric"], line["value"], line["ceiling"]) == (name, 4.0, ceiling)
     assert ("75.0%" in printed.err and "MISSED" in printed.err) == bool(ceilings)
+
+
+def test_fp8_is_measured_beside_bf16(capsys):
+    config = bench_engine.engine_config(["device=cpu", "max_batched_tokens=1024", "memory_bytes=100000000"])
+    text = read_config(SMALL).text
+    prompts = Prompts(text.hidden_size, text.vocab_size, "cpu")
+    bench_engine.fp8_over_bf16(SMALL, config, prompts, Report({}, False, []), quick=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    figure = json.loads(line)
+    (rates,) = figure["tokens_per_s"]
+    assert figure["metric"] == "trial.quant.fp8.prefill_ratio"
+    assert figure["value"] == pytest.approx(rates["fp8"] / rates["bf16"], rel=0.01)
