@@ -58,7 +58,7 @@ LESS_IS_BETTER = ("s", "ms")
 DECODE_TOKENS = 256
 DECODE_SKIP = 100  # tokens before measuring: the context is then about 450
 TRIM_S = 0.2
-PAIR_BYTES = 45 << 30  # for each of two engines on one card
+PAIR_BYTES = 60 << 30  # for each of two engines on one card
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -240,12 +240,12 @@ def prefill(engine: Engine, prompts: Prompts, config: EngineConfig, quick: bool)
 
 def fp8_over_bf16(checkpoint: Path, config: EngineConfig, prompts: Prompts, report: Report, quick: bool) -> None:
     """Prefill in FP8 and in bf16 by two engines that take turns, as the clocks of one run do not hold for the next."""
-    kinds = {"fp8": "fp8", "bf16": "checkpoint"}
+    share = config.memory_bytes or PAIR_BYTES
     engines = {}
-    for kind, how in kinds.items():
-        engines[kind] = Engine.from_checkpoint(
-            checkpoint, replace(config, quantization=how, memory_bytes=config.memory_bytes or PAIR_BYTES)
-        )
+    for number, (kind, how) in enumerate({"fp8": "fp8", "bf16": "checkpoint"}.items(), 1):
+        # An engine counts what its process holds, and the first one's share is in that.
+        alone = replace(config, quantization=how, memory_bytes=number * share)
+        engines[kind] = Engine.from_checkpoint(checkpoint, alone)
     rounds = [
         {kind: prefill(engine, prompts, config, quick)[0] for kind, engine in engines.items()}
         for _ in range(1 if quick else 3)
