@@ -30,7 +30,7 @@ from tessera_command import health
 from tessera_evaluation.datasets import Item, heldout_items
 
 POLICIES: dict[str, dict[str, Any]] = {"reference": {}, "reference,max_tiles=1": {"max_tiles": 1}}
-ON_LOAD = {"bf16": "checkpoint", "fp8": "fp8-language", "fp8_vision": "fp8-vision"}
+ON_LOAD = {"fp8": "fp8-language", "fp8_vision": "fp8-vision"}
 
 
 def recalls(
@@ -59,6 +59,13 @@ def divergence_over_rtn(folder: Path) -> float | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--made", nargs="*", default=[], metavar="METHOD=FOLDER")
+    parser.add_argument(
+        "--on-load",
+        nargs="*",
+        choices=list(ON_LOAD),
+        default=list(ON_LOAD),
+        help="which of them beside bf16",
+    )
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
     parser.add_argument("--limit", type=int, help="only the first N questions, even over the classes")
     parser.add_argument("--concurrency", type=int, default=16)
@@ -68,7 +75,8 @@ def main() -> int:
     arguments = parser.parse_args()
     instances = {stage: int(count) for stage, count in pairs(arguments.instances, "STAGE=N").items()}
     made = {method: Path(folder) for method, folder in pairs(arguments.made, "METHOD=FOLDER").items()}
-    variants = {name: (DEFAULT_CHECKPOINT, {"quantization": how}) for name, how in ON_LOAD.items()}
+    methods = {"bf16": "checkpoint"} | {method: ON_LOAD[method] for method in arguments.on_load}
+    variants = {method: (DEFAULT_CHECKPOINT, {"quantization": how}) for method, how in methods.items()}
     variants |= {method: (folder, {}) for method, folder in made.items()}
     command = 'make bench NAME=quantization ARGS="--made ' + " ".join(f"{method}=OUT" for method in made) + '"'
     original: dict[str, dict[str, Any]] = {}
