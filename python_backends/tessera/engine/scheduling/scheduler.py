@@ -18,7 +18,7 @@ from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
 from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
 
 # As long as no request is this far behind the one before, they are taken to be of one burst ...
-_QUIET_NS = 12_000_000
+_QUIET_NS = 3_000_000
 # ... but none waits for the others longer than that.
 _LONGEST_WAIT_NS = 100_000_000
 
