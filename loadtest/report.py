@@ -50,16 +50,21 @@ def comparison(figures: Mapping[str, dict[str, Any]], peers: Mapping[str, dict[s
     for name, peer in peers.items():
         cells = [peer["title"]]
         for kind in ("bf16", "fp8"):
-            ours = {what: figures.get(f"serve.{name}.{kind}.{what}") for what in ("req_s", "tok_s", "ttft_p50_ms")}
-            rate, first = ours["tok_s" if peer["unit"] == "tok/s" else "req_s"], ours["ttft_p50_ms"]
-            cells += [
-                rate_cell(rate["value"], peer["unit"], first and first["value"]) if rate else "not measured yet",
-                rate_cell(peer[kind], peer["unit"], peer.get("ttft_ms", {}).get(kind)),
-            ]
+            theirs = rate_cell(peer[kind], peer["unit"], peer.get("ttft_ms", {}).get(kind))
+            cells += [own_cell(figures, f"serve.{name}.{kind}", peer["unit"]) or "not measured yet", theirs]
             if kind == "bf16":
                 cells.append(ahead([own / theirs for own, theirs in peer["side_by_side"]]))
+        if int4 := own_cell(figures, f"serve.{name}.w4a16", peer["unit"]):
+            cells[4] += f"; with 4-bit weights {int4}"
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def own_cell(figures: Mapping[str, dict[str, Any]], run: str, unit: str) -> str | None:
+    """Our rate in a run's figures, None where there is none."""
+    rate = figures.get(f"{run}.{'tok_s' if unit == 'tok/s' else 'req_s'}")
+    first = figures.get(f"{run}.ttft_p50_ms")
+    return rate and rate_cell(rate["value"], unit, first and first["value"])
 
 
 def rate_cell(rate: float, unit: str, first_token_ms: float | None) -> str:

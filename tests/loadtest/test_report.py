@@ -32,12 +32,16 @@ def test_the_comparison_has_a_row_for_each_workload_and_says_who_is_ahead():
         "serve.Wx.fp8.req_s": {"value": 26.5},
         "serve.Wy.bf16.tok_s": {"value": 8986.2},
         "serve.Wy.bf16.ttft_p50_ms": {"value": 281.4},
+        "serve.Wy.fp8.tok_s": {"value": 12000.0},
+        "serve.Wy.w4a16.tok_s": {"value": 13000.0},
+        "serve.Wy.w4a16.ttft_p50_ms": {"value": 55.2},
     }
     rows = report.comparison(figures, {"Wx": PEER, "Wy": STREAMED, "Wz": PEER}).splitlines()[2:]
     assert rows == [
         "| a photo | 19.54 req/s | 20.8 req/s | vLLM: Tessera has 0.95 and 0.99 of it | 26.5 req/s | 24.11 req/s |",
         "| a long answer | 8,986 tok/s, first token 281 ms | 8,259 tok/s, first token 371 ms "
-        "| Tessera: 1.10 times vLLM | not measured yet | 10,077 tok/s, first token 350 ms |",
+        "| Tessera: 1.10 times vLLM | 12,000 tok/s; with 4-bit weights 13,000 tok/s, first token 55 ms "
+        "| 10,077 tok/s, first token 350 ms |",
         "| a photo | not measured yet | 20.8 req/s | vLLM: Tessera has 0.95 and 0.99 of it "
         "| not measured yet | 24.11 req/s |",
     ]
