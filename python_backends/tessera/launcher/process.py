@@ -79,7 +79,7 @@ class Server:
         self.crashes: tuple[str, ...] = ()
         """What kept the last start from working at the first attempt: crashes of tritonserver itself."""
         self.weights: dict[str, str] = {}
-        """Stage -> what its weights are, and how many GiB of them, as it said when it was ready."""
+        """Stage -> what its weights are, and how many MiB of them, as it said when it was ready."""
         self.log_path = log_path(options)
         self._guard: subprocess.Popen[bytes] | None = None
         self.shm_prefix = ""
@@ -289,7 +289,7 @@ class Server:
                 self._stubs, self._unloaded = self.stub_pids(), set()
                 page = (self._answer(self.metrics_url) or b"").decode()
                 self.weights = {
-                    stage: f"{words}, {float(size) / 2**30:.2f} GiB" for stage, words, size in WEIGHTS.findall(page)
+                    stage: f"{words}, {float(size) / 2**20:,.0f} MiB" for stage, words, size in WEIGHTS.findall(page)
                 }
                 return
             time.sleep(0.05)
