@@ -37,9 +37,11 @@ _WRITING: JsonCompileOptions = {
     "coerce_one_of": False,
     "lenient": False,
 }
-# An escape, a class of characters, a count, or a single character of an expression.
+# An escape, a class of characters (an unclosed one to the end, or the search takes long), a count, the flag that lets
+# white space and comments stand between these, or a single character of an expression.
 _PART = re.compile(
-    r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<count>[0-9]{1,18})(?:,(?P<most>[0-9]{0,18}))?\}|.",
+    r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{(?P<count>[0-9]{1,18})(?:,(?P<most>[0-9]{0,18}))?\}"
+    r"|(?P<spaced>\(\?[a-zA-Z]*x)|.",
     re.DOTALL,
 )
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
@@ -136,6 +138,8 @@ def _check_expression(expression: str, place: str) -> None:
         raise InvalidRequest(f"sampling_parameters: {place} ends in a backslash that escapes nothing")
     groups, last = [1], 1  # the highest product of nested counts in each open group, and of what stands last
     for part in _PART.finditer(expression):
+        if part["spaced"] is not None:
+            raise InvalidRequest(f"sampling_parameters: {place}: the flag x is not supported")
         if part["count"] is not None:
             last *= max(1, int(part["most"] or part["count"]))
         elif part[0] == ")" and len(groups) > 1:
