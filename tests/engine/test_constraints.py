@@ -26,8 +26,10 @@ from engine_fakes import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLParserLimits
 
 from tessera import grammar
+from tessera.engine import constraints as constraints_module
 from tessera.engine.constraints import MOST_COMPILED, Constraints
 from tessera.engine.execution.sampler import SamplingRow, sample
 from tessera.engine.transfer import Moment
@@ -244,6 +246,30 @@ def test_what_was_compiled_is_kept_up_to_a_number(monkeypatch):
     for n in (*range(MOST_COMPILED), 0, MOST_COMPILED, 0, 1):
         constraints.matcher(SamplingParameters.parse({"regex": f"a{n}"}))
     assert len(compiled) == MOST_COMPILED + 2  # 1 was the one not used for longest
+
+
+def test_what_others_wrote_ends_no_answer(monkeypatch):
+    """Answers of one text share a lexer, and with it the library's limits, here narrow ones."""
+
+    def narrow(text, vocabulary, parameters):
+        return LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(max_lexer_states=300))
+
+    def follow(seed):
+        one, dice = constraints.matcher(parameters), random.Random(seed)
+        for _ in range(60):
+            if one.error is None:
+                one.advance(dice.choice(b"ab"))
+        return one.error
+
+    monkeypatch.setattr(grammar, "compiled", narrow)
+    constraints = Constraints(ByteTokenizer(), VOCABULARY, (EOS,))
+    parameters = SamplingParameters.parse({"regex": "[ab]*a[ab]{20}"})
+    errors = [follow(seed) for seed in range(12)]
+    assert errors[0] is None and any(errors)  # one may meet the limit, no two in a row
+    assert not any(one and other for one, other in pairwise(errors))
+    monkeypatch.setattr(constraints_module, "MOST_COPIES", 2)
+    constraints = Constraints(ByteTokenizer(), VOCABULARY, (EOS,))
+    assert [follow(seed) for seed in range(12)] == [None] * 12
 
 
 def test_the_default_checkpoint_writes_what_it_must():
