@@ -103,10 +103,10 @@ INSIDE = r"json_schema\.properties\.list\.items\.anyOf\[1\]"
         ({"regex": "a(b"}, r"regex: unclosed group \(character 1\)"),
         ({"regex": "a(?=b)b"}, r"regex: look-around.* is not supported \(character 1\)"),
         ({"regex": r"(a)\1"}, r"regex: backreferences are not supported \(character 3\)"),
-        ({"regex": "a\\"}, "regex ends in a backslash"),
-        ({"regex": "((a{20}|b){100}c){20}"}, "regex repeats something more than 20000 times"),
-        ({"json_schema": inside({"pattern": "(a{999}){999}"})}, INSIDE + ".pattern repeats something"),
-        ({"json_schema": inside({"patternProperties": {"a{20001}": {}}})}, INSIDE + ".patternProperties repeats"),
+        ({"regex": "a\\"}, "regex: it ends in a backslash"),
+        ({"regex": "((a{20}|b){100}c){20}"}, "regex: it repeats something more than 20000 times"),
+        ({"json_schema": inside({"pattern": "(a{999}){999}"})}, INSIDE + ".pattern: it repeats something"),
+        ({"json_schema": inside({"patternProperties": {"a{20001}": {}}})}, INSIDE + ".patternProperties: it repeats"),
         ({"json_schema": inside({"required": ["a"], "minProperties": 3})}, INSIDE + ": minProperties may exceed"),
         ({"json_schema": inside({"properties": {}, "patternProperties": {}})}, INSIDE + ": properties and pattern"),
         ({"regex": "a^b"}, "not supported inside an expression"),
@@ -124,7 +124,7 @@ INSIDE = r"json_schema\.properties\.list\.items\.anyOf\[1\]"
         ({"json_schema": inside({"minimum": True})}, INSIDE + ": minimum must be a number"),
         ({"json_schema": inside({"anyOf": {}})}, INSIDE + ": anyOf must be a list"),
         ({"json_schema": inside({"properties": []})}, INSIDE + ": properties must be an object"),
-        ({"json_schema": inside(3)}, INSIDE + " must be a JSON schema"),
+        ({"json_schema": inside(3)}, INSIDE + ": it must be a JSON schema"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_with_its_place(sampling, words):
@@ -171,8 +171,23 @@ def test_deep_schemas_are_refused():
     schema = {"type": "null"}
     for _ in range(grammar.MOST_DEPTH + 1):
         schema = {"items": schema}
-    with pytest.raises(InvalidRequest, match="json_schema is nested more than 64 deep"):
+    with pytest.raises(InvalidRequest, match="json_schema: it is nested more than 64 deep"):
         grammar.check(SamplingParameters.parse({"json_schema": schema}))
+
+
+@pytest.mark.parametrize("wrong", [{"if": {}}, {"type": "text"}, {"enum": ["a" * 9000, 10**30]}])
+def test_refusals_are_short_and_show_nothing_of_the_server(wrong):
+    for name in range(15):
+        wrong = {"properties": {f"{'long ' * 20}{name}": wrong}}
+    with pytest.raises(InvalidRequest) as refused:
+        grammar.check(SamplingParameters.parse({"json_schema": wrong}))
+    assert len(str(refused.value)) <= 400 and "Traceback" not in str(refused.value)
+
+
+def test_a_tokenizer_that_writes_tokens_beyond_the_model():
+    tokenizer = ByteTokenizer()
+    tokenizer.encode = lambda text, special: [5000 + ord(character) for character in text]
+    assert allowed(matcher(tokenizer, regex="abc(d|e)").mask) == {ord("a")}
 
 
 def test_masks_follow_the_answer_and_hold_every_stop_token_at_its_end():

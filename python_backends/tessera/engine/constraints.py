@@ -127,7 +127,7 @@ class Constraints:
             matcher.without(self._spaced)
         if matcher.error is not None or not matcher.mask.any():
             reason = matcher.error or "it begins with a space, which this checkpoint's tokenizer takes off an answer"
-            raise InvalidRequest(f"sampling_parameters: {parameters.constraint}: {reason}")
+            raise grammar.refusal(parameters.constraint or "", reason)
         return matcher
 
     def _spelling(self) -> grammar.Spelling:
