@@ -10,27 +10,35 @@ import resource
 import signal
 import subprocess
 import sys
+from functools import lru_cache
 from multiprocessing.connection import Connection
+from typing import Any
 
 from tessera import grammar, own_process
 from tessera.errors import InvalidRequest
-from tessera.sampling import SamplingParameters
+from tessera.sampling import SHAPES, SamplingParameters
 
 CPU_SECONDS = 1.0
 _MOST_BYTES = 2 << 30
+_MOST_KEPT = 64
+_FORMS = SHAPES[1:]
 
 
 class GrammarTrial:
     """:func:`grammar.check` in a process that begins with the first request that needs it. For one thread."""
 
     def __init__(self) -> None:
+        self._tried = lru_cache(_MOST_KEPT)(self._try)  # what is refused is tried again
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
     def check(self, parameters: SamplingParameters) -> None:
         """Raises InvalidRequest where no answer could be constrained as asked, or only at too high a cost."""
-        if parameters.constraint is None:
-            return
+        if parameters.constraint is not None:
+            self._tried(*(getattr(parameters, name) for name in _FORMS))
+
+    def _try(self, *forms: Any) -> None:
+        parameters = SamplingParameters(**dict(zip(_FORMS, forms)))
         if self._process is None or self._process.poll() is not None:
             self._process, self._connection = own_process.start("tessera.grammar_trial")
             self._connection.recv()  # ready

@@ -31,6 +31,8 @@ def test_one_that_takes_too_long_is_refused_and_the_next_is_tried():
     trial.check(parameters(json_schema={"type": "integer", "multipleOf": 23}))
     trial._process.kill()  # as the kernel does where memory is short
     trial._process.wait()
+    trial.check(parameters(regex="yes|no", max_tokens=3))  # tried before
+    assert trial._process.poll() is not None
     trial.check(parameters(json_object=True))
     trial._connection.close()
     assert trial._process.wait() == 0  # it ends with the stage
