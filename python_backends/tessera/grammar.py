@@ -53,6 +53,11 @@ _OTHERS = ("type", "enum", "const", "required", "pattern", "format", "$ref")
 # They describe and do not constrain. A oneOf whose branches a discriminator tells apart is known by the branches.
 _WORDS = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator")
 _NAMES = ("$schema", "$id", "$comment")
+_APART = frozenset((*_WORDS, *_NAMES, "type", "$defs", "definitions"))  # they make no second demand
+_EXCLUSIVE = {
+    "exclusiveMinimum": ("maximum", "exclusiveMaximum"),
+    "exclusiveMaximum": ("minimum", "exclusiveMinimum"),
+}
 _KNOWN = frozenset((*_COUNTS, *_NUMBERS, *_OF_SCHEMA, *_OF_SCHEMAS, *_OF_NAMED_SCHEMAS, *_OTHERS, *_WORDS, *_NAMES))
 
 
@@ -160,8 +165,8 @@ def _check_expression(expression: str, place: str) -> None:
             raise refusal(place, f"it repeats something more than {MOST_REPEATED} times")
 
 
-def _check_schema(schema: Any, place: str, depth: int) -> None:
-    """As above, of a schema and those inside it."""
+def _check_schema(schema: Any, place: str, depth: int, met: bool = False) -> None:
+    """As above, of a schema and those inside it. ``met``: whether another schema holds for the same value."""
     if isinstance(schema, bool) and depth:
         return
     if not isinstance(schema, dict):
@@ -184,14 +189,29 @@ def _check_schema(schema: Any, place: str, depth: int) -> None:
             raise refusal(place, f"{name} must be a list of schemas")
         if name in _OF_NAMED_SCHEMAS and not isinstance(value, dict):
             raise refusal(place, f"{name} must be an object of schemas")
-    # Of what the library would get wrong: a name may come twice, and a property is not held against the patterns too.
+    # Of what the library would get wrong: a name may come twice, a property is not held against the patterns too, an
+    # exclusive limit is let in where no whole number lies between, and so are others' properties beside an object.
     required = schema.get("required")
     if schema.get("minProperties", 0) > 1 + (len(required) if isinstance(required, list) else 0):
         raise refusal(place, "minProperties may exceed the required ones by one only")
     if "properties" in schema and "patternProperties" in schema:
         raise refusal(place, "properties and patternProperties exclude each other")
+    for name, others in _EXCLUSIVE.items():
+        whole = name in schema and schema[name] == int(schema[name])
+        if whole and any(abs(schema[other] - schema[name]) < 1 for other in others if other in schema):
+            raise refusal(place, f"{name} {schema[name]} must be at least 1 from the other limit")
+    together = met or sum(name not in _APART for name in schema) > 1
+    if together and _holds_object([schema.get("const"), schema.get("enum")]):
+        raise refusal(place, "an object in const or enum must be the only demand")
+    if met and "patternProperties" in schema:
+        raise refusal(place, "patternProperties must not meet other schemas")
     for name, inner in _inner(schema):
-        _check_schema(inner, f"{place}.{name}", depth + 1)
+        branch = name.startswith(("allOf", "anyOf", "oneOf"))
+        _check_schema(inner, f"{place}.{name}", depth + 1, met or name.startswith("allOf") or (branch and together))
+
+
+def _holds_object(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_holds_object, value)))
 
 
 def _inner(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
