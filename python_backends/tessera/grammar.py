@@ -37,9 +37,11 @@ _WRITING: JsonCompileOptions = {
     "coerce_one_of": False,
     "lenient": False,
 }
-# An escape, a class of characters, a count, or a single character of an expression.
+# An escape, a class of characters (an unclosed one to the end, or the search takes long), a count, the flag that lets
+# white space and comments stand between these, or a single character of an expression.
 _PART = re.compile(
-    r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<count>[0-9]{1,18})(?:,(?P<most>[0-9]{0,18}))?\}|.",
+    r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{(?P<count>[0-9]{1,18})(?:,(?P<most>[0-9]{0,18}))?\}"
+    r"|(?P<spaced>\(\?[a-zA-Z]*x)|.",
     re.DOTALL,
 )
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
@@ -51,6 +53,11 @@ _OTHERS = ("type", "enum", "const", "required", "pattern", "format", "$ref")
 # They describe and do not constrain. A oneOf whose branches a discriminator tells apart is known by the branches.
 _WORDS = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator")
 _NAMES = ("$schema", "$id", "$comment")
+_APART = frozenset((*_WORDS, *_NAMES, "type", "$defs", "definitions"))  # they make no second demand
+_EXCLUSIVE = {
+    "exclusiveMinimum": ("maximum", "exclusiveMaximum"),
+    "exclusiveMaximum": ("minimum", "exclusiveMinimum"),
+}
 _KNOWN = frozenset((*_COUNTS, *_NUMBERS, *_OF_SCHEMA, *_OF_SCHEMAS, *_OF_NAMED_SCHEMAS, *_OTHERS, *_WORDS, *_NAMES))
 
 
@@ -88,10 +95,15 @@ def compiled(text: str, vocabulary: LLTokenizer, parameters: SamplingParameters)
     error = _error(matcher)
     if error is None:
         return matcher
-    place = parameters.constraint
+    place = parameters.constraint or ""
     if parameters.json_schema is not None:
         place = _place(json.loads(parameters.json_schema), "json_schema", error, vocabulary)
-    raise InvalidRequest(f"sampling_parameters: {place}: {error}")
+    raise refusal(place, error)
+
+
+def refusal(place: str, words: str) -> InvalidRequest:
+    """``place``: where in the parameters; of a long one the end."""
+    return InvalidRequest(f"sampling_parameters: {place if len(place) <= 150 else '...' + place[-147:]}: {words}")
 
 
 def failure(matcher: LLMatcher) -> str | None:
@@ -115,6 +127,8 @@ def _line(message: str) -> str:
         if line.startswith("error: "):
             at = before.find("^")
             return line.removeprefix("error: ") + (f" (character {at - 4})" if at >= 4 else "")
+    if message.startswith("panic"):
+        return "it is too complex"
     first = lines[0].rpartition("(in regex): ")[2] if lines else "it could not be followed"
     if "lookarounds" in first:
         return "^, $ and \\b are not supported inside an expression; it always matches the whole answer"
@@ -127,15 +141,17 @@ def _json_grammar(schema: Any) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(schema, overrides=_WRITING)
     except ValueError as error:
-        raise InvalidRequest(f"sampling_parameters: json_schema: {error}") from None
+        raise refusal("json_schema", f"{error!s:.200}") from None
 
 
 def _check_expression(expression: str, place: str) -> None:
     """Refuses what llguidance would pass over in silence or take too long for."""
     if (len(expression) - len(expression.rstrip("\\"))) % 2:
-        raise InvalidRequest(f"sampling_parameters: {place} ends in a backslash that escapes nothing")
+        raise refusal(place, "it ends in a backslash that escapes nothing")
     groups, last = [1], 1  # the highest product of nested counts in each open group, and of what stands last
     for part in _PART.finditer(expression):
+        if part["spaced"] is not None:
+            raise refusal(place, "the flag x is not supported")
         if part["count"] is not None:
             last *= max(1, int(part["most"] or part["count"]))
         elif part[0] == ")" and len(groups) > 1:
@@ -146,43 +162,56 @@ def _check_expression(expression: str, place: str) -> None:
             groups.append(1)
         groups[-1] = max(groups[-1], last)
         if groups[-1] > MOST_REPEATED:
-            raise InvalidRequest(f"sampling_parameters: {place} repeats something more than {MOST_REPEATED} times")
+            raise refusal(place, f"it repeats something more than {MOST_REPEATED} times")
 
 
-def _check_schema(schema: Any, place: str, depth: int) -> None:
-    """As above, of a schema and those inside it."""
+def _check_schema(schema: Any, place: str, depth: int, met: bool = False) -> None:
+    """As above, of a schema and those inside it. ``met``: whether another schema holds for the same value."""
     if isinstance(schema, bool) and depth:
         return
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"sampling_parameters: {place} must be a JSON schema, an object")
+        raise refusal(place, "it must be a JSON schema, an object")
     if depth > MOST_DEPTH:
-        raise InvalidRequest(f"sampling_parameters: json_schema is nested more than {MOST_DEPTH} deep")
+        raise refusal("json_schema", f"it is nested more than {MOST_DEPTH} deep")
     for name, value in schema.items():
         if name not in _KNOWN:
-            raise InvalidRequest(f"sampling_parameters: {place}: the keyword {name!r:.50} is not supported")
+            raise refusal(place, f"the keyword {name!r:.50} is not supported")
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if name in _COUNTS and not (number and 0 <= value <= MOST_COUNT and value == int(value)):
-            raise InvalidRequest(
-                f"sampling_parameters: {place}: {name} must be a whole number between 0 and {MOST_COUNT}"
-            )
+            raise refusal(place, f"{name} must be a whole number between 0 and {MOST_COUNT}")
         if name in _NUMBERS and not number:
-            raise InvalidRequest(f"sampling_parameters: {place}: {name} must be a number")
+            raise refusal(place, f"{name} must be a number")
         if name == "pattern" and isinstance(value, str):
             _check_expression(value, f"{place}.pattern")
         for expression in value if name == "patternProperties" and isinstance(value, dict) else ():
             _check_expression(expression, f"{place}.patternProperties")
         if name in _OF_SCHEMAS and not isinstance(value, list):
-            raise InvalidRequest(f"sampling_parameters: {place}: {name} must be a list of schemas")
+            raise refusal(place, f"{name} must be a list of schemas")
         if name in _OF_NAMED_SCHEMAS and not isinstance(value, dict):
-            raise InvalidRequest(f"sampling_parameters: {place}: {name} must be an object of schemas")
-    # Of what the library would get wrong: a name may come twice, and a property is not held against the patterns too.
+            raise refusal(place, f"{name} must be an object of schemas")
+    # Of what the library would get wrong: a name may come twice, a property is not held against the patterns too, an
+    # exclusive limit is let in where no whole number lies between, and so are others' properties beside an object.
     required = schema.get("required")
     if schema.get("minProperties", 0) > 1 + (len(required) if isinstance(required, list) else 0):
-        raise InvalidRequest(f"sampling_parameters: {place}: minProperties may exceed the required ones by one only")
+        raise refusal(place, "minProperties may exceed the required ones by one only")
     if "properties" in schema and "patternProperties" in schema:
-        raise InvalidRequest(f"sampling_parameters: {place}: properties and patternProperties exclude each other")
+        raise refusal(place, "properties and patternProperties exclude each other")
+    for name, others in _EXCLUSIVE.items():
+        whole = name in schema and schema[name] == int(schema[name])
+        if whole and any(abs(schema[other] - schema[name]) < 1 for other in others if other in schema):
+            raise refusal(place, f"{name} {schema[name]} must be at least 1 from the other limit")
+    together = met or sum(name not in _APART for name in schema) > 1
+    if together and _holds_object([schema.get("const"), schema.get("enum")]):
+        raise refusal(place, "an object in const or enum must be the only demand")
+    if met and "patternProperties" in schema:
+        raise refusal(place, "patternProperties must not meet other schemas")
     for name, inner in _inner(schema):
-        _check_schema(inner, f"{place}.{name}", depth + 1)
+        branch = name.startswith(("allOf", "anyOf", "oneOf"))
+        _check_schema(inner, f"{place}.{name}", depth + 1, met or name.startswith("allOf") or (branch and together))
+
+
+def _holds_object(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_holds_object, value)))
 
 
 def _inner(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -225,7 +254,7 @@ class Spelling:
     def __call__(self, text: bytes | str) -> list[int]:
         data = text.encode() if isinstance(text, str) else text
         if self._encode is not None:
-            with contextlib.suppress(UnicodeDecodeError):
+            with contextlib.suppress(UnicodeDecodeError, IndexError):  # some write tokens that the model lacks
                 ids = list(self._encode(data.decode()))
                 if b"".join(self.tokens[index] for index in ids) == data:  # not where a text is normalized first
                     return ids

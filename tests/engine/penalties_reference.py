@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from tessera.engine.execution.sampler import uniform
 from tessera.engine.request import Request, SamplingParameters
 from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
 from tessera.engine.sequence import Sequence
@@ -28,17 +37,37 @@ def penalized(logits, prompt, answer, parameters):
     return scores[0, :vocabulary]
 
 
-def likeliest_answer(runner, request):
-    """The greedy answer of ``max_tokens``; each token from a forward over all before it."""
-    count, answer = request.sampling.max_tokens, []
+def plain_answer(runner, request, stop_ids=()):
+    """The answer as a plain loop writes it: each token from a forward over all before it and the processors in turn.
+
+    Where transformers would draw at random, the number that the engine draws picks among the tokens by likelihood.
+    """
+    asked, answer = request.sampling, []
     prompt = [int(token) for token in request.input_ids]
     for number, (start, rows) in reversed(list(enumerate(request.spans, 1))):
         prompt[start : start + rows] = [-number]
-    while len(answer) < count:
+    while len(answer) < asked.max_tokens and not (
+        answer and answer[-1] in stop_ids and len(answer) >= asked.min_tokens
+    ):
         ids = np.concatenate([request.input_ids, np.array(answer, np.int32)])
         whole = Request("", ids, request.spans, request.embeddings, request.digest, SamplingParameters(max_tokens=1))
         sequence = Sequence(whole)
         sequence.block_table = list(range(runner.num_blocks))
         logits = runner.logits(ScheduledBatch([ScheduledSpan(sequence, 0, len(ids), True)]))[0]
-        answer.append(int(penalized(logits.cpu(), prompt, answer, request.sampling).argmax()))
+        scores = penalized(logits.cpu(), prompt, answer, asked)
+        if stop_ids and asked.min_tokens:
+            shortest = MinNewTokensLengthLogitsProcessor(0, asked.min_tokens, list(stop_ids))
+            scores = shortest(torch.tensor([answer], dtype=torch.int64), scores[None])[0]
+        answer.append(
+            _drawn(scores, uniform(asked.seed, len(answer)), asked) if asked.temperature else int(scores.argmax())
+        )
     return answer
+
+
+def _drawn(scores, number, asked):
+    """The token of likelihood's order at which all before it and it have more than ``number`` of the probability."""
+    wrappers = [TemperatureLogitsWarper(float(asked.temperature))]
+    wrappers += [TopKLogitsWarper(asked.top_k)] if asked.top_k > 0 else []
+    wrappers += [TopPLogitsWarper(asked.top_p)] if asked.top_p < 1 else []
+    probabilities, order = LogitsProcessorList(wrappers)(None, scores[None])[0].softmax(-1).sort(descending=True)
+    return int(order[int((probabilities.cumsum(-1) <= number).sum())])

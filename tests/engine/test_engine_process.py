@@ -94,6 +94,9 @@ def test_refusals_and_cancelling(parts):
     process, ends = parts
     with pytest.raises(InvalidRequest, match="exceed the context"):
         process.submit(make_request("long", max_tokens=10**6), ends)
+    endless = {"allOf": [{"type": "integer", "multipleOf": n} for n in (2, 3, 5, 7, 11, 13, 17, 19, 23)]}
+    with pytest.raises(InvalidRequest, match="json_schema is too complex"):  # it would listen to nobody for minutes
+        process.submit(make_request("endless", json_schema=endless, ignore_eos=False), ends)
     running = [make_request(f"{n}", max_tokens=3000) for n in range(4)]
     for request in running:
         process.submit(request, ends)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from engine_fakes import make_request, run, tiny_engine, tiny_model, tokens_of
-from penalties_reference import likeliest_answer, penalized
+from penalties_reference import penalized, plain_answer
 from test_equivalence import WAYS, answers, requests
 
 from tessera.engine.execution.model_runner import ModelRunner
@@ -172,7 +172,7 @@ def mixed(**sampling):
 def expected():
     engine = tiny_engine(MODEL, prefix_cache="off", attention="torch")
     assert isinstance(engine._runner, ModelRunner)
-    return [likeliest_answer(engine._runner, request) for request in mixed(max_tokens=20)]
+    return [plain_answer(engine._runner, request) for request in mixed(max_tokens=20)]
 
 
 @pytest.mark.parametrize("way", WAYS)

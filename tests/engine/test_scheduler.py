@@ -163,10 +163,10 @@ def test_only_sampling_positions_sample():
 class Gathering:
     """A scheduler that gathers bursts, and a clock; requests arrive at its times, in milliseconds."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, max_sequences=32):
         self.now_ms = 0
         monkeypatch.setattr(scheduling.time, "monotonic_ns", lambda: self.now_ms * 1_000_000)
-        self.scheduler = Scheduler(BlockManager(400, 4), 64, 32, gathers=True)
+        self.scheduler = Scheduler(BlockManager(400, 4), 64, max_sequences, gathers=True)
 
     def add(self, name, at_ms, tokens=10, **sampling):
         self.now_ms = at_ms
@@ -210,6 +210,16 @@ def test_a_burst_waits_no_longer_than_for_a_full_step(monkeypatch):
     for number in range(7):
         gathering.add(f"{number}", 10)
     assert gathering.started(10) == ["0", "1", "2", "3", "4", "5", "6"]
+
+
+def test_a_burst_does_not_wait_for_more_than_may_run(monkeypatch):
+    gathering = Gathering(monkeypatch, max_sequences=3)
+    gathering.add("first", 0)
+    gathering.started(0)
+    gathering.add("0", 10, tokens=2)
+    assert gathering.started(10) == []
+    gathering.add("1", 11, tokens=2)
+    assert gathering.started(11) == ["0", "1"]
 
 
 def test_nobody_waits_long_for_those_behind(monkeypatch):

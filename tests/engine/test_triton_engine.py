@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from engine_fakes import EOS, ByteTokenizer, TextEngine, run, tiny_model, tokens_of
-from penalties_reference import likeliest_answer
+from penalties_reference import plain_answer
 
 from tessera.engine.config import EngineConfig
 from tessera.engine.execution.decode_graphs import DecodeGraphs, graph_sizes
@@ -200,7 +200,7 @@ def penalized(max_tokens):
 @pytest.fixture(scope="module")
 def expected_under_penalties():
     runner = make_engine(attention="torch", prefix_cache="off", overlaps=False)._runner
-    return [likeliest_answer(runner, request) for request in penalized(6)]
+    return [plain_answer(runner, request) for request in penalized(6)]
 
 
 @pytest.mark.parametrize("way", ["eager", "graphs with dummies", "graphs for few", "prompt graphs", "uncached pieces"])
@@ -215,7 +215,7 @@ def test_penalties_after_preemption_with_steps_planned_ahead():
     block = 2 * BLOCK * 2 * 16 * 4
     made = requests(max_tokens=9, **PENALIZED)
     runner = make_engine(attention="torch", overlaps=False, prefix_cache="off")._runner
-    expected = [likeliest_answer(runner, request) for request in made]
+    expected = [plain_answer(runner, request) for request in made]
     engine = make_engine(graphs=(1, 2, 4), kv_cache_bytes=16 * block, prefix_cache="off")
     assert answers(engine, made) == expected
     assert engine.metrics.preemptions > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,7 +19,10 @@ if TYPE_CHECKING:
 
     from tessera.family.tokenizer import Tokenizer
 
-MOST_COMPILED = 64
+MOST_COMPILED = 16
+# Matchers of one compiled grammar share its lexer: what one finds out is quick for the others, but the memory and the
+# limits of the library count for all of them together.
+MOST_COPIES = 32
 
 
 class Matcher:
@@ -34,11 +36,19 @@ class Matcher:
         self._matcher = matcher
         self._ends = ends
         self._end = end
+        self._failures: list[str] = []  # of all copies
+        self._copies = 0
         self.error: str | None = None
         self.mask = self._compute()
 
+    @property
+    def worn(self) -> bool:
+        """Whether there should be no more copies, lest what others wrote ends their answers."""
+        return self._copies >= MOST_COPIES or bool(self._failures)
+
     def copy(self) -> Matcher:
         """One that goes its own way from here."""
+        self._copies += 1
         copy = object.__new__(Matcher)
         copy.__dict__.update(self.__dict__, _matcher=self._matcher.deep_copy())
         return copy
@@ -64,11 +74,13 @@ class Matcher:
         self.error = grammar.failure(self._matcher)
         if self.error is None and not mask.any():
             self.error = grammar.NOTHING_FOLLOWS
+        if self.error is not None:
+            self._failures.append(self.error)
         return mask
 
 
 class Constraints:
-    """Compiles what answers must match for one vocabulary, each text once; any thread may ask."""
+    """Compiles what answers must match for one vocabulary, each text now and then; any thread may ask."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Collection[int]) -> None:
         """``vocab_size``: the model's; ``stop_ids`` are smaller."""
@@ -77,7 +89,7 @@ class Constraints:
         self._stop_ids = stop_ids
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, Matcher] = OrderedDict()  # the one used last at the end
+        self._compiled: dict[str, Matcher] = {}  # the one used last at the end
 
     def matcher(self, parameters: SamplingParameters) -> Matcher:
         """At the beginning of an answer. Raises InvalidRequest where none could be constrained as asked.
@@ -93,12 +105,13 @@ class Constraints:
         assert text is not None, "nothing is constrained"
         self.read_vocabulary()
         with self._lock:
-            if text not in self._compiled:
-                self._compiled[text] = self._compile(text, parameters)
-                if len(self._compiled) > MOST_COMPILED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(text)
-            return self._compiled[text].copy()
+            compiled = self._compiled.pop(text, None)
+            if compiled is None or compiled.worn:
+                compiled = self._compile(text, parameters)
+            self._compiled[text] = compiled
+            if len(self._compiled) > MOST_COMPILED:
+                del self._compiled[next(iter(self._compiled))]
+            return compiled.copy()
 
     def read_vocabulary(self) -> None:
         """Takes up to three seconds for 150,000 tokens, and no other thread runs meanwhile: best before any request."""
@@ -114,7 +127,7 @@ class Constraints:
             matcher.without(self._spaced)
         if matcher.error is not None or not matcher.mask.any():
             reason = matcher.error or "it begins with a space, which this checkpoint's tokenizer takes off an answer"
-            raise InvalidRequest(f"sampling_parameters: {parameters.constraint}: {reason}")
+            raise grammar.refusal(parameters.constraint or "", reason)
         return matcher
 
     def _spelling(self) -> grammar.Spelling:

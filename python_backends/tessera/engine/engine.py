@@ -128,7 +128,6 @@ class Engine:
         """
         request.validate(self._runner.vocab_size, self._runner.hidden_size, self._runner.position_axes)
         sequence = self._new_sequence(request)
-        self._check_fits(sequence)
         with self._lock:
             if self._closed:
                 raise Unavailable(self._closed)
@@ -164,9 +163,9 @@ class Engine:
             self._closed, self._arrived = error, []
         return self.fail_all(error)
 
-    def _check_fits(self, sequence: Sequence) -> None:
-        prompt, answer = sequence.prompt_length, sequence.max_tokens
-        wanted = f"{prompt} prompt tokens and {sequence.answer_limit} {answer}"
+    def _check_fits(self, prompt: int, answer: int, limit: str) -> None:
+        """``limit``: what says how long the answer may be."""
+        wanted = f"{prompt} prompt tokens and {limit} {answer}"
         if prompt + answer > self.max_model_len:
             raise InvalidRequest(
                 f"{wanted} exceed the context of {self.max_model_len} tokens; "
@@ -189,8 +188,12 @@ class Engine:
             cache_salt=self._runner.cache_salt(len(request.input_ids)),
             stop_ids=self._eos_token_ids,
         )
+        prompt = len(request.input_ids)
         if request.sampling.choices is not None:
-            return LabelSequence(request, self._label_scorer(request.sampling.choices), **options)
+            scorer = self._label_scorer(request.sampling.choices)
+            self._check_fits(prompt, scorer.longest_path + 1, "choices of up to")
+            return LabelSequence(request, scorer, **options)
+        self._check_fits(prompt, request.sampling.max_tokens, "max_tokens")  # before a sequence makes room for so many
         if request.sampling.constraint is not None:
             return ConstrainedSequence(request, self._constraints.matcher(request.sampling), **options)
         return Sequence(request, **options)

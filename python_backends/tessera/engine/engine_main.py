@@ -18,6 +18,7 @@ from tessera.engine.loop import StepLoop
 from tessera.engine.progress import Progress
 from tessera.engine.wire import Cancel, Count, Counts, Ready, Rows, Start, Stop, Submit, Taken, Wire
 from tessera.errors import TesseraError, Unavailable
+from tessera.grammar_trial import GrammarTrial
 
 _LOG = logging.getLogger(__name__)
 # So soon the thread that steps gets the interpreter back from the one that listens; Python's 5 ms are a step.
@@ -32,6 +33,7 @@ class EngineServer:
         self._engine = engine
         self._slab = slab
         self._loop = StepLoop(engine, self._tell)
+        self._grammar_trial = GrammarTrial()
 
     def serve(self) -> None:
         threading.Thread(target=self._listen, name="listen", daemon=True).start()
@@ -64,6 +66,7 @@ class EngineServer:
 
     def _submit(self, message: Submit) -> TesseraError | None:
         try:
+            self._grammar_trial.check(message.request.sampling)  # as preprocess, which not everybody comes through
             rows = None if message.rows is None else self._opened(message.rows)
             self._engine.submit(replace(message.request, embeddings=rows))
         except TesseraError as error:

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tessera import own_process
 from tessera.engine.cache.embedding_pool import EmbeddingPool
 from tessera.engine.config import EngineConfig
 from tessera.engine.progress import Progress
@@ -47,14 +43,8 @@ class EngineProcess:
 
     def __init__(self, folder: Path | str, config: EngineConfig, on_death: Callable[[], None]) -> None:
         """Starts the process and waits until it is ready; raises as Engine.from_checkpoint."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [_python(), "-m", "tessera.engine.engine_main", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
-        self._wire = Wire(Connection(ours.detach()))
+        self._process, connection = own_process.start("tessera.engine.engine_main")
+        self._wire = Wire(connection)
         self._on_death = on_death
         self._stopping = False
         self._rows: dict[int, torch.Tensor] = {}  # the pool's, until the engine has ended their request
@@ -199,11 +189,3 @@ def _shared(slab: torch.Tensor | None) -> tuple[Callable[..., torch.Tensor], Any
     from torch.multiprocessing.reductions import reduce_tensor
 
     return reduce_tensor(slab)
-
-
-def _python() -> str:
-    """The interpreter of this environment; inside the server's stub sys.executable is not one."""
-    for candidate in (Path(sys.prefix) / "bin" / "python3", Path(sys.executable)):
-        if candidate.name.startswith("python") and os.access(candidate, os.X_OK):
-            return str(candidate)
-    raise ConfigError(f"no python3 in {sys.prefix} to run the engine's process with")

@@ -13,7 +13,6 @@ class LabelSequence(Sequence):
     """Its ``outputs`` are the path of the branch that is asked for, in the end the best label's tokens."""
 
     rewinds = True
-    answer_limit = "choices of up to"
 
     def __init__(self, request: Request, scorer: LabelScorer, **options: Any) -> None:
         """``options`` are Sequence's own."""

@@ -37,7 +37,6 @@ class Sequence:
     """
 
     rewinds = False  # whether the tokens after the prompt may change again
-    answer_limit = "max_tokens"  # what says how long the answer may be
 
     def __init__(
         self,

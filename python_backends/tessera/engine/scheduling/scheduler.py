@@ -143,6 +143,8 @@ class Scheduler:
         """Whether prompts that wait should go on waiting for others."""
         if not (self._gathers and self.running and self.waiting):
             return False
+        if len(self.running) + len(self.waiting) >= self._max_sequences:  # there is no room for others
+            return False
         now, tokens = time.monotonic_ns(), 0
         arrivals = [sequence.request.arrival_ns for sequence in self.waiting]
         newest, oldest = max(arrivals), min(arrivals)
