@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -72,8 +71,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     finally:
         for task in (working, leaving):
             task.cancel()
-        with suppress(BaseException):  # its own error was raised above; one that was cancelled tells the server
-            await working
+        await asyncio.wait({working, leaving})  # work that was cancelled tells the server
 
 
 async def _gone(receive: Receive) -> None:
