@@ -52,7 +52,8 @@ async def read(request: Request, seconds: float) -> bytes:
     try:
         return await asyncio.wait_for(request.body(), seconds)
     except asyncio.TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {seconds:g} s", code="slow_body") from None
+        words, close = f"the body did not arrive within {seconds:g} s", {"Connection": "close"}
+        raise ApiError(408, words, code="slow_body", headers=close) from None
     except ClientDisconnect:
         raise ApiError(499, "the client went away", code="cancelled") from None
 

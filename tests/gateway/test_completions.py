@@ -28,6 +28,7 @@ def sampled(door: Asked, **fields: Any) -> dict[str, Any]:
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
     assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-accel-buffering"] == "no"
     *data, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert done == "[DONE]"
     return [json.loads(line) for line in data]

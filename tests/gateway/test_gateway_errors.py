@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
 import pytest
 from clients.fake_transport import READY, USAGE, FakeTransport, final
-from gateway_doubles import HELLO, gateway
+from gateway_doubles import HELLO, gateway, listening
 
 from tessera_client import Delta
 from tessera_client.messages import ServerStatus
@@ -154,10 +156,12 @@ def test_the_servers_errors_have_a_status_of_their_own(error: Any, status: int, 
 
 
 def test_an_error_after_the_first_token_is_an_event() -> None:
-    response = gateway([Delta("a"), ServerError("it broke")]).ask(stream=True)
+    door = gateway([Delta("a"), ServerError("it broke")])
+    response = door.ask(stream=True)
     *_, error, done = [line for line in response.text.split("\n\n") if line]
     assert json.loads(error.removeprefix("data: ")) == from_wire(ServerError("it broke")).body
     assert response.status_code == 200 and done == "data: [DONE]"
+    assert door.app.state.counters.total('requests_total{status="500"}') == 1  # as if it had come in time
 
 
 def test_an_answer_cut_short_is_no_answer() -> None:
@@ -185,6 +189,36 @@ def test_health_follows_the_servers() -> None:
         door = gateway()
         door.app.state.client._transport = FakeTransport(status=status)
         assert door("GET", "/health").status_code == 503
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tessera/tiles"])
+def test_a_body_that_does_not_come_is_not_waited_for(path: str) -> None:
+    with listening(gateway(timeout_s=0.05).app) as address:
+        connection = HTTPConnection(address.removeprefix("http://"), timeout=10)
+        connection.putrequest("POST", path)
+        connection.putheader("Content-Length", "10")
+        connection.endheaders(b"{")
+        response = connection.getresponse()
+        assert (response.status, response.headers["connection"]) == (408, "close")
+        error = json.load(response)["error"]
+        assert error["code"] == "slow_body" and error["message"] == "the body did not arrive within 0.05 s"
+        connection.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tessera/tiles"])
+def test_a_client_that_leaves_within_its_body_is_no_fault(path: str) -> None:
+    door = gateway()
+    incoming = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive() -> dict[str, Any]:
+        return incoming.pop(0)
+
+    async def send(_: dict[str, Any]) -> None:
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+    asyncio.run(door.app(scope, receive, send))
+    assert door.app.state.counters.total('requests_total{status="499"}') == 1
 
 
 def test_a_body_over_the_limit_is_refused_before_and_while_it_is_read() -> None:
