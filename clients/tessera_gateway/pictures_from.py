@@ -37,8 +37,8 @@ def is_public(address: str) -> bool:
     """Whether an IP address is one of the internet's: not private, not this machine's, of no other special use."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):
-        if parsed not in GLOBAL_IPV6 or any(parsed in network for network in CARRY_IPV4):
-            return False
+        inside = parsed not in GLOBAL_IPV6 or any(parsed in network for network in CARRY_IPV4)
+        return parsed.is_global and not inside
     return parsed.is_global and not parsed.is_multicast
 
 

@@ -12,7 +12,7 @@ import httpx
 from fastapi import APIRouter, Request
 
 SECONDS = 2.0  # for a server's page; the tab asks again soon
-SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)(?: -?\d+)?$")
+SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>[-+\d][-+.e\d]*)(?: -?\d+)?$")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 STAGES = ("preprocess", "vision_encoder", "language_model")
 
@@ -77,7 +77,7 @@ def numbers(page: str) -> dict[str, Any]:
 
 
 def _samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """(name, labels, value) of each line that is a sample."""
+    """(name, labels, value) of each line that is a sample; one that is no number, which JSON cannot hold, is none."""
     for line in page.splitlines():
         if not line.startswith("#") and (match := SAMPLE.match(line)):
             yield match["name"], dict(LABEL.findall(match["labels"] or "")), float(match["value"])
