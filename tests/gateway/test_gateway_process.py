@@ -7,10 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -128,6 +130,35 @@ def test_the_launchers_child_is_started_anew_where_it_was() -> None:
     finally:
         child.stop()
     assert not answers(url) and not command_line(child.pid)
+
+
+def test_a_start_anew_that_fails_is_tried_again_and_a_stop_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tessera.launcher.gateway.FIRST_PAUSE_S", 0.01)
+    said: list[str] = []
+    child = Gateway("127.0.0.1", free_port(), lambda message, error: said.append(message))
+    began, go_on = threading.Event(), threading.Event()
+    real, tries = subprocess.Popen, []
+
+    def popen(*arguments: Any, **options: Any) -> Any:
+        tries.append(arguments)
+        if len(tries) == 2:
+            raise OSError("no memory")
+        if len(tries) == 3:
+            began.set()
+            go_on.wait(10)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr("tessera.launcher.gateway.subprocess.Popen", popen)
+    child.start([NOBODY], ["http://127.0.0.1:1/metrics"])
+    os.kill(child.pid, signal.SIGKILL)
+    assert began.wait(10)
+    stopping = threading.Thread(target=child.stop, daemon=True)
+    stopping.start()
+    assert wait_until(lambda: child._stopping.is_set())
+    time.sleep(0.1)  # stop() has ended the dead one, and waits for the watcher
+    go_on.set()
+    stopping.join(10)
+    assert not stopping.is_alive() and not command_line(child.pid) and not answers(child.url)
 
 
 def test_it_ends_with_its_launcher() -> None:
