@@ -79,7 +79,7 @@ def main() -> int:
     print(f"demo: {json.dumps(summary)}", flush=True)
     print(
         f"\nAsk it yourself: `make serve` keeps it up; then open http://localhost:{PORT}/ (another port: "
-        f'make serve ARGS="--openai-port {PORT}"), or any client of OpenAI\'s with the address '
+        f'make serve ARGS="--openai-port {PORT + 1}"), or any client of OpenAI\'s with the address '
         f"http://localhost:{PORT}/v1:\n\n{curl(PORT)}"
     )
     return 0 if len(answers) == len(files) and correct >= PASS * len(files) else 1

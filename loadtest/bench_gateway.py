@@ -21,47 +21,38 @@ import sys
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import closed_loop
 import counting
-import cv2
 import figures
-from bench_serve import Asker, process_seed
-from closed_loop import Ask, Reply
+from bench_serve import Asker
+from closed_loop import Reply
 from serving import DEFAULT_CHECKPOINT, Setup, pairs, serve
-from workloads import PROMPT, WORKLOADS, Pictures, Workload
+from workloads import PROMPT, WORKLOADS, Workload
 
 PATH = "/v1/chat/completions"
 
 
-@dataclass(frozen=True)
-class HttpAsker:
-    """As bench_serve's Asker, through the gateway at ``address``: a connection for each thread, kept."""
-
-    address: str
-    workload: Workload
-    seed: int
+class HttpAsker(Asker):
+    """Asks through the gateway at the one address, by a connection for each thread."""
 
     @contextmanager
-    def prepare(self, number: int, stock: int) -> Iterator[Ask]:
-        """For :func:`closed_loop.run`."""
-        cv2.setNumThreads(1)
-        pictures = Pictures(self.workload, process_seed(self.seed, number), stock)
+    def connection(self) -> Iterator[Callable[[bytes], Reply]]:
         own = threading.local()
 
-        def ask() -> Reply:
+        def ask(picture: bytes) -> Reply:
             if not hasattr(own, "connection"):
-                own.connection = http.client.HTTPConnection(self.address, timeout=closed_loop.PATIENCE_S)
-            return self._ask(own.connection, pictures.deal())
+                own.connection = http.client.HTTPConnection(*self.addresses, timeout=closed_loop.PATIENCE_S)
+            return self._ask_gateway(own.connection, picture)
 
         yield ask
 
-    def _ask(self, connection: http.client.HTTPConnection, picture: bytes) -> Reply:
+    def _ask_gateway(self, connection: http.client.HTTPConnection, picture: bytes) -> Reply:
         connection.request("POST", PATH, body(self.workload, picture), {"Content-Type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
@@ -116,13 +107,13 @@ def gateway(servers: list[str], workers: int) -> Iterator[str]:
             process.terminate()
 
 
-def measure(asker: Asker | HttpAsker, processes: int) -> counting.Run:
+def measure(asker: Asker, processes: int) -> counting.Run:
     in_flight = asker.workload.concurrency
     began, answers = closed_loop.run(asker.prepare, in_flight, counting.requests(in_flight), processes)
     return counting.count(began, answers, in_flight)
 
 
-def alone(asker: Asker | HttpAsker, requests: int) -> float:
+def alone(asker: Asker, requests: int) -> float:
     """The median of a request's milliseconds, one at a time."""
     _, answers = closed_loop.run(asker.prepare, 1, requests, 1)
     return 1e3 * statistics.median(answer.seconds for answer in answers[requests // 5 :])
@@ -136,7 +127,7 @@ def compare(workload: Workload, servers: list[str], address: str, options: argpa
     both: list[dict[str, float]] = []
     for pair in range(options.pairs):
         direct = measure(Asker(servers, workload, seed + 2 * pair), options.processes)
-        door = measure(HttpAsker(address, workload, seed + 2 * pair + 1), options.processes)
+        door = measure(HttpAsker([address], workload, seed + 2 * pair + 1), options.processes)
         over_grpc.append(getattr(door, rate) / getattr(direct, rate))
         through.append(getattr(door, rate))
         both.append({"grpc": round(getattr(direct, rate), 2), "gateway": round(getattr(door, rate), 2)})
@@ -150,7 +141,7 @@ def compare(workload: Workload, servers: list[str], address: str, options: argpa
         single = replace(workload, concurrency=1)
         spent = {
             "grpc": alone(Asker(servers, single, seed + 1000), options.alone),
-            "gateway": alone(HttpAsker(address, single, seed + 1001), options.alone),
+            "gateway": alone(HttpAsker([address], single, seed + 1001), options.alone),
         }
         notes = {"p50_ms": {way: round(ms, 2) for way, ms in spent.items()}, "requests": options.alone}
         figures.emit(f"{name}.alone_ms", round(spent["gateway"] - spent["grpc"], 2), "ms", command, **notes)

@@ -21,9 +21,10 @@ import random
 import sys
 import time
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import closed_loop
@@ -53,9 +54,14 @@ class Asker:
         """For :func:`closed_loop.run`: makes the pictures, and the connection."""
         cv2.setNumThreads(1)
         pictures = Pictures(self.workload, process_seed(self.seed, number), stock)
-        options = {"timeout": closed_loop.PATIENCE_S, "retry": Retry(attempts=1)}
-        with Client(self.addresses, **options) as client:
-            yield lambda: self._ask(client, pictures.deal())
+        with self.connection() as ask:
+            yield lambda: ask(pictures.deal())
+
+    @contextmanager
+    def connection(self) -> Iterator[Callable[[bytes], Reply]]:
+        """What asks about a picture, on any thread."""
+        with Client(self.addresses, timeout=closed_loop.PATIENCE_S, retry=Retry(attempts=1)) as client:
+            yield partial(self._ask, client)
 
     def _ask(self, client: Client, picture: bytes) -> Reply:
         workload, first, parts = self.workload, None, 0

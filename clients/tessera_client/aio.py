@@ -64,10 +64,15 @@ class _LoopInbox:
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
     async def take(self, seconds: float | None) -> Item:
+        # Not by asyncio.wait_for: before Python 3.12 it forgets a cancel that comes together with the item.
+        taking = asyncio.ensure_future(self._items.get())
         try:
-            return await asyncio.wait_for(self._items.get(), seconds)
-        except asyncio.TimeoutError:  # Python 3.10's own
-            raise TimeoutError from None
+            await asyncio.wait({taking}, timeout=seconds)
+            if not taking.done():
+                raise TimeoutError
+            return taking.result()
+        finally:
+            taking.cancel()
 
 
 class AsyncClient(BaseClient[Coroutine[Any, Any, Answer], AsyncStream]):

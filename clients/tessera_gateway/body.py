@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -53,7 +52,8 @@ async def read(request: Request, seconds: float) -> bytes:
     try:
         return await asyncio.wait_for(request.body(), seconds)
     except asyncio.TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {seconds:g} s", code="slow_body") from None
+        words, close = f"the body did not arrive within {seconds:g} s", {"Connection": "close"}
+        raise ApiError(408, words, code="slow_body", headers=close) from None
     except ClientDisconnect:
         raise ApiError(499, "the client went away", code="cancelled") from None
 
@@ -72,8 +72,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     finally:
         for task in (working, leaving):
             task.cancel()
-        with suppress(BaseException):  # its own error was raised above; one that was cancelled tells the server
-            await working
+        await asyncio.wait({working, leaving})  # work that was cancelled tells the server
 
 
 async def _gone(receive: Receive) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ import httpx
 import uvicorn
 from uvicorn.supervisors import Multiprocess
 
+from tessera_client.retry import LONGEST
 from tessera_gateway.app import SETTINGS
 from tessera_gateway.keys import read_keys
 from tessera_gateway.settings import Settings
@@ -27,6 +29,7 @@ from tessera_wire.errors import InvalidRequest
 MOST_WORKERS = 8
 CPUS_PER_WORKER = 4  # the servers' stages need the others
 STOP_SECONDS = 5
+QUIET_SECONDS = 75  # of a connection kept; longer than clients keep theirs, or one would ask on a line just closed
 LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -36,7 +39,7 @@ def gateway_main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = _settings(options)
         listener = _listen(options.host, options.port)
-    except (InvalidRequest, ValueError, OSError) as error:
+    except (InvalidRequest, ValueError, OverflowError, OSError) as error:
         print(f"tessera gateway: {error}", file=sys.stderr)
         return 1
     host, port = LOCAL.get(options.host, options.host), listener.getsockname()[1]
@@ -44,9 +47,10 @@ def gateway_main(argv: Sequence[str] | None = None) -> int:
     if options.with_parent:
         threading.Thread(target=_end_with_standard_input, daemon=True).start()
     threading.Thread(target=_say_ready, args=(address,), daemon=True).start()
+    if settings.workers == 1:  # which counts in its own memory: uvicorn ends by the signal, and a folder would stay
+        return _run(settings, listener)
     with tempfile.TemporaryDirectory(prefix="tessera-gateway-") as folder:
-        _run(replace(settings, counters=str(Path(folder) / "counters")), listener)
-    return 0
+        return _run(replace(settings, counters=str(Path(folder) / "counters")), listener)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,8 +95,8 @@ def _settings(options: argparse.Namespace) -> Settings:
     for each in addresses(options.url):
         parse_url(each)
     for name in ("workers", "max_tokens", "timeout", "max_body_mib"):
-        if getattr(options, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0")
+        if not 0 < getattr(options, name) <= LONGEST:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, and at most {LONGEST:g}")
     if options.keys is not None:
         read_keys(options.keys)
     return Settings(
@@ -121,29 +125,38 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _run(settings: Settings, listener: socket.socket) -> None:
+def _run(settings: Settings, listener: socket.socket) -> int:
     os.environ[SETTINGS] = settings.to_json()
-    config = uvicorn.Config(
+    config = server_config(settings.workers)
+    if settings.workers > 1:
+        Multiprocess(config, [listener]).run()
+        return 0
+    server = uvicorn.Server(config)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run([listener])
+    return 0 if server.started else 1
+
+
+def server_config(workers: int) -> uvicorn.Config:
+    """How uvicorn serves the application."""
+    return uvicorn.Config(
         "tessera_gateway.app:worker_app",
         factory=True,
-        workers=settings.workers,
+        workers=workers,
         access_log=False,
         log_level="warning",
         server_header=False,
         lifespan="on",
         timeout_graceful_shutdown=STOP_SECONDS,
+        timeout_keep_alive=QUIET_SECONDS,
     )
-    if settings.workers > 1:
-        Multiprocess(config, [listener]).run()
-    else:
-        uvicorn.Server(config).run([listener])
 
 
 def _say_ready(address: str) -> None:
     """One line once a worker answers, whatever it says of the servers behind it."""
     while True:
         try:
-            httpx.get(f"{address}/health", timeout=10.0, trust_env=False)
+            httpx.get(f"{address}/v1/models", timeout=10.0, trust_env=False)  # which asks no server
         except httpx.HTTPError:
             time.sleep(0.05)
             continue

@@ -16,6 +16,7 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 """By status, where it is not that of its hundred: 4xx the request's fault, 5xx ours."""
 FULL = re.compile(r"queue is full|too many|in flight|maximum queue size", re.IGNORECASE)
 RETRY_AFTER = {"Retry-After": "1"}
+LONGEST = 400  # characters of a message: what a client sent may be named in it, but not sent back whole
 
 
 class ApiError(Exception):
@@ -34,7 +35,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.code = status, message[:LONGEST], code
+        self.param = param and param[:LONGEST]
         self.headers = dict(headers or {})
 
     @property

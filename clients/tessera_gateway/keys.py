@@ -19,7 +19,7 @@ def read_keys(path: Path) -> list[bytes]:
 
     Raises ValueError for a file without a key, OSError for one that cannot be read.
     """
-    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    lines = (line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines())
     keys = [line.encode() for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ValueError(f"{path} holds no key: write one a line")

@@ -100,7 +100,7 @@ class Counters:
             yield f"# HELP {PREFIX}{family} {words}\n# TYPE {PREFIX}{family} {kind}\n"
             for name in NAMES:
                 if name.partition("{")[0] in (family, f"{family}_bucket", f"{family}_sum", f"{family}_count"):
-                    yield f"{PREFIX}{name} {self.total(name):.10g}\n"
+                    yield f"{PREFIX}{name} {self.total(name):.16g}\n"
 
 
 def _claim(file: IO[bytes], rows: int) -> int:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import FileResponse
 
 from tessera_client import AsyncClient, InvalidRequest
+from tessera_gateway.body import read
 from tessera_gateway.tiles import tiles_of, upright_size
 
 FOLDER = Path(__file__).parent / "page"
@@ -59,7 +60,7 @@ async def tiles(request: Request, tile_policy: str | None = None) -> dict[str, A
     ``tile_policy`` (query): a policy's name or a JSON object, as in a request. The rule is the server's own: it is
     asked.
     """
-    picture = await request.body()
+    picture = await read(request, request.app.state.settings.timeout_s)
     client: AsyncClient = request.app.state.client
     (plan,) = await client.plan(picture, tile_policy=_policy(tile_policy))
     return asdict(tiles_of(plan, upright_size(picture)))

@@ -19,8 +19,8 @@ from tessera_gateway.errors import ApiError
 
 REDIRECTS = 3
 PORTS = {"http": 80, "https": 443}
-# IPv6 addresses that lead to an IPv4 one: mapped, 6to4, Teredo, NAT64.
-CARRY_IPV4 = tuple(map(ipaddress.IPv6Network, ("::ffff:0:0/96", "2002::/16", "2001::/32", "64:ff9b::/96")))
+GLOBAL_IPV6 = ipaddress.IPv6Network("2000::/3")  # all that was ever given out; Python calls unused ranges global too
+CARRY_IPV4 = (ipaddress.IPv6Network("2002::/16"), ipaddress.IPv6Network("2001::/32"))  # 6to4 and Teredo, within it
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "tessera-gateway"}
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -36,8 +36,9 @@ async def resolve(host: str, port: int) -> list[str]:
 def is_public(address: str) -> bool:
     """Whether an IP address is one of the internet's: not private, not this machine's, of no other special use."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(parsed, ipaddress.IPv6Address) and any(parsed in network for network in CARRY_IPV4):
-        return False
+    if isinstance(parsed, ipaddress.IPv6Address):
+        inside = parsed not in GLOBAL_IPV6 or any(parsed in network for network in CARRY_IPV4)
+        return parsed.is_global and not inside
     return parsed.is_global and not parsed.is_multicast
 
 
@@ -100,14 +101,14 @@ class Fetcher:
                         continue
                     if response.status_code != 200:
                         raise _Refused(f"{target.host} answers {response.status_code} for the picture")
-                    return await _read(response, left)
+                    return await self._read(response, left)
         raise _Refused(f"more than {REDIRECTS} redirects")
 
     async def _pinned(self, target: httpx.URL) -> tuple[httpx.URL, dict[str, str]]:
         """The address to connect to in place of the name, and the headers that still name it."""
         host, port = target.host.lower(), target.port or PORTS.get(target.scheme)
-        if target.scheme not in PORTS or not host:
-            raise _Refused("a picture is a data: URL, or http(s)://host/path")
+        if target.scheme not in PORTS or not host or target.userinfo:
+            raise _Refused("a picture is a data: URL, or http(s)://host/path without a user's name")
         usual = port == PORTS[target.scheme]
         if f"{host}:{port}" not in self._hosts and not (usual and host in self._hosts):
             raise _Refused(f"pictures are not fetched from {host}:{port}; send a data: URL (--fetch-from names hosts)")
@@ -115,17 +116,16 @@ class Fetcher:
         if not found or not all(map(self._is_public, found)):
             raise _Refused(f"{host} has an address that is not public")
         headers = HEADERS | {"Host": target.netloc.decode("ascii")}
-        return target.copy_with(host=found[0], username=None, password=None), headers
+        return target.copy_with(host=found[0]), headers
+
+    async def _read(self, response: httpx.Response, left: int) -> bytes:
+        picture = bytearray()
+        async for part in response.aiter_raw():
+            picture += part
+            if len(picture) > left:
+                raise _Refused(f"the request's pictures are larger than {self._max_bytes >> 20} MiB together")
+        return bytes(picture)
 
 
 class _Refused(Exception):
     """Why a picture is not fetched."""
-
-
-async def _read(response: httpx.Response, limit: int) -> bytes:
-    picture = bytearray()
-    async for part in response.aiter_raw():
-        picture += part
-        if len(picture) > limit:
-            raise _Refused(f"the request's pictures are larger than {limit >> 20} MiB")
-    return bytes(picture)

@@ -20,10 +20,27 @@ NOT_SERVED = (
 """Fields that OpenAI has and this server has no meaning for."""
 
 
+MOST_FIELDS = 100
+FIRST_FAULT = Field(fail_fast=True)
+"""Of a list. What pydantic notes of each of a million faults would not fit into memory."""
+
+
 class Part(BaseModel):
-    """A part of a request. Strict: the text "5" is no number, and a field that is not known is an error."""
+    """A part of a request. Strict: the text "5" is no number, and a field that is not known is an error.
+
+    Null is the same as absent, in every field: clients send an answer back with all that theirs may hold.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        if len(fields) > MOST_FIELDS:
+            raise ValueError(f"an object of more than {MOST_FIELDS} fields")
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class Text(Part):
@@ -58,13 +75,13 @@ ContentPart = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[Picture, Tag("<image_url>")], by_type("text", "image_url")
 ]
 Content = Annotated[
-    Annotated[str, Tag("<string>")] | Annotated[list[ContentPart], Tag("<parts>")],
+    Annotated[str, Tag("<string>")] | Annotated[list[ContentPart], FIRST_FAULT, Tag("<parts>")],
     Discriminator(lambda value: "<string>" if isinstance(value, str) else "<parts>"),
 ]
 
 
 Stop = Annotated[
-    Annotated[str, Tag("<string>")] | Annotated[list[str], Tag("<list>")],
+    Annotated[str, Tag("<string>")] | Annotated[list[str], FIRST_FAULT, Tag("<list>")],
     Discriminator(lambda value: "<string>" if isinstance(value, str) else "<list>"),
 ]
 TilePolicy = Annotated[
@@ -76,7 +93,6 @@ TilePolicy = Annotated[
 class Message(Part):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    refusal: None = None  # clients send an answer back as they got it
 
 
 class StreamOptions(Part):
@@ -114,7 +130,7 @@ class VllmArguments(Part):
 class Tessera(Part):
     """What only this server has."""
 
-    choices: list[str] | None = None
+    choices: Annotated[list[str], FIRST_FAULT] | None = None
     """The answer is the likeliest of these labels (docs/clients.md)."""
     regex: str | None = None
     """The answer matches this regular expression."""
@@ -132,7 +148,7 @@ ResponseFormat = Annotated[
 
 class ChatRequest(Part):
     model: str
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FIRST_FAULT] = Field(min_length=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Literal[1] | None = None

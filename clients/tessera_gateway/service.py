@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import httpx
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -11,6 +9,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from tessera_gateway.errors import ApiError
 from tessera_gateway.metrics import Counters
 from tessera_gateway.settings import Settings
+from tessera_gateway.status import metrics_pages
 
 PROMETHEUS = "text/plain; version=0.0.4"
 PAGE_SECONDS = 5.0
@@ -52,22 +51,13 @@ async def metrics(request: Request) -> Response:
 @router.get("/metrics/servers")
 async def servers_metrics(request: Request) -> Response:
     """The servers' own pages, one behind the other; that of one server alone is passed on as it is."""
-    urls: list[str] = request.app.state.metrics_urls
-    async with httpx.AsyncClient(timeout=PAGE_SECONDS, trust_env=False) as client:
-        pages = await asyncio.gather(*(_page(client, url) for url in urls))
-    if len(pages) > 1:
-        pages = [f"# server {url}\n{page}" for url, page in zip(urls, pages, strict=True)]
-    return PlainTextResponse("".join(pages), media_type=PROMETHEUS)
-
-
-async def _page(client: httpx.AsyncClient, url: str) -> str:
-    try:
-        response = await client.get(url)
-        response.raise_for_status()
-        return response.text
-    except httpx.HTTPError as error:
-        words = f"no metrics from {url}: {error or type(error).__name__}"
-        raise ApiError(503, words, code="server_unavailable") from None
+    pages = await metrics_pages(request.app.state.metrics_urls, PAGE_SECONDS)
+    for url, page in pages.items():
+        if isinstance(page, httpx.HTTPError):
+            words = f"no metrics from {url}: {page or type(page).__name__}"
+            raise ApiError(503, words, code="server_unavailable")
+    whole = "".join(f"# server {url}\n{page}" if len(pages) > 1 else str(page) for url, page in pages.items())
+    return PlainTextResponse(whole, media_type=PROMETHEUS)
 
 
 @router.api_route("/v1/batches", methods=["GET", "POST"])

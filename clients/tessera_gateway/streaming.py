@@ -30,27 +30,29 @@ class EventStream(Response):
         self, completion: translation.Completion, first: Delta, stream: AsyncStream, include_usage: bool
     ) -> None:
         self.status_code, self.background = 200, None
-        self.init_headers({"Cache-Control": "no-cache"})
+        # The second keeps a proxy of nginx's kind from gathering events up.
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._completion, self._first, self._stream = completion, first, stream
         self._include_usage = include_usage
         self._usage: dict[str, int] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._send_all(send))
+            await unless_gone(receive, self._send_all(scope, send))
         except ApiError as error:  # the client went away: nobody is left to tell
             scope[STATUS] = error.status
         finally:
             scope[USAGE] = self._usage
             await self._stream.close()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for chunk in self._chunks():
                 await send({"type": "http.response.body", "body": event(chunk), "more_body": True})
         except (TesseraClientError, ApiError) as error:
             told = error if isinstance(error, ApiError) else from_wire(error)
+            scope[STATUS] = told.status
             await send({"type": "http.response.body", "body": event(told.body), "more_body": True})
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 

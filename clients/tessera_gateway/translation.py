@@ -16,7 +16,7 @@ SAME_NAME = (
     *("temperature", "top_p", "top_k", "stop", "seed", "min_tokens", "ignore_eos", "skip_special_tokens"),
     *("include_stop_str_in_output", "presence_penalty", "frequency_penalty", "repetition_penalty", "priority"),
 )
-FINISH_REASONS = {"stop": "stop", "length": "length"}
+FINISHED = ("stop", "length")  # OpenAI's words too
 LEAST_LOGPROB = -9999.0  # what vLLM writes for minus infinity, which JSON has not
 
 
@@ -131,12 +131,12 @@ def extras(answer: Answer | Delta) -> dict[str, Any]:
 
 
 def finish_reason(reason: str) -> str:
-    """OpenAI's word. Raises ApiError for an answer that was not finished."""
-    if reason not in FINISH_REASONS:
+    """The reason. Raises ApiError for an answer that was not finished."""
+    if reason not in FINISHED:
         status = 504 if reason == "deadline" else 499
         words = "the time given to the request ran out" if reason == "deadline" else "the request was cancelled"
         raise ApiError(status, f"{words} before the answer was complete", code=reason)
-    return FINISH_REASONS[reason]
+    return reason
 
 
 def logprobs(entries: Iterable[Mapping[str, Any]] | None) -> dict[str, Any] | None:

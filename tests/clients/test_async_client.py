@@ -76,6 +76,27 @@ def test_cancelling_the_task_cancels_on_the_server() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("ticks", range(4))
+def test_a_token_that_comes_at_that_moment_does_not_undo_the_cancel(ticks: int) -> None:
+    """Before Python 3.12 asyncio.wait_for forgets the cancel then, and the task would wait for the next token."""
+
+    async def run() -> None:
+        asker, _ = client([Hang()])
+        async with asker.stream(None, "q", timeout=30) as stream:
+            task = asyncio.ensure_future(stream.__anext__())
+            while stream._inbox is None:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            stream._inbox.put(Delta("a"))
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            if task.cancel():
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+
+    asyncio.run(run())
+
+
 def test_close_from_another_task_ends_the_stream() -> None:
     async def run() -> None:
         asker, fake = client([Delta("a"), Hang()])

@@ -28,6 +28,7 @@ def sampled(door: Asked, **fields: Any) -> dict[str, Any]:
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
     assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-accel-buffering"] == "no"
     *data, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert done == "[DONE]"
     return [json.loads(line) for line in data]
@@ -77,7 +78,7 @@ def test_pictures_system_prompts_and_turns() -> None:
     turns = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": content},
-        {"role": "assistant", "content": "a wire", "refusal": None},
+        {"role": "assistant", "content": "a wire", "refusal": None, "annotations": None, "tool_calls": None},
         {"role": "user", "content": "sure?"},
     ]
     assert door.ask(turns).status_code == 200
@@ -120,7 +121,7 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"logprobs": True}, {"logprobs": 0}),
     ({"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}),
     ({"logprobs": False}, {}),
-    ({"n": 1, "stream": False, "temperature": None}, {}),
+    ({"n": 1, "stream": False, "temperature": None, "tools": None, "user": None}, {}),
     ({"vllm_xargs": {"no_repeat_ngram_size": 20, "debug": False}}, {"no_repeat_ngram_size": 20}),
     ({"response_format": {"type": "text"}}, {}),
     ({"response_format": {"type": "json_object"}}, {"json_object": True}),
@@ -140,7 +141,7 @@ def test_every_field_reaches_the_server_under_its_name(given: Any, expected: Any
 
 
 def test_every_field_of_a_request_is_in_the_table_above() -> None:
-    shown = {name for given, _ in FIELDS for name in given}
+    shown = {name for given, _ in FIELDS for name, value in given.items() if value is not None}
     assert set(protocol.ChatRequest.model_fields) - shown == {"model", "messages", "stream_options"}
     assert set(translation.SAME_NAME) < shown
 

@@ -36,7 +36,10 @@ async def leave(door: Asked, stream: bool, after: int = 0) -> list[dict[str, Any
             enough.set()
 
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
-    await asyncio.wait_for(door.app(scope, receive, send), 10)
+    serving = asyncio.ensure_future(door.app(scope, receive, send))
+    done, _ = await asyncio.wait({serving}, timeout=10)
+    assert done, "it goes on"
+    serving.result()
     return sent
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +20,7 @@ from gateway_doubles import gateway
 from tessera_gateway.errors import ApiError
 from tessera_gateway.pictures_from import Fetcher, is_public
 
-PICTURE = b"jpeg" * 1000
+PICTURE = b"jpeg" * (1 << 18)
 
 
 class Host(BaseHTTPRequestHandler):
@@ -31,24 +36,35 @@ class Host(BaseHTTPRequestHandler):
             time.sleep(0.5)
         self.send_response(404 if self.path == "/missing" else 200)
         self.end_headers()
-        self.wfile.write(PICTURE)
+        with suppress(OSError):  # it may have enough
+            self.wfile.write(PICTURE)
 
     def log_message(self, *_: Any) -> None:
         pass
 
 
-@pytest.fixture
-def host() -> Iterator[Any]:
+@contextmanager
+def serving(tls: ssl.SSLContext | None = None) -> Iterator[Any]:
     """A web server on this machine; ``port`` and what it was ``asked``."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Host)
+    if tls:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     server.asked = []  # type: ignore[attr-defined]
     server.port = server.server_address[1]  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def host() -> Iterator[Any]:
+    with serving() as server:
+        yield server
 
 
 async def here(_: str, __: int) -> list[str]:
@@ -82,7 +98,8 @@ def test_a_host_that_is_not_named_is_not_even_looked_up() -> None:
 
     for url in ("http://other.example/a.jpg", "http://pictures.example:8080/a", "https://pictures.example.evil/a"):
         assert "pictures are not fetched from" in refusal(["pictures.example"], url, resolve=never)
-    for url in ("ftp://pictures.example/a", "file:///etc/passwd", "room.jpg", "http://", "gopher://x"):
+    user = "http://me:secret@pictures.example/a"
+    for url in ("ftp://pictures.example/a", "file:///etc/passwd", "room.jpg", "http://", "gopher://x", user):
         assert "a picture is a data: URL" in refusal(["pictures.example"], url, resolve=never)
     assert "cannot fetch" in refusal(["pictures.example"], "http://[::1", resolve=never)
 
@@ -103,6 +120,7 @@ def test_a_name_that_leads_inside_is_refused(host: Any) -> None:
 INSIDE = """
 127.0.0.1 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1 255.255.255.255
 ::1 :: fe80::1%eth0 fd00::1 ff02::1 ::ffff:10.0.0.1 2002:a00:1:: 64:ff9b::a00:1 2001:0:4136::1
+::7f00:1 fec0::1 64:ff9b:1::a00:1 5f00::1
 """
 
 
@@ -127,10 +145,36 @@ def test_redirects_stay_on_named_hosts_and_end(host: Any) -> None:
 def test_sizes_times_and_other_statuses(host: Any) -> None:
     name = f"pictures.example:{host.port}"
     one, two = f"http://{name}/1", f"http://{name}/2"
-    assert len(fetch([name], one, two, limit=8000)) == 2
-    assert refusal([name], one, two, limit=7999).startswith("messages[1]: the request's pictures are larger")
+    exactly = 2 * len(PICTURE)
+    assert len(fetch([name], one, two, limit=exactly)) == 2
+    refused = refusal([name], one, two, limit=exactly - 1)
+    assert refused == "messages[1]: the request's pictures are larger than 1 MiB together"
     assert "within 0.1 s" in refusal([name], f"http://{name}/slow", seconds=0.1)
     assert "answers 404" in refusal([name], f"http://{name}/missing")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_a_certificate_must_be_good_for_the_name_though_the_connection_goes_to_an_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    kind = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    name = ["-subj", "/CN=pictures.example", "-addext", "subjectAltName=DNS:pictures.example"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(["openssl", "req", *kind, *name, *files], check=True, capture_output=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    asked_for = []
+    tls.sni_callback = lambda _, asked, __: asked_for.append(asked)  # type: ignore[assignment]
+    with serving(tls) as host:
+        names = [f"pictures.example:{host.port}", f"other.example:{host.port}"]
+        urls = [f"https://{name}/a.jpg" for name in names]
+        assert "certificate verify failed" in refusal(names, urls[0])  # nobody vouches for it
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert fetch(names, urls[0]) == {urls[0]: PICTURE}
+        assert "not valid for 'other.example'" in refusal(names, urls[1])
+        assert host.asked == [(names[0], "/a.jpg")]
+    assert asked_for == ["pictures.example", "pictures.example", "other.example"]
 
 
 def test_a_host_that_is_not_there_is_said() -> None:

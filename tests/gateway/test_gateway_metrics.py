@@ -85,12 +85,12 @@ def test_a_status_that_is_not_listed_counts_as_other() -> None:
 
 
 def test_the_servers_pages_are_passed_on() -> None:
-    page = Starlette(routes=[Route("/metrics", lambda _: PlainTextResponse("nv_up 1\n"))])
+    page = Starlette(routes=[Route("/{server}/metrics", lambda _: PlainTextResponse("nv_up 1\n"))])
     with listening(page) as address:
-        one = f"{address}/metrics"
+        one, other = f"{address}/0/metrics", f"{address}/1/metrics"
         assert gateway(metrics=(one,))("GET", "/metrics/servers").text == "nv_up 1\n"
-        both = gateway(metrics=(one, one))("GET", "/metrics/servers").text
-        assert both == f"# server {one}\nnv_up 1\n" * 2
+        both = gateway(metrics=(one, other))("GET", "/metrics/servers").text
+        assert both == f"# server {one}\nnv_up 1\n# server {other}\nnv_up 1\n"
     response = gateway(metrics=(one,))("GET", "/metrics/servers")
     assert response.status_code == 503 and one in response.json()["error"]["message"]
 

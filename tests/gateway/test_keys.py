@@ -15,7 +15,7 @@ ASK = {"json": {"model": "vlm", "messages": [{"role": "user", "content": "hello"
 @pytest.fixture
 def guarded(tmp_path: Path) -> Asked:
     file = tmp_path / "keys"
-    file.write_text("# ours\nfirst-key\n\n  second-key \n")
+    file.write_text("first-key\n# ours\n\n  second-key \n", encoding="utf-8-sig")  # as editors on Windows write it
     return gateway(keys=str(file))
 
 

@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from tessera_client import PicturePlan, TesseraClientError
 from tessera_gateway import page, status
+from tessera_gateway.settings import Settings
 
 WORDS = (
     "A living room in afternoon light. ",
@@ -66,7 +67,7 @@ class StandIn:
         self.app = FastAPI()
         self.app.include_router(page.router)
         self.app.include_router(status.router)
-        self.app.state.client = Client()
+        self.app.state.client, self.app.state.settings = Client(), Settings()
         self.app.add_exception_handler(TesseraClientError, lambda request, error: refusal(400, str(error)))
         self.app.get("/metrics/servers/0")(lambda: PlainTextResponse(METRICS))
         self.app.get("/v1/models")(lambda: {"object": "list", "data": [{"id": "tessera-small", "object": "model"}]})

@@ -91,6 +91,19 @@ def test_tiles_lie_over_the_picture_as_the_server_cuts_it(page: Browser, picture
     assert not page.shows("tiles")
 
 
+def test_tiles_of_a_picture_taken_away_meanwhile_are_not_drawn(page: Browser, picture: Path) -> None:
+    page.run(
+        "const ask = window.fetch; window.told = 0; window.fetch = (path, options) =>"
+        " new Promise((answer) => { window.goOn = answer; }).then(() => ask(path, options))"
+        ".finally(() => setTimeout(() => { window.told = 1; }, 50))"
+    )
+    page("file").send_keys(str(picture))
+    page("remove").click()
+    page.run("window.goOn()")
+    page.until(lambda: page.run("return window.told"))
+    assert page("cut").get_attribute("textContent") == "" and not page.all("#tiles rect")
+
+
 def test_the_policy_shown_is_the_policy_asked_for(page: Browser, gateway: StandIn, picture: Path) -> None:
     page.choose(picture)
     page("policy").send_keys("two")
@@ -183,6 +196,20 @@ def test_status_shows_each_servers_numbers(page: Browser) -> None:
         "First token": "31 ms",
         "Tokens written": "65,536",
     }
+
+
+def test_a_tab_chosen_twice_is_asked_for_once(page: Browser) -> None:
+    page.run(
+        "window.answers = []; window.timers = 0; const [ask, wait] = [window.fetch, window.setTimeout];"
+        "window.fetch = (...all) => new Promise((answer) => window.answers.push(() => answer(ask(...all))));"
+        "window.setTimeout = (work, ms) => { window.timers += ms === 2000; return wait(work, ms); }"
+    )
+    for tab in ("tab-status", "tab-ask", "tab-status"):
+        page(tab).click()
+    page.run("window.answers.forEach((answer) => answer())")
+    page.until(lambda: page.run("return window.answers.length === 2 && window.timers > 0"))
+    page.driver.execute_async_script("const done = arguments[0]; fetch('/'); setTimeout(done, 100)")
+    assert page.run("return window.timers") == 1
 
 
 def test_the_status_tab_asks_again_only_while_it_is_seen(page: Browser) -> None:

@@ -100,7 +100,9 @@ def test_status_numbers_come_from_the_metrics_page() -> None:
 
 
 def test_what_a_metrics_page_lacks_is_not_zero() -> None:
-    empty = numbers('# TYPE x counter\nx{a="b c",d="\\"}"} 1e3\nnot a sample\n')
+    empty = numbers(
+        '# TYPE x counter\nx{a="b c",d="\\"}"} 1e3\nnot a sample\nno sample\ntessera_device_busy_fraction NaN\n'
+    )
     assert empty["kv_blocks"] == {"used": None, "total": None}
     assert empty["queue"] == {} and empty["device_busy"] is empty["first_token_seconds"] is None
 

@@ -47,16 +47,16 @@ async function show(chosen) {
   at("tiles").replaceChildren();
   at("cut").textContent = "";
   at("figure").hidden = !file;
-  at("empty").hidden = at("remove").hidden = Boolean(file);
+  at("empty").hidden = Boolean(file);
   at("remove").hidden = !file;
   at("choose").textContent = file ? "Choose another" : "Choose a picture";
-  if (!file) {
+  if (file) {
+    at("shown").src = URL.createObjectURL(file);
+    at("shown").alt = `The picture you ask about: ${file.name}`;
+  } else {
     at("file").value = "";
     at("shown").removeAttribute("src");
-    return;
   }
-  at("shown").src = URL.createObjectURL(file);
-  at("shown").alt = `The picture you ask about: ${file.name}`;
   await drawTiles();
 }
 

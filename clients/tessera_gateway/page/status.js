@@ -10,13 +10,15 @@ const SVG = "http://www.w3.org/2000/svg";
 
 const lines = new Map(); // server and number -> its last values
 let timer = 0;
+let watched = 0; // which watch is on: an answer may come after it ended, or after the next began
 
 export function watch(on) {
   clearTimeout(timer);
-  if (on) poll();
+  watched += 1;
+  if (on) poll(watched);
 }
 
-async function poll() {
+async function poll(mine) {
   try {
     const { servers } = await (await ask("/tessera/status")).json();
     at("servers").replaceChildren(...servers.map(card));
@@ -25,7 +27,7 @@ async function poll() {
   } catch (error) {
     note(`No news: ${error.message}`);
   }
-  if (!at("view-status").hidden) timer = setTimeout(poll, EVERY);
+  if (mine === watched) timer = setTimeout(() => poll(mine), EVERY);
 }
 
 /** Written only where it differs: a live region repeats what is written again. */

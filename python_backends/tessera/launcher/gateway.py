@@ -78,6 +78,8 @@ class Gateway:
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
         self._process, self.pid = process, process.pid
+        if self._stopping.is_set():  # meanwhile: stop() may have ended the one before
+            process.kill()
         assert process.stdout is not None
         timer = threading.Timer(READY_S, process.kill)
         timer.start()
@@ -105,7 +107,7 @@ class Gateway:
             try:
                 self._spawn()
                 self._say(f"the gateway is ready again: {self.url}", False)
-            except TesseraError:  # it has ended: once more round
+            except (TesseraError, OSError):  # it has ended, or there is no memory for one: once more round
                 pass
 
 
