@@ -25,7 +25,7 @@ ZERO = 8
 W4A16, DEQUANTIZED = "w4a16", "dequantized"
 _W4A16_ROWS = 64  # the kernel's limit (tessera.engine.kernels.w4a16, which imports triton)
 _CHECKED_ROWS = (1, 8, 13, 16, 29, 32, 57, 64)  # each compiled kernel, its tiles full and not
-# Of a column's norm, or of the answers' mean. One row gated has 19,000 values of which some differ by 2 in 100 just from
+# Of a column's norm, or of the answers' mean. Of the 19,000 values of one gated row some differ by 2 in 100 just from
 # rounding; a block that is left out or taken twice differs by 20.
 _TOLERANCE = 0.1
 _HOPPER = (9, 0)  # the compute capability that has the kernel's instructions, and the only one
