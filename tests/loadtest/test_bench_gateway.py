@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from dataclasses import replace
 from typing import Any
@@ -26,15 +25,16 @@ def deltas(workload: Workload) -> list[Any]:
 def test_a_request_is_the_workloads_and_its_answer_is_counted(name: str) -> None:
     workload = WORKLOADS[name]
     door = gateway(deltas(workload), deltas(replace(workload, tokens=3)))
-    with listening(door.app) as address:
-        connection = http.client.HTTPConnection(address.removeprefix("http://"))
-        reply = bench_gateway.HttpAsker(address, workload, 7)._ask(connection, b"jpeg")
+    with (
+        listening(door.app) as address,
+        bench_gateway.HttpAsker([address.removeprefix("http://")], workload, 7).connection() as ask,
+    ):
+        reply = ask(b"jpeg")
         with pytest.raises(RuntimeError, match=f"asked for {workload.tokens} tokens"):
-            bench_gateway.HttpAsker(address, workload, 7)._ask(connection, b"jpeg")
+            ask(b"jpeg")
         door.fake.script.append([ServerError("it broke")])
         with pytest.raises(RuntimeError, match="the gateway answers 500"):
-            bench_gateway.HttpAsker(address, workload, 7)._ask(connection, b"jpeg")
-        connection.close()
+            ask(b"jpeg")
     assert (reply.tokens, reply.stages) == (workload.tokens, (1, 2, 3, 4, 5, 6))
     assert (reply.first is not None, reply.parts) == ((True, 2) if workload.streamed else (False, 1))
     request = door.fake.requests[0][0]
