@@ -23,6 +23,11 @@ router = APIRouter()
 async def complete(request: Request) -> Response:
     settings: Settings = request.app.state.settings
     client: AsyncClient = request.app.state.client
+    # Also so that no other site's page can ask from a browser here: with this type, browsers want our leave first.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(
+            415, "the body must be JSON, and its Content-Type application/json", code="unsupported_media_type"
+        )
     asked = protocol.parse(await read(request, settings.timeout_s))
     if asked.model not in settings.model_names:
         words = f"no model {asked.model!r:.80}; there is {', '.join(settings.model_names)}"

@@ -18,8 +18,7 @@ from tessera_gateway.app import create_app
 from tessera_gateway.settings import Settings
 
 ONCE = Retry(attempts=1)
-
-
+JSON = {"Content-Type": "application/json"}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -40,7 +39,7 @@ class Asked:
 
     async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=JSON) as client:
             return await client.request(method, path, **options)
 
 

@@ -35,7 +35,8 @@ async def leave(door: Asked, stream: bool, after: int = 0) -> list[dict[str, Any
         if len(sent) >= after:
             enough.set()
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers, "query_string": b""}
     serving = asyncio.ensure_future(door.app(scope, receive, send))
     done, _ = await asyncio.wait({serving}, timeout=10)
     assert done, "it goes on"

@@ -122,6 +122,20 @@ def test_a_missing_field_and_a_body_that_is_no_json() -> None:
         assert refused(door("POST", "/v1/chat/completions", content=body), 400)["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_what_any_web_page_could_send_is_refused(kind: str) -> None:
+    door = gateway()
+    body = json.dumps({"model": "vlm", "messages": HELLO})
+    error = refused(door("POST", "/v1/chat/completions", content=body, headers={"Content-Type": kind}), 415)
+    assert error["code"] == "unsupported_media_type" and not door.fake.requests
+
+
+def test_the_types_parameters_are_no_matter() -> None:
+    body, kind = json.dumps({"model": "vlm", "messages": HELLO}), "Application/JSON; charset=utf-8"
+    answer = gateway([final()])("POST", "/v1/chat/completions", content=body, headers={"Content-Type": kind})
+    assert answer.status_code == 200
+
+
 def test_an_unknown_model_path_or_method() -> None:
     door = gateway()
     error = refused(door.ask(model="gpt-4o"), 404)
@@ -196,6 +210,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(path: str) -> None:
     with listening(gateway(timeout_s=0.05).app) as address:
         connection = HTTPConnection(address.removeprefix("http://"), timeout=10)
         connection.putrequest("POST", path)
+        connection.putheader("Content-Type", "application/json")
         connection.putheader("Content-Length", "10")
         connection.endheaders(b"{")
         response = connection.getresponse()
@@ -216,7 +231,8 @@ def test_a_client_that_leaves_within_its_body_is_no_fault(path: str) -> None:
     async def send(_: dict[str, Any]) -> None:
         pass
 
-    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
     asyncio.run(door.app(scope, receive, send))
     assert door.app.state.counters.total('requests_total{status="499"}') == 1
 
