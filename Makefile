@@ -64,7 +64,10 @@ $(VENV)/.tensorrt: $(VENV)/.ready requirements-tensorrt.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-tensorrt.txt
 	touch $@
 
-# some want other versions of what we have and run with ours: so nothing that they ask for is installed
-$(VENV)/.clients: $(VENV)/.ready requirements-clients.txt
+# some want other versions of what we have and run with ours: so nothing that they ask for is installed; AIPerf, which
+# is used as a command only, has an environment of its own
+$(VENV)/.clients: $(VENV)/.ready requirements-clients.txt requirements-aiperf.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-clients.txt
+	$(PYTHON) -m venv $(VENV)/aiperf
+	$(VENV)/aiperf/bin/pip install --quiet --disable-pip-version-check -r requirements-aiperf.txt
 	touch $@

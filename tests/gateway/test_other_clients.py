@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from clients.fake_transport import FakeTransport, final
+from clients.fake_transport import USAGE, FakeTransport, final
 from gateway_doubles import HELLO, Asked, listening
 from PIL import Image
 from pydantic import BaseModel
 
-from tessera_client.messages import Request
+from tessera_client.messages import Delta, Request
 from tessera_gateway.settings import Settings
 
 pytestmark = pytest.mark.clients
@@ -81,3 +85,22 @@ def test_mineru_reads_a_page_in_two_steps(door: tuple[Asked, str]) -> None:
     }
     assert sorted(a["presence_penalty"] for a in asked) == [0, 1, 1, 1]
     assert sorted(a["frequency_penalty"] for a in asked) == [0, 0.005, 0.05, 0.05]
+
+
+def test_aiperf_with_pictures(tmp_path: Path) -> None:
+    aiperf = Path(sys.prefix) / "aiperf" / "bin" / "aiperf"
+    checkpoint = Path(__file__).parents[2] / "build" / "default_model" / "checkpoint"
+    shape = {"image-width-mean": 448, "image-height-mean": 320, "image-batch-size": 1, "image-format": "jpeg"}
+    load = {"request-count": 8, "concurrency": 3, "synthetic-input-tokens-mean": 20, "output-tokens-mean": 5}
+    door = Asked(FakeTransport([[Delta("an "), Delta("answer"), final()]] * 8), Settings())
+    with listening(door.app) as address:
+        command = [str(aiperf), "profile", "--model", "vlm", "--url", address, "--endpoint-type", "chat", "--streaming"]
+        command += ["--tokenizer", str(checkpoint), "--ui", "none", "--output-artifact-dir", str(tmp_path)]
+        command += [part for name, value in (shape | load).items() for part in (f"--{name}", str(value))]
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    report = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
+    assert report["is_complete"] and report["error_summary"] == [] and report["request_count"]["avg"] == 8
+    assert report["total_usage_completion_tokens"]["avg"] == 8 * USAGE.completion_tokens
+    sizes = [Image.open(io.BytesIO(picture)).size for request, *_ in door.fake.requests for picture in request.images]
+    assert sizes == [(448, 320)] * 8
