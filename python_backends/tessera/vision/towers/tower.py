@@ -34,8 +34,10 @@ class Tower(torch.nn.Module):
 
     #: whether a picture's units are independent of each other, so that a forward may take any of them
     splits: bool = True
-    #: where they are not: the most that one picture may cost; it may be more than a forward takes of several
+    #: where they are not: what one picture may cost even if a forward takes less of several
     max_cost: int = 0
+    #: the cost that the setting ``infer_batch_size`` counts as one
+    batch_unit: int = 1
     #: "module:function" that writes it as an ONNX graph, if there is one
     onnx_graph: str | None = None
     #: uint8 shape of the pixels of one unit of cost
@@ -81,9 +83,7 @@ def onnx_writer(config: CheckpointConfig) -> Callable[..., Any]:
     """(tower, fingerprint) -> onnx.ModelProto. Raises ConfigError for a tower that has no graph."""
     place = tower_class(config).onnx_graph
     if place is None:
-        raise ConfigError(
-            f"the vision tower of model_type {config.model_type!r} has no ONNX graph: set runner to torch"
-        )
+        raise ConfigError(f"the vision tower of model_type {config.model_type!r} has no ONNX graph: it runs in torch")
     return resolve_name(place)
 
 
