@@ -21,6 +21,7 @@ from tessera.measured_choices import MeasuredChoices
 TOWERS = {
     "internvl": "tessera.vision.towers.intern_vit:InternViT",
     "internvl_chat": "tessera.vision.towers.intern_vit:InternViT",
+    "qwen2_vl": "tessera.vision.towers.qwen2_vl:Qwen2ViT",
 }
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
