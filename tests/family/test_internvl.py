@@ -75,6 +75,8 @@ def test_a_policy_is_held_to_the_servers_limit_where_a_request_states_it(family:
         family.policy({"tile_policy": {"max_tiles": 10**410}}, usual, max_cost=8)
     with pytest.raises(InvalidRequest, match="token_budget 255"):
         family.policy({"tile_policy": {"token_budget": 255}}, usual)
+    with pytest.raises(InvalidRequest, match=r"max_pixels means nothing to this model \(what does: tile_policy\)"):
+        family.policy({"max_pixels": 784}, usual)
 
 
 def test_contradictory_token_count_is_refused(tmp_path: Path) -> None:

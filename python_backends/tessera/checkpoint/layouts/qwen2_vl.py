@@ -86,6 +86,9 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
     text = {**_TEXT_DEFAULTS, **(section(raw, "text_config", where) if raw.get("text_config") else raw)}
     rope = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
     text[rope] = {"mrope_section": _SECTIONS, **(text.get(rope) or {"type": "mrope"})}
+    statistics = pixel_statistics({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **processor})
+    vision = read_vision(section(raw, "vision_config", where), statistics, f"{where}: vision_config")
+    _check_processor(processor, vision)
     config = assemble(
         folder,
         raw,
@@ -94,46 +97,54 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
         tie=raw.get("tie_word_embeddings") or text.get("tie_word_embeddings", False),
         vision_names=VISION_NAMES,
         layout="qwen2_vl",
-        vision=_read_vision(section(raw, "vision_config", where), processor, f"{where}: vision_config"),
+        vision=vision,
         pictures=_read_pixel_range(processor),
         image_token_id=raw.get("image_token_id", 151655),
     )
-    one_of(config.vision.hidden_size, (config.text.hidden_size,), f"{where}: vision_config.hidden_size")
+    one_of(vision.hidden_size, (config.text.hidden_size,), f"{where}: vision_config.hidden_size")
     one_of(config.text.rope_scaling, (None,), f"{where}: beside mrope_section the rope")
     return config
 
 
-def _read_vision(stated: Mapping[str, Any], processor: Mapping[str, Any], where: str) -> VisionConfig:
+def read_vision(stated: Mapping[str, Any], statistics: tuple[Channels, Channels], where: str) -> VisionConfig:
+    """The tower for pixels of these ``statistics`` (mean, std). Raises CheckpointError that begins with ``where``."""
     values = {name: value for name, value in stated.items() if name not in _PASSED_OVER}
     for name in ("in_channels", "in_chans"):
         one_of(values.pop(name, 3), (3,), f"{where}.{name}")
     rope = values.pop("rope_parameters", None) or {}
     one_of(rope.get("rope_type", "axial"), ("axial",), f"{where}.rope_parameters: rope_type")
-    values["rope_theta"] = rope.get("rope_theta", 10000.0)
     spatial = values.pop("spatial_patch_size", None)
     for name in values:
         one_of(name, (field.name for field in fields(VisionConfig)), f"{where}: setting")
-    mean, std = pixel_statistics({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **processor})
-    vision = VisionConfig(**values | {"pixel_mean": mean, "pixel_std": std})
+    own = {
+        "rope_theta": rope.get("rope_theta", VisionConfig.rope_theta),
+        "pixel_mean": statistics[0],
+        "pixel_std": statistics[1],
+    }
+    vision = VisionConfig(**values | own)
     one_of(vision.hidden_act, ("quick_gelu", "gelu", "gelu_pytorch_tanh", "silu"), f"{where}.hidden_act")
     for name in _COUNTS:
         if type(getattr(vision, name)) is not int or getattr(vision, name) < 1:
             raise CheckpointError(f"{where}.{name} must be a positive whole number, not {getattr(vision, name)!r:.50}")
+    one_of(spatial or vision.patch_size, (vision.patch_size,), f"{where}.spatial_patch_size")
     if vision.embed_dim % (4 * vision.num_heads):
         raise CheckpointError(
-            f"{where}: the heads' size, {vision.embed_dim} channels over {vision.num_heads} heads, must be a whole "
-            "multiple of 4: two axes turn pairs of it"
+            f"{where}: {vision.embed_dim} channels over {vision.num_heads} heads: a head must have a multiple of 4, "
+            "whose pairs turn with two axes"
         )
-    one_of(spatial or vision.patch_size, (vision.patch_size,), f"{where}.spatial_patch_size")
+    return vision
+
+
+def _check_processor(processor: Mapping[str, Any], vision: VisionConfig) -> None:
     one_of(processor.get("image_processor_type", PROCESSORS[0]), PROCESSORS, "image_processor_type")
     one_of(processor.get("resample", PILLOW_BICUBIC), (PILLOW_BICUBIC,), "the image processor's resample")
-    for name, value in (
-        ("patch_size", vision.patch_size),
-        ("merge_size", vision.spatial_merge_size),
-        ("temporal_patch_size", vision.temporal_patch_size),
-    ):
-        one_of(processor.get(name, value), (value,), f"with this vision_config, the image processor's {name}")
-    return vision
+    sizes = {
+        "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+    }
+    for name, size in sizes.items():
+        one_of(processor.get(name, size), (size,), f"with this vision_config, the image processor's {name}")
 
 
 def _read_pixel_range(processor: Mapping[str, Any]) -> PixelRange:
