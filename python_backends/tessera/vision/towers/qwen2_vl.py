@@ -7,7 +7,8 @@ is summed over them; and pixel normalisation is folded into it, so that pixels t
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import math
+from collections.abc import Callable, Set
 from typing import cast
 
 import torch
@@ -19,9 +20,7 @@ from tessera.fp8.rows import Fp8Rows
 from tessera.vision.kernels.attention import Attend
 from tessera.vision.kernels.tower_kernels import PLAIN, TowerKernels
 from tessera.vision.towers.intern_vit import MLP, fold_normalisation
-from tessera.vision.towers.tower import Tower
-
-Wires = Sequence[tuple[int, int, int]]
+from tessera.vision.towers.tower import Tower, Wires
 
 _EPS = 1e-6  # of every norm
 # Taken off the pixels, which 16-bit numbers hold either way: otherwise weights and bias would nearly cancel for the
@@ -143,6 +142,17 @@ class Qwen2ViT(Tower):
         )
         written = 2 * layer.attention.heads * patches * value if scores else 0
         return patches * (largest + written + 4 * self.head_size)
+
+    def squares(self, draw: Callable[[tuple[int, ...]], torch.Tensor]) -> tuple[torch.Tensor, Wires]:
+        count, (merge, _, side, _, _) = math.isqrt(self.batch_unit), self.unit_shape
+        pictures = draw((count * merge * side,) * 2 + (3,)).unflatten(2, (count, merge, side))
+        groups = pictures.unflatten(1, (count, merge, side)).permute(0, 1, 4, 2, 5, 3, 6, 7).flatten(0, 2)
+        return groups, [(1, count * merge, count * merge)] * len(pictures)
+
+    def fp8_linears(self) -> dict[str, nn.Linear]:
+        linears = {name: module for name, module in self.named_modules() if isinstance(module, nn.Linear)}
+        del linears["patch_embedding"]
+        return linears
 
     def targets(self, stored: Set[str]) -> dict[str, Target]:
         targets = super().targets(stored)

@@ -25,6 +25,8 @@ TOWERS = {
 }
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
+#: each picture's (t, h, w) of tensor PLAN
+Wires = Sequence[tuple[int, int, int]]
 
 
 class Tower(torch.nn.Module):
@@ -46,10 +48,10 @@ class Tower(torch.nn.Module):
     #: (rows that one unit of cost becomes at most, values of a row)
     row_shape: tuple[int, int]
 
-    def forward(self, pixels: torch.Tensor, wires: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor:
+    def forward(self, pixels: torch.Tensor, wires: Wires = ()) -> torch.Tensor:
         """uint8 [cost, *unit_shape], picture after picture -> rows [rows, hidden] of the weights' dtype.
 
-        ``wires``: each picture's (t, h, w) of tensor PLAN; none where the tower ``splits``.
+        No wires where the tower ``splits``.
         """
         raise NotImplementedError
 
@@ -60,6 +62,10 @@ class Tower(torch.nn.Module):
     def tuned(self, cost: int, choices: MeasuredChoices) -> Forward:
         """The forward for so much, with what is the fastest on the tower's GPU. Towers that split only."""
         return self
+
+    def squares(self, draw: Callable[[tuple[int, ...]], torch.Tensor]) -> tuple[torch.Tensor, Wires]:
+        """``forward``'s arguments for some square pictures; ``draw``: (side, side, 3) -> uint8 [n, side, side, 3]."""
+        return draw(self.unit_shape), ()
 
     def fp8_linears(self) -> dict[str, torch.nn.Linear]:
         """Module name -> the linear layers that FP8 may take the place of. Raises ConfigError where there are none."""
