@@ -41,6 +41,13 @@ def test_what_a_saver_left_out_takes_the_class_default(tmp_path: Path) -> None:
     assert text.mrope_section == (16, 24, 24)
 
 
+def test_either_place_ties_the_head(tmp_path: Path) -> None:
+    """transformers 4 stated it in text_config alone."""
+    assert not read_config(write_folder(tmp_path)).text.tie_word_embeddings
+    assert read_config(edit(tmp_path, text_config={"tie_word_embeddings": True})).text.tie_word_embeddings
+    assert read_config(edit(write_folder(tmp_path), tie_word_embeddings=True)).text.tie_word_embeddings
+
+
 @pytest.mark.parametrize(
     ("rope", "theta"),
     [
