@@ -65,7 +65,8 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
             sampling: vLLM's names: max_tokens (the server's default is 64), min_tokens, temperature, top_p, top_k,
                 seed, stop, ignore_eos, logprobs, presence_penalty, frequency_penalty, repetition_penalty,
                 no_repeat_ngram_size, priority (lower runs earlier). And ``max_tiles``, ``min_tiles``,
-                ``thumbnail`` or a whole ``tile_policy``: how finely pictures are cut.
+                ``thumbnail`` or a whole ``tile_policy``, or of models of native resolution ``min_pixels`` and
+                ``max_pixels``: how finely pictures are cut.
                 ``choices=["yes", "no"]``: the answer is the likeliest of these labels, see :attr:`Answer.choices`.
                 ``regex="..."``, ``json_schema={...}`` or ``json_object=True``: what the answer must match.
                 ``exclude_input_in_output=False`` repeats the question before the answer.
@@ -178,7 +179,7 @@ class Client(BaseClient[Answer, Stream]):
     def plan(self, image: Images, *, timeout: Seconds = CLIENTS_TIMEOUT, **tiles: Any) -> tuple[PicturePlan, ...]:
         """How the server would cut these pictures, without an answer: one plan a picture, in their order.
 
-        ``tiles``: ``tile_policy``, ``max_tiles``, ``min_tiles`` and ``thumbnail``, as for :meth:`ask`. Not retried.
+        ``tiles``: what says how finely they are cut, as for :meth:`ask`. Not retried.
         """
         return self._transport.plan(self._plan_request(image, tiles), self._seconds(timeout))
 

@@ -100,7 +100,7 @@ class PicturePlan:
 
     ``kind``: 0 where the pixels are cut in preprocess, 1 where the file goes on to be decoded on a GPU. ``t``, ``h``
     and ``w`` are the model family's own: of InternVL the tiles in all (thumbnail included), and the rows and the
-    columns of the grid that the picture is stretched to and cut into.
+    columns of the grid that the picture is stretched to and cut into; of Qwen2-VL 1, and rows and columns of patches.
     """
 
     kind: int
@@ -220,8 +220,9 @@ def sampling(options: Mapping[str, Any]) -> str | None:
     The names are vLLM's (max_tokens, min_tokens, temperature, top_p, top_k, seed, stop, ignore_eos, logprobs,
     presence_penalty, frequency_penalty, repetition_penalty, no_repeat_ngram_size, priority) plus
     ``choices``, a list of labels, and ``tile_policy``, a name or a dict such as ``{"name": "reference", "max_tiles": 6,
-    "thumbnail": "auto"}``; ``max_tiles``, ``min_tiles`` and ``thumbnail`` given directly are moved into it. Options
-    that are None are left to the server; names and ranges are checked by the server, which is the one that knows.
+    "thumbnail": "auto"}``; ``max_tiles``, ``min_tiles`` and ``thumbnail`` given directly are moved into it. Models of
+    native resolution have ``min_pixels`` and ``max_pixels`` instead. Options that are None are left to
+    the server; names and ranges are checked by the server, which is the one that knows.
     """
     chosen = {name: value for name, value in options.items() if value is not None}
     given = chosen.pop("tile_policy", {})

@@ -127,6 +127,13 @@ class VllmArguments(Part):
     debug: Literal[False] | None = None  # mineru-vl-utils sends it
 
 
+class ProcessorArguments(Part):
+    """``mm_processor_kwargs``: what vLLM hands to the checkpoint's image processor."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
 class Tessera(Part):
     """What only this server has."""
 
@@ -172,6 +179,7 @@ class ChatRequest(Part):
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
     vllm_xargs: VllmArguments | None = None
+    mm_processor_kwargs: ProcessorArguments | None = None
 
     tessera: Tessera | None = None
 

@@ -33,6 +33,8 @@ def sampling(request: ChatRequest, max_tokens: int) -> dict[str, Any]:
         options["logprobs"] = request.top_logprobs or 0
     if request.vllm_xargs:
         options["no_repeat_ngram_size"] = request.vllm_xargs.no_repeat_ngram_size
+    if request.mm_processor_kwargs:
+        options |= request.mm_processor_kwargs.model_dump()
     if isinstance(request.response_format, JsonObject):
         options["json_object"] = True
     if isinstance(request.response_format, JsonSchema):

@@ -19,8 +19,10 @@ MAX_CHOICE_CHARACTERS = 256
 MAX_REGEX_CHARACTERS = 8192
 MAX_SCHEMA_CHARACTERS = 65536
 LARGEST = 2**63
-# Keys of a request's sampling_parameters that are for preprocess alone.
-PREPROCESS_KEYS = ("tile_policy", "timeout_us")
+# Keys of a request's sampling_parameters that say how finely its pictures are cut; a model family knows some of them.
+POLICY_KEYS = ("tile_policy", "min_pixels", "max_pixels")
+# All that are for preprocess alone.
+PREPROCESS_KEYS = (*POLICY_KEYS, "timeout_us")
 # What changes the logits by the tokens so far.
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "no_repeat_ngram_size")
 # What has no meaning where the answer is one of the choices.

@@ -66,15 +66,17 @@ def test_tiles_are_cut_row_by_row_and_the_thumbnail_is_last(family: ModelFamily)
 
 
 def test_a_policy_is_held_to_the_servers_limit_where_a_request_states_it(family: ModelFamily) -> None:
-    usual = family.policy(None, max_cost=8)
+    usual = family.policy({}, max_cost=8)
     assert usual.max_tiles == 12  # the checkpoint's own: what a picture really costs decides
-    assert family.policy({"max_tiles": 8}, usual, max_cost=8).max_tiles == 8
+    assert family.policy({"tile_policy": {"max_tiles": 8}}, usual, max_cost=8).max_tiles == 8
     with pytest.raises(InvalidRequest, match="max_tiles 9 is above this server's limit of 8 tiles"):
-        family.policy({"max_tiles": 9}, usual, max_cost=8)
+        family.policy({"tile_policy": {"max_tiles": 9}}, usual, max_cost=8)
     with pytest.raises(InvalidRequest, match=r"max_tiles 10{19} is above"):  # a message stays short
-        family.policy({"max_tiles": 10**410}, usual, max_cost=8)
+        family.policy({"tile_policy": {"max_tiles": 10**410}}, usual, max_cost=8)
     with pytest.raises(InvalidRequest, match="token_budget 255"):
-        family.policy({"token_budget": 255}, usual)
+        family.policy({"tile_policy": {"token_budget": 255}}, usual)
+    with pytest.raises(InvalidRequest, match=r"max_pixels means nothing to this model \(what does: tile_policy\)"):
+        family.policy({"max_pixels": 784}, usual)
 
 
 def test_contradictory_token_count_is_refused(tmp_path: Path) -> None:

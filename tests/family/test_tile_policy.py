@@ -176,7 +176,7 @@ def test_wrong_policies(value: object, word: str) -> None:
 
 def test_policies_stated_by_checkpoints(tmp_path: Path) -> None:
     def stated(**raw: object) -> TilePolicy:
-        return family_for(read_config(folders.write_chat_folder(tmp_path, "Hermes-2", **raw))).policy(None)
+        return family_for(read_config(folders.write_chat_folder(tmp_path, "Hermes-2", **raw))).policy({})
 
     assert stated() == TilePolicy("checkpoint", 1, 12, "auto")
     assert stated(max_dynamic_patch=6, use_thumbnail=False) == TilePolicy("checkpoint", 1, 6, "never")

@@ -35,7 +35,7 @@ LOOKS = {
     "macro": "{% macro f(x) %}{{ x }}!{% endmacro %}{% set y = f(t) | trim %}{{ y }}{{ y.startswith('m') }}",
     "block": "{% set y %}{{ t }}{% endset %}{{ y | length }}{{ 'mg' in y }}{{ y }}",
     "plus": "{% set y = '<' + t + 'm' %}{{ y.startswith('<<') }}{{ y }}",
-    "lines": "{{ t.splitlines() | join('/') }}",
+    "lines": "{{ t.splitlines() | join('+') }}",
     "format": "{{ '%s!' % t }}{{ '{}?'.format(t) }}",
 }
 

@@ -40,7 +40,7 @@ def stage_of(max_pixels: int) -> TritonPythonModel:
     text = (CHECKPOINT.parents[2] / "model_repository" / "preprocess" / "config.pbtxt").read_text()
     parameters = text_format.Parse(text, model_config_pb2.ModelConfig()).parameters
     values = {name: value.string_value for name, value in parameters.items()}
-    values |= {"checkpoint": str(CHECKPOINT), "max_pixels": str(max_pixels), "max_request_bytes": str(64 << 20)}
+    values |= {"checkpoint": str(CHECKPOINT), "max_file_pixels": str(max_pixels), "max_request_bytes": str(64 << 20)}
     config = {"parameters": {name: {"string_value": value} for name, value in values.items()}}
     stage = TritonPythonModel()
     stage.initialize(

@@ -123,6 +123,8 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"logprobs": False}, {}),
     ({"n": 1, "stream": False, "temperature": None, "tools": None, "user": None}, {}),
     ({"vllm_xargs": {"no_repeat_ngram_size": 20, "debug": False}}, {"no_repeat_ngram_size": 20}),
+    ({"mm_processor_kwargs": {"min_pixels": 784, "max_pixels": 7840}}, {"min_pixels": 784, "max_pixels": 7840}),
+    ({"mm_processor_kwargs": {"max_pixels": 7840}}, {"max_pixels": 7840}),
     ({"response_format": {"type": "text"}}, {}),
     ({"response_format": {"type": "json_object"}}, {"json_object": True}),
     (

@@ -19,7 +19,7 @@ CORPUS = pictures.corpus() | {
     f"{kind} large": pictures.saved(Image.fromarray(pictures.smooth(320, 240)), kind, **options)
     for kind, options in {"JPEG": {"quality": 90}, "WEBP": {"lossless": True}, "PNG": {}}.items()
 }
-LIMITS = Limits(max_pixels=4_000_000)
+LIMITS = Limits(max_file_pixels=4_000_000)
 PER_FILE = 60
 JPEG = CORPUS["jpeg"]
 
@@ -30,7 +30,7 @@ def by_pillow(data: bytes) -> np.ndarray | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             image = Image.open(io.BytesIO(data), formats=["JPEG", "PNG", "WEBP"])
-            if image.width * image.height > LIMITS.max_pixels:
+            if image.width * image.height > LIMITS.max_file_pixels:
                 return None
             rgb = image.convert("RGB")
             try:

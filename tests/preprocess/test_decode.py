@@ -191,4 +191,4 @@ def test_a_png_of_very_many_chunks_is_refused() -> None:
 
 def test_limits_are_configurable() -> None:
     with pytest.raises(InvalidRequest, match="90x60"):
-        decode(JPEG, Limits(max_pixels=5000))
+        decode(JPEG, Limits(max_file_pixels=5000))

@@ -17,7 +17,7 @@ from tessera.errors import InvalidRequest
 from tessera.preprocess.decode import Limits, decode, encoded_bytes
 
 CORPUS = pictures.corpus()
-LIMITS = Limits(max_pixels=4_000_000)
+LIMITS = Limits(max_file_pixels=4_000_000)
 PER_FILE = 110  # x 20 files = 2,200 mutants
 
 

@@ -98,6 +98,7 @@ def test_a_tower_that_needs_a_picture_whole_gets_it_whole():
     assert [tiles_of(r) for r in rows] == [[1, 2, 3], [4, 5], [*range(6, 12), 12], [13]]
     with pytest.raises(InvalidRequest, match="picture 1 costs 7 tiles; the vision tower takes at most 6 at once"):
         vision.encode([item([1], list(range(2, 9)))])
+    assert encoder(batch=7, splits=False, max_cost=6).encode([item(list(range(2, 9)))])[0] is not None
 
 
 def test_towers_that_split_are_told_nothing_of_pictures():

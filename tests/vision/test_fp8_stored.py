@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
+from tiny_qwen2_vl_tower import config_of, model_of, save
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError
@@ -28,6 +30,7 @@ E4M3 = torch.float8_e4m3fn
 LINEARS = {
     "hf_native": r"vision_tower\..*(_proj|projection_layer|fc[12])\.weight|multi_modal_projector\.linear_[12]\.weight",
     "internvl_chat": r"vision_model\.encoder\..*(qkv|proj|fc[12])\.weight|mlp1\.[13]\.weight",
+    "qwen2_vl": r"model\.visual\.(blocks\..*(qkv|proj|fc[12])|merger\.mlp\.[02])\.weight",
 }
 
 
@@ -35,6 +38,9 @@ LINEARS = {
 def folder(request, tmp_path):
     if request.param == "hf_native":
         return hf_native(tmp_path / "native", Shape(**SMALL))
+    if request.param == "qwen2_vl":
+        save(model_of(), config_of(tmp_path / "qwen2_vl").folder)
+        return tmp_path / "qwen2_vl"
     return as_internvl_chat(hf_native(tmp_path / "native", Shape(text="llama", **SMALL)), tmp_path / "chat")
 
 
@@ -59,6 +65,10 @@ def store_in_fp8(folder, largest=448.0, dtype=torch.float32, only=r".*"):
         (plain / path.name).write_bytes(path.read_bytes())
     save_file(exact, plain / "model.safetensors")
     return stored, plain
+
+
+def counting(shape):
+    return torch.arange(2 * math.prod(shape)).remainder(251).to(torch.uint8).view(2, *shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -132,21 +142,20 @@ def test_it_linears_in_fp8_unless_the_device_cannot(folder, monkeypatch, caplog)
 
 def test_a_projector_left_as_it_was_stays_so(folder):
     """As `tessera quantize --vision fp8` writes it."""
-    store_in_fp8(folder, only=r".*\.layers?\..*")
+    store_in_fp8(folder, only=r".*\.(layers?|blocks)\..*")
     config, settings = read_config(folder), VisionSettings("torch")
     tower = serving_tower(config, settings)
     linears = {name for name, module in tower.named_modules() if isinstance(module, Fp8Linear)}
     assert linears == {name for name in load_tower(config).fp8_linears() if name.startswith("layers.")}
     held = sum(each.nbytes for each in (*tower.parameters(), *tower.buffers()))
     assert held <= weight_bytes(config, settings) <= 1.02 * held
-    tiles = torch.arange(2 * 56 * 56 * 3).remainder(251).to(torch.uint8).view(2, 56, 56, 3)
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).repeat(
         1, tower.projector.linear1.in_features // 8
     )
     with torch.inference_mode():
         mixed = fp8_kernels("default").linear_and_activate(x, tower.projector.linear1, "gelu")
         torch.testing.assert_close(mixed, torch.nn.functional.gelu(tower.projector.linear1(x)))
-        assert tower(tiles).isfinite().all()
+        assert tower(*tower.squares(counting)).isfinite().all()
 
 
 def test_where_only_some_layers_are_in_fp8_all_run_dequantized(folder):
@@ -154,9 +163,9 @@ def test_where_only_some_layers_are_in_fp8_all_run_dequantized(folder):
     assert len(stored) == 2
     runner, _ = load_runner(read_config(folder), VisionSettings())
     expected, _ = load_runner(read_config(plain), VisionSettings())
-    assert isinstance(runner, OnnxRunner)
-    tiles = torch.arange(2 * 56 * 56 * 3).remainder(251).to(torch.uint8).view(2, 56, 56, 3)
-    assert torch.equal(runner.run(tiles), expected.run(tiles))
+    assert isinstance(runner, OnnxRunner if runner.tower.splits else TorchRunner)
+    pixels, wires = runner.tower.squares(counting)
+    assert torch.equal(runner.run(pixels, wires), expected.run(pixels, wires))
 
 
 @pytest.mark.parametrize(

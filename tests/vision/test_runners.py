@@ -31,7 +31,7 @@ from tessera.vision.runners.onnx_runner import OnnxRunner, kept_graph
 from tessera.vision.runners.torch_runner import TorchRunner
 from tessera.vision.settings import VisionSettings
 from tessera.vision.towers.intern_vit_graph import vision_graph
-from tessera.vision.towers.tower import TOWERS, Tower, load_tower
+from tessera.vision.towers.tower import TOWERS, Tower, load_tower, onnx_writer
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
 SMALL = dict(image_size=56, patch_size=14)
@@ -251,7 +251,7 @@ def test_a_tower_too_large_for_a_graph_runs_in_torch(checkpoint, monkeypatch):
 class OtherTower(Tower):
     """Pictures of any number of patches, of which each attends to all of its own picture: the mean of a picture."""
 
-    splits, max_cost, unit_shape = False, 9, (2, 2, 3)
+    splits, max_cost, batch_unit, unit_shape = False, 9, 2, (2, 2, 3)
 
     def __init__(self, config):
         super().__init__()
@@ -284,9 +284,10 @@ def test_another_family_passes_without_an_edit(checkpoint, monkeypatch):
     for registry, name in ((TOWERS, "OtherTower"), (FAMILIES, "OtherFamily")):
         monkeypatch.setitem(registry, "other", f"{__name__}:{name}")
     settings = VisionSettings(
-        runner="torch", random_weights=True, infer_batch_size=4, cache_bytes=0, memory_bytes=1 << 20
+        runner="torch", random_weights=True, infer_batch_size=2, cache_bytes=0, memory_bytes=1 << 20
     )
     vision = VisionEncoder.from_checkpoint(config, settings)
+    assert vision.infer_batch_size == 4
     assert vision.budget.capacity == (1 << 20) - 4 - 9 * 1000 - 2 * 9 * 12
     plan = [(0, 1, 1, 3), (0, 1, 2, 4), (0, 1, 1, 1)]
     pixels = np.repeat(np.array([1, 5, 9], np.uint8), [3 * 12, 8 * 12, 12])
@@ -294,8 +295,9 @@ def test_another_family_passes_without_an_edit(checkpoint, monkeypatch):
     assert rows[:, 0].tolist() == [1] * 3 + [5] * 8 + [9] and rows.shape[1] == 64
     with pytest.raises(InvalidRequest, match="picture 0 costs 10 patches; the vision tower takes at most 9"):
         vision.encode([VisionItem(pixels[:120], np.array([0, 1, 2, 5], np.int32), np.arange(2))])
-    with pytest.raises(ConfigError, match="model_type 'other' has no ONNX graph: set runner to torch"):
-        VisionEncoder.from_checkpoint(config, replace(settings, runner="onnx"))
+    assert isinstance(make_runner(config, replace(settings, runner="onnx")), TorchRunner)
+    with pytest.raises(ConfigError, match="model_type 'other' has no ONNX graph: it runs in torch"):
+        onnx_writer(config)
     with pytest.raises(CheckpointError, match="no vision tower for model_type 'third'"):
         VisionEncoder.from_checkpoint(replace(config, model_type="third"), settings)
 

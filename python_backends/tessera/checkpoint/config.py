@@ -23,6 +23,8 @@ LAYOUTS = {
     "internvl": "tessera.checkpoint.layouts.hf_native:read",
     "InternVLChatModel": "tessera.checkpoint.layouts.internvl_chat:read",
     "internvl_chat": "tessera.checkpoint.layouts.internvl_chat:read",
+    "Qwen2VLForConditionalGeneration": "tessera.checkpoint.layouts.qwen2_vl:read",
+    "qwen2_vl": "tessera.checkpoint.layouts.qwen2_vl:read",
 }
 
 

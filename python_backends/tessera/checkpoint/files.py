@@ -36,6 +36,13 @@ def read_processor(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
+def read_token_names(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json calls its tokens, as "image_token": flat, or under extra_special_tokens."""
+    stated = read_json(folder, "tokenizer_config.json")
+    extra = stated.get("extra_special_tokens")
+    return (extra if isinstance(extra, dict) else {}) | stated
+
+
 def section(raw: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
     """An object inside config.json; raises CheckpointError where there is none."""
     if not isinstance(raw.get(name), dict):

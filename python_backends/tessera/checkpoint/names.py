@@ -22,8 +22,8 @@ LINEAR = (
 )
 
 # "language_model.model.x" (saved by transformers 5 and by the original code) and "model.language_model.x"
-# (transformers 4.52) are the same module.
-_BODY = r"(?:model\.)?language_model\.(?:model\.)?"
+# (transformers 4.52) are the same module; Qwen2-VL's savers write "model.x".
+_BODY = r"(?:model\.|(?:model\.)?language_model\.(?:model\.)?)"
 _HEAD = r"(?:model\.)?(?:language_model\.)?"
 _OUTSIDE: NameTable = (
     (rf"{_BODY}embed_tokens\.weight", "model.embed_tokens.weight"),

@@ -11,6 +11,8 @@ from tessera.errors import CheckpointError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 Channels = tuple[float, ...]
 # An image processor's flags and what they may say; all others must be false.
 _FLAGS = {"do_rescale": (True, False), "do_normalize": (True, False), "do_resize": (True,), "do_convert_rgb": (True,)}

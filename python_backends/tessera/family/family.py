@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,16 +60,27 @@ class ModelFamily(ABC):
     unit_shape: tuple[int, ...]
     #: the most that one request may cost where the deployment sets no limit
     max_cost: int
+    #: which of ``sampling.POLICY_KEYS`` say how finely its pictures are cut
+    policy_keys: tuple[str, ...] = ()
+    #: how a client has less made of its pictures, for messages
+    for_less: str = "send smaller pictures"
 
-    def policy(self, value: Any, default: Any = None, max_cost: int | None = None) -> Any:
-        """A deployment's or a request's ``tile_policy`` parsed, for ``plan``.
+    def policy(self, asked: Mapping[str, Any], default: Any = None, max_cost: int | None = None) -> Any:
+        """What a deployment or a request ``asked`` for, by POLICY_KEYS, parsed for ``plan``.
 
-        ``default`` (None: the checkpoint's own) stands where ``value`` is None, and for what it leaves open.
-        Raises InvalidRequest, also where ``value`` allows a picture to cost more than ``max_cost``.
+        ``default`` (None: the checkpoint's own) stands for what it leaves open. Raises InvalidRequest, also where
+        ``asked`` allows a picture to cost more than ``max_cost``.
         """
-        if value is not None:
-            raise InvalidRequest("tile_policy: this model does not cut pictures into tiles; leave it out")
+        for name in asked:
+            if name not in self.policy_keys:
+                known = ", ".join(self.policy_keys) or "none"
+                raise InvalidRequest(f"{name} means nothing to this model (what does: {known}); leave it out")
         return default
+
+    @property
+    def marker_text(self) -> str:
+        """What an ``<image>`` marker in a text becomes: the image token, with what chat templates put around it."""
+        return self.image_token
 
     @abstractmethod
     def plan(self, width: int, height: int, policy: Any) -> ImagePlan:

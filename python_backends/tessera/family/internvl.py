@@ -6,11 +6,12 @@ Rules: OpenGVLab/InternVL dataset.py ``dynamic_preprocess`` for the original lay
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.checkpoint.files import read_json
+from tessera.checkpoint.files import read_token_names
 from tessera.errors import CheckpointError, InvalidRequest
 from tessera.family.family import ImagePlan, ModelFamily, View
 from tessera.family.tile_policy import TilePolicy
@@ -85,6 +86,8 @@ class InternVL(ModelFamily):
     user_tokens = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>")
     cost_unit = "tiles"
     max_cost = 104
+    policy_keys = ("tile_policy",)
+    for_less = "lower tile_policy's max_tiles"
 
     def __init__(self, config: CheckpointConfig) -> None:
         rule = config.pictures
@@ -93,16 +96,20 @@ class InternVL(ModelFamily):
         self.unit_shape = (self.tile, self.tile, 3)
         self.tokens_per_tile = config.vision.tokens_per_tile
         self.image_token_id = config.image_token_id
-        self.control_tokens = _image_tokens(config)
+        names = read_token_names(config.folder)
+        self.control_tokens = tuple(names.get(f"{place}_image_token", token) for place, token in IMAGE_TOKENS.items())
         self.start_token, self.image_token, self.end_token = self.control_tokens
         try:
             self._checkpoint_policy = TilePolicy("checkpoint", rule.min_tiles, rule.max_tiles, rule.thumbnail)
         except InvalidRequest as error:
             raise CheckpointError(f"min_patches or max_patches of the checkpoint: {error}") from None
 
-    def policy(self, value: Any, default: TilePolicy | None = None, max_cost: int | None = None) -> TilePolicy:
-        policy = TilePolicy.parse(value, default or self._checkpoint_policy)
-        if value is not None and max_cost is not None and policy.max_tiles > max_cost:
+    def policy(
+        self, asked: Mapping[str, Any], default: TilePolicy | None = None, max_cost: int | None = None
+    ) -> TilePolicy:
+        super().policy(asked)
+        policy = TilePolicy.parse(asked.get("tile_policy"), default or self._checkpoint_policy)
+        if asked and max_cost is not None and policy.max_tiles > max_cost:
             raise InvalidRequest(
                 f"tile policy: max_tiles {policy.max_tiles!r:.20} is above this server's limit of {max_cost} tiles a "
                 "request"
@@ -133,11 +140,3 @@ class InternVL(ModelFamily):
 
     def pieces(self, plan: ImagePlan) -> tuple[tuple[str, int], ...]:
         return (self.start_token, 1), (self.image_token, plan.tokens), (self.end_token, 1)
-
-
-def _image_tokens(config: CheckpointConfig) -> tuple[str, ...]:
-    """Start, context and end token. HF-native tokenizer configs name them, flat or under extra_special_tokens."""
-    stated = read_json(config.folder, "tokenizer_config.json")
-    extra = stated.get("extra_special_tokens")
-    names = (extra if isinstance(extra, dict) else {}) | stated
-    return tuple(names.get(f"{place}_image_token", token) for place, token in IMAGE_TOKENS.items())

@@ -123,7 +123,7 @@ class PromptBuilder:
 
         def user_text(text: str) -> UserText:
             parts = text.split(MARKER) if message.markers else [text]
-            return UserText(self.family.image_token.join(map(hide, parts)), self._disguise)
+            return UserText(self.family.marker_text.join(map(hide, parts)), self._disguise)
 
         if isinstance(message.content, str):
             return Message(message.role, user_text(message.content))
@@ -187,7 +187,7 @@ class PromptBuilder:
         rows = sum(plan.tokens for plan in plans)
         raise InvalidRequest(
             f"the prompt has {length} tokens ({rows} of them for {len(plans)} images); the context of "
-            f"{self.context_length} leaves no room for an answer. Shorten the text or lower tile_policy's max_tiles"
+            f"{self.context_length} leaves no room for an answer. Shorten the text or {self.family.for_less}"
         )
 
 

@@ -11,6 +11,7 @@ from tessera.family.family import ModelFamily
 FAMILIES = {
     "internvl": "tessera.family.internvl:InternVL",
     "internvl_chat": "tessera.family.internvl:InternVL",
+    "qwen2_vl": "tessera.family.qwen2_vl:Qwen2VL",
 }
 
 

@@ -56,18 +56,18 @@ def encoded_bytes(image: bytes | str, name: str = "image") -> bytes:
 
 
 def read_checked_header(data: bytes, limits: Limits, name: str = "image") -> Header:
-    """Format, size and orientation, without decoding. Raises InvalidRequest above ``limits.max_pixels``."""
+    """Format, size and orientation, without decoding. Raises InvalidRequest above ``limits.max_file_pixels``."""
     try:
         header = read_header(data)
     except ValueError as error:
         raise InvalidRequest(f"{name} {error}") from None
     pixels = header.width * header.height
-    if pixels > limits.max_pixels:
+    if pixels > limits.max_file_pixels:
         raise InvalidRequest(
             f"{name} has {header.width}x{header.height} = {pixels / 1e6:.1f} megapixels; the limit is "
-            f"{limits.max_pixels / 1e6:g}. Send it smaller"
+            f"{limits.max_file_pixels / 1e6:g}. Send it smaller"
         )
-    if pixels * header.passes > FULL_SIZE_PASSES * limits.max_pixels:
+    if pixels * header.passes > FULL_SIZE_PASSES * limits.max_file_pixels:
         raise InvalidRequest(f"{name} is a JPEG of {header.passes} scans; save it as a baseline JPEG")
     return header
 

@@ -22,6 +22,7 @@ from tessera.preprocess.decode import decode, encoded_bytes, read_checked_header
 from tessera.preprocess.headers import Header
 from tessera.preprocess.resize_cpu import RESIZE_MODES
 from tessera.preprocess.settings import PreprocessSettings
+from tessera.sampling import POLICY_KEYS
 
 # Part of every digest: raise it when the same bytes and plan would give other pixels than before.
 PIXELS_VERSION = "2"
@@ -31,12 +32,17 @@ MOST_GPU_SIDE = 16384
 
 @dataclass(frozen=True)
 class PreprocessRequest:
-    """``text`` (one user turn) or OpenAI-style ``messages``; ``images`` as encoded bytes or base64 text."""
+    """``text`` (one user turn) or OpenAI-style ``messages``; ``images`` as encoded bytes or base64 text.
+
+    ``tile_policy``, ``min_pixels`` and ``max_pixels``: how finely they are cut; each family knows some of these.
+    """
 
     text: str | None = None
     messages: list[Any] | None = None
     images: Sequence[bytes] = ()
     tile_policy: dict[str, Any] | str | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class Preprocessor:
         self.max_cost = settings.limits.max_cost or family.max_cost
         self.gpu_pixels = settings.gpu_pixels
         try:
-            self.policy = family.policy(settings.tile_policy)
+            self.policy = family.policy(_asked(settings))
         except InvalidRequest as error:
             raise ConfigError(f"preprocess: {error}") from None
         self._mode = RESIZE_MODES[settings.resize]
@@ -104,7 +110,7 @@ class Preprocessor:
         """Raises InvalidRequest that names the image by its place in the prompt (from 0)."""
         chat = parse_chat(request.text, request.messages, len(request.images))
         images = self._encoded(chat, request.images)
-        pictures = self._pictures(images, self.family.policy(request.tile_policy, self.policy, self.max_cost))
+        pictures = self._pictures(images, self.family.policy(_asked(request), self.policy, self.max_cost))
         plans = tuple(picture.plan for picture in pictures)
         prompt = self.prompts.build(chat.messages, plans)
         digests = [
@@ -138,7 +144,7 @@ class Preprocessor:
         if cost > self.max_cost:
             raise InvalidRequest(
                 f"{len(pictures)} images make {cost} {self.family.cost_unit}; the limit is {self.max_cost}. Send fewer "
-                "images, or a tile_policy that makes less of each"
+                f"images or {self.family.for_less}"
             )
         return pictures
 
@@ -172,3 +178,8 @@ class Preprocessor:
             decoded = decode(picture.data, self.limits, f"image {index}", enough if self._mode.reduced else None)
             self.family.cut(decoded, picture.plan, self._mode.resize, out)
         return pixels
+
+
+def _asked(source: PreprocessRequest | PreprocessSettings) -> dict[str, Any]:
+    """What it says of how finely pictures are cut."""
+    return {name: value for name in POLICY_KEYS if (value := getattr(source, name)) is not None}

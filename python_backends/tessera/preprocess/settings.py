@@ -10,14 +10,14 @@ from tessera.settings import check, setting
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for. ``max_pixels`` is for each picture, ``max_request_bytes`` for all together.
+    """What one request may ask for. ``max_file_pixels`` is for each picture, ``max_request_bytes`` for all together.
 
     ``max_cost``: the work of all its pictures together, in the family's units (InternVL: tiles); 0: the family's limit.
     """
 
     max_images: int = setting(8, least=0)
     max_cost: int = setting(0, least=0)
-    max_pixels: int = setting(50_000_000, least=1)
+    max_file_pixels: int = setting(50_000_000, least=1)
     max_request_bytes: int = setting(64 << 20, least=1)
 
     def __post_init__(self) -> None:
@@ -26,9 +26,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class PreprocessSettings:
-    """A deployment's settings. None means the checkpoint's own: tile policy, context length in tokens, system text.
+    """A deployment's settings. None means the checkpoint's own: how pictures are cut, context in tokens, system text.
 
-    ``tile_policy``: how finely pictures are cut where a request does not say (docs/tile_policies.md). ``resize``:
+    ``tile_policy`` (docs/tile_policies.md), or of models of native resolution ``min_pixels`` and ``max_pixels``: how
+    finely pictures are cut where a request does not say. ``resize``:
     reference, as the checkpoint was trained, or fast (docs/preprocessing.md). ``gpu_pixels``: JPEGs of at least so many
     pixels are left to the vision stage, to decode them on its GPU; 0 leaves it none.
     """
@@ -36,6 +37,8 @@ class PreprocessSettings:
     limits: Limits = field(default_factory=Limits)
     resize: str = setting("reference", choices=("reference", "fast"))
     tile_policy: Any = setting(None, kind=str)
+    min_pixels: int | None = setting(None, kind=int, least=1)
+    max_pixels: int | None = setting(None, kind=int, least=1)
     context_length: int | None = setting(None, name="max_model_len", common=True, kind=int, least=2)
     system: str | None = None
     gpu_pixels: int = setting(0, common=True, least=0)

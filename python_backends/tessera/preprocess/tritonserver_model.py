@@ -14,7 +14,7 @@ from tessera.grammar_trial import GrammarTrial
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
 from tessera.preprocess.resize_cpu import use_one_thread
 from tessera.preprocess.settings import PreprocessSettings
-from tessera.sampling import SamplingParameters
+from tessera.sampling import POLICY_KEYS, SamplingParameters
 from tessera.tritonserver import tensors
 from tessera.tritonserver.deadline import deadline_ns
 from tessera.tritonserver.failures import error_response
@@ -110,5 +110,5 @@ def read_request(request: Any, sampling: Mapping[str, Any]) -> PreprocessRequest
         text=tensors.text(request, "text_input"),
         messages=tensors.json_value(request, "messages", list),
         images=tensors.byte_strings(request, "image"),
-        tile_policy=sampling.get("tile_policy"),
+        **{name: sampling.get(name) for name in POLICY_KEYS},
     )

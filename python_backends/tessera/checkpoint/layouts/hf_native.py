@@ -11,7 +11,8 @@ from typing import Any
 
 from tessera.checkpoint.config import CheckpointConfig, NameTable
 from tessera.checkpoint.files import one_of, read_processor, section
-from tessera.checkpoint.layouts.internvl import TileRule, assemble, read_vision
+from tessera.checkpoint.layouts.assemble import assemble
+from tessera.checkpoint.layouts.internvl import TileRule, read_vision
 from tessera.checkpoint.names import WB, WBS
 from tessera.checkpoint.normalization import pixel_statistics
 

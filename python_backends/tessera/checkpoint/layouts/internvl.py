@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.config import CheckpointConfig
-from tessera.checkpoint.files import one_of, read_json, read_processor
-from tessera.checkpoint.names import TEXT_NAMES
+from tessera.checkpoint.files import one_of
 from tessera.checkpoint.normalization import IMAGENET_MEAN, IMAGENET_STD, Channels
-from tessera.checkpoint.text import read_text
 from tessera.errors import CheckpointError
 
 _ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu", "silu")
@@ -98,24 +94,6 @@ def read_vision(stated: Mapping[str, Any], where: str) -> VisionConfig:
     if not 0 < ratio <= 1 or (1 / ratio) % 1 or side % int(1 / ratio):
         raise CheckpointError(f"{where}: downsample_ratio {ratio} does not divide a side of {side}")
     return vision
-
-
-def assemble(
-    folder: Path, raw: dict[str, Any], text_section: Mapping[str, Any], tie: bool | None = None, **fields: Any
-) -> CheckpointConfig:
-    """What is read alike in both layouts; ``fields`` are the others of CheckpointConfig, and ``vision_names``."""
-    text = read_text(folder, text_section, tie)
-    eos = read_json(folder, "generation_config.json").get("eos_token_id", text_section.get("eos_token_id"))
-    return CheckpointConfig(
-        folder=folder,
-        model_type=raw.get("model_type", fields["layout"]),
-        text=text,
-        weight_names={"vision": fields.pop("vision_names"), "text": TEXT_NAMES[text.architecture]},
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        raw=raw,
-        processor=read_processor(folder),
-        **fields,
-    )
 
 
 def _square(value: Any, where: str) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 
 from tessera.checkpoint.config import CheckpointConfig, NameTable
 from tessera.checkpoint.files import section
-from tessera.checkpoint.layouts.internvl import TileRule, assemble, read_vision
+from tessera.checkpoint.layouts.assemble import assemble
+from tessera.checkpoint.layouts.internvl import TileRule, read_vision
 from tessera.checkpoint.names import WB, WBS
 
 _TOWER, _PROJECTOR = r"(?:model\.)?vision_model\.", r"(?:model\.)?mlp1\."

@@ -101,31 +101,32 @@ class VisionEncoder:
         settings = settings or VisionSettings()
         config = folder if isinstance(folder, CheckpointConfig) else read_config(folder)
         runner, kept = load_runner(config, settings)
-        largest = max(settings.infer_batch_size, runner.tower.max_cost)
+        tower, family = runner.tower, family_for(config)
+        batch = settings.infer_batch_size * tower.batch_unit
+        largest = max(batch, tower.max_cost)
         parts = {
             "weights": kept,
             "activations": runner.activation_bytes(largest),
-            "pixels": (1 + AHEAD) * largest * prod(runner.tower.unit_shape),
+            "pixels": (1 + AHEAD) * largest * prod(tower.unit_shape),
             "cache": settings.cache_bytes,
         }
         decoder = None
         if settings.gpu_pixels:
             decoder = GpuDecoder(settings.device, settings.decode_bytes)
             parts["decoding"] = settings.decode_bytes
-        (rows, hidden), dtype = runner.tower.row_shape, getattr(torch, settings.dtype)
-        family = family_for(config)
+        (rows, hidden), dtype = tower.row_shape, getattr(torch, settings.dtype)
         each = COPIES_OF_ROWS * rows * hidden * dtype.itemsize
         budget = row_budget(settings.memory_bytes, parts, each, largest, family.cost_unit)
         cache = EmbeddingCache(settings.cache_bytes, hidden, dtype, settings.device)
         return cls(
             runner,
             family,
-            settings.infer_batch_size,
+            batch,
             cache,
             Lane(settings.device),
             budget,
             decoder,
-            ("fp8" if in_fp8(runner.tower) else settings.dtype, kept),
+            ("fp8" if in_fp8(tower) else settings.dtype, kept),
         )
 
     def encode(self, items: Sequence[VisionItem]) -> list[torch.Tensor | None]:
@@ -161,11 +162,12 @@ class VisionEncoder:
         """Raises InvalidRequest when an item's pixels, plan and digest do not agree or it can never fit."""
         pictures, tower = pictures_of(item, self.family, self.decoder), self.runner.tower
         self.budget.check(_cost(pictures))
+        most = max(self.infer_batch_size, tower.max_cost)
         for number, picture in enumerate(pictures):
-            if not tower.splits and picture.plan.cost > tower.max_cost:
+            if not tower.splits and picture.plan.cost > most:
                 raise InvalidRequest(
                     f"picture {number} costs {picture.plan.cost} {self.family.cost_unit}; the vision tower takes at "
-                    f"most {tower.max_cost} at once: send a smaller picture"
+                    f"most {most} at once: send a smaller picture, or raise visual_infer_batch_size"
                 )
         return pictures
 

@@ -6,6 +6,7 @@ one: which is the fastest depends on the GPU and the number of tiles; a tower me
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -21,6 +22,8 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 CLASS_APART = "class apart"
+#: query, key, value -> rows
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def attend(
@@ -36,6 +39,20 @@ def attend(
         rows = scaled_dot_product_attention(query, key, value)
     # The GPU's kernels give their rows in the order of the queries', so that this is a view.
     return rows.transpose(1, 2).flatten(2)
+
+
+def attend_within(lengths: Sequence[int]) -> Attend:
+    """Attention of pictures of any size, one after the other: every patch sees every patch of its own picture.
+
+    ``lengths``: how many patches each has; what follows from them is made once for all layers. The function takes
+    query, key and value [patches, heads, head size] and gives [patches, heads * head size].
+    """
+
+    def attend_pictures(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        pictures = zip(*(rows.split(list(lengths)) for rows in (query, key, value)), strict=True)
+        return torch.cat([attend(*(rows[None] for rows in picture))[0] for picture in pictures])
+
+    return attend_pictures
 
 
 def attend_class_apart(

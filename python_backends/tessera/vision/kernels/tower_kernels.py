@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +11,14 @@ from torch import nn
 from torch.nn import functional
 
 from tessera.fp8.rows import Fp8Rows
-from tessera.vision.kernels.attention import BACKENDS, CLASS_APART, attend, attend_class_apart
+from tessera.vision.kernels.attention import (
+    BACKENDS,
+    CLASS_APART,
+    Attend,
+    attend,
+    attend_class_apart,
+    attend_within,
+)
 
 
 def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -56,6 +63,7 @@ class TowerKernels:
     """
 
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | Fp8Rows] = attend
+    attend_within: Callable[[Sequence[int]], Attend] = attend_within
     add_and_norm: Callable[..., tuple[torch.Tensor | Fp8Rows, torch.Tensor]] = add_and_norm
     linear_and_activate: Callable[..., torch.Tensor | Fp8Rows] = linear_and_activate
 

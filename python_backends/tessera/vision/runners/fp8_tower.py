@@ -68,12 +68,13 @@ def serving_tower(config: CheckpointConfig, settings: VisionSettings) -> Tower:
     # Of the weights as they are stored, not of their roundings to the tower's dtype.
     quantized = {name: Fp8Linear.of(linear, dtype, device) for name, linear in plain.items()}
     tower.to(dtype).to(device)
-    tiles = gate_tiles(tower.unit_shape).to(device)
+    pixels, wires = tower.squares(gate_tiles)
+    pixels = pixels.to(device)
     with torch.inference_mode():
-        expected = tower(tiles)
+        expected = tower(pixels, wires)
         put(tower, quantized)
         try:
-            check_rows(tower(tiles), expected)
+            check_rows(tower(pixels, wires), expected)
         except ConfigError as error:
             if settings.quantization == "fp8":
                 raise

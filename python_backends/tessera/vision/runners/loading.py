@@ -13,12 +13,13 @@ from tessera.vision.towers.tower import tower_class
 
 def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:
     """Load the tower of a checkpoint. Raises CheckpointError or ConfigError saying what does not fit."""
-    if settings.runner == "onnx" and not linears_in_fp8(config, settings):  # which no graph holds
+    tower = tower_class(config)
+    if settings.runner == "onnx" and tower.onnx_graph and not linears_in_fp8(config, settings):  # which no graph holds
         from tessera.vision.runners.onnx_runner import MOST_BYTES, OnnxRunner
 
         if weight_bytes(config, settings) <= MOST_BYTES:
             return OnnxRunner.from_checkpoint(config, settings)
-    if settings.runner == "graph" and tower_class(config).splits:  # no graph is recorded of pictures of any size
+    if settings.runner == "graph" and tower.splits:  # no graph is recorded of pictures of any size
         from tessera.vision.runners.graph_runner import GraphRunner
 
         return GraphRunner.from_checkpoint(config, settings)

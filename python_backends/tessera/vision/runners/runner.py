@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,9 +10,7 @@ import torch
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.vision.runners.fp8_tower import linears_in_fp8
 from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.tower import Tower, unfilled_tower
-
-Wires = Sequence[tuple[int, int, int]]
+from tessera.vision.towers.tower import Tower, Wires, unfilled_tower
 
 
 class Runner(Protocol):

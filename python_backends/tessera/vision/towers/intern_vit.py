@@ -247,12 +247,8 @@ class InternViT(Tower):
 
     @torch.no_grad()
     def finish_loading(self) -> None:
-        """Fold pixel normalisation (x/255 - mean) / std into the patch embedding, and the layer scales."""
-        weight, bias = self.patch_embedding.weight, self.patch_embedding.bias
-        mean, std = (torch.tensor(values, dtype=torch.float64) for values in self.statistics)
-        wide = weight.double().unflatten(1, (-1, len(std))) / std
-        bias.copy_(bias.double() - (wide * mean).sum((1, 2)))
-        weight.copy_(wide.flatten(1) / 255)
+        """Fold pixel normalisation into the patch embedding, and the layer scales."""
+        fold_normalisation(self.patch_embedding, *self.statistics)
         for layer in self.blocks:
             layer.fold_scales()
 
@@ -295,6 +291,15 @@ class InternViT(Tower):
             )
             epilogue = chosen == "epilogue"
         return partial(self, kernels=gpu_kernels(backend, epilogue))
+
+
+@torch.no_grad()
+def fold_normalisation(embedding: nn.Linear, mean: Sequence[float], std: Sequence[float]) -> None:
+    """Has a layer that takes (x / 255 - mean) / std, channels last, take x in 0..255 instead."""
+    means, stds = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
+    wide = embedding.weight.double().unflatten(1, (-1, len(stds))) / stds
+    embedding.bias.copy_(embedding.bias.double() - (wide * means).sum((1, 2)))
+    embedding.weight.copy_(wide.flatten(1) / 255)
 
 
 def _arranged(arrange: Callable[[torch.Tensor], torch.Tensor], target: Target, tensor: torch.Tensor) -> None:

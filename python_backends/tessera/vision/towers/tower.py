@@ -21,9 +21,12 @@ from tessera.measured_choices import MeasuredChoices
 TOWERS = {
     "internvl": "tessera.vision.towers.intern_vit:InternViT",
     "internvl_chat": "tessera.vision.towers.intern_vit:InternViT",
+    "qwen2_vl": "tessera.vision.towers.qwen2_vl:Qwen2ViT",
 }
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
+#: each picture's (t, h, w) of tensor PLAN
+Wires = Sequence[tuple[int, int, int]]
 
 
 class Tower(torch.nn.Module):
@@ -34,8 +37,10 @@ class Tower(torch.nn.Module):
 
     #: whether a picture's units are independent of each other, so that a forward may take any of them
     splits: bool = True
-    #: where they are not: the most that one picture may cost; it may be more than a forward takes of several
+    #: where they are not: what one picture may cost even if a forward takes less of several
     max_cost: int = 0
+    #: the cost that the setting ``infer_batch_size`` counts as one
+    batch_unit: int = 1
     #: "module:function" that writes it as an ONNX graph, if there is one
     onnx_graph: str | None = None
     #: uint8 shape of the pixels of one unit of cost
@@ -43,10 +48,10 @@ class Tower(torch.nn.Module):
     #: (rows that one unit of cost becomes at most, values of a row)
     row_shape: tuple[int, int]
 
-    def forward(self, pixels: torch.Tensor, wires: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor:
+    def forward(self, pixels: torch.Tensor, wires: Wires = ()) -> torch.Tensor:
         """uint8 [cost, *unit_shape], picture after picture -> rows [rows, hidden] of the weights' dtype.
 
-        ``wires``: each picture's (t, h, w) of tensor PLAN; none where the tower ``splits``.
+        No wires where the tower ``splits``.
         """
         raise NotImplementedError
 
@@ -57,6 +62,10 @@ class Tower(torch.nn.Module):
     def tuned(self, cost: int, choices: MeasuredChoices) -> Forward:
         """The forward for so much, with what is the fastest on the tower's GPU. Towers that split only."""
         return self
+
+    def squares(self, draw: Callable[[tuple[int, ...]], torch.Tensor]) -> tuple[torch.Tensor, Wires]:
+        """``forward``'s arguments for some square pictures; ``draw``: (side, side, 3) -> uint8 [n, side, side, 3]."""
+        return draw(self.unit_shape), ()
 
     def fp8_linears(self) -> dict[str, torch.nn.Linear]:
         """Module name -> the linear layers that FP8 may take the place of. Raises ConfigError where there are none."""
@@ -81,9 +90,7 @@ def onnx_writer(config: CheckpointConfig) -> Callable[..., Any]:
     """(tower, fingerprint) -> onnx.ModelProto. Raises ConfigError for a tower that has no graph."""
     place = tower_class(config).onnx_graph
     if place is None:
-        raise ConfigError(
-            f"the vision tower of model_type {config.model_type!r} has no ONNX graph: set runner to torch"
-        )
+        raise ConfigError(f"the vision tower of model_type {config.model_type!r} has no ONNX graph: it runs in torch")
     return resolve_name(place)
 
 

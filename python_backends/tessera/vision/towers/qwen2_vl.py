@@ -1,0 +1,177 @@
+"""Qwen2-VL's tower: patches of pictures of any size -> rows of the language model.
+
+The rules are those of transformers ``modeling_qwen2_vl.py``. Two things are arranged for speed, neither of which
+changes the result beyond rounding: a still picture would be all frames of a patch, so the kernel of the patch embedding
+is summed over them; and pixel normalisation is folded into it, so that pixels travel as uint8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Set
+from typing import cast
+
+import torch
+from torch import nn
+
+from tessera.checkpoint.config import CheckpointConfig
+from tessera.checkpoint.weights import Target, copy_whole
+from tessera.fp8.rows import Fp8Rows
+from tessera.vision.kernels.attention import Attend
+from tessera.vision.kernels.tower_kernels import PLAIN, TowerKernels
+from tessera.vision.towers.intern_vit import MLP, fold_normalisation
+from tessera.vision.towers.tower import Tower, Wires
+
+_EPS = 1e-6  # of every norm
+# Taken off the pixels, which 16-bit numbers hold either way: otherwise weights and bias would nearly cancel for the
+# greys near the mean, and their own rounding to 16 bits would be larger than what is left.
+_GREY = 128
+
+
+class Attention(nn.Module):
+    """Self-attention within each picture; queries and keys are turned by their patch's row and column."""
+
+    def __init__(self, size: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(size, 3 * size)
+        self.output = nn.Linear(size, size)
+
+    def forward(self, x: torch.Tensor | Fp8Rows, turns: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """x [patches, hidden] -> the same; ``turns`` as :meth:`Qwen2ViT.turns` gives them."""
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
+        query, key = _turned(qkv[:, :2], turns).unbind(1)
+        return self.output(attend(query, key, qkv[:, 2]))
+
+
+class Layer(nn.Module):
+    """One block: x + attention(norm1(x)), then x + mlp(norm2(x)); the last addition is left to what comes next."""
+
+    def __init__(self, size: int, heads: int, inner: int, activation: str) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(size, eps=_EPS), nn.LayerNorm(size, eps=_EPS)
+        self.attention = Attention(size, heads)
+        self.mlp = MLP(size, inner, size, activation)
+
+    def forward(
+        self, x: torch.Tensor, update: torch.Tensor | None, turns: torch.Tensor, attend: Attend, kernels: TowerKernels
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and what is still to be added to it -> the same after this layer; all [patches, hidden]."""
+        normed, x = kernels.add_and_norm(x, update, self.norm1)
+        normed, x = kernels.add_and_norm(x, self.attention(normed, turns, attend), self.norm2)
+        return x, self.mlp(normed, kernels)
+
+
+class Merger(MLP):
+    """LayerNorm of each patch, then a group of them side by side through Linear, GELU, Linear to the text's width."""
+
+    def __init__(self, size: int, group: int, text_size: int) -> None:
+        super().__init__(size * group, size * group, text_size, "gelu")
+        self.norm = nn.LayerNorm(size, eps=_EPS)
+
+    def forward(self, x: torch.Tensor | Fp8Rows, kernels: TowerKernels = PLAIN) -> torch.Tensor:
+        """Patches [n * group, hidden] -> rows [n, text hidden]."""
+        return super().forward(self.norm(x).view(-1, self.linear1.in_features), kernels)
+
+
+class Qwen2ViT(Tower):
+    """uint8 groups of patches [n, merge, merge, side, side, 3] (RGB, 0..255), each picture's in reading order -> their
+    rows [n, text hidden] of the weights' dtype. ``wires``: (1, height, width) of each picture, in patches.
+    """
+
+    splits = False
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        super().__init__()
+        vision, text_size = config.vision, config.text.hidden_size
+        size, side, self.merge = vision.embed_dim, vision.patch_size, vision.spatial_merge_size
+        self.statistics, self.frames = (vision.pixel_mean, vision.pixel_std), vision.temporal_patch_size
+        self.theta, self.head_size = vision.rope_theta, size // vision.num_heads
+        self.unit_shape, self.row_shape = (self.merge, self.merge, side, side, 3), (1, text_size)
+        group_side = self.merge * side
+        self.batch_unit = max(1, 448 // group_side) ** 2
+        self.max_cost = config.pictures.max_pixels // group_side**2
+        self.patch_embedding = nn.Linear(3 * side**2, size)
+        nn.init.zeros_(self.patch_embedding.bias)  # normalisation alone has one
+        self.layers = nn.ModuleList(
+            Layer(size, vision.num_heads, size * vision.mlp_ratio, vision.hidden_act) for _ in range(vision.depth)
+        )
+        self.projector = Merger(size, self.merge**2, text_size)
+
+    def forward(self, pixels: torch.Tensor, wires: Wires = (), kernels: TowerKernels = PLAIN) -> torch.Tensor:
+        turns = self.turns(wires).to(pixels.device, non_blocking=True)
+        attend = kernels.attend_within([height * width for _, height, width in wires])
+        x, update = self.embed(pixels), None
+        for layer in self.layers:
+            x, update = layer(x, update, turns, attend, kernels)
+        return self.projector(x if update is None else x + update, kernels)
+
+    def embed(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Groups of patches -> the first layer's input [patches, hidden]."""
+        values = pixels.to(self.patch_embedding.weight.dtype).sub_(_GREY)
+        return self.patch_embedding(values.view(-1, self.patch_embedding.in_features))
+
+    def turns(self, wires: Wires) -> torch.Tensor:
+        """Cosine and sine of the angle by which each pair of a head's values turns, float32 [2, patches, head size / 2]
+        on the CPU; the first half of the pairs turns with the patch's row in its picture, the second with its column.
+        """
+        places = []
+        for _, height, width in wires:
+            grid = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"), dim=-1)
+            groups = grid.view(height // self.merge, self.merge, width // self.merge, self.merge, 2).transpose(1, 2)
+            places.append(groups.reshape(-1, 2, 1))
+        half = self.head_size // 2
+        angles = (torch.cat(places) / self.theta ** (torch.arange(0, half, 2) / half)).flatten(1)
+        return torch.stack((angles.cos(), angles.sin()))
+
+    def activation_bytes(self, cost: int, scores: bool = False) -> int:
+        """With PLAIN kernels: in proportion to the patches, however they are spread over pictures.
+
+        The most is held in a layer, beside its input, its update, their sum and that normed: in the MLP (its inner rows
+        three times), where heads turn (q, k and v; in float32 q, k, halves and results), in the attention (q, k and v,
+        the turned q and k, rows apart and joined, and three for copies that torch's kernel may want); or where the
+        pixels are wide. Not counted are what the allocator rounds up and the scratch memory of matrix products.
+        """
+        layer, value = cast(Layer, self.layers[0]), self.patch_embedding.weight.itemsize
+        hidden, inner, patches = layer.mlp.linear2.out_features, layer.mlp.linear1.out_features, cost * self.merge**2
+        largest = max(
+            (4 * hidden + 3 * inner) * value,
+            7 * hidden * value + (4 if value == 4 else 6) * hidden * 4,
+            14 * hidden * value,
+            (self.patch_embedding.in_features + 2 * hidden) * value,
+        )
+        written = 2 * layer.attention.heads * patches * value if scores else 0
+        return patches * (largest + written + 4 * self.head_size)
+
+    def squares(self, draw: Callable[[tuple[int, ...]], torch.Tensor]) -> tuple[torch.Tensor, Wires]:
+        count, (merge, _, side, _, _) = math.isqrt(self.batch_unit), self.unit_shape
+        pictures = draw((count * merge * side,) * 2 + (3,)).unflatten(2, (count, merge, side))
+        groups = pictures.unflatten(1, (count, merge, side)).permute(0, 1, 4, 2, 5, 3, 6, 7).flatten(0, 2)
+        return groups, [(1, count * merge, count * merge)] * len(pictures)
+
+    def fp8_linears(self) -> dict[str, nn.Linear]:
+        linears = {name: module for name, module in self.named_modules() if isinstance(module, nn.Linear)}
+        del linears["patch_embedding"]
+        return linears
+
+    def targets(self, stored: Set[str]) -> dict[str, Target]:
+        targets = super().targets(stored)
+        del targets["patch_embedding.bias"]
+        targets["patch_embedding.weight"] = self._sum_frames
+        return targets
+
+    def _sum_frames(self, stored: torch.Tensor) -> None:
+        kernel = torch.empty(self.patch_embedding.out_features, 3, self.frames, *self.unit_shape[2:4])
+        copy_whole(kernel, stored)
+        self.patch_embedding.weight.copy_(kernel.sum(2).permute(0, 2, 3, 1).flatten(1))
+
+    def finish_loading(self) -> None:
+        mean, std = self.statistics
+        fold_normalisation(self.patch_embedding, [value - _GREY / 255 for value in mean], std)
+
+
+def _turned(heads: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Heads [patches, 2, heads, head size] of any floating dtype, turned in float32."""
+    first, second = heads.float().chunk(2, dim=-1)
+    cosine, sine = turns[:, :, None, None]
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(heads.dtype)

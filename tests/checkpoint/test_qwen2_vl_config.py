@@ -1,0 +1,146 @@
+"""config.json and the processor's file of Qwen2-VL, as old and new savers write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family.checkpoint_folders import write
+from tiny_qwen2_vl import ROPE, edit, flatten, write_folder
+
+from tessera.checkpoint.config import read_config
+from tessera.checkpoint.layouts.qwen2_vl import PixelRange
+from tessera.checkpoint.names import split_names
+from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD
+from tessera.errors import CheckpointError
+
+PUBLISHED = dict(min_pixels=3136, max_pixels=12845056)
+
+
+def test_nested_and_flat_describe_the_same_model(tmp_path: Path) -> None:
+    nested = read_config(write_folder(tmp_path / "nested", **PUBLISHED))
+    flat = read_config(flatten(write_folder(tmp_path / "flat", **PUBLISHED)))
+    assert (flat.text, flat.vision, flat.pictures) == (nested.text, nested.vision, nested.pictures)
+    text, vision = flat.text, flat.vision
+    assert (text.architecture, text.attention_bias, text.head_dim) == ("Qwen2ForCausalLM", True, 16)
+    assert (text.rope_theta, text.rope_scaling, text.mrope_section) == (1e6, None, (2, 3, 3))
+    assert (vision.embed_dim, vision.hidden_size, vision.hidden_act) == (32, 64, "quick_gelu")
+    assert vision.pixel_mean == pytest.approx(CLIP_MEAN) and vision.pixel_std == pytest.approx(CLIP_STD)
+    assert (flat.model_type, flat.eos_token_ids, flat.pictures) == ("qwen2_vl", (2,), PixelRange(3136, 12845056))
+
+
+def test_what_a_saver_left_out_takes_the_class_default(tmp_path: Path) -> None:
+    """As transformers' Qwen2VLConfig: a body of 72B, rope sections of 16, 24 and 24."""
+    edit(
+        write_folder(tmp_path), text_config=dict.fromkeys(("vocab_size", "rms_norm_eps", "rope_theta", "rope_scaling"))
+    )
+    edit(tmp_path, text_config={"hidden_size": 512}, vision_config={"hidden_size": 512})
+    text = read_config(tmp_path).text
+    assert (text.vocab_size, text.rms_norm_eps, text.rope_theta) == (152064, 1e-5, 1e6)
+    assert text.mrope_section == (16, 24, 24)
+
+
+def test_either_place_ties_the_head(tmp_path: Path) -> None:
+    """transformers 4 stated it in text_config alone."""
+    assert not read_config(write_folder(tmp_path)).text.tie_word_embeddings
+    assert read_config(edit(tmp_path, text_config={"tie_word_embeddings": True})).text.tie_word_embeddings
+    assert read_config(edit(write_folder(tmp_path), tie_word_embeddings=True)).text.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("rope", "theta"),
+    [
+        ({"rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": [2, 3, 3]}}, 1e6),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [2, 3, 3]}}, 5e5),
+    ],
+)
+def test_rope_of_newer_savers(tmp_path: Path, rope: dict[str, Any], theta: float) -> None:
+    text = read_config(edit(write_folder(tmp_path), text_config={"rope_scaling": None} | rope)).text
+    assert (text.rope_theta, text.rope_scaling, text.mrope_section) == (theta, None, (2, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        ({}, (3136, 1003520)),
+        ({"min_pixels": 784, "max_pixels": 7840}, (784, 7840)),
+        ({"size": {"shortest_edge": 784, "longest_edge": 7840}}, (784, 7840)),
+        ({"size": {"min_pixels": 784, "max_pixels": 7840}}, (784, 7840)),
+        ({"size": {"shortest_edge": 784, "longest_edge": 7840}, "max_pixels": 9000}, (784, 9000)),
+        ({"max_pixels": 9000}, (3136, 9000)),
+    ],
+)
+def test_pixels_are_stated_in_several_ways(
+    tmp_path: Path, processor: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    assert read_config(write_folder(tmp_path, **processor)).pictures == PixelRange(*expected)
+
+
+def test_newer_savers_nest_the_image_processor(tmp_path: Path) -> None:
+    size = {"shortest_edge": 784, "longest_edge": 7840}
+    write(write_folder(tmp_path), "processor_config.json", {"image_processor": {"size": size}, "video_processor": {}})
+    assert read_config(tmp_path).pictures == PixelRange(784, 7840)
+
+
+@pytest.mark.parametrize("body", ["model", "model.language_model", "language_model.model"])
+@pytest.mark.parametrize("tower", ["visual", "model.visual"])
+def test_names_of_published_files_and_of_each_saver(tmp_path: Path, body: str, tower: str) -> None:
+    config = read_config(write_folder(tmp_path))
+    stored = {
+        f"{body}.layers.3.self_attn.q_proj.bias": ("text", "model.layers.3.self_attn.q_proj.bias"),
+        f"{body}.norm.weight": ("text", "model.norm.weight"),
+        "lm_head.weight": ("text", "lm_head.weight"),
+        f"{tower}.patch_embed.proj.weight": ("vision", "patch_embedding.weight"),
+        f"{tower}.blocks.7.attn.qkv.bias": ("vision", "layers.7.attention.qkv.bias"),
+        f"{tower}.merger.mlp.2.weight": ("vision", "projector.linear2.weight"),
+    }
+    split = split_names(stored, config)
+    assert {name: (part, ours) for part in split for name, ours in split[part].items()} == stored
+    with pytest.raises(CheckpointError, match="visual.blocks.0.attn.relative"):
+        split_names([*stored, "visual.blocks.0.attn.relative"], config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vision_config": {"fullatt_block_indexes": [7]}}, "setting 'fullatt_block_indexes' is not supported"),
+        ({"vision_config": {"in_chans": 1}}, "vision_config.in_chans 1"),
+        ({"vision_config": {"hidden_act": "mish"}}, "vision_config.hidden_act 'mish'"),
+        ({"vision_config": {"spatial_patch_size": 16}}, "vision_config.spatial_patch_size 16"),
+        ({"vision_config": {"patch_size": [14, 14]}}, r"vision_config.patch_size must be .* not \[14, 14\]"),
+        ({"vision_config": {"num_heads": 3}}, "32 channels over 3 heads"),
+        ({"vision_config": {"hidden_size": 32}}, "vision_config.hidden_size 32"),
+        ({"vision_config": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_parameters: rope_type 'yarn'"),
+        ({"text_config": {"rope_scaling": ROPE | {"type": "yarn", "factor": 4.0}}}, "'yarn'"),
+        ({"text_config": {"rope_scaling": ROPE | {"rope_type": "linear", "factor": 2}}}, "'linear'"),
+        ({"text_config": {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 4]}}}, "mrope_section"),
+        ({"text_config": {"use_sliding_window": True}}, "use_sliding_window"),
+        ({"vision_config": None}, "has no section 'vision_config'"),
+        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "'Qwen2_5_VLForConditionalGeneration'"),
+    ],
+)
+def test_what_the_config_may_not_ask_for(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_config(edit(write_folder(tmp_path), **changes))
+
+
+@pytest.mark.parametrize(
+    ("processor", "message"),
+    [
+        ({"image_processor_type": "Qwen3VLImageProcessor"}, "'Qwen3VLImageProcessor'"),
+        ({"resample": 2}, "resample 2"),
+        ({"merge_size": 4}, "merge_size 4"),
+        ({"patch_size": 16}, "patch_size 16"),
+        ({"temporal_patch_size": 1}, "temporal_patch_size 1"),
+        ({"do_pad": True}, "do_pad True"),
+        ({"size": {"height": 448}}, "size: key 'height'"),
+        ({"size": {"shortest_edge": 784}}, "max_pixels None"),
+        ({"size": 448}, "'size'"),
+        ({"min_pixels": 784.5}, "min_pixels 784.5"),
+        ({"min_pixels": 7840, "max_pixels": 784}, "min_pixels 7840 and max_pixels 784"),
+    ],
+)
+def test_what_the_processor_may_not_ask_for(tmp_path: Path, processor: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_config(write_folder(tmp_path, **processor))

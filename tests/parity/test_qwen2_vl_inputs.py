@@ -1,0 +1,214 @@
+"""What Qwen2-VL's language model is given, against transformers: sizes, patches, token ids, positions, logits."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_qwen2_vl import TEXT, VISION, StillProcessor, flatten, reference_processor, write_folder
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as theirs_resized
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+
+from tessera.checkpoint.layouts.qwen2_vl import PixelRange
+from tessera.engine.config import EngineConfig
+from tessera.engine.engine import Engine
+from tessera.engine.request import Request
+from tessera.errors import InvalidRequest
+from tessera.family.qwen2_vl import smart_resize
+from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
+from tessera.sampling import SamplingParameters
+from tessera.vision.encoding.encoder import VisionEncoder
+from tessera.vision.encoding.pictures import VisionItem
+
+GROUP = 28 * 28
+LEAST, MOST = 4 * GROUP, 40 * GROUP
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("inputs"), min_pixels=LEAST, max_pixels=MOST)
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> Preprocessor:
+    return Preprocessor.from_checkpoint(folder)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> StillProcessor:
+    return reference_processor(folder, LEAST, MOST)
+
+
+def test_smart_resize_of_5000_sizes() -> None:
+    """Some of them too long, some at the halves between two multiples; all bounds from one group to a large page."""
+    dice = np.random.default_rng(0)
+    refused = 0
+    for index in range(5000):
+        width, height = (int(side) for side in np.exp(dice.uniform(0, 9, 2)))
+        if index % 5 == 0:
+            width, height = 14 * (1 + width // 14), 14 * (1 + height // 14)
+        least, most = sorted(int(pixels) for pixels in np.exp(dice.uniform(5, 17, 2)))
+        try:
+            expected = theirs_resized(height, width, 28, least, most)
+        except ValueError:
+            refused += 1
+            with pytest.raises(InvalidRequest, match="more than 200 times"):
+                smart_resize(width, height, 28, PixelRange(least, most))
+        else:
+            assert smart_resize(width, height, 28, PixelRange(least, most)) == expected[::-1], (width, height)
+    assert 100 < refused < 1000
+
+
+def picture(width: int, height: int, seed: int) -> tuple[bytes, Image.Image]:
+    """Noise over a ramp, as a PNG and as Pillow's."""
+    ramp = np.linspace(0, 200, width)[None, :, None] * np.linspace(1, 0.2, height)[:, None, None] * [1.0, 0.8, 0.5]
+    noise = np.random.default_rng(seed).normal(20, 15, (height, width, 3))
+    image, stream = Image.fromarray(np.clip(ramp + noise, 0, 255).astype(np.uint8)), io.BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue(), image
+
+
+def reference(
+    processor: StillProcessor, messages: list[dict[str, Any]], images: list[Image.Image]
+) -> tuple[list[int], np.ndarray, torch.Tensor]:
+    """Token ids, grey levels [groups, 2, 2, 14, 14, 3] of the frames, which must be alike, and image_grid_thw."""
+    prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
+    output = processor(images=images or None, text=prompt, return_tensors="pt")
+    ids = output["input_ids"][0].tolist()
+    if not images:
+        return ids, np.empty((0, 2, 2, 14, 14, 3)), torch.empty((0, 3), dtype=torch.long)
+    frames = output["pixel_values"].view(-1, 2, 2, 3, 2, 14, 14).permute(4, 0, 1, 2, 5, 6, 3)
+    assert torch.equal(frames[0], frames[1])
+    mean, std = (
+        torch.tensor(value) for value in (processor.image_processor.image_mean, processor.image_processor.image_std)
+    )
+    return ids, ((frames[0] * std + mean) * 255).numpy(), output["image_grid_thw"]
+
+
+def check(found: Prepared, ids: list[int], grey: np.ndarray, grids: torch.Tensor, most: float) -> None:
+    assert found.input_ids.tolist() == ids
+    assert found.plan.reshape(-1, 4)[:, 1:].tolist() == grids.tolist()
+    difference = np.abs(found.pixels.reshape(grey.shape) - grey)
+    assert difference.sum() <= 0.1 * difference.size and difference.max(initial=0) <= most
+
+
+@pytest.mark.parametrize("size", [(28, 112), (140, 196), (196, 84), (112, 112)])
+def test_patches_of_pictures_that_keep_their_size(
+    ours: Preprocessor, theirs: StillProcessor, size: tuple[int, int]
+) -> None:
+    data, image = picture(*size, seed=1)
+    expected = reference(
+        theirs, [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}], [image]
+    )
+    check(ours(PreprocessRequest(text="?", images=[data])), *expected, most=1e-3)
+
+
+def test_patches_of_random_sizes(ours: Preprocessor, theirs: StillProcessor) -> None:
+    """Enlarged, kept and shrunk, within InternVL's bound: 0.1 grey level in the mean, 3 at most."""
+    dice = np.random.default_rng(2)
+    for seed in range(60):
+        data, image = picture(*np.exp(dice.uniform(2.3, 5.8, 2)).astype(int).tolist(), seed)
+        messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
+        expected = reference(theirs, messages, [image])
+        check(ours(PreprocessRequest(text="What is it?", images=[data])), *expected, most=3.01)
+
+
+@pytest.mark.parametrize(("least", "most"), [(4, 6), (30, 40), (100, 100)])
+def test_bounds_of_a_request_as_the_processor_s_own(folder: Path, ours: Preprocessor, least: int, most: int) -> None:
+    data, image = picture(150, 210, seed=3)
+    bounds = {"min_pixels": least * GROUP, "max_pixels": most * GROUP}
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    expected = reference(reference_processor(folder, **bounds), messages, [image])
+    check(ours(PreprocessRequest(text="?", images=[data], **bounds)), *expected, most=3.01)
+
+
+def test_pictures_between_texts_over_several_turns(ours: Preprocessor, theirs: StillProcessor) -> None:
+    pairs = [picture(60, 90, seed=4), picture(140, 50, seed=5), picture(33, 33, seed=6)]
+    text = {"type": "text", "text": " and\n"}
+    messages = [
+        {"role": "system", "content": "You inspect homes.\n"},
+        {"role": "user", "content": [{"type": "text", "text": "Compare "}, {"type": "image"}, text, {"type": "image"}]},
+        {"role": "assistant", "content": "A socket, <|box_start|>(1,2)<|box_end|> "},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Now? 中文 café"}]},
+    ]
+    expected = reference(theirs, messages, [image for _, image in pairs])
+    check(ours(PreprocessRequest(messages=messages, images=[data for data, _ in pairs])), *expected, most=3.01)
+
+
+@pytest.mark.parametrize("text", ["Hello", " A  b\n\nc ", "\nText Recognition:", "café 中文 🙂 1234"])
+def test_text_alone(ours: Preprocessor, theirs: StillProcessor, text: str) -> None:
+    check(ours(PreprocessRequest(text=text)), *reference(theirs, [{"role": "user", "content": text}], []), most=0)
+
+
+def model_config(**changes: Any) -> Qwen2VLConfig:
+    text = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}}
+    return Qwen2VLConfig(text_config=text, vision_config=VISION, **changes)
+
+
+def test_positions_of_2000_random_prompts(ours: Preprocessor) -> None:
+    """Of up to four pictures with text before, between and behind, and what the answer's first position adds."""
+    with torch.device("meta"):
+        model = Qwen2VLModel(model_config())
+    dice, family = np.random.default_rng(7), ours.family
+    for _ in range(2000):
+        plans = [family.plan_of((1, *(2 * dice.integers(1, 9, 2)).tolist())) for _ in range(dice.integers(0, 5))]
+        kinds, spans = [0] * int(dice.integers(1, 9)), []
+        for plan in plans:
+            spans.append((len(kinds), plan.tokens))
+            kinds += [1] * plan.tokens + [0] * int(dice.integers(1, 9))
+        found = family.positions(len(kinds), np.array(spans, np.int32).reshape(-1, 2), plans)
+        grids = torch.tensor([plan.wire for plan in plans], dtype=torch.long).reshape(-1, 3)
+        types = torch.tensor([kinds])
+        expected, deltas = model.get_rope_index(torch.zeros_like(types), types, image_grid_thw=grids)
+        assert found.dtype == np.int32 and np.array_equal(found, expected[:, 0].numpy())
+        assert found.max() + 1 - len(kinds) == deltas.item()  # what a Sequence adds to the length
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@torch.inference_mode()
+def test_the_log_probabilities_of_the_whole_chain(tmp_path: Path, tied: bool, flat: bool) -> None:
+    """Of a saved random checkpoint, within 1e-3, prefill in parts and decode; of pictures that keep their size."""
+    names = json.loads((write_folder(tmp_path, min_pixels=LEAST, max_pixels=MOST) / "config.json").read_text())
+    model = Qwen2VLForConditionalGeneration(
+        model_config(tie_word_embeddings=tied, image_token_id=names["image_token_id"])
+    )
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.eval().named_parameters():
+        parameter.data.normal_(1.0 if "norm" in name or "ln_q" in name else 0.0, 0.2, generator=generator)
+    model.save_pretrained(tmp_path)
+    if flat:
+        flatten(tmp_path)
+
+    pairs, theirs = [picture(56, 84, seed=4), picture(140, 56, seed=5)], reference_processor(tmp_path, LEAST, MOST)
+    text = "<image> and <image>: alike?"
+    prepared = Preprocessor.from_checkpoint(tmp_path)(PreprocessRequest(text=text, images=[data for data, _ in pairs]))
+    pixels = theirs.image_processor([image for _, image in pairs], return_tensors="pt")
+    (rows,) = VisionEncoder.from_checkpoint(tmp_path).encode(
+        [VisionItem(prepared.pixels, prepared.plan, prepared.digest)]
+    )
+    expected = torch.cat(model.model.get_image_features(**pixels).pooler_output)
+    torch.testing.assert_close(rows, expected, atol=1e-4, rtol=0)
+
+    engine = Engine.from_checkpoint(tmp_path, EngineConfig(block_size=4, max_sequences=4, max_batched_tokens=16))
+    sampling = SamplingParameters(max_tokens=6, ignore_eos=True, logprobs=5)
+    prompt = prepared.input_ids, prepared.spans, rows, prepared.digest, sampling
+    engine.submit(Request("r", *prompt, positions=prepared.positions))
+    steps: list[Any] = []
+    while engine.has_work():
+        steps += [token.top for _, token in engine.step().tokens]
+    ids = torch.tensor(prepared.input_ids.astype(np.int64))[None]
+    for step in steps:
+        kinds = (ids == names["image_token_id"]).int()
+        expected = model(input_ids=ids, mm_token_type_ids=kinds, **pixels).logits[0, -1].log_softmax(-1)
+        assert [value for _, value in step] == pytest.approx([expected[token].item() for token, _ in step], abs=1e-3)
+        assert step[0][0] == int(expected.argmax())
+        ids = torch.cat([ids, torch.tensor([[step[0][0]]])], dim=1)
+    assert len(steps) == 6 and len(set(ids[0, -6:].tolist())) > 1

@@ -1,0 +1,97 @@
+"""Small folders of Qwen2-VL with the published template, and what transformers makes of pictures and chats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from family import checkpoint_folders as folders
+from transformers import PreTrainedTokenizerFast
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+
+# The published one without its {{ }} for numbered pictures and videos.
+TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
+    "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n{% else %}"
+    "{% for content in message['content'] %}{% if content['type'] == 'image' or 'image' in content %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif content['type'] == 'video' %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
+    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOKENS = [
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|object_ref_start|>"),
+    *("<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
+]
+VISION = dict(depth=1, embed_dim=32, num_heads=2, mlp_ratio=2, hidden_size=64)
+TEXT = dict(
+    vocab_size=432,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-6,
+    eos_token_id=2,
+)
+ROPE = {"type": "mrope", "mrope_section": [2, 3, 3]}
+
+
+def write_folder(folder: Path, **processor: Any) -> Path:
+    """Without weights; ``processor``: what preprocessor_config.json states beside the class."""
+    tokenizer = folders.byte_level(folders.QWEN2_WORDS, TOKENS)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    folders.write(folder, "tokenizer_config.json", {"eos_token": "<|im_end|>", "tokenizer_class": "Qwen2Tokenizer"})
+    folders.write(
+        folder,
+        "preprocessor_config.json",
+        {"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 2} | processor,
+    )
+    config = {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        "image_token_id": tokenizer.token_to_id("<|image_pad|>"),
+        "text_config": {**TEXT, "model_type": "qwen2_vl_text", "rope_theta": 1e6, "rope_scaling": ROPE},
+        "vision_config": {**VISION, "in_chans": 3, "spatial_patch_size": 14, "model_type": "qwen2_vl"},
+    }
+    folders.write(folder, "config.json", config)
+    return folder
+
+
+def edit(folder: Path, **changes: Any) -> Path:
+    """Changes keys of config.json; of one of its sections where a value is an object. None takes a key away."""
+    raw = json.loads((folder / "config.json").read_text())
+    for name, value in changes.items():
+        if isinstance(value, dict):
+            raw[name] = {key: item for key, item in (raw.get(name, {}) | value).items() if item is not None}
+        else:
+            raw[name] = value
+    folders.write(folder, "config.json", raw)
+    return folder
+
+
+def flatten(folder: Path) -> Path:
+    """The text model's settings into config.json itself, as published files have them."""
+    raw = json.loads((folder / "config.json").read_text())
+    folders.write(folder, "config.json", {**raw.pop("text_config"), **raw})
+    return folder
+
+
+class StillProcessor(Qwen2VLProcessor):
+    """transformers' processor without its video half, which wants torchvision."""
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+
+def reference_processor(folder: Path, min_pixels: int, max_pixels: int) -> StillProcessor:
+    """transformers' own, with its Pillow image processor."""
+    size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    return StillProcessor(Qwen2VLImageProcessorPil(size=size), tokenizer, None, chat_template=TEMPLATE)

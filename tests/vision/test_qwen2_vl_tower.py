@@ -1,0 +1,209 @@
+"""Qwen2-VL's tower: against transformers in fp32, pictures of any size, alone and beside others; memory; forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from tiny_qwen2_vl_tower import PATCH, config_of, expected, groups, model_of, picture, save, values, wires
+from torch.profiler import ProfilerActivity, profile
+
+from tessera.errors import CheckpointError, InvalidRequest
+from tessera.vision.encoding.encoder import VisionEncoder
+from tessera.vision.encoding.pictures import VisionItem
+from tessera.vision.kernels.attention import Attend, attend_within
+from tessera.vision.kernels.tower_kernels import TowerKernels
+from tessera.vision.runners.torch_runner import TorchRunner
+from tessera.vision.settings import VisionSettings
+from tessera.vision.towers.qwen2_vl import Qwen2ViT
+from tessera.vision.towers.tower import load_tower, unfilled_tower
+
+GRIDS = [(2, 2), (2, 30), (34, 2), (6, 10), (14, 8), (10, 10), (18, 26), (38, 22)]
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return model_of()
+
+
+@pytest.fixture(scope="module")
+def tower(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Qwen2ViT:
+    folder = tmp_path_factory.mktemp("tiny")
+    save(model, folder)
+    return load_tower(config_of(folder))
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_picture_alone(model, tower, grid):
+    pixels = picture(grid)
+    with torch.inference_mode():
+        rows = tower(groups(pixels), wires([grid]))
+    assert rows.shape == (grid[0] * grid[1] // 4, 48) and rows.std() > 0.01
+    torch.testing.assert_close(rows, expected(model, [pixels]), atol=1e-4, rtol=0)
+
+
+def test_pictures_beside_others(model, tower):
+    pixels = [picture(grid, seed) for seed, grid in enumerate(GRIDS)]
+    for order in (range(len(GRIDS)), range(len(GRIDS) - 1, -1, -1)):
+        chosen, grids = [pixels[i] for i in order], [GRIDS[i] for i in order]
+        with torch.inference_mode():
+            together = tower(torch.cat([groups(p) for p in chosen]), wires(grids))
+            alone = [tower(groups(p), wires([grid])) for p, grid in zip(chosen, grids, strict=True)]
+        torch.testing.assert_close(together, expected(model, chosen), atol=1e-4, rtol=0)
+        torch.testing.assert_close(together, torch.cat(alone), atol=1e-4, rtol=0)
+
+
+def test_rows_do_not_depend_on_the_neighbours_pixels(tower):
+    """To the last bit, if the neighbours are as large."""
+    grids = [(4, 6), (10, 8), (2, 4)]
+    first, second = ([picture(grid, seed) for grid in grids] for seed in (1, 2))
+    with torch.inference_mode():
+        rows = tower(torch.cat([groups(p) for p in first]), wires(grids))
+        other = tower(torch.cat([groups(p) for p in (second[0], first[1], second[2])]), wires(grids))
+    assert torch.equal(rows[6:26], other[6:26])
+    assert not torch.equal(rows[:6], other[:6]) and not torch.equal(rows[26:], other[26:])
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(embed_dim=96, num_heads=8),
+        dict(patch_size=8, spatial_merge_size=2, hidden_act="gelu"),
+        dict(rope_parameters={"rope_type": "axial", "rope_theta": 500.0}, depth=1),
+    ],
+    ids=lambda sizes: "-".join(sizes),
+)
+def test_other_shapes(tmp_path, sizes):
+    model, grids, side = model_of(**sizes), [(6, 4), (2, 8)], sizes.get("patch_size", PATCH)
+    save(model, tmp_path, "visual.")  # as transformers 4 did
+    tower, pixels = load_tower(config_of(tmp_path, **sizes)), [picture(grid, side=side) for grid in grids]
+    with torch.inference_mode():
+        rows = tower(torch.cat([groups(p, side) for p in pixels]), wires(grids))
+    torch.testing.assert_close(rows, expected(model, pixels, side), atol=1e-4, rtol=0)
+
+
+def test_weights_left_over_missing_or_of_another_shape_are_named(model, tmp_path):
+    save(model, tmp_path, **{"blocks.2.norm1.bias": torch.ones(160)})
+    with pytest.raises(CheckpointError, match=r"layers\.2\.norm1\.bias: left over"):
+        load_tower(config_of(tmp_path))
+    save(model, tmp_path, **{"patch_embed.proj.bias": torch.ones(160)})
+    with pytest.raises(CheckpointError, match=r"model\.visual\.patch_embed\.proj\.bias"):
+        load_tower(config_of(tmp_path))
+    save(model, tmp_path)
+    with pytest.raises(CheckpointError, match=r"layers\.2\.attention\.qkv\.weight: missing"):
+        load_tower(config_of(tmp_path, depth=3))
+    with pytest.raises(CheckpointError, match=r"patch_embedding\.weight: has shape .* 2, 14, 14\], expected .* 3, 14"):
+        load_tower(config_of(tmp_path, temporal_patch_size=3))
+
+
+def attend_under_a_mask(lengths: Sequence[int]) -> Attend:
+    """Another way: all scores at once, those between pictures left out."""
+    picture = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+        scores = scores.masked_fill(picture[:, None] != picture, -torch.inf)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
+
+    return attend
+
+
+def test_attention_stays_within_pictures(tower):
+    lengths = [4, 1, 12, 7]
+    heads = torch.randn(3, 24, 3, 20, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(attend_within(lengths)(*heads), attend_under_a_mask(lengths)(*heads))
+    pixels = torch.cat([groups(picture(grid)) for grid in GRIDS[3:6]])
+    with torch.inference_mode():
+        rows = tower(pixels, wires(GRIDS[3:6]), TowerKernels(attend_within=attend_under_a_mask))
+        torch.testing.assert_close(rows, tower(pixels, wires(GRIDS[3:6])), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("grey", [None, 0, 120, 255])
+def test_folded_normalisation_costs_no_more_than_rounding_the_pixels(tmp_path, grey):
+    """In bfloat16, against exact sums: at most twice the reference's error, which rounds normalised pixels, or a
+    thousandth of what the kernel gives white. The kernel has a mean, so that greys near the pixels' mean cancel."""
+    tower = Qwen2ViT(config_of(tmp_path)).requires_grad_(False)
+    kernel = torch.randn(160, 3, 2, PATCH, PATCH, generator=torch.Generator().manual_seed(5)) * 0.02 + 0.02
+    kernel = kernel.bfloat16().float()
+    tower.targets(set())["patch_embedding.weight"](kernel)
+    tower.finish_loading()
+    pixels = picture((20, 20)) if grey is None else np.full((280, 280, 3), grey, np.uint8)
+    weight = kernel.flatten(1).double().T
+    exact, white = values(pixels).double() @ weight, values(np.full((28, 28, 3), 255, np.uint8)).double() @ weight
+    reference = values(pixels).bfloat16().double() @ weight
+    error = (tower.bfloat16().embed(groups(pixels)).double() - exact).square().mean().sqrt()
+    rounded = (reference.bfloat16().double() - exact).square().mean().sqrt()
+    assert error <= max(2 * rounded, 1e-3 * white.abs().mean())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ({}, "float32"),
+        ({}, "bfloat16"),
+        (dict(embed_dim=32), "float32"),
+        (dict(embed_dim=320, num_heads=4), "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("grids", [[(40, 40)], [(10, 10)] * 8 + [(40, 20)]], ids=["one picture", "nine"])
+def test_activations_are_in_proportion_to_the_patches(tmp_path, sizes, dtype, grids):
+    """And estimated from above, against what torch's profiler sees allocated at once."""
+    config = config_of(tmp_path, mlp_ratio=4, **sizes)
+    tower = load_tower(config, getattr(torch, dtype), random_weights=True)
+    pixels = torch.zeros(400, 2, 2, PATCH, PATCH, 3, dtype=torch.uint8)
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        tower(pixels, wires(grids))
+    held, peak = 0, 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    estimate = unfilled_tower(config, getattr(torch, dtype)).activation_bytes(400)
+    assert peak <= estimate <= 1.5 * peak
+
+
+def item(*pixels: np.ndarray) -> VisionItem:
+    plan = [(0, 1, p.shape[0] // PATCH, p.shape[1] // PATCH) for p in pixels]
+    digest = [(int(p.astype(np.int64).sum()), p.size) for p in pixels]
+    flat = [groups(p).numpy().ravel() for p in pixels]
+    return VisionItem(np.concatenate(flat), np.array(plan, np.int32).ravel(), np.array(digest).ravel())
+
+
+def test_forwards_are_filled_across_requests_by_patches(model, tmp_path):
+    """A batch of 1 is 1024 patches, whoever's; a larger picture, which the checkpoint allows, has a forward alone."""
+    save(model, tmp_path)
+    config_of(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(f'{{"max_pixels": {300 * 28**2}}}')
+    settings = VisionSettings(infer_batch_size=1, memory_bytes=1 << 30, cache_bytes=0)
+    vision = VisionEncoder.from_checkpoint(tmp_path, settings)
+    runner = vision.runner
+    assert isinstance(runner, TorchRunner) and (vision.infer_batch_size, runner.tower.max_cost) == (256, 300)
+    held = sum(p.nbytes for p in runner.tower.parameters()) + runner.activation_bytes(300) + 2 * 300 * 4 * 3 * PATCH**2
+    assert vision.budget.capacity == (1 << 30) - held
+    assert vision.budget.bytes_per_unit == 2 * 48 * 4
+
+    requests = [[(38, 22)], [(6, 10), (10, 10)], [(18, 26), (2, 2), (24, 24)], [(30, 40)], [(2, 30)]]
+    pictures = [[picture(grid, seed) for grid in grids] for seed, grids in enumerate(requests)]
+    forwards = []
+    runner.run = lambda pixels, wires: (forwards.append(wires), TorchRunner.run(runner, pixels, wires))[1]
+    rows = vision.encode([item(*each) for each in pictures])
+    sizes = [[height * width for _, height, width in wires] for wires in forwards]
+    assert sizes == [[836, 60, 100], [468, 4], [576], [1200], [60]]
+    for own, each in zip(rows, pictures, strict=True):
+        torch.testing.assert_close(own, expected(model, each), atol=1e-4, rtol=0)
+    with pytest.raises(InvalidRequest, match="picture 0 costs 301 image tokens; the vision tower takes at most 300"):
+        vision.encode([item(np.zeros((28, 301 * 28, 3), np.uint8))])
+
+
+def test_square_pictures_are_cut_as_the_family_cuts(tower):
+    drawn = [picture((32, 32), seed) for seed in range(2)]
+    pixels, grids = tower.squares(lambda shape: torch.from_numpy(np.stack(drawn)).view(2, *shape))
+    assert torch.equal(pixels, torch.cat([groups(each) for each in drawn])) and grids == [(1, 32, 32)] * 2
+
+
+def test_random_weights_need_none_and_repeat(tmp_path):
+    config, pixels = config_of(tmp_path), groups(picture((6, 4)))
+    first, second = (load_tower(config, random_weights=True)(pixels, [(1, 6, 4)]) for _ in range(2))
+    assert torch.equal(first, second) and first.std() > 0
