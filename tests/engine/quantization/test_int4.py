@@ -198,6 +198,23 @@ WRONG = {
 
 
 @pytest.mark.usefixtures("hopper")
+def test_a_kernel_that_rounds_single_values_otherwise_is_used(monkeypatch):
+    layer, _, _ = made()
+    right = int4.layer_kernels("cpu")
+
+    def rounding(*given):
+        y = right.w4a16_linear(*given)
+        return spoilt(y, slice(None), 0, 1.05 * y[:, 0])
+
+    monkeypatch.setattr(
+        int4, "layer_kernels", lambda device: SimpleNamespace(**vars(right) | {"w4a16_linear": rounding})
+    )
+    place = LinearShape(layer.out_features, SIZE, True, "alone", torch.float32)
+    layer.scheme.tune([layer], place, FirstWays(W4A16), "here")
+    assert layer.scheme.way(layer, 16) == W4A16
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_kernel_that_is_wrong_is_found_at_the_start_and_not_used(wrong, monkeypatch, caplog):
     layer, _, _ = made()

@@ -25,9 +25,8 @@ ZERO = 8
 W4A16, DEQUANTIZED = "w4a16", "dequantized"
 _W4A16_ROWS = 64  # the kernel's limit (tessera.engine.kernels.w4a16, which imports triton)
 _CHECKED_ROWS = (1, 8, 13, 16, 29, 32, 57, 64)  # each compiled kernel, its tiles full and not
-# Of a column's norm, or of the answers' mean. Of the 19,000 values of one gated row some differ by 2 in 100 just from
-# rounding; a block that is left out or taken twice differs by 20.
-_TOLERANCE = 0.1
+_TILE = 64  # columns of the kernel's smallest tile
+_TOLERANCE = 0.02  # of a tile's norm, or of the tiles' mean: both round to the model's dtype
 _HOPPER = (9, 0)  # the compute capability that has the kernel's instructions, and the only one
 
 
@@ -171,7 +170,10 @@ class Int4(MeasuredScheme):
 
 
 def _agrees(layer: Linear, shape: LinearShape, rows: int) -> bool:
-    """Whether kernel and dequantized weights give the same in every column, as the layer is used; changes its ways."""
+    """Whether kernel and dequantized weights give the same in every tile, as the layer is used; changes its ways.
+
+    Not in every value: of the 19,000 of one gated row some differ by 2 in 100 just from rounding.
+    """
     scheme = cast("Int4", layer.scheme)
     x = torch.randn(rows, layer.in_features, dtype=layer.dtype, device=layer.device)
     answers = []
@@ -183,8 +185,11 @@ def _agrees(layer: Linear, shape: LinearShape, rows: int) -> bool:
             _LOG.exception("%s fails for %s", way, shape)
             return False
     found, expected = answers
-    norms = expected.norm(dim=0)
-    return bool(((found - expected).norm(dim=0) <= _TOLERANCE * (norms + norms.mean())).all())
+    errors, norms = (
+        F.pad(values, (0, -values.shape[1] % _TILE)).unflatten(1, (-1, _TILE)).norm(dim=(0, 2))
+        for values in (found - expected, expected)
+    )
+    return bool((errors <= _TOLERANCE * (norms + norms.mean())).all())
 
 
 def _is_packed(layer: Linear) -> bool:
