@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from family import checkpoint_folders as folders
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
@@ -86,6 +89,29 @@ def flatten(folder: Path) -> Path:
     raw = json.loads((folder / "config.json").read_text())
     folders.write(folder, "config.json", {**raw.pop("text_config"), **raw})
     return folder
+
+
+def model_config(text: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Qwen2VLConfig:
+    sizes = {**TEXT, **text}
+    half = sizes["hidden_size"] // sizes["num_attention_heads"] // 2
+    sections = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+    vision = VISION | {"hidden_size": sizes["hidden_size"]}
+    return Qwen2VLConfig(text_config={**sizes, "rope_parameters": rope}, vision_config=vision, **changes)
+
+
+def write_model(
+    folder: Path, text: Mapping[str, Any] = MappingProxyType({}), tied: bool = False, **processor: Any
+) -> Any:
+    """A folder with random weights, as transformers saves it, and the model; ``text``: what differs from TEXT."""
+    raw = json.loads((write_folder(folder, **processor) / "config.json").read_text())
+    config = model_config(text, tie_word_embeddings=tied, image_token_id=raw["image_token_id"])
+    model = Qwen2VLForConditionalGeneration(config).eval()
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(1.0 if "norm" in name or "ln_q" in name else 0.0, 0.2, generator=generator)
+    model.save_pretrained(folder)
+    return model
 
 
 class StillProcessor(Qwen2VLProcessor):
