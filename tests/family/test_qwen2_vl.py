@@ -152,8 +152,11 @@ def test_video_is_refused_by_name(ours: Preprocessor) -> None:
 
 def test_a_picture_200_times_as_long_is_the_last(ours: Preprocessor) -> None:
     assert ours.family.plan(2000, 10, ours.policy).wire == (1, 2, 58)
-    with pytest.raises(InvalidRequest, match="2001x10 pixels is more than 200 times as long as it is wide"):
-        ours.family.plan(2001, 10, ours.policy)
+    long = pictures.jpeg(2001, 10)
+    with pytest.raises(
+        InvalidRequest, match="image 1: 2001x10 pixels are more than 200 times as long as they are wide"
+    ):
+        ours(PreprocessRequest(text="?", images=[PAGE, long]))
 
 
 def test_a_marker_is_an_image_with_its_vision_tokens(ours: Preprocessor) -> None:

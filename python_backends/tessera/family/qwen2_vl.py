@@ -34,7 +34,7 @@ def smart_resize(width: int, height: int, factor: int, limits: PixelRange) -> tu
     """
     if max(width, height) > MOST_ASPECT * min(width, height):
         raise InvalidRequest(
-            f"a picture of {width}x{height} pixels is more than {MOST_ASPECT} times as long as it is wide; cut it"
+            f"{width}x{height} pixels are more than {MOST_ASPECT} times as long as they are wide; cut the picture"
         )
     across, down = (round(side / factor) * factor for side in (width, height))
     if across * down > limits.max_pixels:

@@ -156,7 +156,10 @@ class Preprocessor:
     def picture(self, image: bytes, policy: Any, name: str = "image") -> Picture:
         """An encoded picture planned by its header alone. Raises InvalidRequest that calls it ``name``."""
         header = read_checked_header(image, self.limits, name)
-        plan = self.family.plan(*header.upright_size, policy)
+        try:
+            plan = self.family.plan(*header.upright_size, policy)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{name}: {error}") from None
         return Picture(image, header, plan, KIND_ENCODED if self._is_for_gpu(header) else KIND_PIXELS)
 
     def _is_for_gpu(self, header: Header) -> bool:
