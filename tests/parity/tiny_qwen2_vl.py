@@ -1,4 +1,4 @@
-"""Small folders of Qwen2-VL with the published template, and what transformers makes of pictures and chats."""
+"""Small folders of Qwen2-VL with a template like the published one, and what transformers makes of pictures and chats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForCondi
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
-# The published one, which also numbers pictures where it is asked to.
+# As the model's authors describe theirs (no published file was read): it numbers pictures where it is asked to.
 TEMPLATE = (
     "{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}"
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
