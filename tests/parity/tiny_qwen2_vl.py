@@ -1,4 +1,4 @@
-"""Small folders of Qwen2-VL with a template like the published one, and what transformers makes of pictures and chats."""
+"""Small folders of Qwen2-VL, their template as the published one, and what transformers makes of chats."""
 
 from __future__ import annotations
 
