@@ -53,8 +53,10 @@ def tokens(found: Prepared) -> list[int]:
 )
 def test_a_page_s_tokens(folder: Path, deployment: dict[str, int], request_: dict[str, int], count: int) -> None:
     """By what the deployment sets and what the request says, which goes before it; else the checkpoint's 4 to 1280."""
-    preprocessor = Preprocessor.from_checkpoint(folder, PreprocessSettings(**deployment))
+    preprocessor = Preprocessor.from_checkpoint(folder, PreprocessSettings(tile_policy=json.dumps(deployment)))
     found = preprocessor(PreprocessRequest(text="?", images=[PAGE], **request_))
+    as_policy = preprocessor(PreprocessRequest(text="?", images=[PAGE], tile_policy=request_))
+    assert np.array_equal(found.digest, as_policy.digest)
     assert tokens(found) == [count]
     assert found.pixels.size == count * GROUP * 3
     assert int((found.input_ids == preprocessor.family.image_token_id).sum()) == count
@@ -81,7 +83,8 @@ def test_other_bounds_are_other_pixels_to_every_cache(ours: Preprocessor) -> Non
         ({"min_pixels": 10**410}, "min_pixels must be"),
         ({"min_pixels": 2000 * GROUP}, f"min_pixels {2000 * GROUP} is above max_pixels {1280 * GROUP}"),
         ({"max_pixels": 5000 * GROUP}, "makes up to 5000 image tokens of a picture; this server's limit is 4096"),
-        ({"tile_policy": "native"}, r"tile_policy means nothing to this model \(what does: min_pixels, max_pixels\)"),
+        ({"tile_policy": "native"}, "unknown key 'name'; this model's are min_pixels, max_pixels"),
+        ({"tile_policy": {"max_tiles": 6}}, "unknown key 'max_tiles'"),
     ],
 )
 def test_a_request_s_bounds_are_refused(ours: Preprocessor, asked: dict[str, Any], message: str) -> None:
@@ -92,8 +95,8 @@ def test_a_request_s_bounds_are_refused(ours: Preprocessor, asked: dict[str, Any
 
 def test_a_deployment_s_are_refused_at_start(folder: Path) -> None:
     with pytest.raises(ConfigError, match="preprocess: min_pixels 10000 is above max_pixels 784"):
-        Preprocessor.from_checkpoint(folder, PreprocessSettings(min_pixels=10000, max_pixels=784))
-    with pytest.raises(ConfigError, match="preprocess: tile_policy means nothing"):
+        Preprocessor.from_checkpoint(folder, PreprocessSettings(tile_policy={"min_pixels": 10000, "max_pixels": 784}))
+    with pytest.raises(ConfigError, match="preprocess: tile policy: unknown key 'name'"):
         Preprocessor.from_checkpoint(folder, PreprocessSettings(tile_policy="native"))
 
 
@@ -101,7 +104,7 @@ def test_the_stage_reads_both_from_the_environment_and_the_request(
     backend: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TESSERA_CHECKPOINT", str(folder))
-    monkeypatch.setenv("TESSERA_PREPROCESS_MAX_PIXELS", str(256 * GROUP))
+    monkeypatch.setenv("TESSERA_PREPROCESS_TILE_POLICY", '{"max_pixels": 200704}')
     preprocess = stage("config.pbtxt")
     for sampling, patches in ((b"{}", [38, 26]), (b'{"max_pixels": 50176}', [18, 12])):
         request = InferenceRequest([strings("image", PAGE), strings("sampling_parameters", sampling)])
@@ -149,8 +152,11 @@ def test_video_is_refused_by_name(ours: Preprocessor) -> None:
 
 def test_a_picture_200_times_as_long_is_the_last(ours: Preprocessor) -> None:
     assert ours.family.plan(2000, 10, ours.policy).wire == (1, 2, 58)
-    with pytest.raises(InvalidRequest, match="2001x10 pixels is more than 200 times as long as it is wide"):
-        ours.family.plan(2001, 10, ours.policy)
+    long = pictures.jpeg(2001, 10)
+    with pytest.raises(
+        InvalidRequest, match="image 1: 2001x10 pixels are more than 200 times as long as they are wide"
+    ):
+        ours(PreprocessRequest(text="?", images=[PAGE, long]))
 
 
 def test_a_marker_is_an_image_with_its_vision_tokens(ours: Preprocessor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_qwen2_vl import TEXT, VISION, StillProcessor, flatten, reference_processor, write_folder
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from tiny_qwen2_vl import StillProcessor, flatten, model_config, reference_processor, write_folder, write_model
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as theirs_resized
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
@@ -147,11 +145,6 @@ def test_text_alone(ours: Preprocessor, theirs: StillProcessor, text: str) -> No
     check(ours(PreprocessRequest(text=text)), *reference(theirs, [{"role": "user", "content": text}], []), most=0)
 
 
-def model_config(**changes: Any) -> Qwen2VLConfig:
-    text = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}}
-    return Qwen2VLConfig(text_config=text, vision_config=VISION, **changes)
-
-
 def test_positions_of_2000_random_prompts(ours: Preprocessor) -> None:
     """Of up to four pictures with text before, between and behind, and what the answer's first position adds."""
     with torch.device("meta"):
@@ -176,14 +169,7 @@ def test_positions_of_2000_random_prompts(ours: Preprocessor) -> None:
 @torch.inference_mode()
 def test_the_log_probabilities_of_the_whole_chain(tmp_path: Path, tied: bool, flat: bool) -> None:
     """Of a saved random checkpoint, within 1e-3, prefill in parts and decode; of pictures that keep their size."""
-    names = json.loads((write_folder(tmp_path, min_pixels=LEAST, max_pixels=MOST) / "config.json").read_text())
-    model = Qwen2VLForConditionalGeneration(
-        model_config(tie_word_embeddings=tied, image_token_id=names["image_token_id"])
-    )
-    generator = torch.Generator().manual_seed(5)
-    for name, parameter in model.eval().named_parameters():
-        parameter.data.normal_(1.0 if "norm" in name or "ln_q" in name else 0.0, 0.2, generator=generator)
-    model.save_pretrained(tmp_path)
+    model = write_model(tmp_path, tied=tied, min_pixels=LEAST, max_pixels=MOST)
     if flat:
         flatten(tmp_path)
 
@@ -206,7 +192,7 @@ def test_the_log_probabilities_of_the_whole_chain(tmp_path: Path, tied: bool, fl
         steps += [token.top for _, token in engine.step().tokens]
     ids = torch.tensor(prepared.input_ids.astype(np.int64))[None]
     for step in steps:
-        kinds = (ids == names["image_token_id"]).int()
+        kinds = (ids == model.config.image_token_id).int()
         expected = model(input_ids=ids, mm_token_type_ids=kinds, **pixels).logits[0, -1].log_softmax(-1)
         assert [value for _, value in step] == pytest.approx([expected[token].item() for token, _ in step], abs=1e-3)
         assert step[0][0] == int(expected.argmax())

@@ -1,25 +1,34 @@
-"""Small folders of Qwen2-VL with the published template, and what transformers makes of pictures and chats."""
+"""Small folders of Qwen2-VL, their template as the published one, and what transformers makes of chats."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from family import checkpoint_folders as folders
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
-# The published one without its {{ }} for numbered pictures and videos.
+# As the model's authors describe theirs (no published file was read): it numbers pictures where it is asked to.
 TEMPLATE = (
+    "{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}"
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
     "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n{% else %}"
-    "{% for content in message['content'] %}{% if content['type'] == 'image' or 'image' in content %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% elif content['type'] == 'video' %}"
-    "<|vision_start|><|video_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
-    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
+    "{% set image_count.value = image_count.value + 1 %}"
+    "{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif content['type'] == 'video' or 'video' in content %}"
+    "{% set video_count.value = video_count.value + 1 %}"
+    "{% if add_vision_id %}Video {{ video_count.value }}: {% endif %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOKENS = [
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|object_ref_start|>"),
@@ -80,6 +89,29 @@ def flatten(folder: Path) -> Path:
     raw = json.loads((folder / "config.json").read_text())
     folders.write(folder, "config.json", {**raw.pop("text_config"), **raw})
     return folder
+
+
+def model_config(text: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Qwen2VLConfig:
+    sizes = {**TEXT, **text}
+    half = sizes["hidden_size"] // sizes["num_attention_heads"] // 2
+    sections = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+    vision = VISION | {"hidden_size": sizes["hidden_size"]}
+    return Qwen2VLConfig(text_config={**sizes, "rope_parameters": rope}, vision_config=vision, **changes)
+
+
+def write_model(
+    folder: Path, text: Mapping[str, Any] = MappingProxyType({}), tied: bool = False, **processor: Any
+) -> Any:
+    """A folder with random weights, as transformers saves it, and the model; ``text``: what differs from TEXT."""
+    raw = json.loads((write_folder(folder, **processor) / "config.json").read_text())
+    config = model_config(text, tie_word_embeddings=tied, image_token_id=raw["image_token_id"])
+    model = Qwen2VLForConditionalGeneration(config).eval()
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(1.0 if "norm" in name or "ln_q" in name else 0.0, 0.2, generator=generator)
+    model.save_pretrained(folder)
+    return model
 
 
 class StillProcessor(Qwen2VLProcessor):

@@ -66,13 +66,13 @@ class ModelFamily(ABC):
     for_less: str = "send smaller pictures"
 
     def policy(self, asked: Mapping[str, Any], default: Any = None, max_cost: int | None = None) -> Any:
-        """What a deployment or a request ``asked`` for, by POLICY_KEYS, parsed for ``plan``.
+        """What a deployment or a request ``asked`` for, by POLICY_KEYS (None: nothing), parsed for ``plan``.
 
         ``default`` (None: the checkpoint's own) stands for what it leaves open. Raises InvalidRequest, also where
         ``asked`` allows a picture to cost more than ``max_cost``.
         """
-        for name in asked:
-            if name not in self.policy_keys:
+        for name, value in asked.items():
+            if value is not None and name not in self.policy_keys:
                 known = ", ".join(self.policy_keys) or "none"
                 raise InvalidRequest(f"{name} means nothing to this model (what does: {known}); leave it out")
         return default

@@ -108,8 +108,9 @@ class InternVL(ModelFamily):
         self, asked: Mapping[str, Any], default: TilePolicy | None = None, max_cost: int | None = None
     ) -> TilePolicy:
         super().policy(asked)
-        policy = TilePolicy.parse(asked.get("tile_policy"), default or self._checkpoint_policy)
-        if asked and max_cost is not None and policy.max_tiles > max_cost:
+        value = asked.get("tile_policy")
+        policy = TilePolicy.parse(value, default or self._checkpoint_policy)
+        if value is not None and max_cost is not None and policy.max_tiles > max_cost:
             raise InvalidRequest(
                 f"tile policy: max_tiles {policy.max_tiles!r:.20} is above this server's limit of {max_cost} tiles a "
                 "request"

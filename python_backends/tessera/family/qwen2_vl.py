@@ -19,9 +19,11 @@ from tessera.checkpoint.files import read_token_names
 from tessera.checkpoint.layouts.qwen2_vl import PixelRange
 from tessera.errors import InvalidRequest
 from tessera.family.family import ImagePlan, ModelFamily, View
+from tessera.family.tile_policy import stated_keys
 
 MOST_ASPECT = 200
 MOST_PIXELS = 2**31 - 1
+BOUNDS = ("min_pixels", "max_pixels")
 
 
 def smart_resize(width: int, height: int, factor: int, limits: PixelRange) -> tuple[int, int]:
@@ -32,7 +34,7 @@ def smart_resize(width: int, height: int, factor: int, limits: PixelRange) -> tu
     """
     if max(width, height) > MOST_ASPECT * min(width, height):
         raise InvalidRequest(
-            f"a picture of {width}x{height} pixels is more than {MOST_ASPECT} times as long as it is wide; cut it"
+            f"{width}x{height} pixels are more than {MOST_ASPECT} times as long as they are wide; cut the picture"
         )
     across, down = (round(side / factor) * factor for side in (width, height))
     if across * down > limits.max_pixels:
@@ -53,7 +55,7 @@ class Qwen2VL(ModelFamily):
         "<|quad_end|>",
     )
     cost_unit = "image tokens"
-    policy_keys = ("min_pixels", "max_pixels")
+    policy_keys = ("tile_policy", "min_pixels", "max_pixels")
     for_less = "lower max_pixels"
 
     def __init__(self, config: CheckpointConfig) -> None:
@@ -73,17 +75,22 @@ class Qwen2VL(ModelFamily):
         self, asked: Mapping[str, Any], default: PixelRange | None = None, max_cost: int | None = None
     ) -> PixelRange:
         super().policy(asked)
-        for name, value in asked.items():
+        stated = {name: asked[name] for name in BOUNDS if asked.get(name) is not None}
+        if asked.get("tile_policy") is not None:
+            stated = stated_keys(asked["tile_policy"]) | stated
+        for name, value in stated.items():
+            if name not in BOUNDS:
+                raise InvalidRequest(f"tile policy: unknown key {name!r:.50}; this model's are {', '.join(BOUNDS)}")
             if type(value) is not int or not 1 <= value <= MOST_PIXELS:
                 raise InvalidRequest(f"{name} must be a whole number from 1 to {MOST_PIXELS}, not {value!r:.50}")
-        limits = replace(default or self._checkpoint_range, **asked)
+        limits = replace(default or self._checkpoint_range, **stated)
         if limits.min_pixels > limits.max_pixels:
             raise InvalidRequest(
                 f"min_pixels {limits.min_pixels} is above max_pixels {limits.max_pixels}; state both, the first not "
                 "above the second"
             )
         tokens = limits.max_pixels // (self.merge * self.patch) ** 2
-        if "max_pixels" in asked and max_cost is not None and tokens > max_cost:
+        if "max_pixels" in stated and max_cost is not None and tokens > max_cost:
             raise InvalidRequest(
                 f"max_pixels {limits.max_pixels} makes up to {tokens} {self.cost_unit} of a picture; this server's "
                 f"limit is {max_cost} a request"

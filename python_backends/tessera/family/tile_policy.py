@@ -90,11 +90,7 @@ class TilePolicy:
         """
         if value is None or isinstance(value, TilePolicy):
             return value or default
-        if isinstance(value, str):
-            value = _policy_mapping(value)
-        if not isinstance(value, Mapping):
-            raise InvalidRequest(f"tile policy must be a name or an object, not {type(value).__name__}")
-        keys = dict(value)
+        keys = stated_keys(value)
         name = keys.pop("name", None)
         known = [default, *TILE_POLICIES.values()]
         base = default if name is None else next((policy for policy in known if policy.name == name), None)
@@ -106,13 +102,18 @@ class TilePolicy:
         return replace(base, **keys)
 
 
-def _policy_mapping(text: str) -> Any:
-    if not text.lstrip().startswith("{"):
-        return {"name": text.strip()}
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"tile policy is not valid JSON: {error}") from None
+def stated_keys(value: Any) -> dict[str, Any]:
+    """What a policy's name, JSON text or mapping states; of a name the key ``name``. Raises InvalidRequest."""
+    if isinstance(value, str):
+        if not value.lstrip().startswith("{"):
+            return {"name": value.strip()}
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"tile policy is not valid JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"tile policy must be a name or an object, not {type(value).__name__}")
+    return dict(value)
 
 
 TILE_POLICIES = {

@@ -44,6 +44,11 @@ class PreprocessRequest:
     min_pixels: int | None = None
     max_pixels: int | None = None
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What it says of how finely pictures are cut."""
+        return {name: getattr(self, name) for name in POLICY_KEYS}
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -89,7 +94,7 @@ class Preprocessor:
         self.max_cost = settings.limits.max_cost or family.max_cost
         self.gpu_pixels = settings.gpu_pixels
         try:
-            self.policy = family.policy(_asked(settings))
+            self.policy = family.policy({"tile_policy": settings.tile_policy})
         except InvalidRequest as error:
             raise ConfigError(f"preprocess: {error}") from None
         self._mode = RESIZE_MODES[settings.resize]
@@ -110,7 +115,7 @@ class Preprocessor:
         """Raises InvalidRequest that names the image by its place in the prompt (from 0)."""
         chat = parse_chat(request.text, request.messages, len(request.images))
         images = self._encoded(chat, request.images)
-        pictures = self._pictures(images, self.family.policy(_asked(request), self.policy, self.max_cost))
+        pictures = self._pictures(images, self.family.policy(request.asked, self.policy, self.max_cost))
         plans = tuple(picture.plan for picture in pictures)
         prompt = self.prompts.build(chat.messages, plans)
         digests = [
@@ -151,7 +156,10 @@ class Preprocessor:
     def picture(self, image: bytes, policy: Any, name: str = "image") -> Picture:
         """An encoded picture planned by its header alone. Raises InvalidRequest that calls it ``name``."""
         header = read_checked_header(image, self.limits, name)
-        plan = self.family.plan(*header.upright_size, policy)
+        try:
+            plan = self.family.plan(*header.upright_size, policy)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{name}: {error}") from None
         return Picture(image, header, plan, KIND_ENCODED if self._is_for_gpu(header) else KIND_PIXELS)
 
     def _is_for_gpu(self, header: Header) -> bool:
@@ -178,8 +186,3 @@ class Preprocessor:
             decoded = decode(picture.data, self.limits, f"image {index}", enough if self._mode.reduced else None)
             self.family.cut(decoded, picture.plan, self._mode.resize, out)
         return pixels
-
-
-def _asked(source: PreprocessRequest | PreprocessSettings) -> dict[str, Any]:
-    """What it says of how finely pictures are cut."""
-    return {name: value for name in POLICY_KEYS if (value := getattr(source, name)) is not None}

@@ -28,17 +28,15 @@ class Limits:
 class PreprocessSettings:
     """A deployment's settings. None means the checkpoint's own: how pictures are cut, context in tokens, system text.
 
-    ``tile_policy`` (docs/tile_policies.md), or of models of native resolution ``min_pixels`` and ``max_pixels``: how
-    finely pictures are cut where a request does not say. ``resize``:
-    reference, as the checkpoint was trained, or fast (docs/preprocessing.md). ``gpu_pixels``: JPEGs of at least so many
-    pixels are left to the vision stage, to decode them on its GPU; 0 leaves it none.
+    ``tile_policy``: how finely pictures are cut where a request does not say (docs/tile_policies.md; for models of
+    native resolution docs/preprocessing.md). ``resize``: reference, as the checkpoint was trained, or fast
+    (docs/preprocessing.md). ``gpu_pixels``: JPEGs of at least so many pixels are left to the vision stage, to decode
+    them on its GPU; 0 leaves it none.
     """
 
     limits: Limits = field(default_factory=Limits)
     resize: str = setting("reference", choices=("reference", "fast"))
     tile_policy: Any = setting(None, kind=str)
-    min_pixels: int | None = setting(None, kind=int, least=1)
-    max_pixels: int | None = setting(None, kind=int, least=1)
     context_length: int | None = setting(None, name="max_model_len", common=True, kind=int, least=2)
     system: str | None = None
     gpu_pixels: int = setting(0, common=True, least=0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from packers import FORMATS, quantize_folder
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
+from tiny_qwen2_vl import write_model
 
 from tessera.checkpoint.config import read_config
 from tessera.engine.config import EngineConfig
@@ -30,6 +31,12 @@ def in_chat(text):
 
 def native(text, **options):
     return lambda tmp_path: hf_native(tmp_path / text, Shape(text=text, **SHAPE), **options)
+
+
+def qwen2_vl(tmp_path):
+    sizes = dict(hidden_size=256, num_attention_heads=4, intermediate_size=320, num_hidden_layers=1)
+    write_model(tmp_path, sizes)
+    return tmp_path
 
 
 def separate(found):
@@ -63,6 +70,7 @@ BODIES = {
     "qwen3, original layout": (in_chat("qwen3"), separate),
     "phi3": (native("phi3"), as_stored),
     "phi3, original layout": (in_chat("phi3"), as_stored),
+    "qwen2_vl": (qwen2_vl, separate),
     "internlm2, original layout": (internlm2, grouped),
 }
 
