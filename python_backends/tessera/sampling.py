@@ -18,11 +18,10 @@ MAX_CHOICES = 64
 MAX_CHOICE_CHARACTERS = 256
 MAX_REGEX_CHARACTERS = 8192
 MAX_SCHEMA_CHARACTERS = 65536
-LARGEST = 2**63
+LARGEST = 2**63 - 1  # an int64, as which whole numbers come to the device
 # Keys of a request's sampling_parameters that say how finely its pictures are cut; a model family knows some of them.
 POLICY_KEYS = ("tile_policy", "min_pixels", "max_pixels")
 # All that are for preprocess alone.
-PREPROCESS_KEYS = (*POLICY_KEYS, "timeout_us")
 # What changes the logits by the tokens so far.
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "no_repeat_ngram_size")
 # What has no meaning where the answer is one of the choices.
@@ -136,7 +135,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(f"{name!r:.40}" for name in names[:3]) + more
 
 
-def _integer(low: int, high: float = math.inf) -> Callable[[str, Any], int]:
+def _integer(low: int, high: int = LARGEST) -> Callable[[str, Any], int]:
     def read(name: str, value: Any) -> int:
         number = _number(name, value)
         if number != int(number):
@@ -165,7 +164,7 @@ def _number(name: str, value: Any) -> int | float:
                 value = float(value)
             except ValueError:
                 value = None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST + 1:
         raise InvalidRequest(f"sampling_parameters: {name} must be a number between -2**63 and 2**63")
     return value
 
@@ -251,7 +250,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "temperature": _real(0, math.inf),
     "top_p": _real(0, 1, above=True),
     "top_k": _integer(-1),
-    "seed": _integer(-(2**63), 2**63 - 1),
+    "seed": _integer(-(2**63)),
     "stop": _stop,
     "ignore_eos": _flag,
     "logprobs": _logprobs,
@@ -261,7 +260,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "frequency_penalty": _real(-2, 2),
     "repetition_penalty": _real(0, 10, above=True),
     "no_repeat_ngram_size": _integer(0),
-    "priority": _integer(-(2**63), 2**63 - 1),
+    "priority": _integer(-(2**63)),
     "choices": _choices,
     "regex": _regex,
     "json_schema": _json_schema,

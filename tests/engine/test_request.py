@@ -143,7 +143,8 @@ def test_choices_exclude_what_shapes_free_text(other):
         {"no_repeat_ngram_size": -1},
         {"no_repeat_ngram_size": 2.5},
         {"priority": 0.5},
-        {"priority": 2**63},
+        *({name: 2**63} for name in ("priority", "seed", "top_k", "max_tokens", "min_tokens", "no_repeat_ngram_size")),
+        {"no_repeat_ngram_size": 2.0**63},
         {"beam_width": 2},
     ],
 )
