@@ -22,6 +22,7 @@ LARGEST = 2**63 - 1  # an int64, as which whole numbers come to the device
 # Keys of a request's sampling_parameters that say how finely its pictures are cut; a model family knows some of them.
 POLICY_KEYS = ("tile_policy", "min_pixels", "max_pixels")
 # All that are for preprocess alone.
+PREPROCESS_KEYS = (*POLICY_KEYS, "timeout_us")
 # What changes the logits by the tokens so far.
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "no_repeat_ngram_size")
 # What has no meaning where the answer is one of the choices.
