@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from tessera.engine.kernels import reference
-from tessera.engine.kernels.w4_layout import chunk_of, pack, unpack
+from tessera.engine.kernels.w4_layout import E4M3_CHUNK, chunk_of, pack, unpack
 from tessera.fp8.rows import E4M3, Fp8Rows, quantize_rows
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
 from tessera.engine.kernels.w4_operands import SMALLEST, _bytes_assembly
 from tessera.engine.kernels.w4_product import W4Plan
-from tessera.engine.kernels.w4a8 import SMALLEST_CHUNK, plan_w4a8, w4a8_gate_up, w4a8_linear
+from tessera.engine.kernels.w4a8 import plan_w4a8, w4a8_gate_up, w4a8_linear
 from tessera.engine.kernels.w4a16 import plan_w4a16, w4a16_gate_up, w4a16_linear
 from tessera.engine.kernels.widen_w4 import widen_w4
 
@@ -165,7 +165,7 @@ class TestProducts:
     @pytest.mark.parametrize("symmetric", [True, False])
     def test_every_layout(self, product, generator, k, group, symmetric):
         weights = pack(*canonical(generator, 70, k, group, symmetric))
-        if product.name == "w4a8" and weights.codes.shape[2] < SMALLEST_CHUNK:
+        if product.name == "w4a8" and weights.codes.shape[2] < E4M3_CHUNK:
             pytest.skip("w4a8 takes chunks of 32 or more")
         product.check(product.rows(3, k), weights)
 

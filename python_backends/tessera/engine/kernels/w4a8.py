@@ -8,12 +8,11 @@ import torch
 import triton
 
 from tessera.engine.kernels.skinny_linear import multiprocessors
-from tessera.engine.kernels.w4_layout import PackedW4
+from tessera.engine.kernels.w4_layout import E4M3_CHUNK, PackedW4
 from tessera.engine.kernels.w4_product import W4Plan, multiply, padded_rows, shares
 from tessera.fp8.rows import E4M3, Fp8Rows
 
 MAX_ROWS = 128
-SMALLEST_CHUNK = 32  # what the tensor cores multiply at a time
 
 
 @cache
@@ -53,9 +52,9 @@ def _launch(
 ) -> torch.Tensor:
     (m, k), (n, columns) = x.values.shape, weights.shape
     blocks, _, chunk = weights.codes.shape
-    if not 1 <= m <= MAX_ROWS or columns != k or chunk < SMALLEST_CHUNK:
+    if not 1 <= m <= MAX_ROWS or columns != k or chunk < E4M3_CHUNK:
         raise ValueError(
-            f"w4a8: x [1..{MAX_ROWS}, k] and W [n, k] in chunks of {SMALLEST_CHUNK} or more, "
+            f"w4a8: x [1..{MAX_ROWS}, k] and W [n, k] in chunks of {E4M3_CHUNK} or more, "
             f"not {list(x.values.shape)} and {list(weights.shape)} in chunks of {chunk}"
         )
     if x.values.dtype != E4M3 or not x.values.is_contiguous():
