@@ -195,8 +195,8 @@ def _finish(found, word, PENDING: gl.constexpr, MMA: gl.constexpr):
         dot, sums = warpgroup_mma_wait(2 * PENDING, deps=found)
         if dot.shape[0] != sums.shape[0]:  # twice as many: the same registers once more
             sums = gl.join(sums, sums).permute((2, 0, 1)).reshape(dot.shape)
-        zero = gl.convert_layout((word & _ZERO_MASK).to(gl.float32), gl.SliceLayout(1, MMA))
-        dot -= gl.expand_dims(zero, 1) * gl.convert_layout(sums, MMA)
+        less = gl.convert_layout((-(word & _ZERO_MASK)).to(gl.float32), gl.SliceLayout(1, MMA))
+        dot += gl.expand_dims(less, 1) * gl.convert_layout(sums, MMA)
     return dot * scale
 
 
