@@ -30,7 +30,7 @@ from typing import Any
 import closed_loop
 import counting
 import figures
-from bench_serve import Asker
+from bench_serve import Asker, stage_milliseconds
 from closed_loop import Reply
 from serving import DEFAULT_CHECKPOINT, Setup, pairs, serve
 from workloads import PROMPT, WORKLOADS, Workload
@@ -124,13 +124,15 @@ def compare(workload: Workload, servers: list[str], address: str, options: argpa
     seed = random.randrange(1 << 28)
     rate = "tokens_s" if workload.streamed else "requests_s"
     over_grpc, through = [], []
-    both: list[dict[str, float]] = []
+    both: list[dict[str, Any]] = []
     for pair in range(options.pairs):
         direct = measure(Asker(servers, workload, seed + 2 * pair), options.processes)
         door = measure(HttpAsker([address], workload, seed + 2 * pair + 1), options.processes)
         over_grpc.append(getattr(door, rate) / getattr(direct, rate))
         through.append(getattr(door, rate))
-        both.append({"grpc": round(getattr(direct, rate), 2), "gateway": round(getattr(door, rate), 2)})
+        runs = {"grpc": direct, "gateway": door}
+        both.append({way: round(getattr(run, rate), 2) for way, run in runs.items()})
+        both[-1]["stages_p50_ms"] = {way: stage_milliseconds(run) for way, run in runs.items()}
         print(f"{workload.name}, pair {pair + 1}: {both[-1]}", file=sys.stderr, flush=True)
     notes: dict[str, Any] = {"concurrency": workload.concurrency, "workers": options.workers, "pairs": both}
     command = f'make bench NAME=gateway ARGS="{" ".join(sys.argv[1:])}"'

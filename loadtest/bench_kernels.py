@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -65,22 +65,31 @@ Call = Callable[[], Any]
 
 def seconds(calls: list[Call], stream: torch.cuda.Stream) -> float:
     """Median time of one of the calls, which run one after the other in a CUDA graph."""
+    return in_turns({"": calls}, stream)[""]
+
+
+def in_turns(ways: Mapping[str, list[Call]], stream: torch.cuda.Stream) -> dict[str, float]:
+    """The same of several ways, whose graphs take turns: what the clocks do meanwhile falls on all of them."""
     torch.cuda.synchronize()  # the operands were made on another stream
+    graphs = {}
     with torch.cuda.stream(stream):
-        calls[0]()  # compiled before the capture
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        for call in calls:
-            call()
-        graph.capture_end()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(10)]
-        graph.replay()
-        for mark in marks:
-            mark.record()
+        for way, calls in ways.items():
+            calls[0]()  # compiled before the capture
+            stream.synchronize()
+            graphs[way] = torch.cuda.CUDAGraph()
+            graphs[way].capture_begin()
+            for call in calls:
+                call()
+            graphs[way].capture_end()
+            graphs[way].replay()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(9 * len(graphs) + 1)]
+        marks[0].record()
+        for mark, graph in zip(marks[1:], 9 * [*graphs.values()]):
             graph.replay()
+            mark.record()
         stream.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks)) / 1e3 / len(calls)
+    taken = [start.elapsed_time(end) / 1e3 for start, end in pairwise(marks)]
+    return {way: statistics.median(taken[place :: len(graphs)]) / len(ways[way]) for place, way in enumerate(graphs)}
 
 
 @contextmanager

@@ -10,6 +10,7 @@ alone and in bfloat16 (cuBLAS). One rule for all three: a layer runs between the
 in a decoder layer (``InPlace``), and what those take by themselves beside plain weights is taken off. So a layer pays
 for what quantizing its activations and applying its scales adds to its neighbours, each such cost is counted once, and
 a kernel that does a neighbour's work as well is given that credit. cuBLAS alone, without neighbours, is printed too.
+All of them take turns.
 
     PYTHONPATH=python_backends python loadtest/bench_linear.py [--sweep] [--by w4a8] [--seconds 60]
 """
@@ -31,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_kernels import error, normal, poisoned, seconds
+from bench_kernels import Call, error, in_turns, normal, poisoned, seconds
 from figures import emit
 
 from tessera.engine.kernels import reference
@@ -189,14 +190,6 @@ def layers_of(shape: LinearShape, scheme: Callable[[], LinearScheme]) -> list[Li
     return layers
 
 
-def added(layers: list[Linear], place: InPlace, m: int, stream: torch.cuda.Stream) -> float:
-    """Microseconds that a layer adds to its neighbours."""
-    calls = layers * -(-8 // len(layers))
-    without = partial(place.without, layers[0].takes_fp8(m))
-    taken = seconds([partial(place.run, layer) for layer in calls], stream)
-    return 1e6 * (taken - seconds([without] * len(calls), stream))
-
-
 def measure_chosen(stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
     """One row a shape and number of rows: cuBLAS alone and in its place, FP8 alone, and the way the layers chose."""
     choices = MeasuredChoices(Path(mkdtemp()) / "choices.json", graph_milliseconds)
@@ -212,10 +205,15 @@ def measure_chosen(stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
             kinds[kind][0].scheme.tune(kinds[kind], shape, choices, "here")
         for m in CHOSEN_ROWS:
             x, place = normal(m, k), InPlace(shape, m, CUDA)
-            alone = seconds([partial(layer, x) for layer in kinds["in place"]], stream)
-            row = {kind: added(layers, place, m, stream) for kind, layers in kinds.items()}
+            timed: dict[str, list[Call]] = {"cuBLAS": [partial(layer, x) for layer in kinds["in place"]]}
+            for kind, layers in kinds.items():
+                calls = layers * -(-8 // len(layers))
+                timed[kind] = [partial(place.run, layer) for layer in calls]
+                timed[f"beside {kind}"] = [partial(place.without, layers[0].takes_fp8(m))] * len(calls)
+            taken = {way: 1e6 * each for way, each in in_turns(timed, stream).items()}
+            row = {kind: taken[kind] - taken[f"beside {kind}"] for kind in kinds}
             ways = {f"{kind} way": _way(kinds[kind][0], m) for kind in ("fp8", "chosen")}
-            yield {"shape": name, "m": m, "cuBLAS": 1e6 * alone} | row | ways
+            yield {"shape": name, "m": m, "cuBLAS": taken["cuBLAS"]} | row | ways
 
 
 def _way(layer: Linear, m: int) -> str:

@@ -90,6 +90,12 @@ def first_picture(workload: Workload, seed: int) -> str:
     return hashlib.md5(b64encode(jpeg)).hexdigest()[:8]
 
 
+def stage_milliseconds(run: counting.Run) -> dict[str, float]:
+    """The medians of what the server says it spent where, by name."""
+    names = (f"{field.name}_ms" for field in fields(Timings))
+    return {name: round(value, 1) for name, value in zip(names, run.stages_p50)}
+
+
 def report(
     workload: Workload, run: counting.Run, power: tuple[float, float] | None, name: str, **notes: object
 ) -> None:
@@ -98,8 +104,7 @@ def report(
     streamed = run.first_token_p50 is not None
     notes |= {"requests": run.count, "concurrency": workload.concurrency}
     spent: dict[str, object] = {"p50_ms": round(1e3 * run.p50, 1), "p99_ms": round(1e3 * run.p99, 1)}
-    names = (f"{field.name}_ms" for field in fields(Timings))
-    spent["stages_p50"] = {name: round(value, 1) for name, value in zip(names, run.stages_p50)}
+    spent["stages_p50"] = stage_milliseconds(run)
 
     def emit(what: str, value: float, unit: str, **more: object) -> None:
         figures.emit(f"{name}.{what}", value, unit, command, **notes, **more)

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from tessera_gateway.errors import ApiError
 from tessera_gateway.metrics import Counters
 from tessera_gateway.settings import Settings
-from tessera_gateway.status import metrics_pages
+from tessera_gateway.status import joined, metrics_pages
 
 PROMETHEUS = "text/plain; version=0.0.4"
 PAGE_SECONDS = 5.0
@@ -50,14 +50,14 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/metrics/servers")
 async def servers_metrics(request: Request) -> Response:
-    """The servers' own pages, one behind the other; that of one server alone is passed on as it is."""
+    """The servers' own pages as one, whose samples say of which server they are; one server's is passed on as it is."""
     pages = await metrics_pages(request.app.state.metrics_urls, PAGE_SECONDS)
     for url, page in pages.items():
         if isinstance(page, httpx.HTTPError):
             words = f"no metrics from {url}: {page or type(page).__name__}"
             raise ApiError(503, words, code="server_unavailable")
-    whole = "".join(f"# server {url}\n{page}" if len(pages) > 1 else str(page) for url, page in pages.items())
-    return PlainTextResponse(whole, media_type=PROMETHEUS)
+    found = {httpx.URL(url).netloc.decode(): str(page) for url, page in pages.items()}
+    return PlainTextResponse(joined(found) if len(found) > 1 else "".join(found.values()), media_type=PROMETHEUS)
 
 
 @router.api_route("/v1/batches", methods=["GET", "POST"])

@@ -6,7 +6,7 @@ import asyncio
 import re
 import ssl
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,8 @@ from fastapi import APIRouter, Request
 SECONDS = 2.0  # for a server's page; the tab asks again soon
 SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>[-+\d][-+.e\d]*)(?: -?\d+)?$")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+NAME = re.compile(r"[a-zA-Z_:][\w:]*")
+DESCRIPTION = re.compile(r"# (?:HELP|TYPE) (\S+)")
 STAGES = ("preprocess", "vision_encoder", "language_model")
 
 router = APIRouter()
@@ -51,6 +53,21 @@ async def metrics_pages(urls: Iterable[str], seconds: float) -> dict[str, str | 
 def _tls() -> ssl.SSLContext:
     """Made once: it takes 20 ms, in which a worker's streams would stand still."""
     return ssl.create_default_context()
+
+
+def joined(pages: Mapping[str, str]) -> str:
+    """The metrics pages of several servers as one: each metric described once, samples labelled ``server``."""
+    metrics: dict[str, dict[str, None]] = {}  # the lines of each, in their order
+    for server, page in pages.items():
+        lines = metrics.setdefault("", {})
+        for line in page.splitlines():
+            if described := DESCRIPTION.match(line):
+                lines = metrics.setdefault(described[1], {})
+            elif name := NAME.match(line):
+                rest = line[name.end() :]
+                line = f'{name[0]}{{server="{server}"' + (f",{rest[1:]}" if rest.startswith("{") else f"}}{rest}")
+            lines[line] = None
+    return "".join(f"{line}\n" for lines in metrics.values() for line in lines)
 
 
 def numbers(page: str) -> dict[str, Any]:

@@ -37,6 +37,10 @@ class Recorder:
         self._add("activation", fp8, scales)
         return reference.silu_and_multiply(gate_up, fp8, scales)
 
+    def rotate_and_store(self, qkv, *given):
+        self._add("rotation", False, None if isinstance(qkv, torch.Tensor) else qkv.scales)
+        reference.rotate_and_store(qkv, *given)
+
     def _add(self, name, fp8, scales):
         self.calls.append(name + " fp8" * fp8 + " scales" * (scales is not None))
 
@@ -65,7 +69,7 @@ def layer_in(place, scheme):
 @pytest.mark.parametrize(
     ("place", "neighbours"),
     [
-        ("qkv", ["norm"]),
+        ("qkv", ["norm", "rotation"]),
         ("output", ["norm"]),
         ("gate_up", ["norm", "activation"]),
         ("down", ["activation", "norm"]),
@@ -84,7 +88,7 @@ def test_plain_weights_have_the_neighbours_that_are_taken_off(kernels, place, ne
 @pytest.mark.parametrize(
     ("place", "run", "without"),
     [
-        ("qkv", ["norm fp8"], ["norm"]),  # a bias: the product applies the scales itself
+        ("qkv", ["norm fp8", "rotation scales"], ["norm", "rotation"]),
         ("output", ["norm scales"], ["norm"]),  # it quantizes what the attention leaves
         ("gate_up", ["norm fp8", "activation fp8 scales"], ["norm", "activation fp8"]),
         ("down", ["activation fp8", "norm scales"], ["activation", "norm"]),
@@ -115,6 +119,8 @@ class NoAttention:
     """Gives of qkv as many columns as output wants."""
 
     def attend(self, index, qkv, step):
+        if isinstance(qkv, Fp8Sums):
+            qkv = qkv.product()
         return qkv[:, :HIDDEN].contiguous()
 
 

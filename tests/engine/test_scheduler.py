@@ -189,7 +189,8 @@ def test_a_burst_is_gathered_whatever_its_order(monkeypatch):
     for number in range(3):
         gathering.add(f"{number}", 10 + 2 * number, priority=-number)
         assert gathering.started(12 + 2 * number) == []
-    assert gathering.started(18) == ["2", "1", "0"]
+    assert gathering.started(26) == []
+    assert gathering.started(27) == ["2", "1", "0"]
 
 
 def test_a_burst_is_read_in_one_step_while_others_run(monkeypatch):
@@ -199,8 +200,21 @@ def test_a_burst_is_read_in_one_step_while_others_run(monkeypatch):
     for number in range(4):
         gathering.add(f"{number}", 10 + 2 * number)
         assert gathering.started(10 + 2 * number) == []
-    assert gathering.started(19) == []
-    assert gathering.started(20) == ["0", "1", "2", "3"]
+    assert gathering.started(28) == []
+    assert gathering.started(29) == ["0", "1", "2", "3"]
+
+
+def test_a_burst_is_waited_for_less_beside_long_answers(monkeypatch):
+    gathering = Gathering(monkeypatch)
+    gathering.add("first", 0, max_tokens=400, ignore_eos=True)
+    gathering.started(0)
+    for number in range(12):  # which end after 17 tokens, more than a short answer has
+        arrived, quiet_ms = 100 * number, 12 if number < 11 else 3
+        gathering.add(f"{number}", arrived, max_tokens=17, ignore_eos=True)
+        assert gathering.started(arrived + quiet_ms) == []
+        assert gathering.started(arrived + quiet_ms + 1) == [f"{number}"]
+        for _ in range(16):
+            gathering.started(arrived + quiet_ms + 1)
 
 
 def test_a_burst_waits_no_longer_than_for_a_full_step(monkeypatch):

@@ -85,12 +85,21 @@ def test_a_status_that_is_not_listed_counts_as_other() -> None:
 
 
 def test_the_servers_pages_are_passed_on() -> None:
-    page = Starlette(routes=[Route("/{server}/metrics", lambda _: PlainTextResponse("nv_up 1\n"))])
-    with listening(page) as address:
-        one, other = f"{address}/0/metrics", f"{address}/1/metrics"
-        assert gateway(metrics=(one,))("GET", "/metrics/servers").text == "nv_up 1\n"
+    def page(up: int) -> Starlette:
+        head = "# HELP nv_up Whether it is.\n# TYPE nv_up gauge\n"
+        text = f'plain 1\n{head}nv_up{{gpu="0"}} {up}\nnv_up{{}} NaN\n# HELP rest More.\nrest{{a="}} b"}} 2 17\n'
+        return Starlette(routes=[Route("/metrics", lambda _: PlainTextResponse(text))])
+
+    with listening(page(1)) as first, listening(page(0)) as second:
+        one, other = f"{first}/metrics", f"{second}/metrics"
+        assert gateway(metrics=(one,))("GET", "/metrics/servers").text.startswith("plain 1\n# HELP nv_up")
         both = gateway(metrics=(one, other))("GET", "/metrics/servers").text
-        assert both == f"# server {one}\nnv_up 1\n# server {other}\nnv_up 1\n"
+        a, b = (f'server="{address.removeprefix("http://")}"' for address in (first, second))
+        assert both.splitlines() == [
+            *(f"plain{{{a}}} 1", f"plain{{{b}}} 1", "# HELP nv_up Whether it is.", "# TYPE nv_up gauge"),
+            *(f'nv_up{{{a},gpu="0"}} 1', f"nv_up{{{a},}} NaN", f'nv_up{{{b},gpu="0"}} 0', f"nv_up{{{b},}} NaN"),
+            *("# HELP rest More.", f'rest{{{a},a="}} b"}} 2 17', f'rest{{{b},a="}} b"}} 2 17'),
+        ]
     response = gateway(metrics=(one,))("GET", "/metrics/servers")
     assert response.status_code == 503 and one in response.json()["error"]["message"]
 

@@ -33,11 +33,16 @@ class Fp8Rows(NamedTuple):
 
 
 class Fp8Sums(NamedTuple):
-    """A product of e4m3 values that still lacks the scales: it is ``sums * x_scales * scales``."""
+    """A product of e4m3 values that still lacks the scales: it is ``sums * x_scales * scales + bias``."""
 
     sums: torch.Tensor  # [m, n]
     x_scales: torch.Tensor  # float32 [m, 1]
     scales: torch.Tensor  # float32 [n]
+    bias: torch.Tensor | None = None  # [n]
+
+    def product(self) -> torch.Tensor:
+        """[m, n]; on a GPU in the memory of the sums."""
+        return rescale(*self)
 
 
 def empty_rows(n: int, size: int, device: torch.device) -> Fp8Rows:

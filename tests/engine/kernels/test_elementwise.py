@@ -15,7 +15,7 @@ from tessera.engine.kernels.add_rms_norm import add_rms_norm
 from tessera.engine.kernels.norm_heads import norm_heads
 from tessera.engine.kernels.rotate_and_store import rotate_and_store
 from tessera.engine.kernels.silu_multiply import silu_and_multiply
-from tessera.fp8.rows import E4M3, Fp8Rows, quantize_rows
+from tessera.fp8.rows import E4M3, Fp8Rows, Fp8Sums, quantize_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EPS = 1e-6
@@ -221,6 +221,23 @@ def test_rotate_and_store(dtype, device, generator, n, heads, kv_heads, size):
     close(qkv, expected)
     close(keys, expected_keys)
     assert torch.equal(values, expected_values)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("n", "heads", "kv_heads", "size"), [(1, 28, 4, 128), (4, 2, 2, 80), (3, 7, 3, 64)])
+def test_rotate_and_store_completes_a_product(dtype, device, generator, n, heads, kv_heads, size, biased):
+    sums, cos, sin = rows(dtype, device, generator, n, heads, kv_heads, size)
+    x_scales = torch.rand((n, 1), device=device, generator=generator) + 0.5
+    scales = torch.rand(sums.shape[1], device=device, generator=generator) + 0.5
+    bias = torch.randn(sums.shape[1], dtype=dtype, device=device, generator=generator) if biased else None
+    slots = torch.tensor([5, -1, 0, 11], device=device)[:n]
+    (keys, values), twins = torch.zeros((2, 2, 3, 4, kv_heads, size), dtype=dtype, device=device)
+    expected = sums.clone()
+    reference.rotate_and_store(Fp8Sums(expected, x_scales, scales, bias), cos, sin, slots, *twins, heads)
+    rotate_and_store(Fp8Sums(sums, x_scales, scales, bias), cos, sin, slots, keys, values, heads)
+    close(sums, expected)
+    close(keys, twins[0])
+    close(values, twins[1])
 
 
 @pytest.mark.parametrize(("n", "heads", "kv_heads", "size"), [(5, 14, 2, 128), (4, 2, 2, 80), (3, 7, 3, 64)])

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from tessera.engine.cache.kv_storage import KvStorage
 from tessera.errors import ConfigError
+from tessera.fp8.rows import Fp8Sums
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,10 @@ class AttentionBackend(ABC):
         the storage gives it back.
         """
 
-    def attend(self, layer: int, qkv: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor | Fp8Sums, step: AttentionStep) -> torch.Tensor:
         """qkv [n, (heads + 2 * kv_heads) * head_dim] -> [n or m, heads * head_dim]."""
+        if isinstance(qkv, Fp8Sums):
+            qkv = qkv.product()
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
         split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
         rotated = rotate(split[:, : heads + kv_heads], step.cos, step.sin)

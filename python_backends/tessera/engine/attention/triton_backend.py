@@ -21,6 +21,7 @@ from tessera.engine.kernels.paged_decode import choose_splits, decode_attention
 from tessera.engine.kernels.rotate_and_store import rotate_and_store
 from tessera.engine.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
 from tessera.engine.transfer import to_device
+from tessera.fp8.rows import Fp8Sums
 
 # Contexts that the number of splits is chosen for where a CUDA graph cannot know them.
 _USUAL_CONTEXT = 4096
@@ -123,11 +124,13 @@ class TritonBackend(AttentionBackend):
     def static_pieces(self, most_sequences: int, most_tokens: int, most_blocks: int) -> StaticPieces:
         return _StaticPieces(self._tile_queries, most_sequences, most_tokens, most_blocks, self._device)
 
-    def attend(self, layer: int, qkv: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor | Fp8Sums, step: AttentionStep) -> torch.Tensor:
         """Rotates the queries in ``qkv`` itself."""
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
         keys, values, *scales = self.storage.tensors(layer)
         rotate_and_store(qkv, step.cos, step.sin, step.slots, keys, values, heads, *scales)
+        if isinstance(qkv, Fp8Sums):
+            qkv = qkv.sums  # which are complete now
         q, k, v = qkv.view(qkv.shape[0], -1, self.shape.head_dim).split((heads, kv_heads, kv_heads), dim=1)
         if step.rows is not None:
             q = q[step.rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tessera.engine.kernels.add_rms_norm import add_rms_norm
 from tessera.engine.kernels.norm_heads import norm_heads
+from tessera.engine.kernels.rotate_and_store import rotate_and_store
 from tessera.engine.kernels.silu_multiply import silu_and_multiply
 from tessera.engine.kernels.skinny_fp8 import skinny_fp8
 from tessera.engine.kernels.skinny_linear import skinny_gate_up, skinny_linear
@@ -14,6 +15,7 @@ from tessera.engine.kernels.widen_w4 import widen_w4
 __all__ = [
     "add_rms_norm",
     "norm_heads",
+    "rotate_and_store",
     "silu_and_multiply",
     "skinny_fp8",
     "skinny_gate_up",

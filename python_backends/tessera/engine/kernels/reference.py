@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tessera.engine.kernels.w4_layout import PackedW4, unpack
-from tessera.fp8.rows import Fp8Rows, fp8_linear, quantize_rows, rescale
+from tessera.fp8.rows import Fp8Rows, Fp8Sums, fp8_linear, quantize_rows, rescale
 
 
 def add_rms_norm(
@@ -54,7 +54,7 @@ def silu_and_multiply(
 
 
 def rotate_and_store(
-    qkv: torch.Tensor,
+    qkv: torch.Tensor | Fp8Sums,
     cos: torch.Tensor,
     sin: torch.Tensor,
     slots: torch.Tensor,
@@ -67,8 +67,10 @@ def rotate_and_store(
     """Rotates q and k inside qkv [n, (heads + 2 * kv_heads) * d], stores k and v at slots int64 [n] unless negative.
 
     cos, sin float32 [n, d / 2]; keys, values [blocks, block_size, kv_heads, d], in e4m3 with scales float32
-    [blocks, block_size, kv_heads].
+    [blocks, block_size, kv_heads]. A product that lacks its scales is completed first, in its own memory.
     """
+    if isinstance(qkv, Fp8Sums):
+        qkv = qkv.sums.copy_(qkv.product())
     kv_heads, size = keys.shape[2:]
     split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, size)
     rotated = split[:, : heads + kv_heads]

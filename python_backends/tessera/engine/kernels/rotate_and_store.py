@@ -6,13 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
+from tessera.fp8.rows import Fp8Sums
+
 # As in tessera/fp8/rows.py.
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST_SCALE = tl.constexpr(1e-12)
 
 
 def rotate_and_store(
-    qkv: torch.Tensor,
+    qkv: torch.Tensor | Fp8Sums,
     cos: torch.Tensor,
     sin: torch.Tensor,
     slots: torch.Tensor,
@@ -29,11 +31,17 @@ def rotate_and_store(
     graph's dummy rows); keys, values [blocks, block_size, kv_heads, d] of qkv's dtype, or e4m3 with scales float32
     [blocks, block_size, kv_heads], which are set as :func:`tessera.fp8.rows.quantize_rows` does for a head. All are
     contiguous, else ValueError, as for a qkv of another width. The rotation is float32 and rounded once.
+
+    Of a product that lacks its scales the sums become qkv, rounded as :func:`tessera.fp8.rows.rescale` rounds, and are
+    then rotated: a launch is saved.
     """
+    x_scales = scales = bias = None
+    if isinstance(qkv, Fp8Sums):
+        qkv, x_scales, scales, bias = qkv
     n, (kv_heads, size) = len(qkv), keys.shape[2:]
     if qkv.shape[1] != (heads + 2 * kv_heads) * size:
         raise ValueError(f"rotate_and_store: {qkv.shape[1]} values a row are not {heads} + 2 * {kv_heads} of {size}")
-    given = (qkv, cos, sin, slots, keys, values, key_scales, value_scales)
+    given = (qkv, cos, sin, slots, keys, values, key_scales, value_scales, x_scales, scales, bias)
     if not all(tensor.is_contiguous() for tensor in given if tensor is not None):
         raise ValueError("rotate_and_store: every tensor must be contiguous")
     if n:
@@ -46,6 +54,9 @@ def rotate_and_store(
             values,
             key_scales,
             value_scales,
+            x_scales,
+            scales,
+            bias,
             HEADS=heads,
             KV_HEADS=kv_heads,
             HALF=size // 2,
@@ -66,6 +77,9 @@ def _rotate_and_store(
     values,
     key_scales,
     value_scales,
+    x_scales,
+    scales,
+    bias,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -97,6 +111,16 @@ def _rotate_and_store(
     v_first = tl.load(v_row + v_at, mask=v_inside, other=0.0)
     v_second = tl.load(v_row + v_at + HALF, mask=v_inside, other=0.0)
 
+    if x_scales is not None:
+        x_scale = tl.load(x_scales + token)
+        v_column = (HEADS + KV_HEADS) * 2 * HALF + v_at
+        first = _finished(first, x_scale, scales, bias, at, inside, qkv)
+        second = _finished(second, x_scale, scales, bias, at + HALF, inside, qkv)
+        v_first = _finished(v_first, x_scale, scales, bias, v_column, v_inside, qkv).to(qkv.dtype.element_ty)
+        v_second = _finished(v_second, x_scale, scales, bias, v_column + HALF, v_inside, qkv).to(qkv.dtype.element_ty)
+        tl.store(v_row + v_at, v_first, mask=v_inside)
+        tl.store(v_row + v_at + HALF, v_second, mask=v_inside)
+
     rotated_first = (first * cosine - second * sine).to(qkv.dtype.element_ty)
     rotated_second = (second * cosine + first * sine).to(qkv.dtype.element_ty)
     tl.store(row + at, rotated_first, mask=inside)
@@ -120,6 +144,15 @@ def _rotate_and_store(
     v_cache = values + cache_row + v_at
     tl.store(v_cache, v_first.to(values.dtype.element_ty), mask=v_inside & stored)
     tl.store(v_cache + HALF, v_second.to(values.dtype.element_ty), mask=v_inside & stored)
+
+
+@triton.jit
+def _finished(sums, x_scale, scales, bias, column, inside, qkv):
+    """A product's sums and their columns -> the product, rounded to qkv's dtype, as float32."""
+    value = sums.to(tl.float32) * (x_scale * tl.load(scales + column, mask=inside, other=0.0))
+    if bias is not None:
+        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return value.to(qkv.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit

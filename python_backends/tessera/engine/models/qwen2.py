@@ -87,14 +87,14 @@ class DecoderLayer(nn.Module):
         """x and residual [n, hidden] -> the same behind this layer; x may still lack an FP8 product's scales."""
         rows = len(x.sums if isinstance(x, Fp8Sums) else x)
         normal, residual = self.input_norm(x, residual, self.qkv.takes_fp8(rows))
-        attended = attention.attend(self.index, self.heads(self.qkv(normal)), step)
+        attended = attention.attend(self.index, self.heads(self.qkv.unscaled(normal, with_bias=True)), step)
         if step.rows is not None:
             residual = residual[step.rows]
         rows = len(residual)
         normal, residual = self.post_norm(self.output.unscaled(attended), residual, self.gate_up.takes_fp8(rows))
         return self.down.unscaled(self.gate_up.gated(normal, self.down.takes_fp8(rows))), residual
 
-    def heads(self, qkv: torch.Tensor) -> torch.Tensor:
+    def heads(self, qkv: torch.Tensor | Fp8Sums) -> torch.Tensor | Fp8Sums:
         """What becomes of q, k and v [n, (heads + 2 * kv_heads) * head_dim] before their rotation: here nothing."""
         return qkv
 

@@ -102,8 +102,10 @@ class Fp8(MeasuredScheme):
             return self._apply_dequantized(layer, x)
         return self.multiply(layer, x, self.way(layer, rows_of(x)))
 
-    def apply_unscaled(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Fp8Sums:
-        return self.apply(layer, x) if layer.scales is None else super().apply_unscaled(layer, x)
+    def apply_unscaled(
+        self, layer: Linear, x: torch.Tensor | Fp8Rows, with_bias: bool = False
+    ) -> torch.Tensor | Fp8Sums:
+        return self.apply(layer, x) if layer.scales is None else super().apply_unscaled(layer, x, with_bias)
 
     def quantized(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> Fp8Rows:
         return x if isinstance(x, Fp8Rows) else quantize_rows(x.contiguous(), layer.input_scale)

@@ -6,6 +6,8 @@ neighbours. The one in front may have to quantize its output, the one behind to 
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tessera.engine.kernels.selection import layer_kernels
@@ -13,13 +15,16 @@ from tessera.engine.layers.norm import RmsNorm
 from tessera.engine.quantization.scheme import Linear, LinearShape
 from tessera.fp8.rows import Fp8Rows
 
+_MOST_OF_A_HEAD = 128
+
 
 class InPlace:
     """Random activations of so many ``rows`` for layers of one shape, and what ``DecoderLayer.forward`` does to them.
 
     Before qkv and gate_up stands a norm, before down the gated activation; each quantizes for a layer that wants it.
     Before output stands the attention, which cannot: the layer quantizes for itself. Behind output and down stands a
-    norm, behind gate_up the activation, which quantizes for a down that is as the gate_up.
+    norm, behind gate_up the activation, which quantizes for a down that is as the gate_up, and behind qkv the rotation,
+    here of heads as large as the shape allows, one of which is the keys'.
     """
 
     def __init__(self, shape: LinearShape, rows: int, device: torch.device) -> None:
@@ -31,10 +36,19 @@ class InPlace:
         hidden = shape.outputs if shape.place in ("output", "down") else shape.inputs
         self._residual = normal(rows, hidden)
         self._x = normal(rows, 2 * shape.inputs if shape.place == "down" else shape.inputs)
-        self._y = normal(rows, 0 if shape.place in ("qkv", "alone") else shape.outputs)  # for what is behind
+        self._y = normal(rows, 0 if shape.place == "alone" else shape.outputs)  # for what is behind
         self._norm = RmsNorm(hidden, 1e-6, shape.dtype, device)
         self._norm.get_buffer("weight").fill_(1)
         self._activation = layer_kernels(device.type).silu_and_multiply
+        if shape.place == "qkv":
+            head = math.gcd(shape.outputs, _MOST_OF_A_HEAD)
+            while shape.outputs < 3 * head:
+                head //= 2
+            angles = torch.zeros((rows, head // 2), dtype=torch.float32, device=device)
+            slots = torch.arange(rows, device=device)
+            cache = normal(rows, 1, 1, head)
+            rotated = angles, angles, slots, cache, torch.empty_like(cache), shape.outputs // head - 2
+            self._rotate = lambda qkv: layer_kernels(device.type).rotate_and_store(qkv, *rotated)
 
     def run(self, layer: Linear) -> object:
         """The kernel before the layer, the layer, and the kernel behind it."""
@@ -44,6 +58,8 @@ class InPlace:
             return layer.gated(x, fp8)
         if self._place in ("output", "down"):
             return self._norm(layer.unscaled(x), self._residual)
+        if self._place == "qkv":
+            return self._rotate(layer.unscaled(x, with_bias=True))
         return layer(x)
 
     def without(self, fp8: bool) -> object:
@@ -56,7 +72,7 @@ class InPlace:
             return self._activation(self._y, fp8)
         if self._place in ("output", "down"):
             return self._norm(self._y, self._residual)
-        return None
+        return self._rotate(self._y) if self._place == "qkv" else None
 
     def _before(self, fp8: bool) -> torch.Tensor | Fp8Rows:
         if self._place in ("qkv", "gate_up"):

@@ -84,8 +84,10 @@ class LinearScheme(ABC):
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """x [n, in_features] -> [n, out_features]. Only a scheme that ``takes_fp8`` is given Fp8Rows."""
 
-    def apply_unscaled(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Fp8Sums:
-        """As ``apply``; an FP8 product's scales may be left to the norm behind it."""
+    def apply_unscaled(
+        self, layer: Linear, x: torch.Tensor | Fp8Rows, with_bias: bool = False
+    ) -> torch.Tensor | Fp8Sums:
+        """As ``apply``; an FP8 product's scales may be left to what comes next, ``with_bias`` the bias too."""
         return self.apply(layer, x)
 
     def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
@@ -158,9 +160,9 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         return self.scheme.apply(self, x)
 
-    def unscaled(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Fp8Sums:
-        """The outputs for a norm, which may have to apply an FP8 product's scales."""
-        return self.scheme.apply_unscaled(self, x)
+    def unscaled(self, x: torch.Tensor | Fp8Rows, with_bias: bool = False) -> torch.Tensor | Fp8Sums:
+        """The outputs for who may have to apply an FP8 product's scales, and adds the bias if it says so."""
+        return self.scheme.apply_unscaled(self, x, with_bias)
 
     def gated(self, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
         """Of a layer whose halves are gate and up: silu(gate) * up [n, out_features / 2]."""

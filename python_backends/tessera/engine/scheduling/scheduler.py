@@ -17,9 +17,13 @@ from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
 from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
 
-# As long as no request is this far behind the one before, they are taken to be of one burst ...
-_QUIET_NS = 3_000_000
-# ... but none waits for the others longer than that.
+# As long as no request is this far behind the one before, they are taken to be of one burst. Where answers are short,
+# steps run for the prompts' sake, and the fewer the better; where they are long, steps run anyway, and a prompt that
+# waits only holds up its own answer.
+_QUIET_NS = 12_000_000
+_QUIET_BESIDE_LONG_ANSWERS_NS = 3_000_000
+_SHORT = 16  # tokens of an answer
+# But none waits for the others longer than that.
 _LONGEST_WAIT_NS = 100_000_000
 
 
@@ -42,6 +46,7 @@ class Scheduler:
         self._max_batched_tokens = max_batched_tokens
         self._max_sequences = max_sequences
         self._gathers = gathers
+        self._short_share = 1.0  # of the answers of late
 
     @property
     def has_work(self) -> bool:
@@ -79,6 +84,7 @@ class Scheduler:
                 continue
             taken.append((sequence, sequence.take(token)))
             if sequence.finished:
+                self._short_share += ((len(sequence.outputs) <= _SHORT) - self._short_share) / 16
                 self._remove(sequence)
             else:
                 self.blocks.shrink(sequence)
@@ -148,7 +154,8 @@ class Scheduler:
         now, tokens = time.monotonic_ns(), 0
         arrivals = [sequence.request.arrival_ns for sequence in self.waiting]
         newest, oldest = max(arrivals), min(arrivals)
-        if now - newest > _QUIET_NS or now - oldest > _LONGEST_WAIT_NS:
+        quiet = _QUIET_NS if self._short_share > 0.5 else _QUIET_BESIDE_LONG_ANSWERS_NS
+        if now - newest > quiet or now - oldest > _LONGEST_WAIT_NS:
             return False
         for sequence in self.waiting:
             tokens += sequence.pending
