@@ -44,4 +44,3 @@ if __name__ == "__main__":
         compile_for_hopper("bf16", 64, W4Plan(128, 2, warps=8), gated)
         compile_for_hopper("fp8e4nv", 8, W4Plan(64, 2), gated)
         compile_for_hopper("fp8e4nv", 64, W4Plan(128, 2, stages=3), gated)
-        compile_for_hopper("fp8e4nv", 128, W4Plan(128, 2, warps=8, stages=3), gated, chunk=32)

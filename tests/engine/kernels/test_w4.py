@@ -153,7 +153,7 @@ def rows(half, generator, m, k):
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Gluon has no interpreter: without a GPU it is only compiled")
 class TestProducts:
-    @pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 33, 64, 65, 128])
+    @pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 33, 64])
     @pytest.mark.parametrize("has_bias", [True, False])
     def test_linear(self, product, generator, m, has_bias):
         if m > 64 and product.name == "w4a16":
@@ -241,7 +241,7 @@ def test_w4a8_refuses_operands(generator):
     narrow = pack(*canonical(generator, 8, 192, 16))
     device = generator.device
     for shape, dtype, given, message in (
-        ((129, 256), E4M3, weights, r"\[129, 256\]"),
+        ((65, 256), E4M3, weights, r"\[65, 256\]"),
         ((0, 256), E4M3, weights, r"\[0, 256\]"),
         ((2, 128), E4M3, weights, r"\[2, 128\]"),
         ((2, 192), E4M3, narrow, "chunks of 16"),
@@ -260,10 +260,10 @@ def test_compiles_for_hopper():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128])
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32, 33, 64])
 @pytest.mark.parametrize(("n", "blocks"), [(4608, 14), (3584, 14), (37888, 14), (3584, 74), (8, 1), (100, 3)])
 @pytest.mark.parametrize("sms", [1, 60, 132])
 def test_plans_are_possible(m, n, blocks, sms):
-    for plan_of in (plan_w4a8, plan_w4a16) if m <= 64 else (plan_w4a8,):
+    for plan_of in (plan_w4a8, plan_w4a16):
         plan = plan_of(m, n, blocks, sms)
         assert 1 <= plan.programs <= -(-n // plan.block_n) * blocks

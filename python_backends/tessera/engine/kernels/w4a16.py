@@ -9,9 +9,7 @@ import triton
 
 from tessera.engine.kernels.skinny_linear import multiprocessors
 from tessera.engine.kernels.w4_layout import PackedW4
-from tessera.engine.kernels.w4_product import W4Plan, multiply, padded_rows, shares
-
-MAX_ROWS = 64
+from tessera.engine.kernels.w4_product import MAX_ROWS, W4Plan, multiply, padded_rows, shares
 
 
 @cache

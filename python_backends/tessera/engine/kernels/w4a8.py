@@ -9,22 +9,18 @@ import triton
 
 from tessera.engine.kernels.skinny_linear import multiprocessors
 from tessera.engine.kernels.w4_layout import E4M3_CHUNK, PackedW4
-from tessera.engine.kernels.w4_product import W4Plan, multiply, padded_rows, shares
+from tessera.engine.kernels.w4_product import MAX_ROWS, W4Plan, multiply, padded_rows, shares
 from tessera.fp8.rows import E4M3, Fp8Rows
-
-MAX_ROWS = 128
 
 
 @cache
 def plan_w4a8(m: int, n: int, blocks: int, sms: int) -> W4Plan:
     """As :func:`tessera.engine.kernels.w4a16.plan_w4a16`."""
     rows, tiles = padded_rows(m), triton.cdiv(n, 64)
-    resident, stages = {8: (4, 3), 16: (3, 4), 32: (2, 4), 64: (2, 4), 128: (1, 4)}[rows]
-    if rows <= 64 and tiles > resident * sms:  # wide tiles fetch x, and add it up, half as often
-        return W4Plan(128, shares(triton.cdiv(n, 128), blocks, 2 * sms if rows <= 16 else sms), 4, 3)
-    if rows == MAX_ROWS and tiles > sms:
-        return W4Plan(128, shares(triton.cdiv(n, 128), blocks, sms), 8, 3)
-    return W4Plan(64, shares(tiles, blocks, resident * sms), 4, stages)
+    resident, wide = {8: (4, 3), 16: (3, 2), 32: (2, 2), 64: (2, 0)}[rows]  # programs on a multiprocessor
+    if wide and tiles > resident * sms:  # wide tiles fetch x, and add it up, half as often
+        return W4Plan(128, shares(triton.cdiv(n, 128), blocks, wide * sms), 4, 3)
+    return W4Plan(64, shares(tiles, blocks, resident * sms), 4, 3)
 
 
 def w4a8_linear(
@@ -32,7 +28,7 @@ def w4a8_linear(
 ) -> torch.Tensor:
     """x [m, k] contiguous, W [n, k], bias [n] -> x W^T + b [m, n] of ``dtype``; sums in float32.
 
-    ``plan`` replaces :func:`plan_w4a8`'s choice. ValueError for m over 128, chunks below 32, other shapes and dtypes.
+    ``plan`` replaces :func:`plan_w4a8`'s choice. ValueError for m over 64, chunks below 32, other shapes and dtypes.
     """
     return _launch(x, weights, bias, dtype, False, plan)
 

@@ -23,8 +23,9 @@ _LOG = logging.getLogger(__name__)
 ZERO = 8
 """Of symmetric groups."""
 W4A16, W4A8, DEQUANTIZED = "w4a16", "w4a8", "dequantized"
-_MOST_ROWS = {W4A16: 64, W4A8: 128}  # the kernels' limits (tessera.engine.kernels.w4a16 and w4a8, which import triton)
-_CHECKED_ROWS = (1, 8, 13, 16, 29, 32, 57, 64, 99, 128)  # each compiled kernel, its tiles full and not
+_KERNELS = (W4A16, W4A8)
+_KERNEL_ROWS = 64  # the kernels' limit (tessera.engine.kernels.w4_product, which imports triton)
+_CHECKED_ROWS = (1, 8, 13, 16, 29, 32, 57, 64)  # each compiled kernel, its tiles full and not
 _TILE = 64  # columns of the kernel's smallest tile
 _TOLERANCE = 0.02  # of a tile's norm, or of the tiles' mean: both round to the model's dtype
 _HOPPER = (9, 0)  # the compute capability that has the kernel's instructions, and the only one
@@ -49,8 +50,8 @@ class Int4(MeasuredScheme):
             raise CheckpointError(f"quantization_config: group_size {group_size!r:.80} is no number of columns, nor -1")
         self.group_size = group_size
         self.resident = "auto"
-        self.ways: Ways = _untuned(_MOST_ROWS)
-        self._trusted = set(_MOST_ROWS)  # the kernels, on this device
+        self.ways: Ways = _untuned(_KERNELS)
+        self._trusted = set(_KERNELS)  # the kernels, on this device
 
     def groups(self, in_features: int) -> int:
         """How many groups a row has; CheckpointError if they do not divide it."""
@@ -158,8 +159,8 @@ class Int4(MeasuredScheme):
             return []
         copies = [] if layer.weight is None else products_for(layer, rows)
         e4m3 = has_units(layer) and layer.packed.shape[2] >= E4M3_CHUNK
-        kernels = [way for way, most in _MOST_ROWS.items() if rows <= most and way in self._trusted]
-        return [way for way in kernels if way != W4A8 or e4m3] + [DEQUANTIZED] + copies
+        kernels = [way for way in _KERNELS if way in self._trusted and (e4m3 or way != W4A8)]
+        return kernels * (rows <= _KERNEL_ROWS) + [DEQUANTIZED] + copies
 
     def way(self, layer: Linear, rows: int) -> str:
         return super().way(layer, rows) if _is_packed(layer) else DEQUANTIZED
@@ -170,8 +171,8 @@ class Int4(MeasuredScheme):
         The kernels' language is an experimental part of triton, and no machine without a Hopper GPU can run it.
         """
         packed = [layer for layer in layers if _is_packed(layer)]
-        self._trusted, trusted = set(_MOST_ROWS), set(_MOST_ROWS)
-        for way in _MOST_ROWS if packed else ():
+        self._trusted, trusted = set(_KERNELS), set(_KERNELS)
+        for way in _KERNELS if packed else ():
             checked = [rows for rows in _CHECKED_ROWS if way in self.possible(packed[0], rows)]
             wrong = [rows for rows in checked if not _agrees(packed[0], shape, rows, way)]
             if wrong:
@@ -188,7 +189,7 @@ class Int4(MeasuredScheme):
 
 def _untuned(kernels: Collection[str]) -> Ways:
     """The ways of a layer that nothing was measured for."""
-    return ((_MOST_ROWS[W4A16], W4A16),) if W4A16 in kernels else ()
+    return ((_KERNEL_ROWS, W4A16),) if W4A16 in kernels else ()
 
 
 def _agrees(layer: Linear, shape: LinearShape, rows: int, way: str) -> bool:
