@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 CHUNKS = (64, 32, 16)  # columns; a block has four of them
+E4M3_CHUNK = 32  # the narrowest that the tensor cores multiply in e4m3
 COLUMN_MULTIPLE = 4 * CHUNKS[-1]
 ZERO_BITS = 5  # zero points are 0 .. 16: GPTQ's first format stores them less one
 _PIECE = 1 << 24  # codes widened at a time
