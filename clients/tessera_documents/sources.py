@@ -86,8 +86,10 @@ def open_document(path: Path) -> Document:
         with open(path, "rb") as file:
             return _Pdf(path) if b"%PDF-" in file.read(1024) else _Picture(path)
     except pypdfium2.PdfiumError as error:
-        encrypted = error.err_code == pypdfium2.raw.FPDF_ERR_PASSWORD
-        raise BadDocument("the PDF is encrypted and wants a password" if encrypted else str(error)) from None
+        # Not by the code alone: where there are no pages, PDFium gives that of the file before.
+        locked = error.err_code == pypdfium2.raw.FPDF_ERR_PASSWORD and b"/Encrypt" in path.read_bytes()
+        words = "is encrypted and wants a password" if locked else "is damaged or has no pages"
+        raise BadDocument(f"the PDF {words}") from None
     except UnidentifiedImageError:
         raise BadDocument("neither a PDF nor a picture") from None
     except Exception as error:  # decoders raise anything
@@ -108,8 +110,6 @@ class _Pdf:
         self._pdf = pypdfium2.PdfDocument(path)
         self._pdf.init_forms()  # so that what was filled in is drawn
         self.pages = len(self._pdf)
-        if not self.pages:
-            raise BadDocument("the PDF has no pages")
 
     def render(self, page: int, dpi: int) -> Image.Image:
         sheet = self._pdf[page]
@@ -133,6 +133,8 @@ class _Picture:
         if page:
             self._image.seek(page)
         upright = ImageOps.exif_transpose(self._image)
+        if upright.mode.startswith("I"):  # 16 bits, which `convert` would clip to white
+            return upright.convert("I").point(lambda level: level * (1 / 256)).convert("RGB")
         if not upright.has_transparency_data:
             return upright.convert("RGB")
         white = Image.new("RGBA", upright.size, "white")  # not black, which is what dropping the alpha would leave

@@ -134,7 +134,8 @@ class TesseraVlmClient(VlmClient):
             [given] * len(images) if isinstance(given, str) or not isinstance(given, Sequence) else given
             for given in (prompts, sampling_params, priority)
         ]
-        return await gather_tasks([predict(*row) for row in zip(*columns, strict=True)], use_tqdm, tqdm_desc)
+        questions = list(zip(*columns, strict=True))
+        return await gather_tasks([predict(*question) for question in questions], use_tqdm, tqdm_desc)
 
     def options(self, params: SamplingParams | None, priority: int | None = None) -> dict[str, Any]:
         """The SDK's options for SamplingParams, which go before the client's own. Raises UnsupportedError."""
