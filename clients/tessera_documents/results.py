@@ -21,6 +21,7 @@ from tessera_documents.drawing import drawn
 HEADINGS = {"doc_title": "# ", "title": "# ", "paragraph_title": "## "}
 FIGURES = ("image", "chart")
 NOT_IN_MARKDOWN = ("header", "footer", "page_number")
+BYTES_OF_NAMES = "surrogateescape"  # a file's name need not be UTF-8, and is written as it is
 Blocks = Sequence[Mapping[str, Any]]
 
 
@@ -37,7 +38,7 @@ class PageFiles:
     def read(self, page: int) -> dict[str, Any] | None:
         """A page's JSON (pages from 0), or None where it is not complete."""
         try:
-            found = json.loads(self._path(page, ".json").read_text(encoding="utf-8"))
+            found = json.loads(self._path(page, ".json").read_bytes().decode(errors=BYTES_OF_NAMES))
         except (OSError, ValueError):
             return None
         return found if isinstance(found, dict) and found.get("made_from") == self._made_from else None
@@ -62,7 +63,9 @@ class PageFiles:
             "warnings": list(warnings),
             "made_from": self._made_from,
         }
-        write_whole(self._path(page, ".json"), json.dumps(content, ensure_ascii=False, indent=1).encode())
+        write_whole(
+            self._path(page, ".json"), json.dumps(content, ensure_ascii=False, indent=1).encode(errors=BYTES_OF_NAMES)
+        )
 
     def join(self, failed: Mapping[int, str], pages: int) -> None:
         """Writes ``document.md``, in which a comment stands for each page that failed. Raises OSError."""
@@ -90,7 +93,7 @@ class ErrorRows:
         """``page`` from 0; None: the whole file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         row = {"file": str(file), "page": None if page is None else page + 1, "error": error}
-        with open(self.path, "a", encoding="utf-8") as file_of_rows:
+        with open(self.path, "a", encoding="utf-8", errors=BYTES_OF_NAMES) as file_of_rows:
             file_of_rows.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 

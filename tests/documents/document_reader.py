@@ -46,8 +46,13 @@ class DocumentReader(FakeTransport):
         return [final(f"<fcel>{color}<fcel>b<nl>" if prompt == "Table Recognition:" else f"{color} words")]
 
     @property
+    def layouts_and_crops(self) -> str:
+        """What was asked for in turn: an L for a page's layout, a c for a crop."""
+        return "".join("L" if "Layout Detection" in (request.messages or "") else "c" for request, *_ in self.requests)
+
+    @property
     def pages_asked(self) -> int:
-        return sum("Layout Detection" in (request.messages or "") for request, *_ in self.requests)
+        return self.layouts_and_crops.count("L")
 
 
 class Together(DocumentReader):

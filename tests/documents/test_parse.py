@@ -40,7 +40,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def contents(page: Path) -> list[str]:
-    return [block["content"] for block in json.loads(page.read_text())["blocks"]]
+    return [block["content"] for block in json.loads(page.read_bytes().decode(errors="surrogateescape"))["blocks"]]
 
 
 def answers(bars: Sequence[str]) -> list[str]:
@@ -87,7 +87,7 @@ def test_crops_of_several_pages_are_under_way_together_and_keep_their_order(pars
     assert parse(reader, tmp_path / "four.pdf", "--concurrency", "8", "--timeout", "20") == 0
     for number, bars in enumerate((FIRST, SECOND, THIRD, FIRST), 1):
         assert contents(tmp_path / "out" / "four.pdf" / f"page-000{number}.json") == answers(bars)
-    assert len(reader.requests) == 16
+    assert reader.layouts_and_crops == "LLccccccLLcccccc"
 
 
 def test_never_more_requests_than_allowed(parse: Any, tmp_path: Path) -> None:
@@ -96,6 +96,7 @@ def test_never_more_requests_than_allowed(parse: Any, tmp_path: Path) -> None:
     reader = Together(1, 2, 1, 1, 2, 1)
     assert parse(reader, tmp_path / "two.pdf", "--concurrency", "2", "--timeout", "20") == 0
     assert contents(tmp_path / "out" / "two.pdf" / "page-0002.json") == answers(SECOND)
+    assert reader.layouts_and_crops == "LcccLccc"
 
 
 def test_what_fails_is_a_row_and_the_rest_goes_on(parse: Any, tmp_path: Path, capsys: Capture) -> None:
@@ -106,6 +107,7 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(parse: Any, tmp_path: Path, ca
     (docs / "empty.pdf").write_bytes(b"")
     whole = docs / "below" / "whole.png"
     picture(SECOND).save(whole)
+    picture(THIRD).save(docs / os.fsdecode(b"caf\xe9.png"))  # Latin-1, as old archives have it
     (docs / "below" / "cut.png").write_bytes(whole.read_bytes()[:300])
     (docs / "notes.txt").write_text("no document")
     (docs / ".hidden.png").write_bytes(b"")
@@ -116,11 +118,20 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(parse: Any, tmp_path: Path, ca
     assert rows["locked.pdf", None] == "the PDF is encrypted and wants a password"
     assert rows["empty.pdf", None] == "neither a PDF nor a picture"
     assert rows["good.pdf", 2].startswith("cannot be rendered: ") and "truncated" in rows["cut.png", 1]
-    assert "4 failed, see" in shown.err and shown.out.startswith("3 pages in")
+    assert "4 failed, see" in shown.err and shown.out.startswith("4 pages in")
+    assert contents(out / os.fsdecode(b"caf\xe9.png") / "page-0001.json") == answers(THIRD)
     assert contents(out / "below" / "whole.png" / "page-0001.json") == answers(SECOND)
     assert contents(out / "good.pdf" / "page-0003.json") == answers(THIRD)
     joined = (out / "good.pdf" / "document.md").read_text().split("\n\n")
     assert joined[2:5] == [answers(FIRST)[2], "<!-- page 2 is missing, see errors.jsonl -->", "# blue words"]
+
+
+def test_an_output_that_cannot_be_written_ends_the_run(parse: Any, tmp_path: Path, capsys: Capture) -> None:
+    picture(FIRST).save(tmp_path / "a.png")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "a.png").write_text("in the way")
+    assert parse(DocumentReader(), tmp_path / "a.png") == 1
+    assert "cannot write the results: " in capsys.readouterr().err
 
 
 def test_a_page_that_the_server_refuses_is_a_row(parse: Any, tmp_path: Path) -> None:

