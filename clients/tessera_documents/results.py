@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from tessera_documents.drawing import drawn
 
 HEADINGS = {"doc_title": "# ", "title": "# ", "paragraph_title": "## "}
 FIGURES = ("image", "chart")
+CODE = ("code", "algorithm")
+DISPLAY = ("\\[", "\\]")
+INLINE = re.compile(r"(?<!\\)\\\(\s*(.+?)\s*\\\)", re.DOTALL)  # in Markdown, TeX's own \( would be a plain parenthesis
 NOT_IN_MARKDOWN = ("header", "footer", "page_number")
 BYTES_OF_NAMES = "surrogateescape"  # a file's name need not be UTF-8, and is written as it is
 Blocks = Sequence[Mapping[str, Any]]
@@ -98,19 +102,24 @@ class ErrorRows:
 
 
 def markdown(blocks: Blocks) -> str:
-    """Blocks in reading order as Markdown: MinerU's own joining of paragraphs, with headings and figures marked and
-    what only repeats on every page left out."""
+    """Blocks in reading order as Markdown: joined as MinerU does, with headings, code, figures and formulas marked, and
+    without what only repeats on every page."""
     shown = [{**block, "content": _content(block)} for block in blocks if block["type"] not in NOT_IN_MARKDOWN]
     return json2md(shown) + "\n"
 
 
 def _content(block: Mapping[str, Any]) -> str | None:
-    content = block["content"]
-    if block["type"] in HEADINGS and content:
-        return HEADINGS[block["type"]] + " ".join(content.split())
+    kind, content = block["type"], block["content"]
     if "picture" in block:
-        return f"![{block['type']}]({block['picture']})" + (f"\n\n{content}" if content else "")
-    return content
+        return f"![{kind}]({block['picture']})" + (f"\n\n{content}" if content else "")
+    if not content or kind == "table":  # which is HTML
+        return content
+    if kind in CODE:
+        return f"```\n{content}\n```"
+    if kind == "equation":
+        return f"$$\n{content.removeprefix(DISPLAY[0]).removesuffix(DISPLAY[1]).strip()}\n$$"
+    content = INLINE.sub(r"$\1$", content)
+    return HEADINGS[kind] + " ".join(content.split()) if kind in HEADINGS else content
 
 
 def write_whole(path: Path, data: bytes) -> None:

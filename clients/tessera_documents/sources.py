@@ -51,7 +51,7 @@ def find(paths: Sequence[Path], out: Path) -> list[Source]:
     """The files at ``paths``, folders with all below them, in order and each once.
 
     What lies in ``out``, and what is hidden inside a folder, is passed over. Raises InvalidRequest for a path where
-    nothing is, a folder without documents, and two files whose results would go to one place.
+    nothing is, a folder without documents, and results that would go where a file is or another file's go.
     """
     found: dict[Path, Source] = {}
     names: dict[Path, Path] = {}
@@ -65,6 +65,8 @@ def find(paths: Sequence[Path], out: Path) -> list[Source]:
             folder = file.relative_to(path) if path.is_dir() else Path(file.name)
             place = found.setdefault(file.resolve(), Source(file, folder))
             other = names.setdefault(place.folder, place.path)
+            if (out / folder).is_file():
+                raise InvalidRequest(f"{out / folder} is a file, and would be the folder of results", "give another -o")
             if other != place.path:
                 raise InvalidRequest(
                     f"{other} and {file} would both be written to {out / folder}", "give the folder that holds both"

@@ -199,7 +199,8 @@ def mineru_client(vlm: VlmClient, **options: Any) -> MinerUClient:
     other servers and models: such a one would have no effect and is a TypeError."""
     without_effect = sorted(options.keys() - OPTIONS)
     if without_effect:
-        raise TypeError(f"{', '.join(without_effect)}: not among the options that count here: {', '.join(OPTIONS)}")
+        allowed = ", ".join(sorted(OPTIONS))
+        raise TypeError(f"{', '.join(without_effect)}: not among the options that count here: {allowed}")
     # Its http-client is the backend that prepares crops as files, many at once. This one is replaced before it has
     # connected to anything.
     reader = MinerUClient(

@@ -6,6 +6,7 @@ are given, and answers are short. The penalties that transformers does not know 
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from PIL import Image, ImageDraw, ImageFont
 from server.toy_servers import Launched
 from tiny_qwen2_vl import reference_processor, write_model
 
+from tessera_command.cli import main
 from tessera_documents import TesseraVlmClient, mineru_client
 from tessera_documents.job import quiet
 
@@ -84,3 +86,14 @@ def test_pages_read_the_same_by_every_way(served: tuple[Any, Any, str, str], mon
     assert by_http[:COMPARED] == reference
     with TesseraVlmClient(server) as vlm:
         assert read(mineru_client(vlm, **OPTIONS), pages) == by_http
+
+
+def test_the_command_before_a_real_server(served: tuple[Any, Any, str, str], tmp_path: Path) -> None:
+    for number in range(6):
+        page(number).save(tmp_path / f"{number}.png")
+    asked = ["--url", served[3], "--max-tokens", "16", "-o", str(tmp_path / "out")]
+    assert main(["parse", str(tmp_path), *asked]) == 0
+    found = [json.loads((tmp_path / "out" / f"{number}.png" / "page-0001.json").read_text()) for number in range(6)]
+    assert [each["blocks"] for each in found] == [[]] * 6
+    assert [each["warnings"][0] for each in found] == ["an answer was cut after 16 tokens"] * 6
+    assert all(each["warnings"][1].startswith("Layout output does not match expected format: ") for each in found)

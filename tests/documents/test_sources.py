@@ -44,6 +44,8 @@ def test_what_cannot_begin_is_refused(tmp_path: Path, paths: list[str], words: s
     with pytest.raises(InvalidRequest, match=words):
         find([tmp_path / path for path in paths], tmp_path / "out")
     assert len(find([tmp_path], tmp_path / "out")) == 2
+    with pytest.raises(InvalidRequest, match="one/a.pdf is a file, and would be the folder of results"):
+        find([tmp_path / "one" / "a.pdf"], tmp_path / "one")
 
 
 def test_a_page_is_rendered_upright_in_rgb_at_the_resolution_asked_for(tmp_path: Path) -> None:
