@@ -133,12 +133,12 @@ class Job:
                 continue
             files = PageFiles(self._out / source.folder, made_from | {"max_tokens": self._vlm.max_tokens})
             try:
-                missing = [page for page in range(document.pages) if files.read(page) is None]
+                missing = await asyncio.to_thread(files.missing, document.pages)
                 under_way = _Open(source, files, document.pages, len(missing))
                 self.tally.kept += document.pages - len(missing)
                 self._report()
                 if not missing:
-                    files.join({}, document.pages)
+                    await asyncio.to_thread(files.join, {}, document.pages)
                 for page in missing:
                     try:
                         image = await self._in_order(document.render, page, self._dpi)

@@ -47,6 +47,10 @@ class PageFiles:
             return None
         return found if isinstance(found, dict) and found.get("made_from") == self._made_from else None
 
+    def missing(self, pages: int) -> list[int]:
+        """The pages that are not complete."""
+        return [page for page in range(pages) if self.read(page) is None]
+
     def write(self, page: int, image: Image.Image, blocks: Blocks, warnings: Sequence[str]) -> None:
         """All files of a page: the blocks in reading order, and the page they were read from. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)

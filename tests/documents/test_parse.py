@@ -84,7 +84,7 @@ def test_crops_of_several_pages_are_under_way_together_and_keep_their_order(pars
     write_pdf(tmp_path / "four.pdf", [FIRST, SECOND, THIRD, FIRST])
     # Two pages at a time: both layouts, then the crops of both. With one page at a time this would wait for ever.
     reader = Together(2, 6, 2, 6)
-    assert parse(reader, tmp_path / "four.pdf", "--concurrency", "8", "--timeout", "20") == 0
+    assert parse(reader, tmp_path / "four.pdf", "--concurrency", "8", "--timeout", "60") == 0
     for number, bars in enumerate((FIRST, SECOND, THIRD, FIRST), 1):
         assert contents(tmp_path / "out" / "four.pdf" / f"page-000{number}.json") == answers(bars)
     assert reader.layouts_and_crops == "LLccccccLLcccccc"
@@ -94,7 +94,7 @@ def test_never_more_requests_than_allowed(parse: Any, tmp_path: Path) -> None:
     write_pdf(tmp_path / "two.pdf", [FIRST, SECOND])
     # Of the three crops of a page two go out; the third only when these are answered.
     reader = Together(1, 2, 1, 1, 2, 1)
-    assert parse(reader, tmp_path / "two.pdf", "--concurrency", "2", "--timeout", "20") == 0
+    assert parse(reader, tmp_path / "two.pdf", "--concurrency", "2", "--timeout", "60") == 0
     assert contents(tmp_path / "out" / "two.pdf" / "page-0002.json") == answers(SECOND)
     assert reader.layouts_and_crops == "LcccLccc"
 
