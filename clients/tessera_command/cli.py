@@ -1,4 +1,4 @@
-"""The command ``tessera``: serve, gateway, quantize, ask, recall, plan, status.
+"""The command ``tessera``: serve, gateway, quantize, ask, parse, recall, plan, status.
 
 Results go to standard output, progress and tables to standard error. Exit codes: 0 done, 1 failed, 2 wrong usage or
 wrong request, 3 the server is not there or not ready, 4 out of time, 130 interrupted.
@@ -87,7 +87,7 @@ def _quantize(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tessera", description="Questions about pictures, served by tritonserver.")
-    names = "{serve,gateway,quantize,ask,recall,plan,status}"
+    names = "{serve,gateway,quantize,ask,parse,recall,plan,status}"
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     commands.add_parser("serve", help="start the server; `tessera serve --help` lists its options", add_help=False)
     gateway = "open servers to OpenAI's clients; `tessera gateway --help` lists its options"
@@ -104,6 +104,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int)
     add("--choices", type=_labels, metavar="A,B,...", help="answer with the likeliest of these; shows all scores")
     add("--json", action="store_true", help="print the whole answer with usage and timings as JSON")
+
+    add = _command(commands, "parse", _parse, "read documents: PDFs and pictures of pages to Markdown and JSON", 600)
+    add("file", nargs="+", type=Path, help="PDFs, pictures of pages, and folders with any of them")
+    each = "a folder for each file, and errors.jsonl; the same command goes on where it ended, page by page"
+    add("-o", "--output", type=Path, required=True, metavar="OUT", help=each)
+    add("--dpi", type=_positive, default=200, metavar="N", help="at which a PDF's pages are drawn (%(default)s)")
+    add("--concurrency", type=_positive, default=64, metavar="N", help="requests at a time (%(default)s)")
+    longest = "longest answer to a layout or a crop, in tokens (%(default)s)"
+    add("--max-tokens", type=_positive, default=2048, metavar="N", help=longest)
+    add("--priority", type=int, metavar="N", help="lower is served earlier (0, as all other requests)")
 
     add = _command(commands, "recall", _recall, "measure how often the served model is right")
     add("--folder", type=Path, help="your own pictures: a folder with labels.csv (file,question,...)")
@@ -130,13 +140,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, name: str, run: Callable[[Any], int], text: str) -> Callable[..., Any]:
+def _command(
+    commands: Any, name: str, run: Callable[[Any], int], text: str, timeout: float = 120
+) -> Callable[..., Any]:
     """Adds a command; returns what adds arguments to it."""
     parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     parser.set_defaults(run=run)
     servers = "host:port for gRPC or http://host:port; several with commas (default: TESSERA_URL, else %(default)s)"
     parser.add_argument("--url", default=os.environ.get("TESSERA_URL", DEFAULT_URL), help=servers)
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds a request may take (120)")
+    within = "seconds a request may take (%(default)g)"
+    parser.add_argument("--timeout", type=float, default=timeout, metavar="S", help=within)
     return parser.add_argument
 
 
@@ -204,6 +217,37 @@ def _table(choices: Sequence[LabelScore]) -> str:
     )
 
 
+def _parse(options: argparse.Namespace) -> int:
+    try:
+        from tessera_documents import TesseraVlmClient
+        from tessera_documents.job import Job, quiet
+    except ImportError as error:
+        print(f"tessera parse: {error}", file=sys.stderr)
+        return 1
+    quiet()
+    with (
+        TesseraVlmClient(options.url, timeout=options.timeout, max_tokens=options.max_tokens) as vlm,
+        _progress("parsing") as advance,
+    ):
+        flight = {"dpi": options.dpi, "concurrency": options.concurrency, "priority": options.priority}
+        job = Job(options.file, options.output, vlm, progress=advance, **flight)
+        _check_ready(vlm.client)
+        try:
+            tally = job.run()
+        except OSError as error:
+            print(f"tessera parse: cannot write the results: {error}", file=sys.stderr)
+            return 1
+    pages, rate = f"{tally.made} page{'s' * (tally.made != 1)}", f"{tally.made / tally.seconds:.2f} pages/s"
+    kept = f", {tally.kept} were there already" if tally.kept else ""
+    print(f"{pages} in {tally.seconds:.1f} s ({rate}){kept}")
+    if tally.warned:
+        print(f"tessera parse: warnings on {tally.warned} pages; the first: {tally.first_warning}", file=sys.stderr)
+    if tally.failed:
+        rows = options.output / "errors.jsonl"
+        print(f"tessera parse: {tally.failed} failed, see {rows}; the first: {tally.first_error}", file=sys.stderr)
+    return 1 if tally.failed else 0
+
+
 def _recall(options: argparse.Namespace) -> int:
     with Client(options.url, timeout=options.timeout) as client, _cache(options.cache) as cache:
         items = _items(client, options, Path(cache))
@@ -261,13 +305,17 @@ def _measured(options: argparse.Namespace) -> list[plan.Measurement]:
 
 def _items(client: Client, options: argparse.Namespace, cache: Path) -> list[Item]:
     """The questions of the user's folder, or of the held-out set; raises where the server is not ready for them."""
-    if not client.ready():
-        client.status()  # says why, if it can
-        raise errors.Unavailable(f"the server at {options.url} is not ready", "see `tessera status`")
+    _check_ready(client)
     if options.folder:
         return folder_items(options.folder, options.limit)
     with _progress("rendering") as advance:
         return heldout_items(options.limit, cache, root=options.repository, progress=advance)
+
+
+def _check_ready(client: Client) -> None:
+    if not client.ready():
+        client.status()  # says why, if it can
+        raise errors.Unavailable(f"the server at {client.url} is not ready", "see `tessera status`")
 
 
 def _cache(folder: Path | None) -> AbstractContextManager[Path | str]:
@@ -282,14 +330,15 @@ def _console() -> Any:
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error, driven by (done, total)."""
+def _progress(what: str) -> Iterator[Callable[..., None]]:
+    """A bar on standard error, driven by (done, total) or (done, total, how fast)."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    description, rate = TextColumn("{task.description}"), TextColumn("{task.fields[rate]}")
+    columns = (description, BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn())
     with Progress(*columns, console=_console(), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task(what, total=None, rate="")
+        yield lambda done, total, rate="": bar.update(task, completed=done, total=total, rate=rate)
 
 
 def _status(options: argparse.Namespace) -> int:

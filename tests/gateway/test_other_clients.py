@@ -22,32 +22,18 @@ from tessera_gateway.settings import Settings
 
 pytestmark = pytest.mark.clients
 
-LAYOUT = (
-    "<|box_start|>100 050 900 150<|box_end|><|ref_start|>title<|ref_end|>\n"
-    "<|box_start|>100 200 900 600<|box_end|><|ref_start|>text<|ref_end|>\n"
-    "<|box_start|>100 650 900 900<|box_end|><|ref_start|>table<|ref_end|>"
-)
-READS = {
-    "Layout Detection:": LAYOUT,
-    "Text Recognition:": "A report.",
-    "Table Recognition:": "<fcel>a<fcel>b<nl><fcel>1<fcel>2<nl>",
-}
 
-
-class DocumentReader(FakeTransport):
-    """Answers MinerU's prompts as its model would, and a room's where a schema is asked for."""
+class Roomy(FakeTransport):
+    """Describes a room where a schema is asked for."""
 
     def answer_to(self, request: Request) -> Sequence[Any]:
-        if "json_schema" in (request.sampling or ""):
-            return [final('{"name": "kitchen", "sockets": 2}')]
-        (*_, turn) = json.loads(request.messages or "[]")
-        return [final(next(answer for prompt, answer in READS.items() if prompt in json.dumps(turn)))]
+        return [final('{"name": "kitchen", "sockets": 2}')]
 
 
 @pytest.fixture(scope="module")
 def door() -> Iterator[tuple[Asked, str]]:
     os.environ["NO_PROXY"] = "127.0.0.1"
-    asked = Asked(DocumentReader(), Settings())
+    asked = Asked(Roomy(), Settings())
     with listening(asked.app) as address:
         yield asked, address
 
@@ -67,24 +53,6 @@ def test_instructor(door: tuple[Asked, str]) -> None:
     assert isinstance(room, Room) and room.model_dump() == {"name": "kitchen", "sockets": 2}
     schema = json.loads(door[0].fake.requests[-1][0].sampling or "{}")["json_schema"]
     assert set(schema["properties"]) == {"name", "sockets"}
-
-
-def test_mineru_reads_a_page_in_two_steps(door: tuple[Asked, str]) -> None:
-    from mineru_vl_utils import MinerUClient
-
-    door[0].fake.requests.clear()
-    client = MinerUClient(backend="http-client", server_url=door[1], use_tqdm=False)
-    blocks = client.two_step_extract(Image.new("RGB", (800, 1000), "white"), priority=-3)
-    assert [block["type"] for block in blocks] == ["title", "text", "table"]
-    assert [block["content"] for block in blocks[:2]] == ["A report."] * 2
-    assert "<td>1</td>" in blocks[2]["content"]
-    asked = [json.loads(request.sampling or "{}") for request, *_ in door[0].fake.requests]
-    assert len(asked) == 4 and all(request.images for request, *_ in door[0].fake.requests)
-    assert {(a["no_repeat_ngram_size"], a["skip_special_tokens"], a["top_k"], a["priority"]) for a in asked} == {
-        (100, False, 1, -3)
-    }
-    assert sorted(a["presence_penalty"] for a in asked) == [0, 1, 1, 1]
-    assert sorted(a["frequency_penalty"] for a in asked) == [0, 0.005, 0.05, 0.05]
 
 
 def test_aiperf_with_pictures(tmp_path: Path) -> None:

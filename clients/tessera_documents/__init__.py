@@ -1,0 +1,22 @@
+"""Documents read by MinerU's own client over a Tessera server: ``tessera parse``, and its two halves for programs.
+
+::
+
+    from tessera_documents import TesseraVlmClient, mineru_client
+
+    with TesseraVlmClient("localhost:8001") as vlm:
+        blocks = mineru_client(vlm).two_step_extract(picture)
+
+Layout, crops, prompts and post-processing are mineru-vl-utils'; here are the way to the server, the pages that go in,
+and the files that come out.
+"""
+
+try:
+    import mineru_vl_utils  # noqa: F401
+    import pypdfium2  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"{error.name} is not installed; documents need it: pip install 'tessera[documents]'") from error
+
+from tessera_documents.vlm_client import TesseraVlmClient, mineru_client
+
+__all__ = ["TesseraVlmClient", "mineru_client"]

@@ -1,0 +1,213 @@
+"""Many documents through one server: pages are rendered as they are needed, their requests are under way together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+from mineru_vl_utils.vlm_client.utils import gather_tasks
+from PIL import Image
+
+from tessera_documents.results import ErrorRows, PageFiles
+from tessera_documents.sources import BadDocument, Document, Source, digest, find, open_document
+from tessera_documents.vlm_client import TesseraVlmClient, mineru_client
+from tessera_wire.errors import ConnectionFailed, Unavailable
+
+REQUESTS_PER_PAGE = 4  # that are under way, over a page's life: its layout alone, then a dozen crops at once
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the pages; a file that cannot be opened counts as one that failed."""
+
+    made: int = 0
+    kept: int = 0
+    """Complete from an earlier run."""
+    failed: int = 0
+    warned: int = 0
+    """Of those made, the ones with a warning of MinerU's in their JSON."""
+    first_error: str = ""
+    first_warning: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Open:
+    """A document under way."""
+
+    source: Source
+    files: PageFiles
+    pages: int
+    left: int
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+class _Threads(ThreadPoolExecutor):
+    """Works in the context of whoever submits, so that loguru knows the page."""
+
+    def submit(self, function: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
+        return super().submit(contextvars.copy_context().run, function, *arguments, **named)
+
+
+class Job:
+    """One run over ``paths`` into ``out``.
+
+    Args:
+        vlm: asked for layouts and crops.
+        dpi: dots per inch at which a PDF's pages are rendered.
+        concurrency: requests at a time; a quarter as many pages are in memory.
+        priority: of all requests; lower ones are served first.
+        progress: called with the number of pages that are over, of pages in all, and how fast they are made.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        out: Path,
+        vlm: TesseraVlmClient,
+        *,
+        dpi: int = 200,
+        concurrency: int = 64,
+        priority: int | None = None,
+        progress: Callable[[int, int, str], None] = lambda done, total, rate: None,
+    ) -> None:
+        self._sources = find(paths, out)
+        self._out, self._vlm, self._dpi = out, vlm, dpi
+        self._concurrency, self._priority, self._progress = concurrency, priority, progress
+        self._total = 0
+        self.tally = Tally()
+
+    def run(self) -> Tally:
+        """Raises ConnectionFailed or Unavailable where the server is gone, OSError where results cannot be written;
+        what is complete then stays and is not done again by the next run."""
+        return asyncio.run(self._run())
+
+    async def _run(self) -> Tally:
+        self._started = time.monotonic()
+        self._errors = ErrorRows(self._out)
+        handler = logger.add(_note, level="WARNING", filter=lambda record: "warnings" in record["extra"])
+        try:
+            with _Threads() as threads, ThreadPoolExecutor(1, "tessera-pages") as self._opener:
+                self._reader = mineru_client(self._vlm, executor=threads)
+                self._slots = asyncio.Semaphore(self._concurrency)
+                openable = [source for source in self._sources if await self._count(source)]
+                workers, turn = max(1, self._concurrency // REQUESTS_PER_PAGE), asyncio.Lock()
+                async with aclosing(self._pages(openable)) as pages:
+                    await gather_tasks([self._work(pages, turn) for _ in range(workers)])
+        finally:
+            logger.remove(handler)
+        self.tally.seconds = time.monotonic() - self._started
+        return self.tally
+
+    async def _in_order(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """In the one thread that opens, renders and closes."""
+        return await asyncio.get_running_loop().run_in_executor(self._opener, partial(function, *arguments))
+
+    async def _count(self, source: Source) -> bool:
+        """Adds a file's pages to those in all; False where it cannot be opened."""
+        try:
+            self._total += await self._in_order(_pages_of, source.path)
+            return True
+        except BadDocument as error:
+            self._total += 1
+            self._fail(source, None, str(error))
+            return False
+
+    async def _pages(self, sources: Sequence[Source]) -> AsyncGenerator[tuple[_Open, int, Image.Image], None]:
+        """Every page that is not complete, rendered."""
+        for source in sources:
+            try:
+                made_from = {"digest": await asyncio.to_thread(digest, source.path), "dpi": self._dpi}
+                document: Document = await self._in_order(open_document, source.path)
+            except (BadDocument, OSError) as error:  # it could be opened a while ago
+                self._fail(source, None, str(error))
+                continue
+            files = PageFiles(self._out / source.folder, made_from | {"max_tokens": self._vlm.max_tokens})
+            try:
+                missing = await asyncio.to_thread(files.missing, document.pages)
+                under_way = _Open(source, files, document.pages, len(missing))
+                self.tally.kept += document.pages - len(missing)
+                self._report()
+                if not missing:
+                    await asyncio.to_thread(files.join, {}, document.pages)
+                for page in missing:
+                    try:
+                        image = await self._in_order(document.render, page, self._dpi)
+                    except Exception as error:  # PDFium's, Pillow's or a decoder's
+                        await self._end(under_way, page, f"cannot be rendered: {error or type(error).__name__}")
+                    else:
+                        yield under_way, page, image
+            finally:
+                await self._in_order(document.close)
+
+    async def _work(self, pages: AsyncIterator[tuple[_Open, int, Image.Image]], turn: asyncio.Lock) -> None:
+        while True:
+            async with turn:
+                try:
+                    under_way, page, image = await anext(pages)
+                except StopAsyncIteration:
+                    return
+            warnings: list[str] = []
+            try:
+                with logger.contextualize(warnings=warnings):
+                    blocks = await self._reader.aio_two_step_extract(image, self._priority, self._slots)
+            except (ConnectionFailed, Unavailable):
+                raise
+            except Exception as error:  # the server's refusal, or a fault of MinerU's on odd answers
+                await self._end(under_way, page, str(error) or type(error).__name__)
+                continue
+            await asyncio.to_thread(under_way.files.write, page, image, blocks, warnings)
+            self.tally.made += 1
+            if warnings:
+                self.tally.warned += 1
+                self.tally.first_warning = self.tally.first_warning or _line(under_way.source, page, warnings[0])
+            await self._end(under_way, page)
+
+    async def _end(self, under_way: _Open, page: int, error: str = "") -> None:
+        if error:
+            under_way.failed[page] = error
+            self._fail(under_way.source, page, error)
+        self._report()
+        under_way.left -= 1
+        if not under_way.left:
+            await asyncio.to_thread(under_way.files.join, under_way.failed, under_way.pages)
+
+    def _fail(self, source: Source, page: int | None, error: str) -> None:
+        self._errors.add(source.path, page, " ".join(error.split()))
+        self.tally.failed += 1
+        self.tally.first_error = self.tally.first_error or _line(source, page, error)
+
+    def _report(self) -> None:
+        tally = self.tally
+        rate = tally.made / (time.monotonic() - self._started)
+        self._progress(tally.made + tally.kept + tally.failed, self._total, f"{rate:.2f} pages/s")
+
+
+def quiet() -> None:
+    """Keeps mineru-vl-utils' log off standard error, for all of this process. Its warnings are in the pages' JSON."""
+    logger.remove()
+
+
+def _pages_of(path: Path) -> int:
+    document = open_document(path)
+    document.close()
+    return document.pages
+
+
+def _line(source: Source, page: int | None, words: str) -> str:
+    where = str(source.path) if page is None else f"{source.path}, page {page + 1}"
+    return f"{where}: {' '.join(words.split())}"
+
+
+def _note(message: Any) -> None:
+    """A record of loguru's, into the list of the page that it is about."""
+    message.record["extra"]["warnings"].append(message.record["message"])

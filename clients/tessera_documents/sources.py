@@ -1,0 +1,146 @@
+"""What is to be parsed: the files, and their pages as pictures, one at a time.
+
+PDFium takes one thread only: whatever is opened here is rendered and closed by the thread that opened it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import pypdfium2
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from tessera_wire.errors import InvalidRequest
+
+SUFFIXES = (".pdf", ".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".bmp")
+"""Of the files in a folder that count. A file that is named counts whatever its name."""
+POINTS_PER_INCH = 72
+LONGEST_SIDE = 3500  # pixels of a rendered page, whatever its paper; MinerU's own bound
+
+
+class BadDocument(Exception):
+    """Why a file, or a page of it, cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file to parse, and the folder below the output that its results go to."""
+
+    path: Path
+    folder: Path
+
+
+class Document(Protocol):
+    """An open file."""
+
+    pages: int
+
+    def render(self, page: int, dpi: int) -> Image.Image:
+        """A page (from 0) as RGB. A picture keeps its own size."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def find(paths: Sequence[Path], out: Path) -> list[Source]:
+    """The files at ``paths``, folders with all below them, in order and each once.
+
+    What lies in ``out``, and what is hidden inside a folder, is passed over. Raises InvalidRequest for a path where
+    nothing is, a folder without documents, and results that would go where a file is or another file's go.
+    """
+    found: dict[Path, Source] = {}
+    names: dict[Path, Path] = {}
+    for path in paths:
+        if not path.exists():
+            raise InvalidRequest(f"there is no file or folder {path}")
+        files = list(_below(path, out.resolve())) if path.is_dir() else [path]
+        if not files:
+            raise InvalidRequest(f"{path} holds no documents", f"of a folder, these are parsed: {' '.join(SUFFIXES)}")
+        for file in files:
+            folder = file.relative_to(path) if path.is_dir() else Path(file.name)
+            place = found.setdefault(file.resolve(), Source(file, folder))
+            other = names.setdefault(place.folder, place.path)
+            if (out / folder).is_file():
+                raise InvalidRequest(f"{out / folder} is a file, and would be the folder of results", "give another -o")
+            if other != place.path:
+                raise InvalidRequest(
+                    f"{other} and {file} would both be written to {out / folder}", "give the folder that holds both"
+                )
+    return list(found.values())
+
+
+def _below(folder: Path, out: Path) -> Iterator[Path]:
+    for where, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and Path(where, name).resolve() != out)
+        for name in sorted(files):
+            if name.lower().endswith(SUFFIXES) and not name.startswith("."):
+                yield Path(where, name)
+
+
+def open_document(path: Path) -> Document:
+    """Opens a file for what its first bytes say it is. Raises BadDocument."""
+    try:
+        with open(path, "rb") as file:
+            return _Pdf(path) if b"%PDF-" in file.read(1024) else _Picture(path)
+    except pypdfium2.PdfiumError as error:
+        # Not by the code alone: where there are no pages, PDFium gives that of the file before.
+        locked = error.err_code == pypdfium2.raw.FPDF_ERR_PASSWORD and b"/Encrypt" in path.read_bytes()
+        words = "is encrypted and wants a password" if locked else "is damaged or has no pages"
+        raise BadDocument(f"the PDF {words}") from None
+    except UnidentifiedImageError:
+        raise BadDocument("neither a PDF nor a picture") from None
+    except Exception as error:  # decoders raise anything
+        raise BadDocument(str(error) or type(error).__name__) from error
+
+
+def digest(path: Path) -> str:
+    """Of the file's bytes, as hexadecimal digits."""
+    state = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            state.update(piece)
+    return state.hexdigest()
+
+
+class _Pdf:
+    def __init__(self, path: Path) -> None:
+        self._pdf = pypdfium2.PdfDocument(path)
+        self._pdf.init_forms()  # so that what was filled in is drawn
+        self.pages = len(self._pdf)
+
+    def render(self, page: int, dpi: int) -> Image.Image:
+        sheet = self._pdf[page]
+        try:
+            scale = min(dpi / POINTS_PER_INCH, LONGEST_SIDE / max(sheet.get_size()))
+            return sheet.render(scale=scale, rev_byteorder=True).to_pil()
+        finally:
+            sheet.close()
+
+    def close(self) -> None:
+        self._pdf.close()
+
+
+class _Picture:
+    def __init__(self, path: Path) -> None:
+        self._image = Image.open(path)
+        # The frames of a TIFF are the pages of a scan or a fax.
+        self.pages = getattr(self._image, "n_frames", 1) if self._image.format == "TIFF" else 1
+
+    def render(self, page: int, dpi: int) -> Image.Image:
+        if page:
+            self._image.seek(page)
+        upright = ImageOps.exif_transpose(self._image)
+        if upright.mode.startswith("I"):  # 16 bits, which `convert` would clip to white
+            return upright.convert("I").point(lambda level: level * (1 / 256)).convert("RGB")
+        if not upright.has_transparency_data:
+            return upright.convert("RGB")
+        white = Image.new("RGBA", upright.size, "white")  # not black, which is what dropping the alpha would leave
+        return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
+
+    def close(self) -> None:
+        self._image.close()

@@ -1,0 +1,269 @@
+"""`tessera parse` from files to files, a reader of documents in the server's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from clients.fake_transport import FakeTransport, final
+from documents.document_reader import BOXES, LAYOUT, DocumentReader, Together, picture, seen, write_pdf
+from PIL import Image
+
+from tessera_client import ConnectionFailed, InvalidRequest
+from tessera_client.messages import Request
+from tessera_command.cli import main
+from tessera_documents import vlm_client
+
+ROOT = Path(__file__).resolve().parents[2]
+FIRST, SECOND, THIRD = ("red", "green", "blue"), ("black", "red", "green"), ("blue", "black", "red")
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs the command before a reader, into the folder ``out``; the exit code."""
+
+    def run(reader: FakeTransport, *arguments: Any) -> int:
+        monkeypatch.setattr(vlm_client, "open_transport", lambda url, models: reader)
+        monkeypatch.setattr(vlm_client.Retry, "patient", lambda: vlm_client.Retry(attempts=1))
+        return main(["parse", "-o", str(tmp_path / "out"), *map(str, arguments)])
+
+    return run
+
+
+def contents(page: Path) -> list[str]:
+    return [block["content"] for block in json.loads(page.read_bytes().decode(errors="surrogateescape"))["blocks"]]
+
+
+def answers(bars: Sequence[str]) -> list[str]:
+    title, text, table = bars
+    return [f"{title} words", f"{text} words", f"<table><tr><td>{table}</td><td>b</td></tr></table>"]
+
+
+def test_a_pdf_becomes_markdown_json_and_pictures(parse: Any, tmp_path: Path, capsys: Capture) -> None:
+    write_pdf(tmp_path / "report.pdf", [FIRST, SECOND])
+    assert parse(DocumentReader(), tmp_path / "report.pdf") == 0
+    assert capsys.readouterr().out.startswith("2 pages in ")
+    folder = tmp_path / "out" / "report.pdf"
+    endings = (".jpg", ".json", ".md")
+    names = ["document.md", *(f"page-000{page}{ending}" for page in (1, 2) for ending in endings)]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    page = json.loads((folder / "page-0001.json").read_text())
+    assert [page[name] for name in ("file", "page", "width", "height", "warnings")] == ["report.pdf", 1, 1700, 2200, []]
+    assert [block["type"] for block in page["blocks"]] == list(BOXES)
+    assert [block["bbox"] for block in page["blocks"]] == [[place / 1000 for place in box] for box in BOXES.values()]
+    assert [block["angle"] for block in page["blocks"]] == [0, 0, 0]
+    assert contents(folder / "page-0001.json") == answers(FIRST)
+    title, *rest = answers(SECOND)
+    assert (folder / "page-0002.md").read_text() == "\n\n".join([f"# {title}", *rest]) + "\n"
+    pages = [(folder / f"page-000{page}.md").read_text() for page in (1, 2)]
+    assert (folder / "document.md").read_text() == "\n".join(pages)
+
+
+def test_the_picture_of_a_page_shows_its_blocks(parse: Any, tmp_path: Path) -> None:
+    picture(FIRST, (1000, 1000)).save(tmp_path / "page.png")
+    assert parse(DocumentReader(), tmp_path / "page.png") == 0
+    with Image.open(tmp_path / "out" / "page.png" / "page-0001.jpg") as drawn:
+        pixels = np.asarray(drawn).astype(int)
+    assert pixels.shape == (1000, 1000, 3)
+    assert abs(pixels[400, 500] - (0, 128, 0)).max() < 12 and abs(pixels[400, 50] - 255).max() < 12  # the page itself
+    assert pixels[201, 500, 2] > 150  # the frame of a text is blue
+    label = pixels[184:198, 102:130]  # "2 text" above it, white on blue
+    assert (label[..., 0] < 80).mean() > 0.4 and (label.min(axis=2) > 200).mean() > 0.05
+
+
+def test_crops_of_several_pages_are_under_way_together_and_keep_their_order(parse: Any, tmp_path: Path) -> None:
+    write_pdf(tmp_path / "four.pdf", [FIRST, SECOND, THIRD, FIRST])
+    # Two pages at a time: both layouts, then the crops of both. With one page at a time this would wait for ever.
+    reader = Together(2, 6, 2, 6)
+    assert parse(reader, tmp_path / "four.pdf", "--concurrency", "8", "--timeout", "60") == 0
+    for number, bars in enumerate((FIRST, SECOND, THIRD, FIRST), 1):
+        assert contents(tmp_path / "out" / "four.pdf" / f"page-000{number}.json") == answers(bars)
+    assert reader.layouts_and_crops == "LLccccccLLcccccc"
+
+
+def test_never_more_requests_than_allowed(parse: Any, tmp_path: Path) -> None:
+    write_pdf(tmp_path / "two.pdf", [FIRST, SECOND])
+    # Of the three crops of a page two go out; the third only when these are answered.
+    reader = Together(1, 2, 1, 1, 2, 1)
+    assert parse(reader, tmp_path / "two.pdf", "--concurrency", "2", "--timeout", "60") == 0
+    assert contents(tmp_path / "out" / "two.pdf" / "page-0002.json") == answers(SECOND)
+    assert reader.layouts_and_crops == "LcccLccc"
+
+
+def test_what_fails_is_a_row_and_the_rest_goes_on(parse: Any, tmp_path: Path, capsys: Capture) -> None:
+    docs = tmp_path / "docs"
+    (docs / "below").mkdir(parents=True)
+    write_pdf(docs / "good.pdf", [FIRST, None, THIRD])
+    write_pdf(docs / "locked.pdf", [FIRST]).write_bytes(encrypted((docs / "locked.pdf").read_bytes()))
+    (docs / "empty.pdf").write_bytes(b"")
+    whole = docs / "below" / "whole.png"
+    picture(SECOND).save(whole)
+    picture(THIRD).save(docs / os.fsdecode(b"caf\xe9.png"))  # Latin-1, as old archives have it
+    (docs / "below" / "cut.png").write_bytes(whole.read_bytes()[:300])
+    (docs / "notes.txt").write_text("no document")
+    (docs / ".hidden.png").write_bytes(b"")
+    assert parse(DocumentReader(), docs) == 1
+    out, shown = tmp_path / "out", capsys.readouterr()
+    rows = {(Path(row["file"]).name, row["page"]): row["error"] for row in error_rows(out)}
+    assert set(rows) == {("good.pdf", 2), ("locked.pdf", None), ("empty.pdf", None), ("cut.png", 1)}
+    assert rows["locked.pdf", None] == "the PDF is encrypted and wants a password"
+    assert rows["empty.pdf", None] == "neither a PDF nor a picture"
+    assert rows["good.pdf", 2].startswith("cannot be rendered: ") and "truncated" in rows["cut.png", 1]
+    assert "4 failed, see" in shown.err and shown.out.startswith("4 pages in")
+    assert contents(out / os.fsdecode(b"caf\xe9.png") / "page-0001.json") == answers(THIRD)
+    assert contents(out / "below" / "whole.png" / "page-0001.json") == answers(SECOND)
+    assert contents(out / "good.pdf" / "page-0003.json") == answers(THIRD)
+    joined = (out / "good.pdf" / "document.md").read_text().split("\n\n")
+    assert joined[2:5] == [answers(FIRST)[2], "<!-- page 2 is missing, see errors.jsonl -->", "# blue words"]
+
+
+def test_an_output_that_cannot_be_written_ends_the_run(parse: Any, tmp_path: Path, capsys: Capture) -> None:
+    picture(FIRST).save(tmp_path / "a.png")
+    (tmp_path / "out").write_text("in the way")
+    assert parse(DocumentReader(), tmp_path / "a.png") == 1
+    assert "cannot write the results: " in capsys.readouterr().err
+
+
+def test_a_page_that_the_server_refuses_is_a_row(parse: Any, tmp_path: Path) -> None:
+    class Refusing(DocumentReader):
+        def answer_to(self, request: Request) -> Sequence[Any]:
+            if request.images and seen(request.images[0]) == "black":
+                return [InvalidRequest("the picture\nis too dark")]
+            return super().answer_to(request)
+
+    write_pdf(tmp_path / "two.pdf", [FIRST, SECOND])
+    assert parse(Refusing(), tmp_path / "two.pdf") == 1
+    assert [(row["page"], row["error"]) for row in error_rows(tmp_path / "out")] == [(2, "the picture is too dark")]
+    assert not (tmp_path / "out" / "two.pdf" / "page-0002.json").exists()
+    # The next run does that page alone, and takes the row away.
+    again = DocumentReader()
+    assert parse(again, tmp_path / "two.pdf") == 0
+    assert again.pages_asked == 1 and not (tmp_path / "out" / "errors.jsonl").exists()
+    assert "missing" not in (tmp_path / "out" / "two.pdf" / "document.md").read_text()
+
+
+def test_a_server_that_is_away_is_one_line(parse: Any, tmp_path: Path, capsys: Capture) -> None:
+    write_pdf(tmp_path / "two.pdf", [FIRST, SECOND])
+    away = DocumentReader()
+    away._status = ConnectionFailed("nobody listens")
+    assert parse(away, tmp_path / "two.pdf") == 3
+    assert capsys.readouterr().err.strip() == "tessera parse: nobody listens" and away.requests == []
+
+
+def test_a_server_that_goes_away_ends_the_run_and_the_next_goes_on(parse: Any, tmp_path: Path, capsys: Capture) -> None:
+    class Leaving(DocumentReader):
+        def answer_to(self, request: Request) -> Sequence[Any]:
+            return [ConnectionFailed("gone")] if self.pages_asked > 2 else super().answer_to(request)
+
+    write_pdf(tmp_path / "many.pdf", [FIRST, SECOND, THIRD, FIRST, SECOND])
+    leaving = Leaving()
+    assert parse(leaving, tmp_path / "many.pdf", "--concurrency", "4") == 3
+    assert "gone" in capsys.readouterr().err and leaving.pages_asked == 3
+    assert not (tmp_path / "out" / "errors.jsonl").exists()
+    again = DocumentReader()
+    assert parse(again, tmp_path / "many.pdf") == 0
+    assert again.pages_asked == 3 and capsys.readouterr().out.rstrip().endswith("2 were there already")
+
+
+def test_a_run_that_is_killed_goes_on_where_it_was(parse: Any, tmp_path: Path) -> None:
+    write_pdf(tmp_path / "many.pdf", [FIRST, SECOND, THIRD, FIRST])
+    program = f"""
+import os, signal
+from documents.document_reader import DocumentReader
+from tessera_command.cli import main
+from tessera_documents import vlm_client
+
+class Killing(DocumentReader):
+    def answer_to(self, request):
+        if len(self.requests) == 11:  # in the middle of the third page
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().answer_to(request)
+
+vlm_client.open_transport = lambda url, models: Killing()
+main(["parse", {str(tmp_path / "many.pdf")!r}, "-o", {str(tmp_path / "out")!r}, "--concurrency", "4"])
+"""
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("python_backends", "clients", "tests"))
+    killed = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    folder = tmp_path / "out" / "many.pdf"
+    before = {name: (folder / name).stat().st_mtime_ns for name in ("page-0001.json", "page-0002.jpg")}
+    assert not (folder / "page-0003.json").exists() and not (folder / "document.md").exists()
+    again = DocumentReader()
+    assert parse(again, tmp_path / "many.pdf") == 0
+    assert again.pages_asked == 2
+    assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
+    assert (folder / "document.md").read_text().count("words") == 8
+
+
+def test_another_file_or_other_settings_are_parsed_anew(parse: Any, tmp_path: Path) -> None:
+    def asked(*more: str) -> int:
+        reader = DocumentReader()
+        assert parse(reader, tmp_path / "a.pdf", *more) == 0
+        return reader.pages_asked
+
+    write_pdf(tmp_path / "a.pdf", [FIRST])
+    assert [asked(), asked(), asked("--dpi", "100"), asked("--dpi", "100", "--max-tokens", "99")] == [1, 0, 1, 1]
+    write_pdf(tmp_path / "a.pdf", [SECOND])
+    assert [asked(), asked()] == [1, 0]
+    assert contents(tmp_path / "out" / "a.pdf" / "page-0001.json") == answers(SECOND)
+
+
+def test_what_mineru_warns_of_stands_in_the_page(parse: Any, tmp_path: Path, capsys: Capture) -> None:
+    picture(FIRST).save(tmp_path / "a.png")
+    assert parse(DocumentReader(layout="yes"), tmp_path / "a.png") == 0
+    page = json.loads((tmp_path / "out" / "a.png" / "page-0001.json").read_text())
+    assert page["blocks"] == [] and page["warnings"] == ["Layout output does not match expected format: yes"]
+    assert "warnings on 1 pages; the first:" in capsys.readouterr().err
+
+
+def test_an_answer_that_was_cut_is_a_warning(parse: Any, tmp_path: Path) -> None:
+    class Endless(DocumentReader):
+        def answer_to(self, request: Request) -> Sequence[Any]:
+            (answer,) = super().answer_to(request)
+            return [final(answer.text, "length")] if "red" in answer.text else [answer]
+
+    picture(FIRST).save(tmp_path / "a.png")
+    picture(("blue",) * 3).save(tmp_path / "b.png")
+    assert parse(Endless(), tmp_path) == 0
+    warnings = [
+        json.loads((tmp_path / "out" / name / "page-0001.json").read_text())["warnings"] for name in ("a.png", "b.png")
+    ]
+    assert warnings == [["an answer was cut after 2 tokens"], []]
+
+
+def test_figures_are_kept_and_linked(parse: Any, tmp_path: Path) -> None:
+    picture(FIRST).save(tmp_path / "a.png")
+    assert parse(DocumentReader(LAYOUT.replace("text", "image")), tmp_path / "a.png") == 0
+    folder = tmp_path / "out" / "a.png"
+    assert "![image](page-0001-2.jpg)" in (folder / "document.md").read_text()
+    assert seen((folder / "page-0001-2.jpg").read_bytes()) == "green"
+
+
+def test_options_reach_every_request(parse: Any, tmp_path: Path) -> None:
+    reader = DocumentReader()
+    picture(FIRST).save(tmp_path / "a.png")
+    assert parse(reader, tmp_path / "a.png", "--priority", "7", "--max-tokens", "30", "--timeout", "50") == 0
+    asked = [json.loads(request.sampling or "") for request, *_ in reader.requests]
+    assert [(each["priority"], each["max_tokens"]) for each in asked] == [(7, 30)] * 4
+    assert all(49 < (timeout or 0) <= 50 for *_, timeout in reader.requests)
+
+
+def error_rows(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "errors.jsonl").read_text().splitlines()]
+
+
+def encrypted(pdf: bytes) -> bytes:
+    """With an encryption dictionary to which no empty password fits."""
+    fields = "/Filter /Standard /V 1 /R 2 /P -4"
+    return pdf.replace(
+        b"/Root", f"/ID [<00><00>] /Encrypt << {fields} /O <{'00' * 32}> /U <{'11' * 32}> >> /Root".encode()
+    )
