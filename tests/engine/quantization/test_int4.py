@@ -144,6 +144,16 @@ def test_w4a8_needs_fp8_units_and_chunks_that_they_take(monkeypatch):
 
 
 @pytest.mark.usefixtures("hopper")
+def test_rows_too_wide_for_e4m3_keep_the_other_kernel(monkeypatch):
+    monkeypatch.setattr(int4, "has_units", lambda layer: False)
+    monkeypatch.setattr(int4, "quantize_rows", raises)
+    layer, _, _ = made()
+    place = LinearShape(layer.out_features, SIZE, True, "alone", torch.float32)
+    layer.scheme.tune([layer], place, FirstWays(W4A16), "here")
+    assert layer.scheme.way(layer, 16) == W4A16
+
+
+@pytest.mark.usefixtures("hopper")
 def test_packed_weights_and_their_copy_take_the_place_of_the_codes():
     layer, _, _ = made()
     held = {name: (buffer.dtype, buffer.nbytes) for name, buffer in layer.named_buffers()}
