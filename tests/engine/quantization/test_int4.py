@@ -197,6 +197,23 @@ def test_the_fastest_way_is_measured_for_each_number_of_rows(resident, place):
         assert {rows: way for rows, way in layer.scheme.ways if rows in best} == best
 
 
+@pytest.mark.usefixtures("hopper")
+def test_layers_that_hold_other_things_are_asked_for_by_themselves():
+    """Such as those for which the card had no room any more."""
+    pytest.importorskip("triton", reason="tuning measures triton's kernels")
+    from tessera.engine.execution.tuning import layers_alike
+
+    kinds = [{}, {"resident": "off"}, {"scattered": True}]
+    layers = [made(**kind)[0] for kind in kinds * 2]
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(layers)
+    choices = FirstWays("rescaled")
+    for shape, alike in layers_alike(model):
+        alike[0].scheme.tune(alike, shape, choices, "a machine")
+    assert [layer.scheme.way(layer, 1024) for layer in layers] == ["rescaled", DEQUANTIZED, "rescaled"] * 2
+    assert len(choices.asked) == 3 * 8
+
+
 @pytest.mark.parametrize("resident", ["auto", "off"])
 def test_the_setting_reaches_every_layer(resident):
     settings = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -50,7 +50,7 @@ class Int4(MeasuredScheme):
             raise CheckpointError(f"quantization_config: group_size {group_size!r:.80} is no number of columns, nor -1")
         self.group_size = group_size
         self.resident = "auto"
-        self.ways: Ways = _untuned(_KERNELS)
+        self.ways: Ways = ((_KERNEL_ROWS, W4A16),)
         self._trusted = set(_KERNELS)  # the kernels, on this device
 
     def groups(self, in_features: int) -> int:
@@ -170,26 +170,18 @@ class Int4(MeasuredScheme):
 
         The kernels' language is an experimental part of triton, and no machine without a Hopper GPU can run it.
         """
-        packed = [layer for layer in layers if _is_packed(layer)]
         self._trusted, trusted = set(_KERNELS), set(_KERNELS)
-        for way in _KERNELS if packed else ():
-            checked = [rows for rows in _CHECKED_ROWS if way in self.possible(packed[0], rows)]
-            wrong = [rows for rows in checked if not _agrees(packed[0], shape, rows, way)]
+        for way in _KERNELS:
+            checked = [rows for rows in _CHECKED_ROWS if way in self.possible(layers[0], rows)]
+            wrong = [rows for rows in checked if not _agrees(layers[0], shape, rows, way)]
             if wrong:
                 trusted.remove(way)
                 _LOG.error("the %s kernel is wrong on this GPU for %s, %s rows, and is not used", way, shape, wrong)
-        for layer in packed:
-            scheme = cast("Int4", layer.scheme)
-            scheme._trusted, scheme.ways = trusted, _untuned(trusted)
+        self._trusted = trusted
         super().tune(layers, shape, choices, machine)
 
     def beyond(self, layer: Linear) -> str:
         return DEQUANTIZED if layer.weight is None else "rows"
-
-
-def _untuned(kernels: Collection[str]) -> Ways:
-    """The ways of a layer that nothing was measured for."""
-    return ((_KERNEL_ROWS, W4A16),) if W4A16 in kernels else ()
 
 
 def _agrees(layer: Linear, shape: LinearShape, rows: int, way: str) -> bool:
