@@ -111,14 +111,6 @@ def test_the_copys_scales_may_be_left_to_the_norm(way):
 
 
 @pytest.mark.usefixtures("hopper")
-def test_what_is_quantized_already_uses_the_copy():
-    layer, weight, bias = made()
-    assert layer.scheme.ways == ((64, W4A16),)
-    x = quantize_rows(rows_of(5))
-    torch.testing.assert_close(layer(x), F.linear(x.dequantized(), weight, bias), rtol=0.05, atol=0.2)
-
-
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("scattered", [False, True])
 def test_w4a8_takes_rows_in_e4m3_and_rounds_no_weight(scattered):
     layer, weight, bias = made(scattered)

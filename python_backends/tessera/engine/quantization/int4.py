@@ -122,7 +122,7 @@ class Int4(MeasuredScheme):
         return "int4 by row" if self.group_size == -1 else f"int4 in groups of {self.group_size}"
 
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        kernels, way = layer_kernels(layer.device.type), self._way(layer, x)
+        kernels, way = layer_kernels(layer.device.type), self.way(layer, rows_of(x))
         if way in PRODUCTS:
             return self.multiply(layer, x, way)
         if way == W4A16:
@@ -136,7 +136,7 @@ class Int4(MeasuredScheme):
         return F.linear(_sorted(layer, x), kernels.widen_w4(_packed(layer), layer.dtype), layer.bias)
 
     def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
-        kernels, way = layer_kernels(layer.device.type), self._way(layer, x)
+        kernels, way = layer_kernels(layer.device.type), self.way(layer, rows_of(x))
         if way == W4A16:
             gated = kernels.w4a16_gate_up(_sorted(layer, x), _packed(layer), layer.bias)
         elif way == W4A8:
@@ -145,11 +145,6 @@ class Int4(MeasuredScheme):
         else:
             return super().apply_gated(layer, x, fp8)
         return quantize_rows(gated) if fp8 else gated
-
-    def _way(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> str:
-        """What is quantized already uses the copy, where its way would be another dtype's."""
-        way = self.way(layer, rows_of(x))
-        return "rows" if isinstance(x, Fp8Rows) and way not in (W4A8, *PRODUCTS) else way
 
     def takes_fp8(self, layer: Linear, rows: int) -> bool:
         return self.way(layer, rows) == W4A8 or super().takes_fp8(layer, rows)
