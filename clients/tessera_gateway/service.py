@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from tessera_gateway.errors import ApiError
 from tessera_gateway.metrics import Counters
 from tessera_gateway.settings import Settings
-from tessera_gateway.status import joined, metrics_pages
+from tessera_gateway.status import joined, metrics_pages, named
 
 PROMETHEUS = "text/plain; version=0.0.4"
 PAGE_SECONDS = 5.0
@@ -56,7 +56,7 @@ async def servers_metrics(request: Request) -> Response:
         if isinstance(page, httpx.HTTPError):
             words = f"no metrics from {url}: {page or type(page).__name__}"
             raise ApiError(503, words, code="server_unavailable")
-    found = {httpx.URL(url).netloc.decode(): str(page) for url, page in pages.items()}
+    found = {named(url): str(page) for url, page in pages.items()}
     return PlainTextResponse(joined(found) if len(found) > 1 else "".join(found.values()), media_type=PROMETHEUS)
 
 

@@ -27,7 +27,7 @@ router = APIRouter()
 async def status(request: Request) -> dict[str, list[dict[str, Any]]]:
     """Each server's numbers; of one that does not answer only why."""
     pages = await metrics_pages(request.app.state.metrics_urls, SECONDS)
-    return {"servers": [{"server": httpx.URL(url).netloc.decode(), **_about(page)} for url, page in pages.items()]}
+    return {"servers": [{"server": named(url), **_about(page)} for url, page in pages.items()]}
 
 
 def _about(page: str | httpx.HTTPError) -> dict[str, Any]:
@@ -49,6 +49,12 @@ async def metrics_pages(urls: Iterable[str], seconds: float) -> dict[str, str | 
         return dict(await asyncio.gather(*map(page, urls)))
 
 
+def named(url: str) -> str:
+    """What a server is called by its metrics page: host and port, and a page of another path than usual in full."""
+    page = httpx.URL(url)
+    return page.netloc.decode() + page.raw_path.decode().removesuffix("/metrics")
+
+
 @cache
 def _tls() -> ssl.SSLContext:
     """Made once: it takes 20 ms, in which a worker's streams would stand still."""
@@ -57,17 +63,18 @@ def _tls() -> ssl.SSLContext:
 
 def joined(pages: Mapping[str, str]) -> str:
     """The metrics pages of several servers as one: each metric described once, samples labelled ``server``."""
-    metrics: dict[str, dict[str, None]] = {}  # the lines of each, in their order
+    metrics: dict[str, dict[str, str]] = {}  # the lines of each, in their order; a description by what it describes
     for server, page in pages.items():
         lines = metrics.setdefault("", {})
         for line in page.splitlines():
+            key = line
             if described := DESCRIPTION.match(line):
-                lines = metrics.setdefault(described[1], {})
+                key, lines = described[0], metrics.setdefault(described[1], {})
             elif name := NAME.match(line):
                 rest = line[name.end() :]
-                line = f'{name[0]}{{server="{server}"' + (f",{rest[1:]}" if rest.startswith("{") else f"}}{rest}")
-            lines[line] = None
-    return "".join(f"{line}\n" for lines in metrics.values() for line in lines)
+                key = line = f'{name[0]}{{server="{server}"' + (f",{rest[1:]}" if rest.startswith("{") else f"}}{rest}")
+            lines.setdefault(key, line)
+    return "".join(f"{line}\n" for lines in metrics.values() for line in lines.values())
 
 
 def numbers(page: str) -> dict[str, Any]:

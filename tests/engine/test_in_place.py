@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_fakes import tiny_config
+from engine_fakes import make_request, tiny_config
 
 from tessera.engine.attention.backend import AttentionStep
+from tessera.engine.config import EngineConfig
+from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.kernels import reference
 from tessera.engine.models.qwen2 import DecoderLayer
+from tessera.engine.models.registry import model_class
 from tessera.engine.quantization import int4
 from tessera.engine.quantization.awq import Awq
 from tessera.engine.quantization.fp8 import Fp8, Fp8OnLoad
@@ -17,6 +20,8 @@ from tessera.engine.quantization.in_place import InPlace
 from tessera.engine.quantization.int4 import Int4
 from tessera.engine.quantization.scheme import Linear, LinearShape
 from tessera.engine.quantization.unquantized import Unquantized
+from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
+from tessera.engine.sequence import Sequence
 from tessera.fp8.rows import Fp8Sums
 
 CPU, HIDDEN, INNER = torch.device("cpu"), 128, 256
@@ -151,3 +156,41 @@ def test_a_decoder_layer_runs_what_is_measured(kernels, monkeypatch, make, way, 
     x, _ = layer(torch.randn(3, HIDDEN), torch.randn(3, HIDDEN), NoAttention(), step)
     assert kernels.take() == kernels_run
     assert isinstance(x, Fp8Sums) == (way == "rescaled")  # down's scales are left to the next layer's norm
+
+
+@pytest.mark.parametrize(
+    ("architecture", "attention"),
+    [
+        ("Qwen2ForCausalLM", "sdpa"),
+        ("Qwen2ForCausalLM", "triton"),
+        ("Qwen3ForCausalLM", "sdpa"),
+        ("InternLM2ForCausalLM", "sdpa"),
+        ("Phi3ForCausalLM", "sdpa"),
+    ],
+)
+def test_layers_that_choose_otherwise_than_their_neighbours_answer_alike(monkeypatch, architecture, attention):
+    if attention == "triton":
+        pytest.importorskip("triton", reason="the kernels are written in triton")
+    config = tiny_config(architecture=architecture, hidden_size=HIDDEN, intermediate_size=INNER, head_dim=32)
+    model = model_class(architecture)(config, lambda modules: int4_with_copy(monkeypatch), torch.float32, CPU)
+    model.randomize(5)
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    for linear in linears:
+        if linear.bias is not None:
+            linear.bias.mul_(20)  # of the product's size
+    sequence = Sequence(make_request(list(range(12)), max_tokens=1))
+    sequence.block_table = [0]
+    prompt, last = ScheduledSpan(sequence, 0, 11, False), ScheduledSpan(sequence, 11, 12, True)
+
+    def logits(choose):
+        for index, linear in enumerate(linears):
+            ways = linear.scheme.possible(linear, 11)
+            linear.scheme.ways = (1, choose(ways, index)), (11, choose(ways, index + 1))
+        runner = ModelRunner.of_model(model, EngineConfig(block_size=16, attention=attention, max_sequences=1), 16)
+        runner.logits(ScheduledBatch([prompt]))
+        return runner.logits(ScheduledBatch([last]))
+
+    expected = logits(lambda ways, index: int4.DEQUANTIZED)
+    for turn in range(6):
+        found = logits(lambda ways, index, turn=turn: ways[(turn + index) % 6])
+        assert F.cosine_similarity(found, expected) > 0.99

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from engine_fakes import (
     BookkeepingRunner,
     contents_of,
@@ -204,17 +205,20 @@ def test_a_burst_is_read_in_one_step_while_others_run(monkeypatch):
     assert gathering.started(29) == ["0", "1", "2", "3"]
 
 
-def test_a_burst_is_waited_for_less_beside_long_answers(monkeypatch):
+@pytest.mark.parametrize("ended_by", ["length", "stop string"])
+def test_a_burst_is_waited_for_less_beside_long_answers(monkeypatch, ended_by):
     gathering = Gathering(monkeypatch)
     gathering.add("first", 0, max_tokens=400, ignore_eos=True)
     gathering.started(0)
     for number in range(12):  # which end after 17 tokens, more than a short answer has
         arrived, quiet_ms = 100 * number, 12 if number < 11 else 3
-        gathering.add(f"{number}", arrived, max_tokens=17, ignore_eos=True)
+        gathering.add(f"{number}", arrived, max_tokens=17 + (ended_by != "length"), ignore_eos=True)
         assert gathering.started(arrived + quiet_ms) == []
         assert gathering.started(arrived + quiet_ms + 1) == [f"{number}"]
         for _ in range(16):
             gathering.started(arrived + quiet_ms + 1)
+        if ended_by != "length":  # which is found where the text is made, and cancels the rest
+            gathering.scheduler.cancel(gathering.scheduler.running[-1], "stop")
 
 
 def test_a_burst_waits_no_longer_than_for_a_full_step(monkeypatch):

@@ -104,6 +104,22 @@ def test_the_servers_pages_are_passed_on() -> None:
     assert response.status_code == 503 and one in response.json()["error"]["message"]
 
 
+def test_servers_behind_one_address_keep_apart_and_describe_a_metric_once() -> None:
+    def page(version: int) -> Route:
+        text = f"# HELP up In words of version {version}.\n# TYPE up gauge\nup {version}\n"
+        return Route(f"/{version}/metrics", lambda _: PlainTextResponse(text))
+
+    with listening(Starlette(routes=[page(1), page(2)])) as address:
+        pages = (f"{address}/1/metrics", f"{address}/2/metrics")
+        door, port = gateway(metrics=pages), address.removeprefix("http://")
+        assert door("GET", "/metrics/servers").text.splitlines() == [
+            *("# HELP up In words of version 1.", "# TYPE up gauge"),
+            *(f'up{{server="{port}/1"}} 1', f'up{{server="{port}/2"}} 2'),
+        ]
+        about = door("GET", "/tessera/status").json()["servers"]
+        assert [each["server"] for each in about] == [f"{port}/1", f"{port}/2"]
+
+
 @pytest.mark.parametrize(
     ("url", "pages"),
     [

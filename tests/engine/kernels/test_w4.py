@@ -156,8 +156,6 @@ class TestProducts:
     @pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 33, 64])
     @pytest.mark.parametrize("has_bias", [True, False])
     def test_linear(self, product, generator, m, has_bias):
-        if m > 64 and product.name == "w4a16":
-            pytest.skip("w4a16 takes 64 rows")
         weights = pack(*canonical(generator, 96, 512, 128))
         product.check(product.rows(m, 512), weights, product.bias(96) if has_bias else None)
 

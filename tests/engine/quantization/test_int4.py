@@ -111,14 +111,6 @@ def test_the_copys_scales_may_be_left_to_the_norm(way):
 
 
 @pytest.mark.usefixtures("hopper")
-def test_what_is_quantized_already_uses_the_copy():
-    layer, weight, bias = made()
-    assert layer.scheme.ways == ((64, W4A16),)
-    x = quantize_rows(rows_of(5))
-    torch.testing.assert_close(layer(x), F.linear(x.dequantized(), weight, bias), rtol=0.05, atol=0.2)
-
-
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("scattered", [False, True])
 def test_w4a8_takes_rows_in_e4m3_and_rounds_no_weight(scattered):
     layer, weight, bias = made(scattered)
@@ -141,6 +133,16 @@ def test_w4a8_needs_fp8_units_and_chunks_that_they_take(monkeypatch):
         assert W4A8 not in layer.scheme.possible(layer, 1)
     monkeypatch.setattr(int4, "has_units", lambda layer: False)
     assert W4A8 not in layer.scheme.possible(layer, 1)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_rows_too_wide_for_e4m3_keep_the_other_kernel(monkeypatch):
+    monkeypatch.setattr(int4, "has_units", lambda layer: False)
+    monkeypatch.setattr(int4, "quantize_rows", raises)
+    layer, _, _ = made()
+    place = LinearShape(layer.out_features, SIZE, True, "alone", torch.float32)
+    layer.scheme.tune([layer], place, FirstWays(W4A16), "here")
+    assert layer.scheme.way(layer, 16) == W4A16
 
 
 @pytest.mark.usefixtures("hopper")
@@ -185,6 +187,23 @@ def test_the_fastest_way_is_measured_for_each_number_of_rows(resident, place):
     best = {16: "rescaled", 1024: "rescaled"} if copies else {16: W4A16, 1024: DEQUANTIZED}
     for layer in layers:
         assert {rows: way for rows, way in layer.scheme.ways if rows in best} == best
+
+
+@pytest.mark.usefixtures("hopper")
+def test_layers_that_hold_other_things_are_asked_for_by_themselves():
+    """Such as those for which the card had no room any more."""
+    pytest.importorskip("triton", reason="tuning measures triton's kernels")
+    from tessera.engine.execution.tuning import layers_alike
+
+    kinds = [{}, {"resident": "off"}, {"scattered": True}]
+    layers = [made(**kind)[0] for kind in kinds * 2]
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(layers)
+    choices = FirstWays("rescaled")
+    for shape, alike in layers_alike(model):
+        alike[0].scheme.tune(alike, shape, choices, "a machine")
+    assert [layer.scheme.way(layer, 1024) for layer in layers] == ["rescaled", DEQUANTIZED, "rescaled"] * 2
+    assert len(choices.asked) == 3 * 8
 
 
 @pytest.mark.parametrize("resident", ["auto", "off"])

@@ -21,7 +21,7 @@ from tessera.engine.attention.backend import AttentionBackend, AttentionStep, Sp
 from tessera.engine.attention.triton_backend import TritonBackend
 from tessera.engine.models.qwen2 import DecoderLayer, Qwen2
 from tessera.engine.quantization import in_place, measured
-from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape, Place
+from tessera.engine.quantization.scheme import Linear, LinearShape, Place
 from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
 
 _LENGTHS = (512, 1024, 2048, 4096)
@@ -32,7 +32,7 @@ def tune(model: Qwen2, attention: AttentionBackend, device: torch.device) -> Non
     """Lets the layers' schemes choose and sets the triton backend's ``whole_from``, on a GPU."""
     choices = MeasuredChoices(choices_path(), graph_milliseconds)
     machine = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, kernels {kernels_version()}"
-    for (_, shape), layers in layers_by_shape(model).items():
+    for shape, layers in layers_alike(model):
         layers[0].scheme.tune(layers, shape, choices, machine)
     if isinstance(attention, TritonBackend) and not attention.storage.fp8:
         tune_prefill(attention, choices, machine)
@@ -45,19 +45,22 @@ def kernels_version() -> str:
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
 
 
-def layers_by_shape(model: Qwen2) -> dict[tuple[type[LinearScheme], LinearShape], list[Linear]]:
-    """The layers that have the same choices."""
+def layers_alike(model: Qwen2) -> list[tuple[LinearShape, list[Linear]]]:
+    """The layers that have the same choices, which are of one shape, and hold the same kind of weights.
+
+    Of one shape only some may be packed, have scattered columns, or still have found room for an FP8 copy.
+    """
     places: dict[nn.Module, Place] = {}
     for layer in model.layers:
         if isinstance(layer, DecoderLayer):
             places |= {layer.qkv: "qkv", layer.output: "output", layer.gate_up: "gate_up", layer.down: "down"}
-    groups: dict[tuple[type[LinearScheme], LinearShape], list[Linear]] = defaultdict(list)
+    groups: dict[tuple[LinearShape, str, tuple[str, ...]], list[Linear]] = defaultdict(list)
     for layer in model.modules():
         if isinstance(layer, Linear):
             place = places.get(layer, "alone")
             shape = LinearShape(layer.out_features, layer.in_features, layer.has_bias, place, layer.dtype)
-            groups[type(layer.scheme), shape].append(layer)
-    return groups
+            groups[shape, layer.scheme.in_words(layer), layer.held].append(layer)
+    return [(shape, layers) for (shape, *_), layers in groups.items()]
 
 
 def tune_prefill(backend: TritonBackend, choices: MeasuredChoices, machine: str) -> None:

@@ -1,4 +1,4 @@
-"""The layout of 4-bit weights that the kernel of :mod:`tessera.engine.kernels.w4a16` streams, made once at load.
+"""The layout of 4-bit weights that the kernel of :mod:`tessera.engine.kernels.w4_product` streams, made once at load.
 
 Columns come in blocks of four chunks. A word of 16 bits holds the codes of one row at the same place of a block's four
 chunks, the first chunk in the lowest bits: two neighbouring words, one register, are unpacked by a shift and a mask

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -50,7 +50,7 @@ class Int4(MeasuredScheme):
             raise CheckpointError(f"quantization_config: group_size {group_size!r:.80} is no number of columns, nor -1")
         self.group_size = group_size
         self.resident = "auto"
-        self.ways: Ways = _untuned(_KERNELS)
+        self.ways: Ways = ((_KERNEL_ROWS, W4A16),)
         self._trusted = set(_KERNELS)  # the kernels, on this device
 
     def groups(self, in_features: int) -> int:
@@ -122,7 +122,7 @@ class Int4(MeasuredScheme):
         return "int4 by row" if self.group_size == -1 else f"int4 in groups of {self.group_size}"
 
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        kernels, way = layer_kernels(layer.device.type), self._way(layer, x)
+        kernels, way = layer_kernels(layer.device.type), self.way(layer, rows_of(x))
         if way in PRODUCTS:
             return self.multiply(layer, x, way)
         if way == W4A16:
@@ -136,7 +136,7 @@ class Int4(MeasuredScheme):
         return F.linear(_sorted(layer, x), kernels.widen_w4(_packed(layer), layer.dtype), layer.bias)
 
     def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
-        kernels, way = layer_kernels(layer.device.type), self._way(layer, x)
+        kernels, way = layer_kernels(layer.device.type), self.way(layer, rows_of(x))
         if way == W4A16:
             gated = kernels.w4a16_gate_up(_sorted(layer, x), _packed(layer), layer.bias)
         elif way == W4A8:
@@ -145,11 +145,6 @@ class Int4(MeasuredScheme):
         else:
             return super().apply_gated(layer, x, fp8)
         return quantize_rows(gated) if fp8 else gated
-
-    def _way(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> str:
-        """What is quantized already uses the copy, where its way would be another dtype's."""
-        way = self.way(layer, rows_of(x))
-        return "rows" if isinstance(x, Fp8Rows) and way not in (W4A8, *PRODUCTS) else way
 
     def takes_fp8(self, layer: Linear, rows: int) -> bool:
         return self.way(layer, rows) == W4A8 or super().takes_fp8(layer, rows)
@@ -170,41 +165,33 @@ class Int4(MeasuredScheme):
 
         The kernels' language is an experimental part of triton, and no machine without a Hopper GPU can run it.
         """
-        packed = [layer for layer in layers if _is_packed(layer)]
         self._trusted, trusted = set(_KERNELS), set(_KERNELS)
-        for way in _KERNELS if packed else ():
-            checked = [rows for rows in _CHECKED_ROWS if way in self.possible(packed[0], rows)]
-            wrong = [rows for rows in checked if not _agrees(packed[0], shape, rows, way)]
+        for way in _KERNELS:
+            checked = [rows for rows in _CHECKED_ROWS if way in self.possible(layers[0], rows)]
+            wrong = [rows for rows in checked if not _agrees(layers[0], shape, rows, way)]
             if wrong:
                 trusted.remove(way)
                 _LOG.error("the %s kernel is wrong on this GPU for %s, %s rows, and is not used", way, shape, wrong)
-        for layer in packed:
-            scheme = cast("Int4", layer.scheme)
-            scheme._trusted, scheme.ways = trusted, _untuned(trusted)
+        self._trusted = trusted
         super().tune(layers, shape, choices, machine)
 
     def beyond(self, layer: Linear) -> str:
         return DEQUANTIZED if layer.weight is None else "rows"
 
 
-def _untuned(kernels: Collection[str]) -> Ways:
-    """The ways of a layer that nothing was measured for."""
-    return ((_KERNEL_ROWS, W4A16),) if W4A16 in kernels else ()
-
-
 def _agrees(layer: Linear, shape: LinearShape, rows: int, way: str) -> bool:
     """Whether kernel and dequantized weights give the same in every tile, as the layer is used; changes its ways.
-
-    Both are given what e4m3 holds, rounded to the layer's dtype where that is what they take.
 
     Not in every value: of the 19,000 of one gated row some differ by 2 in 100 just from rounding.
     """
     scheme = cast("Int4", layer.scheme)
-    quantized = quantize_rows(torch.randn(rows, layer.in_features, dtype=layer.dtype, device=layer.device))
-    rounded = quantized.dequantized().to(layer.dtype)
+    plain = torch.randn(rows, layer.in_features, dtype=layer.dtype, device=layer.device)
+    given = quantize_rows(plain) if way == W4A8 else plain
+    if isinstance(given, Fp8Rows):
+        plain = given.dequantized().to(layer.dtype)
     answers = []
-    for each in (way, DEQUANTIZED):
-        scheme.ways, x = ((rows, each),), quantized if each == W4A8 else rounded
+    for each, x in ((way, given), (DEQUANTIZED, plain)):
+        scheme.ways = ((rows, each),)
         try:
             answers.append(torch.as_tensor(layer.gated(x) if shape.place == "gate_up" else layer(x)).float())
         except Exception:  # also a kernel that does not compile is none

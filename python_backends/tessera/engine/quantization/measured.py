@@ -111,13 +111,13 @@ class MeasuredScheme(LinearScheme):
 
         found: list[tuple[int, str]] = []
         for rows in _ROWS:
-            every = [scheme.possible(layer, rows) for layer, scheme in zip(layers, schemes)]
-            names = [name for name in every[0] if all(name in possible for possible in every)]
+            names = self.possible(layers[0], rows)
             if not names:
                 return
             place = InPlace(shape, rows, layers[0].device)
             question = (
-                f"{self.in_words(layers[0])} {shape}, {rows} rows, {shape.dtype}, {len(measured)} layers, {machine}"
+                f"{self.in_words(layers[0])} {shape} ({', '.join(layers[0].held)}), {rows} rows, {shape.dtype}, "
+                f"{len(measured)} layers, {machine}"
             )
             found.append((rows, choices.fastest(question, {n: partial(run, place, ((rows, n),)) for n in names})))
         for scheme in schemes:

@@ -106,7 +106,10 @@ class LinearScheme(ABC):
     def tune(  # noqa: B027 - some schemes have no choice
         self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str
     ) -> None:
-        """Measures, for ``layers`` of one shape and of this scheme, what is the fastest for how many rows."""
+        """Measures what is the fastest for how many rows; ``layers`` differ in nothing but their numbers.
+
+        They have one shape, hold the same buffers, and their schemes are as this one, the first layer's.
+        """
 
 
 #: the rows of a layer that a stored module fills, in the order in which it stores them
@@ -171,6 +174,11 @@ class Linear(nn.Module):
     def takes_fp8(self, rows: int) -> bool:
         """Whether it wants its input of so many rows already quantized."""
         return self.scheme.takes_fp8(self, rows)
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The names of the buffers that its scheme keeps."""
+        return tuple(sorted(name for name, _ in self.named_buffers()))
 
     def targets(self, stored: Collection[str]) -> dict[str, Target]:
         """What fills it, by name; ``stored``: the names that the checkpoint has."""

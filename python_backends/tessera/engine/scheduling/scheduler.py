@@ -84,7 +84,6 @@ class Scheduler:
                 continue
             taken.append((sequence, sequence.take(token)))
             if sequence.finished:
-                self._short_share += ((len(sequence.outputs) <= _SHORT) - self._short_share) / 16
                 self._remove(sequence)
             else:
                 self.blocks.shrink(sequence)
@@ -184,5 +183,7 @@ class Scheduler:
         return victim
 
     def _remove(self, sequence: Sequence) -> None:
+        if sequence.outputs:
+            self._short_share += ((len(sequence.outputs) <= _SHORT) - self._short_share) / 16
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.blocks.release(sequence)
