@@ -43,7 +43,8 @@ class Chunk:
     ``patches`` uint8 [.., patches, 196], ``places`` int16 [.., patches, 2], ``lengths`` int32, ``dense`` int16 [..,
     patches, 3]; ``ids`` int32 [.., tokens], ``positions`` int32 [3, .., tokens]; flat places of rows in rows and in
     ids: ``source``, ``to`` int64; flat places whose next token is an answer's: ``asked`` int64, with ``labels`` int64
-    and the number of the answer's token ``nth`` int64; ``penalties`` float32 [.., 2]; ``prompts`` int32: tokens before answers.
+    and the number of the answer's token ``nth`` int64; ``penalties`` float32 [.., 2]; ``prompts`` int32: tokens before
+    answers.
     """
 
     layout: bool
@@ -132,6 +133,8 @@ def batch(number: int, plan: Plan, tokens: ChatTokens, split: str = "train") -> 
             layouts += 1
         picture = Image.fromarray(page.picture)
         for block in read_blocks(page):
+            if used >= plan.patches:
+                break
             for sample in _of_block(number, plan, page, picture, block, tokens, dice):
                 if len(sample.answer) <= plan.longest:
                     samples.append(sample)

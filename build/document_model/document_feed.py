@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import mmap
 import multiprocessing
+import os
 import queue
 import threading
 from typing import Any
 
+import cv2
 import numpy as np
 import torch
 from document_batches import Chunk, Plan, batch
@@ -20,14 +22,13 @@ SLOTS = 2
 
 def _make(first: int, step: int, plan: Plan, memory: mmap.mmap, base: int, free: Any, ready: Any) -> None:
     """One process: patches into its shared slots, the rest of a chunk through its queue."""
-    import cv2
-
-    cv2.setNumThreads(1)
     torch.set_num_threads(1)
-    tokens, number, slot = ChatTokens(), first, 0
+    tokens, number, slot, parent = ChatTokens(), first, 0, os.getppid()
     while True:
         made = batch(number, plan, tokens)
-        free.acquire()
+        while not free.acquire(timeout=5):
+            if os.getppid() != parent:  # it was killed
+                return
         begin = base + slot * SLOT_BYTES
         told = []
         at = begin
@@ -47,6 +48,7 @@ class Feed:
 
     def __init__(self, plan: Plan, first: int, workers: int, device: torch.device) -> None:
         context = multiprocessing.get_context("fork")
+        cv2.setNumThreads(1)  # a fork has no use for OpenCV's threads, and would wait for them for ever
         self._memory = mmap.mmap(-1, workers * SLOTS * SLOT_BYTES)  # anonymous and shared: needs no /dev/shm
         self._number, self._device = first, device
         self._free = [context.Semaphore(SLOTS) for _ in range(workers)]

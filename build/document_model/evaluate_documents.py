@@ -3,9 +3,9 @@
     python evaluate_documents.py --checkpoint checkpoint --pages 200 --workers 15 --failures failures | record.py
 
 Greedy answers under the penalties of MinerU's client. Prints figures for loadtest/record.py: `docs.cer` (edits over
-characters of all text crops), `docs.layout_f1` (blocks of the right kind at an overlap of 0.5), 
-`docs.table_cell_f1` (cells in their place with their whole text), `docs.formula_cer`. Crops are cut from the true boxes, as the layout step says
-them: errors of the two steps are counted apart.
+characters of all text crops), `docs.layout_f1` (blocks of the right kind at an overlap of 0.5),
+`docs.table_cell_f1` (cells in their place with their whole text), `docs.formula_cer`. Crops are cut from the true
+boxes, as the layout step says them: errors of the two steps are counted apart.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class HeldOut:
         return found
 
     def figures(self, model: Qwen2VLForConditionalGeneration, device: torch.device) -> dict[str, float]:
-        """cer, layout_f1, table_cell_f1, formula_cer."""
-        return figures(self.pairs(self.answers(model, device)))
+        """cer, layout_f1, table_cell_f1, formula_cer; nothing where there are no pages."""
+        return {} if not self.samples else figures(self.pairs(self.answers(model, device)))
 
 
 def figures(pairs: dict[str, list[tuple[str, str]]]) -> dict[str, float]:
