@@ -27,8 +27,8 @@ class Plan:
     has, padding included; ``layouts``: whole pages a batch; ``longest``: tokens of an answer, above which a sample is
     left out; ``repeat``: so many batches over and over, to see whether they can be learnt (0: all are new)."""
 
-    words: int = 1500
-    lines: int = 3000
+    words: int = 400
+    lines: int = 1200
     patches: int = 160_000
     chunk: int = 64_000
     layouts: int = 6
@@ -57,7 +57,9 @@ class Chunk:
 
 def chunk(samples: Sequence[Sample], tokens: ChatTokens, answers: bool = True) -> Chunk:
     """``answers`` False leaves them out, to be generated."""
-    count, most = len(samples), max(len(sample.patches) for sample in samples)
+    count, most, layout = len(samples), max(len(s.patches) for s in samples), samples[0].step == "layout"
+    if not layout:  # whose samples are equally long and take no mask, which wants multiples of 16
+        most = -(-most // 16) * 16
     prompts = [[*tokens.head, *[IMAGE_PAD] * (len(s.patches) // 4), *tokens.tails[s.step]] for s in samples]
     told = [sample.answer[:-1] if answers else [] for sample in samples]
     width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, told))
@@ -86,7 +88,7 @@ def chunk(samples: Sequence[Sample], tokens: ChatTokens, answers: bool = True) -
             flat["labels"].append(np.array(sample.answer))
             flat["nth"].append(np.arange(len(sample.answer)))
     held |= {name: np.concatenate(parts).astype(np.int64) for name, parts in flat.items() if parts}
-    return Chunk(samples[0].step == "layout", held)
+    return Chunk(layout, held)
 
 
 def positions(head: int, places: np.ndarray, length: int) -> np.ndarray:

@@ -71,6 +71,7 @@ class Feed:
     def _fetch(self) -> None:
         """Copies what comes to the device, one batch after the other."""
         number = self._first
+        stream = torch.cuda.Stream() if self._device.type == "cuda" else None
         while not self._stop.is_set():
             worker = (number - self._first) % len(self._processes)
             try:
@@ -84,7 +85,9 @@ class Feed:
             for chunk, at, shape in told:
                 count = int(np.prod(shape))
                 patches = np.frombuffer(self._memory, np.uint8, count, at).reshape(shape)
-                chunks.append(Batch(chunk, patches, self._device))
+                chunks.append(Batch(chunk, patches, self._device, stream))
+            if stream is not None:
+                stream.synchronize()
             self._free[worker].release()
             while not self._stop.is_set():
                 try:
@@ -115,10 +118,16 @@ class Feed:
 class Batch:
     """A chunk's arrays as tensors on the device, copied."""
 
-    def __init__(self, chunk: Chunk, patches: np.ndarray, device: torch.device) -> None:
+    def __init__(
+        self, chunk: Chunk, patches: np.ndarray, device: torch.device, stream: torch.cuda.Stream | None = None
+    ) -> None:
         self.layout, self.answered = chunk.layout, chunk.answered
         self.patch_count = int(chunk.arrays["lengths"].sum())
         self.full = len(chunk.arrays["lengths"]) * patches.shape[1] == self.patch_count
         self.longest_answer = int(chunk.arrays["nth"].max()) + 1
-        held = {**chunk.arrays, "patches": patches}
-        self.tensors = {name: torch.tensor(array).to(device) for name, array in held.items()}
+        held = {name: torch.from_numpy(array) for name, array in {**chunk.arrays, "patches": patches}.items()}
+        with torch.cuda.stream(stream):  # beside the training's own, or a copy would wait for all that is queued there
+            self.tensors = {name: array.to(device, copy=True) for name, array in held.items()}
+        if stream is not None:
+            for tensor in self.tensors.values():
+                tensor.record_stream(torch.cuda.default_stream())

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import cv2
 import document_scores as scores
 import numpy as np
 import torch
@@ -50,6 +51,7 @@ class HeldOut:
 
     def __init__(self, count: int, tokens: ChatTokens, workers: int = 1) -> None:
         self.tokens = tokens
+        cv2.setNumThreads(1)  # as in document_feed
         if workers > 1:
             with multiprocessing.get_context("fork").Pool(workers) as pool:
                 found = pool.map(page_samples, range(count), chunksize=2)

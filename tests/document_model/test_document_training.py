@@ -9,7 +9,6 @@ from pathlib import Path
 
 import document_scores as scores
 import numpy as np
-import pages
 import pytest
 import torch
 from document_batches import PENALTIES, Plan, batch, chunk
@@ -23,6 +22,7 @@ from PIL import Image
 from train_documents import Trainer, parse, penalised, run
 from transformers import Qwen2VLForConditionalGeneration
 
+import pages
 from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
 from tessera.engine.request import Request
@@ -154,9 +154,7 @@ def test_our_server_s_stages_give_transformers_log_probabilities(
     engine = Engine.from_checkpoint(folder, EngineConfig(block_size=16, max_sequences=2, max_batched_tokens=64))
     sampling = SamplingParameters(max_tokens=6, ignore_eos=True, logprobs=5)
     engine.submit(
-        Request(
-            "r", prepared.input_ids, prepared.spans, rows, prepared.digest, sampling, positions=prepared.positions
-        )
+        Request("r", prepared.input_ids, prepared.spans, rows, prepared.digest, sampling, positions=prepared.positions)
     )
     steps = []
     while engine.has_work():
