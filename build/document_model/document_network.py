@@ -132,12 +132,15 @@ def embedded(
 
 
 class DenseHead(nn.Module):
-    """Reads from each patch which character has its middle there, or which block covers it and whether one begins or
-    ends there. Training only; never saved with the model."""
+    """Reads from each patch which character has its middle there and the two before it, or which block covers it and
+    whether one begins or ends there. Training only; never saved with the model.
+
+    The two before: what was answered last is how the text body finds its place in a picture.
+    """
 
     def __init__(self, width: int, characters: int, kinds: int) -> None:
         super().__init__()
-        self.character = nn.Linear(width, characters)
+        self.character = nn.Linear(width, 3 * characters)
         self.layout = nn.Linear(width, kinds + 3)
         self.kinds = kinds
 

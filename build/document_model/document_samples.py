@@ -112,7 +112,7 @@ def patch_index(places: np.ndarray, across: int) -> np.ndarray:
 
 
 def glyph_targets(block: Block, prepared: Cut, tokens: ChatTokens, within: slice = slice(None)) -> np.ndarray:
-    """int16 [patches, 3]: the token of the character whose middle a patch holds (0: none) in the first column."""
+    """int16 [patches, 3]: the token of the character whose middle a patch holds (0: none), and of the two before it."""
     width, height = prepared.picture.size
     targets = np.zeros((width * height // PATCH**2, 3), np.int16)
     glyphs, places = block.glyphs[within], block.places[within]
@@ -120,7 +120,9 @@ def glyph_targets(block: Block, prepared: Cut, tokens: ChatTokens, within: slice
     seen = ((places >= 0) & (places < (width // PATCH, height // PATCH))).all(1)
     classes = np.array([character_class(tokens, glyph) for glyph in glyphs], np.int16)
     index = patch_index(places[seen][:, ::-1].astype(np.int64), width // PATCH)
-    targets[index, 0] = classes[seen]
+    for back in range(3):
+        before = np.concatenate((np.zeros(back, np.int16), classes))[: len(classes)]
+        targets[index, back] = before[seen]
     return targets
 
 

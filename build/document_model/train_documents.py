@@ -102,10 +102,11 @@ class Trainer:
                 found[..., -2:], goal[..., 1:].float(), reduction="sum", pos_weight=found.new_tensor(10.0)
             )
             return answers, dense + corners
-        goal = goal[..., 0]
         real = torch.arange(goal.shape[1], device=self.device) < held["lengths"][:, None]
-        goal = torch.where(real, goal, -100)
-        return answers, F.cross_entropy(found.flatten(0, 1), goal.flatten(), reduction="sum", ignore_index=-100)
+        # That there is no character in a patch counts; that there is none before another does not.
+        told = torch.stack((real, goal[..., 1] > 0, goal[..., 2] > 0), -1)
+        goal = torch.where(told, goal, -100)
+        return answers, F.cross_entropy(found.unflatten(-1, (3, -1)).flatten(0, 2), goal.flatten(), reduction="sum")
 
     def train_step(self, batches: list[Batch], progress: float) -> torch.Tensor:
         """One update; returns the means of LOSSES. ``progress`` 0..1 sets the learning rate and the penalties."""

@@ -146,7 +146,8 @@ def test_targets_of_glyphs_point_at_their_patches(found: list[pages.Page]) -> No
     tokens, page = ChatTokens(), found[1]
     block = max((b for b in page.blocks if b.kind == "text"), key=lambda b: len(b.answer))
     prepared = cut(Image.fromarray(page.picture), block.box)
-    targets = glyph_targets(block, prepared, tokens)[:, 0]
+    targets, last_two = np.split(glyph_targets(block, prepared, tokens), (1,), axis=1)
+    targets = targets[:, 0]
     _, places = patched(prepared.picture)
     marked = np.flatnonzero(targets)
     assert 0.6 * len(block.glyphs) < len(marked) <= len(block.glyphs)
@@ -155,3 +156,8 @@ def test_targets_of_glyphs_point_at_their_patches(found: list[pages.Page]) -> No
     read = tokens.decode(targets[marked[order]][: first_line // 2])
     expected = iter(block.answer.replace(" ", ""))
     assert all(character in expected for character in read), (read, block.lines[0].text)
+    for place in marked:
+        one, two = last_two[place]
+        if one and two:
+            assert tokens.decode([two, one, targets[place]]) in block.glyphs
+    assert (last_two[targets == 0] == 0).all() and np.count_nonzero(last_two[marked]) > len(marked)
