@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import document_samples
 import document_scores as scores
 import numpy as np
 import pytest
@@ -241,6 +242,30 @@ def test_training_lowers_the_loss() -> None:
     trainer = Trainer(TOKENS, torch.device("cpu"), 3e-3)
     losses = [trainer.train_step(batches, 0.0).tolist() for _ in range(10)]
     assert losses[-1][0] < losses[0][0] - 0.2 and losses[-1][2] < losses[0][2] - 0.2
+
+
+def test_training_on_small_layouts_lowers_their_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_samples, "LAYOUT_SIDE", 140)
+    made = chunk([layout_sample(pages.sample(seed), TOKENS) for seed in (0, 1)], TOKENS)
+    trainer = Trainer(TOKENS, torch.device("cpu"), 3e-3)
+    batches = [Batch(made, made.arrays.pop("patches"), torch.device("cpu"))]
+    assert batches[0].layout and batches[0].full
+    losses = [trainer.train_step(batches, 0.0).tolist() for _ in range(14)]
+    assert losses[0][0] == 0 and losses[-1][1] < losses[0][1] - 0.2 and losses[-1][2] < losses[0][2] - 0.2
+
+
+def test_targets_of_a_layout_are_where_blocks_begin_end_and_cover() -> None:
+    page = pages.sample(1)
+    sample = layout_sample(page, TOKENS)
+    kinds = np.zeros((74, 74, 3), int)
+    kinds[sample.places[:, 0], sample.places[:, 1]] = sample.dense
+    height, width = page.picture.shape
+    for block in page.blocks:
+        left, top, right, bottom = np.array(block.box) / (width, height, width, height) * 74
+        middle = kinds[int((top + bottom) / 2), int((left + right) / 2)]
+        assert middle[0] == 1 + pages.KINDS.index(block.kind)
+        assert kinds[int(top), int(left), 1] and kinds[int(bottom), int(right), 2]
+    assert kinds[..., 1].sum() <= len(page.blocks) and kinds[0, 0, 0] == 0
 
 
 def test_edits() -> None:
