@@ -65,9 +65,9 @@ def penalised(logits: torch.Tensor, batch: dict[str, torch.Tensor], longest: int
 class Trainer:
     """Model, dense head, their average, and optimizers."""
 
-    def __init__(self, tokens: ChatTokens, device: torch.device, lr: float, seed: int = 0) -> None:
+    def __init__(self, tokens: ChatTokens, device: torch.device, lr: float, compiled: bool = False) -> None:
         self.device, self.step, self.seconds = device, 0, 0.0
-        self.model = build_model(seed).to(device).train()
+        self.model = build_model().to(device).train()
         self.average = copy.deepcopy(self.model).eval().requires_grad_(False)
         width = self.model.config.vision_config.embed_dim
         self.head = DenseHead(width, tokens.size, len(KINDS)).to(device)
@@ -80,6 +80,11 @@ class Trainer:
             torch.optim.AdamW(others, lr=lr / 2, betas=(0.9, 0.98), weight_decay=0.0, fused=device.type == "cuda"),
         ]
         self.rates = [lr, lr / 2]
+        self._parts: dict[str, Any] = {"weights": self.model, "average": self.average, "head": self.head}
+        self._parts |= dict(zip(("muon", "adamw"), self.optimizers, strict=True))
+        self._see, self._say = patch_states, text_states
+        if compiled:
+            self._see, self._say = (torch.compile(forward, dynamic=True) for forward in (patch_states, text_states))
 
     def losses(self, batch: Batch, strength: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums over a chunk: of the answers' tokens, of the patches."""
@@ -87,9 +92,9 @@ class Trainer:
         gain = random_gain(len(held["ids"]), self.device, generator)
         lengths = None if batch.full else held["lengths"]
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-            states = patch_states(self.model, held["patches"], held["places"], lengths, gain)
+            states = self._see(self.model, held["patches"], held["places"], lengths, gain)
             x = embedded(self.model, held["ids"], image_rows(self.model, states), held["source"], held["to"])
-            hidden = text_states(self.model, x, held["positions"])
+            hidden = self._say(self.model, x, held["positions"])
             logits = self.model.lm_head(hidden.flatten(0, 1)[held["asked"]]).float()
             found = (self.head.layout if batch.layout else self.head.character)(states).float()
         if strength > 0 and not batch.layout:
@@ -138,15 +143,9 @@ class Trainer:
     def save_state(self, folder: Path) -> None:
         """Files of at most 16 MiB each, whole or not at all; progress.json last."""
         folder.mkdir(parents=True, exist_ok=True)
-        parts = {
-            "weights": self.model.state_dict(),
-            "average": self.average.state_dict(),
-            "head": self.head.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-        }
-        for name, part in parts.items():
-            torch.save({"step": self.step, "part": part}, folder / f"{name}.new")
-        for name in parts:
+        for name, part in self._parts.items():
+            torch.save({"step": self.step, "part": part.state_dict()}, folder / f"{name}.new")
+        for name in self._parts:
             (folder / f"{name}.new").replace(folder / f"{name}.pt")
         (folder / "progress.json").write_text(json.dumps({"step": self.step, "seconds": self.seconds}))
 
@@ -154,15 +153,11 @@ class Trainer:
         """Goes on from `save_state`. Raises ValueError where its files are of different steps."""
         progress = json.loads((folder / "progress.json").read_text())
         self.step, self.seconds = progress["step"], progress["seconds"]
-        names = ("weights", "average", "head", "optimizers")
-        parts = {name: torch.load(folder / f"{name}.pt", map_location=self.device) for name in names}
-        if {part["step"] for part in parts.values()} != {self.step}:
+        stored = {name: torch.load(folder / f"{name}.pt", map_location=self.device) for name in self._parts}
+        if {part["step"] for part in stored.values()} != {self.step}:
             raise ValueError(f"the state in {folder} is of several steps: it was cut off while it was written")
-        self.model.load_state_dict(parts["weights"]["part"])
-        self.average.load_state_dict(parts["average"]["part"])
-        self.head.load_state_dict(parts["head"]["part"])
-        for optimizer, state in zip(self.optimizers, parts["optimizers"]["part"], strict=True):
-            optimizer.load_state_dict(state)
+        for name, part in self._parts.items():
+            part.load_state_dict(stored[name]["part"])
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -175,7 +170,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     first = json.loads(progress_file.read_text())["step"] if progress_file.exists() else 0
     feed = Feed(plan, first, arguments.workers, device)
     held_out = HeldOut(arguments.held_out, tokens)
-    trainer = Trainer(tokens, device, arguments.lr)
+    trainer = Trainer(tokens, device, arguments.lr, arguments.compile)
     torch.backends.cuda.matmul.allow_tf32 = True
     if first:
         trainer.load_state(state)
@@ -246,6 +241,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save-minutes", type=float, default=2.0)
     parser.add_argument("--check-minutes", type=float, default=4.0, help="held-out figures every so often")
     parser.add_argument("--held-out", type=int, default=8, help="held-out pages for these")
+    parser.add_argument("--compile", action="store_true", help="fuse the forwards' small kernels")
     for name in PLANNED:
         parser.add_argument(f"--{name}", type=int, help=f"of document_batches.Plan ({getattr(Plan, name)})")
     return parser.parse_args(argv)
