@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 
 import numpy as np
-from document_samples import Sample, block_sample, layout_sample, line_samples, read_blocks
+from document_samples import TARGETS, Sample, block_sample, layout_sample, line_samples, read_blocks
 from document_tokens import IMAGE_PAD, PAD, ChatTokens
 from PIL import Image
 
@@ -41,7 +41,7 @@ class Chunk:
     """Samples side by side, padded; all arrays are [samples, ...] unless said otherwise.
 
     ``patches`` uint8 [.., patches, 196], ``places`` int16 [.., patches, 2], ``lengths`` int32, ``dense`` int16 [..,
-    patches, 3]; ``ids`` int32 [.., tokens], ``positions`` int32 [3, .., tokens]; flat places of rows in rows and in
+    patches, 7]; ``ids`` int32 [.., tokens], ``positions`` int32 [3, .., tokens]; flat places of rows in rows and in
     ids: ``source``, ``to`` int64; flat places whose next token is an answer's: ``asked`` int64, with ``labels`` int64
     and the number of the answer's token ``nth`` int64; ``penalties`` float32 [.., 2]; ``prompts`` int32: tokens before
     answers.
@@ -66,7 +66,7 @@ def chunk(samples: Sequence[Sample], tokens: ChatTokens, answers: bool = True) -
     held = {
         "patches": np.full((count, most, samples[0].patches.shape[1]), 255, np.uint8),
         "places": np.zeros((count, most, 2), np.int16),
-        "dense": np.zeros((count, most, 3), np.int16),
+        "dense": np.zeros((count, most, TARGETS), np.int16),
         "lengths": np.array([len(sample.patches) for sample in samples], np.int32),
         "ids": np.full((count, width), PAD, np.int32),
         "positions": np.zeros((3, count, width), np.int32),

@@ -6,11 +6,14 @@ transformers' own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from document_samples import COVERED, SIDES
 from document_shape import IMAGE_MEAN, IMAGE_STD
 from document_tokens import IM_END
 from torch import nn
@@ -131,18 +134,37 @@ def embedded(
     return x.flatten(0, 1).index_copy(0, to, rows.flatten(0, 1)[source].to(x.dtype)).view_as(x)
 
 
-class DenseHead(nn.Module):
-    """Reads from each patch which character has its middle there and the two before it, or which block covers it and
-    whether one begins or ends there. Training only; never saved with the model.
+BOX_WEIGHT = 10.0
+"""Of distances in parts of a page, which count in hundredths."""
 
-    The two before: what was answered last is how the text body finds its place in a picture.
+
+class DenseHead(nn.Module):
+    """Reads from each patch which character has its middle there and the two before it; or which block covers it,
+    whether one begins or ends there, and how far off its sides are. Training only; never saved with the model.
+
+    The two before: what was answered last is how the text body finds its place in a picture. The tower knows distances
+    only, so that the box itself, as an answer states it, is read from the text body's states of the rows.
     """
 
-    def __init__(self, width: int, characters: int, kinds: int) -> None:
+    def __init__(self, width: int, text_width: int, characters: int, kinds: int) -> None:
         super().__init__()
         self.character = nn.Linear(width, 3 * characters)
-        self.layout = nn.Linear(width, kinds + 3)
-        self.kinds = kinds
+        self.layout = nn.Linear(width, kinds + 1 + 2 + 4)
+        self.box = nn.Linear(text_width, 4)
+
+    def layout_loss(self, states: torch.Tensor, rows: torch.Tensor, goal: torch.Tensor, places: torch.Tensor) -> Any:
+        """Summed over patches: states [pages, patches, width], rows' last states [pages * patches / 4, text width],
+        targets ``goal`` [pages, patches, 7] and ``places`` [pages, patches, 2] of whole square pages."""
+        kinds, corners, distances = self.layout(states).float().split((self.layout.out_features - 6, 2, 4), dim=-1)
+        covers = F.cross_entropy(kinds.flatten(0, 1), goal[..., COVERED].flatten().long(), reduction="sum")
+        ends = F.binary_cross_entropy_with_logits(
+            corners, goal[..., 1:3].float(), reduction="sum", pos_weight=corners.new_tensor(10.0)
+        )
+        covered, sides = (goal[..., COVERED] > 0)[..., None], goal[..., 3:].float() / SIDES
+        middles = (places.flip(-1) + 0.5) / math.isqrt(goal.shape[1])
+        near = (distances + middles.repeat(1, 1, 2) - sides).abs() * covered
+        far = (self.box(rows).float() - sides[:, ::4].flatten(0, 1)).abs() * covered[:, ::4].flatten(0, 1)
+        return covers + ends + BOX_WEIGHT * (near.sum() + 4 * far.sum())
 
 
 @torch.inference_mode()

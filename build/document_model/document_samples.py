@@ -20,6 +20,9 @@ LEAST_EDGE, MOST_ASPECT = 28, 50
 """MinerU's client enlarges what is thinner than this, and pads what is longer than this many times its width."""
 NO_GLYPH = 0
 COVERED, BEGINS, ENDS = range(3)
+TARGETS = 7
+SIDES = 10_000
+"""A page's width and height in the units of a box among the targets."""
 
 
 def step_of(kind: str) -> str:
@@ -83,7 +86,7 @@ class Sample:
     """One question about one picture.
 
     ``patches`` uint8 [patches, 196], grey, groups of four next to each other; ``places`` int16 [patches, 2]; ``answer``
-    token ids with the one that ends them; ``dense`` int16 [patches, 3]: see :func:`glyph_targets` and
+    token ids with the one that ends them; ``dense`` int16 [patches, 7]: see :func:`glyph_targets` and
     :func:`layout_targets`.
     """
 
@@ -112,9 +115,9 @@ def patch_index(places: np.ndarray, across: int) -> np.ndarray:
 
 
 def glyph_targets(block: Block, prepared: Cut, tokens: ChatTokens, within: slice = slice(None)) -> np.ndarray:
-    """int16 [patches, 3]: the token of the character whose middle a patch holds (0: none), and of the two before it."""
+    """int16 [patches, 7]: the token of the character whose middle a patch holds (0: none), and of the two before it."""
     width, height = prepared.picture.size
-    targets = np.zeros((width * height // PATCH**2, 3), np.int16)
+    targets = np.zeros((width * height // PATCH**2, TARGETS), np.int16)
     glyphs, places = block.glyphs[within], block.places[within]
     places = (places + prepared.shift) * prepared.scale // PATCH
     seen = ((places >= 0) & (places < (width // PATCH, height // PATCH))).all(1)
@@ -138,16 +141,18 @@ def character_class(tokens: ChatTokens, character: str) -> int:
 
 
 def layout_targets(page: Page) -> np.ndarray:
-    """int16 [patches, 3]: 1 + the kind of the block that covers a patch (0: none), whether one begins (its top left
-    corner), whether one ends there."""
+    """int16 [patches, 7]: 1 + the kind of the block that covers a patch (0: none), whether one begins (its top left
+    corner), whether one ends there; the box of the one that covers it, in parts of SIDES."""
     count = LAYOUT_SIDE // PATCH
     height, width = page.picture.shape
-    grid = np.zeros((count, count, 3), np.int16)
+    grid = np.zeros((count, count, TARGETS), np.int16)
     for block in page.blocks:
-        left, top, right, bottom = np.array(block.box) / (width, height, width, height) * count
+        box = np.clip(np.array(block.box) / (width, height, width, height), 0, 1)
+        left, top, right, bottom = box * count
         x0, y0 = (min(count - 1, max(0, int(side))) for side in (left, top))
         x1, y1 = (min(count - 1, max(0, int(side))) for side in (right, bottom))
         grid[y0 : y1 + 1, x0 : x1 + 1, COVERED] = 1 + KINDS.index(block.kind)
+        grid[y0 : y1 + 1, x0 : x1 + 1, 3:] = np.round(SIDES * box)
         grid[y0, x0, BEGINS] = grid[y1, x1, ENDS] = 1
     places = np.indices((count // 2, 2, count // 2, 2)).transpose(1, 3, 2, 4, 0).reshape(-1, 4)
     return grid[places[:, 0] * 2 + places[:, 1], places[:, 2] * 2 + places[:, 3]]

@@ -69,8 +69,9 @@ class Trainer:
         self.device, self.step, self.seconds = device, 0, 0.0
         self.model = build_model().to(device).train()
         self.average = copy.deepcopy(self.model).eval().requires_grad_(False)
-        width = self.model.config.vision_config.embed_dim
-        self.head = DenseHead(width, tokens.size, len(KINDS)).to(device)
+        config = self.model.config
+        widths = config.vision_config.embed_dim, config.text_config.hidden_size
+        self.head = DenseHead(*widths, tokens.size, len(KINDS)).to(device)
         body = (self.model.model.visual, self.model.model.language_model.layers)
         matrices = [p for part in body for n, p in part.named_parameters() if n.endswith("weight") and p.ndim >= 2]
         taken = {id(p) for p in matrices}
@@ -96,17 +97,17 @@ class Trainer:
             x = embedded(self.model, held["ids"], image_rows(self.model, states), held["source"], held["to"])
             hidden = self._say(self.model, x, held["positions"])
             logits = self.model.lm_head(hidden.flatten(0, 1)[held["asked"]]).float()
-            found = (self.head.layout if batch.layout else self.head.character)(states).float()
+            if batch.layout:
+                rows = hidden.flatten(0, 1)[held["to"]]
+                dense = self.head.layout_loss(states, rows, held["dense"], held["places"])
+            else:
+                found = self.head.character(states).float()
         if strength > 0 and not batch.layout:
             logits = penalised(logits, held, batch.longest_answer, strength)
         answers = F.cross_entropy(logits, held["labels"], reduction="sum")
-        goal = held["dense"].long()
         if batch.layout:
-            dense = F.cross_entropy(found[..., :-2].flatten(0, 1), goal[..., 0].flatten(), reduction="sum")
-            corners = F.binary_cross_entropy_with_logits(
-                found[..., -2:], goal[..., 1:].float(), reduction="sum", pos_weight=found.new_tensor(10.0)
-            )
-            return answers, dense + corners
+            return answers, dense
+        goal = held["dense"][..., :3].long()
         real = torch.arange(goal.shape[1], device=self.device) < held["lengths"][:, None]
         # That there is no character in a patch counts; that there is none before another does not.
         told = torch.stack((real, goal[..., 1] > 0, goal[..., 2] > 0), -1)

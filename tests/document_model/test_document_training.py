@@ -14,12 +14,13 @@ import pytest
 import torch
 from document_batches import PENALTIES, Plan, batch, chunk
 from document_feed import Batch
-from document_network import embedded, generate, image_rows, patch_states, text_states
+from document_network import BOX_WEIGHT, DenseHead, embedded, generate, image_rows, patch_states, text_states
 from document_samples import Sample, block_sample, layout_sample, line_samples, read_blocks
 from document_shape import IMAGE_MEAN, IMAGE_STD, MAX_FOLDER_BYTES, build_model, save_model
 from document_tokens import PROMPTS, SYSTEM, ChatTokens
 from evaluate_documents import HeldOut, page_samples, unpatched
 from PIL import Image
+from torch import nn
 from train_documents import Trainer, parse, penalised, run
 from transformers import Qwen2VLForConditionalGeneration
 
@@ -257,7 +258,7 @@ def test_training_on_small_layouts_lowers_their_losses(monkeypatch: pytest.Monke
 def test_targets_of_a_layout_are_where_blocks_begin_end_and_cover() -> None:
     page = pages.sample(1)
     sample = layout_sample(page, TOKENS)
-    kinds = np.zeros((74, 74, 3), int)
+    kinds = np.zeros((74, 74, 7), int)
     kinds[sample.places[:, 0], sample.places[:, 1]] = sample.dense
     height, width = page.picture.shape
     for block in page.blocks:
@@ -265,7 +266,26 @@ def test_targets_of_a_layout_are_where_blocks_begin_end_and_cover() -> None:
         middle = kinds[int((top + bottom) / 2), int((left + right) / 2)]
         assert middle[0] == 1 + pages.KINDS.index(block.kind)
         assert kinds[int(top), int(left), 1] and kinds[int(bottom), int(right), 2]
+        stated = middle[3:] / 10_000 * (width, height, width, height)
+        assert np.abs(stated - block.box).max() < 0.3  # pixels
     assert kinds[..., 1].sum() <= len(page.blocks) and kinds[0, 0, 0] == 0
+
+
+def test_the_loss_of_boxes_is_their_sides_distance_from_what_the_head_says() -> None:
+    """A head that says nothing has every patch's own middle as its box, and every row's the page's corner."""
+    sample = layout_sample(pages.sample(1), TOKENS)
+    head, count = DenseHead(8, 6, TOKENS.size, len(pages.KINDS)), len(sample.patches)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    goal, places = torch.from_numpy(sample.dense)[None], torch.from_numpy(sample.places)[None]
+    found = head.layout_loss(torch.zeros(1, count, 8), torch.zeros(count // 4, 6), goal, places)
+    middles = (sample.places[:, ::-1] + 0.5) / 74
+    sides, covered = sample.dense[:, 3:] / 10_000, sample.dense[:, 0] > 0
+    near = np.abs(np.concatenate((middles, middles), 1) - sides)[covered].sum()
+    far = sides[::4][covered[::4]].sum()
+    corners = np.log(2) * (2 * count + 9 * sample.dense[:, 1:3].sum())
+    expected = np.log(len(pages.KINDS) + 1) * count + corners + BOX_WEIGHT * (near + 4 * far)
+    assert found.item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_edits() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 
 import numpy as np
+import pypdfium2
 import pytest
 from document_samples import block_sample, cut, glyph_targets, layout_answer, patched, read_blocks, thousandths
 from document_tokens import CELLS, ChatTokens, make_tokenizer
@@ -13,6 +16,7 @@ from mineru_vl_utils.post_process.otsl2html import convert_otsl_to_html
 from mineru_vl_utils.structs import ContentBlock
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from write_pages import write
 
 import pages
 from pages.composition import INK, Composer
@@ -125,6 +129,18 @@ def test_formulas_pass_minerus_post_processing_unchanged(found: list[pages.Page]
         assert block.content == f"\\[\n{latex}\n\\]"
 
 
+def test_a_written_pdf_has_the_pages_as_they_were_drawn(tmp_path: Path) -> None:
+    """Scans as JPEG files: grey levels may be a little off."""
+    write(tmp_path, 2, first=5)
+    told, document = json.loads((tmp_path / "truth.json").read_text()), pypdfium2.PdfDocument(tmp_path / "pages.pdf")
+    assert len(document) == len(told) == 2
+    for index in range(2):
+        page = pages.sample(5 + index, "heldout")
+        shown = document[index].render(scale=200 / 72, grayscale=True).to_pil().resize(page.picture.shape[::-1])
+        assert np.abs(np.asarray(shown, int) - page.picture).mean() < 4
+        assert [block["content"] for block in told[index]] == [block.answer for block in page.blocks]
+
+
 def test_the_whole_alphabet_there_and_back() -> None:
     tokenizer = make_tokenizer()
     for character in ALPHABET:
@@ -146,7 +162,7 @@ def test_targets_of_glyphs_point_at_their_patches(found: list[pages.Page]) -> No
     tokens, page = ChatTokens(), found[1]
     block = max((b for b in page.blocks if b.kind == "text"), key=lambda b: len(b.answer))
     prepared = cut(Image.fromarray(page.picture), block.box)
-    targets, last_two = np.split(glyph_targets(block, prepared, tokens), (1,), axis=1)
+    targets, last_two, _ = np.split(glyph_targets(block, prepared, tokens), (1, 3), axis=1)
     targets = targets[:, 0]
     _, places = patched(prepared.picture)
     marked = np.flatnonzero(targets)
