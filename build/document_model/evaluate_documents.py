@@ -49,6 +49,9 @@ def page_samples(seed: int) -> list[Sample]:
 class HeldOut:
     """The first ``count`` held-out pages, asked once. Forks for ``workers`` > 1: before CUDA is touched."""
 
+    penalties = True
+    """Whether answers are generated under the penalties of MinerU's client."""
+
     def __init__(self, count: int, tokens: ChatTokens, workers: int = 1) -> None:
         self.tokens = tokens
         cv2.setNumThreads(1)  # as in document_feed
@@ -90,7 +93,9 @@ class HeldOut:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             states = patch_states(model, held["patches"], held["places"], held["lengths"])
             x = embedded(model, held["ids"], image_rows(model, states), held["source"], held["to"])
-            got = generate(model, x, held["prompts"].long(), held["positions"], held["penalties"], most)
+            got = generate(
+                model, x, held["prompts"].long(), held["positions"], self.penalties * held["penalties"], most
+            )
         return {index: self.tokens.decode(ids) for index, ids in zip(indices, got)}
 
     def pairs(self, answers: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
@@ -101,18 +106,19 @@ class HeldOut:
         return found
 
     def figures(self, model: Qwen2VLForConditionalGeneration, device: torch.device) -> dict[str, float]:
-        """cer, layout_f1, table_cell_f1, formula_cer; nothing where there are no pages."""
-        return {} if not self.samples else figures(self.pairs(self.answers(model, device)))
+        """Those of :func:`figures`; none where there are no pages."""
+        return figures(self.pairs(self.answers(model, device))) if self.samples else {}
 
 
 def figures(pairs: dict[str, list[tuple[str, str]]]) -> dict[str, float]:
-    found = {
-        "cer": scores.cer(pairs["text"]),
-        "layout_f1": scores.layout_f1(pairs["layout"]),
-        "table_cell_f1": scores.cell_f1(pairs["table"]),
-        "formula_cer": scores.cer(pairs["equation"]),
+    """By name, of those steps that were asked at all."""
+    scored = {
+        "cer": (scores.cer, "text"),
+        "layout_f1": (scores.layout_f1, "layout"),
+        "table_cell_f1": (scores.cell_f1, "table"),
+        "formula_cer": (scores.cer, "equation"),
     }
-    return {name: round(value, 4) for name, value in found.items()}
+    return {name: round(score(pairs[step]), 4) for name, (score, step) in scored.items() if pairs[step]}
 
 
 def write_failures(folder: Path, held_out: HeldOut, answers: Sequence[str], most: int) -> None:
@@ -145,8 +151,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes that render")
     parser.add_argument("--failures", type=Path, help="folder for pictures of what was read worst")
     parser.add_argument("--shown", type=int, default=24, help="how many of these")
+    parser.add_argument("--no-penalties", action="store_true", help="greedy alone, to see what they cost; no figures")
     arguments = parser.parse_args()
     held_out = HeldOut(arguments.pages, ChatTokens(), arguments.workers)
+    held_out.penalties = not arguments.no_penalties
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = Qwen2VLForConditionalGeneration.from_pretrained(arguments.checkpoint, dtype=torch.float32).to(device).eval()
     answers = held_out.answers(model, device)
@@ -155,6 +163,9 @@ def main() -> None:
 
     command = f"python build/document_model/evaluate_documents.py --pages {arguments.pages}"
     for name, value in figures(held_out.pairs(answers)).items():
+        if arguments.no_penalties:
+            print(name, value)
+            continue
         emit(f"docs.{name}", value, "share", command, pages=arguments.pages, samples=len(held_out.samples))
     if arguments.failures:
         write_failures(arguments.failures, held_out, answers, arguments.shown)
