@@ -1,0 +1,161 @@
+"""Batches of training samples: each made from its number alone, so that a run that was killed goes on with the same.
+
+A batch is a few chunks of samples of about one size, padded to the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+from document_samples import TARGETS, Sample, block_sample, layout_sample, line_samples, read_blocks
+from document_tokens import IMAGE_PAD, PAD, ChatTokens
+from PIL import Image
+
+import pages
+
+PENALTIES = {"layout": (0.0, 0.0), "text": (1.0, 0.05), "equation": (1.0, 0.05), "table": (1.0, 0.005)}
+"""Presence and frequency penalty of MinerU's client, by step."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is in the batches: up to number ``words`` pieces of lines of a few words, up to ``lines`` whole lines
+    too, then blocks. ``patches``: about how many of crops a batch has; ``chunk``: at most how many of them a chunk
+    has, padding included; ``layouts``: whole pages a batch; ``longest``: tokens of an answer, above which a sample is
+    left out; ``repeat``: so many batches over and over, to see whether they can be learnt (0: all are new)."""
+
+    words: int = 400
+    lines: int = 1200
+    patches: int = 160_000
+    chunk: int = 64_000
+    layouts: int = 6
+    longest: int = 1000
+    repeat: int = 0
+
+
+@dataclass
+class Chunk:
+    """Samples side by side, padded; all arrays are [samples, ...] unless said otherwise.
+
+    ``patches`` uint8 [.., patches, 196], ``places`` int16 [.., patches, 2], ``lengths`` int32, ``dense`` int16 [..,
+    patches, 7]; ``ids`` int32 [.., tokens], ``positions`` int32 [3, .., tokens]; flat places of rows in rows and in
+    ids: ``source``, ``to`` int64; flat places whose next token is an answer's: ``asked`` int64, with ``labels`` int64
+    and the number of the answer's token ``nth`` int64; ``penalties`` float32 [.., 2]; ``prompts`` int32: tokens before
+    answers.
+    """
+
+    layout: bool
+    arrays: dict[str, np.ndarray]
+
+    @property
+    def answered(self) -> int:
+        return len(self.arrays["labels"])
+
+
+def chunk(samples: Sequence[Sample], tokens: ChatTokens, answers: bool = True) -> Chunk:
+    """``answers`` False leaves them out, to be generated."""
+    count, most, layout = len(samples), max(len(s.patches) for s in samples), samples[0].step == "layout"
+    if not layout:  # whose samples are equally long and take no mask, which wants multiples of 16
+        most = -(-most // 16) * 16
+    prompts = [[*tokens.head, *[IMAGE_PAD] * (len(s.patches) // 4), *tokens.tails[s.step]] for s in samples]
+    told = [sample.answer[:-1] if answers else [] for sample in samples]
+    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, told))
+    held = {
+        "patches": np.full((count, most, samples[0].patches.shape[1]), 255, np.uint8),
+        "places": np.zeros((count, most, 2), np.int16),
+        "dense": np.zeros((count, most, TARGETS), np.int16),
+        "lengths": np.array([len(sample.patches) for sample in samples], np.int32),
+        "ids": np.full((count, width), PAD, np.int32),
+        "positions": np.zeros((3, count, width), np.int32),
+        "penalties": np.array([PENALTIES[sample.step] for sample in samples], np.float32),
+        "prompts": np.array(list(map(len, prompts)), np.int32),
+    }
+    flat: dict[str, list[np.ndarray]] = {name: [] for name in ("source", "to", "asked", "labels", "nth")}
+    for index, sample in enumerate(samples):
+        patches, rows, prompt = len(sample.patches), len(sample.patches) // 4, prompts[index]
+        held["patches"][index, :patches], held["places"][index, :patches] = sample.patches, sample.places
+        held["dense"][index, :patches] = sample.dense
+        line = [*prompt, *told[index]]
+        held["ids"][index, : len(line)] = line
+        held["positions"][:, index, : len(line)] = positions(len(tokens.head), sample.places, len(line))
+        flat["source"].append(index * (most // 4) + np.arange(rows))
+        flat["to"].append(index * width + len(tokens.head) + np.arange(rows))
+        if answers:
+            flat["asked"].append(index * width + len(prompt) - 1 + np.arange(len(sample.answer)))
+            flat["labels"].append(np.array(sample.answer))
+            flat["nth"].append(np.arange(len(sample.answer)))
+    held |= {name: np.concatenate(parts).astype(np.int64) for name, parts in flat.items() if parts}
+    return Chunk(layout, held)
+
+
+def positions(head: int, places: np.ndarray, length: int) -> np.ndarray:
+    """int32 [3, length]: M-RoPE's, of one picture after ``head`` tokens."""
+    rows = places[::4] // 2
+    found = np.empty((3, length), np.int32)
+    found[:, :head] = np.arange(head)
+    after = head + len(rows)
+    found[0, head:after], found[1:, head:after] = head, head + rows.T
+    found[:, after:] = head + int(rows.max()) + 1 + np.arange(length - after)
+    return found
+
+
+def chunks(samples: Sequence[Sample], tokens: ChatTokens, budget: int, answers: bool = True) -> Iterator[Chunk]:
+    """Samples by size, as many in a chunk as ``budget`` patches hold with their padding; where it would be much, a
+    chunk of a fair size ends early."""
+    waiting: list[Sample] = []
+    for sample in sorted(samples, key=lambda sample: (sample.step == "layout", len(sample.patches))):
+        size = len(sample.patches)
+        if waiting and (
+            (waiting[0].step == "layout") != (sample.step == "layout")
+            or (len(waiting) + 1) * size > budget
+            or (size > 1.6 * len(waiting[0].patches) and len(waiting) * size > budget // 6)
+        ):
+            yield chunk(waiting, tokens, answers)
+            waiting = []
+        waiting.append(sample)
+    if waiting:
+        yield chunk(waiting, tokens, answers)
+
+
+def batch(number: int, plan: Plan, tokens: ChatTokens, split: str = "train") -> list[Chunk]:
+    """The chunks of batch ``number``."""
+    number = number % plan.repeat if plan.repeat else number
+    dice = Random(f"batch/{number}")
+    samples: list[Sample] = []
+    layouts, used, page_number = 0, 0, 0
+    while used < plan.patches:
+        # No two batches share a page: a batch has far fewer than 10,000.
+        page = pages.sample(number * 10_000 + page_number, split)
+        page_number += 1
+        if layouts < plan.layouts:
+            samples.append(layout_sample(page, tokens))
+            layouts += 1
+        picture = Image.fromarray(page.picture)
+        for block in read_blocks(page):
+            if used >= plan.patches:
+                break
+            for sample in _of_block(number, plan, page, picture, block, tokens, dice):
+                if len(sample.answer) <= plan.longest:
+                    samples.append(sample)
+                    used += len(sample.patches)
+    return list(chunks(samples, tokens, plan.chunk))
+
+
+def _of_block(
+    number: int,
+    plan: Plan,
+    page: pages.Page,
+    picture: Image.Image,
+    block: pages.Block,
+    tokens: ChatTokens,
+    dice: Random,
+) -> Iterator[Sample]:
+    if number < plan.words:
+        yield from line_samples(page, picture, block, tokens, dice, most=3)
+    elif number < plan.lines:
+        yield from line_samples(page, picture, block, tokens, dice, most=dice.choice((3, 20)))
+    else:
+        yield block_sample(page, picture, block, tokens, dice)

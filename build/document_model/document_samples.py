@@ -1,0 +1,208 @@
+"""From pages to what the model is asked and answers: crops as MinerU's client cuts them, answers in its grammar."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+from document_shape import GROUP, LEAST_PIXELS, MERGE, MOST_PIXELS, PATCH
+from document_tokens import ChatTokens
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from pages import KINDS, NOT_READ, Block, Box, Page
+
+LAYOUT_SIDE = 1036
+LEAST_EDGE, MOST_ASPECT = 28, 50
+"""MinerU's client enlarges what is thinner than this, and pads what is longer than this many times its width."""
+NO_GLYPH = 0
+COVERED, BEGINS, ENDS = range(3)
+TARGETS = 7
+SIDES = 10_000
+"""A page's width and height in the units of a box among the targets."""
+
+
+def step_of(kind: str) -> str:
+    """Which of the prompts a block of this kind is read with."""
+    return kind if kind in ("table", "equation") else "text"
+
+
+def thousandths(box: Box, page: Page) -> tuple[int, int, int, int]:
+    """The box as an answer states it: 0..999 of width and height, no side of no length."""
+    height, width = page.picture.shape
+    left, top = (min(998, max(0, round(1000 * side / size))) for side, size in zip(box[:2], (width, height)))
+    right, bottom = (min(999, max(0, round(1000 * side / size))) for side, size in zip(box[2:], (width, height)))
+    return left, top, max(right, left + 1), max(bottom, top + 1)
+
+
+def layout_answer(page: Page) -> str:
+    lines = []
+    for block in page.blocks:
+        stated = " ".join(f"{side:03d}" for side in thousandths(block.box, page))
+        lines.append(f"<|box_start|>{stated}<|box_end|><|ref_start|>{block.kind}<|ref_end|><|rotate_up|>")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A prepared picture and how places of the page become places in it: (x + shift) * scale."""
+
+    picture: Image.Image
+    shift: tuple[float, float]
+    scale: tuple[float, float]
+
+
+def cut(picture: Image.Image, box: Box) -> Cut:
+    """The part of a page in ``box``, as the client prepares it and the server resizes it."""
+    left, top, right, bottom = (round(side) for side in box)
+    part = picture.crop((left, top, max(right, left + 1), max(bottom, top + 1)))
+    x, y = -left, -top
+    width, height = part.size
+    if max(width, height) > MOST_ASPECT * min(width, height):
+        size = (width, math.ceil(width / MOST_ASPECT)) if width > height else (math.ceil(height / MOST_ASPECT), height)
+        at = (size[0] - width) // 2, (size[1] - height) // 2
+        padded = Image.new(part.mode, size, 255)
+        padded.paste(part, at)
+        part, x, y = padded, x + at[0], y + at[1]
+    before = part.size
+    if min(part.size) < LEAST_EDGE:
+        grow = LEAST_EDGE / min(part.size)
+        part = part.resize((math.ceil(part.width * grow), math.ceil(part.height * grow)), Image.Resampling.BICUBIC)
+    part = resized(part)
+    return Cut(part, (x, y), (part.width / before[0], part.height / before[1]))
+
+
+def resized(picture: Image.Image) -> Image.Image:
+    """As the server sees it: sides in whole groups of patches."""
+    height, width = smart_resize(picture.height, picture.width, GROUP, LEAST_PIXELS, MOST_PIXELS)
+    return picture if picture.size == (width, height) else picture.resize((width, height), Image.Resampling.BICUBIC)
+
+
+@dataclass
+class Sample:
+    """One question about one picture.
+
+    ``patches`` uint8 [patches, 196], grey, groups of four next to each other; ``places`` int16 [patches, 2]; ``answer``
+    token ids with the one that ends them; ``dense`` int16 [patches, 7]: see :func:`glyph_targets` and
+    :func:`layout_targets`.
+    """
+
+    step: str
+    kind: str
+    patches: np.ndarray
+    places: np.ndarray
+    answer: list[int]
+    dense: np.ndarray
+
+
+def patched(picture: Image.Image) -> tuple[np.ndarray, np.ndarray]:
+    """Patches and their places (row, column), as Qwen2-VL orders them."""
+    grey = np.asarray(picture)
+    down, across = grey.shape[0] // GROUP, grey.shape[1] // GROUP
+    split = grey.reshape(down, MERGE, PATCH, across, MERGE, PATCH).transpose(0, 3, 1, 4, 2, 5)
+    places = np.indices((down * MERGE, across * MERGE), np.int16).reshape(2, down, MERGE, across, MERGE)
+    return split.reshape(-1, PATCH * PATCH), places.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
+
+
+def patch_index(places: np.ndarray, across: int) -> np.ndarray:
+    """Where patches at ``places`` [n, 2] (row, column) stand in that order; ``across``: columns of patches."""
+    rows, columns = places[:, 0], places[:, 1]
+    group = rows // MERGE * (across // MERGE) + columns // MERGE
+    return group * MERGE**2 + rows % MERGE * MERGE + columns % MERGE
+
+
+def glyph_targets(block: Block, prepared: Cut, tokens: ChatTokens, within: slice = slice(None)) -> np.ndarray:
+    """int16 [patches, 7]: the token of the character whose middle a patch holds (0: none), and of the two before it."""
+    width, height = prepared.picture.size
+    targets = np.zeros((width * height // PATCH**2, TARGETS), np.int16)
+    glyphs, places = block.glyphs[within], block.places[within]
+    places = (places + prepared.shift) * prepared.scale // PATCH
+    seen = ((places >= 0) & (places < (width // PATCH, height // PATCH))).all(1)
+    classes = np.array([character_class(tokens, glyph) for glyph in glyphs], np.int16)
+    index = patch_index(places[seen][:, ::-1].astype(np.int64), width // PATCH)
+    for back in range(3):
+        before = np.concatenate((np.zeros(back, np.int16), classes))[: len(classes)]
+        targets[index, back] = before[seen]
+    return targets
+
+
+_CLASSES: dict[str, int] = {}
+
+
+def character_class(tokens: ChatTokens, character: str) -> int:
+    """Its token, if it has one of its own; otherwise none."""
+    if character not in _CLASSES:
+        ids = tokens.ids(character)
+        _CLASSES[character] = ids[0] if len(ids) == 1 else NO_GLYPH
+    return _CLASSES[character]
+
+
+def layout_targets(page: Page) -> np.ndarray:
+    """int16 [patches, 7]: 1 + the kind of the block that covers a patch (0: none), whether one begins (its top left
+    corner), whether one ends there; the box of the one that covers it, in parts of SIDES."""
+    count = LAYOUT_SIDE // PATCH
+    height, width = page.picture.shape
+    grid = np.zeros((count, count, TARGETS), np.int16)
+    for block in page.blocks:
+        box = np.clip(np.array(block.box) / (width, height, width, height), 0, 1)
+        left, top, right, bottom = box * count
+        x0, y0 = (min(count - 1, max(0, int(side))) for side in (left, top))
+        x1, y1 = (min(count - 1, max(0, int(side))) for side in (right, bottom))
+        grid[y0 : y1 + 1, x0 : x1 + 1, COVERED] = 1 + KINDS.index(block.kind)
+        grid[y0 : y1 + 1, x0 : x1 + 1, 3:] = np.round(SIDES * box)
+        grid[y0, x0, BEGINS] = grid[y1, x1, ENDS] = 1
+    places = np.indices((count // 2, 2, count // 2, 2)).transpose(1, 3, 2, 4, 0).reshape(-1, 4)
+    return grid[places[:, 0] * 2 + places[:, 1], places[:, 2] * 2 + places[:, 3]]
+
+
+def layout_sample(page: Page, tokens: ChatTokens) -> Sample:
+    picture = Image.fromarray(page.picture).resize((LAYOUT_SIDE, LAYOUT_SIDE), Image.Resampling.BICUBIC)
+    patches, places = patched(picture)
+    return Sample("layout", "layout", patches, places, tokens.answer(layout_answer(page)), layout_targets(page))
+
+
+def block_sample(page: Page, picture: Image.Image, block: Block, tokens: ChatTokens, dice: Random | None) -> Sample:
+    """A block's crop: as the layout answer states its box, or, with ``dice``, as an answer may be off."""
+    height, width = page.picture.shape
+    box = [side / 1000 * size for side, size in zip(thousandths(block.box, page), (width, height) * 2)]
+    if dice is not None:
+        slack = [dice.uniform(-0.001, 0.005) * size for size in (width, height) * 2]
+        box = [box[0] - slack[0], box[1] - slack[1], box[2] + slack[2], box[3] + slack[3]]
+        box = [max(0, box[0]), max(0, box[1]), min(width, box[2]), min(height, box[3])]
+    prepared = cut(picture, (box[0], box[1], box[2], box[3]))
+    patches, places = patched(prepared.picture)
+    dense = glyph_targets(block, prepared, tokens)
+    return Sample(step_of(block.kind), block.kind, patches, places, tokens.answer(block.answer), dense)
+
+
+def line_samples(
+    page: Page, picture: Image.Image, block: Block, tokens: ChatTokens, dice: Random, most: int
+) -> Iterable[Sample]:
+    """Each line of a block in pieces of at most ``most`` words, cut between words."""
+    start = 0
+    for line in block.lines:
+        words = line.text.split(" ")
+        ends = np.cumsum([len(word) for word in words]) + start
+        begins = [start, *ends[:-1].tolist()]
+        xs = block.places[:, 0]
+        first = 0
+        while first < len(words):
+            last = min(len(words), first + dice.randint(1, most))
+            within = slice(begins[first], int(ends[last - 1]))
+            left = line.box[0] - 3 if first == 0 else (xs[within.start - 1] + xs[within.start]) / 2
+            right = line.box[2] + 3 if last == len(words) else (xs[within.stop - 1] + xs[within.stop]) / 2
+            margin = dice.uniform(-1, 4)
+            prepared = cut(picture, (left, line.box[1] - margin, right, line.box[3] + margin))
+            patches, places = patched(prepared.picture)
+            answer = tokens.answer(" ".join(words[first:last]))
+            yield Sample("text", "line", patches, places, answer, glyph_targets(block, prepared, tokens, within))
+            first = last
+        start = int(ends[-1])
+
+
+def read_blocks(page: Page) -> Sequence[Block]:
+    """Those whose crops are asked for."""
+    return [block for block in page.blocks if block.kind not in NOT_READ and block.answer]

@@ -1,0 +1,17 @@
+"""Rendered pages of documents, each from its seed alone: ``sample(seed, split)``."""
+
+from __future__ import annotations
+
+from random import Random
+
+from pages.composition import Composer
+from pages.page import KINDS, NOT_READ, Block, Box, Line, Page
+from pages.scanning import scanned
+
+__all__ = ["KINDS", "NOT_READ", "Block", "Box", "Line", "Page", "sample"]
+
+
+def sample(seed: int, split: str = "train") -> Page:
+    """The page of a seed. Splits draw from streams of their own: no page of "heldout" is one of "train"."""
+    dice = Random(f"{split}/{seed}")
+    return scanned(Composer(dice).page(), dice)

@@ -1,0 +1,49 @@
+"""What a rendered page is: its picture and its blocks in reading order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+# MinerU's names of blocks, of those that these pages have.
+KINDS = (
+    *("title", "text", "list_item", "table", "table_caption", "equation", "image", "image_caption"),
+    *("header", "footer", "page_number"),
+)
+NOT_READ = ("image",)
+"""Kinds whose crop is never asked for: a client takes the picture itself."""
+
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom in pixels of the page."""
+
+
+@dataclass
+class Line:
+    """One line of text: where it is and what it says."""
+
+    box: Box
+    text: str
+
+
+@dataclass
+class Block:
+    """One block: its box around all of its ink, the answer to its crop, and what is written where.
+
+    ``places`` float32 [glyphs, 2]: middles (x, y) of the glyphs in ``glyphs``, in pixels of the page.
+    """
+
+    kind: str
+    box: Box
+    answer: str = ""
+    lines: list[Line] = field(default_factory=list)
+    glyphs: str = ""
+    places: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.float32))
+
+
+@dataclass
+class Page:
+    """``picture`` uint8 [height, width], grey; ``blocks`` in reading order."""
+
+    picture: np.ndarray
+    blocks: list[Block]

@@ -1,0 +1,252 @@
+"""Train the document model on pages rendered meanwhile.
+
+    python train_documents.py --state run --out checkpoint --minutes 25 --workers 15
+
+Resumable: `--state` holds weights, their average, optimizers and progress, saved every `--save-minutes`; a run started
+on it goes on with the very batch that would have come next. The learning rate follows the share of `--minutes` (or
+`--steps`) that all runs on this state have used. Prints a line every `--report-seconds` and JSON at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "default_model"))
+
+from document_batches import Plan
+from document_feed import Batch, Feed
+from document_network import DenseHead, embedded, image_rows, patch_states, text_states
+from document_shape import build_model, save_model
+from document_tokens import ChatTokens
+from evaluate_documents import HeldOut
+from muon import StackedMuon
+from torch import nn
+
+from pages import KINDS
+
+DENSE_WEIGHT = 0.5
+LOSSES = ("read", "layout", "dense")
+
+
+def random_gain(count: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    """float32 [count, 2, 3]: a quarter of the pictures get coloured ink and paper; a few are light on dark."""
+    draw = torch.rand((count, 2, 3), generator=generator)
+    coloured = (torch.rand((count, 1), generator=generator) < 0.25).float()
+    dark, light = 0.4 * draw[:, 0] * coloured, 1 - 0.25 * draw[:, 1] * coloured
+    swapped = torch.rand((count, 1), generator=generator) < 0.04
+    dark, light = torch.where(swapped, light, dark), torch.where(swapped, dark, light)
+    return torch.stack((light - dark, dark), 1).to(device, non_blocking=True)
+
+
+def penalised(logits: torch.Tensor, batch: dict[str, torch.Tensor], longest: int, strength: float) -> torch.Tensor:
+    """Logits [n, vocabulary] of the asked places less what MinerU's client has taken off tokens answered before.
+
+    So trained, the model's certainty is larger than the penalties, which grow with an answer's length.
+    """
+    samples = batch["asked"] // batch["ids"].shape[1]
+    answered = logits.new_zeros(len(batch["penalties"]), longest + 1, logits.shape[1])
+    answered[samples, batch["nth"] + 1, batch["labels"]] = 1
+    before = answered.cumsum_(1)[samples, batch["nth"]]
+    once, each = (strength * batch["penalties"][samples]).split(1, 1)
+    return logits - once * (before > 0) - each * before
+
+
+class Trainer:
+    """Model, dense head, their average, and optimizers."""
+
+    def __init__(self, tokens: ChatTokens, device: torch.device, lr: float, compiled: bool = False) -> None:
+        self.device, self.step, self.seconds = device, 0, 0.0
+        self.model = build_model().to(device).train()
+        self.average = copy.deepcopy(self.model).eval().requires_grad_(False)
+        config = self.model.config
+        widths = config.vision_config.embed_dim, config.text_config.hidden_size
+        self.head = DenseHead(*widths, tokens.size, len(KINDS)).to(device)
+        body = (self.model.model.visual, self.model.model.language_model.layers)
+        matrices = [p for part in body for n, p in part.named_parameters() if n.endswith("weight") and p.ndim >= 2]
+        taken = {id(p) for p in matrices}
+        others = [p for p in [*self.model.parameters(), *self.head.parameters()] if id(p) not in taken]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            StackedMuon(matrices, lr=lr, weight_decay=0.02),
+            torch.optim.AdamW(others, lr=lr / 2, betas=(0.9, 0.98), weight_decay=0.0, fused=device.type == "cuda"),
+        ]
+        self.rates = [lr, lr / 2]
+        self._parts: dict[str, Any] = {"weights": self.model, "average": self.average, "head": self.head}
+        self._parts |= dict(zip(("muon", "adamw"), self.optimizers, strict=True))
+        self._see, self._say = patch_states, text_states
+        if compiled:
+            self._see, self._say = (torch.compile(forward, dynamic=True) for forward in (patch_states, text_states))
+
+    def losses(self, batch: Batch, strength: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums over a chunk: of the answers' tokens, of the patches."""
+        held = batch.tensors
+        gain = random_gain(len(held["ids"]), self.device, generator)
+        lengths = None if batch.full else held["lengths"]
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+            states = self._see(self.model, held["patches"], held["places"], lengths, gain)
+            x = embedded(self.model, held["ids"], image_rows(self.model, states), held["source"], held["to"])
+            hidden = self._say(self.model, x, held["positions"])
+            logits = self.model.lm_head(hidden.flatten(0, 1)[held["asked"]]).float()
+            if batch.layout:
+                rows = hidden.flatten(0, 1)[held["to"]]
+                dense = self.head.layout_loss(states, rows, held["dense"], held["places"])
+            else:
+                found = self.head.character(states).float()
+        if strength > 0 and not batch.layout:
+            logits = penalised(logits, held, batch.longest_answer, strength)
+        answers = F.cross_entropy(logits, held["labels"], reduction="sum")
+        if batch.layout:
+            return answers, dense
+        goal = held["dense"][..., :3].long()
+        real = torch.arange(goal.shape[1], device=self.device) < held["lengths"][:, None]
+        # That there is no character in a patch counts; that there is none before another does not.
+        told = torch.stack((real, goal[..., 1] > 0, goal[..., 2] > 0), -1)
+        goal = torch.where(told, goal, -100)
+        return answers, F.cross_entropy(found.unflatten(-1, (3, -1)).flatten(0, 2), goal.flatten(), reduction="sum")
+
+    def train_step(self, batches: list[Batch], progress: float) -> torch.Tensor:
+        """One update; returns the means of LOSSES. ``progress`` 0..1 sets the learning rate and the penalties."""
+        factor = min(1.0, (self.step + 1) / 100) * max(0.01, 0.5 + 0.5 * math.cos(math.pi * min(1.0, progress)))
+        for optimizer, rate in zip(self.optimizers, self.rates, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+        strength = min(1.0, max(0.0, (progress - 0.35) / 0.2))
+        generator = torch.Generator().manual_seed(self.step)
+        answered = {kind: sum(b.answered for b in batches if b.layout == kind) for kind in (False, True)}
+        patches = {kind: sum(b.patch_count for b in batches if b.layout == kind) for kind in (False, True)}
+        means = torch.zeros(len(LOSSES), device=self.device)
+        for batch in batches:
+            answers, dense = self.losses(batch, strength, generator)
+            answers, dense = answers / answered[batch.layout], dense / patches[batch.layout]
+            (answers + DENSE_WEIGHT * dense).backward()
+            means[int(batch.layout)] += answers.detach()
+            means[2] += dense.detach()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        keep = min(0.998, self.step / (self.step + 10))
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - keep)
+        return means
+
+    def save_state(self, folder: Path) -> None:
+        """Files of at most 16 MiB each, whole or not at all; progress.json last."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, part in self._parts.items():
+            torch.save({"step": self.step, "part": part.state_dict()}, folder / f"{name}.new")
+        for name in self._parts:
+            (folder / f"{name}.new").replace(folder / f"{name}.pt")
+        (folder / "progress.json").write_text(json.dumps({"step": self.step, "seconds": self.seconds}))
+
+    def load_state(self, folder: Path) -> None:
+        """Goes on from `save_state`. Raises ValueError where its files are of different steps."""
+        progress = json.loads((folder / "progress.json").read_text())
+        self.step, self.seconds = progress["step"], progress["seconds"]
+        stored = {name: torch.load(folder / f"{name}.pt", map_location=self.device) for name in self._parts}
+        if {part["step"] for part in stored.values()} != {self.step}:
+            raise ValueError(f"the state in {folder} is of several steps: it was cut off while it was written")
+        for name, part in self._parts.items():
+            part.load_state_dict(stored[name]["part"])
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Trains until the budget is used; returns the summary."""
+    sys.setswitchinterval(5e-4)  # the feeding thread must not hold up kernel launches
+    state, device = Path(arguments.state), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokens = ChatTokens()
+    plan = replace(Plan(), **{name: value for name in PLANNED if (value := getattr(arguments, name)) is not None})
+    progress_file = state / "progress.json"
+    first = json.loads(progress_file.read_text())["step"] if progress_file.exists() else 0
+    feed = Feed(plan, first, arguments.workers, device)
+    held_out = HeldOut(arguments.held_out, tokens)
+    trainer = Trainer(tokens, device, arguments.lr, arguments.compile)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    if first:
+        trainer.load_state(state)
+    began = reported = saved = checked = time.monotonic()
+    earlier, sums, steps, patches, characters, waited = trainer.seconds, torch.zeros(3, device=device), 0, 0, 0, 0.0
+    figures: dict[str, float] = {}
+    try:
+        while True:
+            now = time.monotonic()
+            trainer.seconds = earlier + now - began
+            progress = trainer.step / arguments.steps if arguments.steps else trainer.seconds / 60 / arguments.minutes
+            if progress >= 1 or (arguments.call_minutes and (now - began) / 60 >= arguments.call_minutes):
+                break
+            number, batches = feed.next()
+            assert number == trainer.step, (number, trainer.step)
+            waited += time.monotonic() - now
+            sums += trainer.train_step(batches, progress)
+            steps += 1
+            patches += sum(batch.patch_count for batch in batches)
+            characters += sum(batch.answered for batch in batches)
+            now = time.monotonic()
+            if now - reported > arguments.report_seconds:
+                told = " ".join(f"{name} {value:.4f}" for name, value in zip(LOSSES, (sums / steps).tolist()))
+                spent = time.monotonic() - reported  # after the device caught up
+                print(
+                    f"{100 * progress:5.1f}% step {trainer.step} {told} {steps / spent:.2f} steps/s "
+                    f"{patches / spent:.0f} patches/s {characters / spent:.0f} tokens/s, waited {waited:.1f} s",
+                    flush=True,
+                )
+                reported, steps, patches, characters, waited = time.monotonic(), 0, 0, 0, 0.0
+                sums.zero_()
+            if now - saved > 60 * arguments.save_minutes:
+                trainer.save_state(state)
+                saved = time.monotonic()
+            if now - checked > 60 * arguments.check_minutes:
+                figures = held_out.figures(trainer.average, device)
+                print(json.dumps({"step": trainer.step, **figures}), flush=True)
+                checked = reported = time.monotonic()
+                sums.zero_()
+                steps = patches = characters = 0
+    finally:
+        feed.close()
+    trainer.save_state(state)
+    save_model(Path(arguments.out), trainer.average.state_dict())
+    figures = held_out.figures(trainer.average, device)
+    return {
+        "steps": trainer.step,
+        "seconds": round(trainer.seconds, 1),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "gpu_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if device.type == "cuda" else 0,
+        **figures,
+    }
+
+
+PLANNED = ("words", "lines", "patches", "chunk", "layouts", "repeat")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="checkpoint", help="checkpoint folder")
+    parser.add_argument("--state", default="training-state", help="folder of the resumable state")
+    parser.add_argument("--minutes", type=float, default=25.0, help="wall-clock budget of all runs on this state")
+    parser.add_argument("--call-minutes", type=float, default=0.0, help="this run stops here; a later one goes on")
+    parser.add_argument("--steps", type=int, default=0, help="budget in steps instead of minutes")
+    parser.add_argument("--workers", type=int, default=15, help="processes that render")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--report-seconds", type=float, default=15.0)
+    parser.add_argument("--save-minutes", type=float, default=2.0)
+    parser.add_argument("--check-minutes", type=float, default=4.0, help="held-out figures every so often")
+    parser.add_argument("--held-out", type=int, default=8, help="held-out pages for these")
+    parser.add_argument("--compile", action="store_true", help="fuse the forwards' small kernels")
+    for name in PLANNED:
+        parser.add_argument(f"--{name}", type=int, help=f"of document_batches.Plan ({getattr(Plan, name)})")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(parse())))

@@ -1,0 +1,327 @@
+"""The document model: its shape in transformers and in our server, its forwards, its training's resumption, scores."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from pathlib import Path
+
+import document_samples
+import document_scores as scores
+import numpy as np
+import pytest
+import torch
+from document_batches import PENALTIES, Plan, batch, chunk
+from document_feed import Batch
+from document_network import BOX_WEIGHT, DenseHead, embedded, generate, image_rows, patch_states, text_states
+from document_samples import Sample, block_sample, layout_sample, line_samples, read_blocks
+from document_shape import IMAGE_MEAN, IMAGE_STD, MAX_FOLDER_BYTES, build_model, save_model
+from document_tokens import PROMPTS, SYSTEM, ChatTokens
+from evaluate_documents import HeldOut, page_samples, unpatched
+from PIL import Image
+from torch import nn
+from train_documents import Trainer, parse, penalised, run
+from transformers import Qwen2VLForConditionalGeneration
+
+import pages
+from tessera.engine.config import EngineConfig
+from tessera.engine.engine import Engine
+from tessera.engine.request import Request
+from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
+from tessera.sampling import SamplingParameters
+from tessera.vision.encoding.encoder import VisionEncoder
+from tessera.vision.encoding.pictures import VisionItem
+
+TOKENS = ChatTokens()
+SMALL = Plan(words=1, lines=2, patches=600, chunk=1200, layouts=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen2VLForConditionalGeneration:
+    """With weights large enough that answers differ by what is seen."""
+    model = build_model(1).eval()
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name and "ln_q" not in name:
+            parameter.data.normal_(0, 0.08, generator=generator)
+        parameter.data = parameter.data.bfloat16().float()  # as it is stored, so that what is loaded is the same
+    return model
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    """Crops of one held-out page, the smallest first."""
+    found = page_samples(0)[1:]
+    return sorted(found, key=lambda sample: len(sample.patches))
+
+
+@pytest.fixture(scope="module")
+def folder(model: Qwen2VLForConditionalGeneration, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("documents")
+    save_model(folder, model.state_dict())
+    return folder
+
+
+def grid(sample: Sample) -> tuple[int, int, int]:
+    rows, columns = (sample.places.max(0) + 1).tolist()
+    return 1, rows, columns
+
+
+def theirs(model: Qwen2VLForConditionalGeneration, sample: Sample, ids: torch.Tensor) -> torch.Tensor:
+    """transformers' logits [length, vocabulary] of ids [1, length]."""
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGE_MEAN, IMAGE_STD))
+    grey = torch.from_numpy(sample.patches).float()[:, None, None] / 255
+    pixels = ((grey.expand(-1, 3, 2, -1) - mean) / std).flatten(1)
+    kinds = (ids == model.config.image_token_id).int()
+    grids = torch.tensor([grid(sample)])
+    return model(input_ids=ids, pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=kinds).logits[0]
+
+
+def prompt(sample: Sample) -> torch.Tensor:
+    held = chunk([sample], TOKENS, answers=False).arrays
+    return torch.from_numpy(held["ids"]).long()
+
+
+def test_the_folder_is_small_and_transformers_loads_all_of_it(folder: Path) -> None:
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= MAX_FOLDER_BYTES
+    _, told = Qwen2VLForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    assert not any(told[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+@torch.inference_mode()
+def test_forwards_of_a_padded_chunk_are_transformers_own(
+    model: Qwen2VLForConditionalGeneration, samples: list[Sample]
+) -> None:
+    chosen = [samples[0], samples[len(samples) // 2], samples[3]]
+    held = {name: torch.from_numpy(array) for name, array in chunk(chosen, TOKENS).arrays.items()}
+    states = patch_states(model, held["patches"], held["places"], held["lengths"])
+    x = embedded(model, held["ids"], image_rows(model, states), held["source"], held["to"])
+    logits = model.lm_head(text_states(model, x, held["positions"]))
+    for index, sample in enumerate(chosen):
+        length = int(held["prompts"][index]) + len(sample.answer) - 1
+        expected = theirs(model, sample, held["ids"][index : index + 1, :length].long())
+        torch.testing.assert_close(logits[index, :length], expected, atol=1e-4, rtol=0)
+        asked = held["asked"][held["asked"] // held["ids"].shape[1] == index] % held["ids"].shape[1]
+        assert asked.tolist() == list(range(length - len(sample.answer), length))
+
+
+@torch.inference_mode()
+def test_generated_answers_are_the_greedy_ones_under_the_penalties(
+    model: Qwen2VLForConditionalGeneration, samples: list[Sample]
+) -> None:
+    chosen = [samples[0], samples[4]]
+    held = {name: torch.from_numpy(a) for name, a in chunk(chosen, TOKENS, answers=False).arrays.items()}
+    states = patch_states(model, held["patches"], held["places"], held["lengths"])
+    x = embedded(model, held["ids"], image_rows(model, states), held["source"], held["to"])
+    found = generate(model, x, held["prompts"].long(), held["positions"], held["penalties"], 12)
+    for sample, answer in zip(chosen, found, strict=True):
+        ids, counts = prompt(sample), Counter[int]()
+        once, each = PENALTIES[sample.step]
+        for token in answer:
+            logits = theirs(model, sample, ids)[-1]
+            for seen, times in counts.items():
+                logits[seen] -= once + each * times
+            assert int(logits.argmax()) == token
+            counts[token] += 1
+            ids = torch.cat((ids, torch.tensor([[token]])), 1)
+        assert len(set(answer)) > 3
+
+
+@torch.inference_mode()
+def test_our_server_s_stages_give_transformers_log_probabilities(
+    folder: Path, model: Qwen2VLForConditionalGeneration, samples: list[Sample]
+) -> None:
+    """The whole chain of a crop that keeps its size: prompt, pixels, rows, positions, decode."""
+    sample, stream = samples[2], io.BytesIO()
+    Image.fromarray(unpatched(sample)).convert("RGB").save(stream, "PNG")
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": PROMPTS[sample.step]}]},
+    ]
+    prepared = Preprocessor.from_checkpoint(folder)(PreprocessRequest(messages=messages, images=[stream.getvalue()]))
+    ids = prompt(sample)
+    assert prepared.input_ids.tolist() == ids[0].tolist()
+    (rows,) = VisionEncoder.from_checkpoint(folder).encode(
+        [VisionItem(prepared.pixels, prepared.plan, prepared.digest)]
+    )
+    engine = Engine.from_checkpoint(folder, EngineConfig(block_size=16, max_sequences=2, max_batched_tokens=64))
+    sampling = SamplingParameters(max_tokens=6, ignore_eos=True, logprobs=5)
+    engine.submit(
+        Request("r", prepared.input_ids, prepared.spans, rows, prepared.digest, sampling, positions=prepared.positions)
+    )
+    steps = []
+    while engine.has_work():
+        steps += [token.top for _, token in engine.step().tokens]
+    assert len(steps) == 6
+    for step in steps:
+        expected = theirs(model, sample, ids)[-1].log_softmax(-1)
+        assert [value for _, value in step] == pytest.approx([expected[token].item() for token, _ in step], abs=1e-3)
+        ids = torch.cat((ids, torch.tensor([[step[0][0]]])), 1)
+
+
+def test_a_batch_is_made_from_its_number_alone() -> None:
+    plan = Plan(words=0, lines=0, patches=3000, chunk=4000, layouts=1)
+    first, again = batch(7, plan, TOKENS), batch(7, plan, TOKENS)
+    other = batch(8, plan, TOKENS)
+    assert [chunk.layout for chunk in first][-1] and len(first) == len(again)
+    for one, two in zip(first, again, strict=True):
+        assert all(np.array_equal(one.arrays[name], two.arrays[name]) for name in one.arrays)
+    assert not np.array_equal(first[0].arrays["labels"], other[0].arrays["labels"])
+
+
+def test_pieces_of_lines_say_together_what_the_block_says() -> None:
+    page = pages.sample(1)
+    picture = Image.fromarray(page.picture)
+    block = max((b for b in page.blocks if b.kind == "text"), key=lambda b: len(b.answer))
+    pieces = line_samples(page, picture, block, TOKENS, pages.Random(0), 3)
+    assert " ".join(TOKENS.decode(piece.answer) for piece in pieces) == block.answer
+
+
+def test_penalties_in_training_are_those_of_generation() -> None:
+    logits = torch.zeros(5, 9)
+    held = {
+        "ids": torch.zeros(2, 10),
+        "asked": torch.tensor([3, 4, 5, 12, 13]),
+        "labels": torch.tensor([7, 7, 2, 1, 7]),
+        "nth": torch.tensor([0, 1, 2, 0, 1]),
+        "penalties": torch.tensor([[1.0, 0.5], [0.0, 0.25]]),
+    }
+    found = penalised(logits, held, 3, 1.0)
+    expected = torch.zeros(5, 9)
+    expected[1, 7], expected[2, 7] = -1.5, -2.0
+    expected[4, 1] = -0.25
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(penalised(logits, held, 3, 0.0), logits)
+
+
+def test_a_run_that_stopped_goes_on_with_the_next_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ends, to the last bit, with the weights of a run that did not stop."""
+    options = ["--steps", "3", "--workers", "2", "--held-out", "0", "--words", "0", "--lines", "3"]
+    options += ["--patches", "300", "--chunk", "600", "--layouts", "0"]
+
+    def train(name: str, *more: str) -> None:
+        run(parse(["--state", str(tmp_path / name), "--out", str(tmp_path / f"{name}-out"), *options, *more]))
+
+    train("whole")
+    original = Trainer.train_step
+
+    def killed(self, batches, progress):
+        if self.step == 2:
+            raise KeyboardInterrupt
+        return original(self, batches, progress)
+
+    monkeypatch.setattr(Trainer, "train_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train("cut", "--save-minutes", "0")
+    monkeypatch.setattr(Trainer, "train_step", original)
+    assert json.loads((tmp_path / "cut" / "progress.json").read_text())["step"] == 2
+    train("cut")
+    whole, cut = (torch.load(tmp_path / name / "weights.pt")["part"] for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_a_state_of_several_steps_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(TOKENS, torch.device("cpu"), 1e-3)
+    trainer.save_state(tmp_path)
+    (tmp_path / "progress.json").write_text(json.dumps({"step": 5, "seconds": 1.0}))
+    with pytest.raises(ValueError, match="several steps"):
+        trainer.load_state(tmp_path)
+
+
+def test_training_lowers_the_loss() -> None:
+    made = batch(0, SMALL, TOKENS)
+    batches = [Batch(c, c.arrays.pop("patches"), torch.device("cpu")) for c in made]
+    trainer = Trainer(TOKENS, torch.device("cpu"), 3e-3)
+    losses = [trainer.train_step(batches, 0.0).tolist() for _ in range(10)]
+    assert losses[-1][0] < losses[0][0] - 0.2 and losses[-1][2] < losses[0][2] - 0.2
+
+
+def test_training_on_small_layouts_lowers_their_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_samples, "LAYOUT_SIDE", 140)
+    made = chunk([layout_sample(pages.sample(seed), TOKENS) for seed in (0, 1)], TOKENS)
+    trainer = Trainer(TOKENS, torch.device("cpu"), 3e-3)
+    batches = [Batch(made, made.arrays.pop("patches"), torch.device("cpu"))]
+    assert batches[0].layout and batches[0].full
+    losses = [trainer.train_step(batches, 0.0).tolist() for _ in range(14)]
+    assert losses[0][0] == 0 and losses[-1][1] < losses[0][1] - 0.2 and losses[-1][2] < losses[0][2] - 0.2
+
+
+def test_targets_of_a_layout_are_where_blocks_begin_end_and_cover() -> None:
+    page = pages.sample(1)
+    sample = layout_sample(page, TOKENS)
+    kinds = np.zeros((74, 74, 7), int)
+    kinds[sample.places[:, 0], sample.places[:, 1]] = sample.dense
+    height, width = page.picture.shape
+    for block in page.blocks:
+        left, top, right, bottom = np.array(block.box) / (width, height, width, height) * 74
+        middle = kinds[int((top + bottom) / 2), int((left + right) / 2)]
+        assert middle[0] == 1 + pages.KINDS.index(block.kind)
+        assert kinds[int(top), int(left), 1] and kinds[int(bottom), int(right), 2]
+        stated = middle[3:] / 10_000 * (width, height, width, height)
+        assert np.abs(stated - block.box).max() < 0.3  # pixels
+    assert kinds[..., 1].sum() <= len(page.blocks) and kinds[0, 0, 0] == 0
+
+
+def test_the_loss_of_boxes_is_their_sides_distance_from_what_the_head_says() -> None:
+    """A head that says nothing has every patch's own middle as its box, and every row's the page's corner."""
+    sample = layout_sample(pages.sample(1), TOKENS)
+    head, count = DenseHead(8, 6, TOKENS.size, len(pages.KINDS)), len(sample.patches)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    goal, places = torch.from_numpy(sample.dense)[None], torch.from_numpy(sample.places)[None]
+    found = head.layout_loss(torch.zeros(1, count, 8), torch.zeros(count // 4, 6), goal, places)
+    middles = (sample.places[:, ::-1] + 0.5) / 74
+    sides, covered = sample.dense[:, 3:] / 10_000, sample.dense[:, 0] > 0
+    near = np.abs(np.concatenate((middles, middles), 1) - sides)[covered].sum()
+    far = sides[::4][covered[::4]].sum()
+    corners = np.log(2) * (2 * count + 9 * sample.dense[:, 1:3].sum())
+    expected = np.log(len(pages.KINDS) + 1) * count + corners + BOX_WEIGHT * (near + 4 * far)
+    assert found.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_edits() -> None:
+    cases = {("", ""): 0, ("abc", ""): 3, ("", "ab"): 2, ("kitten", "sitting"): 3, ("flaw", "lawn"): 2, ("ab", "ab"): 0}
+    for (expected, got), number in cases.items():
+        assert scores.edits(expected, got) == number
+    assert scores.cer([("abcd", "abxd"), ("ab", "xxxxxxxx")]) == pytest.approx(3 / 6)
+
+
+def test_true_answers_score_one_and_broken_ones_less() -> None:
+    page = pages.sample(2)
+    layout, tables = layout_sample(page, TOKENS), []
+    answer = TOKENS.decode(layout.answer)
+    assert scores.layout_f1([(answer, answer)]) == 1
+    lines = answer.split("\n")
+    assert scores.layout_f1([(answer, "\n".join(lines[1:]))]) == pytest.approx(
+        2 * (len(lines) - 1) / (2 * len(lines) - 1)
+    )
+    assert scores.layout_f1([(answer, "nothing")]) == 0
+    tables = [("<fcel>a<fcel>b<nl><fcel>c<ecel><nl>", "<fcel>a<fcel>x<nl><fcel>c<ecel><nl>")]
+    assert scores.cell_f1(tables) == pytest.approx(0.75)
+    assert scores.overlap((0, 0, 10, 10), (5, 0, 15, 10)) == pytest.approx(1 / 3)
+
+
+def test_held_out_answers_keep_their_order(model: Qwen2VLForConditionalGeneration, monkeypatch) -> None:
+    """Whatever they are grouped by: here each answers with its own size."""
+    held_out = HeldOut(0, TOKENS)
+    picture_page = pages.sample(4, "heldout")
+    picture = Image.fromarray(picture_page.picture)
+    held_out.samples = [
+        block_sample(picture_page, picture, block, TOKENS, None) for block in read_blocks(picture_page)[:5]
+    ]
+
+    def answered(self, model, indices, device):
+        return {index: str(len(self.samples[index].patches)) for index in indices}
+
+    monkeypatch.setattr(HeldOut, "_answered", answered)
+    answers = held_out.answers(model, torch.device("cpu"))
+    assert answers == [str(len(sample.patches)) for sample in held_out.samples]
