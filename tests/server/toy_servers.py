@@ -171,5 +171,10 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     return condition()
 
 
+def is_stub(pid: int) -> bool:
+    """Whether it is the process of a Python model."""
+    return any(argument.endswith("/triton_python_backend_stub") for argument in command_line(pid)[:1])
+
+
 def all_gone(pids: list[int]) -> bool:
     return not any(command_line(pid) for pid in pids)
