@@ -1,9 +1,8 @@
 """Linear layers of 4-bit weights on one GPU, at the shapes of InternVL3-8B, in bfloat16, group 128.
 
 Prints the copy speed first (the ceiling), then for each shape and number of rows the time of cuBLAS in bfloat16 and of
-the W4A16 and W4A8 products alone (quantizing rows is not in them), each in a CUDA graph over more copies of the weights
-than any cache holds, their errors against the torch twins, and the ratio of the sums over the four shapes. ``--sweep``
-times many plans of the kernel instead, ``--by w4a8`` one product alone.
+the W4A16 kernel, each in a CUDA graph over more copies of the weights than any cache holds, their errors against the
+torch twin, and the ratio of the sums over the four shapes. ``--sweep`` times many plans of the kernel instead.
 
 Then whole layers that have measured which way is the fastest, as the engine's do when it starts, beside layers in FP8
 alone and in bfloat16 (cuBLAS). One rule for all three: a layer runs between the kernels that stand before and behind it
@@ -12,7 +11,7 @@ for what quantizing its activations and applying its scales adds to its neighbou
 a kernel that does a neighbour's work as well is given that credit. cuBLAS alone, without neighbours, is printed too.
 All of them take turns.
 
-    PYTHONPATH=python_backends python loadtest/bench_linear.py [--sweep] [--by w4a8] [--seconds 60]
+    PYTHONPATH=python_backends python loadtest/bench_linear.py [--sweep] [--seconds 60]
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -38,16 +37,13 @@ from figures import emit
 from tessera.engine.kernels import reference
 from tessera.engine.kernels.silu_multiply import silu_and_multiply
 from tessera.engine.kernels.w4_layout import PackedW4
-from tessera.engine.kernels.w4_product import W4Plan, padded_rows
-from tessera.engine.kernels.w4a8 import plan_w4a8, w4a8_gate_up, w4a8_linear
-from tessera.engine.kernels.w4a16 import plan_w4a16, w4a16_gate_up, w4a16_linear
+from tessera.engine.kernels.w4a16 import W4Plan, padded_rows, plan_w4a16, w4a16_gate_up, w4a16_linear
 from tessera.engine.quantization.awq import Awq
 from tessera.engine.quantization.fp8 import Fp8OnLoad
 from tessera.engine.quantization.in_place import InPlace
 from tessera.engine.quantization.measured import MeasuredScheme
 from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape, Place
 from tessera.engine.quantization.unquantized import Unquantized
-from tessera.fp8.rows import quantize_rows
 from tessera.measured_choices import MeasuredChoices, graph_milliseconds
 
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}  # n, k
@@ -56,7 +52,6 @@ GATED = "gate_up*"  # with the activation; beside the sums, not in them
 GROUP = 128
 ROWS = (1, 16, 32, 64)
 CHOSEN_ROWS = (1, 16, 32, 64, 96, 256, 8192)
-KERNELS = ("w4a16", "w4a8")
 CUDA = torch.device("cuda")
 COMMAND = "make bench NAME=linear"
 ROTATED = 256 << 20  # bytes of weights that take turns
@@ -86,41 +81,33 @@ def random_w4(n: int, k: int, chunk: int = 64) -> PackedW4:
 
 
 class Case:
-    """One shape's products with m rows by one kernel, "w4a16" or "w4a8"."""
+    """One shape's products with m rows."""
 
-    def __init__(self, name: str, weights: list[PackedW4], m: int, by: str) -> None:
-        self.name, self.m, self.by, self.weights = name, m, by, weights
+    def __init__(self, name: str, weights: list[PackedW4], m: int) -> None:
+        self.name, self.m, self.weights = name, m, weights
         self.n, self.k = weights[0].shape
         self.x = normal(m, self.k)
-        gated, fp8 = name == GATED, by == "w4a8"
-        self.operand = quantize_rows(self.x) if fp8 else self.x
-        products = (w4a8_linear, w4a8_gate_up) if fp8 else (w4a16_linear, w4a16_gate_up)
-        twins = (reference.w4a8_linear, reference.w4a8_gate_up) if fp8 else (
-            reference.w4a16_linear, reference.w4a16_gate_up
-        )  # fmt: skip
-        ending: dict[str, Any] = {"bias": None, "dtype": self.x.dtype} if fp8 else {}
-        self.kernel: Callable[..., torch.Tensor] = partial(products[gated], **ending)
-        self.twin: Callable[..., torch.Tensor] = partial(twins[gated], **ending)
-        self.planned = plan_w4a8 if fp8 else plan_w4a16
+        gated = name == GATED
+        self.kernel: Callable[..., torch.Tensor] = w4a16_gate_up if gated else w4a16_linear
+        self.twin = reference.w4a16_gate_up if gated else reference.w4a16_linear
         self.library = (lambda x, w: silu_and_multiply(F.linear(x, w))) if gated else F.linear
-        itemsize = 1 if fp8 else 2
-        self.x_bytes = itemsize * self.k
-        self.bytes = weights[0].codes.nbytes + weights[0].words.nbytes + m * (self.x_bytes + 2 * self.n // (1 + gated))
+        self.bytes = weights[0].codes.nbytes + weights[0].words.nbytes + 2 * m * (self.k + self.n // (1 + gated))
 
     def expected(self) -> torch.Tensor:
-        return self.twin(self.operand, self.weights[-1])
+        return self.twin(self.x, self.weights[-1])
 
     def plans(self, sms: int) -> list[W4Plan]:
-        """The plan function's, then those worth a try: they fit into the shared memory, neither starve nor flood."""
-        blocks, _, chunk = self.weights[0].codes.shape
-        found, rows = [self.planned(self.m, self.n, blocks, sms)], padded_rows(self.m)
+        """Those worth a try: they fit into the shared memory and neither starve nor flood the GPU."""
+        found = [plan_w4a16(self.m, self.n, len(self.weights[0].codes), sms)]
+        rows = padded_rows(self.m)
+        chunk = self.weights[0].codes.shape[2]
         for block_n, warps, stages in TILES:
-            memory = stages * (2 * chunk * block_n + self.x_bytes // blocks * rows) + 2 * block_n * rows + 1024
+            memory = stages * (2 * chunk * block_n + 8 * chunk * rows) + 2 * block_n * rows + 1024
             tiles = -(-self.n // block_n)
             for programs in [int(each * sms) for each in PROGRAMS] + [tiles * splits for splits in SPLITS]:
                 each = -(-programs // sms)
                 fits = each * memory <= SHARED_MEMORY and each * warps * 32 * 96 <= 65536
-                if 0.7 * sms <= programs <= tiles * blocks and fits and block_n * rows <= 128 * 32 * warps // 2:
+                if 0.7 * sms <= programs <= tiles * len(self.weights[0].codes) and fits:
                     found.append(W4Plan(block_n, programs, warps, stages))
         return list(dict.fromkeys(found))
 
@@ -128,54 +115,47 @@ class Case:
         """Equal where the compiled kernels are."""
         whole = plan and plan.programs == -(-self.n // plan.block_n)
         chunk = self.weights[0].codes.shape[2]
-        return self.by, padded_rows(self.m), chunk, self.name == GATED, whole, plan and replace(plan, programs=0)
+        return padded_rows(self.m), chunk, self.name == GATED, whole, plan and replace(plan, programs=0)
 
     def microseconds(self, plan: W4Plan | None, stream: torch.cuda.Stream) -> float:
-        return 1e6 * seconds(
-            [partial(self.kernel, self.operand, weights, plan=plan) for weights in self.weights], stream
-        )
+        return 1e6 * seconds([partial(self.kernel, self.x, weights, plan=plan) for weights in self.weights], stream)
 
     def error(self, plan: W4Plan | None, expected: torch.Tensor) -> float:
         with poisoned():
-            return error(self.kernel(self.operand, self.weights[-1], plan=plan), expected)
+            return error(self.kernel(self.x, self.weights[-1], plan=plan), expected)
 
 
-def cases(chunk: int, kernels: Sequence[str]) -> Iterator[list[Case]]:
+def cases(chunk: int) -> Iterator[list[Case]]:
     """The cases of each shape."""
     for name in (*SHAPES, GATED):
         n, k = SHAPES[name.rstrip("*")]
         weights = [random_w4(n, k, chunk) for _ in range(-(-ROTATED // (n * k // 2)))]
-        yield [Case(name, weights, m, by) for m in ROWS for by in kernels]
+        yield [Case(name, weights, m) for m in ROWS]
 
 
-def measure(
-    stream: torch.cuda.Stream, sweep: bool, kernels: Sequence[str], chunk: int, deadline: float
-) -> Iterator[dict[str, Any]]:
+def measure(stream: torch.cuda.Stream, sweep: bool, chunk: int, deadline: float) -> Iterator[dict[str, Any]]:
     """One row a case and way, until the deadline."""
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-    groups = [group for group in cases(chunk, kernels) if not (sweep and group[0].name == GATED)]
+    groups = [group for group in cases(chunk) if not (sweep and group[0].name == GATED)]
     jobs = [(case, plan) for group in groups for case in group for plan in (case.plans(sms) if sweep else [None])]
     compiled = {case.kernel_key(plan): (case, plan) for case, plan in jobs}
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of a compilation runs outside the interpreter lock
-        list(pool.map(lambda job: job[0].kernel(job[0].operand, job[0].weights[0], plan=job[1]), compiled.values()))
+        list(pool.map(lambda job: job[0].kernel(job[0].x, job[0].weights[0], plan=job[1]), compiled.values()))
     torch.cuda.synchronize()
     print(f"{len(compiled)} kernels compiled", flush=True)
     for group in groups:
         n, k = group[0].n, group[0].k
         halves = [normal(n, k) * 0.02 for _ in range(-(-ROTATED // (2 * n * k)))]
-        timed = set()
         for case in group:
             key = {"shape": case.name, "m": case.m}
-            if case.m not in timed:
-                timed.add(case.m)
-                calls = [partial(case.library, case.x, weight) for weight in halves * -(-4 // len(halves))]
-                yield {**key, "by": "cuBLAS", "us": 1e6 * seconds(calls, stream)}
+            calls = [partial(case.library, case.x, weight) for weight in halves * -(-4 // len(halves))]
+            yield {**key, "by": "cuBLAS", "us": 1e6 * seconds(calls, stream)}
             expected = case.expected()
             for plan in case.plans(sms) if sweep else [None]:
                 if time.monotonic() > deadline:
                     return
                 taken = case.microseconds(plan, stream)
-                row = {**key, "by": case.by, "us": taken, "gb_s": case.bytes / taken / 1e3}
+                row = {**key, "by": "w4a16", "us": taken, "gb_s": case.bytes / taken / 1e3}
                 yield {**row, "error": case.error(plan, expected), **(asdict(plan) if plan else {})}
 
 
@@ -236,34 +216,31 @@ def print_chosen(found: list[dict[str, Any]]) -> None:
         emit(f"quant.chosen.m{m}", round(library / chosen, 3), "x", COMMAND, **notes)
 
 
-def print_table(found: list[dict[str, Any]], kernels: Sequence[str], record: bool) -> None:
-    """The fastest of each kernel; of a sweep with its plan and with what the plan function's choice took."""
-    print("\nshape        m   cuBLAS us  by          us   ratio    GB/s     error  plan, planned us")
-    sums: dict[tuple[str, int], list[float]] = {}
-    for name, m, by in dict.fromkeys((row["shape"], row["m"], row["by"]) for row in found if row["by"] in kernels):
+def print_table(found: list[dict[str, Any]], record: bool) -> None:
+    print("\nshape        m   cuBLAS us   w4a16 us   ratio    GB/s     error  plan")
+    sums: dict[int, list[float]] = {}
+    for name, m in dict.fromkeys((row["shape"], row["m"]) for row in found):
         rows = [row for row in found if (row["shape"], row["m"]) == (name, m)]
-        library, ours = next(row for row in rows if row["by"] == "cuBLAS"), [row for row in rows if row["by"] == by]
+        library, ours = rows[0], sorted(rows[1:], key=lambda row: row["us"])
         wrong = [row for row in ours if not row["error"] < TOLERANCE]
         if wrong:
             print(f"{len(wrong)} of {len(ours)} WRONG, for instance {wrong[0]}")
-        row = min(ours, key=lambda row: row["us"])
-        plan = "{block_n}, {programs}, {warps}, {stages}".format(**row) if "programs" in row else ""
-        line = f"{name:8} {m:5} {library['us']:11.2f}  {by:5} {row['us']:8.2f} {library['us'] / row['us']:7.2f}"
-        planned = f", {ours[0]['us']:.2f}" if plan else ""
-        print(f"{line} {row['gb_s']:7.0f}  {row['error']:.1e}  {plan}{planned}")
-        if name != GATED:
-            total = sums.setdefault((by, m), [0.0, 0.0])
-            total[0], total[1] = total[0] + library["us"], total[1] + row["us"]
-    for (by, m), (library_us, ours_us) in sums.items():
-        print(f"sum      {m:5} {library_us:11.2f}  {by:5} {ours_us:8.2f} {library_us / ours_us:7.2f}")
+        for row in ours[:4]:
+            plan = "{block_n}, {programs}, {warps}, {stages}".format(**row) if "programs" in row else ""
+            line = f"{name:8} {m:5} {library['us']:11.2f} {row['us']:10.2f} {library['us'] / row['us']:7.2f}"
+            print(f"{line} {row['gb_s']:7.0f}  {row['error']:.1e}  {plan}")
+        if ours and name != GATED:
+            total = sums.setdefault(m, [0.0, 0.0])
+            total[0], total[1] = total[0] + library["us"], total[1] + ours[0]["us"]
+    for m, (library_us, ours_us) in sums.items():
+        print(f"sum      {m:5} {library_us:11.2f} {ours_us:10.2f} {library_us / ours_us:7.2f}")
         if record:
-            emit(f"quant.{by}.m{m}", round(library_us / ours_us, 3), "x", COMMAND, microseconds=round(ours_us, 1))
+            emit(f"quant.w4a16.m{m}", round(library_us / ours_us, 3), "x", COMMAND, microseconds=round(ours_us, 1))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="time many plans")
-    parser.add_argument("--by", nargs="+", choices=KERNELS, default=KERNELS, help="the kernels of 4-bit weights")
     parser.add_argument("--seconds", type=float, default=60, help="a sweep stops after so many, from the start")
     parser.add_argument("--chunk", type=int, default=64, help="columns of a chunk of the layout")
     options = parser.parse_args()
@@ -275,8 +252,8 @@ def main() -> None:
     with torch.inference_mode():
         ceiling = copy_speed(stream) / 1e9
         print(f"{torch.cuda.get_device_name()}: copy {ceiling:.0f} GB/s", flush=True)
-        found = list(measure(stream, options.sweep, options.by, options.chunk, deadline))
-        print_table(found, options.by, record=not options.sweep)
+        found = list(measure(stream, options.sweep, options.chunk, deadline))
+        print_table(found, record=not options.sweep)
         chosen = [] if options.sweep else list(measure_chosen(stream))
     if chosen:
         print_chosen(chosen)

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 from tessera.engine.quantization import int4
 from tessera.engine.quantization.config import scheme_selector
-from tessera.engine.quantization.int4 import DEQUANTIZED, W4A8, W4A16, Int4, dequantize
+from tessera.engine.quantization.int4 import DEQUANTIZED, W4A16, Int4, dequantize
 from tessera.engine.quantization.measured import PRODUCTS
 from tessera.engine.quantization.scheme import Linear, LinearShape, Stored
-from tessera.fp8.rows import Fp8Rows, Fp8Sums, quantize_rows
+from tessera.fp8.rows import Fp8Rows, Fp8Sums
 
 ROWS, SIZE, GROUP = {"gate": 32, "up": 32}, 512, 128
 
@@ -84,7 +84,7 @@ def rows_of(n):
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("way", [W4A16, W4A8, DEQUANTIZED, *PRODUCTS])
+@pytest.mark.parametrize("way", [W4A16, DEQUANTIZED, *PRODUCTS])
 def test_every_way_computes_the_product(scattered, bias, way):
     layer, weight, added = made(scattered, bias)
     layer.scheme.ways = ((8, way),)
@@ -99,7 +99,7 @@ def test_every_way_computes_the_product(scattered, bias, way):
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("way", [W4A16, W4A8, *PRODUCTS])
+@pytest.mark.parametrize("way", [W4A16, *PRODUCTS])
 def test_the_copys_scales_may_be_left_to_the_norm(way):
     layer, weight, _ = made(bias=False)
     layer.scheme.ways = ((8, way),)
@@ -108,41 +108,6 @@ def test_the_copys_scales_may_be_left_to_the_norm(way):
     if isinstance(unscaled, Fp8Sums):
         unscaled = unscaled.sums * unscaled.x_scales * unscaled.scales
     torch.testing.assert_close(unscaled, F.linear(rows_of(5), weight), rtol=0.1, atol=0.5)
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("scattered", [False, True])
-def test_w4a8_takes_rows_in_e4m3_and_rounds_no_weight(scattered):
-    layer, weight, bias = made(scattered)
-    layer.scheme.ways = ((8, W4A8),)
-    assert layer.takes_fp8(5)
-    x = quantize_rows(rows_of(5))
-    exact = F.linear(x.dequantized(), weight, bias)
-    gate, up = exact.chunk(2, dim=1)
-    for given in (x, rows_of(5)):
-        torch.testing.assert_close(layer(given), exact, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(layer.gated(given), F.silu(gate) * up, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.usefixtures("hopper")
-def test_w4a8_needs_fp8_units_and_chunks_that_they_take(monkeypatch):
-    layer, _, _ = made()
-    assert W4A8 in layer.scheme.possible(layer, 64) and W4A8 not in layer.scheme.possible(layer, 65)
-    with monkeypatch.context() as narrow:
-        narrow.setattr(int4, "E4M3_CHUNK", 128)
-        assert W4A8 not in layer.scheme.possible(layer, 1)
-    monkeypatch.setattr(int4, "has_units", lambda layer: False)
-    assert W4A8 not in layer.scheme.possible(layer, 1)
-
-
-@pytest.mark.usefixtures("hopper")
-def test_rows_too_wide_for_e4m3_keep_the_other_kernel(monkeypatch):
-    monkeypatch.setattr(int4, "has_units", lambda layer: False)
-    monkeypatch.setattr(int4, "quantize_rows", raises)
-    layer, _, _ = made()
-    place = LinearShape(layer.out_features, SIZE, True, "alone", torch.float32)
-    layer.scheme.tune([layer], place, FirstWays(W4A16), "here")
-    assert layer.scheme.way(layer, 16) == W4A16
 
 
 @pytest.mark.usefixtures("hopper")
@@ -182,8 +147,8 @@ def test_the_fastest_way_is_measured_for_each_number_of_rows(resident, place):
     asked = dict(zip((16, 32, 64, 96, 128, 256, 512, 1024), choices.asked.values(), strict=True))
     copies = ["rescaled", "rows"] if resident == "auto" else []
     skinny = ["skinny"] if resident == "auto" else []
-    assert asked[64] == [W4A16, W4A8, DEQUANTIZED, *skinny, *copies]
-    assert asked[96] == asked[256] == [DEQUANTIZED, *copies]
+    assert asked[64] == [W4A16, DEQUANTIZED, *skinny, *copies]
+    assert asked[96] == [DEQUANTIZED, *copies]
     best = {16: "rescaled", 1024: "rescaled"} if copies else {16: W4A16, 1024: DEQUANTIZED}
     for layer in layers:
         assert {rows: way for rows, way in layer.scheme.ways if rows in best} == best
@@ -260,18 +225,17 @@ def test_a_kernel_that_rounds_single_values_otherwise_is_used(monkeypatch):
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("kernel", [W4A16, W4A8])
-def test_a_kernel_that_is_wrong_is_found_at_the_start_and_not_used(kernel, wrong, monkeypatch, caplog):
+def test_a_kernel_that_is_wrong_is_found_at_the_start_and_not_used(wrong, monkeypatch, caplog):
     layer, _, _ = made()
     right = int4.layer_kernels("cpu")
-    broken = vars(right) | {f"{kernel}_linear": lambda *given: WRONG[wrong](getattr(right, f"{kernel}_linear")(*given))}
+    broken = vars(right) | {"w4a16_linear": lambda *given: WRONG[wrong](right.w4a16_linear(*given))}
     monkeypatch.setattr(int4, "layer_kernels", lambda device: SimpleNamespace(**broken))
-    choices = FirstWays(kernel)
+    choices = FirstWays(W4A16)
     place = LinearShape(layer.out_features, SIZE, True, "alone", torch.float32)
     layer.scheme.tune([layer], place, choices, "here")
-    assert choices.asked and not any(kernel in ways for ways in choices.asked.values())
-    assert kernel not in dict(layer.scheme.ways).values()
-    assert f"the {kernel} kernel is wrong on this GPU" in caplog.text and caplog.text.count("not used") == 1
+    assert choices.asked and not any(W4A16 in ways for ways in choices.asked.values())
+    assert W4A16 not in dict(layer.scheme.ways).values()
+    assert "not used" in caplog.text
     monkeypatch.setattr(int4, "layer_kernels", lambda device: right)
-    layer.scheme.tune([layer], place, FirstWays(kernel), "here")
-    assert layer.scheme.way(layer, 16) == kernel
+    layer.scheme.tune([layer], place, FirstWays(W4A16), "here")
+    assert layer.scheme.way(layer, 16) == W4A16

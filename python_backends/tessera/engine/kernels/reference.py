@@ -113,17 +113,6 @@ def w4a16_gate_up(x: torch.Tensor, weights: PackedW4, bias: torch.Tensor | None 
     return F.silu(gate).mul_(up)
 
 
-def w4a8_linear(x: Fp8Rows, weights: PackedW4, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """x [m, k], W [n, k], bias [n] -> [m, n] of ``dtype``; W is not rounded, sums are float32."""
-    return F.linear(x.dequantized(), unpack(weights), None if bias is None else bias.float()).to(dtype)
-
-
-def w4a8_gate_up(x: Fp8Rows, weights: PackedW4, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """x [m, k], W [2 * size, k], gate first -> silu(gate) * up [m, size]."""
-    gate, up = w4a8_linear(x, weights, bias, dtype).chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
-
-
 def widen_w4(weights: PackedW4, dtype: torch.dtype) -> torch.Tensor:
     """W [n, k]."""
     return unpack(weights).to(dtype)

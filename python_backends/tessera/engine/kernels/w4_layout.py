@@ -1,4 +1,4 @@
-"""The layout of 4-bit weights that the kernel of :mod:`tessera.engine.kernels.w4_product` streams, made once at load.
+"""The layout of 4-bit weights that the kernel of :mod:`tessera.engine.kernels.w4a16` streams, made once at load.
 
 Columns come in blocks of four chunks. A word of 16 bits holds the codes of one row at the same place of a block's four
 chunks, the first chunk in the lowest bits: two neighbouring words, one register, are unpacked by a shift and a mask
@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 
 CHUNKS = (64, 32, 16)  # columns; a block has four of them
-E4M3_CHUNK = 32  # the narrowest that the tensor cores multiply in e4m3
 COLUMN_MULTIPLE = 4 * CHUNKS[-1]
 ZERO_BITS = 5  # zero points are 0 .. 16: GPTQ's first format stores them less one
 _PIECE = 1 << 24  # codes widened at a time

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from tessera.engine.kernels.selection import layer_kernels
-from tessera.engine.kernels.w4_layout import E4M3_CHUNK, PackedW4, chunk_of, pack, zeros_fit
+from tessera.engine.kernels.w4_layout import PackedW4, chunk_of, pack, zeros_fit
 from tessera.engine.quantization.measured import PRODUCTS, MeasuredScheme, Ways, has_units, products_for, rows_of
 from tessera.engine.quantization.scheme import Linear, LinearShape, shaped
 from tessera.errors import CheckpointError
-from tessera.fp8.rows import E4M3, Fp8Rows, quantize_rows, quantize_weight
+from tessera.fp8.rows import Fp8Rows, quantize_rows, quantize_weight
 
 if TYPE_CHECKING:
     from tessera.measured_choices import MeasuredChoices
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 ZERO = 8
 """Of symmetric groups."""
-W4A16, W4A8, DEQUANTIZED = "w4a16", "w4a8", "dequantized"
-_KERNELS = (W4A16, W4A8)
-_KERNEL_ROWS = 64  # the kernels' limit (tessera.engine.kernels.w4_product, which imports triton)
+W4A16, DEQUANTIZED = "w4a16", "dequantized"
+_W4A16_ROWS = 64  # the kernel's limit (tessera.engine.kernels.w4a16, which imports triton)
 _CHECKED_ROWS = (1, 8, 13, 16, 29, 32, 57, 64)  # each compiled kernel, its tiles full and not
 _TILE = 64  # columns of the kernel's smallest tile
 _TOLERANCE = 0.02  # of a tile's norm, or of the tiles' mean: both round to the model's dtype
@@ -37,10 +36,10 @@ class Int4(MeasuredScheme):
     ``group_size`` -1: a row is one group. Columns are in the checkpoint's order. Where groups are made of scattered
     columns, ``columns`` int64 [in] is the permutation that sorts them by group, else None.
 
-    On a Hopper GPU finishing packs them for the W4A16 and W4A8 kernels (``packed``, ``words``, ``arrivals``), their
-    columns sorted by group; W4A8 takes x in e4m3. For many rows it keeps an FP8 copy beside them (``weight``,
-    ``scales``) if ``resident`` is "auto" and the card has room, else each product dequantizes all of W anew. ``ways``
-    says which of them is the fastest up to how many rows. Elsewhere W is dequantized for good (``weight``).
+    On a Hopper GPU finishing packs them for the W4A16 kernel (``packed``, ``words``, ``arrivals``), their columns
+    sorted by group. For many rows it keeps an FP8 copy beside them (``weight``, ``scales``) if ``resident`` is "auto"
+    and the card has room, else each product dequantizes all of W anew. ``ways`` says which of them is the fastest up
+    to how many rows. Elsewhere W is dequantized for good (``weight``).
     """
 
     shared = frozenset({"columns"})
@@ -50,8 +49,8 @@ class Int4(MeasuredScheme):
             raise CheckpointError(f"quantization_config: group_size {group_size!r:.80} is no number of columns, nor -1")
         self.group_size = group_size
         self.resident = "auto"
-        self.ways: Ways = ((_KERNEL_ROWS, W4A16),)
-        self._trusted = set(_KERNELS)  # the kernels, on this device
+        self.ways: Ways = ((_W4A16_ROWS, W4A16),)
+        self._trusted = True  # the kernel, on this device
 
     def groups(self, in_features: int) -> int:
         """How many groups a row has; CheckpointError if they do not divide it."""
@@ -127,75 +126,57 @@ class Int4(MeasuredScheme):
             return self.multiply(layer, x, way)
         if way == W4A16:
             return kernels.w4a16_linear(_sorted(layer, x), _packed(layer), layer.bias)
-        if way == W4A8:
-            rows = _sorted_rows(layer, self.quantized(layer, x))
-            return kernels.w4a8_linear(rows, _packed(layer), layer.bias, layer.dtype)
         assert isinstance(x, torch.Tensor)
         if not _is_packed(layer):
             return F.linear(x, layer.weight, layer.bias)
         return F.linear(_sorted(layer, x), kernels.widen_w4(_packed(layer), layer.dtype), layer.bias)
 
     def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
-        kernels, way = layer_kernels(layer.device.type), self.way(layer, rows_of(x))
-        if way == W4A16:
-            gated = kernels.w4a16_gate_up(_sorted(layer, x), _packed(layer), layer.bias)
-        elif way == W4A8:
-            rows = _sorted_rows(layer, self.quantized(layer, x))
-            gated = kernels.w4a8_gate_up(rows, _packed(layer), layer.bias, layer.dtype)
-        else:
+        if self.way(layer, rows_of(x)) != W4A16:
             return super().apply_gated(layer, x, fp8)
+        gated = layer_kernels(layer.device.type).w4a16_gate_up(_sorted(layer, x), _packed(layer), layer.bias)
         return quantize_rows(gated) if fp8 else gated
-
-    def takes_fp8(self, layer: Linear, rows: int) -> bool:
-        return self.way(layer, rows) == W4A8 or super().takes_fp8(layer, rows)
 
     def possible(self, layer: Linear, rows: int) -> list[str]:
         if not _is_packed(layer):
             return []
         copies = [] if layer.weight is None else products_for(layer, rows)
-        e4m3 = has_units(layer) and layer.packed.shape[2] >= E4M3_CHUNK
-        kernels = [way for way in _KERNELS if way in self._trusted and (e4m3 or way != W4A8)]
-        return kernels * (rows <= _KERNEL_ROWS) + [DEQUANTIZED] + copies
+        return [W4A16] * (self._trusted and rows <= _W4A16_ROWS) + [DEQUANTIZED] + copies
 
     def way(self, layer: Linear, rows: int) -> str:
         return super().way(layer, rows) if _is_packed(layer) else DEQUANTIZED
 
     def tune(self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:
-        """As ever, but for kernels that compute something else than the dequantized weights: those are not used.
+        """As ever, but for a kernel that computes something else than the dequantized weights: that is not used.
 
-        The kernels' language is an experimental part of triton, and no machine without a Hopper GPU can run it.
+        The kernel's language is an experimental part of triton, and no machine without a Hopper GPU can run it.
         """
-        self._trusted, trusted = set(_KERNELS), set(_KERNELS)
-        for way in _KERNELS:
-            checked = [rows for rows in _CHECKED_ROWS if way in self.possible(layers[0], rows)]
-            wrong = [rows for rows in checked if not _agrees(layers[0], shape, rows, way)]
-            if wrong:
-                trusted.remove(way)
-                _LOG.error("the %s kernel is wrong on this GPU for %s, %s rows, and is not used", way, shape, wrong)
-        self._trusted = trusted
+        wrong = []
+        if _is_packed(layers[0]):
+            wrong = [rows for rows in _CHECKED_ROWS if not _agrees(layers[0], shape, rows)]
+        if wrong:
+            _LOG.error("the W4A16 kernel is wrong on this GPU for %s, %s rows, and is not used", shape, wrong)
+        self._trusted = not wrong
         super().tune(layers, shape, choices, machine)
 
     def beyond(self, layer: Linear) -> str:
         return DEQUANTIZED if layer.weight is None else "rows"
 
 
-def _agrees(layer: Linear, shape: LinearShape, rows: int, way: str) -> bool:
+def _agrees(layer: Linear, shape: LinearShape, rows: int) -> bool:
     """Whether kernel and dequantized weights give the same in every tile, as the layer is used; changes its ways.
 
     Not in every value: of the 19,000 of one gated row some differ by 2 in 100 just from rounding.
     """
     scheme = cast("Int4", layer.scheme)
-    plain = torch.randn(rows, layer.in_features, dtype=layer.dtype, device=layer.device)
-    given = quantize_rows(plain) if way == W4A8 else plain
-    if isinstance(given, Fp8Rows):
-        plain = given.dequantized().to(layer.dtype)
+    x = torch.randn(rows, layer.in_features, dtype=layer.dtype, device=layer.device)
     answers = []
-    for each, x in ((way, given), (DEQUANTIZED, plain)):
-        scheme.ways = ((rows, each),)
+    for way in (W4A16, DEQUANTIZED):
+        scheme.ways = ((rows, way),)
         try:
             answers.append(torch.as_tensor(layer.gated(x) if shape.place == "gate_up" else layer(x)).float())
         except Exception:  # also a kernel that does not compile is none
-            _LOG.exception("%s fails for %s", each, shape)
+            _LOG.exception("%s fails for %s", way, shape)
             return False
     found, expected = answers
     errors, norms = (
@@ -217,12 +198,6 @@ def _sorted(layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
     """x with the columns in the order of the packed weights."""
     assert isinstance(x, torch.Tensor)
     return x.contiguous() if layer.columns is None else x[:, layer.columns]
-
-
-def _sorted_rows(layer: Linear, x: Fp8Rows) -> Fp8Rows:
-    if layer.columns is None:
-        return x
-    return Fp8Rows(x.values.view(torch.uint8)[:, layer.columns].view(E4M3), x.scales)  # not all devices index e4m3
 
 
 def _half_is_free(device: torch.device) -> bool:
