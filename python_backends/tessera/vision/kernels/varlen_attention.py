@@ -91,7 +91,7 @@ def varlen_attention(
         tiles,
         out,
         size**-0.5 * math.log2(math.e),
-        HEADS=heads,
+        heads * size,
         WIDE=wide,
         TAIL=tail,
         ROWS=plan.rows,
@@ -112,8 +112,8 @@ def _described(rows: torch.Tensor, count: int, columns: int) -> TensorDescriptor
 
 @triton.jit
 def _varlen_attention(
-    query, query_tail, key, key_tail, value, value_tail, tiles, out, scale,
-    HEADS: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    query, query_tail, key, key_tail, value, value_tail, tiles, out, scale, out_row,
+    WIDE: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One tile of one picture's queries for one head."""
     SIZE: tl.constexpr = WIDE + TAIL
@@ -143,7 +143,7 @@ def _varlen_attention(
         )  # fmt: skip
     row = first + tl.arange(0, ROWS)
     inside = (row < end)[:, None]
-    place = out + row.to(tl.int64)[:, None] * (HEADS * SIZE) + column
+    place = out + row.to(tl.int64)[:, None] * out_row + column
     share = 1.0 / total[:, None]
     tl.store(place + tl.arange(0, WIDE)[None, :], (mixed * share).to(out.dtype.element_ty), mask=inside)
     if TAIL:
