@@ -73,7 +73,8 @@ def varlen_attention(
     ``tiles``: int32 [t, 3] on the device, :func:`query_tiles` of the pictures' lengths and the plan's rows; a tile
     whose first patch is its picture's end does nothing, and rows of no tile are left as the memory was. The scale is
     1/sqrt(size).
-    What other pictures hold, not-a-numbers too, changes no row. ValueError for a size that :func:`parts_of` refuses.
+    What other pictures hold, not-a-numbers too, changes no row of a picture of at least ``plan.tokens`` patches; a
+    smaller one's rows are not-a-numbers beside a neighbour's. ValueError for a size that :func:`parts_of` refuses.
     The method is FlashAttention-2 (Dao, 2023).
     """
     patches, heads, size = query.shape
@@ -130,50 +131,31 @@ def _varlen_attention(
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDE], tl.float32)
     mixed_tail = tl.zeros([ROWS, SPARE], tl.float32)
-    whole = begin + (end - begin) // TOKENS * TOKENS
-    for start in tl.range(begin, whole, TOKENS):
-        top, total, mixed, mixed_tail = _seen(
-            asked, asked_tail, key, key_tail, value, value_tail, start, end, column, scale,
-            top, total, mixed, mixed_tail, WIDE, TAIL, TOKENS, False,
-        )  # fmt: skip
-    if whole < end:
-        top, total, mixed, mixed_tail = _seen(
-            asked, asked_tail, key, key_tail, value, value_tail, whole, end, column, scale,
-            top, total, mixed, mixed_tail, WIDE, TAIL, TOKENS, True,
-        )  # fmt: skip
+    final = tl.maximum(end - TOKENS, begin)
+    for start in tl.range(begin, end, TOKENS):
+        # The last tile begins early enough to end with the picture, so that no other's values come in.
+        place = tl.minimum(start, final)
+        scores = tl.dot(asked, key.load([place, column]).T, input_precision="ieee")
+        if TAIL:
+            scores = tl.dot(asked_tail, key_tail.load([place, column + WIDE]).T, scores, input_precision="ieee")
+        token = place + tl.arange(0, TOKENS)
+        scores = tl.where(((token >= start) & (token < end))[None, :], scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        weight = tl.exp2(scores * scale - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        top, total = new_top, total * shrink + tl.sum(weight, 1)
+        values = value.load([place, column])
+        weight = weight.to(values.dtype)
+        mixed = tl.dot(weight, values, mixed * shrink[:, None], input_precision="ieee")
+        if TAIL:
+            tails = value_tail.load([place, column + WIDE])
+            mixed_tail = tl.dot(weight, tails, mixed_tail * shrink[:, None], input_precision="ieee")
     row = first + tl.arange(0, ROWS)
     inside = (row < end)[:, None]
-    place = out + row.to(tl.int64)[:, None] * out_row + column
+    target = out + row.to(tl.int64)[:, None] * out_row + column
     share = 1.0 / total[:, None]
-    tl.store(place + tl.arange(0, WIDE)[None, :], (mixed * share).to(out.dtype.element_ty), mask=inside)
+    tl.store(target + tl.arange(0, WIDE)[None, :], (mixed * share).to(out.dtype.element_ty), mask=inside)
     if TAIL:
-        place += WIDE
-        tl.store(place + tl.arange(0, TAIL)[None, :], (mixed_tail * share).to(out.dtype.element_ty), mask=inside)
+        target += WIDE
+        tl.store(target + tl.arange(0, TAIL)[None, :], (mixed_tail * share).to(out.dtype.element_ty), mask=inside)
 
-
-@triton.jit
-def _seen(
-    asked, asked_tail, key, key_tail, value, value_tail, start, end, column, scale, top, total, mixed, mixed_tail,
-    WIDE: tl.constexpr, TAIL: tl.constexpr, TOKENS: tl.constexpr, ENDS: tl.constexpr,
-):  # fmt: skip
-    """The tile's sums after the keys from ``start`` on; ``ENDS``: after ``end`` another picture's follow."""
-    scores = tl.dot(asked, key.load([start, column]).T, input_precision="ieee")
-    if TAIL:
-        scores = tl.dot(asked_tail, key_tail.load([start, column + WIDE]).T, scores, input_precision="ieee")
-    values = value.load([start, column])
-    inside = start + tl.arange(0, TOKENS) < end
-    if ENDS:  # a weight of 0 times a not-a-number would be one
-        scores = tl.where(inside[None, :], scores, -float("inf"))
-        values = tl.where(inside[:, None], values, 0.0)
-    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-    weight = tl.exp2(scores * scale - new_top[:, None])
-    shrink = tl.exp2(top - new_top)
-    total = total * shrink + tl.sum(weight, 1)
-    weight = weight.to(values.dtype)
-    mixed = tl.dot(weight, values, mixed * shrink[:, None], input_precision="ieee")
-    if TAIL:
-        tails = value_tail.load([start, column + WIDE])
-        if ENDS:
-            tails = tl.where(inside[:, None], tails, 0.0)
-        mixed_tail = tl.dot(weight, tails, mixed_tail * shrink[:, None], input_precision="ieee")
-    return new_top, total, mixed, mixed_tail
