@@ -8,6 +8,8 @@ A call is timed in a CUDA graph that goes through several copies of the cache, s
 $OUT, a folder, gets every measurement.
 
     PYTHONPATH=python_backends python loadtest/bench_attention.py [--seconds 65]
+
+With --pictures the vision tower's ways for pictures of any sizes are measured instead (picture_attention.py).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import picture_attention
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -315,11 +318,16 @@ def short(plan: DecodePlan | PrefillPlan) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=65, help="no new plan is tried after that many")
-    bench = Bench(parser.parse_args().seconds)
+    parser.add_argument("--pictures", action="store_true")
+    arguments = parser.parse_args()
+    bench = Bench(arguments.seconds)
     warnings.simplefilter("ignore")  # torch's, on kernels that refuse
     with torch.inference_mode():
         copy, product = ceilings()
         print(f"{torch.cuda.get_device_name()}: copy {copy:.0f} GB/s, bf16 product {product:.0f} TFLOP/s", flush=True)
+        if arguments.pictures:
+            picture_attention.table(bench.late)
+            return 0
         bench.decode()
         bench.prefill()
         bench.prefill_sweep()

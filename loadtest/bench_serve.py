@@ -10,6 +10,9 @@ time for which the engine's thread waited while it planned and launched (`held_u
     python loadtest/bench_serve.py --workloads W1 W2 W3 W4a W4b --gpus 0 \\
         --checkpoint loadtest/shapes/internvl3-8b-shape --weights random --instances preprocess=10
 
+    python loadtest/bench_serve.py --workloads W5a W5b W5c.c64 W5c.c10 --gpus 0 \\
+        --checkpoint loadtest/shapes/mineru25-shape --weights random --instances preprocess=10
+
 `--tree DIR` runs the server of another checkout under the same load, for pairs; its figures get `--label`'s name.
 """
 
@@ -206,7 +209,7 @@ def main() -> int:
                 workload = replace(workload, concurrency=arguments.concurrency)
             # No two workloads share pictures, which the server would know by then.
             own_seed = seed + list(WORKLOADS).index(name)
-            measure(server, workload, gpus, arguments.processes, own_seed, f"serve.{name}.{label}", **notes)
+            measure(server, workload, gpus, arguments.processes, own_seed, workload.figure(label), **notes)
             print(f"{name} is done", file=sys.stderr, flush=True)
     return 0
 

@@ -35,6 +35,8 @@ class Workload:
     concurrency: int
     max_tiles: int | None = None
     """None is the checkpoint's own tile policy."""
+    figures: str = "serve"
+    """What its figures' names begin with: serve, or docs for those of a document model."""
 
     @property
     def streamed(self) -> bool:
@@ -47,6 +49,11 @@ class Workload:
         tiles = {} if self.max_tiles is None else {"max_tiles": self.max_tiles}
         return {"temperature": 0, "ignore_eos": True, "max_tokens": self.tokens, **tiles}
 
+    def figure(self, label: str) -> str:
+        """The name of its figures, without what each of them is. ``label``: bf16, which docs do not name, fp8, ..."""
+        named = [label] if label != "bf16" or self.figures == "serve" else []
+        return ".".join([self.figures, self.name, *named])
+
 
 WORKLOADS = {
     workload.name: workload
@@ -56,6 +63,10 @@ WORKLOADS = {
         Workload("W3", 1920, 1080, tokens=4, concurrency=192),
         Workload("W4a", 448, 448, tokens=256, concurrency=64),
         Workload("W4b", 448, 448, tokens=256, concurrency=10),
+        Workload("W5a", 1036, 1036, tokens=4, concurrency=256, figures="docs"),
+        Workload("W5b", 448, 448, tokens=4, concurrency=256, figures="docs"),
+        Workload("W5c.c64", 1036, 1036, tokens=256, concurrency=64, figures="docs"),
+        Workload("W5c.c10", 1036, 1036, tokens=256, concurrency=10, figures="docs"),
     )
 }
 

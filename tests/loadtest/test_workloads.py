@@ -20,6 +20,10 @@ def test_the_workloads_are_the_standard_ones():
         "W3": (1920, 1080, 4, 192, None),
         "W4a": (448, 448, 256, 64, None),
         "W4b": (448, 448, 256, 10, None),
+        "W5a": (1036, 1036, 4, 256, None),
+        "W5b": (448, 448, 4, 256, None),
+        "W5c.c64": (1036, 1036, 256, 64, None),
+        "W5c.c10": (1036, 1036, 256, 10, None),
     }
     assert hashlib.md5(PROMPT.encode()).hexdigest() == "8282c11b95c7b0c2d3f2915e1c47f5cf"
 
@@ -43,7 +47,13 @@ def test_pictures_equal_those_that_the_peers_were_measured_with(name):
 def test_answers_have_a_fixed_length_and_are_greedy():
     assert WORKLOADS["W2"].sampling == {"temperature": 0, "ignore_eos": True, "max_tokens": 4, "max_tiles": 12}
     assert "max_tiles" not in WORKLOADS["W1"].sampling
-    assert [name for name, workload in WORKLOADS.items() if workload.streamed] == ["W4a", "W4b"]
+    assert [name for name, workload in WORKLOADS.items() if workload.streamed] == ["W4a", "W4b", "W5c.c64", "W5c.c10"]
+
+
+def test_figures_are_named_as_the_standard_workloads_have_them():
+    assert [WORKLOADS["W4a"].figure(label) for label in ("bf16", "fp8")] == ["serve.W4a.bf16", "serve.W4a.fp8"]
+    assert [WORKLOADS["W5a"].figure(label) for label in ("bf16", "fp8")] == ["docs.W5a", "docs.W5a.fp8"]
+    assert WORKLOADS["W5c.c10"].figure("bf16") == "docs.W5c.c10"
 
 
 @pytest.mark.parametrize(("width", "height"), [(448, 448), (480, 320), (33, 65)])

@@ -85,6 +85,23 @@ def test_gelu_rows(dtype, shape):
     assert not rows.values[0].float().any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 40), (2, 3, 8), (1, 5120)])
+def test_quick_gelu(dtype, shape):
+    """In place, and bit for bit the same in front of quantize_rows."""
+    x = normal(*shape, dtype=dtype) * 3
+    expected = (x.double() * torch.sigmoid(1.702 * x.double())).to(dtype)
+    rows = e4m3(gelu_rows.gelu_rows(x, quick=True))
+    given = x.clone()
+    actual = gelu_rows.quick_gelu_in_place(given)
+    assert actual is given
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(actual, expected, rtol=2 * step, atol=1e-6)
+    assert_equal_rows(rows, quantized(actual))
+    far = torch.tensor([[-1e4, -1e3, 30.0, 1e4] * 2], device=DEVICE)
+    assert gelu_rows.quick_gelu_in_place(far).tolist()[0] == [0, 0, 30, 1e4] * 2
+
+
 def test_gelu_rows_far_from_zero():
     x = torch.tensor([[-1e4, -20.0, 30.0, 1e4]], device=DEVICE)
     assert e4m3(gelu_rows.gelu_rows(x)).dequantized().tolist()[0] == pytest.approx([0, 0, 30, 1e4], abs=2)
@@ -135,6 +152,8 @@ def test_a_class_token_that_is_all_or_nothing_to_the_others():
     [
         (lambda: gelu_rows.gelu_rows(torch.ones(1, 32769)), "at most 32768"),
         (lambda: gelu_rows.gelu_rows(torch.ones(16, 2).T), "contiguous"),
+        (lambda: gelu_rows.quick_gelu_in_place(torch.ones(16, 8).T), "contiguous"),
+        (lambda: gelu_rows.quick_gelu_in_place(torch.ones(8, 20)), "multiple of 8"),
         (lambda: merge_class.merge_class(*[torch.ones(1, 2, 129, 64)] * 6), "at most 8192"),
         (lambda: merge_class.merge_class(*[torch.ones(1, 2, 8, 4).transpose(2, 3)] * 6), "beside each other"),
     ],

@@ -98,7 +98,7 @@ def test_weights_left_over_missing_or_of_another_shape_are_named(model, tmp_path
         load_tower(config_of(tmp_path, temporal_patch_size=3))
 
 
-def attend_under_a_mask(lengths: Sequence[int]) -> Attend:
+def attend_under_a_mask(lengths: Sequence[int], device: torch.device) -> Attend:
     """Another way: all scores at once, those between pictures left out."""
     picture = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
 
@@ -113,7 +113,8 @@ def attend_under_a_mask(lengths: Sequence[int]) -> Attend:
 def test_attention_stays_within_pictures(tower):
     lengths = [4, 1, 12, 7]
     heads = torch.randn(3, 24, 3, 20, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(attend_within(lengths)(*heads), attend_under_a_mask(lengths)(*heads))
+    expected = attend_under_a_mask(lengths, heads.device)(*heads)
+    torch.testing.assert_close(attend_within(lengths, heads.device)(*heads), expected)
     pixels = torch.cat([groups(picture(grid)) for grid in GRIDS[3:6]])
     with torch.inference_mode():
         rows = tower(pixels, wires(GRIDS[3:6]), TowerKernels(attend_within=attend_under_a_mask))

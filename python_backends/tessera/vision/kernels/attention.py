@@ -1,19 +1,25 @@
-"""Attention of the vision towers: every token sees every token of its own tile.
+"""Attention of the vision towers: every token sees every token of its own tile or picture.
 
 torch's scaled_dot_product_attention, with torch's own choice of the kernel (on the CPU its flash kernel) or a given
-one: which is the fastest depends on the GPU and the number of tiles; a tower measures it.
+one, or a kernel for pictures of any sizes: which is the fastest depends on the GPU and the tokens; a tower measures it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tessera.fp8.rows import Fp8Rows
+from tessera.vision.kernels.upload import uploaded
+
+if TYPE_CHECKING:
+    from tessera.vision.kernels.varlen_attention import AttentionPlan
 
 # The kernels that torch has for GPUs, without the one that writes all scores to memory.
 BACKENDS = {
@@ -24,6 +30,10 @@ BACKENDS = {
 CLASS_APART = "class apart"
 #: query, key, value -> rows
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+#: How many patches each picture has, and their device -> attention of pictures that lie one after the other: every
+#: patch sees every patch of its own. What follows from the lengths is made once, for all layers. The function takes
+#: query, key and value [patches, heads, head size] and gives [patches, heads * head size].
+Within = Callable[[Sequence[int], torch.device], Attend]
 
 
 def attend(
@@ -41,16 +51,43 @@ def attend(
     return rows.transpose(1, 2).flatten(2)
 
 
-def attend_within(lengths: Sequence[int]) -> Attend:
-    """Attention of pictures of any size, one after the other: every patch sees every patch of its own picture.
-
-    ``lengths``: how many patches each has; what follows from them is made once for all layers. The function takes
-    query, key and value [patches, heads, head size] and gives [patches, heads * head size].
-    """
+def attend_within(lengths: Sequence[int], device: torch.device, backend: SDPBackend | None = None) -> Attend:
+    """:data:`Within` by :func:`attend`, neighbours of equal length together."""
+    runs = [(length, len(list(equal))) for length, equal in groupby(lengths)]
 
     def attend_pictures(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        pictures = zip(*(rows.split(list(lengths)) for rows in (query, key, value)), strict=True)
-        return torch.cat([attend(*(rows[None] for rows in picture))[0] for picture in pictures])
+        done, start = [], 0
+        for length, count in runs:
+            of_run = slice(start, start + length * count)
+            parts = [rows[of_run].unflatten(0, (count, length)) for rows in (query, key, value)]
+            done.append(attend(parts[0], parts[1], parts[2], backend).flatten(0, 1))
+            start = of_run.stop
+        return done[0] if len(done) == 1 else torch.cat(done)
+
+    return attend_pictures
+
+
+def attend_in_torch(lengths: Sequence[int], device: torch.device) -> Attend:
+    """:data:`Within` by torch's own kernel for any lengths, on GPUs, in 16 bits."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = uploaded(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+    most = max(lengths)
+
+    def attend_pictures(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, varlen_attn(query, key, value, ends, ends, most, most)).flatten(1)
+
+    return attend_pictures
+
+
+def attend_in_triton(lengths: Sequence[int], device: torch.device, plan: AttentionPlan) -> Attend:
+    """:data:`Within` by a kernel of ours."""
+    from tessera.vision.kernels.varlen_attention import query_tiles, varlen_attention
+
+    tiles = uploaded(query_tiles(lengths, plan.rows), device)
+
+    def attend_pictures(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return varlen_attention(query, key, value, tiles, plan)
 
     return attend_pictures
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,9 +14,11 @@ from tessera.fp8.rows import Fp8Rows
 from tessera.vision.kernels.attention import (
     BACKENDS,
     CLASS_APART,
-    Attend,
+    Within,
     attend,
     attend_class_apart,
+    attend_in_torch,
+    attend_in_triton,
     attend_within,
 )
 
@@ -42,6 +44,7 @@ ATTENTIONS: dict[str, Callable[..., torch.Tensor | Fp8Rows]] = {
     CLASS_APART: attend_class_apart,
 }
 GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")
+Turned = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def add_and_norm(x: torch.Tensor, update: torch.Tensor | None, norm: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,15 +58,27 @@ def linear_and_activate(x: torch.Tensor, linear: nn.Module, activation: str) -> 
     return ACTIVATIONS[activation](linear(x))
 
 
+def turned(qkv: torch.Tensor, turns: torch.Tensor) -> Turned:
+    """qkv [patches, 3, heads, size] of any floating dtype -> query, key and value [patches, heads, size], pair i (i and
+    size / 2 + i) of the first two turned by the angle whose cosine and sine are turns[:, patch, i], in float32.
+    """
+    first, second = qkv[:, :2].float().chunk(2, dim=-1)
+    cosine, sine = turns[:, :, None, None]
+    rows = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(qkv.dtype)
+    return rows[:, 0], rows[:, 1], qkv[:, 2]
+
+
 @dataclass(frozen=True)
 class TowerKernels:
-    """The functions above, or faster ones with the same arguments; ``add_and_norm`` may then write its sum into x.
+    """The functions above, or faster ones with the same arguments; ``add_and_norm`` may then write its sum into x, and
+    ``turn`` its rows into qkv.
 
     What goes into a linear layer next may come as Fp8Rows, which only an Fp8Linear takes.
     """
 
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | Fp8Rows] = attend
-    attend_within: Callable[[Sequence[int]], Attend] = attend_within
+    attend_within: Within = attend_within
+    turn: Callable[[torch.Tensor, torch.Tensor], Turned] = turned
     add_and_norm: Callable[..., tuple[torch.Tensor | Fp8Rows, torch.Tensor]] = add_and_norm
     linear_and_activate: Callable[..., torch.Tensor | Fp8Rows] = linear_and_activate
 
@@ -71,38 +86,58 @@ class TowerKernels:
 PLAIN = TowerKernels()
 
 
-def gpu_kernels(attention: str, epilogue: bool) -> TowerKernels:
+def within_ways(equal: bool) -> dict[str, Within]:
+    """A GPU's ways for pictures of any sizes; ``equal``: those that want them of one size too."""
+    from tessera.vision.kernels.varlen_attention import PLANS
+
+    return {
+        "default": attend_within,
+        **{name: partial(attend_within, backend=BACKENDS[name]) for name in ("cudnn", "flash") if equal},
+        "torch varlen": attend_in_torch,
+        **{f"triton {plan}": partial(attend_in_triton, plan=plan) for plan in PLANS},
+    }
+
+
+def gpu_kernels(attention: str, epilogue: bool, within: Within = attend_within) -> TowerKernels:
     """A GPU's: attention by the name of ATTENTIONS, a GELU as an epilogue or by itself."""
     return TowerKernels(
         attend=ATTENTIONS[attention],
+        attend_within=within,
+        turn=_turned_in_place,
         add_and_norm=_add_and_norm_at_once,
         linear_and_activate=linear_with_epilogue if epilogue else linear_and_activate_in_place,
     )
 
 
-def fp8_kernels(attention: str) -> TowerKernels:
+def fp8_kernels(attention: str, within: Within = attend_within) -> TowerKernels:
     """A GPU's for a tower of Fp8Linear: what is computed in front of one quantizes its rows in the same pass."""
     return TowerKernels(
         attend=partial(attend_class_apart, fp8=True) if attention == CLASS_APART else ATTENTIONS[attention],
+        attend_within=within,
+        turn=_turned_in_place,
         add_and_norm=partial(_add_and_norm_at_once, fp8=True),
         linear_and_activate=linear_and_gelu_rows,
     )
 
 
 def linear_and_gelu_rows(x: torch.Tensor | Fp8Rows, linear: nn.Module, activation: str) -> torch.Tensor | Fp8Rows:
-    """Every GELU is computed in its tanh form, see :func:`linear_with_epilogue`."""
-    if activation not in GELUS:
+    """Every GELU but quick_gelu is computed in its tanh form, see :func:`linear_with_epilogue`."""
+    if activation not in (*GELUS, "quick_gelu"):
         return ACTIVATIONS[activation](linear(x))
     if isinstance(linear, nn.Linear):  # a projector that the checkpoint left as it was
         assert isinstance(x, torch.Tensor)
         return linear_and_activate_in_place(x, linear, activation)
     from tessera.vision.kernels.gelu_rows import gelu_rows
 
-    return gelu_rows(linear(x))
+    return gelu_rows(linear(x), quick=activation == "quick_gelu")
 
 
 def linear_and_activate_in_place(x: torch.Tensor, linear: nn.Linear, activation: str) -> torch.Tensor:
-    """The exact GELU over the layer's own output, which saves that much memory."""
+    """The exact GELU, or quick_gelu, over the layer's own output, which saves that much memory."""
+    if activation == "quick_gelu" and linear.out_features % 8 == 0:
+        from tessera.vision.kernels.gelu_rows import quick_gelu_in_place
+
+        return quick_gelu_in_place(linear(x))
     if activation != "gelu":
         return linear_and_activate(x, linear, activation)
     return torch.ops.aten.gelu_(linear(x))
@@ -118,6 +153,13 @@ def linear_with_epilogue(x: torch.Tensor, linear: nn.Linear, activation: str) ->
         return linear_and_activate(x, linear, activation)
     rows = torch._addmm_activation(linear.bias, x.flatten(0, -2), linear.weight.t(), use_gelu=True)
     return rows.unflatten(0, x.shape[:-1])
+
+
+def _turned_in_place(qkv: torch.Tensor, turns: torch.Tensor) -> Turned:
+    from tessera.vision.kernels.turn_heads import turn_heads
+
+    turn_heads(qkv, turns)
+    return qkv[:, 0], qkv[:, 1], qkv[:, 2]
 
 
 def _add_and_norm_at_once(

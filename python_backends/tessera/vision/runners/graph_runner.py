@@ -19,9 +19,9 @@ import torch
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError
 from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
+from tessera.vision.kernels.upload import uploadable
 from tessera.vision.runners.fp8_tower import serving_tower
 from tessera.vision.runners.runner import Wires, reserved_bytes
-from tessera.vision.runners.torch_runner import uploadable
 from tessera.vision.settings import VisionSettings
 from tessera.vision.towers.tower import Forward, Tower
 

@@ -1,4 +1,5 @@
-"""A vision tower in torch: the readable twin of the exported graph, and the way onto other devices."""
+"""A vision tower in torch: the readable twin of the exported graph, the way onto other devices, and for towers of which
+no graph is recorded the way onto a GPU, with the kernels that are the fastest there."""
 
 from __future__ import annotations
 
@@ -6,35 +7,37 @@ import numpy as np
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig
+from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
+from tessera.vision.kernels.upload import uploaded
 from tessera.vision.runners.fp8_tower import serving_tower
 from tessera.vision.runners.runner import Wires
 from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.tower import Tower
+from tessera.vision.towers.tower import Forward, Tower
 
 
 class TorchRunner:
-    """Runs the tower in the dtype and on the device its weights have."""
+    """Runs the tower in the dtype and on the device its weights have, by ``forward`` or the tower's own."""
 
-    def __init__(self, tower: Tower) -> None:
+    def __init__(self, tower: Tower, forward: Forward | None = None) -> None:
         self.tower = tower
+        self._forward: Forward = forward or tower
         self.device = next(tower.parameters()).device
 
     @classmethod
     def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> TorchRunner:
-        """On the CPU the settings' threads are torch's, which holds for the whole process."""
+        """On the CPU the settings' threads are torch's, which holds for the whole process. Kernels are measured if the
+        settings' runner is graph, for what has no graph."""
         if settings.device == "cpu":
             torch.set_num_threads(settings.threads)
-        return cls(serving_tower(config, settings))
+        tower = serving_tower(config, settings)
+        if settings.runner != "graph":
+            return cls(tower)
+        choices = MeasuredChoices(choices_path(), graph_milliseconds)
+        return cls(tower, tower.tuned(settings.infer_batch_size * tower.batch_unit, choices))
 
     def activation_bytes(self, cost: int) -> int:
         return self.tower.activation_bytes(cost)
 
     @torch.inference_mode()
     def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
-        return self.tower(uploadable(pixels, self.device).to(self.device, non_blocking=True), wires)
-
-
-def uploadable(pixels: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor that a GPU can fetch by itself; torch keeps a pinned block until the copies out of it are done."""
-    source = pixels if isinstance(pixels, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(pixels))
-    return source.pin_memory() if device.type == "cuda" and not source.is_cuda else source
+        return self._forward(uploaded(pixels, self.device), wires)

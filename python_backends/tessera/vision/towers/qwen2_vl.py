@@ -8,7 +8,9 @@ is summed over them; and pixel normalisation is folded into it, so that pixels t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
+from functools import cache, lru_cache, partial
+from itertools import cycle
 from typing import cast
 
 import torch
@@ -17,15 +19,21 @@ from torch import nn
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import Target, copy_whole
 from tessera.fp8.rows import Fp8Rows
-from tessera.vision.kernels.attention import Attend
-from tessera.vision.kernels.tower_kernels import PLAIN, TowerKernels
+from tessera.measured_choices import MeasuredChoices
+from tessera.vision.kernels.attention import Attend, Within
+from tessera.vision.kernels.fp8_linear import Fp8Linear
+from tessera.vision.kernels.tower_kernels import PLAIN, TowerKernels, fp8_kernels, gpu_kernels, within_ways
+from tessera.vision.kernels.upload import uploaded
 from tessera.vision.towers.intern_vit import MLP, fold_normalisation
-from tessera.vision.towers.tower import Tower, Wires
+from tessera.vision.towers.tower import Forward, Tower, Wires
 
 _EPS = 1e-6  # of every norm
 # Taken off the pixels, which 16-bit numbers hold either way: otherwise weights and bias would nearly cancel for the
 # greys near the mean, and their own rounding to 16 bits would be larger than what is left.
 _GREY = 128
+# Patches of the large pictures that ways of attention are measured on: 896 pixels wide and high, in patches of 14.
+_LARGE = 64**2
+_PLACE = 8  # bytes of a patch's row and column
 
 
 class Attention(nn.Module):
@@ -37,11 +45,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(size, 3 * size)
         self.output = nn.Linear(size, size)
 
-    def forward(self, x: torch.Tensor | Fp8Rows, turns: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor | Fp8Rows, turns: torch.Tensor, attend: Attend, kernels: TowerKernels
+    ) -> torch.Tensor:
         """x [patches, hidden] -> the same; ``turns`` as :meth:`Qwen2ViT.turns` gives them."""
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
-        query, key = _turned(qkv[:, :2], turns).unbind(1)
-        return self.output(attend(query, key, qkv[:, 2]))
+        return self.output(attend(*kernels.turn(qkv, turns)))
 
 
 class Layer(nn.Module):
@@ -58,7 +67,7 @@ class Layer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x and what is still to be added to it -> the same after this layer; all [patches, hidden]."""
         normed, x = kernels.add_and_norm(x, update, self.norm1)
-        normed, x = kernels.add_and_norm(x, self.attention(normed, turns, attend), self.norm2)
+        normed, x = kernels.add_and_norm(x, self.attention(normed, turns, attend, kernels), self.norm2)
         return x, self.mlp(normed, kernels)
 
 
@@ -99,8 +108,8 @@ class Qwen2ViT(Tower):
         self.projector = Merger(size, self.merge**2, text_size)
 
     def forward(self, pixels: torch.Tensor, wires: Wires = (), kernels: TowerKernels = PLAIN) -> torch.Tensor:
-        turns = self.turns(wires).to(pixels.device, non_blocking=True)
-        attend = kernels.attend_within([height * width for _, height, width in wires])
+        turns = self.turns(wires, pixels.device)
+        attend = kernels.attend_within([height * width for _, height, width in wires], pixels.device)
         x, update = self.embed(pixels), None
         for layer in self.layers:
             x, update = layer(x, update, turns, attend, kernels)
@@ -111,18 +120,44 @@ class Qwen2ViT(Tower):
         values = pixels.to(self.patch_embedding.weight.dtype).sub_(_GREY)
         return self.patch_embedding(values.view(-1, self.patch_embedding.in_features))
 
-    def turns(self, wires: Wires) -> torch.Tensor:
-        """Cosine and sine of the angle by which each pair of a head's values turns, float32 [2, patches, head size / 2]
-        on the CPU; the first half of the pairs turns with the patch's row in its picture, the second with its column.
+    def turns(self, wires: Wires, device: torch.device) -> torch.Tensor:
+        """Cosine and sine of the angles by which pairs of a head's values turn, float32 [2, patches, head size / 2]:
+        the first half of the pairs turns with the patch's row in its picture, the second with its column.
         """
-        places = []
-        for _, height, width in wires:
-            grid = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"), dim=-1)
-            groups = grid.view(height // self.merge, self.merge, width // self.merge, self.merge, 2).transpose(1, 2)
-            places.append(groups.reshape(-1, 2, 1))
+        places = torch.cat([_places(height, width, self.merge) for _, height, width in wires])
         half = self.head_size // 2
-        angles = (torch.cat(places) / self.theta ** (torch.arange(0, half, 2) / half)).flatten(1)
+        speeds = self.theta ** (torch.arange(0, half, 2, device=device) / half)
+        angles = (uploaded(places, device)[:, :, None] / speeds).flatten(1)
         return torch.stack((angles.cos(), angles.sin()))
+
+    @torch.inference_mode()
+    def tuned(self, cost: int, choices: MeasuredChoices) -> Forward:
+        """With the attention that is the fastest for pictures of one size, and for others; in float32 torch's own."""
+        layer, weight = cast(Layer, self.layers[0]), self.patch_embedding.weight
+        if weight.itemsize > 2:
+            return partial(self, kernels=gpu_kernels("default", epilogue=False))
+        heads, most = layer.attention.heads, cost * self.merge**2
+        qkv = torch.randn(most, 3, heads, self.head_size, dtype=weight.dtype, device=weight.device)
+        batches = {"equal": [min(_LARGE, most)] * max(1, most // _LARGE), "mixed": _mixed(most)}
+        chosen: dict[str, Within] = {}
+        for kind, lengths in batches.items():
+            query, key, value = qkv[: sum(lengths)].unbind(1)
+            ways = within_ways(kind == "equal")
+            name = choices.fastest(
+                f"vision attention within {kind} pictures, {len(lengths)} of {len(query)} patches, {heads} heads of "
+                f"{self.head_size}, {weight.dtype}, {torch.cuda.get_device_name(weight.device)}, torch "
+                f"{torch.__version__}",
+                {name: _call(way, lengths, query, key, value) for name, way in ways.items()},
+            )
+            chosen[kind] = ways[name]
+        kernels = fp8_kernels if isinstance(layer.attention.output, Fp8Linear) else partial(gpu_kernels, epilogue=False)
+        within = partial(_by_kind, chosen["equal"], chosen["mixed"])
+        forward = partial(self, kernels=kernels("default", within=within))
+        small = (1, self.merge, self.merge)
+        for wires in ([small], [small, (1, self.merge, 2 * self.merge)]):  # compiles what would hold up requests
+            units = sum(height * width for _, height, width in wires) // self.merge**2
+            forward(torch.zeros(units, *self.unit_shape, dtype=torch.uint8, device=weight.device), wires)
+        return forward
 
     def activation_bytes(self, cost: int, scores: bool = False) -> int:
         """With PLAIN kernels: in proportion to the patches, however they are spread over pictures.
@@ -141,7 +176,7 @@ class Qwen2ViT(Tower):
             (self.patch_embedding.in_features + 2 * hidden) * value,
         )
         written = 2 * layer.attention.heads * patches * value if scores else 0
-        return patches * (largest + written + 4 * self.head_size)
+        return patches * (largest + written + 4 * self.head_size + _PLACE)
 
     def squares(self, draw: Callable[[tuple[int, ...]], torch.Tensor]) -> tuple[torch.Tensor, Wires]:
         count, (merge, _, side, _, _) = math.isqrt(self.batch_unit), self.unit_shape
@@ -170,8 +205,32 @@ class Qwen2ViT(Tower):
         fold_normalisation(self.patch_embedding, [value - _GREY / 255 for value in mean], std)
 
 
-def _turned(heads: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Heads [patches, 2, heads, head size] of any floating dtype, turned in float32."""
-    first, second = heads.float().chunk(2, dim=-1)
-    cosine, sine = turns[:, :, None, None]
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(heads.dtype)
+@lru_cache(maxsize=32)
+def _places(height: int, width: int, merge: int) -> torch.Tensor:
+    """Row and column of each patch of a picture of height x width patches, in the order of its groups: int32 [n, 2]."""
+    grid = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"), dim=-1)
+    groups = grid.view(height // merge, merge, width // merge, merge, 2).transpose(1, 2)
+    return groups.reshape(-1, 2).to(torch.int32)
+
+
+def _mixed(count: int) -> list[int]:
+    """The patches of pictures of several sizes, ``count`` altogether."""
+    lengths: list[int] = []
+    for size in cycle((_LARGE, 100, 1000, 300)):
+        if not count:
+            return lengths
+        lengths.append(min(size, count))
+        count -= lengths[-1]
+    raise AssertionError("a cycle ends")
+
+
+def _by_kind(equal: Within, mixed: Within, lengths: Sequence[int], device: torch.device) -> Attend:
+    return (equal if len(set(lengths)) == 1 else mixed)(lengths, device)
+
+
+def _call(
+    way: Within, lengths: Sequence[int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    """The way's attention alone, without what is made once for all layers; a way that cannot do it raises at a call."""
+    attend = cache(partial(way, lengths, query.device))
+    return lambda: attend()(query, key, value)

@@ -24,7 +24,8 @@ TOWERS = {
     "qwen2_vl": "tessera.vision.towers.qwen2_vl:Qwen2ViT",
 }
 
-Forward = Callable[[torch.Tensor], torch.Tensor]
+#: as a tower's ``forward``
+Forward = Callable[..., torch.Tensor]
 #: each picture's (t, h, w) of tensor PLAN
 Wires = Sequence[tuple[int, int, int]]
 
@@ -60,7 +61,10 @@ class Tower(torch.nn.Module):
         raise NotImplementedError
 
     def tuned(self, cost: int, choices: MeasuredChoices) -> Forward:
-        """The forward for so much, with what is the fastest on the tower's GPU. Towers that split only."""
+        """The forward for so much, in a tower that does not split for up to that, with what is the fastest on its GPU.
+
+        Without wires where the tower splits.
+        """
         return self
 
     def squares(self, draw: Callable[[tuple[int, ...]], torch.Tensor]) -> tuple[torch.Tensor, Wires]:

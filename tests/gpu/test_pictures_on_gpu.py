@@ -1,0 +1,95 @@
+"""Pictures of any sizes on a GPU: every way of attention there, and Qwen2-VL's tower with what was measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vision.tiny_qwen2_vl_tower import config_of, groups, model_of, picture, save, wires
+
+from tessera.checkpoint.config import CheckpointConfig
+from tessera.vision.kernels.attention import attend_within
+from tessera.vision.kernels.tower_kernels import gpu_kernels, turned, within_ways
+from tessera.vision.runners.loading import make_runner
+from tessera.vision.runners.torch_runner import TorchRunner
+from tessera.vision.settings import VisionSettings
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+DEVICE = torch.device("cuda")
+MIXES = {"equal": [1024] * 3, "large": [5476], "mixed": [4, 1000, 4, 64, 333, 130, 2500]}
+GRIDS = [(40, 40), (2, 2), (18, 26), (38, 22), (2, 30)]
+LEAST_COSINE = {"checkpoint": 0.999, "fp8": 0.99}
+
+
+def qkv_of(patches: int, heads: int, size: int) -> torch.Tensor:
+    torch.manual_seed(3)
+    return torch.randn(patches, 3, heads, size, device=DEVICE, dtype=torch.bfloat16) * 2
+
+
+@pytest.mark.parametrize("size", [64, 80])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("name", within_ways(True))
+def test_every_way_of_attention(name, mix, size):
+    query, key, value = qkv_of(sum(MIXES[mix]), 3, size).unbind(1)
+    expected = attend_within(MIXES[mix], DEVICE)(query.float(), key.float(), value.float())
+    actual = within_ways(True)[name](MIXES[mix], DEVICE)(query, key, value)
+    assert actual.shape == expected.shape and actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), expected, rtol=2**-6, atol=2**-6)
+
+
+def test_heads_of_a_whole_batch_are_turned_as_the_twin_turns_them():
+    qkv = qkv_of(5476, 16, 80)
+    angles = torch.rand(5476, 40, device=DEVICE) * 70
+    turns = torch.stack((angles.cos(), angles.sin()))
+    expected = torch.stack(turned(qkv, turns), dim=1)
+    rows = torch.stack(gpu_kernels("default", epilogue=False).turn(qkv, turns), dim=1)
+    torch.testing.assert_close(rows, expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> CheckpointConfig:
+    folder = tmp_path_factory.mktemp("tiny")
+    save(model_of(), folder)
+    return config_of(folder)
+
+
+def pixels() -> torch.Tensor:
+    return torch.cat([groups(picture(grid, seed)) for seed, grid in enumerate(GRIDS)])
+
+
+@pytest.fixture(scope="module", params=LEAST_COSINE)
+def runner(config, request) -> TorchRunner:
+    if request.param == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with FP8")
+    settings = VisionSettings("graph", 2, dtype="bfloat16", device="cuda", quantization=request.param)
+    return make_runner(config, settings)
+
+
+def test_the_rows_are_those_of_the_cpu(config, runner, request):
+    plain = TorchRunner.from_checkpoint(config, VisionSettings("torch", threads=4))
+    expected = plain.run(pixels(), wires(GRIDS)).double()
+    rows = runner.run(pixels(), wires(GRIDS))
+    assert rows.is_cuda and rows.dtype == torch.bfloat16
+    cosines = torch.nn.functional.cosine_similarity(rows.double().cpu(), expected, dim=-1)
+    assert cosines.mean() >= LEAST_COSINE[request.node.callspec.params["runner"]]
+    start = 0
+    for seed, grid in enumerate(GRIDS):  # alone as beside others
+        alone = runner.run(groups(picture(grid, seed)), wires([grid])).double()
+        beside = rows[start : start + len(alone)].double()
+        start += len(alone)
+        assert torch.nn.functional.cosine_similarity(alone, beside, dim=-1).mean() >= 0.998
+
+
+def test_a_forward_allocates_no_more_than_it_said(runner):
+    given = pixels().cuda()
+    runner.run(given, wires(GRIDS))  # cuBLAS's workspace, which stays
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    runner.run(given, wires(GRIDS))
+    torch.cuda.synchronize()
+    used = torch.cuda.max_memory_allocated() - before
+    assert 0 < used <= runner.activation_bytes(len(given)) + (8 << 20)
