@@ -61,3 +61,31 @@ class StackedMuon(torch.optim.Optimizer):
                 rate = group["lr"] * 0.2 * max(shape[0], columns) ** 0.5
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(parameters, list(updates.unbind(0)), alpha=-rate)
+
+
+class MatricesAndRest:
+    """Muon for the weight matrices inside some modules, AdamW at half its rate for every other parameter."""
+
+    def __init__(
+        self,
+        inside: Iterable[torch.nn.Module],
+        parameters: Iterable[torch.nn.Parameter],
+        lr: float,
+        device: torch.device,
+    ):
+        matrices = [p for part in inside for n, p in part.named_parameters() if n.endswith("weight") and p.ndim >= 2]
+        taken = {id(p) for p in matrices}
+        rest = [p for p in parameters if id(p) not in taken]
+        self.muon = StackedMuon(matrices, lr=lr, weight_decay=0.02)
+        self.adamw = torch.optim.AdamW(
+            rest, lr=lr / 2, betas=(0.9, 0.98), weight_decay=0.0, fused=device.type == "cuda"
+        )
+        self.lr = lr
+
+    def step(self, factor: float) -> None:
+        """One update at ``factor`` times the rate; gradients are gone after it."""
+        for optimizer, rate in ((self.muon, self.lr), (self.adamw, self.lr / 2)):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)

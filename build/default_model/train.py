@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from architecture import TILE, build_model, save_model
 from augment import QuickCutter, patch_targets
 from feed import Asking, Batch, Batches, Renderers, Store
-from muon import StackedMuon
+from muon import MatricesAndRest
 from network import DenseHead, image_rows, patch_states, text_states
 from sequences import ChatTokens
 from torch import nn
@@ -72,14 +72,8 @@ class Trainer:
             self.model.model.multi_modal_projector,
         )
         # Position and CLS tables are lists of vectors, not maps between them, so their update stays element by element.
-        matrices = [p for part in inside for n, p in part.named_parameters() if n.endswith("weight") and p.ndim >= 2]
-        taken = {id(p) for p in matrices}
-        others = [p for p in [*self.model.parameters(), *self.dense.parameters()] if id(p) not in taken]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            StackedMuon(matrices, lr=lr, weight_decay=0.02),
-            torch.optim.AdamW(others, lr=lr / 2, betas=(0.9, 0.98), weight_decay=0.0, fused=device.type == "cuda"),
-        ]
-        self._rates = [lr, lr / 2]
+        parameters = [*self.model.parameters(), *self.dense.parameters()]
+        self.optimizer = MatricesAndRest(inside, parameters, lr, device)
         self._cutter = QuickCutter(device)
         self._prefixes: dict[int, torch.Tensor] = {}
         self._see = torch.compile(self._look) if compiled else self._look
@@ -133,15 +127,10 @@ class Trainer:
     def train_step(self, batch: Batch, store: Store, progress: float) -> tuple[torch.Tensor, torch.Tensor]:
         """One update; `progress` 0..1 sets the learning rate."""
         factor = min(1.0, (self.step + 1) / 300) * min(1.0, max(0.01, (1 - progress) / 0.6))
-        for optimizer, rate in zip(self.optimizers, self._rates, strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * factor
         answer, dense = self.losses(batch, store)
         (answer + dense).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(factor)
         self.step += 1
         keep = min(0.998, self.step / (self.step + 10))
         with torch.no_grad():
@@ -154,7 +143,7 @@ class Trainer:
         folder.mkdir(parents=True, exist_ok=True)
         torch.save({"model": self.model.state_dict()}, folder / "weights.pt")
         torch.save({"average": self.average, "dense": self.dense.state_dict()}, folder / "average.pt")
-        torch.save([optimizer.state_dict() for optimizer in self.optimizers], folder / "optimizers.pt")
+        torch.save([self.optimizer.muon.state_dict(), self.optimizer.adamw.state_dict()], folder / "optimizers.pt")
         (folder / "progress.json").write_text(json.dumps({"step": self.step, "seconds": self.seconds}))
 
     def load_state(self, folder: Path) -> None:
@@ -164,9 +153,9 @@ class Trainer:
         self.average = held["average"]
         self.dense.load_state_dict(held["dense"])
         if (folder / "optimizers.pt").exists():
-            states = torch.load(folder / "optimizers.pt", map_location=self.device)
-            for optimizer, state in zip(self.optimizers, states, strict=True):
-                optimizer.load_state_dict(state)
+            muon, adamw = torch.load(folder / "optimizers.pt", map_location=self.device)
+            self.optimizer.muon.load_state_dict(muon)
+            self.optimizer.adamw.load_state_dict(adamw)
         progress = json.loads((folder / "progress.json").read_text())
         self.step, self.seconds = progress["step"], progress["seconds"]
 

@@ -30,7 +30,7 @@ from document_network import DenseHead, embedded, image_rows, patch_states, text
 from document_shape import build_model, save_model
 from document_tokens import ChatTokens
 from evaluate_documents import HeldOut
-from muon import StackedMuon
+from muon import MatricesAndRest
 from torch import nn
 
 from pages import KINDS
@@ -73,16 +73,10 @@ class Trainer:
         widths = config.vision_config.embed_dim, config.text_config.hidden_size
         self.head = DenseHead(*widths, tokens.size, len(KINDS)).to(device)
         body = (self.model.model.visual, self.model.model.language_model.layers)
-        matrices = [p for part in body for n, p in part.named_parameters() if n.endswith("weight") and p.ndim >= 2]
-        taken = {id(p) for p in matrices}
-        others = [p for p in [*self.model.parameters(), *self.head.parameters()] if id(p) not in taken]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            StackedMuon(matrices, lr=lr, weight_decay=0.02),
-            torch.optim.AdamW(others, lr=lr / 2, betas=(0.9, 0.98), weight_decay=0.0, fused=device.type == "cuda"),
-        ]
-        self.rates = [lr, lr / 2]
+        parameters = [*self.model.parameters(), *self.head.parameters()]
+        self.optimizer = MatricesAndRest(body, parameters, lr, device)
         self._parts: dict[str, Any] = {"weights": self.model, "average": self.average, "head": self.head}
-        self._parts |= dict(zip(("muon", "adamw"), self.optimizers, strict=True))
+        self._parts |= {"muon": self.optimizer.muon, "adamw": self.optimizer.adamw}
         self._see, self._say = patch_states, text_states
         if compiled:
             self._see, self._say = (torch.compile(forward, dynamic=True) for forward in (patch_states, text_states))
@@ -117,9 +111,6 @@ class Trainer:
     def train_step(self, batches: list[Batch], progress: float) -> torch.Tensor:
         """One update; returns the means of LOSSES. ``progress`` 0..1 sets the learning rate and the penalties."""
         factor = min(1.0, (self.step + 1) / 100) * max(0.01, 0.5 + 0.5 * math.cos(math.pi * min(1.0, progress)))
-        for optimizer, rate in zip(self.optimizers, self.rates, strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * factor
         strength = min(1.0, max(0.0, (progress - 0.35) / 0.2))
         generator = torch.Generator().manual_seed(self.step)
         answered = {kind: sum(b.answered for b in batches if b.layout == kind) for kind in (False, True)}
@@ -132,9 +123,7 @@ class Trainer:
             means[int(batch.layout)] += answers.detach()
             means[2] += dense.detach()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(factor)
         self.step += 1
         keep = min(0.998, self.step / (self.step + 10))
         with torch.no_grad():

@@ -158,4 +158,3 @@ def _varlen_attention(
     if TAIL:
         target += WIDE
         tl.store(target + tl.arange(0, TAIL)[None, :], (mixed_tail * share).to(out.dtype.element_ty), mask=inside)
-
