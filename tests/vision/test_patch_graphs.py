@@ -36,7 +36,7 @@ def graphs(tower, asked) -> PatchGraphs:
         return tower(pixels, wires)
 
     with torch.inference_mode():
-        return PatchGraphs(tower, [48, 128], PLAN, PLAIN, otherwise)
+        return PatchGraphs(tower, DEVICE, [48, 128], PLAN, PLAIN, otherwise)
 
 
 def pixels(grids) -> torch.Tensor:

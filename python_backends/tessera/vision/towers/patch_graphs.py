@@ -8,22 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from tessera.cuda_graphs import record
+from tessera.vision.kernels.attention import Attend
 from tessera.vision.kernels.tower_kernels import TowerKernels
 from tessera.vision.kernels.upload import uploaded
 from tessera.vision.kernels.varlen_attention import AttentionPlan, query_tiles, varlen_attention
 from tessera.vision.towers.tower import Forward, Wires
 
-if TYPE_CHECKING:
-    from tessera.vision.towers.qwen2_vl import Qwen2ViT
-
 #: patches of a forward that is worth a graph: beyond them an H200's kernels take longer than a host's launches
 SIZES = (256, 512, 1024, 1536, 2048, 3072, 4096)
 _PICTURES = 64  # of a graph's forward: each may end in the middle of a tile of queries
+
+
+class PatchTower(Protocol):
+    """What is asked of a tower: :class:`tessera.vision.towers.qwen2_vl.Qwen2ViT`."""
+
+    merge: int
+    head_size: int
+    unit_shape: tuple[int, ...]
+
+    def turns(self, wires: Wires, device: torch.device) -> torch.Tensor: ...
+
+    def rows(
+        self, pixels: torch.Tensor, turns: torch.Tensor, attend: Attend, kernels: TowerKernels
+    ) -> torch.Tensor: ...
 
 
 class PatchGraphs:
@@ -34,11 +46,16 @@ class PatchGraphs:
     """
 
     def __init__(
-        self, tower: Qwen2ViT, sizes: Sequence[int], plan: AttentionPlan, kernels: TowerKernels, otherwise: Forward
+        self,
+        tower: PatchTower,
+        device: torch.device,
+        sizes: Sequence[int],
+        plan: AttentionPlan,
+        kernels: TowerKernels,
+        otherwise: Forward,
     ) -> None:
         self._tower, self._plan, self._otherwise, self._sizes = tower, plan, otherwise, sorted(sizes)
-        self._group, device = tower.merge**2, tower.patch_embedding.weight.device
-        largest = self._sizes[-1]
+        self._group, largest = tower.merge**2, self._sizes[-1]
         self._pixels = torch.zeros(largest // self._group, *tower.unit_shape, dtype=torch.uint8, device=device)
         self._turns = {size: torch.zeros(2, size, tower.head_size // 2, device=device) for size in self._sizes}
         self._tiles = torch.zeros(self._room(largest), 3, dtype=torch.int32, device=device)

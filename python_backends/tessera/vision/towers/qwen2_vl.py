@@ -172,7 +172,7 @@ class Qwen2ViT(Tower):
         plans = {str(plan): plan for plan in PLANS}
         ways = {name: partial(attend_in_triton, plan=plan) for name, plan in plans.items()}
         plan = plans[fastest("single", [min(_SMALL, most)], ways)]
-        return PatchGraphs(self, sizes, plan, kernels("default"), forward)
+        return PatchGraphs(self, weight.device, sizes, plan, kernels("default"), forward)
 
     def activation_bytes(self, cost: int, scores: bool = False) -> int:
         """With PLAIN kernels: in proportion to the patches, however they are spread over pictures.
