@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from tessera.measured_choices import graph_milliseconds
 from tessera.vision.kernels.attention import Attend, Within, attend_in_triton, attend_within
+from tessera.vision.kernels.hopper_attention import HOPPER_PLANS
 from tessera.vision.kernels.tower_kernels import within_ways
 from tessera.vision.kernels.varlen_attention import PLANS, AttentionPlan
 
@@ -44,7 +45,8 @@ SWEEP = [
 
 def table(late: Callable[[], bool]) -> None:
     """Prints it, and the figure of the seed's shape; no plan beyond those that serve is tried once it is ``late``."""
-    ways = within_ways(True) | {f"triton {plan}": partial(attend_in_triton, plan=plan) for plan in SWEEP}
+    ways = within_ways(True) | {f"gluon {plan}": partial(attend_in_triton, plan=plan) for plan in HOPPER_PLANS}
+    ways |= {f"triton {plan}": partial(attend_in_triton, plan=plan) for plan in SWEEP}
     inputs = {name: _random(lengths) for name, lengths in BATCHES.items()}
     exact = {name: _exact(lengths, inputs[name]) for name, lengths in BATCHES.items()}
     print(f"\nattention within pictures, {HEADS} heads of {SIZE}: ms, TFLOP/s, error")

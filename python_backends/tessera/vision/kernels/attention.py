@@ -19,6 +19,7 @@ from tessera.fp8.rows import Fp8Rows
 from tessera.vision.kernels.upload import uploaded
 
 if TYPE_CHECKING:
+    from tessera.vision.kernels.hopper_attention import HopperPlan
     from tessera.vision.kernels.varlen_attention import AttentionPlan
 
 # The kernels that torch has for GPUs, without the one that writes all scores to memory.
@@ -80,14 +81,16 @@ def attend_in_torch(lengths: Sequence[int], device: torch.device) -> Attend:
     return attend_pictures
 
 
-def attend_in_triton(lengths: Sequence[int], device: torch.device, plan: AttentionPlan) -> Attend:
+def attend_in_triton(lengths: Sequence[int], device: torch.device, plan: AttentionPlan | HopperPlan) -> Attend:
     """:data:`Within` by a kernel of ours."""
-    from tessera.vision.kernels.varlen_attention import query_tiles, varlen_attention
+    from tessera.vision.kernels.hopper_attention import attention_by
+    from tessera.vision.kernels.varlen_attention import query_tiles
 
+    attention = attention_by(plan)
     tiles = uploaded(query_tiles(lengths, plan.rows), device)
 
     def attend_pictures(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return varlen_attention(query, key, value, tiles, plan)
+        return attention(query, key, value, tiles, plan)
 
     return attend_pictures
 

@@ -14,9 +14,10 @@ import torch
 
 from tessera.cuda_graphs import record
 from tessera.vision.kernels.attention import Attend
+from tessera.vision.kernels.hopper_attention import HopperPlan, attention_by
 from tessera.vision.kernels.tower_kernels import TowerKernels
 from tessera.vision.kernels.upload import uploaded
-from tessera.vision.kernels.varlen_attention import AttentionPlan, query_tiles, varlen_attention
+from tessera.vision.kernels.varlen_attention import AttentionPlan, query_tiles
 from tessera.vision.towers.tower import Forward, Wires
 
 #: patches of a forward that is worth a graph: beyond them an H200's kernels take longer than a host's launches
@@ -50,7 +51,7 @@ class PatchGraphs:
         tower: PatchTower,
         device: torch.device,
         sizes: Sequence[int],
-        plan: AttentionPlan,
+        plan: AttentionPlan | HopperPlan,
         kernels: TowerKernels,
         otherwise: Forward,
     ) -> None:
@@ -66,7 +67,7 @@ class PatchGraphs:
 
         def run(size: int) -> None:
             tiles = self._tiles[: self._room(size)]
-            attend = partial(varlen_attention, tiles=tiles, plan=plan)
+            attend = partial(attention_by(plan), tiles=tiles, plan=plan)
             self._rows[size] = tower.rows(self._pixels[: size // self._group], self._turns[size], attend, kernels)
 
         self._replays: dict[int, Callable[[], None]] = record("vision graphs", self._sizes, prepare, run, device)
