@@ -10,7 +10,7 @@ from tessera.checkpoint.config import CheckpointConfig
 from tessera.vision.kernels.attention import attend_in_triton, attend_within
 from tessera.vision.kernels.hopper_attention import HOPPER_PLANS, attention_by
 from tessera.vision.kernels.tower_kernels import gpu_kernels, turned, within_ways
-from tessera.vision.kernels.varlen_attention import query_tiles
+from tessera.vision.kernels.varlen_attention import AttentionPlan, query_tiles
 from tessera.vision.runners.loading import make_runner
 from tessera.vision.runners.torch_runner import TorchRunner
 from tessera.vision.settings import VisionSettings
@@ -46,8 +46,8 @@ def test_every_way_of_attention(name, mix, size):
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, whose tensor cores the kernel is written for")
 @pytest.mark.parametrize("size", [64, 80])
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("plan", HOPPER_PLANS, ids=str)
-def test_every_plan_of_hoppers_kernel(plan, mix, size):
+@pytest.mark.parametrize("plan", [*HOPPER_PLANS, AttentionPlan(128, 64, 4, 3, apart=True)], ids=str)
+def test_every_plan_of_ours(plan, mix, size):
     query, key, value = qkv_of(sum(MIXES[mix]), 3, size).unbind(1)
     expected = attend_within(MIXES[mix], DEVICE)(query.float(), key.float(), value.float())
     for _ in range(3):  # a race need not show the first time
