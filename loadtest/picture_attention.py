@@ -44,18 +44,22 @@ SWEEP = [
 ]
 
 
-def table(late: Callable[[], bool]) -> None:
-    """Prints it, and the figure of the seed's shape; no plan beyond those that serve is tried once it is ``late``."""
-    ways = within_ways(True) | {f"gluon {plan}": partial(attend_in_triton, plan=plan) for plan in HOPPER_PLANS}
+def table(late: Callable[[], bool], named: str = "") -> None:
+    """Prints it, and the figure of the seed's shape; no plan beyond those that serve is tried once it is ``late``.
+    ``named``: only ways whose names contain that, and no figure."""
+    serving = within_ways(True)
+    ways = serving | {f"gluon {plan}": partial(attend_in_triton, plan=plan) for plan in HOPPER_PLANS}
     ways |= {f"triton {plan}": partial(attend_in_triton, plan=plan) for plan in SWEEP}
     inputs = {name: _random(lengths) for name, lengths in BATCHES.items()}
     exact = {name: _exact(lengths, inputs[name]) for name, lengths in BATCHES.items()}
     print(f"\nattention within pictures, {HEADS} heads of {SIZE}: ms, TFLOP/s, error")
     print("the seed's table, 4090D: " + ", ".join(f"{name} {ms} ms" for name, ms in SEEDS_TABLE.items()))
-    print(" " * 22 + "".join(f"{name:>22}" for name in BATCHES), flush=True)
+    print(" " * 30 + "".join(f"{name:>22}" for name in BATCHES), flush=True)
     at_seed: dict[str, float] = {}
-    for number, (name, way) in enumerate(ways.items()):
-        if number >= len(ways) - len(SWEEP) and late():
+    for name, way in ways.items():
+        if named not in name:
+            continue
+        if name not in serving and late():
             print("no time for the rest")
             break
         cells = []
@@ -71,7 +75,9 @@ def table(late: Callable[[], bool]) -> None:
                 at_seed[name] = ms
             flop = 4 * sum(length**2 for length in lengths) * HEADS * SIZE
             cells.append(f"{ms:.3f} {flop / ms / 1e9:.0f} {error:.4f}" + " WRONG" * (not error < 1e-2))
-        print(f"{name:22}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+        print(f"{name:30}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+    if named:
+        return
     print(f"the first of a new length: cudnn {_first_ms('cudnn'):.1f} ms, triton {_first_ms('triton'):.1f} ms")
     best = min(at_seed, key=at_seed.__getitem__)
     figures.emit(

@@ -26,7 +26,12 @@ def compile_for_hopper(plan: HopperPlan, size: int) -> triton.compiler.CompiledK
     """Raises what the compiler raises."""
     wide, tail = parts_of(size)
     counts = {"query": plan.rows // plan.groups, "key": plan.tokens, "value": plan.tokens}
-    signature = {"tiles": "*i32", "out": "*bf16", "scale": "fp32", "out_row": "i32"}
+    signature = {
+        "tiles": "*i32",
+        "out": "*bf16",
+        "scale": "fp32",
+        **dict.fromkeys(("out_row", "count", "items"), "i32"),
+    }
     for name, count in counts.items():
         for suffix, columns in (("", wide), ("_tail", tail or wide)):
             signature[name + suffix] = f"tensordesc<bf16[{count}, {columns}],{swizzled(columns)!r}>"
@@ -82,6 +87,25 @@ def check(plan: HopperPlan, size: int) -> None:
         order = "".join(_letter(line) for line in body)
         print(f"{plan} {size}: {most} registers, {compiled.metadata.shared} bytes, {len(body)} instructions, {order}")
         assert re.fullmatch(r"S+V+wE+W", order), order
+        assert not overwritten(body)
+
+
+def overwritten(body: list[str]) -> list[str]:
+    """Instructions of a loop that write registers which products in flight read as their first operand.
+
+    The assembler is not told, by the program, that these are read until the wait.
+    """
+    read: set[int] = set()
+    found = []
+    for line in body:
+        product, target = re.search(r"HGMMA\S* R\d+, R(\d+)", line), re.match(r"(?:@\S+ )?(\S+) R(\d+)\b", line)
+        if product:
+            read |= set(range(int(product[1]), int(product[1]) + 4))
+        elif _letter(line) == "W":
+            read.clear()
+        elif target and {int(target[2]), int(target[2]) + bool(re.search("64|WIDE", target[1]))} & read:
+            found.append(line)
+    return found
 
 
 def _letter(line: str) -> str:

@@ -131,22 +131,22 @@ class _Jit:
         def launch(*args: Any, num_warps: int, maxnreg: int | None, **constants: Any) -> None:
             given = [_Pointer(value.view(-1)) if isinstance(value, torch.Tensor) else value for value in args]
             for place in itertools.product(*map(range, grid)):
-                self.start(place, num_warps, lambda: self.function(*given, **constants))
+                self.start(grid, place, num_warps, lambda: self.function(*given, **constants))
 
         return launch
 
 
 def load_without_gpu(path: Path, monkeypatch: Any) -> ModuleType:
     """A module of Gluon kernels, whose launches compute on the CPU."""
-    current = SimpleNamespace(world=_World(), place=(0,), warps=0)
+    current = SimpleNamespace(world=_World(), place=(0,), grid=(1,), warps=0)
 
-    def start(place: tuple[int, ...], warps: int, run: Callable[[], None]) -> None:
-        current.world, current.place, current.warps = _World(), place, warps
+    def start(grid: tuple[int, ...], place: tuple[int, ...], warps: int, run: Callable[[], None]) -> None:
+        current.world, current.grid, current.place, current.warps = _World(), grid, place, warps
         run()
         assert not current.world.copies, "the program has ended before a copy"
 
-    def jit(function: Callable[..., Any]) -> _Jit:
-        return _Jit(function, start)
+    def jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
+        return jit if function is None else _Jit(function, start)
 
     def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> _Shared:
         if layout == "barriers":
@@ -239,6 +239,7 @@ def load_without_gpu(path: Path, monkeypatch: Any) -> ModuleType:
         static_range=range,
         num_warps=lambda: current.warps,
         program_id=lambda axis: current.place[axis],
+        num_programs=lambda axis: current.grid[axis],
         thread_barrier=lambda: None,
         cdiv=lambda a, b: -(-a // b),
         maximum=lambda a, b: torch.maximum(a, b) if isinstance(a, torch.Tensor) else max(a, b),

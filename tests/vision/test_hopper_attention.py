@@ -19,8 +19,9 @@ from tessera.vision.kernels.varlen_attention import query_tiles
 
 CPU = torch.device("cpu")
 MIXES = [[4], [16], [32, 32], [100], [4, 40, 1, 33, 64, 4]]
-#: numbers of a plan: rows, tokens, warps, stages, groups, turns
+#: numbers of a plan: rows, tokens, warps, stages, groups, turns, registers, programs
 PLANS = [(32, 16, 4, 2), (32, 16, 4, 3), (32, 16, 4, 4, 2), (32, 16, 4, 2, 2, True), (48, 16, 4, 2, 3)]
+PLANS += [(32, 16, 4, 2, 2, True, None, 3), (48, 16, 4, 4, 3, False, None, 2)]
 
 
 @pytest.fixture

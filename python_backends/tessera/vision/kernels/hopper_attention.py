@@ -37,7 +37,8 @@ class HopperPlan:
     for each warp at least; ``tokens`` (keys) of a tile, a power of two; ``stages`` of keys and values in the shared
     memory. One group fetches its tiles itself. More have another warp to do it, and are not in step: while one
     multiplies, another may compute its softmax; with ``turns`` two groups start their products in turn. ``registers``
-    a thread takes when the program starts, None for what the compiler likes.
+    a thread takes when the program starts, None for what the compiler likes. ``programs`` of several groups share the
+    tiles of queries and the heads evenly, and fetch for the next while they end the last; 0: a program for each.
     """
 
     rows: int
@@ -47,23 +48,27 @@ class HopperPlan:
     groups: int = 1
     turns: bool = False
     registers: int | None = None
+    programs: int = 0
 
     def __str__(self) -> str:
         limit = "" if self.registers is None else f"/{self.registers}"
-        return f"{self.rows}/{self.tokens}/{self.groups}x{self.warps}/{self.stages}{'t' * self.turns}{limit}"
+        share = f" in {self.programs}" if self.programs else ""
+        return f"{self.rows}/{self.tokens}/{self.groups}x{self.warps}/{self.stages}{'t' * self.turns}{limit}{share}"
 
 
 #: in the order of promise
 HOPPER_PLANS = (
     HopperPlan(128, 128, 4, 2, groups=2),
     HopperPlan(128, 64, 4, 2),
+    HopperPlan(128, 128, 4, 4, groups=2, programs=132),
     HopperPlan(192, 64, 4, 4, groups=3),
     HopperPlan(128, 128, 4, 2, groups=2, turns=True),
     HopperPlan(256, 64, 4, 4, groups=2),
+    HopperPlan(128, 128, 4, 4, groups=2, turns=True, programs=132),
+    HopperPlan(192, 64, 4, 4, groups=3, programs=132),
     HopperPlan(128, 64, 4, 4),
     HopperPlan(128, 64, 8, 2, registers=128),
     HopperPlan(128, 128, 8, 2),
-    HopperPlan(128, 128, 4, 4, groups=2),
 )
 
 
@@ -86,12 +91,15 @@ def hopper_attention(
         for rows, count in ((query, plan.rows // plan.groups), (key, plan.tokens), (value, plan.tokens))
         for columns in (wide, tail or wide)
     ]
-    _hopper_attention[(len(tiles), heads)](
+    items = len(tiles) * heads
+    _hopper_attention[(min(items, plan.programs or items),)](
         *described,
         tiles,
         out,
         size**-0.5 * math.log2(math.e),
         heads * size,
+        len(tiles),
+        items,
         TAIL=tail,
         STAGES=plan.stages,
         GROUPS=plan.groups,
@@ -226,10 +234,11 @@ def _first_weights(scores, left, scale):
 
 @gluon.jit
 def _attend(
-    rings, free, turn, pairs, picture, target,
+    rings, free, turn, pairs, picture, target, done, before,
     TAIL: gl.constexpr, ALONE: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One group's queries. ALONE: it fetches its tiles; else another warp does, when ``free`` says that slots are.
+    ``done`` queries, and ``before`` tiles of keys, came before these.
 
     In flight at a time: this tile's scores, and the last tile's weights times its values.
     """
@@ -247,17 +256,18 @@ def _attend(
     number = gl.cdiv(end - begin, TOKENS)
     mixed = gl.zeros((ROWS, WIDE), gl.float32, _sums_layout(WARPS, WIDE))
     mixed_tail = gl.zeros((ROWS, SPARE), gl.float32, _sums_layout(WARPS, SPARE))
-    mbarrier.wait(asked[2].index(GROUP), 0)
-    _await(keys, 0)
-    scores = warpgroup_mma_wait(0, deps=[_start_scores(asked, GROUP, keys, 0, TAIL, WARPS)])
+    mbarrier.wait(asked[2].index(GROUP), done & 1)
+    _await(keys, before)
+    scores = warpgroup_mma_wait(0, deps=[_start_scores(asked, GROUP, keys, before % STAGES, TAIL, WARPS)])
     weight, top, total = _first_weights(scores, end - begin - (number - 1) * TOKENS, scale)
     weight = _as_operand(weight, HALF, WARPS, WIDE)
-    _await(values, 0)
-    for tile in range(1, number):
+    _await(values, before)
+    for tile in range(before + 1, before + number):
         slot, slot_before = tile % STAGES, (tile - 1) % STAGES
         _await(keys, tile)
         if TURNS:
-            mbarrier.wait(turn.index(GROUP), (tile + GROUP) & 1)  # the first group's first turn need not be given
+            # All tiles but a query's first; the first group's first turn need not be given.
+            mbarrier.wait(turn.index(GROUP), (tile - done + GROUP) & 1)
         started = _start_scores(asked, GROUP, keys, slot, TAIL, WARPS)
         mixing = warpgroup_mma(weight, values[0].index(slot_before), mixed, is_async=True)
         if TAIL:
@@ -271,7 +281,7 @@ def _attend(
             _fetch_tile(pairs[2], values, tile - 2 + STAGES, number, picture, TAIL)
         else:
             mbarrier.arrive(free[0].index(slot_before))
-            mbarrier.arrive(free[1].index((tile + STAGES - 2) % STAGES), pred=tile > 1)
+            mbarrier.arrive(free[1].index((tile + STAGES - 2) % STAGES), pred=tile > before + 1)
         # The second wait takes the weights too and follows a loop (of the wait for values), or the compilers move it to
         # before the softmax.
         if TAIL:
@@ -288,71 +298,105 @@ def _attend(
         mixed = _shrunk(mixed, shrink)
         weight = _as_operand(following, HALF, WARPS, WIDE)
 
-    last = (number - 1) % STAGES
+    last = (before + number - 1) % STAGES
     mixing = warpgroup_mma(weight, values[0].index(last), mixed, is_async=True)
     if TAIL:
         mixing_tail = warpgroup_mma(weight, values[1].index(last), mixed_tail, is_async=True)
         mixed, mixed_tail = warpgroup_mma_wait(0, deps=[mixing, mixing_tail])
-        _store(out, mixed_tail, total, first, end, column + WIDE, out_row)
     else:
         mixed = warpgroup_mma_wait(0, deps=[mixing])
+    if not ALONE:
+        gl.thread_barrier()
+        mbarrier.arrive(free[0].index(last))
+        mbarrier.arrive(free[1].index((last + STAGES - 1) % STAGES), pred=number > 1)
+        mbarrier.arrive(free[1].index(last))
+        mbarrier.arrive(free[2].index(GROUP))
+    if TAIL:
+        _store(out, mixed_tail, total, first, end, column + WIDE, out_row)
     _store(out, mixed, total, first, end, column, out_row)
 
 
 @gluon.jit
-def _fetch_all(rings, free, pairs, picture, TAIL: gl.constexpr, GROUPS: gl.constexpr):
-    """Fetches the groups' queries, and tile by tile the keys and values, into slots that all groups have read."""
-    asked, keys, values = rings
-    query, key, value = pairs
-    first, begin, end, column = picture
-    STAGES: gl.constexpr = keys[0].shape[0]
-    ROWS: gl.constexpr = asked[0].shape[1]
-    number = gl.cdiv(end - begin, key[0].block_shape[0])
-    for group in gl.static_range(GROUPS):
-        _fetch(query, asked, group, first + group * ROWS, column, True, TAIL)
-    for tile in range(number):
-        slot, phase = tile % STAGES, (tile // STAGES) & 1 ^ 1  # a slot's first tile need not wait
-        mbarrier.wait(free[0].index(slot), phase)
-        _fetch_tile(key, keys, tile, number, picture, TAIL)
-        mbarrier.wait(free[1].index(slot), phase)
-        _fetch_tile(value, values, tile, number, picture, TAIL)
+def _picture(tiles, count, item, size):
+    """What an item, a tile of queries and a head, is of; the tiles of a head follow each other."""
+    tile = tiles + 3 * (item % count)
+    return gl.load(tile), gl.load(tile + 1), gl.load(tile + 2), item // count * size
 
 
 @gluon.jit
+def _attend_all(
+    rings, free, turn, pairs, work, target, TAIL: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """One group's queries of all the program's items."""
+    tiles, count, items, size = work
+    TOKENS: gl.constexpr = rings[1][0].shape[1]
+    done, before = 0, 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        picture = _picture(tiles, count, item, size)
+        if picture[0] < picture[2]:
+            _attend(rings, free, turn, pairs, picture, target, done, before, TAIL, False, TURNS, GROUP)
+            done += 1
+            before += gl.cdiv(picture[2] - picture[1], TOKENS)
+
+
+@gluon.jit
+def _fetch_all(rings, free, pairs, work, TAIL: gl.constexpr, GROUPS: gl.constexpr):
+    """Fetches the groups' queries, and tile by tile the keys and values, into slots that all groups have read."""
+    asked, keys, values = rings
+    query, key, value = pairs
+    tiles, count, items, size = work
+    STAGES: gl.constexpr = keys[0].shape[0]
+    ROWS: gl.constexpr = asked[0].shape[1]
+    done, before = 0, 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        first, begin, end, column = _picture(tiles, count, item, size)
+        if first < end:
+            for group in gl.static_range(GROUPS):
+                mbarrier.wait(free[2].index(group), done & 1 ^ 1)  # the first time there is nothing to wait for
+                _fetch(query, asked, group, first + group * ROWS, column, True, TAIL)
+            number = gl.cdiv(end - begin, key[0].block_shape[0])
+            for tile in range(before, before + number):
+                slot, phase = tile % STAGES, (tile // STAGES) & 1 ^ 1
+                place = gl.maximum(end - (before + number - tile) * key[0].block_shape[0], begin)
+                mbarrier.wait(free[0].index(slot), phase)
+                _fetch(key, keys, slot, place, column, True, TAIL)
+                mbarrier.wait(free[1].index(slot), phase)
+                _fetch(value, values, slot, place, column, True, TAIL)
+            done += 1
+            before += number
+
+
+@gluon.jit(do_not_specialize=["count", "items"])
 def _hopper_attention(
-    query, query_tail, key, key_tail, value, value_tail, tiles, out, scale, out_row,
+    query, query_tail, key, key_tail, value, value_tail, tiles, out, scale, out_row, count, items,
     TAIL: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """One tile of one picture's queries for one head."""
-    WIDE: gl.constexpr = query.block_shape[1]
+    """One tile of one picture's queries for one head, or a share of them."""
     WARPS: gl.constexpr = gl.num_warps()
-    first = gl.load(tiles + 3 * gl.program_id(0))
-    begin = gl.load(tiles + 3 * gl.program_id(0) + 1)
-    end = gl.load(tiles + 3 * gl.program_id(0) + 2)
-    if first >= end:
-        return
-    column = gl.program_id(1) * (WIDE + TAIL)
-    picture = (first, begin, end, column)
+    size = query.block_shape[1] + TAIL
     pairs = ((query, query_tail), (key, key_tail), (value, value_tail))
-    rings = (_ring(pairs[0], TAIL, GROUPS), _ring(pairs[1], TAIL, STAGES), _ring(pairs[2], TAIL, STAGES))
     target = (out, scale, out_row)
-    free, turn = (_barriers(STAGES, GROUPS), _barriers(STAGES, GROUPS)), _barriers(2, 1)
+    rings = (_ring(pairs[0], TAIL, GROUPS), _ring(pairs[1], TAIL, STAGES), _ring(pairs[2], TAIL, STAGES))
+    free, turn = (_barriers(STAGES, GROUPS), _barriers(STAGES, GROUPS), _barriers(GROUPS, 1)), _barriers(2, 1)
     fence_async_shared()
     gl.thread_barrier()
+    work = (tiles, count, items, size)
     if GROUPS == 1:
-        number = gl.cdiv(end - begin, key.block_shape[0])
-        _fetch(pairs[0], rings[0], 0, first, column, True, TAIL)
-        for tile in gl.static_range(STAGES):
-            _fetch_tile(pairs[1], rings[1], tile, number, picture, TAIL)
-            if tile + 1 < STAGES:  # the last slot's comes in the first round, as all later ones
-                _fetch_tile(pairs[2], rings[2], tile, number, picture, TAIL)
-        _attend(rings, free, turn, pairs, picture, target, TAIL, True, False, 0)
+        picture = _picture(tiles, count, gl.program_id(0), size)
+        if picture[0] < picture[2]:
+            number = gl.cdiv(picture[2] - picture[1], key.block_shape[0])
+            _fetch(pairs[0], rings[0], 0, picture[0], picture[3], True, TAIL)
+            for tile in gl.static_range(STAGES):
+                _fetch_tile(pairs[1], rings[1], tile, number, picture, TAIL)
+                if tile + 1 < STAGES:  # the last slot's comes in the first round, as all later ones
+                    _fetch_tile(pairs[2], rings[2], tile, number, picture, TAIL)
+            _attend(rings, free, turn, pairs, picture, target, 0, 0, TAIL, True, False, 0)
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (rings, free, turn, pairs, picture, target, TAIL, False, TURNS, 0)),
-                (_attend, (rings, free, turn, pairs, picture, target, TAIL, False, TURNS, 1)),
-                (_fetch_all, (rings, free, pairs, picture, TAIL, GROUPS)),
+                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, TURNS, 0)),
+                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, TURNS, 1)),
+                (_fetch_all, (rings, free, pairs, work, TAIL, GROUPS)),
             ],
             [WARPS, 1],
             [240, 24],
@@ -360,10 +404,10 @@ def _hopper_attention(
     else:
         gl.warp_specialize(
             [
-                (_attend, (rings, free, turn, pairs, picture, target, TAIL, False, False, 0)),
-                (_attend, (rings, free, turn, pairs, picture, target, TAIL, False, False, 1)),
-                (_attend, (rings, free, turn, pairs, picture, target, TAIL, False, False, 2)),
-                (_fetch_all, (rings, free, pairs, picture, TAIL, GROUPS)),
+                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, False, 0)),
+                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, False, 1)),
+                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, False, 2)),
+                (_fetch_all, (rings, free, pairs, work, TAIL, GROUPS)),
             ],
             [WARPS, WARPS, 1],
             [160, 160, 32],
