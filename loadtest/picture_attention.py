@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from tessera.measured_choices import graph_milliseconds
 from tessera.vision.kernels.attention import Attend, Within, attend_in_triton, attend_within
-from tessera.vision.kernels.hopper_attention import HOPPER_PLANS
+from tessera.vision.kernels.hopper_plans import HOPPER_PLANS
 from tessera.vision.kernels.tower_kernels import within_ways
 from tessera.vision.kernels.varlen_attention import PLANS, AttentionPlan
 

@@ -8,7 +8,8 @@ from vision.tiny_qwen2_vl_tower import config_of, groups, model_of, picture, sav
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.vision.kernels.attention import attend_in_triton, attend_within
-from tessera.vision.kernels.hopper_attention import HOPPER_PLANS, attention_by
+from tessera.vision.kernels.hopper_attention import attention_by
+from tessera.vision.kernels.hopper_plans import HOPPER_PLANS
 from tessera.vision.kernels.tower_kernels import gpu_kernels, turned, within_ways
 from tessera.vision.kernels.varlen_attention import AttentionPlan, query_tiles
 from tessera.vision.runners.loading import make_runner

@@ -15,7 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tessera.vision.kernels.hopper_attention import HOPPER_PLANS, HopperPlan, _hopper_attention, swizzled
+from tessera.vision.kernels.hopper_attention import _hopper_attention, swizzled
+from tessera.vision.kernels.hopper_plans import HOPPER_PLANS, HopperPlan
 from tessera.vision.kernels.varlen_attention import parts_of
 
 SHARED_MEMORY = 227 * 1024

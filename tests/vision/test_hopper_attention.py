@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="the kernels are written in triton, which i
 
 from tessera.vision.kernels import hopper_attention as compiled
 from tessera.vision.kernels.attention import attend_within
+from tessera.vision.kernels.hopper_plans import HOPPER_PLANS, HopperPlan
 from tessera.vision.kernels.varlen_attention import query_tiles
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ def heads_of(patches, size):
 @pytest.mark.parametrize("size", [16, 80])
 @pytest.mark.parametrize("lengths", MIXES, ids=str)
 def test_pictures_of_any_sizes(kernel, lengths, size, numbers):
-    qkv, plan = heads_of(sum(lengths), size), kernel.HopperPlan(*numbers)
+    qkv, plan = heads_of(sum(lengths), size), HopperPlan(*numbers)
     tiles = torch.from_numpy(query_tiles(lengths, plan.rows))
     more = torch.cat((tiles, torch.zeros(2, 3, dtype=torch.int32)))
     actual = kernel.hopper_attention(*qkv.unbind(1), more, plan)
@@ -47,7 +48,7 @@ def test_pictures_of_any_sizes(kernel, lengths, size, numbers):
 @pytest.mark.parametrize("numbers", PLANS, ids=str)
 @pytest.mark.parametrize("length", [20, 33])
 def test_a_neighbours_not_a_numbers_stay_there(kernel, length, numbers):
-    lengths, plan = [length, 20, length], kernel.HopperPlan(*numbers)
+    lengths, plan = [length, 20, length], HopperPlan(*numbers)
     qkv = heads_of(sum(lengths), 80)
     expected = attend_within(lengths, CPU)(*qkv.unbind(1))
     qkv[length : length + 20] = float("nan")
@@ -59,7 +60,7 @@ def test_a_neighbours_not_a_numbers_stay_there(kernel, length, numbers):
 
 def test_compiles_for_hopper():
     """On any machine: a plan of each number of groups."""
-    plans = {plan.groups: str(plan) for plan in reversed(compiled.HOPPER_PLANS)}.values()
+    plans = {plan.groups: str(plan) for plan in reversed(HOPPER_PLANS)}.values()
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = [sys.executable, str(Path(__file__).with_name("compile_hopper_attention.py")), *plans]
     done = subprocess.run(script, env=environment, capture_output=True, text=True)

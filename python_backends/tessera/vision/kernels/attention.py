@@ -19,7 +19,7 @@ from tessera.fp8.rows import Fp8Rows
 from tessera.vision.kernels.upload import uploaded
 
 if TYPE_CHECKING:
-    from tessera.vision.kernels.hopper_attention import HopperPlan
+    from tessera.vision.kernels.hopper_plans import HopperPlan
     from tessera.vision.kernels.varlen_attention import AttentionPlan
 
 # The kernels that torch has for GPUs, without the one that writes all scores to memory.

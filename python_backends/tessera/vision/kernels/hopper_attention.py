@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -26,50 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tessera.vision.kernels.hopper_plans import HopperPlan
 from tessera.vision.kernels.varlen_attention import AttentionPlan, checked_parts, varlen_attention
-
-
-@dataclass(frozen=True)
-class HopperPlan:
-    """How a program is cut.
-
-    ``rows`` (queries) of a program, of which each of ``groups`` of ``warps`` takes an equal part, a power of two and 16
-    for each warp at least; ``tokens`` (keys) of a tile, a power of two; ``stages`` of keys and values in the shared
-    memory. One group fetches its tiles itself. More have another warp to do it, and are not in step: while one
-    multiplies, another may compute its softmax; with ``turns`` two groups start their products in turn. ``registers``
-    a thread takes when the program starts, None for what the compiler likes. ``programs`` of several groups share the
-    tiles of queries and the heads evenly, and fetch for the next while they end the last; 0: a program for each.
-    """
-
-    rows: int
-    tokens: int
-    warps: int
-    stages: int
-    groups: int = 1
-    turns: bool = False
-    registers: int | None = None
-    programs: int = 0
-
-    def __str__(self) -> str:
-        limit = "" if self.registers is None else f"/{self.registers}"
-        share = f" in {self.programs}" if self.programs else ""
-        return f"{self.rows}/{self.tokens}/{self.groups}x{self.warps}/{self.stages}{'t' * self.turns}{limit}{share}"
-
-
-#: in the order of promise
-HOPPER_PLANS = (
-    HopperPlan(128, 128, 4, 2, groups=2),
-    HopperPlan(128, 64, 4, 2),
-    HopperPlan(128, 128, 4, 4, groups=2, programs=132),
-    HopperPlan(192, 64, 4, 4, groups=3),
-    HopperPlan(128, 128, 4, 2, groups=2, turns=True),
-    HopperPlan(256, 64, 4, 4, groups=2),
-    HopperPlan(128, 128, 4, 4, groups=2, turns=True, programs=132),
-    HopperPlan(192, 64, 4, 4, groups=3, programs=132),
-    HopperPlan(128, 64, 4, 4),
-    HopperPlan(128, 64, 8, 2, registers=128),
-    HopperPlan(128, 128, 8, 2),
-)
 
 
 def attention_by(plan: AttentionPlan | HopperPlan) -> Callable[..., torch.Tensor]:
