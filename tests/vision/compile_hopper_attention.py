@@ -37,6 +37,7 @@ def compile_for_hopper(plan: HopperPlan, size: int) -> triton.compiler.CompiledK
         for suffix, columns in (("", wide), ("_tail", tail or wide)):
             signature[name + suffix] = f"tensordesc<bf16[{count}, {columns}],{swizzled(columns)!r}>"
     constants = {"TAIL": tail, "STAGES": plan.stages, "GROUPS": plan.groups, "TURNS": plan.turns}
+    constants["HELD"] = plan.held
     names = _hopper_attention.arg_names
     source = GluonASTSource(
         _hopper_attention,
@@ -112,8 +113,8 @@ def overwritten(body: list[str]) -> list[str]:
 def _letter(line: str) -> str:
     """S and V: products for scores, and with values; E: a power of two; w and W: waits for some products, and all."""
     for pattern, letter in (
-        (r"HGMMA\S* R\d+, gdesc", "S"),
-        (r"HGMMA\S* R\d+, R\d+", "V"),
+        (r"HGMMA.*tnspB", "V"),  # values lie as they come, keys are turned
+        (r"HGMMA", "S"),
         (r"MUFU\.EX2", "E"),
         (r"DEPBAR\S* gsb0, 0x0", "W"),
         (r"DEPBAR\S* gsb0, 0x", "w"),

@@ -83,6 +83,9 @@ class _Shared:
     def permute(self, order: tuple[int, ...]) -> _Shared:
         return _Shared(self.parts.permute(order), self.dtype)
 
+    def load(self, layout: Any) -> _Tensor:
+        return _tensor(self.parts.clone())
+
 
 class _Pointer:
     def __init__(self, values: torch.Tensor, at: Any = 0) -> None:

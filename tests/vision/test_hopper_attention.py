@@ -20,9 +20,9 @@ from tessera.vision.kernels.varlen_attention import query_tiles
 
 CPU = torch.device("cpu")
 MIXES = [[4], [16], [32, 32], [100], [4, 40, 1, 33, 64, 4]]
-#: numbers of a plan: rows, tokens, warps, stages, groups, turns, registers, programs
+#: numbers of a plan: rows, tokens, warps, stages, groups, turns, registers, programs, held
 PLANS = [(32, 16, 4, 2), (32, 16, 4, 3), (32, 16, 4, 4, 2), (32, 16, 4, 2, 2, True), (48, 16, 4, 2, 3)]
-PLANS += [(32, 16, 4, 2, 2, True, None, 3), (48, 16, 4, 4, 3, False, None, 2)]
+PLANS += [(32, 16, 4, 2, 2, True, None, 3), (48, 16, 4, 4, 3, False, None, 2, True)]
 
 
 @pytest.fixture
@@ -56,6 +56,12 @@ def test_a_neighbours_not_a_numbers_stay_there(kernel, length, numbers):
     own = [*range(length), *range(length + 20, sum(lengths))]
     torch.testing.assert_close(actual[own], expected[own], rtol=1e-4, atol=1e-5)
     assert actual[length : length + 20].isnan().all()
+
+
+@pytest.mark.parametrize("wrong", [{"groups": 4}, {"groups": 3, "turns": True}, {"groups": 1, "programs": 2}], ids=str)
+def test_plans_that_the_kernel_does_not_know_are_refused(wrong):
+    with pytest.raises(ValueError, match="no plan of hopper_attention"):
+        HopperPlan(192, 64, 4, 2, **wrong)
 
 
 def test_compiles_for_hopper():

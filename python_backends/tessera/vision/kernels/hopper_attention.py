@@ -61,6 +61,7 @@ def hopper_attention(
         STAGES=plan.stages,
         GROUPS=plan.groups,
         TURNS=plan.turns,
+        HELD=plan.held,
         num_warps=plan.warps,
         maxnreg=plan.registers,
     )
@@ -137,16 +138,16 @@ def _await(ring, tile):
 
 
 @gluon.jit
-def _start_scores(asked, group, keys, slot, TAIL: gl.constexpr, WARPS: gl.constexpr):
+def _start_scores(query, query_tail, keys, slot, TAIL: gl.constexpr, WARPS: gl.constexpr):
     """Starts queries [rows, size] times a slot's keys [tokens, size]: float32 [rows, tokens], to be waited for."""
     TOKENS: gl.constexpr = keys[0].shape[1]
-    ROWS: gl.constexpr = asked[0].shape[1]
+    ROWS: gl.constexpr = query.shape[0]
     scores = gl.zeros((ROWS, TOKENS), gl.float32, _sums_layout(WARPS, TOKENS))
     turned = keys[0].index(slot).permute((1, 0))
-    scores = warpgroup_mma(asked[0].index(group), turned, scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(query, turned, scores, use_acc=False, is_async=True)
     if TAIL:
         turned = keys[1].index(slot).permute((1, 0))
-        scores = warpgroup_mma(asked[1].index(group), turned, scores, is_async=True)
+        scores = warpgroup_mma(query_tail, turned, scores, is_async=True)
     return scores
 
 
@@ -192,7 +193,7 @@ def _first_weights(scores, left, scale):
 @gluon.jit
 def _attend(
     rings, free, turn, pairs, picture, target, done, before,
-    TAIL: gl.constexpr, ALONE: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr,
+    TAIL: gl.constexpr, HELD: gl.constexpr, ALONE: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One group's queries. ALONE: it fetches its tiles; else another warp does, when ``free`` says that slots are.
     ``done`` queries, and ``before`` tiles of keys, came before these.
@@ -214,8 +215,14 @@ def _attend(
     mixed = gl.zeros((ROWS, WIDE), gl.float32, _sums_layout(WARPS, WIDE))
     mixed_tail = gl.zeros((ROWS, SPARE), gl.float32, _sums_layout(WARPS, SPARE))
     mbarrier.wait(asked[2].index(GROUP), done & 1)
+    query, query_tail = asked[0].index(GROUP), asked[1].index(GROUP)
+    if HELD:
+        QUERY: gl.constexpr = gl.DotOperandLayout(0, _sums_layout(WARPS, TOKENS), 2)
+        query = query.load(QUERY)
+        if TAIL:
+            query_tail = query_tail.load(QUERY)
     _await(keys, before)
-    scores = warpgroup_mma_wait(0, deps=[_start_scores(asked, GROUP, keys, before % STAGES, TAIL, WARPS)])
+    scores = warpgroup_mma_wait(0, deps=[_start_scores(query, query_tail, keys, before % STAGES, TAIL, WARPS)])
     weight, top, total = _first_weights(scores, end - begin - (number - 1) * TOKENS, scale)
     weight = _as_operand(weight, HALF, WARPS, WIDE)
     _await(values, before)
@@ -225,7 +232,7 @@ def _attend(
         if TURNS:
             # All tiles but a query's first; the first group's first turn need not be given.
             mbarrier.wait(turn.index(GROUP), (tile - done + GROUP) & 1)
-        started = _start_scores(asked, GROUP, keys, slot, TAIL, WARPS)
+        started = _start_scores(query, query_tail, keys, slot, TAIL, WARPS)
         mixing = warpgroup_mma(weight, values[0].index(slot_before), mixed, is_async=True)
         if TAIL:
             mixing_tail = warpgroup_mma(weight, values[1].index(slot_before), mixed_tail, is_async=True)
@@ -282,7 +289,8 @@ def _picture(tiles, count, item, size):
 
 @gluon.jit
 def _attend_all(
-    rings, free, turn, pairs, work, target, TAIL: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr
+    rings, free, turn, pairs, work, target,
+    TAIL: gl.constexpr, HELD: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One group's queries of all the program's items."""
     tiles, count, items, size = work
@@ -291,7 +299,7 @@ def _attend_all(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         picture = _picture(tiles, count, item, size)
         if picture[0] < picture[2]:
-            _attend(rings, free, turn, pairs, picture, target, done, before, TAIL, False, TURNS, GROUP)
+            _attend(rings, free, turn, pairs, picture, target, done, before, TAIL, HELD, False, TURNS, GROUP)
             done += 1
             before += gl.cdiv(picture[2] - picture[1], TOKENS)
 
@@ -326,7 +334,7 @@ def _fetch_all(rings, free, pairs, work, TAIL: gl.constexpr, GROUPS: gl.constexp
 @gluon.jit(do_not_specialize=["count", "items"])
 def _hopper_attention(
     query, query_tail, key, key_tail, value, value_tail, tiles, out, scale, out_row, count, items,
-    TAIL: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    TAIL: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """One tile of one picture's queries for one head, or a share of them."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -347,12 +355,12 @@ def _hopper_attention(
                 _fetch_tile(pairs[1], rings[1], tile, number, picture, TAIL)
                 if tile + 1 < STAGES:  # the last slot's comes in the first round, as all later ones
                     _fetch_tile(pairs[2], rings[2], tile, number, picture, TAIL)
-            _attend(rings, free, turn, pairs, picture, target, 0, 0, TAIL, True, False, 0)
+            _attend(rings, free, turn, pairs, picture, target, 0, 0, TAIL, HELD, True, False, 0)
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, TURNS, 0)),
-                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, TURNS, 1)),
+                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, HELD, TURNS, 0)),
+                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, HELD, TURNS, 1)),
                 (_fetch_all, (rings, free, pairs, work, TAIL, GROUPS)),
             ],
             [WARPS, 1],
@@ -361,9 +369,9 @@ def _hopper_attention(
     else:
         gl.warp_specialize(
             [
-                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, False, 0)),
-                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, False, 1)),
-                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, False, 2)),
+                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, HELD, False, 0)),
+                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, HELD, False, 1)),
+                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, HELD, False, 2)),
                 (_fetch_all, (rings, free, pairs, work, TAIL, GROUPS)),
             ],
             [WARPS, WARPS, 1],
