@@ -114,6 +114,17 @@ def test_the_stage_reads_both_from_the_environment_and_the_request(
         assert plan.as_numpy().tolist() == [[0, 1, *patches]]
 
 
+def test_the_stage_says_how_a_picture_is_cut_where_that_is_asked(
+    backend: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESSERA_CHECKPOINT", str(folder))
+    request = InferenceRequest([strings("image", PAGE, PAGE)], outputs=("CUT",))
+    (response,) = stage("config.pbtxt").execute([request])
+    cuts = {tensor.name(): tensor for tensor in response.output_tensors()}["CUT"].as_numpy()
+    view = {"width": 616, "height": 868, "rows": 31, "columns": 22}
+    assert json.loads(cuts[0]) == [{"tokens": 682, "unit": "image tokens", "policies": [], "views": [view]}] * 2
+
+
 def test_the_engine_passes_over_what_preprocess_reads() -> None:
     assert SamplingParameters.parse({"min_pixels": 784, "max_pixels": 7840}) == SamplingParameters()
 
