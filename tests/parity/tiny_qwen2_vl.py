@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from family import checkpoint_folders as folders
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
@@ -81,6 +82,21 @@ def edit(folder: Path, **changes: Any) -> Path:
         else:
             raw[name] = value
     folders.write(folder, "config.json", raw)
+    return folder
+
+
+def as_saved_by_4_52(folder: Path) -> Path:
+    """Weights by the names of transformers 4.52; of transformers 5 they have those of published files."""
+    tensors = load_file(folder / "model.safetensors")
+    begins = {"model.": "model.language_model.", "visual.": "model.visual.", "lm_head.": "lm_head."}
+    renamed = {
+        begins[begin] + name.removeprefix(begin): tensor
+        for name, tensor in tensors.items()
+        for begin in begins
+        if name.startswith(begin)
+    }
+    assert len(renamed) == len(tensors)
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

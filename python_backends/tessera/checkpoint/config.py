@@ -66,7 +66,9 @@ class CheckpointConfig:
     ``image_token_id`` is None where only the tokenizer knows it. ``conversation`` names the turn template of
     ``family/conversation.py``, None where the checkpoint has a chat template; ``system_message`` is config.json's own,
     unchecked, None where it states none. ``weight_names`` are the tables of ``split_names``, by part: "vision" and
-    "text". ``raw`` is config.json itself, ``processor`` as ``files.read_processor`` gives it.
+    "text". ``module_names``: (how stored names of modules may begin, what the checkpoint's own code has there), of
+    which the first that fits holds; where none does, modules are stored by their names. ``raw`` is config.json itself,
+    ``processor`` as ``files.read_processor`` gives it.
     """
 
     folder: Path
@@ -79,6 +81,7 @@ class CheckpointConfig:
     eos_token_ids: tuple[int, ...]
     raw: dict[str, Any]
     processor: dict[str, Any]
+    module_names: NameTable = ()
     pictures: Any = None
     conversation: str | None = None
     system_message: Any = None
