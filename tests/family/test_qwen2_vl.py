@@ -11,7 +11,7 @@ import pytest
 from fakes.backend import InferenceRequest, strings
 from preprocess import encoded_pictures as pictures
 from test_toy_family import stage
-from tiny_qwen2_vl import edit, write_folder
+from tiny_qwen2_vl import GROUP, edit, write_folder
 
 from tessera.errors import CheckpointError, ConfigError, InvalidRequest
 from tessera.family.family import View
@@ -19,7 +19,6 @@ from tessera.preprocess.decode import Limits
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
 from tessera.sampling import SamplingParameters
 
-GROUP = 28 * 28  # pixels
 PAGE = pictures.jpeg(620, 877)  # A4 at 75 dots per inch
 
 

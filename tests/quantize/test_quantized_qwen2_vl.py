@@ -11,8 +11,7 @@ import pytest
 import quantize_fakes
 import torch
 from safetensors.torch import load_file
-from test_qwen2_vl_inputs import LEAST, MOST, picture
-from tiny_qwen2_vl import as_saved_by_4_52, reference_processor, write_model
+from tiny_qwen2_vl import LEAST, MOST, as_saved_by_4_52, picture, reference_processor, write_model
 
 from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
