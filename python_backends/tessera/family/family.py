@@ -99,6 +99,10 @@ class ModelFamily(ABC):
         Raises InvalidRequest where the picture, or the policy, allows no plan.
         """
 
+    def largest_picture(self, policy: Any) -> int:
+        """What one picture may cost by ``policy``, if its tower takes it whole; 0 if it may be divided."""
+        return 0
+
     @abstractmethod
     def plan_of(self, wire: tuple[int, int, int]) -> ImagePlan:
         """The plan whose wire form this is. Raises InvalidRequest where there is none."""
