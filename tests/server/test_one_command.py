@@ -24,19 +24,16 @@ from tessera.launcher.process import command_line, model_of
 pytestmark = pytest.mark.server
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYOUTS = ("default", "hf_native", "internvl_chat", "internlm2", "qwen2_vl")
+LAYOUTS = ("hf_native", "internvl_chat", "qwen2_vl")
 
 
 def checkpoint(layout: str, folder: Path) -> Path:
-    if layout == "default":
-        return ROOT / "build" / "default_model" / "checkpoint"
     if layout == "qwen2_vl":
         write_model(folder / "qwen2_vl", min_pixels=784, max_pixels=100352)
         return folder / "qwen2_vl"
-    native = hf_native(folder / "native", Shape(text="llama" if layout == "internlm2" else "qwen2"))
     if layout == "hf_native":
-        return native
-    return as_internvl_chat(native, folder / "chat", text="internlm2" if layout == "internlm2" else "qwen2")
+        return hf_native(folder / "native", Shape())
+    return as_internvl_chat(hf_native(folder / "native", Shape(text="llama")), folder / "chat", text="internlm2")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
