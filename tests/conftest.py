@@ -18,6 +18,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels then run without a GPU
 
 
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # The same examples in every run, whatever a run before has found.
+    settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+    settings.load_profile("repeatable")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Exported graphs and measured choices of the tests stay out of the user's own cache."""
