@@ -66,7 +66,7 @@ class Block:
 
 
 def blocks(page: pypdfium2.PdfPage) -> list[Block]:
-    """A page's blocks in the order of the file, its pictures last. ``page`` must not be turned."""
+    """A page's blocks in the order of the file, but tables first and pictures last. ``page`` must not be turned."""
     origin, (width, height) = (page.get_bbox()[0], page.get_bbox()[3]), page.get_size()
     segments = [
         segment
@@ -78,8 +78,8 @@ def blocks(page: pypdfium2.PdfPage) -> list[Block]:
     usual = median(height for segment in segments for height in segment.heights)
     found = []
     for rows in _tables(segments, width):
-        table = [segment for row in rows for segment in row]
-        segments = [segment for segment in segments if not any(segment is cell for cell in table)]
+        cells = {id(cell) for row in rows for cell in row}
+        segments = [segment for segment in segments if id(segment) not in cells]
         found.append(_block("table", rows, width, height))
     for group in _groups(segments):
         for paragraph in _paragraphs(group):
@@ -129,12 +129,12 @@ def _tables(segments: Sequence[Segment], width: float) -> Iterator[list[list[Seg
             rows.append([cell])
     table: list[list[Segment]] = []
     for row in [*rows, []]:
-        if len(row) >= TABLE and (not table or row[0].top - table[-1][0].bottom < ROW_GAP * row[0].height):
-            table.append(sorted(row, key=lambda cell: cell.left))
-        elif len(row) >= TABLE or not row or (table and row[0].top - table[-1][0].bottom > ROW_GAP * row[0].height):
+        if table and not (row and row[0].top - table[-1][0].bottom < ROW_GAP * row[0].height):
             if len(table) >= TABLE:
                 yield table
-            table = [sorted(row, key=lambda cell: cell.left)] if len(row) >= TABLE else []
+            table = []
+        if len(row) >= TABLE:
+            table.append(sorted(row, key=lambda cell: cell.left))
 
 
 def _middle(segment: Segment) -> float:
@@ -213,6 +213,6 @@ def _block(kind: str, rows: Sequence[Sequence[Segment]], width: float, height: f
 
 def _thousandths(box: tuple[float, float, float, float], width: float, height: float) -> tuple[int, int, int, int]:
     """Of the page, no side of no length."""
-    left, top = (min(999, max(0, int(1000 * side / size))) for side, size in zip(box[:2], (width, height)))
-    right, bottom = (min(1000, -int(-1000 * side // size)) for side, size in zip(box[2:], (width, height)))
+    left, top = (min(999, max(0, round(1000 * side / size))) for side, size in zip(box[:2], (width, height)))
+    right, bottom = (min(1000, max(0, round(1000 * side / size))) for side, size in zip(box[2:], (width, height)))
     return left, top, max(right, left + 1), max(bottom, top + 1)

@@ -120,15 +120,18 @@ class ReplaySet:
                 told = json.loads(file.read("set.json"))
         except (zipfile.BadZipFile, KeyError) as error:
             raise ValueError(f"{path.name} is no set of pages: {error}") from None
-        self.client = Client(**told["client"])
-        self.pages = [
-            Page(page["name"], tuple(Request(**request) for request in page["requests"])) for page in told["pages"]
-        ]
+        client, pages = told["client"], told["pages"]
+        self.client = Client(**client | {"layout_size": tuple(client["layout_size"])})
+        self.pages = [Page(page["name"], tuple(map(_request, page["requests"]))) for page in pages]
 
     def picture(self, number: int) -> Image.Image:
         """A page as it was rendered, RGB."""
         with zipfile.ZipFile(self._path) as file:
             return Image.open(io.BytesIO(file.read(f"{number}.webp"))).convert("RGB")
+
+
+def _request(told: dict[str, Any]) -> Request:
+    return Request(told["kind"], told["tokens"], told["box"] and tuple(told["box"]))
 
 
 def write(path: Path, client: Client, pages: Iterable[tuple[Page, Image.Image]]) -> None:
