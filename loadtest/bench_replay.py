@@ -135,7 +135,7 @@ class Reader:
         page = in_turn(turn, len(pages.pages))
         request = pages.pages[page].requests[number]
         picture = picture_file(self._folder, page, number).read_bytes()
-        messages = pages.client.messages(request, marked(picture, f"{self._seed} {turn}"))
+        messages = pages.client.messages(request, marked(picture, f"{self._seed} {turn} {number}"))
         sampling, first, parts = pages.client.sampling(request), None, 0
         with self._slots:
             began = time.perf_counter()
