@@ -190,7 +190,8 @@ def _kind(group: Sequence[Segment], usual: float, height: float) -> str:
 def _pictures(
     page: pypdfium2.PdfPage, origin: tuple[float, float], width: float, height: float
 ) -> Iterator[tuple[float, float, float, float]]:
-    for each in page.get_objects(filter=[raw.FPDF_PAGEOBJ_IMAGE], max_depth=3):
+    # Not those within forms, whose places are not the page's.
+    for each in page.get_objects(filter=[raw.FPDF_PAGEOBJ_IMAGE], max_depth=1):
         left, bottom, right, top = each.get_bounds()
         left, right = max(0.0, left - origin[0]), min(width, right - origin[0])
         top, bottom = max(0.0, origin[1] - top), min(height, origin[1] - bottom)
