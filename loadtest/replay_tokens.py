@@ -1,7 +1,7 @@
 """How many tokens MinerU2.5 would answer with: counted with Qwen's published vocabulary, which its tokenizer has.
 
 Qwen2's merges are those of Qwen's `qwen.tiktoken`, a line for each token (base64, rank), which the package dashscope
-ships; its pieces are cut by the pattern below.
+ships; pieces of text are cut by the pattern below.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ import base64
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
+from unicodedata import normalize
 
-import regex
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 
-PIECE = regex.compile(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PIECE = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+PIECES = Split(Regex(PIECE), "isolated")
 SPECIALS_OF_A_BOX = 5  # <|box_start|> <|box_end|> <|ref_start|> <|ref_end|> <|rotate_up|>
 
 
@@ -29,7 +33,7 @@ class Tokens:
 
     def count(self, text: str) -> int:
         """Of plain text."""
-        return sum(self._piece(piece) for piece in PIECE.findall(text))
+        return sum(self._piece(piece) for piece, _ in PIECES.pre_tokenize_str(normalize("NFC", text)))
 
     def layout(self, boxes: Sequence[tuple[str, Sequence[int]]]) -> int:
         """Of the layout answer with these types and boxes: a line each, of four numbers of three digits."""
