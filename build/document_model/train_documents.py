@@ -162,6 +162,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     held_out = HeldOut(arguments.held_out, tokens)
     trainer = Trainer(tokens, device, arguments.lr, arguments.compile)
     torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans 15 ms for every new shape, and nearly every chunk is one
     if first:
         trainer.load_state(state)
     began = reported = saved = checked = time.monotonic()
