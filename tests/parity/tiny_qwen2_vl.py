@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from document_shape import StillProcessor
 from family import checkpoint_folders as folders
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 # As the model's authors describe theirs (no published file was read): it numbers pictures where it is asked to.
 TEMPLATE = (
@@ -142,14 +142,6 @@ def picture(width: int, height: int, seed: int) -> tuple[bytes, Image.Image]:
     image, stream = Image.fromarray(np.clip(ramp + noise, 0, 255).astype(np.uint8)), io.BytesIO()
     image.save(stream, "PNG")
     return stream.getvalue(), image
-
-
-class StillProcessor(Qwen2VLProcessor):
-    """transformers' processor without its video half, which wants torchvision."""
-
-    @classmethod
-    def get_attributes(cls) -> list[str]:
-        return ["image_processor", "tokenizer"]
 
 
 def reference_processor(folder: Path, min_pixels: int, max_pixels: int) -> StillProcessor:
