@@ -174,6 +174,8 @@ BOX_WEIGHT = 10.0
 """Of distances in parts of a page, which count in hundredths."""
 ROW_WEIGHT = 4.0
 """A row stands for four patches."""
+SIDE = 0.05
+"""Parts of a page that a unit of the head's answer is: a step of AdamW at its full rate moves that by tenths."""
 DIGITS = 12
 NONE = -100  # cross_entropy's mark of what does not count
 
@@ -220,6 +222,8 @@ class DenseHead(nn.Module):
         self.patch = nn.Linear(width, kinds + 1 + 2 + 2 * 4)
         self.parts = [kinds + 1, 10 * DIGITS, 4]
         self.row = nn.Linear(text_width, 2 * 2 * sum(self.parts))
+        for layer in (self.character, self.patch, self.row):  # a fresh head must not mislead a trained model
+            nn.init.zeros_(layer.weight)
         self.register_buffer("rare", torch.tensor(10.0), persistent=False)  # a page has few corners
 
     def layout_loss(self, states: torch.Tensor, rows: torch.Tensor, held: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -234,7 +238,7 @@ class DenseHead(nn.Module):
             corners, goal[..., [BEGINS, ENDS]].float(), reduction="sum", pos_weight=self.rare
         )
         middles = (held["places"].flip(-1) + 0.5) / math.isqrt(goal.shape[1])
-        sides = sides.unflatten(-1, (2, 4)) + middles.repeat(1, 1, 2)[:, :, None]
+        sides = SIDE * sides.unflatten(-1, (2, 4)) + middles.repeat(1, 1, 2)[:, :, None]
         near = _distance(sides, torch.stack((own, before), 2))
 
         both = torch.stack(_blocks_of(blocks, row_numbers(goal[..., NUMBER])), -2)
@@ -246,7 +250,7 @@ class DenseHead(nn.Module):
         spelt = torch.stack((box // 100, box // 10 % 10, box % 10), -1)
         spelt = torch.where(kind[..., None, None] > 0, spelt, NONE).flatten()
         spelling = F.cross_entropy(digits.reshape(-1, 10), spelt, ignore_index=NONE, reduction="sum") / DIGITS
-        far = _distance(sides, both)
+        far = _distance(SIDE * sides, both)
         return covers + ends + BOX_WEIGHT * near + ROW_WEIGHT / 2 * (named + spelling + BOX_WEIGHT * far)
 
 
