@@ -38,7 +38,7 @@ from transformers import Qwen2VLForConditionalGeneration
 
 from pages import KINDS
 
-LOSSES = {"read": 1.0, "letters": 0.5, "layout": 1.0, "blocks": 0.5, "looking": 1.0}
+LOSSES = {"read": 1.0, "letters": 0.5, "layout": 3.0, "blocks": 0.25, "looking": 1.0}
 """Their weights: of answers and patches of crops; of answers and patches of pages, and of where answers look there."""
 PATCH_LOSSES = ("letters", "blocks")
 
