@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tessera.tritonserver.deadline import deadline_exceeded, is_over
 from tessera.tritonserver.failures import error_response, log_exception
 from tessera.tritonserver.metrics import Gauge, show_weights
 from tessera.tritonserver.responder import Responder
+from tessera.tritonserver.rows import packed
 from tessera.tritonserver.server_log import write_to_server_log
 from tessera.tritonserver.settings import StageSettings
 from tessera.vision.dispatch import LocalDispatcher
@@ -35,7 +37,7 @@ class TritonPythonModel:
         heaps.one_per_core()  # what one thread allocates, another sends and frees
         write_to_server_log("vision_encoder")
         stage = StageSettings(args)
-        settings = stage.read(VisionSettings)
+        settings = replace(stage.read(VisionSettings), tile_policy=stage.tile_policy)
         url = settings.vision_url
         self._dispatcher = RemoteDispatcher(url) if url else local_dispatcher(stage.checkpoint, settings)
 
@@ -133,5 +135,5 @@ def _response(rows: torch.Tensor | None, stamps: list[int]) -> Any:
     outputs = [tensors.output("STAMPS", np.array([stamps], dtype=np.int64))]
     if rows is not None:
         # The tensor itself, not a capsule: only then are the streams of a GPU synchronised.
-        outputs.append(pb_utils.Tensor.from_dlpack("EMBEDDINGS", rows.to(torch.bfloat16).contiguous()))
+        outputs.append(pb_utils.Tensor.from_dlpack("EMBEDDINGS", packed(rows)))
     return pb_utils.InferenceResponse(output_tensors=outputs)
