@@ -45,7 +45,7 @@ _COUNTERS = {
 
 
 class MetricsPage:
-    """Publishes what ``counts`` returns, an EngineProcess's, and what its GPU draws, if there is a ``meter``; one thread of
+    """Publishes what ``counts`` returns, an EngineProcess's, and what its GPU draws, by ``meter``; one thread of
     its own, ended by close()."""
 
     def __init__(self, counts: Callable[[], dict[str, int]], meter: GpuMeter | None = None) -> None:
