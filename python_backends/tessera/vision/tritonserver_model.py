@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class TritonPythonModel:
         heaps.one_per_core()  # what one thread allocates, another sends and frees
         write_to_server_log("vision_encoder")
         stage = StageSettings(args)
-        settings = stage.read(VisionSettings)
+        settings = replace(stage.read(VisionSettings), tile_policy=stage.tile_policy)
         url = settings.vision_url
         self._dispatcher = RemoteDispatcher(url) if url else local_dispatcher(stage.checkpoint, settings)
 

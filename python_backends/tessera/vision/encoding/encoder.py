@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig, read_config
-from tessera.errors import InvalidRequest
+from tessera.errors import ConfigError, InvalidRequest
 from tessera.family.family import ModelFamily
 from tessera.family.registry import family_for
 from tessera.vision.decoding.decoder import GpuDecoder
@@ -79,6 +79,7 @@ class VisionEncoder:
         budget: for rows on their way out; without one there is no limit.
         decoder: of pictures that travel encoded; without one they are refused.
         weights: what the runner keeps, for people: the kind of its weights, and bytes.
+        largest_picture: what one picture may cost even if a forward takes less of several.
     """
 
     runner: Runner
@@ -89,6 +90,7 @@ class VisionEncoder:
     budget: RowBudget = field(default_factory=lambda: RowBudget(bytes_per_unit=0))
     decoder: GpuDecoder | None = None
     weights: tuple[str, int] = ("", 0)
+    largest_picture: int = 0
 
     @classmethod
     def from_checkpoint(
@@ -103,7 +105,11 @@ class VisionEncoder:
         runner, kept = load_runner(config, settings)
         tower, family = runner.tower, family_for(config)
         batch = settings.infer_batch_size * tower.batch_unit
-        largest = max(batch, tower.max_cost)
+        try:
+            largest_picture = family.largest_picture(family.policy({"tile_policy": settings.tile_policy}))
+        except InvalidRequest as error:
+            raise ConfigError(f"vision_encoder: {error}") from None
+        largest = max(batch, largest_picture)
         parts = {
             "weights": kept,
             "activations": runner.activation_bytes(largest),
@@ -116,7 +122,8 @@ class VisionEncoder:
             parts["decoding"] = settings.decode_bytes
         (rows, hidden), dtype = tower.row_shape, getattr(torch, settings.dtype)
         each = COPIES_OF_ROWS * rows * hidden * dtype.itemsize
-        budget = row_budget(settings.memory_bytes, parts, each, largest, family.cost_unit)
+        remedy = "" if largest == batch else f", or {family.for_less} in preprocess.tile_policy"
+        budget = row_budget(settings.memory_bytes, parts, each, largest, family.cost_unit, remedy)
         cache = EmbeddingCache(settings.cache_bytes, hidden, dtype, settings.device)
         return cls(
             runner,
@@ -127,6 +134,7 @@ class VisionEncoder:
             budget,
             decoder,
             ("fp8" if in_fp8(tower) else settings.dtype, kept),
+            largest_picture,
         )
 
     def encode(self, items: Sequence[VisionItem]) -> list[torch.Tensor | None]:
@@ -162,12 +170,12 @@ class VisionEncoder:
         """Raises InvalidRequest when an item's pixels, plan and digest do not agree or it can never fit."""
         pictures, tower = pictures_of(item, self.family, self.decoder), self.runner.tower
         self.budget.check(_cost(pictures))
-        most = max(self.infer_batch_size, tower.max_cost)
+        most = max(self.infer_batch_size, self.largest_picture)
         for number, picture in enumerate(pictures):
             if not tower.splits and picture.plan.cost > most:
                 raise InvalidRequest(
                     f"picture {number} costs {picture.plan.cost} {self.family.cost_unit}; the vision tower takes at "
-                    f"most {most} at once: send a smaller picture, or raise visual_infer_batch_size"
+                    f"most {most} at once: {self.family.for_less}, or raise visual_infer_batch_size"
                 )
         return pictures
 
