@@ -319,7 +319,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=65, help="no new plan is tried after that many")
     parser.add_argument("--pictures", action="store_true")
-    parser.add_argument("--ways", default="", help="with --pictures: only those whose names contain this")
     arguments = parser.parse_args()
     bench = Bench(arguments.seconds)
     warnings.simplefilter("ignore")  # torch's, on kernels that refuse
@@ -327,7 +326,7 @@ def main() -> int:
         copy, product = ceilings()
         print(f"{torch.cuda.get_device_name()}: copy {copy:.0f} GB/s, bf16 product {product:.0f} TFLOP/s", flush=True)
         if arguments.pictures:
-            picture_attention.table(bench.late, arguments.ways)
+            picture_attention.table(bench.late)
             return 0
         bench.decode()
         bench.prefill()

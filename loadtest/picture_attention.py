@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend
 
 from tessera.measured_choices import graph_milliseconds
 from tessera.vision.kernels.attention import Attend, Within, attend_in_triton, attend_within
-from tessera.vision.kernels.hopper_plans import HOPPER_PLANS
 from tessera.vision.kernels.tower_kernels import within_ways
 from tessera.vision.kernels.varlen_attention import PLANS, AttentionPlan
 
@@ -37,29 +36,23 @@ BATCHES = {
 SWEEP = [
     AttentionPlan(*numbers)
     for numbers in (
-        *((128, 64, 4, 3, None, True), (128, 128, 8, 2, None, True), (64, 64, 4, 3, None, True)),
         *((128, 64, 8, 3), (128, 64, 8, 4), (64, 128, 4, 2), (64, 64, 4, 4), (128, 64, 4, 2), (128, 64, 4, 4)),
         *((128, 128, 8, 2, 128), (128, 128, 8, 3), (64, 128, 4, 3), (128, 32, 4, 4), (256, 64, 8, 3), (64, 64, 4, 2)),
     )
 ]
 
 
-def table(late: Callable[[], bool], named: str = "") -> None:
-    """Prints it, and the figure of the seed's shape; no plan beyond those that serve is tried once it is ``late``.
-    ``named``: only ways whose names contain that, and no figure."""
-    serving = within_ways(True)
-    ways = serving | {f"gluon {plan}": partial(attend_in_triton, plan=plan) for plan in HOPPER_PLANS}
-    ways |= {f"triton {plan}": partial(attend_in_triton, plan=plan) for plan in SWEEP}
+def table(late: Callable[[], bool]) -> None:
+    """Prints it, and the figure of the seed's shape; no plan beyond those that serve is tried once it is ``late``."""
+    ways = within_ways(DEVICE, True) | {f"triton {plan}": partial(attend_in_triton, plan=plan) for plan in SWEEP}
     inputs = {name: _random(lengths) for name, lengths in BATCHES.items()}
     exact = {name: _exact(lengths, inputs[name]) for name, lengths in BATCHES.items()}
     print(f"\nattention within pictures, {HEADS} heads of {SIZE}: ms, TFLOP/s, error")
     print("the seed's table, 4090D: " + ", ".join(f"{name} {ms} ms" for name, ms in SEEDS_TABLE.items()))
-    print(" " * 30 + "".join(f"{name:>22}" for name in BATCHES), flush=True)
+    print(" " * 22 + "".join(f"{name:>22}" for name in BATCHES), flush=True)
     at_seed: dict[str, float] = {}
-    for name, way in ways.items():
-        if named not in name:
-            continue
-        if name not in serving and late():
+    for number, (name, way) in enumerate(ways.items()):
+        if number >= len(ways) - len(SWEEP) and late():
             print("no time for the rest")
             break
         cells = []
@@ -75,9 +68,7 @@ def table(late: Callable[[], bool], named: str = "") -> None:
                 at_seed[name] = ms
             flop = 4 * sum(length**2 for length in lengths) * HEADS * SIZE
             cells.append(f"{ms:.3f} {flop / ms / 1e9:.0f} {error:.4f}" + " WRONG" * (not error < 1e-2))
-        print(f"{name:30}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
-    if named:
-        return
+        print(f"{name:22}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
     print(f"the first of a new length: cudnn {_first_ms('cudnn'):.1f} ms, triton {_first_ms('triton'):.1f} ms")
     best = min(at_seed, key=at_seed.__getitem__)
     figures.emit(

@@ -131,7 +131,7 @@ class _Jit:
         return self.function(*args, **named)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, maxnreg: int | None, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
             given = [_Pointer(value.view(-1)) if isinstance(value, torch.Tensor) else value for value in args]
             for place in itertools.product(*map(range, grid)):
                 self.start(grid, place, num_warps, lambda: self.function(*given, **constants))
@@ -186,9 +186,7 @@ def load_without_gpu(path: Path, monkeypatch: Any) -> ModuleType:
         if failures:
             raise failures[0]
 
-    def copy(source: _Descriptor, at: list[int], barrier: _Barrier, slot: _Shared, pred: bool = True) -> None:
-        if not pred:
-            return
+    def copy(source: _Descriptor, at: list[int], barrier: _Barrier, slot: _Shared) -> None:
         with current.world.changed:
             slot.parts.fill_(NAN)
             (first, column), (rows, columns) = at, source.block_shape

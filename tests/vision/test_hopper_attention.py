@@ -15,14 +15,12 @@ pytest.importorskip("triton", reason="the kernels are written in triton, which i
 
 from tessera.vision.kernels import hopper_attention as compiled
 from tessera.vision.kernels.attention import attend_within
-from tessera.vision.kernels.hopper_plans import HOPPER_PLANS, HopperPlan
+from tessera.vision.kernels.hopper_plans import HopperPlan
 from tessera.vision.kernels.varlen_attention import query_tiles
 
 CPU = torch.device("cpu")
 MIXES = [[4], [16], [32, 32], [100], [4, 40, 1, 33, 64, 4]]
-#: numbers of a plan: rows, tokens, warps, stages, groups, turns, registers, programs, held
-PLANS = [(32, 16, 4, 2), (32, 16, 4, 3), (32, 16, 4, 4, 2), (32, 16, 4, 2, 2, True), (48, 16, 4, 2, 3)]
-PLANS += [(32, 16, 4, 2, 2, True, None, 3), (48, 16, 4, 4, 3, False, None, 2, True)]
+PLANS = [HopperPlan(programs, 32, 16, 4, stages) for programs, stages in ((1, 2), (3, 3), (99, 2), (2, 4))]
 
 
 @pytest.fixture
@@ -34,21 +32,21 @@ def heads_of(patches, size):
     return torch.randn(patches, 3, 2, size, generator=torch.Generator().manual_seed(0)) * 2
 
 
-@pytest.mark.parametrize("numbers", PLANS, ids=str)
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
 @pytest.mark.parametrize("size", [16, 80])
 @pytest.mark.parametrize("lengths", MIXES, ids=str)
-def test_pictures_of_any_sizes(kernel, lengths, size, numbers):
-    qkv, plan = heads_of(sum(lengths), size), HopperPlan(*numbers)
+def test_pictures_of_any_sizes(kernel, lengths, size, plan):
+    qkv = heads_of(sum(lengths), size)
     tiles = torch.from_numpy(query_tiles(lengths, plan.rows))
     more = torch.cat((tiles, torch.zeros(2, 3, dtype=torch.int32)))
     actual = kernel.hopper_attention(*qkv.unbind(1), more, plan)
     torch.testing.assert_close(actual, attend_within(lengths, CPU)(*qkv.unbind(1)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("numbers", PLANS, ids=str)
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
 @pytest.mark.parametrize("length", [20, 33])
-def test_a_neighbours_not_a_numbers_stay_there(kernel, length, numbers):
-    lengths, plan = [length, 20, length], HopperPlan(*numbers)
+def test_a_neighbours_not_a_numbers_stay_there(kernel, length, plan):
+    lengths = [length, 20, length]
     qkv = heads_of(sum(lengths), 80)
     expected = attend_within(lengths, CPU)(*qkv.unbind(1))
     qkv[length : length + 20] = float("nan")
@@ -58,16 +56,9 @@ def test_a_neighbours_not_a_numbers_stay_there(kernel, length, numbers):
     assert actual[length : length + 20].isnan().all()
 
 
-@pytest.mark.parametrize("wrong", [{"groups": 4}, {"groups": 3, "turns": True}, {"groups": 1, "programs": 2}], ids=str)
-def test_plans_that_the_kernel_does_not_know_are_refused(wrong):
-    with pytest.raises(ValueError, match="no plan of hopper_attention"):
-        HopperPlan(192, 64, 4, 2, **wrong)
-
-
 def test_compiles_for_hopper():
-    """On any machine: a plan of each number of groups."""
-    plans = {plan.groups: str(plan) for plan in reversed(HOPPER_PLANS)}.values()
+    """On any machine."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = [sys.executable, str(Path(__file__).with_name("compile_hopper_attention.py")), *plans]
+    script = [sys.executable, str(Path(__file__).with_name("compile_hopper_attention.py"))]
     done = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -21,7 +19,6 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 # The interpreter computes bfloat16 wrongly without saying so.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * HAS_GPU
 PLAN = AttentionPlan(rows=32, tokens=16, warps=4, stages=2)
-APART = replace(PLAN, apart=True)
 MIXES = [[4], [16], [32, 32], [4, 40, 1, 33, 64, 4]]
 
 
@@ -34,11 +31,10 @@ def heads_of(patches, heads, size, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [16, 64, 80])
 @pytest.mark.parametrize("lengths", MIXES, ids=str)
-@pytest.mark.parametrize("plan", [PLAN, APART], ids=str)
-def test_pictures_of_any_sizes_in_one_launch(plan, dtype, size, lengths):
+def test_pictures_of_any_sizes_in_one_launch(dtype, size, lengths):
     qkv = heads_of(sum(lengths), 2, size, dtype)
     expected = attend_within(lengths, DEVICE)(*qkv.double().unbind(1)).to(dtype)
-    actual = attend_in_triton(lengths, DEVICE, plan)(*qkv.unbind(1))
+    actual = attend_in_triton(lengths, DEVICE, PLAN)(*qkv.unbind(1))
     assert actual.is_contiguous() and actual.dtype == dtype
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(actual, expected, rtol=4 * step, atol=max(4 * step, 1e-5))
@@ -52,14 +48,13 @@ def test_large_scores_are_no_reason_to_overflow():
 
 
 @pytest.mark.parametrize("length", [20, 33])
-@pytest.mark.parametrize("plan", [PLAN, APART], ids=str)
-def test_a_neighbours_not_a_numbers_stay_there(plan, length):
+def test_a_neighbours_not_a_numbers_stay_there(length):
     lengths = [length, 20, length]
     qkv = heads_of(sum(lengths), 2, 80)
     qkv[length : length + 20] = float("nan")
     own = torch.cat((qkv[:length], qkv[length + 20 :]))
     expected = attend_within([length, length], DEVICE)(*own.unbind(1))
-    actual = attend_in_triton(lengths, DEVICE, plan)(*qkv.unbind(1))
+    actual = attend_in_triton(lengths, DEVICE, PLAN)(*qkv.unbind(1))
     torch.testing.assert_close(torch.cat((actual[:length], actual[length + 20 :])), expected, rtol=1e-5, atol=1e-5)
     assert actual[length : length + 20].isnan().all()
 
@@ -120,5 +115,5 @@ def test_turns_of_other_patches_are_refused(turns):
 
 
 def test_ways_for_pictures_of_one_size_are_more():
-    equal, mixed = within_ways(True), within_ways(False)
+    equal, mixed = within_ways(DEVICE, True), within_ways(DEVICE, False)
     assert set(equal) - set(mixed) == {"cudnn", "flash"} and mixed["default"] is PLAIN.attend_within

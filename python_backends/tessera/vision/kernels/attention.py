@@ -95,6 +95,18 @@ def attend_in_triton(lengths: Sequence[int], device: torch.device, plan: Attenti
     return attend_pictures
 
 
+def plans_of_ours(device: torch.device) -> dict[str, AttentionPlan | HopperPlan]:
+    """Of attend_in_triton, by name; the more on a Hopper GPU."""
+    from tessera.vision.kernels.hopper_plans import HopperPlan
+    from tessera.vision.kernels.varlen_attention import PLANS
+
+    plans: dict[str, AttentionPlan | HopperPlan] = {f"triton {plan}": plan for plan in PLANS}
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
+        plan = HopperPlan(torch.cuda.get_device_properties(device).multi_processor_count)
+        plans[f"gluon {plan}"] = plan
+    return plans
+
+
 def attend_class_apart(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fp8: bool = False
 ) -> torch.Tensor | Fp8Rows:

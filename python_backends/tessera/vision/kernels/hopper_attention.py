@@ -3,7 +3,8 @@
 The contract is :func:`~tessera.vision.kernels.varlen_attention.varlen_attention`'s, for 16-bit dtypes. The kernels are
 written in Gluon, Triton's language without its scheduler, since the order is what matters: the products of the next
 scores and those of the last weights with their values are started together (wgmma), and while the second run, the
-softmax of the first is computed (the pipeline within a warpgroup of FlashAttention-3, Shah et al., 2024).
+softmax of the first is computed (the pipeline within a warpgroup of FlashAttention-3, Shah et al., 2024). Two groups of
+warps take turns to start theirs, a third fetches the tiles, and a program takes one tile of queries after the other.
 
 Only the first tile of keys is masked: it takes what the others, all full, leave of the picture.
 """
@@ -45,11 +46,11 @@ def hopper_attention(
         return out
     described = [
         _described(rows, count, columns)
-        for rows, count in ((query, plan.rows // plan.groups), (key, plan.tokens), (value, plan.tokens))
+        for rows, count in ((query, plan.rows // 2), (key, plan.tokens), (value, plan.tokens))
         for columns in (wide, tail or wide)
     ]
     items = len(tiles) * heads
-    _hopper_attention[(min(items, plan.programs or items),)](
+    _hopper_attention[(min(items, plan.programs),)](
         *described,
         tiles,
         out,
@@ -59,11 +60,7 @@ def hopper_attention(
         items,
         TAIL=tail,
         STAGES=plan.stages,
-        GROUPS=plan.groups,
-        TURNS=plan.turns,
-        HELD=plan.held,
         num_warps=plan.warps,
-        maxnreg=plan.registers,
     )
     return out
 
@@ -110,25 +107,15 @@ def _ring(pair, TAIL: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(pair, ring, slot, place, column, needed, TAIL: gl.constexpr):
+def _fetch(pair, ring, slot, place, column, TAIL: gl.constexpr):
     """Starts to fetch a tile into a slot."""
     COUNT: gl.constexpr = pair[0].block_shape[0]
     WIDE: gl.constexpr = pair[0].block_shape[1]
     arrived = ring[2].index(slot)
-    mbarrier.expect(arrived, 2 * COUNT * (WIDE + TAIL), pred=needed)
-    tma.async_copy_global_to_shared(pair[0], [place, column], arrived, ring[0].index(slot), pred=needed)
+    mbarrier.expect(arrived, 2 * COUNT * (WIDE + TAIL))
+    tma.async_copy_global_to_shared(pair[0], [place, column], arrived, ring[0].index(slot))
     if TAIL:
-        tma.async_copy_global_to_shared(pair[1], [place, column + WIDE], arrived, ring[1].index(slot), pred=needed)
-
-
-@gluon.jit
-def _fetch_tile(pair, ring, tile, number, picture, TAIL: gl.constexpr):
-    """The same for a tile of a picture's keys or values, if it has so many."""
-    _, begin, end, column = picture
-    COUNT: gl.constexpr = pair[0].block_shape[0]
-    STAGES: gl.constexpr = ring[0].shape[0]
-    place = gl.maximum(end - (number - tile) * COUNT, begin)
-    _fetch(pair, ring, tile % STAGES, place, column, tile < number, TAIL)
+        tma.async_copy_global_to_shared(pair[1], [place, column + WIDE], arrived, ring[1].index(slot))
 
 
 @gluon.jit
@@ -191,12 +178,9 @@ def _first_weights(scores, left, scale):
 
 
 @gluon.jit
-def _attend(
-    rings, free, turn, pairs, picture, target, done, before,
-    TAIL: gl.constexpr, HELD: gl.constexpr, ALONE: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """One group's queries. ALONE: it fetches its tiles; else another warp does, when ``free`` says that slots are.
-    ``done`` queries, and ``before`` tiles of keys, came before these.
+def _attend(rings, free, turn, picture, target, done, before, TAIL: gl.constexpr, GROUP: gl.constexpr):
+    """One group's queries; ``free`` tells the warp that fetches which slots are. ``done`` queries, and ``before`` tiles
+    of keys, came before these.
 
     In flight at a time: this tile's scores, and the last tile's weights times its values.
     """
@@ -216,11 +200,6 @@ def _attend(
     mixed_tail = gl.zeros((ROWS, SPARE), gl.float32, _sums_layout(WARPS, SPARE))
     mbarrier.wait(asked[2].index(GROUP), done & 1)
     query, query_tail = asked[0].index(GROUP), asked[1].index(GROUP)
-    if HELD:
-        QUERY: gl.constexpr = gl.DotOperandLayout(0, _sums_layout(WARPS, TOKENS), 2)
-        query = query.load(QUERY)
-        if TAIL:
-            query_tail = query_tail.load(QUERY)
     _await(keys, before)
     scores = warpgroup_mma_wait(0, deps=[_start_scores(query, query_tail, keys, before % STAGES, TAIL, WARPS)])
     weight, top, total = _first_weights(scores, end - begin - (number - 1) * TOKENS, scale)
@@ -229,23 +208,17 @@ def _attend(
     for tile in range(before + 1, before + number):
         slot, slot_before = tile % STAGES, (tile - 1) % STAGES
         _await(keys, tile)
-        if TURNS:
-            # All tiles but a query's first; the first group's first turn need not be given.
-            mbarrier.wait(turn.index(GROUP), (tile - done + GROUP) & 1)
+        # All tiles but a query's first; the first group's first turn need not be given.
+        mbarrier.wait(turn.index(GROUP), (tile - done + GROUP) & 1)
         started = _start_scores(query, query_tail, keys, slot, TAIL, WARPS)
         mixing = warpgroup_mma(weight, values[0].index(slot_before), mixed, is_async=True)
         if TAIL:
             mixing_tail = warpgroup_mma(weight, values[1].index(slot_before), mixed_tail, is_async=True)
         # All warps have done with the last round, and so with its keys and with the values of the one before.
         gl.thread_barrier()
-        if TURNS:
-            mbarrier.arrive(turn.index(1 - GROUP))
-        if ALONE:
-            _fetch_tile(pairs[1], keys, tile - 1 + STAGES, number, picture, TAIL)
-            _fetch_tile(pairs[2], values, tile - 2 + STAGES, number, picture, TAIL)
-        else:
-            mbarrier.arrive(free[0].index(slot_before))
-            mbarrier.arrive(free[1].index((tile + STAGES - 2) % STAGES), pred=tile > before + 1)
+        mbarrier.arrive(turn.index(1 - GROUP))
+        mbarrier.arrive(free[0].index(slot_before))
+        mbarrier.arrive(free[1].index((tile + STAGES - 2) % STAGES), pred=tile > before + 1)
         # The second wait takes the weights too and follows a loop (of the wait for values), or the compilers move it to
         # before the softmax.
         if TAIL:
@@ -269,12 +242,11 @@ def _attend(
         mixed, mixed_tail = warpgroup_mma_wait(0, deps=[mixing, mixing_tail])
     else:
         mixed = warpgroup_mma_wait(0, deps=[mixing])
-    if not ALONE:
-        gl.thread_barrier()
-        mbarrier.arrive(free[0].index(last))
-        mbarrier.arrive(free[1].index((last + STAGES - 1) % STAGES), pred=number > 1)
-        mbarrier.arrive(free[1].index(last))
-        mbarrier.arrive(free[2].index(GROUP))
+    gl.thread_barrier()
+    mbarrier.arrive(free[0].index(last))
+    mbarrier.arrive(free[1].index((last + STAGES - 1) % STAGES), pred=number > 1)
+    mbarrier.arrive(free[1].index(last))
+    mbarrier.arrive(free[2].index(GROUP))
     if TAIL:
         _store(out, mixed_tail, total, first, end, column + WIDE, out_row)
     _store(out, mixed, total, first, end, column, out_row)
@@ -288,10 +260,7 @@ def _picture(tiles, count, item, size):
 
 
 @gluon.jit
-def _attend_all(
-    rings, free, turn, pairs, work, target,
-    TAIL: gl.constexpr, HELD: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
+def _attend_all(rings, free, turn, work, target, TAIL: gl.constexpr, GROUP: gl.constexpr):
     """One group's queries of all the program's items."""
     tiles, count, items, size = work
     TOKENS: gl.constexpr = rings[1][0].shape[1]
@@ -299,14 +268,14 @@ def _attend_all(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         picture = _picture(tiles, count, item, size)
         if picture[0] < picture[2]:
-            _attend(rings, free, turn, pairs, picture, target, done, before, TAIL, HELD, False, TURNS, GROUP)
+            _attend(rings, free, turn, picture, target, done, before, TAIL, GROUP)
             done += 1
             before += gl.cdiv(picture[2] - picture[1], TOKENS)
 
 
 @gluon.jit
-def _fetch_all(rings, free, pairs, work, TAIL: gl.constexpr, GROUPS: gl.constexpr):
-    """Fetches the groups' queries, and tile by tile the keys and values, into slots that all groups have read."""
+def _fetch_all(rings, free, pairs, work, TAIL: gl.constexpr):
+    """Fetches the groups' queries, and tile by tile the keys and values, into slots that both groups have read."""
     asked, keys, values = rings
     query, key, value = pairs
     tiles, count, items, size = work
@@ -316,17 +285,17 @@ def _fetch_all(rings, free, pairs, work, TAIL: gl.constexpr, GROUPS: gl.constexp
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         first, begin, end, column = _picture(tiles, count, item, size)
         if first < end:
-            for group in gl.static_range(GROUPS):
+            for group in gl.static_range(2):
                 mbarrier.wait(free[2].index(group), done & 1 ^ 1)  # the first time there is nothing to wait for
-                _fetch(query, asked, group, first + group * ROWS, column, True, TAIL)
+                _fetch(query, asked, group, first + group * ROWS, column, TAIL)
             number = gl.cdiv(end - begin, key[0].block_shape[0])
             for tile in range(before, before + number):
                 slot, phase = tile % STAGES, (tile // STAGES) & 1 ^ 1
                 place = gl.maximum(end - (before + number - tile) * key[0].block_shape[0], begin)
                 mbarrier.wait(free[0].index(slot), phase)
-                _fetch(key, keys, slot, place, column, True, TAIL)
+                _fetch(key, keys, slot, place, column, TAIL)
                 mbarrier.wait(free[1].index(slot), phase)
-                _fetch(value, values, slot, place, column, True, TAIL)
+                _fetch(value, values, slot, place, column, TAIL)
             done += 1
             before += number
 
@@ -334,46 +303,24 @@ def _fetch_all(rings, free, pairs, work, TAIL: gl.constexpr, GROUPS: gl.constexp
 @gluon.jit(do_not_specialize=["count", "items"])
 def _hopper_attention(
     query, query_tail, key, key_tail, value, value_tail, tiles, out, scale, out_row, count, items,
-    TAIL: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr,
+    TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One tile of one picture's queries for one head, or a share of them."""
+    """A share of the tiles of queries and the heads."""
     WARPS: gl.constexpr = gl.num_warps()
     size = query.block_shape[1] + TAIL
     pairs = ((query, query_tail), (key, key_tail), (value, value_tail))
     target = (out, scale, out_row)
-    rings = (_ring(pairs[0], TAIL, GROUPS), _ring(pairs[1], TAIL, STAGES), _ring(pairs[2], TAIL, STAGES))
-    free, turn = (_barriers(STAGES, GROUPS), _barriers(STAGES, GROUPS), _barriers(GROUPS, 1)), _barriers(2, 1)
+    rings = (_ring(pairs[0], TAIL, 2), _ring(pairs[1], TAIL, STAGES), _ring(pairs[2], TAIL, STAGES))
+    free, turn = (_barriers(STAGES, 2), _barriers(STAGES, 2), _barriers(2, 1)), _barriers(2, 1)
     fence_async_shared()
     gl.thread_barrier()
     work = (tiles, count, items, size)
-    if GROUPS == 1:
-        picture = _picture(tiles, count, gl.program_id(0), size)
-        if picture[0] < picture[2]:
-            number = gl.cdiv(picture[2] - picture[1], key.block_shape[0])
-            _fetch(pairs[0], rings[0], 0, picture[0], picture[3], True, TAIL)
-            for tile in gl.static_range(STAGES):
-                _fetch_tile(pairs[1], rings[1], tile, number, picture, TAIL)
-                if tile + 1 < STAGES:  # the last slot's comes in the first round, as all later ones
-                    _fetch_tile(pairs[2], rings[2], tile, number, picture, TAIL)
-            _attend(rings, free, turn, pairs, picture, target, 0, 0, TAIL, HELD, True, False, 0)
-    elif GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, HELD, TURNS, 0)),
-                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, HELD, TURNS, 1)),
-                (_fetch_all, (rings, free, pairs, work, TAIL, GROUPS)),
-            ],
-            [WARPS, 1],
-            [240, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, HELD, False, 0)),
-                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, HELD, False, 1)),
-                (_attend_all, (rings, free, turn, pairs, work, target, TAIL, HELD, False, 2)),
-                (_fetch_all, (rings, free, pairs, work, TAIL, GROUPS)),
-            ],
-            [WARPS, WARPS, 1],
-            [160, 160, 32],
-        )
+    gl.warp_specialize(
+        [
+            (_attend_all, (rings, free, turn, work, target, TAIL, 0)),
+            (_attend_all, (rings, free, turn, work, target, TAIL, 1)),
+            (_fetch_all, (rings, free, pairs, work, TAIL)),
+        ],
+        [WARPS, 1],
+        [240, 24],
+    )

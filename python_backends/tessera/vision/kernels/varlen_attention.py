@@ -25,8 +25,7 @@ class AttentionPlan:
     """How a program is cut.
 
     ``rows`` (queries) and ``tokens`` (keys) of a tile, powers of two of at least 16; ``warps``; ``stages`` of the
-    pipeline of loads; ``registers`` a thread may take at most, None for what the compiler likes; ``apart``: the first
-    tile of keys, the only masked one, is computed before the loop, which then masks nothing.
+    pipeline of loads; ``registers`` a thread may take at most, None for what the compiler likes.
     """
 
     rows: int
@@ -34,11 +33,10 @@ class AttentionPlan:
     warps: int
     stages: int
     registers: int | None = None
-    apart: bool = False
 
     def __str__(self) -> str:
         limit = "" if self.registers is None else f"/{self.registers}"
-        return f"{self.rows}/{self.tokens}/{self.warps}/{self.stages}{limit}{' apart' * self.apart}"
+        return f"{self.rows}/{self.tokens}/{self.warps}/{self.stages}{limit}"
 
 
 #: those that were the fastest on an H200 for some lengths
@@ -107,7 +105,6 @@ def varlen_attention(
         TAIL=tail,
         ROWS=plan.rows,
         TOKENS=plan.tokens,
-        APART=plan.apart,
         num_warps=plan.warps,
         num_stages=plan.stages,
         maxnreg=plan.registers,
@@ -121,33 +118,9 @@ def _described(rows: torch.Tensor, count: int, columns: int) -> TensorDescriptor
 
 
 @triton.jit
-def _see(
-    asked, asked_tail, key, key_tail, value, value_tail, place, column, counted, scale, top, total, mixed, mixed_tail,
-    WIDE: tl.constexpr, TAIL: tl.constexpr, TOKENS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys and values, of which the first ``counted`` count: all if not MASKED."""
-    scores = tl.dot(asked, key.load([place, column]).T, input_precision="ieee")
-    if TAIL:
-        scores = tl.dot(asked_tail, key_tail.load([place, column + WIDE]).T, scores, input_precision="ieee")
-    if MASKED:
-        scores = tl.where((tl.arange(0, TOKENS) < counted)[None, :], scores, -float("inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-    weight = tl.exp2(scores * scale - new_top[:, None])
-    shrink = tl.exp2(top - new_top)
-    values = value.load([place, column])
-    total = total * shrink + tl.sum(weight, 1)
-    weight = weight.to(values.dtype)
-    mixed = tl.dot(weight, values, mixed * shrink[:, None], input_precision="ieee")
-    if TAIL:
-        tails = value_tail.load([place, column + WIDE])
-        mixed_tail = tl.dot(weight, tails, mixed_tail * shrink[:, None], input_precision="ieee")
-    return new_top, total, mixed, mixed_tail
-
-
-@triton.jit
 def _varlen_attention(
     query, query_tail, key, key_tail, value, value_tail, tiles, out, scale, out_row,
-    WIDE: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, APART: tl.constexpr,
+    WIDE: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One tile of one picture's queries for one head."""
     SIZE: tl.constexpr = WIDE + TAIL
@@ -164,19 +137,25 @@ def _varlen_attention(
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDE], tl.float32)
     mixed_tail = tl.zeros([ROWS, SPARE], tl.float32)
-    # The first tile takes what the others, all full, leave of the picture: it reads further, but no other's values.
-    left = (end - begin - 1) % TOKENS + 1
-    if APART:
-        top, total, mixed, mixed_tail = _see(
-            asked, asked_tail, key, key_tail, value, value_tail, begin, column, left, scale,
-            top, total, mixed, mixed_tail, WIDE, TAIL, TOKENS, True,
-        )  # fmt: skip
-    for start in tl.range(begin + left if APART else begin + left - TOKENS, end, TOKENS):
-        counted = TOKENS if APART else tl.where(start < begin, left, TOKENS)
-        top, total, mixed, mixed_tail = _see(
-            asked, asked_tail, key, key_tail, value, value_tail, tl.maximum(start, begin), column, counted, scale,
-            top, total, mixed, mixed_tail, WIDE, TAIL, TOKENS, not APART,
-        )  # fmt: skip
+    final = tl.maximum(end - TOKENS, begin)
+    for start in tl.range(begin, end, TOKENS):
+        # The last tile begins early enough to end with the picture, so that no other's values come in.
+        place = tl.minimum(start, final)
+        scores = tl.dot(asked, key.load([place, column]).T, input_precision="ieee")
+        if TAIL:
+            scores = tl.dot(asked_tail, key_tail.load([place, column + WIDE]).T, scores, input_precision="ieee")
+        token = place + tl.arange(0, TOKENS)
+        scores = tl.where(((token >= start) & (token < end))[None, :], scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        weight = tl.exp2(scores * scale - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        top, total = new_top, total * shrink + tl.sum(weight, 1)
+        values = value.load([place, column])
+        weight = weight.to(values.dtype)
+        mixed = tl.dot(weight, values, mixed * shrink[:, None], input_precision="ieee")
+        if TAIL:
+            tails = value_tail.load([place, column + WIDE])
+            mixed_tail = tl.dot(weight, tails, mixed_tail * shrink[:, None], input_precision="ieee")
     row = first + tl.arange(0, ROWS)
     inside = (row < end)[:, None]
     target = out + row.to(tl.int64)[:, None] * out_row + column

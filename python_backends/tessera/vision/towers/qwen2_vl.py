@@ -20,7 +20,7 @@ from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import Target, copy_whole
 from tessera.fp8.rows import Fp8Rows
 from tessera.measured_choices import MeasuredChoices
-from tessera.vision.kernels.attention import Attend, Within, attend_in_triton
+from tessera.vision.kernels.attention import Attend, Within, attend_in_triton, plans_of_ours
 from tessera.vision.kernels.fp8_linear import Fp8Linear
 from tessera.vision.kernels.tower_kernels import PLAIN, TowerKernels, fp8_kernels, gpu_kernels, within_ways
 from tessera.vision.kernels.upload import uploaded
@@ -138,7 +138,6 @@ class Qwen2ViT(Tower):
         layer, weight = cast(Layer, self.layers[0]), self.patch_embedding.weight
         if weight.itemsize > 2:
             return partial(self, kernels=gpu_kernels("default", epilogue=False))
-        from tessera.vision.kernels.varlen_attention import PLANS
         from tessera.vision.towers.patch_graphs import SIZES, PatchGraphs
 
         heads, most = layer.attention.heads, cost * self.merge**2
@@ -155,7 +154,7 @@ class Qwen2ViT(Tower):
 
         chosen: dict[str, Within] = {}
         for kind, lengths in (("equal", [min(_LARGE, most)] * max(1, most // _LARGE)), ("mixed", _mixed(most))):
-            ways = within_ways(kind == "equal")
+            ways = within_ways(weight.device, kind == "equal")
             chosen[kind] = ways[fastest(kind, lengths, ways)]
         kernels = fp8_kernels if isinstance(layer.attention.output, Fp8Linear) else partial(gpu_kernels, epilogue=False)
         within = partial(_by_kind, chosen["equal"], chosen["mixed"])
@@ -167,7 +166,7 @@ class Qwen2ViT(Tower):
         sizes = [size for size in SIZES if size <= most]
         if not sizes:
             return forward
-        plans = {str(plan): plan for plan in PLANS}
+        plans = plans_of_ours(weight.device)
         ways = {name: partial(attend_in_triton, plan=plan) for name, plan in plans.items()}
         plan = plans[fastest("single", [min(_SMALL, most)], ways)]
         return PatchGraphs(self, weight.device, sizes, plan, kernels("default"), forward)
