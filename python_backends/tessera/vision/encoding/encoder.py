@@ -284,8 +284,8 @@ def _batches(pictures: list[Picture], size: int, splits: bool) -> Iterator[Batch
     """Cut the line of all units into batches of ``size`` (the last may be smaller).
 
     Where a picture must not be split the batch ends before it instead; one that is larger is a batch by itself. There
-    a batch also takes at most half of what is left, down to a quarter of ``size``, which fills a GPU: large pictures
-    gain little by company, and the first rows of a few should not wait for the last.
+    a batch that begins with a large picture also takes at most half of what is left, down to a quarter of ``size``,
+    which fills a GPU: large pictures gain little by company, and the first rows of a few should not wait for the last.
     """
     batch: Batch = []
     left = _cost(pictures)
@@ -296,7 +296,8 @@ def _batches(pictures: list[Picture], size: int, splits: bool) -> Iterator[Batch
             if room <= 0 or (batch and not splits and cost > room):
                 if batch:
                     yield batch
-                batch, room = [], size if splits else min(size, max(left // 2, size // 4))
+                large = not splits and cost >= size // 8
+                batch, room = [], min(size, max(left // 2, size // 4)) if large else size
             stop = min(start + room, cost) if splits else cost
             batch.append((picture, slice(start, stop)))
             room -= stop - start
