@@ -39,7 +39,7 @@ import closed_loop
 import counting
 import figures
 from closed_loop import Answered, Ask, Reply
-from gpu_power import GpuPower
+from gpu_power import Draw, GpuPower
 from metrics_page import counted
 from replay_set import ReplaySet, marked
 from serving import Running, add_arguments, serve, setup, setup_notes
@@ -199,7 +199,7 @@ def report(
     load: Load,
     run: counting.Run,
     steady: Sequence[Answered],
-    power: tuple[float, float] | None,
+    power: Draw | None,
     name: str,
     **notes: Any,
 ) -> None:
@@ -230,10 +230,7 @@ def report(
         emit(f"{name}.{what}_p50_ms", p50([each(answer) for answer in answers]), "ms", **apart)
     emit(f"{name}.page_p50_s", round(run.p50, 3), "s", p99_s=round(run.p99, 3))
     if power:
-        watts, mhz = power
-        emit(f"{name}.watts", round(watts, 1), "W")
-        emit(f"{name}.mhz", round(mhz), "MHz")
-        emit(f"{name}.joules", round(watts / run.requests_s, 2), "J/page")
+        power.emit(lambda what, value, unit: emit(f"{name}.{what}", value, unit), run.requests_s, "page")
 
 
 def measure(

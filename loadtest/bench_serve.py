@@ -2,10 +2,10 @@
 
 Starts `tessera serve` once (one server for each of `--gpus`) and runs the workloads one after the other: exactly the
 workload's number of requests in flight (closed_loop.py), counted by the rule of counting.py. Beside each steady figure
-stand the whole run's, p99 over p50, and on a GPU the watts, the SM clock and the joules for a request in the steady
-part. The notes of a figure say how the server did: the share of steps that ran as CUDA graphs, requests whose
-embeddings came over the CPU (must be 0), the most that rows of pictures took of the engine's pool, and the share of
-time for which the engine's thread waited while it planned and launched (`held_up`).
+stand the whole run's, p99 over p50, and on a GPU the watts, the SM clock, the temperature and the joules for a request
+in the steady part. The notes of a figure say how the server did: the share of steps that ran as CUDA graphs, requests
+whose embeddings came over the CPU (must be 0), the most that rows of pictures took of the engine's pool, and the share
+of time for which the engine's thread waited while it planned and launched (`held_up`).
 
     python loadtest/bench_serve.py --workloads W1 W2 W3 W4a W4b --gpus 0 \\
         --checkpoint loadtest/shapes/internvl3-8b-shape --weights random --instances preprocess=10
@@ -34,7 +34,7 @@ import counting
 import cv2
 import figures
 from closed_loop import Ask, Reply
-from gpu_power import GpuPower
+from gpu_power import Draw, GpuPower
 from metrics_page import counted
 from serving import Running, add_arguments, serve, setup, setup_notes
 from workloads import PROMPT, WORKLOADS, Pictures, Workload
@@ -102,9 +102,7 @@ def stage_milliseconds(run: counting.Run) -> dict[str, float]:
     return {name: round(value, 1) for name, value in zip(stage_names(), run.stages_p50)}
 
 
-def report(
-    workload: Workload, run: counting.Run, power: tuple[float, float] | None, name: str, **notes: object
-) -> None:
+def report(workload: Workload, run: counting.Run, power: Draw | None, name: str, **notes: object) -> None:
     """Emits the figures of a run; ``name`` is what their names begin with."""
     command = f'make bench NAME=serve ARGS="{" ".join(sys.argv[1:])}"'
     streamed = run.first_token_p50 is not None
@@ -125,10 +123,7 @@ def report(
         emit("whole", round(run.whole_requests_s, 2), "req/s")
     emit("p99_over_p50", round(run.p99 / run.p50, 3), "ratio")
     if power:
-        watts, mhz = power
-        emit("watts", round(watts, 1), "W")
-        emit("mhz", round(mhz), "MHz")
-        emit("joules", round(watts / run.requests_s, 2), "J/request")
+        power.emit(emit, run.requests_s)
 
 
 def server_notes(

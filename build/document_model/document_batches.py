@@ -44,8 +44,8 @@ class Chunk:
     patches, 3]; ``ids`` int32 [.., tokens], ``positions`` int32 [3, .., tokens]; flat places of rows in rows and in
     ids: ``source``, ``to`` int64; flat places whose next token is an answer's: ``asked`` int64, with ``labels`` int64
     and the number of the answer's token ``nth`` int64; ``penalties`` float32 [.., 2]; ``prompts`` int32: tokens before
-    answers. Of layouts also ``blocks`` int16 [.., blocks + 1, 5], and ``line`` int16 [.., tokens]: the number of the
-    block in whose line of the answer the next token stands, 0: in none.
+    answers. Of layouts with answers also ``blocks`` int16 [.., blocks, 5], and ``line`` int16 [.., tokens]: the number
+    of the block in whose line of the answer the next token stands, 0: in none.
     """
 
     layout: bool
@@ -74,7 +74,8 @@ def chunk(samples: Sequence[Sample], tokens: ChatTokens, answers: bool = True) -
         "penalties": np.array([PENALTIES[sample.step] for sample in samples], np.float32),
         "prompts": np.array(list(map(len, prompts)), np.int32),
     }
-    if layout:
+    located = layout and answers  # where answers look is a matter of training
+    if located:
         most_blocks = max(0 if s.blocks is None else len(s.blocks) for s in samples)
         held["blocks"] = np.zeros((count, most_blocks, 5), np.int16)
         held["line"] = np.zeros((count, width), np.int16)
@@ -88,7 +89,7 @@ def chunk(samples: Sequence[Sample], tokens: ChatTokens, answers: bool = True) -
         held["positions"][:, index, : len(line)] = positions(len(tokens.head), sample.places, len(line))
         flat["source"].append(index * (most // 4) + np.arange(rows))
         flat["to"].append(index * width + len(tokens.head) + np.arange(rows))
-        if sample.blocks is not None:
+        if located and sample.blocks is not None:
             held["blocks"][index, : len(sample.blocks)] = sample.blocks
             lines = 1 + np.cumsum(np.array(told[index]) == tokens.newline)
             held["line"][index, len(prompt) - 1 : len(prompt) - 1 + len(lines)] = lines

@@ -302,6 +302,12 @@ def test_each_token_of_a_layout_s_answer_is_said_of_the_block_of_its_line() -> N
         assert spelt == "\n" * (number > 1) + texts[number - 1]
 
 
+def test_crops_and_layouts_are_generated_side_by_side() -> None:
+    crop, layout = next(s for s in page_samples(0) if s.step == "text"), layout_sample(pages.sample(0), TOKENS)
+    held = chunk([crop, layout], TOKENS, answers=False).arrays
+    assert list(held["lengths"]) == [len(crop.patches), len(layout.patches)]
+
+
 def test_the_loss_of_blocks_is_how_far_off_the_head_says_they_are() -> None:
     """A head that says nothing has every patch's own middle as both boxes, every row's at the page's corner, and takes
     all kinds and digits for equally likely."""

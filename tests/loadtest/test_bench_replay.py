@@ -16,6 +16,7 @@ import pytest
 import replay_set
 from bench_replay import LOADS, Load, Reader
 from closed_loop import Answered
+from gpu_power import Draw
 from PIL import Image
 from replay_set import Page, Request
 from tiny_qwen2_vl import write_model
@@ -138,7 +139,7 @@ def test_the_figures_of_a_run(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> N
     load = Load("t", 4, 16)
     answers = [page_answer(100 + 0.5 * turn) for turn in range(1, counting.requests(4) + 1)]
     run = counting.count(100.0, answers, 4)
-    bench_replay.report(load, run, counting.steady_part(answers, 4), (700.0, 1500.4), "docs.replay", seed=3)
+    bench_replay.report(load, run, counting.steady_part(answers, 4), Draw(700.0, 1500.4, 61.0), "docs.replay", seed=3)
     found = {line["metric"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
     assert {name.removeprefix("docs.replay."): (line["value"], line["unit"]) for name, line in found.items()} == {
         "pages_s": (2.0, "pages/s"),
@@ -150,6 +151,7 @@ def test_the_figures_of_a_run(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> N
         "page_p50_s": (1.5, "s"),
         "watts": (700.0, "W"),
         "mhz": (1500, "MHz"),
+        "celsius": (61, "C"),
         "joules": (350.0, "J/page"),
     }
     line = found["docs.replay.pages_s"]

@@ -92,12 +92,21 @@ def test_a_tower_that_needs_a_picture_whole_gets_it_whole():
     """A forward's cost is bounded by 4; one picture alone may cost up to 6."""
     vision = encoder(batch=4, splits=False, largest_picture=6)
     rows = vision.encode([item([1, 2, 3]), item([4, 5]), item([6, 7, 8, 9, 10, 11], [12]), item([13])])
-    assert vision.runner.batches == [3, 2, 6, 2]
-    assert vision.runner.wires == [[(3, 1, 3)], [(2, 1, 2)], [(6, 1, 6)], [(1, 1, 1), (1, 1, 1)]]
+    assert vision.runner.batches == [3, 2, 6, 1, 1]
+    assert vision.runner.wires == [[(3, 1, 3)], [(2, 1, 2)], [(6, 1, 6)], [(1, 1, 1)], [(1, 1, 1)]]
     assert [tiles_of(r) for r in rows] == [[1, 2, 3], [4, 5], [*range(6, 12), 12], [13]]
     with pytest.raises(InvalidRequest, match="picture 1 costs 7 tiles; the vision tower takes at most 6 at once"):
         vision.encode([item([1], list(range(2, 9)))])
     assert encoder(batch=7, splits=False, largest_picture=6).encode([item(list(range(2, 9)))])[0] is not None
+
+
+def test_large_pictures_that_stay_whole_do_not_wait_for_more_than_half_of_the_others():
+    """Down to a quarter of a forward's 16."""
+    vision = encoder(batch=16, splits=False)
+    vision.encode([item([3 * number + unit for unit in range(3)]) for number in range(12)])
+    assert vision.runner.batches == [15, 9, 6, 3, 3]
+    vision.encode([item([40 + number]) for number in range(20)])
+    assert vision.runner.batches[5:] == [16, 4]
 
 
 def test_towers_that_split_are_told_nothing_of_pictures():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -35,6 +36,8 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         heaps.one_per_core()  # what one thread allocates, another sends and frees
+        # Below the language model, whose steps are short and each waited for: their kernels start first.
+        os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")
         write_to_server_log("vision_encoder")
         stage = StageSettings(args)
         settings = replace(stage.read(VisionSettings), tile_policy=stage.tile_policy)

@@ -283,19 +283,25 @@ def _whole(parts: list[torch.Tensor]) -> torch.Tensor:
 def _batches(pictures: list[Picture], size: int, splits: bool) -> Iterator[Batch]:
     """Cut the line of all units into batches of ``size`` (the last may be smaller).
 
-    Where a picture must not be split the batch ends before it instead; one that is larger is a batch by itself.
+    Where a picture must not be split the batch ends before it instead; one that is larger is a batch by itself. There
+    a batch that begins with a large picture also takes at most half of what is left, down to a quarter of ``size``,
+    which fills a GPU: large pictures gain little by company, and the first rows of a few should not wait for the last.
     """
     batch: Batch = []
-    room = size
+    left = _cost(pictures)
+    room = 0
     for picture in pictures:
         cost, start = picture.plan.cost, 0
         while start < cost:
             if room <= 0 or (batch and not splits and cost > room):
-                yield batch
-                batch, room = [], size
+                if batch:
+                    yield batch
+                large = not splits and cost >= size // 8
+                batch, room = [], min(size, max(left // 2, size // 4)) if large else size
             stop = min(start + room, cost) if splits else cost
             batch.append((picture, slice(start, stop)))
             room -= stop - start
+            left -= stop - start
             start = stop
     if batch:
         yield batch
