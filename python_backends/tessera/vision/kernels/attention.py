@@ -83,7 +83,7 @@ def attend_in_torch(lengths: Sequence[int], device: torch.device) -> Attend:
 
 def attend_in_triton(lengths: Sequence[int], device: torch.device, plan: AttentionPlan | HopperPlan) -> Attend:
     """:data:`Within` by a kernel of ours."""
-    from tessera.vision.kernels.hopper_attention import attention_by
+    from tessera.vision.kernels.hopper_plans import attention_by
     from tessera.vision.kernels.varlen_attention import query_tiles
 
     attention = attention_by(plan)

@@ -14,8 +14,7 @@ import torch
 
 from tessera.cuda_graphs import record
 from tessera.vision.kernels.attention import Attend
-from tessera.vision.kernels.hopper_attention import attention_by
-from tessera.vision.kernels.hopper_plans import HopperPlan
+from tessera.vision.kernels.hopper_plans import HopperPlan, attention_by
 from tessera.vision.kernels.tower_kernels import TowerKernels
 from tessera.vision.kernels.upload import uploaded
 from tessera.vision.kernels.varlen_attention import AttentionPlan, query_tiles
