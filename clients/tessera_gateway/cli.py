@@ -66,8 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=int, default=_usual_workers(), metavar="N", help="processes (default here: %(default)s)")
     add("--model-name", type=_names, default=default.model_names, metavar="NAME,...",
         help="what requests may call the model (default: vlm)")  # fmt: skip
-    add("--max-tokens", type=int, default=default.max_tokens, metavar="N",
-        help="the longest answer to a request that does not say (default %(default)s)")  # fmt: skip
+    add("--max-tokens", type=int, metavar="N",
+        help="the longest answer to a request that does not say (default: what the context has room for)")  # fmt: skip
     add("--timeout", type=float, default=default.timeout_s, metavar="S", help="seconds for a request (%(default)s)")
     add("--max-body-mib", type=int, default=default.max_body_mib, metavar="N", help="of a request (%(default)s)")
     add("--fetch-from", type=_names, default=(), metavar="HOST,...",
@@ -95,7 +95,8 @@ def _settings(options: argparse.Namespace) -> Settings:
     for each in addresses(options.url):
         parse_url(each)
     for name in ("workers", "max_tokens", "timeout", "max_body_mib"):
-        if not 0 < getattr(options, name) <= LONGEST:
+        given = getattr(options, name)
+        if given is not None and not 0 < given <= LONGEST:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, and at most {LONGEST:g}")
     if options.keys is not None:
         read_keys(options.keys)

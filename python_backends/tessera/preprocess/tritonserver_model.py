@@ -49,7 +49,7 @@ class TritonPythonModel:
             parameters = SamplingParameters.parse(sampling)
             self._grammar_trial.check(parameters)
             prepared = self._preprocessor(read_request(request, sampling))
-            self._check_room(len(prepared.input_ids), parameters.max_tokens)
+            self._check_room(len(prepared.input_ids), parameters.least_room)
         except Exception as error:
             return error_response("preprocess", error)
         outputs = self._outputs(prepared, deadline, received)
@@ -61,7 +61,7 @@ class TritonPythonModel:
         context = self._preprocessor.prompts.context_length
         if prompt + answer > context:
             raise InvalidRequest(
-                f"{prompt} prompt tokens and max_tokens {answer} exceed the context of {context} tokens; "
+                f"{prompt} prompt tokens and {answer} for the answer exceed the context of {context} tokens; "
                 "shorten the prompt, use fewer or smaller images or lower max_tokens"
             )
 
