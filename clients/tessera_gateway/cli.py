@@ -30,6 +30,7 @@ MOST_WORKERS = 8
 CPUS_PER_WORKER = 4  # the servers' stages need the others
 STOP_SECONDS = 5
 QUIET_SECONDS = 75  # of a connection kept; longer than clients keep theirs, or one would ask on a line just closed
+STALLED_MS = 60_000  # a client that takes nothing for so long has gone: its connection ends, and with it its request
 LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -117,6 +118,8 @@ def _listen(host: str, port: int) -> socket.socket:
     """The socket that all workers share."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux has it, and hands it on to the connections
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_MS)
     try:
         listener.bind((host, port))
         listener.listen()  # so that a second gateway on this port is refused
