@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from tessera.attention_plan import AttentionPlan
 from tessera.fp8.rows import Fp8Rows
 from tessera.vision.kernels.upload import uploaded
-
-if TYPE_CHECKING:
-    from tessera.vision.kernels.varlen_attention import AttentionPlan
 
 # The kernels that torch has for GPUs, without the one that writes all scores to memory.
 BACKENDS = {
