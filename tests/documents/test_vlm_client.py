@@ -166,5 +166,5 @@ def test_what_is_not_installed_is_named(missing: str) -> None:
     path = ":".join(str(ROOT / folder) for folder in ("python_backends", "clients"))
     run = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": path}, capture_output=True, text=True)
     assert run.returncode == 1 and run.stdout == ""
-    words = f"{missing} is not installed; documents need it: pip install 'tessera[documents]'"
+    words = f"{missing} is not installed; documents need it: pip install '.[documents]' in Tessera's source"
     assert run.stderr == f"tessera parse: {words}\n"
