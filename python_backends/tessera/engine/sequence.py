@@ -165,7 +165,7 @@ class Sequence:
     def _make_places(self) -> None:
         """Lengthens the arrays where they end with the planned positions; few answers come near their limit."""
         start = len(self.ids)
-        if self.length < start or start == self.prompt_length + self.max_tokens:
+        if self.prompt_length + len(self.outputs) + self.in_flight < start:  # not self.length: once a token
             return
         end = min(self.length + max(len(self.outputs), _PLACES), self.prompt_length + self.max_tokens)
         new = np.zeros(end - start, np.int64)
