@@ -111,8 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     add("-o", "--output", type=Path, required=True, metavar="OUT", help=each)
     add("--dpi", type=_positive, default=200, metavar="N", help="at which a PDF's pages are drawn (%(default)s)")
     add("--concurrency", type=_positive, default=64, metavar="N", help="requests at a time (%(default)s)")
-    longest = "longest answer to a layout or a crop, in tokens (%(default)s)"
-    add("--max-tokens", type=_positive, default=2048, metavar="N", help=longest)
+    longest = "longest answer to a layout or a crop, in tokens (as many as fit)"
+    add("--max-tokens", type=_positive, metavar="N", help=longest)
     add("--priority", type=int, metavar="N", help="lower is served earlier (0, as all other requests)")
 
     add = _command(commands, "recall", _recall, "measure how often the served model is right")

@@ -11,6 +11,7 @@ import numpy as np
 from tessera.engine.labels import LabelAnswer
 from tessera.engine.request import Request
 
+_PLACES = 64  # made at a time for an answer's tokens, at first
 NOT_FINITE = -1
 """In a token's place: the model's logits held NaN or an infinity, so there is none."""
 
@@ -50,13 +51,15 @@ class Sequence:
         """``cache_limit``: positions at the front that may be reused by others; None is all. ``image_cache_ids``
         int64: one id a picture row, which stands for the row wherever prefixes are compared. ``cache_salt`` keeps
         apart prefixes whose keys and values differ though their tokens agree. ``stop_ids``: tokens that end the
-        answer. ``max_tokens``: None is the request's.
+        answer. ``max_tokens``: None is the request's, which must then say.
         """
         prompt = np.asarray(request.input_ids)
         spans = np.asarray(request.spans).reshape(-1, 2)
         self.request = request
         self.prompt_length = len(prompt)
-        self.max_tokens = max_tokens or request.sampling.max_tokens
+        most = max_tokens or request.sampling.max_tokens
+        assert most is not None, "nothing says how long the answer may be"
+        self.max_tokens = most
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else seed
         self.stop_ids = frozenset() if request.sampling.ignore_eos else frozenset(stop_ids)
@@ -64,18 +67,17 @@ class Sequence:
             [np.arange(start, start + length) for start, length in spans] or [np.zeros(0, np.int64)]
         )
         self.embeddings = request.embeddings
-        self.ids = np.zeros(self.prompt_length + self.max_tokens, np.int64)
-        self.ids[: self.prompt_length] = prompt
+        self.ids = prompt.astype(np.int64)
         self.ids[self.image_positions] = 0  # their rows come from embeddings; the ids need not be valid
         self._position_offset = 0
         self.identities = self.cache_ids = self.ids.copy()
         if request.positions is not None:
             self._position_offset = int(request.positions.max()) + 1 - self.prompt_length
-            self.identities = np.column_stack([self.ids, self.positions(0, len(self.ids)).T])
+            self.identities = np.column_stack([self.ids, request.positions.T])
             self.cache_ids = self.identities[:, 0]
         if image_cache_ids is not None:
             self.cache_ids[self.image_positions] = image_cache_ids
-        self.cache_limit = len(self.ids) if cache_limit is None else cache_limit
+        self.cache_limit = self.prompt_length + self.max_tokens if cache_limit is None else cache_limit
         self.cache_salt = cache_salt
         self.outputs: list[int] = []
         self.in_flight = 0
@@ -90,6 +92,7 @@ class Sequence:
         self.error: str | None = None  # why the reason is "error", in words for the client
         self.scheduled_ns = 0
         self.first_token_ns = 0
+        self._make_places()
 
     @property
     def known(self) -> int:
@@ -153,6 +156,26 @@ class Sequence:
         elif len(self.outputs) >= self.max_tokens:
             self.finish_reason = "length"
         return sampled
+
+    def expect(self) -> None:
+        """A step was planned that samples the next token."""
+        self.in_flight += 1
+        self._make_places()
+
+    def _make_places(self) -> None:
+        """Lengthens the arrays where they end with the planned positions; few answers come near their limit."""
+        start = len(self.ids)
+        if self.prompt_length + len(self.outputs) + self.in_flight < start:  # not self.length: once a token
+            return
+        end = min(self.length + max(len(self.outputs), _PLACES), self.prompt_length + self.max_tokens)
+        new = np.zeros(end - start, np.int64)
+        self.ids = np.concatenate([self.ids, new])
+        if self.request.positions is None:
+            self.identities = self.cache_ids = np.concatenate([self.cache_ids, new])
+        else:
+            rows = np.column_stack([new, self.positions(start, end).T])
+            self.identities = np.concatenate([self.identities, rows])
+            self.cache_ids = self.identities[:, 0]
 
     def positions(self, start: int, end: int) -> np.ndarray:
         """Rotary positions of [start, end), int64 [axes, end - start]."""

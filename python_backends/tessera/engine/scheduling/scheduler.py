@@ -167,7 +167,8 @@ class Scheduler:
         sequence.computed += count
         samples = sequence.computed == sequence.length
         self.blocks.commit(sequence)
-        sequence.in_flight += samples
+        if samples:
+            sequence.expect()
         return ScheduledSpan(sequence, start, start + count, samples)
 
     @staticmethod
