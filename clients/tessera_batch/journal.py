@@ -1,0 +1,131 @@
+"""What is over: a line for each row, appended as it comes. :class:`Journal`.
+
+A line is a JSON object, the same as the result of the row:
+
+=================  =====================================================================================
+id                 the row's
+answer, error      text and null, or null and the reason why there is no answer
+finish_reason      ``stop``, ``length``, ... (not with an error)
+..._tokens         ``prompt``, ``image`` (a part of prompt) and ``completion`` (not with an error or same_as)
+choices, logprobs  where they were asked for
+same_as            id of the row that asked the same about the same picture, and whose answer this is
+asked, content     digests in hexadecimal: of the row as the source has it, and of question and pictures' bytes
+=================  =====================================================================================
+
+A line that was cut by a kill is the last one and lacks its end; it is taken away. What has been written outlives a
+kill of the process at once, and one of the machine after :meth:`Journal.sync`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tessera_wire.errors import InvalidRequest
+
+TAIL = 1 << 16  # bytes that are read at a time to find the end of the last whole line
+
+
+class Journal:
+    """The lines at ``path``, which no other process may write meanwhile. Raises OSError, and InvalidRequest where
+    another run has it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(self._file, path)
+            self._end = _whole_lines(self._file)
+            os.ftruncate(self._file, self._end)
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, result: dict[str, Any]) -> int:
+        """Writes a line; where it begins."""
+        begin, line = self._end, _line(result)
+        while line:
+            written = os.pwrite(self._file, line, self._end)
+            self._end += written
+            line = line[written:]
+        return begin
+
+    def at(self, place: int) -> dict[str, Any]:
+        """The line that begins there."""
+        data, size = b"", 4096
+        while b"\n" not in data:
+            data, size = os.pread(self._file, size, place), 2 * size
+        return json.loads(data[: data.index(b"\n")])
+
+    def results(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Every line and where it begins. Raises InvalidRequest for one that is no result."""
+        place = 0
+        with open(self.path, "rb") as file:
+            for line in file:
+                yield place, self._result(line, place)
+                place += len(line)
+
+    def sync(self) -> None:
+        """Returns when all is on the disk."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Lets other runs have it."""
+        with suppress(OSError):
+            os.close(self._file)
+
+    def _result(self, line: bytes, place: int) -> dict[str, Any]:
+        try:
+            result = json.loads(line)
+            int(result["asked"], 16)
+            if result["answer"] is None and not isinstance(result["error"], str):
+                raise KeyError("error")
+            return result
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise InvalidRequest(
+                f"{self.path} holds something else than results, at byte {place}: {line[:60]!r}",
+                "give another -o, or remove it",
+            ) from None
+
+
+def rewrite(path: Path, results: Iterable[dict[str, Any]]) -> None:
+    """Puts these results in the place of the journal's; whatever ends this, one or the other is there whole."""
+    part = path.with_name(f".{path.name}.part")
+    with open(part, "wb") as file:
+        for result in results:
+            file.write(_line(result))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def _line(result: dict[str, Any]) -> bytes:
+    # A file's name need not be UTF-8; json reads half surrogate pairs as they are written here.
+    return json.dumps(result, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def _lock(file: int, path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # there is none on Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise InvalidRequest(f"another run is writing {path}", "wait for it, or give another -o") from None
+
+
+def _whole_lines(file: int) -> int:
+    """Bytes up to the end of the last line that has one."""
+    end = os.fstat(file).st_size
+    while end:
+        begin = max(0, end - TAIL)
+        found = os.pread(file, end - begin, begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        end = begin
+    return 0
