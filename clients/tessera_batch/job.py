@@ -50,6 +50,11 @@ class Tally:
     seconds: float = 0.0
     first_error: str = ""
 
+    def speed(self, seconds: float) -> str:
+        """How fast this run's rows were, in pictures where they have any."""
+        count, what = (self.pictures, "pictures") if self.pictures else (self.answered + self.failed, "rows")
+        return f"{count / max(seconds, 1e-9):.1f} {what}/s"
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -238,7 +243,7 @@ class Job:
         over = tally.kept + tally.answered + tally.failed
         if (now := time.monotonic()) > self._reported + REPORT_S or over == tally.rows:
             self._reported = now
-            self._progress(over, tally.rows, f"{tally.pictures / max(now - self._started, 1e-9):.1f} pictures/s")
+            self._progress(over, tally.rows, tally.speed(now - self._started))
         return place
 
 

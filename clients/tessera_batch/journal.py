@@ -12,8 +12,8 @@ same_as            id of the row that asked the same about the same picture, and
 asked, content     digests in hexadecimal: of the row as the source has it, and of question and pictures' bytes
 =================  =====================================================================================
 
-A line that was cut by a kill is the last one and lacks its end; it is taken away. What has been written outlives a
-kill of the process at once, and one of the machine after :meth:`Journal.sync`.
+A line that was cut by a kill is the last one and lacks its end; the next one takes its place. What has been written
+outlives a kill of the process at once, and one of the machine after :meth:`Journal.sync`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 
 from tessera_wire.errors import InvalidRequest
 
+BEGIN = b'{"id": '
 TAIL = 1 << 16  # bytes that are read at a time to find the end of the last whole line
 
 
@@ -40,13 +41,16 @@ class Journal:
         try:
             _lock(self._file, path)
             self._end = _whole_lines(self._file)
-            os.ftruncate(self._file, self._end)
+            self._torn = os.fstat(self._file).st_size > self._end
         except BaseException:
             self.close()
             raise
 
     def append(self, result: dict[str, Any]) -> int:
         """Writes a line; where it begins."""
+        if self._torn:
+            os.ftruncate(self._file, self._end)
+            self._torn = False
         begin, line = self._end, _line(result)
         while line:
             written = os.pwrite(self._file, line, self._end)
@@ -66,7 +70,10 @@ class Journal:
         place = 0
         with open(self.path, "rb") as file:
             for line in file:
-                yield place, self._result(line, place)
+                if place < self._end:
+                    yield place, self._result(line, place)
+                elif not line.startswith(BEGIN[: len(line)]) and line.strip(b"\0"):  # zeros: the machine went down
+                    raise self._strange(line, place)
                 place += len(line)
 
     def sync(self) -> None:
@@ -86,10 +93,11 @@ class Journal:
                 raise KeyError("error")
             return result
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise InvalidRequest(
-                f"{self.path} holds something else than results, at byte {place}: {line[:60]!r}",
-                "give another -o, or remove it",
-            ) from None
+            raise self._strange(line, place) from None
+
+    def _strange(self, line: bytes, place: int) -> InvalidRequest:
+        words = f"{self.path} holds something else than results, at byte {place}: {line[:60]!r}"
+        return InvalidRequest(words, "give another -o, or remove it")
 
 
 def rewrite(path: Path, results: Iterable[dict[str, Any]]) -> None:

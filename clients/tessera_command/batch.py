@@ -65,8 +65,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _sentence(tally: Tally) -> str:
     asked = tally.answered + tally.failed
-    rate = f" ({tally.pictures / tally.seconds:.1f} pictures/s)" if tally.seconds else ""
-    parts = [f"{asked} row{'s' * (asked != 1)} in {tally.seconds:.1f} s{rate}"]
+    rate = f" in {tally.seconds:.1f} s ({tally.speed(tally.seconds)})" if asked else ""
+    parts = [f"{asked} row{'s' * (asked != 1)}{rate}"]
     parts += [f"{tally.same} the same as another"] if tally.same else []
     parts += [f"{tally.kept} were there already"] if tally.kept else []
     return ", ".join(parts)
