@@ -99,8 +99,8 @@ class Job:
                 raise RuntimeError(f"the job stands at {found} results; exit code {self.process.poll()}")
         return paused
 
-    def end(self) -> int:
-        """The most memory it had, in bytes; raises RuntimeError where it failed."""
+    def end(self) -> tuple[int, float]:
+        """The most memory it had, in bytes, and the processor's seconds; raises RuntimeError where it failed."""
         assert self.process.stdout is not None
         said = self.process.stdout.read()
         _, status, usage = os.wait4(self.process.pid, 0)
@@ -108,7 +108,7 @@ class Job:
         if self.process.returncode:
             raise RuntimeError(f"the job ended with {self.process.returncode}")
         print(said.strip(), file=sys.stderr, flush=True)
-        return usage.ru_maxrss * 1024
+        return usage.ru_maxrss * 1024, usage.ru_utime + usage.ru_stime
 
 
 class Kill(NamedTuple):
@@ -213,9 +213,9 @@ def main() -> int:
                     job = Job(url, rows, out, 64)
                     job.wait_for(1)
                     begun = time.monotonic()
-                    memory = job.end()
+                    memory, processor = job.end()
                     rate = total / (time.monotonic() - begun)
-                    emit(f"alone.{total}.rows_s", rate, "rows/s")
+                    emit(f"alone.{total}.rows_s", rate, "rows/s", cpu_s=round(processor, 1), load=os.getloadavg()[0])
                     emit(f"alone.{total}.memory_mb", memory / 1e6, "MB", 300)
                     fine &= memory <= 300e6 and not any(judged(out, total).values())
                     emit(f"alone.{total}.resume_s", first_new(url, rows, out, total), "s", 10)
