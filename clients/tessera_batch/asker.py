@@ -27,6 +27,7 @@ from tessera_wire.errors import (
 
 SUSPECT = 3  # times that a server went away under a row before it is asked alone
 ALONE = 2  # times that it is then asked
+BEGINNINGS = 3  # looks, and one for each server, before a job that has not begun ends
 TRIES = 2  # of a row that fails on a server in order
 PAUSE_S = 0.25  # between two looks at servers that are away
 
@@ -57,13 +58,13 @@ class Asker:
 
     async def begin(self) -> None:
         """Raises what the servers say if none is in order."""
-        for server in range(self._servers):
+        for left in reversed(range(self._servers + BEGINNINGS)):
             try:
-                await self._look()
-                return
+                return await self._look()
             except TesseraClientError:
-                if server == self._servers - 1:
+                if not left:
                     raise
+                await asyncio.sleep(PAUSE_S)
 
     async def ask(self, images: Sequence[bytes], question: str, options: Mapping[str, Any]) -> Answer:
         """The answer. Raises the row's own error, or Away."""
