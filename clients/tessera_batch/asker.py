@@ -60,7 +60,8 @@ class Asker:
         """Raises what the servers say if none is in order."""
         for left in reversed(range(self._servers + BEGINNINGS)):
             try:
-                return await self._look()
+                await self._look()
+                return
             except TesseraClientError:
                 if not left:
                     raise
