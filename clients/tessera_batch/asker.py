@@ -30,6 +30,7 @@ ALONE = 2  # times that it is then asked
 BEGINNINGS = 3  # looks, and one for each server, before a job that has not begun ends
 TRIES = 2  # of a row that fails on a server in order
 PAUSE_S = 0.25  # between two looks at servers that are away
+BUSY = Retry()
 
 
 class Away(Exception):
@@ -50,7 +51,6 @@ class Asker:
 
     def __init__(self, client: AsyncClient, patience: float, servers: int = 1) -> None:
         self._client, self._patience, self._servers = client, patience, servers
-        self._busy = Retry.patient()
         self._looking: asyncio.Task[bool] | None = None
         self._under_way = 0
         self._idle = asyncio.Event()  # nothing is under way
@@ -69,7 +69,7 @@ class Asker:
 
     async def ask(self, images: Sequence[bytes], question: str, options: Mapping[str, Any]) -> Answer:
         """The answer. Raises the row's own error, or Away."""
-        went_away = 0
+        began, went_away = time.monotonic(), 0
         for attempt in count(1):
             try:
                 return await self._ask_beside_others(images, question, options)
@@ -79,8 +79,8 @@ class Asker:
                     if went_away == SUSPECT:
                         break
                 elif isinstance(error, (Unavailable, ConnectionFailed)):
-                    delay = self._busy.delay(attempt, error)
-                    if delay is None:
+                    delay = BUSY.delay(min(attempt, BUSY.attempts - 1), error)
+                    if delay is None or time.monotonic() - began > self._patience:
                         raise Away(error) from error
                     await asyncio.sleep(delay)
                 elif isinstance(error, InvalidRequest) or attempt >= TRIES:

@@ -137,6 +137,7 @@ class Job:
             rewrite(self.journal, read_table(self._out))
         if self.settings.again and self.journal.exists():
             with closing(Journal(self.journal)) as lines:
+                Survey(self.source, lines)  # which refuses another job's
                 rewrite(self.journal, (result for _, result in lines.results() if result["error"] is None))
 
     def _finish(self) -> None:

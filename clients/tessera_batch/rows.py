@@ -92,8 +92,8 @@ class Asked:
 
 def check_id(name: Any) -> None:
     """Raises InvalidRequest for what is no id."""
-    if isinstance(name, bool) or not isinstance(name, (str, int)):
-        raise InvalidRequest(f"its id must be text or a whole number, got {name!r:.80}")
+    if isinstance(name, bool) or not isinstance(name, (str, int)) or (isinstance(name, int) and abs(name) >> 63):
+        raise InvalidRequest(f"its id must be text or a whole number of 64 bits, got {name!r:.80}")
 
 
 def located(image: Any, folder: Path) -> str:

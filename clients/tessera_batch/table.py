@@ -113,6 +113,9 @@ def write_table(results: Iterable[dict[str, Any]], out: Path, id_type: type) -> 
             for row in rows:
                 if "logprobs" in row:
                     row["logprobs"] = json.dumps(row["logprobs"])
+                for field, value in row.items():
+                    if isinstance(value, str):  # a file's name need not be UTF-8; a column of text must
+                        row[field] = value.encode(errors="replace").decode()
             table.write_batch(arrow.RecordBatch.from_pylist(rows, schema))
     with open(part, "rb") as file:
         os.fsync(file.fileno())

@@ -25,7 +25,7 @@ PROBE = "Hello"
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asker, "PAUSE_S", 0)
-    monkeypatch.setattr(Retry, "patient", lambda: Retry(attempts=36, first_delay=0))
+    monkeypatch.setattr(asker, "BUSY", Retry(first_delay=0))
 
 
 class Falling(FakeTransport):
@@ -134,6 +134,8 @@ def test_a_busy_server_is_no_reason_to_suspect_a_row() -> None:
 def test_patience_ends() -> None:
     (error,) = ask(FakeTransport([[GONE]] * 9), ["a"], patience=0)
     assert isinstance(error, Away) and error.error is GONE
+    busy = FakeTransport([[Unavailable("busy")], [final()]])
+    assert isinstance(ask(busy, ["a"], patience=0)[0], Away)
 
 
 def test_several_servers_and_one_of_them_away() -> None:

@@ -250,6 +250,10 @@ def test_results_of_another_job_are_not_taken(batch: Any, tmp_path: Path, capsys
     assert batch(server, rows, "--prompt", "two") == 2
     assert "has a result of row 1, which this job does not ask, or asks otherwise" in capsys.readouterr().err
     assert batch(server, rows, "--prompt", "one", "--max-tokens", "7") == 2
+    failed = before.replace(b'"error": null', b'"error": "why"').replace(b'"answer to one"', b"null")
+    out.write_bytes(failed)
+    assert batch(server, rows, "--prompt", "two", "--again") == 2 and out.read_bytes() == failed
+    capsys.readouterr()
     out.write_bytes(before * 2)
     assert batch(server, rows, "--prompt", "one") == 2 and "has a result of row 1, twice" in capsys.readouterr().err
     out.write_text("my notes\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, text: str, words: str) -
         rows_of(lines(tmp_path / "jobs.jsonl", '{"image": null}', text))
 
 
-@pytest.mark.parametrize("wrong", ["null", "true", "1.5", "[1]"])
+@pytest.mark.parametrize("wrong", ["null", "true", "1.5", "[1]", "9223372036854775808"])
 def test_an_id_is_text_or_a_whole_number(tmp_path: Path, wrong: str) -> None:
     with pytest.raises(InvalidRequest, match="its id must be"):
         rows_of(lines(tmp_path / "jobs.jsonl", f'{{"image": null, "id": {wrong}}}'))
@@ -193,6 +194,17 @@ def test_a_table_that_was_not_finished_has_its_journal_beside(tmp_path: Path, mo
     assert run(later, monkeypatch, source, "-o", tmp_path / "out.parquet") == 0
     assert len(later.requests) == 2 and not journal.exists()
     assert sorted(row["id"] for row in read_table(tmp_path / "out.parquet")) == [1, 2, 3]
+
+
+def test_a_name_that_is_no_utf8_can_stand_in_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / os.fsdecode(b"caf\xe9.png")).write_bytes(b"png")
+    for out in ("out.jsonl", "out.parquet"):
+        for asked in (2, 0):  # it is known again
+            server = FakeTransport()
+            assert run(server, monkeypatch, tmp_path / "in", "--prompt", "A cat?", "-o", tmp_path / out) == 0
+            assert len(server.requests) == asked
+    assert parquet.read_table(tmp_path / "out.parquet")["id"].to_pylist() == ["caf?.png"]
 
 
 def test_another_table_is_not_taken_for_results(
