@@ -75,7 +75,7 @@ class Asker:
                 return await self._ask_beside_others(images, question, options)
             except TesseraClientError as error:
                 if await self._went_away(error):
-                    went_away += 1
+                    began, went_away = time.monotonic(), went_away + 1
                     if went_away == SUSPECT:
                         break
                 elif isinstance(error, (Unavailable, ConnectionFailed)):

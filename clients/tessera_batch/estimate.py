@@ -23,6 +23,7 @@ from tessera_client import Answer, AsyncClient
 from tessera_wire.errors import TesseraClientError
 
 ROUNDS = 4  # of as many rows as are under way at a time
+LONGEST_S = 20.0  # after which no more of them are begun
 PLANNED = 32  # rows of which the server says how it cuts them
 CUTTING = ("max_tiles", "min_tiles", "thumbnail", "tile_policy", "min_pixels", "max_pixels")
 
@@ -73,8 +74,10 @@ def estimate(job: Job) -> Estimate:
 async def _measured(job: Job, rows: list[Row], total: int, left: int) -> Estimate:
     slots = asyncio.Semaphore(job.settings.concurrency)
 
-    async def ask(row: Row) -> Answer | TesseraClientError:
+    async def ask(row: Row) -> Answer | TesseraClientError | None:
         async with slots:
+            if time.monotonic() > started + LONGEST_S:
+                return None
             try:
                 pictures, _ = await asyncio.to_thread(contents, row)
                 return await asker.ask(pictures, row.question, row.options)
@@ -90,12 +93,13 @@ async def _measured(job: Job, rows: list[Row], total: int, left: int) -> Estimat
         seconds = time.monotonic() - started
     cut = [(pictures, unit, units) for pictures, unit, units in filter(None, plans)]
     usages = [answer.usage for answer in answers if isinstance(answer, Answer) and answer.usage]
+    asked = sum(answer is not None for answer in answers)
     errors = [f"{row.id}: {error}" for row, error in zip(rows, answers) if isinstance(error, TesseraClientError)]
-    rate = len(rows) / seconds if usages else None
+    rate = asked / seconds if usages else None
     return Estimate(
         total,
         left,
-        len(rows),
+        asked,
         len(errors),
         errors[0] if errors else "",
         pictures=_mean([pictures for pictures, _, _ in cut]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -16,10 +16,9 @@ from typing import Any
 
 from tessera_batch.asker import Asker, Away
 from tessera_batch.journal import Journal, rewrite
-from tessera_batch.rows import Row, Source
+from tessera_batch.rows import Row, Source, without_priority
 from tessera_batch.survey import Survey
 from tessera_client import Answer, AsyncClient, Retry
-from tessera_client.messages import sampling
 from tessera_client.pictures import encode_image
 from tessera_wire.address import addresses
 from tessera_wire.errors import InvalidRequest, TesseraClientError
@@ -138,13 +137,12 @@ class Job:
         if self.settings.again and self.journal.exists():
             with closing(Journal(self.journal)) as lines:
                 Survey(self.source, lines)  # which refuses another job's
-                rewrite(self.journal, (result for _, result in lines.results() if result["error"] is None))
+                rewrite(self.journal, (result for result in lines.results() if result["error"] is None))
 
     def _finish(self) -> None:
         places = self._survey.places
         moved = self.settings.in_order and bool((places[1:] < places[:-1]).any())
-        results: Iterable[dict[str, Any]]
-        results = map(self._lines.at, places.tolist()) if moved else (result for _, result in self._lines.results())
+        results = map(self._lines.at, places.tolist()) if moved else self._lines.results()
         if self._table:
             from tessera_batch.table import write_table
 
@@ -251,7 +249,7 @@ class Job:
 def contents(row: Row) -> tuple[list[bytes], str]:
     """A row's pictures as encoded bytes, and the digest of all that its answer depends on. Raises InvalidRequest."""
     pictures = [encode_image(image) for image in row.images]
-    asked = sampling({name: value for name, value in row.options.items() if name != "priority"})
+    asked = without_priority(row.options)
     state = blake2b(repr((row.question, asked, [len(picture) for picture in pictures])).encode(), digest_size=16)
     for picture in pictures:
         state.update(picture)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,8 +21,7 @@ Mask = np.ndarray
 """bool [rows]"""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One request.
 
     ``number``: its place in the source, from 0. ``images``: each a path, a ``data:`` URL or a file's bytes.
@@ -53,7 +51,6 @@ class Source(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class Asked:
     """What goes for every row that does not say otherwise.
 
@@ -62,32 +59,35 @@ class Asked:
         options: as of the client's ``ask``.
     """
 
-    question: str | None = None
-    options: Mapping[str, Any] | None = None
+    def __init__(self, question: str | None = None, options: Mapping[str, Any] | None = None) -> None:
+        self._question, self._options = question, dict(options or {})
+        told = json.dumps([question, without_priority(self._options)])
+        self._digest = blake2b(told.encode(), digest_size=8)
 
-    def row(self, number: int, fields: Mapping[str, Any], images: tuple[Any, ...], contents: str = "") -> Row:
-        """A row of its fields; ``contents`` stands for pictures that are bytes, which need not be there."""
+    def row(self, number: int, fields: Mapping[str, Any], images: tuple[Any, ...], own: bytes) -> Row:
+        """A row of its fields. ``own`` is all that it says itself: a line of a file, say."""
         question = fields.get("question")
-        question = self.question if question is None else question
+        if question is None:
+            question = self._question
         if not isinstance(question, str):
             raise InvalidRequest(
                 "it has no question" if question is None else f"its question must be text, not {question!r:.80}",
                 "give --prompt, or a field 'question'",
             )
-        own = fields.get("options")
-        if own is not None and (not isinstance(own, Mapping) or NOT_OPTIONS & set(own)):
-            raise InvalidRequest(
-                f"its options must be an object of the SDK's names, such as max_tokens, got {own!r:.80}"
-            )
-        options = {**(self.options or {}), **(own or {})}
-        name = fields["id"]
-        # Who goes first changes no answer, and may change when a job goes on.
-        asked = sampling({key: value for key, value in options.items() if key != "priority"})
-        shown = contents or list(images)
-        told = json.dumps([name, question, asked, shown]).encode()
-        return Row(
-            number, name, images, question, options, int.from_bytes(blake2b(told, digest_size=8).digest(), "big")
-        )
+        options: Mapping[str, Any] = self._options
+        if (given := fields.get("options")) is not None:
+            if not isinstance(given, dict) or NOT_OPTIONS & set(given):
+                raise InvalidRequest(f"its options must be an object of names such as max_tokens, got {given!r:.80}")
+            options = {**options, **given}
+            without_priority(options)
+        digest = self._digest.copy()
+        digest.update(own)
+        return Row(number, fields["id"], images, question, options, int.from_bytes(digest.digest(), "big"))
+
+
+def without_priority(options: Mapping[str, Any]) -> str | None:
+    """Options as the server gets them, but for who goes first, which changes no answer. Raises InvalidRequest."""
+    return sampling({name: value for name, value in options.items() if name != "priority"})
 
 
 def check_id(name: Any) -> None:
@@ -96,8 +96,8 @@ def check_id(name: Any) -> None:
         raise InvalidRequest(f"its id must be text or a whole number of 64 bits, got {name!r:.80}")
 
 
-def located(image: Any, folder: Path) -> str:
+def located(image: Any, folder: str) -> str:
     """A ``data:`` URL as it is, a path as one from ``folder``."""
     if not isinstance(image, str) or not image:
         raise InvalidRequest(f"its image must be a path, a data: URL or a list of them, got {image!r:.80}")
-    return image if image.startswith("data:") else os.path.join(folder, image)
+    return image if image.startswith(("/", "data:")) else os.path.join(folder, image)

@@ -37,7 +37,7 @@ class JsonLinesSource:
 
     def __init__(self, path: Path, asked: Asked) -> None:
         self.path, self._asked = path, asked
-        self._folder = path.resolve().parent
+        self._folder = str(path.resolve().parent)
         self.passed_over: tuple[str, ...] = ()
 
     def rows(self, wanted: Mask | None = None) -> Iterator[Row]:
@@ -52,12 +52,13 @@ class JsonLinesSource:
                         if named is None:
                             named = "id" in fields
                             self.passed_over = tuple(name for name in fields if name not in FIELDS)
-                        yield self._row(number, place, fields, named)
+                        own = line if named else b"%d %b" % (place, line)
+                        yield self._row(number, place, fields, named, own.rstrip())
                     except InvalidRequest as error:
                         raise InvalidRequest(f"{self.path}, line {place}: {error.message}", error.remedy) from None
                 number += 1
 
-    def _row(self, number: int, place: int, fields: dict[str, Any], named: bool) -> Row:
+    def _row(self, number: int, place: int, fields: dict[str, Any], named: bool, own: bytes) -> Row:
         if named:
             check_id(fields.get("id"))
         else:
@@ -70,12 +71,15 @@ class JsonLinesSource:
             )
         given = fields["image"]
         images = [] if given is None else given if isinstance(given, list) else [given]
-        return self._asked.row(number, fields, tuple(located(image, self._folder) for image in images))
+        return self._asked.row(number, fields, tuple([located(image, self._folder) for image in images]), own)
+
+
+_decode = json.JSONDecoder().decode
 
 
 def _object(line: bytes) -> dict[str, Any]:
     try:
-        fields = json.loads(line)
+        fields = _decode(line.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"not JSON: {error}") from None
     if not isinstance(fields, dict):
@@ -102,9 +106,9 @@ class FolderSource:
                     continue
                 if wanted is None or wanted[number]:
                     path = os.path.join(where, name)
-                    named = {"id": name if below == "." else f"{below}/{name}"}
+                    named = name if below == "." else f"{below}/{name}"
                     try:
-                        yield self._asked.row(number, named, (path,))
+                        yield self._asked.row(number, {"id": named}, (path,), os.fsencode(named))
                     except InvalidRequest as error:
                         raise InvalidRequest(f"{path}: {error.message}", error.remedy) from None
                 number += 1

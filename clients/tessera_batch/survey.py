@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from hashlib import blake2b
 
 import numpy as np
 
@@ -37,7 +36,7 @@ class Survey:
             self._match(journal)
 
     def _read(self) -> np.ndarray:
-        ids, asked = array("Q"), array("Q")
+        ids, asked = array("q"), array("Q")
         for row in self._source.rows():
             if not ids:
                 self.id_type = type(row.id)
@@ -46,31 +45,33 @@ class Survey:
                     f"{self._source.path}: the id {row.id!r:.80} of row {row.number + 1} is no {self.id_type.__name__}",
                     "give all rows ids of one type",
                 )
-            ids.append(_digest(row.id))
+            ids.append(hash(row.id))
             asked.append(row.asked)
         if not ids:
             raise InvalidRequest(f"{self._source.path} holds no rows")
-        values, counts = np.unique(np.frombuffer(ids, np.uint64), return_counts=True)
+        values, counts = np.unique(np.frombuffer(ids, np.int64), return_counts=True)
         self._refuse_doubled(set(values[counts > 1].tolist()))
         return np.frombuffer(asked, np.uint64)
 
-    def _refuse_doubled(self, digests: set[int]) -> None:
+    def _refuse_doubled(self, hashes: set[int]) -> None:
         first: dict[Id, int] = {}
-        for row in self._source.rows() if digests else ():
-            if _digest(row.id) in digests and first.setdefault(row.id, row.number) != row.number:
+        for row in self._source.rows() if hashes else ():
+            if hash(row.id) in hashes and first.setdefault(row.id, row.number) != row.number:
                 both = f"rows {first[row.id] + 1} and {row.number + 1} have the same id {row.id!r:.80}"
                 raise InvalidRequest(f"{self._source.path}: {both}", "give each row its own id")
 
     def _match(self, journal: Journal) -> None:
         """Finds each line's row."""
         asked, places = array("Q"), array("q")
-        for place, result in journal.results():
-            asked.append(int(result["asked"], 16))
+        contents, answers = array("Q"), array("q")
+        for place, digest, content, answered in journal.lines():
+            asked.append(digest)
             places.append(place)
-            if result["error"] is not None:
-                self.errors += 1
-            elif "content" in result and "same_as" not in result:
-                self.answers.put(result["content"], place)
+            self.errors += not answered
+            if content is not None:
+                contents.append(content)
+                answers.append(place)
+        self.answers.put_all(np.frombuffer(contents, np.uint64), np.frombuffer(answers, np.int64))
         lines = np.frombuffer(asked, np.uint64)
         order = np.argsort(self.asked)
         rows = order[np.searchsorted(self.asked, lines, sorter=order).clip(max=len(order) - 1)]
@@ -88,7 +89,7 @@ class Survey:
 class Answers:
     """Where the answer to a question stands in the journal, by the digest of its contents; for ``rows`` at most.
 
-    Half a slot's digest is kept: who finds a place compares the whole digest of the line there.
+    Half of a digest is kept: who finds a place compares the whole one of the line there.
     """
 
     def __init__(self, rows: int) -> None:
@@ -98,9 +99,18 @@ class Answers:
         self._places = np.full(size, -1, np.int64)
 
     def put(self, content: str, place: int) -> None:
-        digest = int(content[:16], 16)
-        slot = self._slot(digest)
-        self._digests[slot], self._places[slot] = digest, place
+        self.put_all(np.array([int(content[:16], 16)], np.uint64), np.array([place]))
+
+    def put_all(self, digests: np.ndarray, places: np.ndarray) -> None:
+        """uint64 and int64 [answers]: the first half of each one's digest, and its place."""
+        slots = (digests & np.uint64(self._mask)).astype(np.int64)
+        while len(slots):
+            free = self._places[slots] < 0
+            # Where several want a slot, one of them has it in both.
+            self._digests[slots[free]] = digests[free]
+            self._places[slots[free]] = places[free]
+            left = self._digests[slots] != digests
+            digests, places, slots = digests[left], places[left], (slots[left] + 1) & self._mask
 
     def get(self, content: str) -> int | None:
         """Where the line begins that may have this content."""
@@ -112,8 +122,3 @@ class Answers:
         while self._places[slot] >= 0 and self._digests[slot] != digest:
             slot = (slot + 1) & self._mask
         return slot
-
-
-def _digest(name: Id) -> int:
-    told = str(name).encode("utf-8", "surrogatepass")
-    return int.from_bytes(blake2b(told, digest_size=8).digest(), "big")

@@ -33,7 +33,7 @@ class TableSource:
 
     def __init__(self, path: Path, asked: Asked) -> None:
         self.path, self._asked = path, asked
-        self._folder = path.resolve().parent
+        self._folder = str(path.resolve().parent)
         try:
             with parquet.ParquetFile(path) as table:
                 schema, footer = table.schema_arrow, table.metadata
@@ -80,7 +80,9 @@ class TableSource:
         given = fields.get("image")
         images = [] if given is None else given if isinstance(given, list) else [given]
         found = tuple(self._picture(image) for image in images)
-        return self._asked.row(number, fields, found, self._contents if self._inside else "")
+        own: dict[str, Any] = {name: fields[name] for name in ("id", "question", "options") if name in fields}
+        own["image"] = self._contents if self._inside else given
+        return self._asked.row(number, fields, found, repr(own).encode())
 
     def _picture(self, image: Any) -> Any:
         if isinstance(image, Mapping):

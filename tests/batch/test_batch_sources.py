@@ -245,16 +245,16 @@ def test_ids_that_stand_twice_are_named(tmp_path: Path) -> None:
 
 def test_a_journal_that_was_cut_keeps_its_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    result = {"id": 1, "answer": "x" * 200_000, "error": None, "asked": "00ff"}
+    result = {"id": 1, "answer": "x" * 200_000, "error": None, "asked": "00000000000000ff"}
     journal = Journal(path)
     places = [journal.append(result), journal.append({**result, "answer": None, "error": "why"})]
-    assert [place for place, _ in journal.results()] == places and journal.at(0) == result
+    assert [line[0] for line in journal.lines()] == places and journal.at(0) == result
     journal.close()
     whole = path.read_bytes()
     for rest in (b"{", b'{"id": 2, "answer": "' + b"y" * 300_000, b"\0\0"):
         path.write_bytes(whole + rest)
         with closing(Journal(path)) as journal:
-            assert [each["error"] for _, each in journal.results()] == [None, "why"]
+            assert [line[1:] for line in journal.lines()] == [(255, None, True), (255, None, False)]
             assert journal.append(result) == len(whole)
         assert path.read_bytes() == whole + whole.splitlines(keepends=True)[0]
 
@@ -264,7 +264,7 @@ def test_what_is_no_journal_is_left_as_it_was(tmp_path: Path) -> None:
     for content in (b"no line end", b'{"id": 1, "text": "a"}\n{"id": 2', b"\n"):
         path.write_bytes(content)
         with closing(Journal(path)) as journal, pytest.raises(InvalidRequest, match="something else than results"):
-            list(journal.results())
+            list(journal.lines())
         assert path.read_bytes() == content
 
 
