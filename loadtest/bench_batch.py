@@ -18,12 +18,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,14 +103,18 @@ class Job:
 
     def end(self) -> tuple[int, float]:
         """The most memory it had, in bytes, and the processor's seconds; raises RuntimeError where it failed."""
-        assert self.process.stdout is not None
-        said = self.process.stdout.read()
-        _, status, usage = os.wait4(self.process.pid, 0)
-        self.process.returncode = os.waitstatus_to_exitcode(status)
+        before, peak = resource.getrusage(resource.RUSAGE_CHILDREN), 0
+        while self.process.poll() is None:
+            with suppress(OSError, StopIteration):
+                status = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+                peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
+            time.sleep(POLL_S)
         if self.process.returncode:
             raise RuntimeError(f"the job ended with {self.process.returncode}")
-        print(said.strip(), file=sys.stderr, flush=True)
-        return usage.ru_maxrss * 1024, usage.ru_utime + usage.ru_stime
+        assert self.process.stdout is not None
+        print(self.process.stdout.read().strip(), file=sys.stderr, flush=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return peak * 1024, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 class Kill(NamedTuple):

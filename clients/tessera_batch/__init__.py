@@ -8,7 +8,7 @@ The data's way, in bounded memory whatever the number of rows::
     journal a line for each row that is over, appended as it comes: what a later run need not ask again
     table   a journal as .parquet, written when all rows are over
 
-A row is known by its id and by a digest of what it asks, so that results of another job are never taken for this one's.
-Of each row 33 to 57 bytes are held (two digests, the place of its line, a slot for its answer); of each row under way
-its pictures.
+A row is known by a digest of its id and of what it asks, so that results of another job are never taken for this one's.
+Of each row about 60 bytes are held (its digest, the place of its line, a slot for its answer); of those under way the
+pictures too.
 """

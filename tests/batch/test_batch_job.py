@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from clients.fake_transport import SCORES, FakeTransport, Hang, final
 
+from tessera_batch import source
 from tessera_batch.journal import Journal
+from tessera_batch.source import JsonLinesSource
 from tessera_client import ConnectionFailed, InvalidRequest, PicturePlan, PictureView, ServerError, client
 from tessera_client.messages import Request
 from tessera_command.cli import main
@@ -327,3 +329,17 @@ def test_a_dry_run_knows_what_is_over(batch: Any, tmp_path: Path, capsys: Captur
     assert batch(server, questions(tmp_path, "a", "b", "c"), "--dry-run") == 0
     assert server.asked == ["c"] and "1 rows to ask, 2 of 3 are over" in capsys.readouterr().err
     assert (tmp_path / "out.jsonl").read_bytes() == before and rows.exists()
+
+
+@pytest.mark.parametrize("later", [["a"], ["a", "x"], ["a", "b", "c"]])
+def test_a_source_that_changes_while_it_is_read_is_noticed(
+    batch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, later: list[str]
+) -> None:
+    class Changing(JsonLinesSource):
+        def rows(self, wanted: Any = None) -> Any:
+            yield from super().rows(wanted)
+            questions(tmp_path, *later)
+
+    monkeypatch.setattr(source, "JsonLinesSource", Changing)
+    assert batch(Server(), questions(tmp_path, "a", "b")) == 2
+    assert "changed while it was read" in capsys.readouterr().err
