@@ -10,6 +10,7 @@ import asyncio
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from random import Random
 from statistics import fmean
 from typing import Any
 
@@ -68,6 +69,7 @@ def estimate(job: Job) -> Estimate:
         size = min(len(left), ROUNDS * job.settings.concurrency)
         wanted[left[np.linspace(0, len(left) - 1, size).astype(int)]] = True
     rows = list(job.source.rows(wanted))
+    Random(0).shuffle(rows)  # time may end before the last of them
     return asyncio.run(_measured(job, rows, len(wanted), len(left)))
 
 
