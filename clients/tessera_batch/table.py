@@ -17,7 +17,8 @@ try:
     import pyarrow as arrow
     from pyarrow import parquet
 except ImportError as error:
-    raise TesseraClientError(f"parquet needs pyarrow: {error}", "pip install 'tessera[tables]'") from error
+    remedy = "pip install '.[tables]' in Tessera's source"  # another's package has the name tessera on PyPI
+    raise TesseraClientError(f"parquet needs pyarrow: {error}", remedy) from error
 
 BATCH = 64  # rows that are read at a time
 GROUP = 16_384  # rows of a row group that is written

@@ -225,7 +225,7 @@ def test_without_pyarrow_the_way_to_get_it_is_said(
     source = lines(tmp_path / "in.jsonl", '{"image": null, "question": "a"}')
     server = FakeTransport()
     assert run(server, monkeypatch, source, "-o", tmp_path / "out.parquet") == 1
-    assert "pip install 'tessera[tables]'" in capsys.readouterr().err and server.requests == []
+    assert "pip install '.[tables]'" in capsys.readouterr().err and server.requests == []
 
 
 def survey(path: Path, tmp_path: Path) -> Any:
