@@ -32,8 +32,10 @@ class Sequence:
 
     Positions count from 0 over prompt and answer. ``computed`` positions have keys and values in ``block_table``
     (counted when their step is planned). ``in_flight`` tokens were planned to be sampled but are not known yet, so
-    that a step may be planned while the one before it still runs. ``identities`` int64 [n] or [n, 1 + axes] is what
-    prefixes are compared by: the ``cache_ids`` int64 [n] and, where the request gave any, the rotary positions.
+    that a step may be planned while the one before it still runs. What follows the prompt has on all of its
+    ``position_axes`` the same rotary position: its place plus ``position_offset``. ``identities`` int64 [n] or
+    [n, 1 + axes] is what prefixes are compared by: the ``cache_ids`` int64 [n] and, where the request gave any, the
+    rotary positions.
     """
 
     rewinds = False  # whether the tokens after the prompt may change again
@@ -67,11 +69,14 @@ class Sequence:
         self.ids = np.zeros(self.prompt_length + self.max_tokens, np.int64)
         self.ids[: self.prompt_length] = prompt
         self.ids[self.image_positions] = 0  # their rows come from embeddings; the ids need not be valid
-        self._position_offset = 0
+        self.position_axes, self.position_offset = 1, 0
         self.identities = self.cache_ids = self.ids.copy()
         if request.positions is not None:
-            self._position_offset = int(request.positions.max()) + 1 - self.prompt_length
-            self.identities = np.column_stack([self.ids, self.positions(0, len(self.ids)).T])
+            self.position_axes = len(request.positions)
+            self.position_offset = int(request.positions.max()) + 1 - self.prompt_length
+            after = np.arange(self.prompt_length, len(self.ids)) + self.position_offset
+            positions = np.hstack([request.positions, np.tile(after, (self.position_axes, 1))])
+            self.identities = np.vstack([self.ids, positions]).T.copy()
             self.cache_ids = self.identities[:, 0]
         if image_cache_ids is not None:
             self.cache_ids[self.image_positions] = image_cache_ids
@@ -153,14 +158,6 @@ class Sequence:
         elif len(self.outputs) >= self.max_tokens:
             self.finish_reason = "length"
         return sampled
-
-    def positions(self, start: int, end: int) -> np.ndarray:
-        """Rotary positions of [start, end), int64 [axes, end - start]."""
-        given = self.request.positions
-        if given is None:
-            return np.arange(start, end)[None]
-        after = np.arange(max(start, self.prompt_length), end) + self._position_offset
-        return np.concatenate([given[:, start:end], np.broadcast_to(after, (len(given), len(after)))], axis=1)
 
     def image_rows(self, start: int, end: int) -> tuple[np.ndarray, slice]:
         """Picture rows inside [start, end): their positions, and which of ``embeddings``' rows they are."""
