@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,7 @@ NOT_FINITE = -1
 """In a token's place: the model's logits held NaN or an infinity, so there is none."""
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """One chosen token, or NOT_FINITE. ``logprob`` and ``top`` (id, log probability) only where they were asked for.
 
     For a sequence that scores labels the token means nothing, and ``top`` holds its branch's children.

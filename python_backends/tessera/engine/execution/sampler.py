@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence as SequenceType
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,7 @@ from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
 from tessera.engine.transfer import Moment, to_device, to_host
 
 
-@dataclass(frozen=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """What one token needs: parameters, the seed, its place in the answer, and tokens that it may not be.
 
     ``children``: tokens whose log probabilities are asked for instead, where labels are scored. ``mask``: the tokens
@@ -32,7 +31,7 @@ class SamplingRow:
     place: int
     forbidden: frozenset[int] = frozenset()
     children: tuple[int, ...] = ()
-    mask: np.ndarray | None = field(default=None, compare=False)
+    mask: np.ndarray | None = None
 
     @classmethod
     def of(cls, sequence: Sequence) -> SamplingRow:
