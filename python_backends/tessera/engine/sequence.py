@@ -150,7 +150,8 @@ class Sequence:
 
     def _accept(self, sampled: SampledToken) -> SampledToken | None:
         token = sampled.token_id
-        self.ids[self.known] = self.cache_ids[self.known] = token
+        place = self.known
+        self.ids[place] = self.cache_ids[place] = token
         self.outputs.append(token)
         if token in self.stop_ids and len(self.outputs) >= self.request.sampling.min_tokens:
             self.finish_reason = "stop"

@@ -21,6 +21,7 @@ class PackedBatch:
     ``ids`` int64 [n]; ``source`` int64 [n]: which token of the step before stands there, -1 where ``ids`` knows it;
     ``positions`` int64 [axes, n]; ``rope_lengths`` int64 [n], the sequence length that rules each token's rotary
     base; ``slots`` int64 [n]; ``sample_rows`` int64 [m]; ``table`` and ``sampling`` (bool [s]) describe the sequences.
+    ``decodes``: whether each of them continues its answer by one token.
     """
 
     ids: np.ndarray
@@ -31,6 +32,7 @@ class PackedBatch:
     sample_rows: np.ndarray
     table: SpanTable
     sampling: np.ndarray
+    decodes: bool
 
 
 def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) -> PackedBatch:
@@ -63,6 +65,7 @@ def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) ->
         sample_rows=last[sampling],
         table=SpanTable(row, count, context, blocks),
         sampling=sampling,
+        decodes=bool((sampling & (count == 1) & (start >= prompt)).all()),
     )
 
 

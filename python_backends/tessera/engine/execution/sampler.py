@@ -37,10 +37,10 @@ class SamplingRow(NamedTuple):
     def of(cls, sequence: Sequence) -> SamplingRow:
         """The row of a sequence's token that is in flight; while it is short of min_tokens it may not stop."""
         parameters = sequence.request.sampling
-        mask = sequence.mask  # which knows of min_tokens
-        short = sequence.place < parameters.min_tokens and mask is None
+        place, mask = sequence.place, sequence.mask  # which knows of min_tokens
+        short = place < parameters.min_tokens and mask is None
         forbidden = sequence.stop_ids if short else frozenset()
-        return cls(parameters, sequence.seed, sequence.place, forbidden, sequence.children, mask)
+        return cls(parameters, sequence.seed, place, forbidden, sequence.children, mask)
 
     @property
     def plain(self) -> bool:
