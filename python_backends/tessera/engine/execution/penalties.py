@@ -21,6 +21,7 @@ from tessera.engine.sequence import Sequence
 from tessera.engine.transfer import to_device
 
 _LEAST_WIDTH = 256
+_SPARE = 4
 _SMALLEST = 1e-30  # of repetition penalties; below it logits would overflow
 
 
@@ -116,11 +117,11 @@ class Penalties:
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
         """logits of any float dtype [m, vocabulary] -> float32, changed for the rows that ask for it."""
-        logits = logits.float()
-        vocabulary = logits.shape[1]
-        # One column more than there are tokens: what is no token points there.
-        scores = pad(logits[self._places], (0, 1))
-        tokens = self._tokens
+        tokens, vocabulary = self._tokens, logits.shape[1]
+        everybody = len(tokens) == len(logits)
+        # Columns beyond the tokens': what is no token points there. So many keep the rows aligned.
+        scores = logits.new_empty((len(tokens), vocabulary + _SPARE), dtype=torch.float32)
+        scores[:, :vocabulary] = logits if everybody else logits[self._places]
         at = torch.arange(self._width, device=logits.device)
         known = (tokens >= 0) & (at < self._lengths[:, None])
         index = torch.where(known, tokens, vocabulary)
@@ -139,7 +140,11 @@ class Penalties:
             echoes = self._histories.echoes[self._slots, : self._width]
             repeats = known & (sizes > 0) & (echoes >= sizes - 1)
             scores.scatter_(1, torch.where(repeats, tokens, vocabulary), float("-inf"))
-        logits[self._places] = scores[:, :vocabulary]
+        changed = scores[:, :vocabulary]
+        if everybody:  # a batch's logits are large: nobody else's are copied, nor these once more
+            return changed
+        logits = logits.float()
+        logits[self._places] = changed
         return logits
 
     def append(self, chosen: torch.Tensor) -> None:
