@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ NOT_FINITE = -1
 """In a token's place: the model's logits held NaN or an infinity, so there is none."""
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """One chosen token, or NOT_FINITE. ``logprob`` and ``top`` (id, log probability) only where they were asked for.
 
     For a sequence that scores labels the token means nothing, and ``top`` holds its branch's children.
@@ -33,8 +32,10 @@ class Sequence:
 
     Positions count from 0 over prompt and answer. ``computed`` positions have keys and values in ``block_table``
     (counted when their step is planned). ``in_flight`` tokens were planned to be sampled but are not known yet, so
-    that a step may be planned while the one before it still runs. ``identities`` int64 [n] or [n, 1 + axes] is what
-    prefixes are compared by: the ``cache_ids`` int64 [n] and, where the request gave any, the rotary positions.
+    that a step may be planned while the one before it still runs. What follows the prompt has on all of its
+    ``position_axes`` the same rotary position: its place plus ``position_offset``. ``identities`` int64 [n] or
+    [n, 1 + axes] is what prefixes are compared by: the ``cache_ids`` int64 [n] and, where the request gave any, the
+    rotary positions.
     """
 
     rewinds = False  # whether the tokens after the prompt may change again
@@ -69,10 +70,11 @@ class Sequence:
         self.embeddings = request.embeddings
         self.ids = prompt.astype(np.int64)
         self.ids[self.image_positions] = 0  # their rows come from embeddings; the ids need not be valid
-        self._position_offset = 0
+        self.position_axes, self.position_offset = 1, 0
         self.identities = self.cache_ids = self.ids.copy()
         if request.positions is not None:
-            self._position_offset = int(request.positions.max()) + 1 - self.prompt_length
+            self.position_axes = len(request.positions)
+            self.position_offset = int(request.positions.max()) + 1 - self.prompt_length
             self.identities = np.column_stack([self.ids, request.positions.T])
             self.cache_ids = self.identities[:, 0]
         if image_cache_ids is not None:
@@ -149,7 +151,8 @@ class Sequence:
 
     def _accept(self, sampled: SampledToken) -> SampledToken | None:
         token = sampled.token_id
-        self.ids[self.known] = self.cache_ids[self.known] = token
+        place = self.known
+        self.ids[place] = self.cache_ids[place] = token
         self.outputs.append(token)
         if token in self.stop_ids and len(self.outputs) >= self.request.sampling.min_tokens:
             self.finish_reason = "stop"
@@ -173,17 +176,9 @@ class Sequence:
         if self.request.positions is None:
             self.identities = self.cache_ids = np.concatenate([self.cache_ids, new])
         else:
-            rows = np.column_stack([new, self.positions(start, end).T])
-            self.identities = np.concatenate([self.identities, rows])
+            after = np.tile(np.arange(start, end) + self.position_offset, (self.position_axes, 1))
+            self.identities = np.concatenate([self.identities, np.column_stack([new, after.T])])
             self.cache_ids = self.identities[:, 0]
-
-    def positions(self, start: int, end: int) -> np.ndarray:
-        """Rotary positions of [start, end), int64 [axes, end - start]."""
-        given = self.request.positions
-        if given is None:
-            return np.arange(start, end)[None]
-        after = np.arange(max(start, self.prompt_length), end) + self._position_offset
-        return np.concatenate([given[:, start:end], np.broadcast_to(after, (len(given), len(after)))], axis=1)
 
     def image_rows(self, start: int, end: int) -> tuple[np.ndarray, slice]:
         """Picture rows inside [start, end): their positions, and which of ``embeddings``' rows they are."""

@@ -85,7 +85,7 @@ class Scheduler:
             taken.append((sequence, sequence.take(token)))
             if sequence.finished:
                 self._remove(sequence)
-            else:
+            elif sequence.rewinds:
                 self.blocks.shrink(sequence)
         return taken
 
