@@ -35,7 +35,6 @@ from tqdm import tqdm
 from tessera_documents import TesseraVlmClient, mineru_client
 from tessera_documents.job import quiet
 from tessera_documents.sources import open_document
-from tessera_documents.vlm_client import MAX_TOKENS
 
 DPI = 200  # of `tessera parse`
 VOCABULARY = "qwen.tiktoken"
@@ -43,6 +42,7 @@ LEAST_CHARACTERS = 200  # fewer are no text layer
 MOST_CROPS = 30  # more are a form, or a figure's labels
 STRANGE, LONELY = 0.02, 0.25  # of the characters, of the words: more are a garbled text layer
 MEAN_TOKENS, MEAN_CROPS = 900, 12
+MOST_TOKENS = 2048  # of an answer; the rest is left out
 
 
 class Reader:
@@ -81,7 +81,7 @@ class Reader:
             for block in blocks
         )
         layout = self._tokens.layout([(block.kind, block.box) for block in blocks])
-        requests = [Request("[layout]", min(MAX_TOKENS, layout + 1))]
+        requests = [Request("[layout]", min(MOST_TOKENS, layout + 1))]
         by_place = {(block.kind, block.box): block for block in blocks}
         found = self._helper.parse_layout_output(answer)
         _, prompts, _, indices = self._helper.prepare_for_extract(page, found)
@@ -90,7 +90,7 @@ class Reader:
             block = by_place[found[index].type, box]
             kind = next(kind for kind, told in self.client.kinds.items() if told["prompt"] == prompt)
             length = self._tokens.table(block.rows) if block.kind == "table" else self._tokens.count(block.text)
-            requests.append(Request(kind, min(MAX_TOKENS, length + 1), box))
+            requests.append(Request(kind, min(MOST_TOKENS, length + 1), box))
         return tuple(requests)
 
 
