@@ -82,7 +82,8 @@ def main() -> int:
     methods = {"bf16": {"quantization": "checkpoint"}} | {method: ON_LOAD[method] for method in arguments.on_load}
     variants = {method: (DEFAULT_CHECKPOINT, settings) for method, settings in methods.items()}
     variants |= {method: (folder, {}) for method, folder in made.items()}
-    command = 'make bench NAME=quantization ARGS="--made ' + " ".join(f"{method}=OUT" for method in made) + '"'
+    asked = ["--on-load", *arguments.on_load, *(["--made"] if made else []), *(f"{method}=OUT" for method in made)]
+    command = f'make bench NAME=quantization ARGS="{" ".join(asked)}"'
     original: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="tessera-recall-") as kept:
         with bar("rendering") as advance:
