@@ -1,4 +1,4 @@
-"""Products in e4m3 for few rows: as :mod:`tessera.engine.kernels.skinny_linear`, over half the bytes.
+"""Products in e4m3 for up to 256 rows: as :mod:`tessera.engine.kernels.skinny_linear`, over half the bytes.
 
 The scales of x's and of the weight's rows meet the sums at the end, before a split's partial is written.
 """
@@ -11,7 +11,6 @@ import torch
 import triton
 
 from tessera.engine.kernels.skinny_linear import (
-    MAX_ROWS,
     SkinnyPlan,
     check_plan,
     multiply,
@@ -20,6 +19,7 @@ from tessera.engine.kernels.skinny_linear import (
 )
 from tessera.fp8.rows import E4M3, Fp8Rows
 
+MAX_ROWS = 256
 K_MULTIPLE = 128
 
 
@@ -28,14 +28,31 @@ def plan_skinny_fp8(m: int, n: int, k: int, sms: int) -> SkinnyPlan:
     """How to multiply x [m, k] by weights [n, k] on ``sms`` multiprocessors; a pure function.
 
     Two programs a multiprocessor share k where the rows alone make too few. Where the rows make more, three stages
-    leave room for all programs at once, so that none begins when others have ended (swept on an H200).
+    leave room for all programs at once, so that none begins when others have ended (swept on an H200). Beyond 64 rows
+    the weights' bytes no longer are the whole cost.
     """
     rows = padded_rows(m)
+    if rows > 64:
+        plans = [_large_tiles(m, n, k, sms, block_m) for block_m in (128, 256)]
+        return min(plans, key=lambda plan: _traffic(plan, m, n, k))
     if rows > 16 and n >= 2 * sms * 128:
-        return SkinnyPlan(128 if rows == MAX_ROWS else 64, K_MULTIPLE, stages=3)
+        return SkinnyPlan(128 if rows == 64 else 64, K_MULTIPLE, stages=3)
     block_k, stages = (256, 4) if rows == 16 and k % 256 == 0 else (K_MULTIPLE, 5)
     splits = max(1, min(2 * sms // triton.cdiv(n, 64), k // 512))
     return SkinnyPlan(64, block_k, splits, stages=stages)
+
+
+def _large_tiles(m: int, n: int, k: int, sms: int, block_m: int) -> SkinnyPlan:
+    """One program a multiprocessor, with the stages that its shared memory holds, and splits where some are idle."""
+    tiles = triton.cdiv(m, block_m) * triton.cdiv(n, 128)
+    splits = max(1, min(sms // tiles, k // 512))
+    return SkinnyPlan(128, K_MULTIPLE, splits, warps=8, stages=5 if block_m == 128 else 4, block_m=block_m)
+
+
+def _traffic(plan: SkinnyPlan, m: int, n: int, k: int) -> int:
+    """Bytes between the L2 cache and the multiprocessors: tiles, and the partials written and read."""
+    tiles = triton.cdiv(m, plan.block_m) * triton.cdiv(n, plan.block_n)
+    return tiles * k * (plan.block_m + plan.block_n) + (2 * 4 * m * n * plan.splits if plan.splits > 1 else 0)
 
 
 def skinny_fp8(
@@ -46,7 +63,7 @@ def skinny_fp8(
     dtype: torch.dtype,
     plan: SkinnyPlan | None = None,
 ) -> torch.Tensor:
-    """As :func:`tessera.fp8.rows.fp8_linear`, for x of 1 to 64 rows and a k that is a multiple of 128.
+    """As :func:`tessera.fp8.rows.fp8_linear`, for x of 1 to 256 rows and a k that is a multiple of 128.
 
     ``plan`` replaces :func:`plan_skinny_fp8`'s choice. ValueError for other shapes, dtypes, strides or plans.
     """
