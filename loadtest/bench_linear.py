@@ -69,7 +69,7 @@ SPLITS = (1, 2, 3, 4, 5, 7, 9)  # programs a tile
 FP8_ROWS = (96, 256)
 FP8_TILES = [  # block_m, block_n, warps: those that compile for Hopper without spilling registers
     *((32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 8), (64, 256, 8), (128, 64, 4), (128, 128, 8)),
-    *((128, 256, 8), (256, 128, 8)),
+    *((128, 256, 8), (256, 64, 4), (256, 64, 8), (256, 128, 8)),
 ]
 FP8_COLUMNS = 128  # of a tile
 FP8_STAGES = (3, 4, 5, 6)

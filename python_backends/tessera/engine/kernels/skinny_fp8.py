@@ -29,30 +29,17 @@ def plan_skinny_fp8(m: int, n: int, k: int, sms: int) -> SkinnyPlan:
 
     Two programs a multiprocessor share k where the rows alone make too few. Where the rows make more, three stages
     leave room for all programs at once, so that none begins when others have ended (swept on an H200). Beyond 64 rows
-    the weights' bytes no longer are the whole cost.
+    the bytes from the L2 cache count: tiles as large as one program a multiprocessor holds, and each weight read once.
     """
     rows = padded_rows(m)
     if rows > 64:
-        plans = [_large_tiles(m, n, k, sms, block_m) for block_m in (128, 256)]
-        return min(plans, key=lambda plan: _traffic(plan, m, n, k))
+        splits = max(1, min(sms // triton.cdiv(n, 128), k // 512))
+        return SkinnyPlan(128, K_MULTIPLE, splits, warps=8, stages=5 if rows == 128 else 4, block_m=rows)
     if rows > 16 and n >= 2 * sms * 128:
         return SkinnyPlan(128 if rows == 64 else 64, K_MULTIPLE, stages=3)
     block_k, stages = (256, 4) if rows == 16 and k % 256 == 0 else (K_MULTIPLE, 5)
     splits = max(1, min(2 * sms // triton.cdiv(n, 64), k // 512))
     return SkinnyPlan(64, block_k, splits, stages=stages)
-
-
-def _large_tiles(m: int, n: int, k: int, sms: int, block_m: int) -> SkinnyPlan:
-    """One program a multiprocessor, with the stages that its shared memory holds, and splits where some are idle."""
-    tiles = triton.cdiv(m, block_m) * triton.cdiv(n, 128)
-    splits = max(1, min(sms // tiles, k // 512))
-    return SkinnyPlan(128, K_MULTIPLE, splits, warps=8, stages=5 if block_m == 128 else 4, block_m=block_m)
-
-
-def _traffic(plan: SkinnyPlan, m: int, n: int, k: int) -> int:
-    """Bytes between the L2 cache and the multiprocessors: tiles, and the partials written and read."""
-    tiles = triton.cdiv(m, plan.block_m) * triton.cdiv(n, plan.block_n)
-    return tiles * k * (plan.block_m + plan.block_n) + (2 * 4 * m * n * plan.splits if plan.splits > 1 else 0)
 
 
 def skinny_fp8(

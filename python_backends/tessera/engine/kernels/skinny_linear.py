@@ -4,7 +4,7 @@ The product is computed transposed, weight tile [BLOCK_N, BLOCK_K] times x^T, so
 cores' tile lies along the weights and the 1 to 64 rows of x lie along its short side (in e4m3 up to 256 of them, in
 blocks: the programs of one weight tile are neighbours and share it in the L2 cache). Loads are pipelined over
 ``stages`` tiles; about two programs a multiprocessor with 48 KB each on their way keep an H200's memory busy. Where
-the rows of the weights are too few for that, k is split: each program writes a float32 partial, and a second small
+the rows of the weights are too few for that, k is split: each program writes a partial, and a second small
 kernel adds the partials in a fixed order (so that equal inputs give equal outputs, which atomics would not).
 
 Both kernels are short, so on Hopper they are launched before the kernel in front of them has ended, and wait for it
@@ -28,7 +28,6 @@ MAX_ROWS = 64
 K_MULTIPLE = 64
 _STAGES = 4
 _STAGE_BYTES = 24 * 1024  # four of them and their like from a second program fit into the shared memory
-_SUM_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -147,17 +146,23 @@ def multiply(
     out: torch.Tensor,
     plan: SkinnyPlan,
 ) -> None:
-    """x [m, k] times weight [n, k], each row of both times its scale if it has one, plus bias [n], into out [m, n]."""
+    """x [m, k] times weight [n, k], each row of both times its scale if it has one, plus bias [n], into out [m, n].
+
+    The sums of a split are float32, and of more than 64 rows as out is.
+    """
     (m, k), n = x.shape, len(weight)
     options, early = _options(plan, m), early_launch(x.device)
     grid = (triton.cdiv(m, options["BLOCK_M"]), triton.cdiv(n, plan.block_n), plan.splits)
     if plan.splits == 1:
         _linear[grid](x, weight, x_scales, scales, bias, out, m, n, k, **options, **early)
         return
-    partials = torch.empty((plan.splits, m, n), dtype=torch.float32, device=x.device)
+    # Of many rows the partials are as large as the weights: rounded as the result is, and by fewer programs.
+    many = m > MAX_ROWS
+    partials = torch.empty((plan.splits, m, n), dtype=out.dtype if many else torch.float32, device=x.device)
     _linear[grid](x, weight, x_scales, scales, None, partials, m, n, k, **options, **early)
-    _add_partials[(triton.cdiv(m * n, _SUM_BLOCK),)](
-        partials, bias, out, m * n, n, SPLITS=plan.splits, BLOCK=_SUM_BLOCK, num_warps=2, **early
+    block, warps = (1024, 4) if many else (256, 2)
+    _add_partials[(triton.cdiv(m * n, block),)](
+        partials, bias, out, m * n, n, SPLITS=plan.splits, BLOCK=block, num_warps=warps, **early
     )
 
 
@@ -228,7 +233,7 @@ def _linear(
 ):  # fmt: skip
     """One program a block of x's rows, of the weight's and a split of k.
 
-    ``out`` is [m, n], or float32 partials [splits, m, n].
+    ``out`` is [m, n], or partials [splits, m, n].
     """
     if EARLY:
         gdc_wait()
@@ -252,14 +257,14 @@ def _linear(
 def _add_partials(
     partials, bias, out, size, n, SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """partials float32 [SPLITS, size] -> out [size] of rows of n, always in the order of the splits."""
+    """partials [SPLITS, size] -> out [size] of rows of n, always in the order of the splits, summed in float32."""
     if EARLY:
         gdc_wait()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    total = tl.load(partials + at, mask=inside)
+    total = tl.load(partials + at, mask=inside).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(partials + split * size + at, mask=inside)
+        total += tl.load(partials + split * size + at, mask=inside).to(tl.float32)
     if bias is not None:
         total += tl.load(bias + at % n, mask=inside).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
