@@ -12,7 +12,6 @@ Only the first tile of keys is masked: it takes what the others, all full, leave
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from triton.experimental import gluon
@@ -27,12 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tessera.vision.kernels.hopper_plans import HopperPlan
-from tessera.vision.kernels.varlen_attention import AttentionPlan, checked_parts, varlen_attention
-
-
-def attention_by(plan: AttentionPlan | HopperPlan) -> Callable[..., torch.Tensor]:
-    """varlen_attention, or hopper_attention."""
-    return varlen_attention if isinstance(plan, AttentionPlan) else hopper_attention
+from tessera.vision.kernels.varlen_attention import checked_parts
 
 
 def hopper_attention(

@@ -1,4 +1,4 @@
-"""How hopper_attention's programs are cut, apart from the kernel, which needs Triton."""
+"""How hopper_attention's programs are cut, apart from the kernel, which needs Triton with Gluon."""
 
 from __future__ import annotations
 
