@@ -2,7 +2,8 @@
 
 Prints the copy speed first (the ceiling), then for each shape and number of rows the time of cuBLAS in bfloat16 and of
 the W4A16 kernel, each in a CUDA graph over more copies of the weights than any cache holds, their errors against the
-torch twin, and the ratio of the sums over the four shapes. ``--sweep`` times many plans of the kernel instead.
+torch twin, and the ratio of the sums over the four shapes. ``--sweep`` times many plans of the kernel instead, and with
+``fp8`` those of our product in e4m3 for 96 and 256 rows, beside cuBLAS without scales; * is the plan that serves.
 
 Then whole layers that have measured which way is the fastest, as the engine's do when it starts, beside layers in FP8
 alone and in bfloat16 (cuBLAS). One rule for all three: a layer runs between the kernels that stand before and behind it
@@ -11,7 +12,7 @@ for what quantizing its activations and applying its scales adds to its neighbou
 a kernel that does a neighbour's work as well is given that credit. cuBLAS alone, without neighbours, is printed too.
 All of them take turns.
 
-    PYTHONPATH=python_backends python loadtest/bench_linear.py [--sweep] [--seconds 60]
+    PYTHONPATH=python_backends python loadtest/bench_linear.py [--sweep [fp8]] [--seconds 60]
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -36,6 +38,8 @@ from figures import emit
 
 from tessera.engine.kernels import reference
 from tessera.engine.kernels.silu_multiply import silu_and_multiply
+from tessera.engine.kernels.skinny_fp8 import plan_skinny_fp8, skinny_fp8
+from tessera.engine.kernels.skinny_linear import SkinnyPlan
 from tessera.engine.kernels.w4_layout import PackedW4
 from tessera.engine.kernels.w4a16 import W4Plan, padded_rows, plan_w4a16, w4a16_gate_up, w4a16_linear
 from tessera.engine.quantization.awq import Awq
@@ -44,6 +48,7 @@ from tessera.engine.quantization.in_place import InPlace
 from tessera.engine.quantization.measured import MeasuredScheme
 from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape, Place
 from tessera.engine.quantization.unquantized import Unquantized
+from tessera.fp8.rows import fp8_sums, quantize_rows, quantize_weight
 from tessera.measured_choices import MeasuredChoices, graph_milliseconds
 
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}  # n, k
@@ -61,6 +66,14 @@ TILES = [  # block_n, warps, stages
 ]
 PROGRAMS = (1, 1.5, 2, 3, 4)  # a multiprocessor
 SPLITS = (1, 2, 3, 4, 5, 7, 9)  # programs a tile
+FP8_ROWS = (96, 256)
+FP8_TILES = [  # block_m, block_n, warps: those that compile for Hopper without spilling registers
+    *((32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 8), (64, 256, 8), (128, 64, 4), (128, 128, 8)),
+    *((128, 256, 8), (256, 64, 4), (256, 64, 8), (256, 128, 8)),
+]
+FP8_COLUMNS = 128  # of a tile
+FP8_STAGES = (3, 4, 5, 6)
+FP8_SPLITS = (1, 2, 3, 4, 6, 8)
 SHARED_MEMORY = 227 * 1024
 TOLERANCE = 1e-2
 
@@ -81,7 +94,9 @@ def random_w4(n: int, k: int, chunk: int = 64) -> PackedW4:
 
 
 class Case:
-    """One shape's products with m rows."""
+    """One shape's products with m rows, by the W4A16 kernel and by cuBLAS in bfloat16."""
+
+    by = "w4a16"
 
     def __init__(self, name: str, weights: list[PackedW4], m: int) -> None:
         self.name, self.m, self.weights = name, m, weights
@@ -93,11 +108,15 @@ class Case:
         self.library = (lambda x, w: silu_and_multiply(F.linear(x, w))) if gated else F.linear
         self.bytes = weights[0].codes.nbytes + weights[0].words.nbytes + 2 * m * (self.k + self.n // (1 + gated))
 
+    def library_calls(self) -> list[Call]:
+        halves = [normal(self.n, self.k) * 0.02 for _ in range(-(-ROTATED // (2 * self.n * self.k)))]
+        return [partial(self.library, self.x, weight) for weight in halves * -(-4 // len(halves))]
+
     def expected(self) -> torch.Tensor:
         return self.twin(self.x, self.weights[-1])
 
-    def plans(self, sms: int) -> list[W4Plan]:
-        """Those worth a try: they fit into the shared memory and neither starve nor flood the GPU."""
+    def plans(self, sms: int) -> list[Any]:
+        """The one that serves, then others worth a try: they fit into the shared memory and do not flood the GPU."""
         found = [plan_w4a16(self.m, self.n, len(self.weights[0].codes), sms)]
         rows = padded_rows(self.m)
         chunk = self.weights[0].codes.shape[2]
@@ -111,18 +130,48 @@ class Case:
                     found.append(W4Plan(block_n, programs, warps, stages))
         return list(dict.fromkeys(found))
 
-    def kernel_key(self, plan: W4Plan | None) -> tuple[object, ...]:
+    def kernel_key(self, plan: Any) -> tuple[object, ...]:
         """Equal where the compiled kernels are."""
         whole = plan and plan.programs == -(-self.n // plan.block_n)
         chunk = self.weights[0].codes.shape[2]
         return padded_rows(self.m), chunk, self.name == GATED, whole, plan and replace(plan, programs=0)
 
-    def microseconds(self, plan: W4Plan | None, stream: torch.cuda.Stream) -> float:
+    def microseconds(self, plan: Any, stream: torch.cuda.Stream) -> float:
         return 1e6 * seconds([partial(self.kernel, self.x, weights, plan=plan) for weights in self.weights], stream)
 
-    def error(self, plan: W4Plan | None, expected: torch.Tensor) -> float:
+    def error(self, plan: Any, expected: torch.Tensor) -> float:
         with poisoned():
             return error(self.kernel(self.x, self.weights[-1], plan=plan), expected)
+
+
+class Fp8Case(Case):
+    """The same in e4m3, by the product for few rows and by cuBLAS, which leaves the scales to others."""
+
+    by = "fp8"
+
+    def __init__(self, name: str, weights: list[tuple[torch.Tensor, torch.Tensor]], m: int) -> None:
+        self.name, self.m, self.weights = name, m, weights * -(-8 // len(weights))
+        self.n, self.k = weights[0][0].shape
+        self.x = quantize_rows(normal(m, self.k))
+        self.kernel = lambda x, weight, plan=None: skinny_fp8(x, *weight, None, torch.bfloat16, plan)
+        self.twin = lambda x, weight: reference.skinny_fp8(x, *weight, None, torch.bfloat16)
+        self.bytes = self.n * self.k + m * (self.k + 2 * self.n)
+
+    def library_calls(self) -> list[Call]:
+        return [partial(fp8_sums, self.x, weight, torch.bfloat16) for weight, _ in self.weights]
+
+    def plans(self, sms: int) -> list[Any]:
+        found = [plan_skinny_fp8(self.m, self.n, self.k, sms)]
+        for (block_m, block_n, warps), stages, splits in product(FP8_TILES, FP8_STAGES, FP8_SPLITS):
+            tiles = -(-self.m // block_m) * -(-self.n // block_n)
+            each = -(-tiles * splits // sms)  # programs a multiprocessor
+            fits = stages * FP8_COLUMNS * (block_m + block_n) <= SHARED_MEMORY // (1 if splits == 1 else each)
+            if fits and block_m < 2 * self.m and (splits == 1 or each <= 3) and tiles * splits >= 0.5 * sms:
+                found.append(SkinnyPlan(block_n, FP8_COLUMNS, splits, warps, stages, block_m))
+        return list(dict.fromkeys(found))
+
+    def kernel_key(self, plan: Any) -> tuple[object, ...]:
+        return (replace(plan, splits=min(plan.splits, 2)),)
 
 
 def cases(chunk: int) -> Iterator[list[Case]]:
@@ -133,30 +182,33 @@ def cases(chunk: int) -> Iterator[list[Case]]:
         yield [Case(name, weights, m) for m in ROWS]
 
 
-def measure(stream: torch.cuda.Stream, sweep: bool, chunk: int, deadline: float) -> Iterator[dict[str, Any]]:
+def fp8_cases() -> Iterator[list[Case]]:
+    for name, (n, k) in SHAPES.items():
+        weights = [quantize_weight(normal(n, k) * 0.02) for _ in range(-(-ROTATED // (n * k)))]
+        yield [Fp8Case(name, weights, m) for m in FP8_ROWS]
+
+
+def measure(
+    stream: torch.cuda.Stream, groups: list[list[Case]], sweep: bool, deadline: float
+) -> Iterator[dict[str, Any]]:
     """One row a case and way, until the deadline."""
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-    groups = [group for group in cases(chunk) if not (sweep and group[0].name == GATED)]
     jobs = [(case, plan) for group in groups for case in group for plan in (case.plans(sms) if sweep else [None])]
     compiled = {case.kernel_key(plan): (case, plan) for case, plan in jobs}
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of a compilation runs outside the interpreter lock
         list(pool.map(lambda job: job[0].kernel(job[0].x, job[0].weights[0], plan=job[1]), compiled.values()))
     torch.cuda.synchronize()
     print(f"{len(compiled)} kernels compiled", flush=True)
-    for group in groups:
-        n, k = group[0].n, group[0].k
-        halves = [normal(n, k) * 0.02 for _ in range(-(-ROTATED // (2 * n * k)))]
-        for case in group:
-            key = {"shape": case.name, "m": case.m}
-            calls = [partial(case.library, case.x, weight) for weight in halves * -(-4 // len(halves))]
-            yield {**key, "by": "cuBLAS", "us": 1e6 * seconds(calls, stream)}
-            expected = case.expected()
-            for plan in case.plans(sms) if sweep else [None]:
-                if time.monotonic() > deadline:
-                    return
-                taken = case.microseconds(plan, stream)
-                row = {**key, "by": "w4a16", "us": taken, "gb_s": case.bytes / taken / 1e3}
-                yield {**row, "error": case.error(plan, expected), **(asdict(plan) if plan else {})}
+    for case in chain(*groups):
+        key = {"shape": case.name, "m": case.m}
+        yield {**key, "by": "cuBLAS", "us": 1e6 * seconds(case.library_calls(), stream)}
+        expected = case.expected()
+        for number, plan in enumerate(case.plans(sms) if sweep else [None]):
+            if time.monotonic() > deadline:
+                return
+            taken = case.microseconds(plan, stream)
+            row = {**key, "by": case.by, "us": taken, "gb_s": case.bytes / taken / 1e3}
+            yield {**row, "error": case.error(plan, expected), "serves": number == 0, "plan": plan and asdict(plan)}
 
 
 def layers_of(shape: LinearShape, scheme: Callable[[], LinearScheme]) -> list[Linear]:
@@ -217,7 +269,7 @@ def print_chosen(found: list[dict[str, Any]]) -> None:
 
 
 def print_table(found: list[dict[str, Any]], record: bool) -> None:
-    print("\nshape        m   cuBLAS us   w4a16 us   ratio    GB/s     error  plan")
+    print(f"\nshape        m   cuBLAS us {found[-1]['by']:>8} us   ratio    GB/s     error  plan")
     sums: dict[int, list[float]] = {}
     for name, m in dict.fromkeys((row["shape"], row["m"]) for row in found):
         rows = [row for row in found if (row["shape"], row["m"]) == (name, m)]
@@ -225,8 +277,8 @@ def print_table(found: list[dict[str, Any]], record: bool) -> None:
         wrong = [row for row in ours if not row["error"] < TOLERANCE]
         if wrong:
             print(f"{len(wrong)} of {len(ours)} WRONG, for instance {wrong[0]}")
-        for row in ours[:4]:
-            plan = "{block_n}, {programs}, {warps}, {stages}".format(**row) if "programs" in row else ""
+        for row in ours[:4] + [row for row in ours[4:] if row["serves"]]:
+            plan = ", ".join(f"{name} {value}" for name, value in (row["plan"] or {}).items()) + " *" * row["serves"]
             line = f"{name:8} {m:5} {library['us']:11.2f} {row['us']:10.2f} {library['us'] / row['us']:7.2f}"
             print(f"{line} {row['gb_s']:7.0f}  {row['error']:.1e}  {plan}")
         if ours and name != GATED:
@@ -240,7 +292,7 @@ def print_table(found: list[dict[str, Any]], record: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="time many plans")
+    parser.add_argument("--sweep", nargs="?", const="w4a16", choices=["w4a16", "fp8"], help="time many plans")
     parser.add_argument("--seconds", type=float, default=60, help="a sweep stops after so many, from the start")
     parser.add_argument("--chunk", type=int, default=64, help="columns of a chunk of the layout")
     options = parser.parse_args()
@@ -252,7 +304,9 @@ def main() -> None:
     with torch.inference_mode():
         ceiling = copy_speed(stream) / 1e9
         print(f"{torch.cuda.get_device_name()}: copy {ceiling:.0f} GB/s", flush=True)
-        found = list(measure(stream, options.sweep, options.chunk, deadline))
+        groups = fp8_cases() if options.sweep == "fp8" else cases(options.chunk)
+        groups = [group for group in groups if not (options.sweep and group[0].name == GATED)]
+        found = list(measure(stream, groups, bool(options.sweep), deadline))
         print_table(found, record=not options.sweep)
         chosen = [] if options.sweep else list(measure_chosen(stream))
     if chosen:

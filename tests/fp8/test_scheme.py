@@ -153,10 +153,10 @@ def test_tuning_asks_which_product_is_the_fastest(units, place):
     shape = LinearShape(96, SIZE, False, place, torch.float32)
     layers[0].scheme.tune(layers, shape, choices, "a machine")
     assert len(choices.questions) == 8
-    assert [len(ways) for ways in choices.questions.values()] == [3, 3, 3, 2, 2, 2, 2, 2]
+    assert [len(ways) for ways in choices.questions.values()] == [3, 3, 3, 3, 3, 3, 2, 2]
     assert all("fp8 linear" in question and "a machine" in question for question in choices.questions)
     for layer in layers:
-        assert layer.scheme.ways[:4] == ((16, "skinny"), (32, "skinny"), (64, "skinny"), (96, "rescaled"))
+        assert layer.scheme.ways[-3:] == ((256, "skinny"), (512, "rescaled"), (1024, "rescaled"))
 
 
 def test_tuning_leaves_dequantized_layers_alone():

@@ -29,7 +29,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.float(), expected.float(), rtol=2 * step, atol=2 * step)
 
 
-@pytest.mark.parametrize("m", [1, 5, 16, 17, 33, 64])
+@pytest.mark.parametrize("m", [1, 5, 16, 17, 33, 64, 65, 97, 200, 256])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_linear(half, device, generator, m, has_bias):
     rows, weight, scales = operands(device, generator, m, 96, 256)
@@ -48,6 +48,22 @@ def test_linear_with_splits_and_odd_columns(half, device, generator, splits, blo
     close(skinny_fp8(rows, weight, scales, bias, half, plan), reference.skinny_fp8(rows, weight, scales, bias, half))
 
 
+@pytest.mark.parametrize("splits", [1, 2, 3, 4])
+@pytest.mark.parametrize(("m", "block_m"), [(65, 32), (97, 64), (200, 128), (255, 128), (255, 256)])
+def test_linear_in_blocks_of_rows(half, device, generator, splits, m, block_m):
+    rows, weight, scales = operands(device, generator, m, 72, 640)
+    bias = torch.randn(72, dtype=half, device=device, generator=generator)
+    plan = SkinnyPlan(64, 128, splits, block_m=block_m)
+    actual, expected = (
+        product(rows, weight, scales, bias, half, *given).float() - bias
+        for product, given in ((skinny_fp8, [plan]), (reference.skinny_fp8, []))
+    )
+    # A split's sums are rounded to half before they are added, each of the order of row's and column's magnitude.
+    size = torch.logspace(-1, 1, m, device=device)[:, None] * torch.logspace(-1, 1, 72, device=device) + bias.abs()
+    step = torch.finfo(half).eps
+    torch.testing.assert_close(actual / size, expected / size, rtol=2 * step, atol=2 * step)
+
+
 def test_a_row_does_not_depend_on_its_neighbours(half, device, generator):
     rows, weight, scales = operands(device, generator, 16, 64, 256)
     plan = SkinnyPlan(32, 128, 2)
@@ -61,8 +77,8 @@ def test_a_row_does_not_depend_on_its_neighbours(half, device, generator):
 @pytest.mark.parametrize(
     ("m", "k", "dtype", "message"),
     [
-        (65, 128, None, "1..64"),
-        (0, 128, None, "1..64"),
+        (257, 128, None, "1..256"),
+        (0, 128, None, "1..256"),
         (2, 192, None, "multiple of 128"),
         (2, 128, torch.float16, "float8_e4m3fn"),
     ],
@@ -87,6 +103,16 @@ def test_plans_fill_the_gpu(m, n, k):
     assert k % plan.block_k == 0 and plan.splits <= k // plan.block_k
     assert -(-n // plan.block_n) * plan.splits >= 1.5 * 132
     assert plan.stages * plan.block_k * (plan.block_n + max(m, 16)) <= 100 * 1024  # two programs fit
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("m", [65, 96, 128, 192, 256])
+def test_plans_of_many_rows_have_a_multiprocessor_each(m, n, k):
+    plan = plan_skinny_fp8(m, n, k, 132)
+    tiles = -(-n // plan.block_n) * -(-m // plan.block_m)
+    assert k % plan.block_k == 0 and plan.splits <= k // plan.block_k
+    assert tiles >= 132 or 132 // 2 < tiles * plan.splits <= 132, "splits only where one wave does all"
+    assert plan.stages * plan.block_k * (plan.block_n + plan.block_m) <= 192 * 1024
 
 
 @pytest.mark.parametrize("m", [17, 32, 64])

@@ -148,7 +148,8 @@ def test_the_fastest_way_is_measured_for_each_number_of_rows(resident, place):
     copies = ["rescaled", "rows"] if resident == "auto" else []
     skinny = ["skinny"] if resident == "auto" else []
     assert asked[64] == [W4A16, DEQUANTIZED, *skinny, *copies]
-    assert asked[96] == [DEQUANTIZED, *copies]
+    assert asked[96] == [DEQUANTIZED, *skinny, *copies]
+    assert asked[512] == [DEQUANTIZED, *copies]
     best = {16: "rescaled", 1024: "rescaled"} if copies else {16: W4A16, 1024: DEQUANTIZED}
     for layer in layers:
         assert {rows: way for rows, way in layer.scheme.ways if rows in best} == best

@@ -1,4 +1,4 @@
-"""Products in e4m3 for few rows: as :mod:`tessera.engine.kernels.skinny_linear`, over half the bytes.
+"""Products in e4m3 for up to 256 rows: as :mod:`tessera.engine.kernels.skinny_linear`, over half the bytes.
 
 The scales of x's and of the weight's rows meet the sums at the end, before a split's partial is written.
 """
@@ -11,7 +11,6 @@ import torch
 import triton
 
 from tessera.engine.kernels.skinny_linear import (
-    MAX_ROWS,
     SkinnyPlan,
     check_plan,
     multiply,
@@ -20,6 +19,7 @@ from tessera.engine.kernels.skinny_linear import (
 )
 from tessera.fp8.rows import E4M3, Fp8Rows
 
+MAX_ROWS = 256
 K_MULTIPLE = 128
 
 
@@ -28,11 +28,15 @@ def plan_skinny_fp8(m: int, n: int, k: int, sms: int) -> SkinnyPlan:
     """How to multiply x [m, k] by weights [n, k] on ``sms`` multiprocessors; a pure function.
 
     Two programs a multiprocessor share k where the rows alone make too few. Where the rows make more, three stages
-    leave room for all programs at once, so that none begins when others have ended (swept on an H200).
+    leave room for all programs at once, so that none begins when others have ended (swept on an H200). Beyond 64 rows
+    the bytes from the L2 cache count: tiles as large as one program a multiprocessor holds, and each weight read once.
     """
     rows = padded_rows(m)
+    if rows > 64:
+        splits = max(1, min(sms // triton.cdiv(n, 128), k // 512))
+        return SkinnyPlan(128, K_MULTIPLE, splits, warps=8, stages=5 if rows == 128 else 4, block_m=rows)
     if rows > 16 and n >= 2 * sms * 128:
-        return SkinnyPlan(128 if rows == MAX_ROWS else 64, K_MULTIPLE, stages=3)
+        return SkinnyPlan(128 if rows == 64 else 64, K_MULTIPLE, stages=3)
     block_k, stages = (256, 4) if rows == 16 and k % 256 == 0 else (K_MULTIPLE, 5)
     splits = max(1, min(2 * sms // triton.cdiv(n, 64), k // 512))
     return SkinnyPlan(64, block_k, splits, stages=stages)
@@ -46,7 +50,7 @@ def skinny_fp8(
     dtype: torch.dtype,
     plan: SkinnyPlan | None = None,
 ) -> torch.Tensor:
-    """As :func:`tessera.fp8.rows.fp8_linear`, for x of 1 to 64 rows and a k that is a multiple of 128.
+    """As :func:`tessera.fp8.rows.fp8_linear`, for x of 1 to 256 rows and a k that is a multiple of 128.
 
     ``plan`` replaces :func:`plan_skinny_fp8`'s choice. ValueError for other shapes, dtypes, strides or plans.
     """

@@ -1,9 +1,10 @@
 """Linear layers for few rows (decode): the weights are streamed once, and their bytes are the whole cost.
 
 The product is computed transposed, weight tile [BLOCK_N, BLOCK_K] times x^T, so that the long side of the tensor
-cores' tile lies along the weights and the 1 to 64 rows of x lie along its short side. Loads are pipelined over
+cores' tile lies along the weights and the 1 to 64 rows of x lie along its short side (in e4m3 up to 256 of them, in
+blocks: the programs of one weight tile are neighbours and share it in the L2 cache). Loads are pipelined over
 ``stages`` tiles; about two programs a multiprocessor with 48 KB each on their way keep an H200's memory busy. Where
-the rows of the weights are too few for that, k is split: each program writes a float32 partial, and a second small
+the rows of the weights are too few for that, k is split: each program writes a partial, and a second small
 kernel adds the partials in a fixed order (so that equal inputs give equal outputs, which atomics would not).
 
 Both kernels are short, so on Hopper they are launched before the kernel in front of them has ended, and wait for it
@@ -27,15 +28,15 @@ MAX_ROWS = 64
 K_MULTIPLE = 64
 _STAGES = 4
 _STAGE_BYTES = 24 * 1024  # four of them and their like from a second program fit into the shared memory
-_SUM_BLOCK = 256
 
 
 @dataclass(frozen=True)
 class SkinnyPlan:
     """A program multiplies ``block_n`` rows of the weights, ``block_k`` columns at a time, ``stages`` in flight.
 
-    Both blocks are powers of two, ``block_k`` divides k; ``splits`` programs share a row block's k. From
-    ``block_n`` 64 with 4 ``warps`` on, Hopper's wgmma reads both tiles straight from shared memory.
+    All blocks are powers of two, ``block_k`` divides k; ``splits`` programs share a row block's k. From
+    ``block_n`` 64 with 4 ``warps`` on, Hopper's wgmma reads both tiles straight from shared memory. More than
+    ``block_m`` rows of x are shared out among programs.
     """
 
     block_n: int
@@ -43,10 +44,11 @@ class SkinnyPlan:
     splits: int = 1
     warps: int = 4
     stages: int = _STAGES
+    block_m: int = MAX_ROWS
 
 
 def padded_rows(m: int) -> int:
-    """The rows of x that are computed for m of them: 16, 32 or 64."""
+    """The rows of x that are computed for m of them by one program: 16, 32, 64 and so on."""
     return max(16, triton.next_power_of_2(m))
 
 
@@ -144,16 +146,23 @@ def multiply(
     out: torch.Tensor,
     plan: SkinnyPlan,
 ) -> None:
-    """x [m, k] times weight [n, k], each row of both times its scale if it has one, plus bias [n], into out [m, n]."""
+    """x [m, k] times weight [n, k], each row of both times its scale if it has one, plus bias [n], into out [m, n].
+
+    The sums of a split are float32, and of more than 64 rows as out is.
+    """
     (m, k), n = x.shape, len(weight)
-    grid, early = (triton.cdiv(n, plan.block_n), plan.splits), early_launch(x.device)
+    options, early = _options(plan, m), early_launch(x.device)
+    grid = (triton.cdiv(m, options["BLOCK_M"]), triton.cdiv(n, plan.block_n), plan.splits)
     if plan.splits == 1:
-        _linear[grid](x, weight, x_scales, scales, bias, out, m, n, k, **_options(plan, m), **early)
+        _linear[grid](x, weight, x_scales, scales, bias, out, m, n, k, **options, **early)
         return
-    partials = torch.empty((plan.splits, m, n), dtype=torch.float32, device=x.device)
-    _linear[grid](x, weight, x_scales, scales, None, partials, m, n, k, **_options(plan, m), **early)
-    _add_partials[(triton.cdiv(m * n, _SUM_BLOCK),)](
-        partials, bias, out, m * n, n, SPLITS=plan.splits, BLOCK=_SUM_BLOCK, num_warps=2, **early
+    # Of many rows the partials are as large as the weights: rounded as the result is, and by fewer programs.
+    many = m > MAX_ROWS
+    partials = torch.empty((plan.splits, m, n), dtype=out.dtype if many else torch.float32, device=x.device)
+    _linear[grid](x, weight, x_scales, scales, None, partials, m, n, k, **options, **early)
+    block, warps = (1024, 4) if many else (256, 2)
+    _add_partials[(triton.cdiv(m * n, block),)](
+        partials, bias, out, m * n, n, SPLITS=plan.splits, BLOCK=block, num_warps=warps, **early
     )
 
 
@@ -179,7 +188,7 @@ def check_plan(plan: SkinnyPlan, k: int) -> None:
 
 def _options(plan: SkinnyPlan, m: int) -> dict[str, int]:
     return {
-        "BLOCK_M": padded_rows(m),
+        "BLOCK_M": min(padded_rows(m), plan.block_m),
         "BLOCK_N": plan.block_n,
         "BLOCK_K": plan.block_k,
         "num_warps": plan.warps,
@@ -195,11 +204,9 @@ def multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def _product(
-    x, weight, weight_rows, m, k, first, last, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    x, weight, weight_rows, x_rows, k, first, last, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """weight[weight_rows] x^T over the blocks [first, last) of k -> float32 [BLOCK_N, BLOCK_M]."""
-    # Rows past the end repeat the last one: loads without masks, and nothing that is not a number is ever multiplied.
-    x_rows = tl.minimum(tl.arange(0, BLOCK_M), m - 1)
+    """weight[weight_rows] x[x_rows]^T over the blocks [first, last) of k -> float32 [BLOCK_N, BLOCK_M]."""
     columns = first * BLOCK_K + tl.arange(0, BLOCK_K)
     weight_at = weight + weight_rows.to(tl.int64)[:, None] * k + columns[None, :]
     x_at = x + x_rows[None, :] * k + columns[:, None]
@@ -212,9 +219,8 @@ def _product(
 
 
 @triton.jit
-def _store(out, total, m, n, column, BLOCK_M: tl.constexpr):
-    """total [columns, BLOCK_M] -> out [m, n]."""
-    row = tl.arange(0, BLOCK_M)
+def _store(out, total, m, n, row, column):
+    """total [columns, rows] -> out [m, n]."""
     inside = (column < n)[:, None] & (row < m)[None, :]
     tl.store(out + row[None, :] * n + column[:, None], total, mask=inside)
 
@@ -225,36 +231,40 @@ def _linear(
     x, weight, x_scales, scales, bias, out, m, n, k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of weight rows and a split of k; ``out`` is [m, n], or float32 partials [splits, m, n]."""
+    """One program a block of x's rows, of the weight's and a split of k.
+
+    ``out`` is [m, n], or partials [splits, m, n].
+    """
     if EARLY:
         gdc_wait()
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    weight_rows = tl.minimum(column, n - 1)
-    split, splits, steps = tl.program_id(1), tl.num_programs(1), k // BLOCK_K
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows past the end repeat the last one: loads without masks, and nothing that is not a number is ever multiplied.
+    x_rows, weight_rows = tl.minimum(row, m - 1), tl.minimum(column, n - 1)
+    split, splits, steps = tl.program_id(2), tl.num_programs(2), k // BLOCK_K
     first, last = steps * split // splits, steps * (split + 1) // splits
-    total = _product(x, weight, weight_rows, m, k, first, last, BLOCK_M, BLOCK_N, BLOCK_K)
+    total = _product(x, weight, weight_rows, x_rows, k, first, last, BLOCK_M, BLOCK_N, BLOCK_K)
     if EARLY:
         gdc_launch_dependents()
     if scales is not None:
-        x_scale = tl.load(x_scales + tl.minimum(tl.arange(0, BLOCK_M), m - 1))
-        total *= tl.load(scales + weight_rows)[:, None] * x_scale[None, :]
+        total *= tl.load(scales + weight_rows)[:, None] * tl.load(x_scales + x_rows)[None, :]
     if bias is not None:
         total += tl.load(bias + weight_rows).to(tl.float32)[:, None]
-    _store(out + split * m * n, total.to(out.dtype.element_ty), m, n, column, BLOCK_M)
+    _store(out + split * m * n, total.to(out.dtype.element_ty), m, n, row, column)
 
 
 @triton.jit
 def _add_partials(
     partials, bias, out, size, n, SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """partials float32 [SPLITS, size] -> out [size] of rows of n, always in the order of the splits."""
+    """partials [SPLITS, size] -> out [size] of rows of n, always in the order of the splits, summed in float32."""
     if EARLY:
         gdc_wait()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    total = tl.load(partials + at, mask=inside)
+    total = tl.load(partials + at, mask=inside).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(partials + split * size + at, mask=inside)
+        total += tl.load(partials + split * size + at, mask=inside).to(tl.float32)
     if bias is not None:
         total += tl.load(bias + at % n, mask=inside).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
@@ -267,7 +277,8 @@ def _gate_up(x, weight, out, m, size, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
     start = tl.program_id(0) * HALF
     tile_row = tl.arange(0, BLOCK_N)
     weight_rows = tl.minimum(start + tile_row // 2, size - 1) + tile_row % 2 * size
-    total = _product(x, weight, weight_rows, m, k, 0, k // BLOCK_K, BLOCK_M, BLOCK_N, BLOCK_K)
+    row = tl.arange(0, BLOCK_M)
+    total = _product(x, weight, weight_rows, tl.minimum(row, m - 1), k, 0, k // BLOCK_K, BLOCK_M, BLOCK_N, BLOCK_K)
     total = total.to(out.dtype.element_ty)
     gate, up = total.reshape(HALF, 2, BLOCK_M).permute(0, 2, 1).split()
-    _store(out, gated(gate, up), m, size, start + tl.arange(0, HALF), BLOCK_M)
+    _store(out, gated(gate, up), m, size, row, start + tl.arange(0, HALF))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tessera.measured_choices import MeasuredChoices
 
 #: the skinny product's limits (tessera.engine.kernels.skinny_fp8, which imports triton)
-SKINNY_ROWS = 64
+SKINNY_ROWS = 256
 SKINNY_MULTIPLE = 128
 _UNITS_FROM = (8, 9)  # the compute capability
 _ROWS = (16, 32, 64, 96, 128, 256, 512, 1024)  # where the fastest way is measured
