@@ -9,11 +9,11 @@ the text layers of PDFs. So speed is replayed, and nothing is said about what a 
     python loadtest/bench_replay.py replay.zip --gpus 0 \\
         --checkpoint loadtest/shapes/mineru25-shape --weights random --instances preprocess=10
 
-Two loads. `c10`: exactly 10 requests in flight, of 10 pages. `saturated`: 64 pages in flight, at most 256 of their
-requests. Pages are counted by the rule of counting.py, where concurrency is the number of pages; requests, tokens and
-latencies are those of the steady part's pages. Answers are streamed, so that first tokens are seen; with `--whole` they
-are asked for whole, as `tessera parse` does. Pictures are cut and encoded before the load begins, and each time that
-one is sent it has a mark of its own, so that no cache knows it.
+Two loads. `c10`: exactly 10 requests in flight, of 10 pages. `saturated`: 96 pages in flight, at most 256 of their
+requests, as many as the engine runs at once. Pages are counted by the rule of counting.py, where concurrency is the
+number of pages; requests, tokens and latencies are those of the steady part's pages. Answers are streamed, so that
+first tokens are seen; with `--whole` they are asked for whole, as `tessera parse` does. Pictures are cut and encoded
+before the load begins, and each time that one is sent it has a mark of its own, so that no cache knows it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Load:
     requests: int
 
 
-LOADS = {load.name: load for load in (Load("c10", 10, 10), Load("saturated", 64, 256))}
+LOADS = {load.name: load for load in (Load("c10", 10, 10), Load("saturated", 96, 256))}
 
 
 def picture_file(folder: Path, page: int, request: int) -> Path:

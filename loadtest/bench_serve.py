@@ -140,6 +140,7 @@ def server_notes(
 
     return {
         "embeddings_on_cpu": int(grown("tessera_embeddings_on_cpu_total")),
+        "steps_s": round(grown("tessera_steps_total") / lasted / len(after), 2),
         "graph_steps": round(grown("tessera_graph_steps_total") / max(1.0, grown("tessera_steps_total")), 3),
         "held_up": round(grown("tessera_engine_held_up_seconds_total") / lasted / len(after), 4),
         "embedding_mib_peak": round(max(now["tessera_embedding_bytes_peak"] for now in after) / 2**20, 1),

@@ -73,6 +73,10 @@ class StaticPieces(ABC):
         """The backend's plan for all spans, of so many tokens at most; rows of no span are not attended."""
 
     @abstractmethod
+    def last(self, most_tokens: int) -> tuple[torch.Tensor, Any]:
+        """Each span's last query: its row, int64 [s], and the backend's plan for them. What is no span has row 0."""
+
+    @abstractmethod
     def load(self, table: SpanTable) -> None:
         """Puts a step's spans there, in place of those before."""
 

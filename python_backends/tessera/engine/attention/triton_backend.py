@@ -60,10 +60,8 @@ class _Plan:
 class _StaticPieces(StaticPieces):
     """All spans as pieces, single queries too. One piece more is always empty: that of the tiles that are too many."""
 
-    def __init__(
-        self, tile_queries: int, most_sequences: int, most_tokens: int, most_blocks: int, device: torch.device
-    ) -> None:
-        self._tile_queries, self._empty = tile_queries, most_sequences
+    def __init__(self, backend: TritonBackend, most_sequences: int, most_tokens: int, most_blocks: int) -> None:
+        self._backend, self._empty, device = backend, most_sequences, backend.storage.keys[0].device
         self._lines = torch.zeros((3 + most_blocks, most_sequences + 1), dtype=torch.int64, device=device)
         self._tiles = torch.zeros((self._tile_count(most_tokens), 2), dtype=torch.int32, device=device)
 
@@ -71,6 +69,11 @@ class _StaticPieces(StaticPieces):
         rows, counts, contexts = self._lines[:3]
         tiles = self._tiles[: self._tile_count(most_tokens)]
         return _Plan(None, _Pieces(rows, counts, contexts, self._lines[3:], tiles), [])
+
+    def last(self, most_tokens: int) -> tuple[torch.Tensor, _Plan]:
+        lines = self._lines[:, : min(most_tokens, self._empty)]
+        rows = (lines[0] + lines[1] - 1).clamp(min=0)
+        return rows, self._backend.captured_plan(lines[2], lines[3:])
 
     def load(self, table: SpanTable) -> None:
         sequences, most = table.blocks.shape
@@ -80,13 +83,13 @@ class _StaticPieces(StaticPieces):
         self._lines[: len(lines)].copy_(to_device(lines, self._lines.device))
         tiles = np.zeros(self._tiles.shape, np.int32)
         tiles[:, 0] = self._empty
-        needed = prefill_tiles(table.count, table.context, self._tile_queries)
+        needed = prefill_tiles(table.count, table.context, self._backend.tile_queries)
         tiles[: len(needed)] = needed
         self._tiles.copy_(to_device(tiles, self._tiles.device))
 
     def _tile_count(self, tokens: int) -> int:
         """No step of so many tokens has more."""
-        return tokens // self._tile_queries + self._empty
+        return tokens // self._backend.tile_queries + min(tokens, self._empty)
 
 
 class TritonBackend(AttentionBackend):
@@ -101,7 +104,7 @@ class TritonBackend(AttentionBackend):
         super().__init__(shape, storage)
         self._device = storage.keys[0].device
         plan = default_plan(shape.head_dim, storage.dtype)
-        self._tile_queries = plan.rows // (shape.heads // shape.kv_heads)
+        self.tile_queries = plan.rows // (shape.heads // shape.kv_heads)
         self.whole_from: int | None = None
         self._processors = 1
         if self._device.type == "cuda":
@@ -122,7 +125,7 @@ class TritonBackend(AttentionBackend):
         return _Plan(_Singles(context, blocks, self._splits(len(context), most)), None, [])
 
     def static_pieces(self, most_sequences: int, most_tokens: int, most_blocks: int) -> StaticPieces:
-        return _StaticPieces(self._tile_queries, most_sequences, most_tokens, most_blocks, self._device)
+        return _StaticPieces(self, most_sequences, most_tokens, most_blocks)
 
     def attend(self, layer: int, qkv: torch.Tensor | Fp8Sums, step: AttentionStep) -> torch.Tensor:
         """Rotates the queries in ``qkv`` itself."""
@@ -163,7 +166,7 @@ class TritonBackend(AttentionBackend):
             self._tensor(table.count[which]),
             self._tensor(table.context[which]),
             self._tensor(self._blocks(table, which)),
-            self._tensor(prefill_tiles(table.count[which], table.context[which], self._tile_queries)),
+            self._tensor(prefill_tiles(table.count[which], table.context[which], self.tile_queries)),
         )
 
     def _blocks(self, table: SpanTable, which: np.ndarray) -> np.ndarray:

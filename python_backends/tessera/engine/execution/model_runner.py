@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from tessera.checkpoint.names import split_names
@@ -17,7 +18,7 @@ from tessera.engine.execution.batch_inputs import PackedBatch, fill_in, image_ro
 from tessera.engine.execution.decode_graphs import DecodeGraphs, graph_sizes
 from tessera.engine.execution.memory_budget import MemoryBudget
 from tessera.engine.execution.penalties import Histories
-from tessera.engine.execution.prompt_graphs import MOST_SEQUENCES, PromptGraphs, prompt_sizes
+from tessera.engine.execution.prompt_graphs import PromptGraphs, prompt_sizes
 from tessera.engine.execution.sampler import SampledRows, SamplingRow, sample
 from tessera.engine.models.qwen2 import Qwen2
 from tessera.engine.models.registry import model_class
@@ -92,7 +93,8 @@ class ModelRunner:
         largest = min(config.graph_batch_size, config.max_sequences)
         if largest and whole.overlaps:
             most_blocks = min(num_blocks, -(-max_model_len // config.block_size))
-            whole.capture_graphs(graph_sizes(largest), prompt_sizes(config.max_batched_tokens), most_blocks)
+            token_counts = prompt_sizes(config.max_batched_tokens, model.products_a_token)
+            whole.capture_graphs(graph_sizes(largest), token_counts, most_blocks)
         return whole
 
     def capture_graphs(self, batch_sizes: list[int], token_counts: list[int], most_blocks: int) -> None:
@@ -104,9 +106,8 @@ class ModelRunner:
             if batch_sizes:
                 self._graphs = DecodeGraphs(self._model, self._attention, batch_sizes, most_blocks, self._last_sampled)
                 self._graphs.capture()
-            if token_counts and len(self._model.layers) > 1:
-                most_sequences = min(len(self._last_sampled), MOST_SEQUENCES)
-                limits = most_sequences, most_blocks
+            if token_counts:
+                limits = len(self._last_sampled), most_blocks
                 self._prompt_graphs = PromptGraphs(self._model, self._attention, token_counts, *limits)
                 self._prompt_graphs.capture()
 
@@ -157,16 +158,17 @@ class ModelRunner:
         if (packed.source >= 0).any():
             ids = fill_in(ids, to_device(packed.source, device), self._last_sampled)
         x = self._model.embedding(ids, *image_rows(batch, packed.table.row, device, self._dtype))
-        last_step = self._last_step(packed)
         if self._prompt_graphs is not None and self._prompt_graphs.fits(packed):
             self.graph_steps += 1
-            lower = self._prompt_graphs.run(packed, x)
+            hidden = self._prompt_graphs.run(packed, x)
+            if not packed.sampling.all():
+                hidden = hidden[to_device(np.flatnonzero(packed.sampling), device)]
         else:
-            step = last_step
+            last_step = step = self._last_step(packed)
             if step.rows is not None:
                 step = replace(step, rows=None, plan=self._attention.plan(packed.table))
-            lower = self._model.lower_layers(x, self._attention, step)
-        return self._model.logits(self._model.last_layer(lower, self._attention, last_step))
+            hidden = self._model.behind_layers(x, self._attention, step, last_step)
+        return self._model.logits(hidden)
 
     def _last_step(self, packed: PackedBatch) -> AttentionStep:
         """For the last layer, which drops the rows that nobody samples from."""
@@ -182,8 +184,8 @@ class ModelRunner:
 def load_model(checkpoint: CheckpointConfig, config: EngineConfig) -> Qwen2:
     """The text model of a checkpoint, filled. Raises CheckpointError for weights that do not fit."""
     device = torch.device(config.device)
-    if device.type == "cpu":
-        torch.set_num_threads(config.threads)
+    # On a GPU too: copies into pinned memory are shared among torch's threads, which spin where they find no core.
+    torch.set_num_threads(config.threads)
     source = SafetensorsFolder(checkpoint.folder)
     random = config.weights == "random"
     names = {} if random else split_names(source.names(), checkpoint)["text"]

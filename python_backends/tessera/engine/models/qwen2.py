@@ -153,19 +153,22 @@ class Qwen2(nn.Module):
 
         The last layer runs past its keys and values only for those rows.
         """
-        x = self.embedding(ids, image_index, image_rows)
-        return self.last_layer(self.lower_layers(x, attention, step), attention, last_step)
+        return self.behind_layers(self.embedding(ids, image_index, image_rows), attention, step, last_step)
 
-    def lower_layers(self, x: torch.Tensor, attention: AttentionBackend, step: AttentionStep) -> Stream:
-        """Embedded tokens [n, hidden] -> x and residual [n, hidden] behind all layers but the last."""
+    def behind_layers(
+        self, x: torch.Tensor, attention: AttentionBackend, step: AttentionStep, last_step: AttentionStep
+    ) -> torch.Tensor:
+        """As :meth:`forward`, of tokens that are embedded, [n, hidden]; they may be overwritten."""
         stream: Stream = x, None
         for layer in self.layers[:-1]:
             stream = layer(*stream, attention, step)
-        return stream
-
-    def last_layer(self, stream: Stream, attention: AttentionBackend, last_step: AttentionStep) -> torch.Tensor:
-        """What :meth:`lower_layers` gives -> normalised hidden rows [m, hidden]."""
         return self.norm(*self.layers[-1](*stream, attention, last_step))[0]
+
+    @property
+    def products_a_token(self) -> int:
+        """Multiplications by weights that the layers take for one token."""
+        linears = (module for module in self.layers.modules() if isinstance(module, Linear))
+        return sum(linear.in_features * linear.out_features for linear in linears)
 
     def weights_in_words(self) -> str:
         """What the layers' weights are, for people."""

@@ -25,10 +25,9 @@ class TorchRunner:
 
     @classmethod
     def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> TorchRunner:
-        """On the CPU the settings' threads are torch's, which holds for the whole process. Kernels are measured if the
-        settings' runner is graph, for what has no graph."""
-        if settings.device == "cpu":
-            torch.set_num_threads(settings.threads)
+        """The settings' threads are torch's, which holds for the whole process: on a GPU they copy into pinned memory,
+        and spin where they find no core. Kernels are measured if the settings' runner is graph, for what has none."""
+        torch.set_num_threads(settings.threads)
         tower = serving_tower(config, settings)
         if settings.runner != "graph":
             return cls(tower)
