@@ -123,7 +123,7 @@ def test_every_page_has_its_turn_and_runs_are_whole_rounds() -> None:
     turns = [bench_replay.in_turn(turn, 5) for turn in range(15)]
     assert [sorted(turns[at : at + 5]) for at in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
     assert turns[:5] != turns[5:10]
-    assert [bench_replay.pages_of_a_run(load, 104) for load in LOADS.values()] == [105, 480]
+    assert [bench_replay.pages_of_a_run(load, 104) for load in LOADS.values()] == [105, 720]
     assert bench_replay.pages_of_a_run(LOADS["c10"], 3) == counting.requests(10)
 
 
