@@ -93,6 +93,8 @@ def main() -> int:
     try:
         config = read_config(args.checkpoint)
         tower = load_tower(config, random_weights=args.random_weights)
+        if not isinstance(tower, InternViT):
+            raise ConfigError(f"{args.checkpoint}: there is no graph for the vision tower of {config.layout}")
         fingerprint = "random" if args.random_weights else vision_fingerprint(config)
         scales = None
         if args.quantize:

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends"))
 
 from tessera.checkpoint.config import read_config as read_checkpoint
-from tessera.errors import TesseraError
+from tessera.errors import CheckpointError, TesseraError
 from tessera.launcher.settings import config_file, read_config
 
 SOURCE = Path(__file__).resolve().parent.parent / "model_repository"
@@ -35,8 +35,10 @@ class PlanShape:
 
     @staticmethod
     def of_checkpoint(folder: Path, max_tiles: int) -> PlanShape:
-        """Raises CheckpointError for a folder that holds no known checkpoint."""
+        """Raises CheckpointError for a folder that holds no known checkpoint, or one of a model without tiles."""
         config = read_checkpoint(folder)
+        if not hasattr(config.vision, "tokens_per_tile"):
+            raise CheckpointError(f"{folder}: {config.layout} cuts no tiles, which are what the plan is for")
         return PlanShape(config.vision.image_size, config.vision.tokens_per_tile, config.text.hidden_size, max_tiles)
 
     def buckets(self) -> list[int]:

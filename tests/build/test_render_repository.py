@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from document_shape import build_config
 from google.protobuf import text_format
 from render_repository import SOURCE, PlanShape, render
 from tritonclient.grpc import model_config_pb2
+
+from tessera.errors import CheckpointError
 
 
 def config(folder: Path, model: str, file: str = "config.pbtxt") -> model_config_pb2.ModelConfig:
@@ -44,3 +47,9 @@ def test_a_plan_of_another_checkpoint(tmp_path):
     assert preprocess.parameters["max_cost"].string_value == "13"
     # The default config keeps its own limit.
     assert "max_cost" not in config(tmp_path / "out", "preprocess").parameters
+
+
+def test_a_model_without_tiles_is_refused(tmp_path):
+    build_config().save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="qwen2_vl cuts no tiles"):
+        PlanShape.of_checkpoint(tmp_path, 32)

@@ -14,6 +14,7 @@ import onnx
 import pytest
 import torch
 from calibration import KINDS, Quantization, calibrate, quantized_layers
+from document_shape import build_config
 from onnx import TensorProto, numpy_helper
 from onnx_cpu import for_cpu
 from tiny_checkpoints import Shape, hf_native
@@ -188,6 +189,9 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     assert refused.returncode == 2 and "--target tensorrt" in refused.stderr
     (tmp_path / "empty").mkdir()
     given = ("--checkpoint", DEFAULT, "--out", tmp_path / "a", "--target", "tensorrt", "--quantize", "int8")
+    build_config().save_pretrained(tmp_path / "documents")
+    refused = run("export_vision_onnx.py", "--checkpoint", tmp_path / "documents", "--random-weights", *given[2:])
+    assert refused.returncode == 1 and "no graph for the vision tower of" in refused.stderr
     refused = run("export_vision_onnx.py", *given, "--pictures", tmp_path / "empty")
     assert refused.returncode == 1 and "--pictures" in refused.stderr
     assert not (tmp_path / "a").exists()
