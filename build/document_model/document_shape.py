@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 from document_tokens import IM_END, IMAGE_PAD, PAD, VIDEO_PAD, VISION_END, VISION_START, make_tokenizer, save_tokenizer
-from transformers import GenerationConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 PATCH, MERGE = 14, 2
 GROUP = PATCH * MERGE
@@ -84,3 +86,18 @@ def save_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
         "image_std": IMAGE_STD,
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+
+
+class StillProcessor(Qwen2VLProcessor):
+    """transformers' processor without its video half, which wants torchvision."""
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+
+def load_processor(folder: Path) -> StillProcessor:
+    """transformers' own for a folder, with its Pillow image processor."""
+    template = (folder / "chat_template.jinja").read_text()
+    pictures = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    return StillProcessor(pictures, PreTrainedTokenizerFast.from_pretrained(folder), None, chat_template=template)

@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from document_shape import StillProcessor
 from family import checkpoint_folders as folders
 from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 # As the model's authors describe theirs (no published file was read): it numbers pictures where it is asked to.
 TEMPLATE = (
@@ -112,14 +112,6 @@ def write_model(
         parameter.data.normal_(1.0 if "norm" in name or "ln_q" in name else 0.0, 0.2, generator=generator)
     model.save_pretrained(folder)
     return model
-
-
-class StillProcessor(Qwen2VLProcessor):
-    """transformers' processor without its video half, which wants torchvision."""
-
-    @classmethod
-    def get_attributes(cls) -> list[str]:
-        return ["image_processor", "tokenizer"]
 
 
 def reference_processor(folder: Path, min_pixels: int, max_pixels: int) -> StillProcessor:

@@ -1,0 +1,89 @@
+"""`document_parity` compares what it says: our stages' answers, under every penalty, with generated ones."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from document_parity import Asked, Difference, Theirs, batches
+from document_shape import build_model, save_model
+from document_tokens import PROMPTS, SYSTEM
+from PIL import Image
+
+from tessera.engine.config import EngineConfig
+from tessera.engine.engine import Engine
+from tessera.engine.request import Request
+from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
+from tessera.sampling import SamplingParameters
+from tessera.vision.encoding.encoder import VisionEncoder
+from tessera.vision.encoding.pictures import VisionItem
+
+LENGTH = 40
+PENALTIES: list[dict[str, Any]] = [
+    {"presence_penalty": 1.0, "frequency_penalty": 0.05, "no_repeat_ngram_size": 100},
+    {"presence_penalty": 0.0, "frequency_penalty": 0.0, "no_repeat_ngram_size": 3},
+    {"presence_penalty": 0.0, "frequency_penalty": 0.6},
+    {},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights large enough that answers differ by what is seen."""
+    folder, model, generator = tmp_path_factory.mktemp("documents"), build_model(1), torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name and "ln_q" not in name:
+            parameter.data.normal_(0, 0.08, generator=generator)
+    save_model(folder, model.state_dict())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def asked(folder: Path) -> list[Asked]:
+    """Pictures of several sizes, answered by the server's stages in this process, each in a step of its own."""
+    preprocessor, encoder = Preprocessor.from_checkpoint(folder), VisionEncoder.from_checkpoint(folder)
+    found = []
+    for page, (penalties, size) in enumerate(zip(PENALTIES, ((200, 60), (84, 84), (57, 140), (300, 30)))):
+        noise, stream = np.random.default_rng(page).integers(0, 255, (*size, 3), np.uint8), io.BytesIO()
+        Image.fromarray(noise).save(stream, "PNG")
+        content = [{"type": "image", "image": stream.getvalue()}, {"type": "text", "text": PROMPTS["text"]}]
+        sent = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": [{"type": "image"}, content[1]]}]
+        prepared = preprocessor(PreprocessRequest(messages=sent, images=[stream.getvalue()]))
+        (rows,) = encoder.encode([VisionItem(prepared.pixels, prepared.plan, prepared.digest)])
+        sampling = SamplingParameters(max_tokens=LENGTH, logprobs=2, **penalties)
+        ids, spans, digest = prepared.input_ids, prepared.spans, prepared.digest
+        engine = Engine.from_checkpoint(folder, EngineConfig(dtype="float32", max_sequences=2))
+        engine.submit(Request("r", ids, spans, rows, digest, sampling, positions=prepared.positions))
+        tokens = []
+        while engine.has_work():
+            tokens += [token for _, token in engine.step().tokens]
+        margins = [token.top[0][1] - token.top[1][1] for token in tokens]
+        messages = [sent[0], {"role": "user", "content": content}]
+        options = {"max_tokens": LENGTH} | penalties
+        found.append(Asked(page, messages, options, [token.token_id for token in tokens], margins))
+    return found
+
+
+def test_our_answers_are_those_that_transformers_generates(folder: Path, asked: list[Asked]) -> None:
+    assert len({tuple(each.tokens) for each in asked}) == len(asked) and max(len(each.tokens) for each in asked) > 9
+    theirs = Theirs(folder)
+    assert [found for batch in batches(asked) for found in theirs.differences(batch)] == [None] * len(asked)
+    # The penalties count: without them the answers are others.
+    bare = [replace(each, options={"max_tokens": LENGTH}) for each in asked]
+    assert [bool(found) for found in theirs.differences(bare)] == [True, True, True, False]
+
+
+def test_an_answer_that_differs_is_told_by_its_first_place_and_margins(folder: Path, asked: list[Asked]) -> None:
+    right = asked[3]
+    wrong = right.tokens[5] + 1
+    for tokens, place in (([*right.tokens[:5], wrong, *right.tokens[6:]], 5), ([*right.tokens, 7], len(right.tokens))):
+        margins = [0.25] * len(tokens)
+        (found,) = Theirs(folder).differences([replace(right, tokens=tokens, margins=margins)])
+        assert isinstance(found, Difference) and (found.place, found.ours) == (place, tokens[place])
+        if place == 5:
+            assert found.theirs == right.tokens[5] and found.logits[0] < found.logits[1] and found.margin == 0.25
