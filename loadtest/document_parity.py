@@ -110,7 +110,7 @@ class Theirs:
         """For each request where the answers part; None where they are equal."""
         texts = [self.processor.apply_chat_template(each.messages, add_generation_prompt=True) for each in requests]
         pictures = [each.picture() for each in requests]
-        inputs = self.processor(images=pictures, text=texts, padding=True, padding_side="left", return_tensors="pt")
+        inputs = self.processor(images=pictures, text=texts, padding=True, return_tensors="pt")
         length = inputs["input_ids"].shape[1]
         found = self.model.generate(
             **inputs,

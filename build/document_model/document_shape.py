@@ -100,4 +100,5 @@ def load_processor(folder: Path) -> StillProcessor:
     """transformers' own for a folder, with its Pillow image processor."""
     template = (folder / "chat_template.jinja").read_text()
     pictures = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    return StillProcessor(pictures, PreTrainedTokenizerFast.from_pretrained(folder), None, chat_template=template)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, padding_side="left")  # as answers want it
+    return StillProcessor(pictures, tokenizer, None, chat_template=template)
