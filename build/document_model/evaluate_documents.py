@@ -4,8 +4,9 @@
 
 Greedy answers under the penalties of MinerU's client. Prints figures for loadtest/record.py: `docs.cer` (edits over
 characters of all text crops), `docs.layout_f1` (blocks of the right kind at an overlap of 0.5),
-`docs.table_cell_f1` (cells in their place with their whole text), `docs.formula_cer`. Crops are cut from the true
-boxes, as the layout step says them: errors of the two steps are counted apart.
+`docs.table_cell_f1` (cells in their place with their whole text), `docs.table_teds` (table_similarity.py),
+`docs.formula_cer`. Crops are cut from the true boxes, as the layout step says them: errors of the two steps are counted
+apart.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from document_network import embedded, generate, image_rows, patch_states
 from document_samples import Sample, block_sample, layout_sample, read_blocks
 from document_tokens import ChatTokens
 from PIL import Image
+from table_similarity import teds
 from transformers import Qwen2VLForConditionalGeneration
 
 import pages
@@ -116,6 +118,7 @@ def figures(pairs: dict[str, list[tuple[str, str]]]) -> dict[str, float]:
         "cer": (scores.cer, "text"),
         "layout_f1": (scores.layout_f1, "layout"),
         "table_cell_f1": (scores.cell_f1, "table"),
+        "table_teds": (teds, "table"),
         "formula_cer": (scores.cer, "equation"),
     }
     return {name: round(score(pairs[step]), 4) for name, (score, step) in scored.items() if pairs[step]}
