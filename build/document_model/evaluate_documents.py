@@ -25,6 +25,7 @@ from document_batches import chunk
 from document_network import embedded, generate, image_rows, patch_states
 from document_samples import Sample, block_sample, layout_sample, read_blocks
 from document_tokens import ChatTokens
+from failure_sheet import Failure, chosen, sheet
 from PIL import Image
 from table_similarity import teds
 from transformers import Qwen2VLForConditionalGeneration
@@ -124,19 +125,25 @@ def figures(pairs: dict[str, list[tuple[str, str]]]) -> dict[str, float]:
     return {name: round(score(pairs[step]), 4) for name, (score, step) in scored.items() if pairs[step]}
 
 
-def write_failures(folder: Path, held_out: HeldOut, answers: Sequence[str], most: int) -> None:
-    """The crops that were read worst, as PNG files, and what was read in failures.txt."""
-    folder.mkdir(parents=True, exist_ok=True)
-    wrong = []
-    for index, (sample, got) in enumerate(zip(held_out.samples, answers, strict=True)):
+def failures(held_out: HeldOut, answers: Sequence[str]) -> list[Failure]:
+    """All samples with what was made of them, the worst first."""
+    found = []
+    for sample, got in zip(held_out.samples, answers, strict=True):
         expected = held_out.tokens.decode(sample.answer)
         share = 1 - scores.layout_f1([(expected, got)]) if sample.step == "layout" else scores.cer([(expected, got)])
-        wrong.append((share, index, expected, got))
+        found.append(Failure(sample.step, sample.kind, share, unpatched(sample), expected, got))
+    return sorted(found, key=lambda failure: -failure.error)
+
+
+def write_failures(folder: Path, worst: Sequence[Failure], most: int) -> None:
+    """What was read worst as PNG files, what was read in failures.txt, and the worst two of each step in sheet.png."""
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "failures.txt").open("w", encoding="utf-8") as file:
-        for rank, (share, index, expected, got) in enumerate(sorted(wrong, reverse=True)[:most]):
-            sample = held_out.samples[index]
-            Image.fromarray(unpatched(sample)).save(folder / f"{rank:02d}.png")
-            file.write(f"{rank:02d}.png {sample.kind} error {share:.3f}\nexpected: {expected}\ngot:      {got}\n\n")
+        for rank, each in enumerate(worst[:most]):
+            Image.fromarray(each.picture).save(folder / f"{rank:02d}.png")
+            file.write(f"{rank:02d}.png {each.kind} error {each.error:.3f}\nexpected: {each.expected}\n")
+            file.write(f"got:      {each.got}\n\n")
+    (folder / "sheet.png").write_bytes(sheet(chosen(worst, 2)))
 
 
 def unpatched(sample: Sample) -> np.ndarray:
@@ -171,7 +178,7 @@ def main() -> None:
             continue
         emit(f"docs.{name}", value, "share", command, pages=arguments.pages, samples=len(held_out.samples))
     if arguments.failures:
-        write_failures(arguments.failures, held_out, answers, arguments.shown)
+        write_failures(arguments.failures, failures(held_out, answers), arguments.shown)
 
 
 if __name__ == "__main__":
