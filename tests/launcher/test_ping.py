@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ class Stage:
 
     def __init__(self) -> None:
         self.answer: Callable[[], int] = lambda: 200
-        self.completed = 0
+        self.completed = self.rows = 0
         self.loaded = True
         self.pings = 0
         self.ping_limit = PATIENCE_S
@@ -53,7 +54,7 @@ class Stage:
                     success = {"success": {"count": stage.completed, "ns": 1}}
                     self.reply(200, {"model_stats": [{"name": "stage", "inference_stats": success}]})
                 else:
-                    self.reply(200 if self.path == "/v2/health/live" else 404, {})
+                    self.reply(200 if self.path in ("/v2/health/live", "/metrics") else 404, {"rows": stage.rows})
 
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
@@ -81,7 +82,8 @@ class Stage:
         threading.Thread(target=self.listener.serve_forever, args=(0.02,), daemon=True).start()
 
     def pinger(self, timeout_s: float) -> Pinger:
-        return Pinger(f"http://127.0.0.1:{self.listener.server_address[1]}", ["stage"], 0.02, timeout_s)
+        url = f"http://127.0.0.1:{self.listener.server_address[1]}"
+        return Pinger(url, f"{url}/metrics", ["stage"], 0.02, timeout_s)
 
 
 class Clock:
@@ -158,6 +160,25 @@ def test_a_stage_at_work_is_alive_though_its_ping_waits_in_the_queue(stage: Stag
     def busy() -> int:
         clock.tick()
         stage.completed += 5
+        return 500
+
+    stage.answer = busy
+    pinger = stage.pinger(1.0).start()
+    until(lambda: stage.pings >= 10)
+    assert pinger.failure() is None
+    stage.answer = lambda: clock.tick() or 500
+    until(pinger.failure)
+
+
+def test_a_stage_within_a_long_batch_is_alive_while_its_rows_change(
+    stage: Stage, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the vision stage, a dozen of whose forwards are one batch to the server."""
+    monkeypatch.setitem(ping.SIGNS_OF_WORK, "stage", re.compile('"rows": (.+)}'))
+
+    def busy() -> int:
+        clock.tick()
+        stage.rows += 1
         return 500
 
     stage.answer = busy

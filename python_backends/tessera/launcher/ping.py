@@ -2,15 +2,18 @@
 
 A stage takes part if its model has the BYTES input ``PING``: it answers such a request, whatever else it has to do,
 by any response without an error. A long queue or a long forward is no death: a stage is dead when for a whole
-``timeout_s`` it has neither answered nor completed any other request.
+``timeout_s`` it has neither answered nor completed any other request. The server counts a batch's requests when the
+last of them is answered; in the vision stage that may be a minute later on a CPU, but its rows come and go meanwhile.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
@@ -18,6 +21,8 @@ from urllib.request import HTTPHandler, OpenerDirector, Request
 
 SERVER = "tritonserver"  # the name under which the server itself is asked
 QUESTION_TIMEOUT_S = 5.0
+SIGNS_OF_WORK = {"vision_encoder": re.compile(r"^tessera_vision_row_bytes\S* (\S+)", re.MULTILINE)}
+"""What changes on the metrics page while a stage works through a batch."""
 # Asks the server itself, whatever proxy the environment names.
 DIRECTLY = OpenerDirector()
 DIRECTLY.add_handler(HTTPHandler())
@@ -41,10 +46,13 @@ class Ping:
 
 
 class Pinger:
-    """Pings every stage of one running server, one at a time a stage, each on its own thread."""
+    """Pings every stage of one running server, one at a time a stage, each on its own thread.
 
-    def __init__(self, url: str, models: Sequence[str], interval_s: float, timeout_s: float):
-        self._url = url
+    ``metrics_url``: of the server's metrics page.
+    """
+
+    def __init__(self, url: str, metrics_url: str, models: Sequence[str], interval_s: float, timeout_s: float):
+        self._url, self._metrics_url = url, metrics_url
         self._models = models
         self._interval_s = interval_s
         self._timeout_s = timeout_s
@@ -77,14 +85,14 @@ class Pinger:
         alive = time.monotonic()
         while not self._stopped.is_set():
             asked = time.monotonic()
-            completed = None
+            work = None
             try:
-                completed = self._completed(ping)
+                work = self._work(ping)
                 request(self._url + ping.path, self._timeout_s, ping.body)
                 alive = time.monotonic()
                 self._answers[ping.stage] = ((alive - asked) * 1e3, alive)
             except NoAnswer as error:
-                if self._excused(ping, error, completed):
+                if self._excused(ping, error, work):
                     alive = time.monotonic()
                 elif time.monotonic() - alive >= self._timeout_s:
                     self._failure = f"{ping.stage} has not answered for {self._timeout_s:g} s ({error})"
@@ -92,20 +100,25 @@ class Pinger:
             # A ping that waited long for nothing is followed by the next one soon.
             self._stopped.wait(max(0.1, self._interval_s - (time.monotonic() - asked)))
 
-    def _excused(self, ping: Ping, error: NoAnswer, before: int | None) -> bool:
+    def _excused(self, ping: Ping, error: NoAnswer, before: tuple[int, list[str]] | None) -> bool:
         """Whether the stage has done other work meanwhile, or is not loaded at all (somebody's decision)."""
         try:
-            after = self._completed(ping)
+            after = self._work(ping)
         except NoAnswer as later:
             return later.status == 400
-        return before is not None and after is not None and after > before
+        return before is not None and after != before
 
-    def _completed(self, ping: Ping) -> int | None:
-        """How many requests the stage has answered so far; None for the server itself, which has no count."""
+    def _work(self, ping: Ping) -> tuple[int, list[str]] | None:
+        """How many requests the stage has answered so far, and its signs of work; None for the server itself."""
         if ping.stage == SERVER:
             return None
         statistics = self._json(f"/v2/models/{ping.stage}/stats")["model_stats"]
-        return sum(int(version["inference_stats"]["success"]["count"]) for version in statistics)
+        count = sum(int(version["inference_stats"]["success"]["count"]) for version in statistics)
+        signs: list[str] = []
+        if sign := SIGNS_OF_WORK.get(ping.stage):
+            with suppress(NoAnswer):  # a server may go without its metrics
+                signs = sign.findall(request(self._metrics_url, min(QUESTION_TIMEOUT_S, self._timeout_s)).decode())
+        return count, signs
 
     def _json(self, path: str) -> Any:
         return json.loads(request(self._url + path, min(QUESTION_TIMEOUT_S, self._timeout_s)))

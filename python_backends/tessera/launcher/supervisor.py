@@ -113,7 +113,8 @@ class Supervisor:
         for crash in server.crashes:
             self.say(f"{crash}; started again", True)
         supervision = self.supervision
-        pinger = Pinger(server.http_url, server.models, supervision.ping_interval_s, supervision.ping_timeout_s)
+        times = supervision.ping_interval_s, supervision.ping_timeout_s
+        pinger = Pinger(server.http_url, server.metrics_url, server.models, *times)
         try:
             self._pinger = pinger.start()
         except NoAnswer as error:
