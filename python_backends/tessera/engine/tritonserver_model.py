@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tessera.checkpoint.config import read_config
 from tessera.engine.config import EngineConfig
 from tessera.engine.engine_process import EngineProcess
 from tessera.engine.metrics_page import MetricsPage
@@ -25,6 +26,7 @@ from tessera.tritonserver.failures import error_response, failure
 from tessera.tritonserver.metrics import show_weights
 from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.tritonserver.responder import Responder
+from tessera.tritonserver.rows import unpacked
 from tessera.tritonserver.server_log import write_to_server_log
 from tessera.tritonserver.settings import StageSettings
 
@@ -43,6 +45,7 @@ class TritonPythonModel:
         sys.setswitchinterval(SWITCH_S)
         self._outbox = Outbox("language_model", SENDER_THREADS)
         # Without its engine the stage is as good as dead; as a dead process it is noticed and started anew.
+        self._hidden = read_config(settings.checkpoint).text.hidden_size
         self._engine = EngineProcess(settings.checkpoint, settings.read(EngineConfig), partial(os._exit, 1))
         show_weights("language_model", self._engine.weights, self._engine.weight_bytes)
         self._page = MetricsPage(self._engine.counts)
@@ -74,6 +77,7 @@ class TritonPythonModel:
             return
         reply = Reply(request, responder, self._page)
         whole, rows = read_request(request, reply.stream, reply.deadline_ns)
+        rows = None if rows is None else unpacked(rows, self._hidden)
         self._engine.submit(whole, partial(self._outbox.post, reply.channel), rows)
         if responder.is_cancelled():  # its client left while an earlier stage ran
             self._engine.cancel(whole.number)

@@ -106,7 +106,7 @@ class RemoteDispatcher:
 
 
 def rows_of(response: Any) -> torch.Tensor:
-    """bf16 rows [tokens, hidden] of a ModelInferResponse, on the CPU."""
+    """Rows of a ModelInferResponse as they travel (tritonserver/rows.py), on the CPU."""
     for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
         if output.name == "EMBEDDINGS":
             return torch.frombuffer(bytearray(content), dtype=torch.bfloat16).view(*output.shape)

@@ -17,6 +17,7 @@ from tessera.tritonserver.deadline import deadline_exceeded, is_over
 from tessera.tritonserver.failures import error_response, log_exception
 from tessera.tritonserver.metrics import Gauge, show_weights
 from tessera.tritonserver.responder import Responder
+from tessera.tritonserver.rows import packed
 from tessera.tritonserver.server_log import write_to_server_log
 from tessera.tritonserver.settings import StageSettings
 from tessera.vision.dispatch import LocalDispatcher
@@ -133,5 +134,5 @@ def _response(rows: torch.Tensor | None, stamps: list[int]) -> Any:
     outputs = [tensors.output("STAMPS", np.array([stamps], dtype=np.int64))]
     if rows is not None:
         # The tensor itself, not a capsule: only then are the streams of a GPU synchronised.
-        outputs.append(pb_utils.Tensor.from_dlpack("EMBEDDINGS", rows.to(torch.bfloat16).contiguous()))
+        outputs.append(pb_utils.Tensor.from_dlpack("EMBEDDINGS", packed(rows)))
     return pb_utils.InferenceResponse(output_tensors=outputs)
