@@ -94,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cer", type=float, default=0.05, help="the most that is well (%(default)s)")
     parser.add_argument("--layout-f1", type=float, default=0.95, help="the least that is well (%(default)s)")
     arguments = parser.parse_args(argv)
+    if not arguments.checkpoint.is_dir():
+        parser.error(f"--checkpoint: no folder {arguments.checkpoint.resolve()}")
     with nullcontext(arguments.out) if arguments.out else tempfile.TemporaryDirectory(prefix="tessera-demo-") as out:
         pages = parsed(Path(out), arguments)
     view = Table(title="Pages that the model has never seen")

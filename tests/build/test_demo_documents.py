@@ -44,7 +44,9 @@ def test_pages_count_by_their_characters_and_blocks() -> None:
 @pytest.mark.parametrize(
     ("pages", "code"), [([Score(100, 5, 19, 40)], 0), ([Score(100, 6, 20, 40)], 1), ([Score(100, 0, 18, 40)], 1)]
 )
-def test_the_exit_code_says_whether_that_was_well_enough(monkeypatch, capsys, pages: list[Score], code: int) -> None:
+def test_the_exit_code_says_whether_that_was_well_enough(
+    monkeypatch, capsys, tmp_path, pages: list[Score], code: int
+) -> None:
     monkeypatch.setattr(demo_documents, "parsed", lambda out, arguments: pages)
-    assert demo_documents.main([]) == code
+    assert demo_documents.main(["--checkpoint", str(tmp_path)]) == code
     assert '"docs.parse_cer"' in capsys.readouterr().out
