@@ -1,10 +1,10 @@
 """What quantized weights cost in recall: the whole held-out set through the ensemble (`make bench NAME=quantization`).
 
 The default checkpoint as it is, then each quantized variant, all by one machine and load: `fp8` (the language model,
-quantized on load), `fp8_vision` (the vision tower), and checkpoints that `tessera quantize` wrote (`--made`). Each is
-asked all 4,524 questions twice: at its own tile policy, where nearly everything is right, and at one tile a picture,
-where there is something to lose. A variant's drop is the larger of the two, in points of balanced accuracy over the
-hazard classes; below 0 it lost nothing.
+quantized on load), `fp8_vision` (the vision tower), `fp8_kv` (keys and values in the cache), and checkpoints that
+`tessera quantize` wrote (`--made`). Each is asked all 4,524 questions twice: at its own tile policy, where nearly
+everything is right, and at one tile a picture, where there is something to lose. A variant's drop is the larger of the
+two, in points of balanced accuracy over the hazard classes; below 0 it lost nothing.
 
     python loadtest/bench_quantization.py --gpus 0 --instances preprocess=10 --concurrency 64 \\
         --made awq=OUT_AWQ gptq=OUT_GPTQ
@@ -30,7 +30,11 @@ from tessera_command import health
 from tessera_evaluation.datasets import Item, heldout_items
 
 POLICIES: dict[str, dict[str, Any]] = {"reference": {}, "reference,max_tiles=1": {"max_tiles": 1}}
-ON_LOAD = {"fp8": "fp8-language", "fp8_vision": "fp8-vision"}
+ON_LOAD = {
+    "fp8": {"quantization": "fp8-language"},
+    "fp8_vision": {"quantization": "fp8-vision"},
+    "fp8_kv": {"language_model.kv_cache_dtype": "fp8"},
+}
 
 
 def recalls(
@@ -75,8 +79,8 @@ def main() -> int:
     arguments = parser.parse_args()
     instances = {stage: int(count) for stage, count in pairs(arguments.instances, "STAGE=N").items()}
     made = {method: Path(folder) for method, folder in pairs(arguments.made, "METHOD=FOLDER").items()}
-    methods = {"bf16": "checkpoint"} | {method: ON_LOAD[method] for method in arguments.on_load}
-    variants = {method: (DEFAULT_CHECKPOINT, {"quantization": how}) for method, how in methods.items()}
+    methods = {"bf16": {"quantization": "checkpoint"}} | {method: ON_LOAD[method] for method in arguments.on_load}
+    variants = {method: (DEFAULT_CHECKPOINT, settings) for method, settings in methods.items()}
     variants |= {method: (folder, {}) for method, folder in made.items()}
     command = 'make bench NAME=quantization ARGS="--made ' + " ".join(f"{method}=OUT" for method in made) + '"'
     original: dict[str, dict[str, Any]] = {}

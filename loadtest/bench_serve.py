@@ -2,10 +2,10 @@
 
 Starts `tessera serve` once (one server for each of `--gpus`) and runs the workloads one after the other: exactly the
 workload's number of requests in flight (closed_loop.py), counted by the rule of counting.py. Beside each steady figure
-stand the whole run's, p99 over p50, and on a GPU the watts, the SM clock and the joules for a request in the steady
-part. The notes of a figure say how the server did: the share of steps that ran as CUDA graphs, requests whose
-embeddings came over the CPU (must be 0), the most that rows of pictures took of the engine's pool, and the share of
-time for which the engine's thread waited while it planned and launched (`held_up`).
+stand the whole run's, p99 over p50, and on a GPU the watts, the SM clock, the temperature and the joules for a request
+in the steady part. The notes of a figure say how the server did: the share of steps that ran as CUDA graphs, requests
+whose embeddings came over the CPU (must be 0), the most that rows of pictures took of the engine's pool, and the share
+of time for which the engine's thread waited while it planned and launched (`held_up`).
 
     python loadtest/bench_serve.py --workloads W1 W2 W3 W4a W4b --gpus 0 \\
         --checkpoint loadtest/shapes/internvl3-8b-shape --weights random --instances preprocess=10
@@ -24,20 +24,19 @@ import random
 import sys
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 
 import closed_loop
 import counting
 import cv2
 import figures
 from closed_loop import Ask, Reply
-from gpu_power import GpuPower
+from gpu_power import Draw, GpuPower
 from metrics_page import counted
-from serving import DEFAULT_CHECKPOINT, Running, Setup, pairs, serve
+from serving import Running, add_arguments, serve, setup, setup_notes
 from workloads import PROMPT, WORKLOADS, Pictures, Workload
 
 from tessera_client import Client, Retry, Timings
@@ -93,15 +92,17 @@ def first_picture(workload: Workload, seed: int) -> str:
     return hashlib.md5(b64encode(jpeg)).hexdigest()[:8]
 
 
+def stage_names() -> list[str]:
+    """Of an answer's ``stages``, in their order."""
+    return [f"{field.name}_ms" for field in fields(Timings)]
+
+
 def stage_milliseconds(run: counting.Run) -> dict[str, float]:
     """The medians of what the server says it spent where, by name."""
-    names = (f"{field.name}_ms" for field in fields(Timings))
-    return {name: round(value, 1) for name, value in zip(names, run.stages_p50)}
+    return {name: round(value, 1) for name, value in zip(stage_names(), run.stages_p50)}
 
 
-def report(
-    workload: Workload, run: counting.Run, power: tuple[float, float] | None, name: str, **notes: object
-) -> None:
+def report(workload: Workload, run: counting.Run, power: Draw | None, name: str, **notes: object) -> None:
     """Emits the figures of a run; ``name`` is what their names begin with."""
     command = f'make bench NAME=serve ARGS="{" ".join(sys.argv[1:])}"'
     streamed = run.first_token_p50 is not None
@@ -122,10 +123,23 @@ def report(
         emit("whole", round(run.whole_requests_s, 2), "req/s")
     emit("p99_over_p50", round(run.p99 / run.p50, 3), "ratio")
     if power:
-        watts, mhz = power
-        emit("watts", round(watts, 1), "W")
-        emit("mhz", round(mhz), "MHz")
-        emit("joules", round(watts / run.requests_s, 2), "J/request")
+        power.emit(emit, run.requests_s)
+
+
+def server_notes(
+    before: Sequence[Mapping[str, float]], after: Sequence[Mapping[str, float]], lasted: float
+) -> dict[str, object]:
+    """How the servers did in these seconds, by their metrics pages (an item each)."""
+
+    def grown(name: str) -> float:
+        return sum(now[name] - then[name] for now, then in zip(after, before))
+
+    return {
+        "embeddings_on_cpu": int(grown("tessera_embeddings_on_cpu_total")),
+        "graph_steps": round(grown("tessera_graph_steps_total") / max(1.0, grown("tessera_steps_total")), 3),
+        "held_up": round(grown("tessera_engine_held_up_seconds_total") / lasted / len(after), 4),
+        "embedding_mib_peak": round(max(now["tessera_embedding_bytes_peak"] for now in after) / 2**20, 1),
+    }
 
 
 def measure(
@@ -148,9 +162,6 @@ def measure(
     run = counting.count(began, answers, workload.concurrency)
     lasted = answers[-1].ended - began
 
-    def grown(name: str) -> float:
-        return sum(now[name] - then[name] for now, then in zip(after, before))
-
     report(
         workload,
         run,
@@ -160,10 +171,7 @@ def measure(
         seed=seed,
         first_picture=first_picture(workload, seed),
         startup_s=server.startup_s,
-        embeddings_on_cpu=int(grown("tessera_embeddings_on_cpu_total")),
-        graph_steps=round(grown("tessera_graph_steps_total") / max(1.0, grown("tessera_steps_total")), 3),
-        held_up=round(grown("tessera_engine_held_up_seconds_total") / lasted / len(server.grpc), 4),
-        embedding_mib_peak=round(max(now["tessera_embedding_bytes_peak"] for now in after) / 2**20, 1),
+        **server_notes(before, after, lasted),
         **notes,
     )
 
@@ -171,45 +179,28 @@ def measure(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", default=["W1"], choices=sorted(WORKLOADS))
-    parser.add_argument("--gpus", default="0", help="numbers with commas between; empty for the CPU")
-    parser.add_argument("--checkpoint", type=Path, default=DEFAULT_CHECKPOINT)
-    parser.add_argument("--weights", choices=("checkpoint", "random"), default="checkpoint")
-    parser.add_argument("--instances", nargs="*", default=[], metavar="STAGE=N")
-    parser.add_argument("--set", nargs="*", default=[], metavar="STAGE.PARAMETER=VALUE", dest="settings")
-    parser.add_argument("--tree", type=Path, default=figures.ROOT, help="the checkout whose server is measured")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="keep the server's log")
-    parser.add_argument("--no-mps", action="store_true", help="stages take turns on the GPU, for comparison")
+    add_arguments(parser)
     parser.add_argument("--processes", type=int, default=6, help="of the load generator")
     parser.add_argument("--concurrency", type=int, help="instead of the workload's own")
     parser.add_argument("--seed", type=int, help="of the pictures; default: a new one")
     parser.add_argument("--label", default="bf16", help="stands in the figures' names")
     arguments = parser.parse_args()
-    gpus = tuple(arguments.gpus.split(",")) if arguments.gpus else ()
-    setup = Setup(
-        checkpoint=arguments.checkpoint,
-        gpus=gpus,
-        settings=pairs(arguments.settings, "STAGE.PARAMETER=VALUE"),
-        instances={stage: int(count) for stage, count in pairs(arguments.instances, "STAGE=N").items()},
-        random_weights=arguments.weights == "random",
-        mps=not arguments.no_mps,
-        tree=arguments.tree.resolve(),
-        log=arguments.log,
-    )
+    asked = setup(arguments)
+    gpus = asked.gpus
     label = arguments.label + (f".{len(gpus)}gpus" if len(gpus) > 1 else "") + ".no_mps" * arguments.no_mps
     if arguments.concurrency:
         label = f"c{arguments.concurrency}" + f".{label}" * (label != "bf16")
     seed = random.randrange(1 << 30) if arguments.seed is None else arguments.seed
-    notes = {"settings": sorted([*arguments.instances, *arguments.settings])}
-    if setup.tree != figures.ROOT:
-        notes["tree"] = setup.tree.name
-    with serve(setup) as server:
+    with serve(asked) as server:
         for name in arguments.workloads:
             workload = WORKLOADS[name]
             if arguments.concurrency:
                 workload = replace(workload, concurrency=arguments.concurrency)
             # No two workloads share pictures, which the server would know by then.
             own_seed = seed + list(WORKLOADS).index(name)
-            measure(server, workload, gpus, arguments.processes, own_seed, workload.figure(label), **notes)
+            measure(
+                server, workload, gpus, arguments.processes, own_seed, workload.figure(label), **setup_notes(arguments)
+            )
             print(f"{name} is done", file=sys.stderr, flush=True)
     return 0
 

@@ -260,7 +260,6 @@ class Bench:
         return found
 
     def speeds(self, runner: GraphRunner, tiles: torch.Tensor, ceilings: dict[int, dict[str, float]]) -> None:
-        say(f"\n{len(runner.sizes)} graphs in {runner.seconds:.2f} s keep {runner.memory_bytes / 2**20:.0f} MiB")
         implementation = self.peer.model.config._attn_implementation
         values = self.peer.values(tiles)
         for count, name in ((len(tiles), f"tiles{len(tiles)}"), (1, "b1")):
@@ -269,7 +268,6 @@ class Bench:
             theirs = milliseconds(lambda: self.peer.rows(values[:count]), self.device, self.repeats)  # noqa: B023
             notes: dict[str, Any] = dict(ceilings.get(count, {}))
             notes |= {"from_host_ms": round(from_host, 3), "transformers_ms": round(theirs, 3)}
-            notes |= {"graph_mib": runner.memory_bytes >> 20, "capture_s": round(runner.seconds, 2)}
             self.report(f"{name}.ms", ours, "ms", notes.pop("ceiling", None), **notes)
             self.report(f"{name}.over_transformers", ours / theirs, "ratio", attention=implementation)
 

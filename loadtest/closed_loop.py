@@ -22,12 +22,13 @@ PATIENCE_S = 500.0
 
 class Reply(NamedTuple):
     """A whole answer. ``first``: time.perf_counter() when its first part came, None where it was not streamed;
-    ``stages``: what the server says it spent where, in milliseconds."""
+    ``stages``: what the server says it spent where, in milliseconds; ``made_of``: the answers that this one sums up."""
 
     first: float | None
     tokens: int
     parts: int = 1
     stages: tuple[float, ...] = ()
+    made_of: tuple[Answered, ...] = ()
 
 
 class Answered(NamedTuple):
@@ -40,6 +41,14 @@ class Answered(NamedTuple):
     tokens: int
     parts: int
     stages: tuple[float, ...] = ()
+    made_of: tuple[Answered, ...] = ()
+
+    @classmethod
+    def of(cls, reply: Reply, began: float) -> Answered:
+        """A reply that has just come to what was begun then (time.perf_counter())."""
+        ended = time.perf_counter()
+        first = None if reply.first is None else reply.first - began
+        return cls(ended, ended - began, first, *reply[1:])
 
 
 Ask = Callable[[], Reply]
@@ -74,9 +83,7 @@ class Share:
                 except BaseException:
                     stopped.set()
                     raise
-                ended = time.perf_counter()
-                first = None if reply.first is None else reply.first - began
-                answers.append(Answered(ended, ended - began, first, reply.tokens, reply.parts, reply.stages))
+                answers.append(Answered.of(reply, began))
 
         with self.prepare(self.number, self.stock) as ask, ThreadPoolExecutor(self.callers) as pool:
             start.wait(PATIENCE_S)

@@ -53,14 +53,18 @@ class Run:
     """In milliseconds, of each stage by itself."""
 
 
+def steady_part(answers: Sequence[Answered], concurrency: int) -> list[Answered]:
+    """The answers between warm-up and draining, in the order of their ends."""
+    return sorted(answers)[warm_up(concurrency) : len(answers) - concurrency]
+
+
 def count(began: float, answers: Sequence[Answered], concurrency: int) -> Run:
     """Counts a run that began at this time.
 
     Raises:
         ValueError: the steady part has fewer than five rounds, or no whole number of them.
     """
-    answers = sorted(answers)
-    steady = answers[warm_up(concurrency) : len(answers) - concurrency]
+    answers, steady = sorted(answers), steady_part(answers, concurrency)
     if len(steady) < ROUNDS * concurrency or len(steady) % concurrency:
         raise ValueError(
             f"{len(answers)} answers leave {len(steady)} in the steady part, which wants whole rounds of "

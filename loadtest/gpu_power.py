@@ -1,42 +1,56 @@
-"""What GPUs draw and how fast they are clocked while a load runs."""
+"""What GPUs draw, how fast they are clocked and how warm they get while a load runs."""
 
 from __future__ import annotations
 
-import subprocess
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from types import TracebackType
 from typing import NamedTuple
 
-INTERVAL_S = 0.5
-PATIENCE_S = 10.0
+from tessera.gpu_meter import GpuMeter, Reading
+
+INTERVAL_S = 0.1
 
 
-class Sample(NamedTuple):
-    """At a moment of time.perf_counter(): watts of all the GPUs together, their mean SM clock in MHz."""
+class Draw(NamedTuple):
+    """Of all GPUs together over some time: watts, from their counters of joules; the mean SM clock in MHz; the highest
+    temperature in degrees Celsius."""
 
-    moment: float
     watts: float
     mhz: float
+    celsius: float
+
+    def emit(self, emit: Callable[[str, float, str], object], rate: float, unit: str = "request") -> None:
+        """As figures of a load that did ``rate`` such units a second: ``emit`` takes (name, value, unit)."""
+        emit("watts", round(self.watts, 1), "W")
+        emit("mhz", round(self.mhz), "MHz")
+        emit("celsius", round(self.celsius), "C")
+        emit("joules", round(self.watts / rate, 2), f"J/{unit}")
 
 
 class GpuPower:
-    """Asks nvidia-smi twice a second, on a thread of its own, while the context lasts.
+    """Reads the GPUs ten times a second, on a thread of its own, while the context lasts.
 
     Args:
-        gpus: as nvidia-smi numbers them (or UUIDs); none for no sampling.
+        gpus: as NVML numbers them (or UUIDs); none for no sampling. Where they cannot be read it says so on stderr, and
+            samples nothing.
     """
 
     def __init__(self, gpus: Sequence[str]) -> None:
-        self.samples: list[Sample] = []
-        self._gpus = ",".join(gpus)
+        self.samples: list[tuple[float, Reading]] = []
+        self._meter: GpuMeter | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu power", daemon=True)
+        try:
+            self._meter = GpuMeter(gpus) if gpus else None
+        except OSError as error:
+            print(f"no watts: {error}", file=sys.stderr)
 
     def __enter__(self) -> GpuPower:
-        if self._gpus:
+        if self._meter:
             self._thread.start()
         return self
 
@@ -44,29 +58,22 @@ class GpuPower:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        if self._gpus:
+        if self._meter:
             self._thread.join()
 
-    def between(self, began: float, ended: float) -> tuple[float, float] | None:
-        """(watts, MHz) in the mean over this time; None where nothing was sampled in it."""
-        within = [sample for sample in self.samples if began <= sample.moment <= ended]
-        if not within:
+    def between(self, began: float, ended: float) -> Draw | None:
+        """Over this time (time.perf_counter()); None where fewer than two samples lie in it."""
+        within = [(moment, reading) for moment, reading in self.samples if began <= moment <= ended]
+        if len(within) < 2:
             return None
-        return fmean(sample.watts for sample in within), fmean(sample.mhz for sample in within)
+        (first, before), (last, after) = within[0], within[-1]
+        clocks = fmean(reading.mhz for _, reading in within)
+        return Draw((after.joules - before.joules) / (last - first), clocks, max(each.celsius for _, each in within))
 
     def _run(self) -> None:
+        assert self._meter is not None
         while not self._stop.wait(INTERVAL_S):
             try:
-                self.samples.append(self._look())
-            except FileNotFoundError:  # no driver here
-                return
-            except (OSError, subprocess.SubprocessError, ValueError):  # this time it did not tell
+                self.samples.append((time.perf_counter(), self._meter.read()))
+            except OSError:  # this time it did not tell
                 continue
-
-    def _look(self) -> Sample:
-        query = ["nvidia-smi", f"--id={self._gpus}", "--query-gpu=power.draw,clocks.sm"]
-        run = subprocess.run(
-            [*query, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True, timeout=PATIENCE_S
-        )
-        watts, mhz = zip(*([float(cell) for cell in line.split(",")] for line in run.stdout.splitlines()))
-        return Sample(time.perf_counter(), sum(watts), fmean(mhz))

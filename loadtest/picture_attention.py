@@ -44,7 +44,7 @@ SWEEP = [
 
 def table(late: Callable[[], bool]) -> None:
     """Prints it, and the figure of the seed's shape; no plan beyond those that serve is tried once it is ``late``."""
-    ways = within_ways(True) | {f"triton {plan}": partial(attend_in_triton, plan=plan) for plan in SWEEP}
+    ways = within_ways(DEVICE, True) | {f"triton {plan}": partial(attend_in_triton, plan=plan) for plan in SWEEP}
     inputs = {name: _random(lengths) for name, lengths in BATCHES.items()}
     exact = {name: _exact(lengths, inputs[name]) for name, lengths in BATCHES.items()}
     print(f"\nattention within pictures, {HEADS} heads of {SIZE}: ms, TFLOP/s, error")

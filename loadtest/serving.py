@@ -6,6 +6,7 @@ both are then asked by the same load and counted by the same rule.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -145,6 +146,39 @@ def _wait_ready(server: subprocess.Popen[str]) -> Running:
 def _rest(server: subprocess.Popen[str]) -> str:
     assert server.stdout is not None
     return server.stdout.read().strip()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that :func:`setup` reads."""
+    parser.add_argument("--gpus", default="0", help="numbers with commas between; empty for the CPU")
+    parser.add_argument("--checkpoint", type=Path, default=DEFAULT_CHECKPOINT)
+    parser.add_argument("--weights", choices=("checkpoint", "random"), default="checkpoint")
+    parser.add_argument("--instances", nargs="*", default=[], metavar="STAGE=N")
+    parser.add_argument("--set", nargs="*", default=[], metavar="STAGE.PARAMETER=VALUE", dest="settings")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose server is measured")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="keep the server's log")
+    parser.add_argument("--no-mps", action="store_true", help="stages take turns on the GPU, for comparison")
+
+
+def setup(arguments: argparse.Namespace) -> Setup:
+    """What the options ask for. Raises SystemExit for a pair that is none."""
+    return Setup(
+        checkpoint=arguments.checkpoint,
+        gpus=tuple(arguments.gpus.split(",")) if arguments.gpus else (),
+        settings=pairs(arguments.settings, "STAGE.PARAMETER=VALUE"),
+        instances={stage: int(count) for stage, count in pairs(arguments.instances, "STAGE=N").items()},
+        random_weights=arguments.weights == "random",
+        mps=not arguments.no_mps,
+        tree=arguments.tree.resolve(),
+        log=arguments.log,
+    )
+
+
+def setup_notes(arguments: argparse.Namespace) -> dict[str, object]:
+    """What belongs to a figure of the options."""
+    tree = arguments.tree.resolve()
+    told = {"settings": sorted([*arguments.instances, *arguments.settings])}
+    return told if tree == ROOT else {**told, "tree": tree.name}
 
 
 def pairs(given: list[str], expected: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,28 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels then run without a GPU
 
 
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # The same examples in every run, whatever a run before has found.
+    settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+    settings.load_profile("repeatable")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Exported graphs and measured choices of the tests stay out of the user's own cache."""
     os.environ["TESSERA_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> None:
+    """Triton's interpreter works out of each whole number whether it overflows, for assertions that are off: a quarter
+    of its time."""
+    if os.environ.get("TRITON_INTERPRET") and find_spec("triton"):
+        from triton.runtime import interpreter
+
+        interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
 REPOSITORY = Path(__file__).resolve().parents[1] / "model_repository"

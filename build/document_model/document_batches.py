@@ -41,10 +41,11 @@ class Chunk:
     """Samples side by side, padded; all arrays are [samples, ...] unless said otherwise.
 
     ``patches`` uint8 [.., patches, 196], ``places`` int16 [.., patches, 2], ``lengths`` int32, ``dense`` int16 [..,
-    patches, 7]; ``ids`` int32 [.., tokens], ``positions`` int32 [3, .., tokens]; flat places of rows in rows and in
+    patches, 3]; ``ids`` int32 [.., tokens], ``positions`` int32 [3, .., tokens]; flat places of rows in rows and in
     ids: ``source``, ``to`` int64; flat places whose next token is an answer's: ``asked`` int64, with ``labels`` int64
     and the number of the answer's token ``nth`` int64; ``penalties`` float32 [.., 2]; ``prompts`` int32: tokens before
-    answers.
+    answers. Of layouts with answers also ``blocks`` int16 [.., blocks, 5], and ``line`` int16 [.., tokens]: the number
+    of the block in whose line of the answer the next token stands, 0: in none.
     """
 
     layout: bool
@@ -73,6 +74,11 @@ def chunk(samples: Sequence[Sample], tokens: ChatTokens, answers: bool = True) -
         "penalties": np.array([PENALTIES[sample.step] for sample in samples], np.float32),
         "prompts": np.array(list(map(len, prompts)), np.int32),
     }
+    located = layout and answers  # where answers look is a matter of training
+    if located:
+        most_blocks = max(0 if s.blocks is None else len(s.blocks) for s in samples)
+        held["blocks"] = np.zeros((count, most_blocks, 5), np.int16)
+        held["line"] = np.zeros((count, width), np.int16)
     flat: dict[str, list[np.ndarray]] = {name: [] for name in ("source", "to", "asked", "labels", "nth")}
     for index, sample in enumerate(samples):
         patches, rows, prompt = len(sample.patches), len(sample.patches) // 4, prompts[index]
@@ -83,6 +89,10 @@ def chunk(samples: Sequence[Sample], tokens: ChatTokens, answers: bool = True) -
         held["positions"][:, index, : len(line)] = positions(len(tokens.head), sample.places, len(line))
         flat["source"].append(index * (most // 4) + np.arange(rows))
         flat["to"].append(index * width + len(tokens.head) + np.arange(rows))
+        if located and sample.blocks is not None:
+            held["blocks"][index, : len(sample.blocks)] = sample.blocks
+            lines = 1 + np.cumsum(np.array(told[index]) == tokens.newline)
+            held["line"][index, len(prompt) - 1 : len(prompt) - 1 + len(lines)] = lines
         if answers:
             flat["asked"].append(index * width + len(prompt) - 1 + np.arange(len(sample.answer)))
             flat["labels"].append(np.array(sample.answer))
@@ -126,13 +136,15 @@ def batch(number: int, plan: Plan, tokens: ChatTokens, split: str = "train") -> 
     dice = Random(f"batch/{number}")
     samples: list[Sample] = []
     layouts, used, page_number = 0, 0, 0
-    while used < plan.patches:
+    while used < plan.patches or layouts < plan.layouts:
         # No two batches share a page: a batch has far fewer than 10,000.
         page = pages.sample(number * 10_000 + page_number, split)
         page_number += 1
         if layouts < plan.layouts:
             samples.append(layout_sample(page, tokens))
             layouts += 1
+        if used >= plan.patches:
+            continue
         picture = Image.fromarray(page.picture)
         for block in read_blocks(page):
             if used >= plan.patches:

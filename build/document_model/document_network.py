@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
 
 import torch
 import torch.nn.functional as F
-from document_samples import COVERED, SIDES
+from document_samples import BEGINS, ENDS, NUMBER
 from document_shape import IMAGE_MEAN, IMAGE_STD
 from document_tokens import IM_END
 from torch import nn
@@ -32,6 +32,12 @@ def _turns(angles: torch.Tensor) -> torch.Tensor:
     return torch.stack((angles.cos(), angles.sin()))[:, :, None]
 
 
+@cache
+def _levels(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation [3, 1]; kept, because a copy to the device would wait for all that is queued there."""
+    return torch.tensor(IMAGE_MEAN, device=device)[:, None], torch.tensor(IMAGE_STD, device=device)[:, None]
+
+
 def patch_states(
     model: Qwen2VLForConditionalGeneration,
     patches: torch.Tensor,
@@ -45,7 +51,7 @@ def patch_states(
     ``gain`` float32 [batch, 2, 3] recolours for training: factors and offsets of the levels 0..1 of each channel.
     """
     tower, config = model.model.visual, model.config.vision_config
-    mean, std = (torch.tensor(values, device=patches.device).view(1, 1, 3, 1) for values in (IMAGE_MEAN, IMAGE_STD))
+    mean, std = _levels(patches.device)
     levels = patches[:, :, None].float() / 255
     if gain is not None:
         levels = (levels * gain[:, None, 0, :, None] + gain[:, None, 1, :, None]).clamp(0, 1)
@@ -73,6 +79,18 @@ def image_rows(model: Qwen2VLForConditionalGeneration, states: torch.Tensor) -> 
     return merger.mlp(merger.ln_q(states).unflatten(1, (-1, 4)).flatten(2))
 
 
+def _head_size(model: Qwen2VLForConditionalGeneration) -> int:
+    config = model.config.text_config
+    return config.hidden_size // config.num_attention_heads
+
+
+def _text_turns(model: Qwen2VLForConditionalGeneration, positions: torch.Tensor) -> torch.Tensor:
+    size, told = _head_size(model), model.config.text_config.rope_parameters
+    angles = positions[..., None] * told["rope_theta"] ** -(torch.arange(0, size, 2, device=positions.device) / size)
+    parts = angles.split(told["mrope_section"], dim=-1)
+    return _turns(torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1))
+
+
 @dataclass
 class Cache:
     """Keys and values of each layer [batch, 1, length, size], and how many of them a sample has."""
@@ -86,19 +104,18 @@ def text_states(
     x: torch.Tensor,
     positions: torch.Tensor,
     cache: Cache | None = None,
+    entering: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Embeddings [batch, length, width] at ``positions`` [3, batch, length] to last hidden states, causally.
 
     With a ``cache``: one more token of each sample, or the first ones (where it is empty) of lengths ``cache.used``.
+    ``entering`` is given the states that enter each layer.
     """
-    body, config = model.model.language_model, model.config.text_config
-    size = config.hidden_size // config.num_attention_heads
-    speeds = config.rope_parameters["rope_theta"] ** -(torch.arange(0, size, 2, device=x.device) / size)
-    angles = positions[..., None] * speeds
-    sections = config.rope_parameters["mrope_section"]
-    turns = _turns(torch.cat([part[axis] for axis, part in enumerate(angles.split(sections, dim=-1))], dim=-1))
+    body, size, turns = model.model.language_model, _head_size(model), _text_turns(model, positions)
     first = cache is not None and not cache.layers
     for index, layer in enumerate(body.layers):
+        if entering is not None:
+            entering.append(x)
         attention, normed = layer.self_attn, layer.input_layernorm(x)
         query, key, value = (
             projection(normed).unflatten(-1, (-1, size)).transpose(1, 2)
@@ -134,37 +151,120 @@ def embedded(
     return x.flatten(0, 1).index_copy(0, to, rows.flatten(0, 1)[source].to(x.dtype)).view_as(x)
 
 
+def looks(
+    model: Qwen2VLForConditionalGeneration, layer: int, entering: torch.Tensor, positions: torch.Tensor, first: int
+) -> torch.Tensor:
+    """How much the first head of a layer looks from each place of ``first`` and on at each place: logarithms of shares
+    float32 [batch, length - first, length]. ``entering`` [batch, length, width]: the states that enter the layer."""
+    body, size, turns = model.model.language_model.layers[layer], _head_size(model), _text_turns(model, positions)
+    normed, attention = body.input_layernorm(entering), body.self_attn
+    query = F.linear(normed[:, first:], attention.q_proj.weight[:size], attention.q_proj.bias[:size])
+    query = _turned(query[:, None], turns[..., first:, :])[:, 0]
+    key = _turned(attention.k_proj(normed)[:, None], turns)[:, 0]
+    scores = (query @ key.mT).float() / size**0.5
+    length = entering.shape[1]
+    later = torch.ones(length - first, length, dtype=torch.bool, device=scores.device).triu(first + 1)
+    return scores.masked_fill(later, -math.inf).log_softmax(-1)
+
+
+LOOKING = (2, 3)
+"""The text body's layers whose first head looks for what to answer next, as it does in reading. What a row is found by
+and what is found there must be in the states that enter the first of them."""
 BOX_WEIGHT = 10.0
 """Of distances in parts of a page, which count in hundredths."""
+ROW_WEIGHT = 4.0
+"""A row stands for four patches."""
+SIDE = 0.05
+"""Parts of a page that a unit of the head's answer is: a step of AdamW at its full rate moves that by tenths."""
+DIGITS = 12
+NONE = -100  # cross_entropy's mark of what does not count
+
+
+def looking_loss(
+    model: Qwen2VLForConditionalGeneration, entering: list[torch.Tensor], held: dict[str, torch.Tensor], head: int
+) -> torch.Tensor:
+    """How little is looked at the rows of the block that is being answered, summed over the answers' tokens.
+
+    ``held`` are a chunk's arrays, of layouts; ``entering`` the states that enter each layer; ``head`` tokens stand
+    before the rows.
+    """
+    numbers = row_numbers(held["dense"][..., NUMBER])
+    rows = numbers.shape[1]
+    lines = held["line"][:, head + rows :]
+    there = (numbers[:, None] == lines[..., None, None]).any(-1)
+    counted = (lines > 0) & there.any(-1)
+    total = torch.zeros((), device=lines.device)
+    for layer in LOOKING:
+        shares = looks(model, layer, entering[layer], held["positions"], head + rows)
+        shares = shares[..., head : head + rows].masked_fill(~there, -1e4).logsumexp(-1)
+        total = total - torch.where(counted, shares, 0).sum() / len(LOOKING)
+    return total
+
+
+def row_numbers(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers of blocks by patch [pages, patches] to those in the upper and the lower half of each row
+    [pages, patches / 4, 2]: lines can be so thin that a row has two of them."""
+    return numbers.unflatten(1, (-1, 2, 2)).amax(-1)
 
 
 class DenseHead(nn.Module):
-    """Reads from each patch which character has its middle there and the two before it; or which block covers it,
-    whether one begins or ends there, and how far off its sides are. Training only; never saved with the model.
+    """Reads what training tells the states of patches and rows. Training only; never saved with the model.
 
-    The two before: what was answered last is how the text body finds its place in a picture. The tower knows distances
-    only, so that the box itself, as an answer states it, is read from the text body's states of the rows.
+    What was answered last is how the text body finds its place in a picture, so that each place is told what is to be
+    answered there and what comes before it. A patch of a crop: the character whose middle it holds and the two before.
+    A patch of a page: kind, corners, and how far off the sides are of the block that covers it and of the one before
+    it. A row of a page: kinds and boxes of these two as the answer spells them, for its upper and for its lower half.
     """
 
     def __init__(self, width: int, text_width: int, characters: int, kinds: int) -> None:
         super().__init__()
         self.character = nn.Linear(width, 3 * characters)
-        self.layout = nn.Linear(width, kinds + 1 + 2 + 4)
-        self.box = nn.Linear(text_width, 4)
+        self.patch = nn.Linear(width, kinds + 1 + 2 + 2 * 4)
+        self.parts = [kinds + 1, 10 * DIGITS, 4]
+        self.row = nn.Linear(text_width, 2 * 2 * sum(self.parts))
+        for layer in (self.character, self.patch, self.row):  # a fresh head must not mislead a trained model
+            nn.init.zeros_(layer.weight)
+        self.register_buffer("rare", torch.tensor(10.0), persistent=False)  # a page has few corners
 
-    def layout_loss(self, states: torch.Tensor, rows: torch.Tensor, goal: torch.Tensor, places: torch.Tensor) -> Any:
-        """Summed over patches: states [pages, patches, width], rows' last states [pages * patches / 4, text width],
-        targets ``goal`` [pages, patches, 7] and ``places`` [pages, patches, 2] of whole square pages."""
-        kinds, corners, distances = self.layout(states).float().split((self.layout.out_features - 6, 2, 4), dim=-1)
-        covers = F.cross_entropy(kinds.flatten(0, 1), goal[..., COVERED].flatten().long(), reduction="sum")
+    def layout_loss(self, states: torch.Tensor, rows: torch.Tensor, held: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Summed over patches: the tower's last states [pages, patches, width], the text body's states of the rows
+        [pages, patches / 4, text width], a chunk's arrays."""
+        goal, blocks = held["dense"], held["blocks"]
+        own, before = _blocks_of(blocks, goal[..., NUMBER])
+        said = self.patch(states).float()
+        kinds, corners, sides = said.split((said.shape[-1] - 10, 2, 8), dim=-1)
+        covers = F.cross_entropy(kinds.flatten(0, 1), own[..., 0].flatten(), reduction="sum")
         ends = F.binary_cross_entropy_with_logits(
-            corners, goal[..., 1:3].float(), reduction="sum", pos_weight=corners.new_tensor(10.0)
+            corners, goal[..., [BEGINS, ENDS]].float(), reduction="sum", pos_weight=self.rare
         )
-        covered, sides = (goal[..., COVERED] > 0)[..., None], goal[..., 3:].float() / SIDES
-        middles = (places.flip(-1) + 0.5) / math.isqrt(goal.shape[1])
-        near = (distances + middles.repeat(1, 1, 2) - sides).abs() * covered
-        far = (self.box(rows).float() - sides[:, ::4].flatten(0, 1)).abs() * covered[:, ::4].flatten(0, 1)
-        return covers + ends + BOX_WEIGHT * (near.sum() + 4 * far.sum())
+        middles = (held["places"].flip(-1) + 0.5) / math.isqrt(goal.shape[1])
+        sides = SIDE * sides.unflatten(-1, (2, 4)) + middles.repeat(1, 1, 2)[:, :, None]
+        near = _distance(sides, torch.stack((own, before), 2))
+
+        both = torch.stack(_blocks_of(blocks, row_numbers(goal[..., NUMBER])), -2)
+        kinds, digits, sides = self.row(rows).float().unflatten(-1, (2, 2, -1)).split(self.parts, dim=-1)
+        kind, box = both[..., 0], both[..., 1:]
+        # That there is no block counts, and that there is none before one; not what is before none.
+        told = torch.stack((kind[..., 0], torch.where(kind[..., 0] > 0, kind[..., 1], NONE)), -1)
+        named = F.cross_entropy(kinds.flatten(0, -2), told.flatten(), ignore_index=NONE, reduction="sum")
+        spelt = torch.stack((box // 100, box // 10 % 10, box % 10), -1)
+        spelt = torch.where(kind[..., None, None] > 0, spelt, NONE).flatten()
+        spelling = F.cross_entropy(digits.reshape(-1, 10), spelt, ignore_index=NONE, reduction="sum") / DIGITS
+        far = _distance(SIDE * sides, both)
+        return covers + ends + BOX_WEIGHT * near + ROW_WEIGHT / 2 * (named + spelling + BOX_WEIGHT * far)
+
+
+def _blocks_of(blocks: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Kind and box int64 [pages, ..., 5] of the blocks with these ``numbers`` [pages, ...], and of those before them,
+    out of ``blocks`` [pages, blocks + 1, 5]."""
+    pages = torch.arange(len(blocks), device=blocks.device).view(-1, *[1] * (numbers.ndim - 1))
+    numbers = numbers.long()
+    return blocks[pages, numbers].long(), blocks[pages, (numbers - 1).clamp(0)].long()
+
+
+def _distance(sides: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Between sides [..., 4] in parts of a page and those of ``blocks`` [..., 5], where there is one, summed."""
+    return ((sides - blocks[..., 1:] / 1000).abs() * (blocks[..., :1] > 0)).sum()
 
 
 @torch.inference_mode()

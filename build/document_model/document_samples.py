@@ -19,10 +19,8 @@ LAYOUT_SIDE = 1036
 LEAST_EDGE, MOST_ASPECT = 28, 50
 """MinerU's client enlarges what is thinner than this, and pads what is longer than this many times its width."""
 NO_GLYPH = 0
-COVERED, BEGINS, ENDS = range(3)
-TARGETS = 7
-SIDES = 10_000
-"""A page's width and height in the units of a box among the targets."""
+NUMBER, BEGINS, ENDS = range(3)
+TARGETS = 3
 
 
 def step_of(kind: str) -> str:
@@ -86,8 +84,9 @@ class Sample:
     """One question about one picture.
 
     ``patches`` uint8 [patches, 196], grey, groups of four next to each other; ``places`` int16 [patches, 2]; ``answer``
-    token ids with the one that ends them; ``dense`` int16 [patches, 7]: see :func:`glyph_targets` and
-    :func:`layout_targets`.
+    token ids with the one that ends them; ``dense`` int16 [patches, 3]: see :func:`glyph_targets` and
+    :func:`layout_targets`; ``blocks`` int16 [blocks + 1, 5] of a layout: 1 + kind, and the box as the answer states it,
+    from 1 on, for 0 stands for none.
     """
 
     step: str
@@ -96,6 +95,7 @@ class Sample:
     places: np.ndarray
     answer: list[int]
     dense: np.ndarray
+    blocks: np.ndarray | None = None
 
 
 def patched(picture: Image.Image) -> tuple[np.ndarray, np.ndarray]:
@@ -115,7 +115,7 @@ def patch_index(places: np.ndarray, across: int) -> np.ndarray:
 
 
 def glyph_targets(block: Block, prepared: Cut, tokens: ChatTokens, within: slice = slice(None)) -> np.ndarray:
-    """int16 [patches, 7]: the token of the character whose middle a patch holds (0: none), and of the two before it."""
+    """int16 [patches, 3]: the token of the character whose middle a patch holds (0: none), and of the two before it."""
     width, height = prepared.picture.size
     targets = np.zeros((width * height // PATCH**2, TARGETS), np.int16)
     glyphs, places = block.glyphs[within], block.places[within]
@@ -141,27 +141,28 @@ def character_class(tokens: ChatTokens, character: str) -> int:
 
 
 def layout_targets(page: Page) -> np.ndarray:
-    """int16 [patches, 7]: 1 + the kind of the block that covers a patch (0: none), whether one begins (its top left
-    corner), whether one ends there; the box of the one that covers it, in parts of SIDES."""
+    """int16 [patches, 3]: the number of the block that covers a patch, from 1 on (0: none), whether one begins (its top
+    left corner), whether one ends there. Lines can be thinner than a patch: each block has those of its middle."""
     count = LAYOUT_SIDE // PATCH
     height, width = page.picture.shape
     grid = np.zeros((count, count, TARGETS), np.int16)
-    for block in page.blocks:
-        box = np.clip(np.array(block.box) / (width, height, width, height), 0, 1)
-        left, top, right, bottom = box * count
-        x0, y0 = (min(count - 1, max(0, int(side))) for side in (left, top))
-        x1, y1 = (min(count - 1, max(0, int(side))) for side in (right, bottom))
-        grid[y0 : y1 + 1, x0 : x1 + 1, COVERED] = 1 + KINDS.index(block.kind)
-        grid[y0 : y1 + 1, x0 : x1 + 1, 3:] = np.round(SIDES * box)
+    boxes = np.array([block.box for block in page.blocks]).reshape(-1, 4) / (width, height, width, height) * count
+    places = np.clip(boxes.astype(int), 0, count - 1)
+    for number, (x0, y0, x1, y1) in enumerate(places, 1):
+        grid[y0 : y1 + 1, x0 : x1 + 1, NUMBER] = number
         grid[y0, x0, BEGINS] = grid[y1, x1, ENDS] = 1
-    places = np.indices((count // 2, 2, count // 2, 2)).transpose(1, 3, 2, 4, 0).reshape(-1, 4)
-    return grid[places[:, 0] * 2 + places[:, 1], places[:, 2] * 2 + places[:, 3]]
+    for number, ((x0, _, x1, _), middle) in enumerate(zip(places, (boxes[:, 1] + boxes[:, 3]) / 2), 1):
+        grid[int(middle), x0 : x1 + 1, NUMBER] = number
+    order = np.indices((count // 2, 2, count // 2, 2)).transpose(1, 3, 2, 4, 0).reshape(-1, 4)
+    return grid[order[:, 0] * 2 + order[:, 1], order[:, 2] * 2 + order[:, 3]]
 
 
 def layout_sample(page: Page, tokens: ChatTokens) -> Sample:
     picture = Image.fromarray(page.picture).resize((LAYOUT_SIDE, LAYOUT_SIDE), Image.Resampling.BICUBIC)
     patches, places = patched(picture)
-    return Sample("layout", "layout", patches, places, tokens.answer(layout_answer(page)), layout_targets(page))
+    blocks = [(0,) * 5, *((1 + KINDS.index(block.kind), *thousandths(block.box, page)) for block in page.blocks)]
+    answer = tokens.answer(layout_answer(page))
+    return Sample("layout", "layout", patches, places, answer, layout_targets(page), np.array(blocks, np.int16))
 
 
 def block_sample(page: Page, picture: Image.Image, block: Block, tokens: ChatTokens, dice: Random | None) -> Sample:

@@ -69,6 +69,7 @@ class ChatTokens:
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self.tokenizer = tokenizer or make_tokenizer()
         self.size = self.tokenizer.get_vocab_size()
+        (self.newline,) = self.ids("\n")
         self.head = self.ids(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n<|vision_start|>")
         self.tails = {
             name: self.ids(f"<|vision_end|>{prompt}<|im_end|>\n<|im_start|>assistant\n")

@@ -4,7 +4,9 @@
 
 Resumable: `--state` holds weights, their average, optimizers and progress, saved every `--save-minutes`; a run started
 on it goes on with the very batch that would have come next. The learning rate follows the share of `--minutes` (or
-`--steps`) that all runs on this state have used. Prints a line every `--report-seconds` and JSON at the end.
+`--steps`) that all runs on this state have used. `--begin CHECKPOINT` starts a new state with a checkpoint's weights,
+everything else fresh, and all of the penalties from the first step on. Prints a line every `--report-seconds` and JSON
+at the end.
 """
 
 from __future__ import annotations
@@ -26,17 +28,19 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "default_model"))
 
 from document_batches import Plan
 from document_feed import Batch, Feed
-from document_network import DenseHead, embedded, image_rows, patch_states, text_states
+from document_network import LOOKING, DenseHead, embedded, image_rows, looking_loss, patch_states, text_states
 from document_shape import build_model, save_model
 from document_tokens import ChatTokens
 from evaluate_documents import HeldOut
 from muon import MatricesAndRest
 from torch import nn
+from transformers import Qwen2VLForConditionalGeneration
 
 from pages import KINDS
 
-DENSE_WEIGHT = 0.5
-LOSSES = ("read", "layout", "dense")
+LOSSES = {"read": 1.0, "letters": 0.5, "layout": 3.0, "blocks": 0.25, "looking": 1.0}
+"""Their weights: of answers and patches of crops; of answers and patches of pages, and of where answers look there."""
+PATCH_LOSSES = ("letters", "blocks")
 
 
 def random_gain(count: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:
@@ -62,11 +66,16 @@ def penalised(logits: torch.Tensor, batch: dict[str, torch.Tensor], longest: int
     return logits - once * (before > 0) - each * before
 
 
+def penalty_strength(progress: float) -> float:
+    """Of a model that begins with nothing: none at first, all of it from the middle of the run on."""
+    return min(1.0, max(0.0, (progress - 0.35) / 0.2))
+
+
 class Trainer:
     """Model, dense head, their average, and optimizers."""
 
     def __init__(self, tokens: ChatTokens, device: torch.device, lr: float, compiled: bool = False) -> None:
-        self.device, self.step, self.seconds = device, 0, 0.0
+        self.device, self.step, self.seconds, self._head_tokens = device, 0, 0.0, len(tokens.head)
         self.model = build_model().to(device).train()
         self.average = copy.deepcopy(self.model).eval().requires_grad_(False)
         config = self.model.config
@@ -81,54 +90,64 @@ class Trainer:
         if compiled:
             self._see, self._say = (torch.compile(forward, dynamic=True) for forward in (patch_states, text_states))
 
-    def losses(self, batch: Batch, strength: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums over a chunk: of the answers' tokens, of the patches."""
+    def losses(self, batch: Batch, strength: float, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Those of LOSSES that a chunk has, summed over its answers' tokens or its patches."""
         held = batch.tensors
         gain = random_gain(len(held["ids"]), self.device, generator)
         lengths = None if batch.full else held["lengths"]
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
             states = self._see(self.model, held["patches"], held["places"], lengths, gain)
             x = embedded(self.model, held["ids"], image_rows(self.model, states), held["source"], held["to"])
-            hidden = self._say(self.model, x, held["positions"])
+            entering: list[torch.Tensor] = []
+            hidden = self._say(self.model, x, held["positions"], entering=entering)
             logits = self.model.lm_head(hidden.flatten(0, 1)[held["asked"]]).float()
             if batch.layout:
-                rows = hidden.flatten(0, 1)[held["to"]]
-                dense = self.head.layout_loss(states, rows, held["dense"], held["places"])
+                rows = entering[LOOKING[0]].flatten(0, 1)[held["to"]].view(len(states), -1, hidden.shape[-1])
+                dense = self.head.layout_loss(states, rows, held)
+                looking = looking_loss(self.model, entering, held, self._head_tokens)
             else:
                 found = self.head.character(states).float()
         if strength > 0 and not batch.layout:
             logits = penalised(logits, held, batch.longest_answer, strength)
         answers = F.cross_entropy(logits, held["labels"], reduction="sum")
         if batch.layout:
-            return answers, dense
-        goal = held["dense"][..., :3].long()
+            return {"layout": answers, "blocks": dense, "looking": looking}
+        goal = held["dense"].long()
         real = torch.arange(goal.shape[1], device=self.device) < held["lengths"][:, None]
         # That there is no character in a patch counts; that there is none before another does not.
         told = torch.stack((real, goal[..., 1] > 0, goal[..., 2] > 0), -1)
         goal = torch.where(told, goal, -100)
-        return answers, F.cross_entropy(found.unflatten(-1, (3, -1)).flatten(0, 2), goal.flatten(), reduction="sum")
+        dense = F.cross_entropy(found.unflatten(-1, (3, -1)).flatten(0, 2), goal.flatten(), reduction="sum")
+        return {"read": answers, "letters": dense}
 
-    def train_step(self, batches: list[Batch], progress: float) -> torch.Tensor:
-        """One update; returns the means of LOSSES. ``progress`` 0..1 sets the learning rate and the penalties."""
+    def train_step(self, batches: list[Batch], progress: float, strength: float = 0.0) -> torch.Tensor:
+        """One update; returns the means of LOSSES. ``progress`` 0..1 sets the learning rate, ``strength`` 0..1 says how
+        much of the penalties is taken off."""
         factor = min(1.0, (self.step + 1) / 100) * max(0.01, 0.5 + 0.5 * math.cos(math.pi * min(1.0, progress)))
-        strength = min(1.0, max(0.0, (progress - 0.35) / 0.2))
         generator = torch.Generator().manual_seed(self.step)
-        answered = {kind: sum(b.answered for b in batches if b.layout == kind) for kind in (False, True)}
-        patches = {kind: sum(b.patch_count for b in batches if b.layout == kind) for kind in (False, True)}
-        means = torch.zeros(len(LOSSES), device=self.device)
+        means = dict.fromkeys(LOSSES, torch.zeros((), device=self.device))
         for batch in batches:
-            answers, dense = self.losses(batch, strength, generator)
-            answers, dense = answers / answered[batch.layout], dense / patches[batch.layout]
-            (answers + DENSE_WEIGHT * dense).backward()
-            means[int(batch.layout)] += answers.detach()
-            means[2] += dense.detach()
+            alike = [other for other in batches if other.layout == batch.layout]
+            answered, patches = sum(other.answered for other in alike), sum(other.patch_count for other in alike)
+            shares = {
+                name: value / (patches if name in PATCH_LOSSES else answered)
+                for name, value in self.losses(batch, strength, generator).items()
+            }
+            sum(LOSSES[name] * share for name, share in shares.items()).backward()
+            means |= {name: means[name] + share.detach() for name, share in shares.items()}
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step(factor)
         self.step += 1
         keep = min(0.998, self.step / (self.step + 10))
         with torch.no_grad():
             torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - keep)
-        return means
+        return torch.stack(list(means.values()))
+
+    def begin_with(self, checkpoint: Path) -> None:
+        """Takes a checkpoint's weights; the dense head and the optimizers stay fresh."""
+        weights = Qwen2VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
+        for model in (self.model, self.average):
+            model.load_state_dict(weights)
 
     def save_state(self, folder: Path) -> None:
         """Files of at most 16 MiB each, whole or not at all; progress.json last."""
@@ -162,10 +181,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     held_out = HeldOut(arguments.held_out, tokens)
     trainer = Trainer(tokens, device, arguments.lr, arguments.compile)
     torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans 15 ms for every new shape, and nearly every chunk is one
     if first:
         trainer.load_state(state)
+    elif arguments.begin:
+        trainer.begin_with(arguments.begin)
     began = reported = saved = checked = time.monotonic()
-    earlier, sums, steps, patches, characters, waited = trainer.seconds, torch.zeros(3, device=device), 0, 0, 0, 0.0
+    earlier, sums = trainer.seconds, torch.zeros(len(LOSSES), device=device)
+    steps, patches, characters, waited = 0, 0, 0, 0.0
     figures: dict[str, float] = {}
     try:
         while True:
@@ -177,7 +200,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             number, batches = feed.next()
             assert number == trainer.step, (number, trainer.step)
             waited += time.monotonic() - now
-            sums += trainer.train_step(batches, progress)
+            sums += trainer.train_step(batches, progress, 1.0 if arguments.begin else penalty_strength(progress))
             steps += 1
             patches += sum(batch.patch_count for batch in batches)
             characters += sum(batch.answered for batch in batches)
@@ -222,6 +245,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="checkpoint", help="checkpoint folder")
     parser.add_argument("--state", default="training-state", help="folder of the resumable state")
+    parser.add_argument("--begin", type=Path, help="checkpoint whose weights a new state begins with")
     parser.add_argument("--minutes", type=float, default=25.0, help="wall-clock budget of all runs on this state")
     parser.add_argument("--call-minutes", type=float, default=0.0, help="this run stops here; a later one goes on")
     parser.add_argument("--steps", type=int, default=0, help="budget in steps instead of minutes")

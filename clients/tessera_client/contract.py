@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tessera_client.messages import Delta, LabelScore, PicturePlan, Request, Timings, Usage
+from tessera_client.messages import Delta, LabelScore, PicturePlan, PictureView, Request, Timings, Usage
 from tessera_wire.errors import ProtocolError
 from tessera_wire.tensors import Tensor, bytes_tensor, elements
 
@@ -68,11 +68,20 @@ def delta_from_raw(outputs: Iterable[tuple[str, bytes]]) -> Delta:
 
 
 def plans_from_raw(outputs: Iterable[tuple[str, bytes]]) -> tuple[PicturePlan, ...]:
-    """The output PLAN among (name, raw contents): int32, four numbers a picture. Raises ProtocolError."""
-    data = dict(outputs).get("PLAN")
-    if data is None or len(data) % 16:
-        raise ProtocolError("the server's preprocess gave no PLAN of four numbers a picture")
-    return tuple(PicturePlan(*numbers) for numbers in struct.iter_unpack("<4i", data))
+    """The output CUT among (name, raw contents): a JSON array, an object a picture. Raises ProtocolError."""
+    try:
+        (text,) = elements(dict(outputs)["CUT"])
+        return tuple(
+            PicturePlan(
+                plan["tokens"],
+                plan["unit"],
+                tuple(plan["policies"]),
+                tuple(PictureView(**view) for view in plan["views"]),
+            )
+            for plan in json.loads(text)
+        )
+    except (KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
+        raise ProtocolError(f"preprocess did not say how it cuts pictures (CUT): {error!r:.99}") from None
 
 
 def delta_from_json(values: Mapping[str, Any]) -> Delta:

@@ -95,18 +95,27 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class PicturePlan:
-    """What the server makes of one picture, as its tensor PLAN says.
+class PictureView:
+    """The whole picture resized to ``width`` x ``height`` pixels and cut into ``rows`` x ``columns`` equal parts."""
 
-    ``kind``: 0 where the pixels are cut in preprocess, 1 where the file goes on to be decoded on a GPU. ``t``, ``h``
-    and ``w`` are the model family's own: of InternVL the tiles in all (thumbnail included), and the rows and the
-    columns of the grid that the picture is stretched to and cut into; of Qwen2-VL 1, and rows and columns of patches.
+    width: int
+    height: int
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class PicturePlan:
+    """What the server makes of one picture.
+
+    ``tokens``: what it takes of the prompt. ``unit``: what a view's parts are, in the plural ("tiles"). ``policies``:
+    the names that this model knows of tile policies. ``views``: what the model sees, the finest first.
     """
 
-    kind: int
-    t: int
-    h: int
-    w: int
+    tokens: int
+    unit: str
+    policies: tuple[str, ...]
+    views: tuple[PictureView, ...]
 
 
 @dataclass(frozen=True, slots=True)

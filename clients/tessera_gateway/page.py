@@ -12,7 +12,7 @@ from fastapi.responses import FileResponse
 
 from tessera_client import AsyncClient, InvalidRequest
 from tessera_gateway.body import read
-from tessera_gateway.tiles import tiles_of, upright_size
+from tessera_gateway.upright_size import upright_size
 
 FOLDER = Path(__file__).parent / "page"
 MEDIA_TYPES = {
@@ -55,7 +55,7 @@ def _file(name: str) -> FileResponse:
 
 @router.post("/tessera/tiles")
 async def tiles(request: Request, tile_policy: str | None = None) -> dict[str, Any]:
-    """How a picture, the body's bytes, is cut: ``{"width", "height", "tiles": [[x, y, w, h], ...], "thumbnail"}``.
+    """How a picture, the body's bytes, is cut: its ``width`` and ``height``, upright, and what PicturePlan holds.
 
     ``tile_policy`` (query): a policy's name or a JSON object, as in a request. The rule is the server's own: it is
     asked.
@@ -63,7 +63,8 @@ async def tiles(request: Request, tile_policy: str | None = None) -> dict[str, A
     picture = await read(request, request.app.state.settings.timeout_s)
     client: AsyncClient = request.app.state.client
     (plan,) = await client.plan(picture, tile_policy=_policy(tile_policy))
-    return asdict(tiles_of(plan, upright_size(picture)))
+    width, height = upright_size(picture)
+    return {"width": width, "height": height, **asdict(plan)}
 
 
 def _policy(text: str | None) -> Any:

@@ -43,14 +43,16 @@ def write(config: CheckpointConfig, layers: Sequence[Path], recipe: Recipe, visi
             rest |= {f"{vision[-1]}.{leaf}": tensor for leaf, tensor in made.items()}
     ignore = [name.removesuffix(".weight") for name, tensor in rest.items() if _is_linear(name, tensor)]
     ignore = [name for name in ignore if name not in vision]
+    # The output head may share the embedding's weight and have no tensor of its own.
+    head = f"language_model.{'output' if 'InternLM2' in config.text.architecture else 'lm_head'}"
     _write_shards(draft, layers, rest)
     raw = dict(config.raw)
     raw["quantization_config"] = quantization_config(
         recipe.method,
         recipe.group_size,
         recipe.symmetric,
-        {*_module_names(config, ignore), _head(config)},
-        _module_names(config, vision),
+        {_module_name(config, name) for name in (*ignore, head)},
+        {_module_name(config, name) for name in vision},
     )
     (draft / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     draft.rename(out)
@@ -66,23 +68,12 @@ def _is_linear(name: str, tensor: torch.Tensor) -> bool:
     return leaf == "weight" and tensor.dim() == 2 and not module.endswith(_EMBEDDINGS)
 
 
-def _module_names(config: CheckpointConfig, stored: Iterable[str]) -> set[str]:
-    """Modules by the names that the checkpoint's own code gives them: transformers saves its own without "model."."""
-    if config.layout != "hf_native":
-        return set(stored)
-    names = set()
-    for name in stored:
-        name = name.removeprefix("model.").replace("language_model.model.", "language_model.", 1)
-        name = name.removeprefix("language_model.") if name.endswith("lm_head") else f"model.{name}"
-        names.add(name)
-    return names
-
-
-def _head(config: CheckpointConfig) -> str:
-    """The output head, which may share the embedding's weight and have no tensor of its own."""
-    if config.layout == "hf_native":
-        return "lm_head"
-    return f"language_model.{'output' if 'InternLM2' in config.text.architecture else 'lm_head'}"
+def _module_name(config: CheckpointConfig, stored: str) -> str:
+    """What the checkpoint's own code calls a module, and with it whoever reads ``quantization_config``."""
+    for pattern, begin in config.module_names:
+        if match := re.match(pattern, stored):
+            return begin + stored[match.end() :]
+    return stored
 
 
 def _names(files: Iterable[Path]) -> set[str]:

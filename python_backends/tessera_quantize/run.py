@@ -14,6 +14,7 @@ import torch
 from tessera.checkpoint.config import CheckpointConfig, read_config
 from tessera.errors import ConfigError
 from tessera.family.digest import checkpoint_id
+from tessera.family.registry import family_for
 from tessera_evaluation.datasets import Item
 from tessera_quantize import answers, checkpoint
 from tessera_quantize.artifacts import Made, claim, kept
@@ -92,7 +93,8 @@ class Row:
 def run(job: Job, progress: Progress) -> list[Row]:
     """Quantizes ``job.source`` into ``job.out``; returns the report's rows, the original first.
 
-    Raises CheckpointError or ConfigError saying what does not fit. After a kill, the same call goes on.
+    Raises CheckpointError, ConfigError or, of a policy, InvalidRequest saying what does not fit. After a kill, the same
+    call goes on.
     """
     if job.out.exists():
         raise ConfigError(f"{job.out} exists; name a folder that does not")
@@ -101,6 +103,8 @@ def run(job: Job, progress: Progress) -> list[Row]:
         "quantization_config" in config.raw
     ):
         raise ConfigError(f"{job.source} is quantized already; name the original checkpoint")
+    for _, policy in job.policies:  # now, and not after hours of work
+        family_for(config).policy({"tile_policy": policy})
     claim(job.work, job.settings())
     dtype = torch.float32 if job.device == "cpu" else torch.bfloat16
     body = Body(config, dtype, torch.device(job.device))

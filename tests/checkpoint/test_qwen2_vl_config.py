@@ -117,7 +117,10 @@ def test_names_of_published_files_and_of_each_saver(tmp_path: Path, body: str, t
         ({"text_config": {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 4]}}}, "mrope_section"),
         ({"text_config": {"use_sliding_window": True}}, "use_sliding_window"),
         ({"vision_config": None}, "has no section 'vision_config'"),
-        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "'Qwen2_5_VLForConditionalGeneration'"),
+        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "'Qwen2_5_VL.*' is not supported: .*windows"),
+        ({"architectures": None, "model_type": "qwen2_5_vl"}, "'qwen2_5_vl' is not supported: .* within windows"),
+        ({"architectures": ["Qwen3VLForConditionalGeneration"]}, "'Qwen3VL.*' is not supported: .*deepstack"),
+        ({"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, "'Qwen3VLMoe.*' is not supported: .*deepstack"),
     ],
 )
 def test_what_the_config_may_not_ask_for(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

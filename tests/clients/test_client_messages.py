@@ -165,7 +165,14 @@ def test_a_tile_policy_may_be_a_name():
     assert whole == {"tile_policy": {"name": "budget", "thumbnail": "never"}}
 
 
-@pytest.mark.parametrize("outputs", [[], [("PIXELS", b"")], [("PLAN", bytes(12))]])
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        [],
+        [("PIXELS", b"")],
+        *([("CUT", data)] for data in (b"", bytes(3), b"\1\0\0\0{", b"\1\0\0\0003", b"\4\0\0\0[{}]")),
+    ],
+)
 def test_what_is_no_plan_is_refused(outputs: list[tuple[str, bytes]]) -> None:
-    with pytest.raises(ProtocolError, match="PLAN"):
+    with pytest.raises(ProtocolError, match="CUT"):
         contract.plans_from_raw(outputs)

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,12 +26,15 @@ from tessera_client import (
     DeadlineExceeded,
     InvalidRequest,
     PicturePlan,
+    PictureView,
     Retry,
     TesseraClientError,
     Unavailable,
 )
 from tessera_wire import line
 from tessera_wire.connection import Connection
+
+PLAN = PicturePlan(6, "image tokens", (), (PictureView(84, 56, 2, 3),))
 
 
 def element(text: str) -> bytes:
@@ -124,13 +128,13 @@ class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
         put(self.response(request, {}, last=True))
 
     def plan(self, request: Any, inputs: dict[str, bytes]) -> Any:
-        """As if every picture were cut into 3 x 2 tiles and a thumbnail, decoded on a GPU; with no other output."""
+        """PLAN for every picture; no other output."""
         self.asked = ([output.name for output in request.outputs], inputs)
         message = self.response(request, {}, last=True)
         if inputs["image"][4:] == b"not one":
             message.error_message = "image 0: not a picture"
-        message.infer_response.outputs.add(name="PLAN", datatype="INT32", shape=[1, 4])
-        message.infer_response.raw_output_contents.append(struct.pack("<4i", 1, 7, 2, 3))
+        message.infer_response.outputs.add(name="CUT", datatype="BYTES", shape=[1])
+        message.infer_response.raw_output_contents.append(element(json.dumps([asdict(PLAN)])))
         return message
 
     def response(self, request: Any, outputs: dict[str, str], last: bool) -> Any:
@@ -169,9 +173,9 @@ def test_stream_ready_and_timeout_parameter(server: Server) -> None:
 
 def test_a_plan_is_asked_of_preprocess_alone(server: Server) -> None:
     with Client(server.address, retry=Retry(attempts=1)) as client:
-        assert client.plan(b"jpeg", max_tiles=6) == (PicturePlan(1, 7, 2, 3),)
+        assert client.plan(b"jpeg", max_tiles=6) == (PLAN,)
         outputs, inputs = server.asked
-        assert outputs == ["PLAN"] and set(inputs) == {"text_input", "image", "sampling_parameters"}
+        assert outputs == ["CUT"] and set(inputs) == {"text_input", "image", "sampling_parameters"}
         assert json.loads(inputs["sampling_parameters"][4:]) == {"max_tokens": 1, "tile_policy": {"max_tiles": 6}}
         with pytest.raises(InvalidRequest, match="not a picture"):
             client.plan(b"not one")
@@ -180,7 +184,7 @@ def test_a_plan_is_asked_of_preprocess_alone(server: Server) -> None:
         async with AsyncClient(server.address) as client:
             return await client.plan(b"jpeg", tile_policy="native")
 
-    assert asyncio.run(twin()) == (PicturePlan(1, 7, 2, 3),)
+    assert asyncio.run(twin()) == (PLAN,)
 
 
 def test_a_failed_request_harms_no_other(server: Server) -> None:

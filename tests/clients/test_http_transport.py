@@ -26,6 +26,7 @@ from tessera_client import (
     LabelScore,
     Models,
     PicturePlan,
+    PictureView,
     ProtocolError,
     Retry,
     ServerError,
@@ -65,8 +66,10 @@ class Handler(BaseHTTPRequestHandler):
             self.infer(body)
         elif self.path == "/v2/models/preprocess/infer":
             server.seen = json.loads(body[: int(self.headers[LENGTH_HEADER])])
-            data = struct.pack("<8i", 0, 7, 2, 3, 0, 1, 1, 1)
-            head = json.dumps({"outputs": [{"name": "PLAN", "parameters": {"binary_data_size": len(data)}}]}).encode()
+            view = {"width": 896, "height": 448, "rows": 1, "columns": 2}
+            cut = [{"tokens": n, "unit": "tiles", "policies": ["native"], "views": [view]} for n in (512, 256)]
+            data = struct.pack("<I", len(text := json.dumps(cut).encode())) + text
+            head = json.dumps({"outputs": [{"name": "CUT", "parameters": {"binary_data_size": len(data)}}]}).encode()
             self.reply(200, head + data, {LENGTH_HEADER: str(len(head))})
         elif self.path == "/v2/models/vlm/generate_stream":
             self.generate(json.loads(body))
@@ -159,8 +162,10 @@ def test_ask_sends_raw_bytes_and_reads_typed_outputs(server: Any) -> None:
 
 def test_a_plan_is_asked_of_preprocess_alone(server: Any) -> None:
     with Client(server.url) as client:
-        assert client.plan([b"one", b"two"]) == (PicturePlan(0, 7, 2, 3), PicturePlan(0, 1, 1, 1))
-    assert [output["name"] for output in server.seen["outputs"]] == ["PLAN"]
+        assert client.plan([b"one", b"two"]) == tuple(
+            PicturePlan(tokens, "tiles", ("native",), (PictureView(896, 448, 1, 2),)) for tokens in (512, 256)
+        )
+    assert [output["name"] for output in server.seen["outputs"]] == ["CUT"]
     assert [tensor["name"] for tensor in server.seen["inputs"]] == ["text_input", "sampling_parameters", "image"]
 
 

@@ -116,7 +116,7 @@ STEP = st.tuples(st.sampled_from(["pick", "end", "refuse", "answer", "wait"]), s
 
 
 @given(servers=st.integers(1, 4), steps=st.lists(STEP, max_size=40))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_counts_are_exact_and_no_server_in_order_with_fewer_is_passed_over(
     servers: int, steps: list[tuple[str, int]]
 ) -> None:

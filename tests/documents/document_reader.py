@@ -97,13 +97,17 @@ def picture(bars: Bars, size: tuple[int, int] = (400, 500)) -> Image.Image:
 
 def write_pdf(path: Path, pages: Sequence[Bars | None]) -> Path:
     """A PDF with its pages' bars and a line of text on each. None: a page that the file names and does not have."""
+    return write_drawn_pdf(path, [None if bars is None else _content(bars) for bars in pages])
+
+
+def write_drawn_pdf(path: Path, pages: Sequence[str | None]) -> Path:
+    """A PDF of these pages' drawing operators, in latin-1, with Helvetica as /F. None: as for :func:`write_pdf`."""
     objects = ["<< /Type /Catalog /Pages 2 0 R >>", "", "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"]
     kids = []
-    for bars in pages:
-        if bars is None:
+    for stream in pages:
+        if stream is None:
             kids.append("9999 0 R")
             continue
-        stream = _content(bars)
         objects.append(f"<< /Length {len(stream)} >>\nstream\n{stream}\nendstream")
         about = "/Type /Page /Parent 2 0 R /Resources << /Font << /F 3 0 R >> >>"
         objects.append(f"<< {about} /MediaBox [0 0 {PAGE[0]} {PAGE[1]}] /Contents {len(objects)} 0 R >>")

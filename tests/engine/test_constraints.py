@@ -351,7 +351,7 @@ def hot_answers(model, sampling, count=4):
     return [text_of(events, name) for name, reason in found.items() if reason == "stop"]
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(max_examples=40)
 @given(schema=SCHEMAS)
 def test_every_finished_answer_fits_its_schema(model, schema):
     answers = hot_answers(model, {"json_schema": schema})
@@ -360,7 +360,7 @@ def test_every_finished_answer_fits_its_schema(model, schema):
         assert fits(json.loads(text), schema), text
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(max_examples=40)
 @given(expression=EXPRESSIONS)
 def test_every_finished_answer_matches_its_expression(model, expression):
     answers = hot_answers(model, {"regex": expression})

@@ -91,7 +91,7 @@ def test_stop_strings_count_only_after_min_tokens():
 pieces = st.sampled_from(["a", "b", "c", "ä", "€", "😀", "ab"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(pieces, max_size=30), st.lists(st.sampled_from(["ab", "b€", "aab", "😀ca"]), max_size=3))
 def test_deltas_are_the_answer_up_to_the_first_stop(parts, stops):
     answer = "".join(parts)
@@ -105,13 +105,13 @@ def test_deltas_are_the_answer_up_to_the_first_stop(parts, stops):
     assert not stopped and "".join(shown) == answer
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(max_size=60))
 def test_any_bytes_come_out_once(data):
     assert "".join(deltas(data)[0]) == data.decode("utf-8", errors="replace")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.sampled_from("abE"), max_size=24),
     st.lists(st.sampled_from(["ab", "abE", "Eab", "aa", "bEab"]), min_size=1, max_size=3, unique=True),

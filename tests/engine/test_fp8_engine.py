@@ -60,13 +60,12 @@ def answers(model: Qwen2, **settings) -> list[list[int]]:
     return answers_of(tiny_engine(model, **settings))
 
 
-def answers_of(engine: TextEngine) -> list[list[int]]:
-    events = []
-    for number in range(6):
+def answers_of(engine: TextEngine, count: int = 6, tokens: int = 12) -> list[list[int]]:
+    for number in range(count):
         prompt = [7, 8, 9] * 3 + [20 + number, 30 - number] * (1 + 3 * number)
-        engine.submit(make_request(np.array(prompt, np.int32), str(number), max_tokens=12, ignore_eos=True))
-    events += run(engine)
-    return [tokens_of(events, str(number)) for number in range(6)]
+        engine.submit(make_request(np.array(prompt, np.int32), str(number), max_tokens=tokens, ignore_eos=True))
+    events = run(engine)
+    return [tokens_of(events, str(number)) for number in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -125,5 +124,5 @@ def test_in_graphs_of_prompts(monkeypatch, original, expected, ways):
         linear.scheme.ways = ways
     engine = tiny_engine(model, attention="triton", block_size=16, max_batched_tokens=40)
     engine._runner.capture_graphs([], [16, 40], 16)
-    assert answers_of(engine) == expected
+    assert answers_of(engine, count=3, tokens=3) == [answer[:3] for answer in expected[:3]]
     assert engine.metrics.graph_steps == engine.metrics.steps

@@ -63,7 +63,7 @@ def oracle(token_ids, after):
     return found
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(max_examples=300)
 @given(LABELS, st.integers(0, 2**32))
 def test_scores_are_those_of_the_oracle(token_ids, seed):
     after = language_model(seed)
@@ -79,7 +79,7 @@ def test_scores_are_those_of_the_oracle(token_ids, seed):
     assert [score["label"] for score in scores] == [str(ids) for ids in token_ids]
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(max_examples=300)
 @given(LABELS)
 def test_only_branches_are_asked_for_and_nothing_is_computed_twice(token_ids):
     after = language_model(0)
@@ -103,7 +103,7 @@ def test_only_branches_are_asked_for_and_nothing_is_computed_twice(token_ids):
     assert ran == len({path[:end] for path in branching for end in range(1, len(path) + 1)})
 
 
-@settings(deadline=None, max_examples=50, derandomize=True)
+@settings(max_examples=50)
 @given(LABELS, st.randoms(use_true_random=False))
 def test_the_order_of_the_labels_changes_nothing_else(token_ids, dice):
     after, shuffled = language_model(1), list(token_ids)

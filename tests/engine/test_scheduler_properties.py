@@ -51,7 +51,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     actions,
     st.sampled_from(["content", "exclude", "off"]),
@@ -109,7 +109,7 @@ def test_engine_under_random_load(script, policy, num_blocks, budget, sequences,
             assert reasons[request.request_id] == ("stop" if answer[-1] == EOS else "length")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(prompts(), min_size=1, max_size=10),
     st.lists(st.integers(0, 25), max_size=3),

@@ -96,9 +96,16 @@ class MetricFamily:
 class InferenceRequest:
     """A request as a stage gets it."""
 
-    def __init__(self, inputs: list[Tensor], request_id: str = "", timeout: int = 0, parameters: str = "{}") -> None:
+    def __init__(
+        self,
+        inputs: list[Tensor],
+        request_id: str = "",
+        timeout: int = 0,
+        parameters: str = "{}",
+        outputs: tuple[str, ...] = (),
+    ) -> None:
         self.tensors, self.id, self.microseconds = inputs, request_id, timeout
-        self.sent_parameters = parameters
+        self.sent_parameters, self.asked_outputs = parameters, outputs
         self.sender = Sender()
 
     def parameters(self) -> str:
@@ -113,6 +120,9 @@ class InferenceRequest:
 
     def timeout(self) -> int:
         return self.microseconds
+
+    def requested_output_names(self) -> tuple[str, ...]:
+        return self.asked_outputs
 
     def get_response_sender(self) -> Sender:
         return self.sender

@@ -81,7 +81,7 @@ def test_sentencepiece_texts(pair: Any, text: str) -> None:
     assert ours.decode(reference.encode(text)) == reference.decode(reference.encode(text))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=ORDINARY)
 def test_sentencepiece_any_text(pair: Any, text: str) -> None:
     ours, reference = pair

@@ -26,7 +26,8 @@ def test_a_plan(family: ModelFamily) -> None:
     assert (plan.tokens, plan.cost, plan.wire) == (7 * 256, 7, (7, 2, 3))
     grid, thumbnail = plan.views
     assert grid == View(1344, 896, (2, 448, 3, 448, 3), (0, 2, 1, 3, 4))
-    assert (thumbnail.width, thumbnail.height) == (448, 448)
+    assert thumbnail == View(448, 448, (1, 448, 1, 448, 3), (0, 2, 1, 3, 4))
+    assert (grid.grid, thumbnail.grid) == ((2, 3), (1, 1))
     assert plan.pixel_bytes == 7 * np.prod(family.unit_shape)
     assert family.pieces(plan) == (("<img>", 1), ("<IMG_CONTEXT>", 7 * 256), ("</img>", 1))
     assert family.positions(5, np.zeros((0, 2), np.int32), []) is None

@@ -93,7 +93,7 @@ ORDINARY = st.text(
 ).filter(lambda text: not any(token in text for token in SPELLED))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=ORDINARY)
 def test_any_text_as_transformers(case: Case, text: str) -> None:
     assert case.ours(text).input_ids.tolist() == case.theirs([{"role": "user", "content": text}])
@@ -153,7 +153,7 @@ def test_typed_special_tokens_are_text(case: Case, forged: str, role: str) -> No
 FRAGMENTS = [piece for token in folders.SPECIAL for piece in (token, token[:2], token[2:], token[:-1], token[-1:])]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pieces=st.lists(st.lists(st.sampled_from([*FRAGMENTS, " ", "\n"]), max_size=6).map("".join), max_size=4))
 def test_no_pieces_of_special_tokens_make_one(case: Case, pieces: list[str]) -> None:
     def controls(texts: list[str]) -> list[int]:

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from fakes.backend import InferenceRequest, strings
 from preprocess import encoded_pictures as pictures
-from test_toy_family import stage
-from tiny_qwen2_vl import edit, write_folder
+from tiny_qwen2_vl import GROUP, edit, write_folder
 
 from tessera.errors import CheckpointError, ConfigError, InvalidRequest
 from tessera.family.family import View
 from tessera.preprocess.decode import Limits
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
+from tessera.preprocess.tritonserver_model import TritonPythonModel
 from tessera.sampling import SamplingParameters
 
-GROUP = 28 * 28  # pixels
+MODEL = Path(__file__).parents[2] / "model_repository" / "preprocess"
 PAGE = pictures.jpeg(620, 877)  # A4 at 75 dots per inch
 
 
@@ -100,18 +100,49 @@ def test_a_deployment_s_are_refused_at_start(folder: Path) -> None:
         Preprocessor.from_checkpoint(folder, PreprocessSettings(tile_policy="native"))
 
 
+def stage() -> TritonPythonModel:
+    started = TritonPythonModel()
+    started.initialize({"model_name": "preprocess", "model_repository": str(MODEL), "model_config": "{}"})
+    return started
+
+
+def test_positions_leave_the_stage_where_the_family_has_any(
+    backend: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answered() -> dict[str, np.ndarray]:
+        (response,) = stage().execute([InferenceRequest([strings("image", PAGE), strings("text_input", b"What?")])])
+        assert not response.has_error(), response.error()
+        return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+
+    assert "POSITIONS" not in answered()  # of the default model, InternVL
+    monkeypatch.setenv("TESSERA_CHECKPOINT", str(folder))
+    found = answered()
+    assert found["POSITIONS"].shape == (3, len(found["INPUT_IDS"])) and found["POSITIONS"].dtype == np.int32
+
+
 def test_the_stage_reads_both_from_the_environment_and_the_request(
     backend: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TESSERA_CHECKPOINT", str(folder))
     monkeypatch.setenv("TESSERA_PREPROCESS_TILE_POLICY", '{"max_pixels": 200704}')
-    preprocess = stage("config.pbtxt")
+    preprocess = stage()
     for sampling, patches in ((b"{}", [38, 26]), (b'{"max_pixels": 50176}', [18, 12])):
         request = InferenceRequest([strings("image", PAGE), strings("sampling_parameters", sampling)])
         (response,) = preprocess.execute([request])
         assert not response.has_error(), response.error()
         (plan,) = (tensor for tensor in response.output_tensors() if tensor.name() == "PLAN")
         assert plan.as_numpy().tolist() == [[0, 1, *patches]]
+
+
+def test_the_stage_says_how_a_picture_is_cut_where_that_is_asked(
+    backend: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESSERA_CHECKPOINT", str(folder))
+    request = InferenceRequest([strings("image", PAGE, PAGE)], outputs=("CUT",))
+    (response,) = stage().execute([request])
+    cuts = {tensor.name(): tensor for tensor in response.output_tensors()}["CUT"].as_numpy()
+    view = {"width": 616, "height": 868, "rows": 31, "columns": 22}
+    assert json.loads(cuts[0]) == [{"tokens": 682, "unit": "image tokens", "policies": [], "views": [view]}] * 2
 
 
 def test_the_engine_passes_over_what_preprocess_reads() -> None:

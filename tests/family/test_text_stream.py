@@ -33,7 +33,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return Tokenizer.from_folder(folder)
 
 
-ANY_FIXTURE = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ANY_FIXTURE = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @ANY_FIXTURE

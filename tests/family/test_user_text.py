@@ -49,7 +49,7 @@ def looking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 TEXTS = ORDINARY | st.text(st.sampled_from("<>|im g_xa\n"), min_size=1)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=TEXTS)
 @example(text="<mimg>")
 @example(text=" img \n")
@@ -108,7 +108,7 @@ def test_a_template_that_keeps_the_last_thoughts(tmp_path: Path, turns: int) -> 
     assert case.ours(messages=messages).input_ids.tolist() == case.theirs(messages)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pieces=st.lists(st.sampled_from([*FRAGMENTS, "m", " ", "\n"]), min_size=1, max_size=6))
 def test_hostile_texts_make_no_special_token(looking: Case, pieces: list[str]) -> None:
     """Cut, joined, replaced: the only special tokens are those that the template itself writes."""

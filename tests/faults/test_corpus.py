@@ -31,7 +31,7 @@ SECONDS = 1.0
 # The memory that one part of the corpus may add at its peak.
 GROWTH_KIB = 256 << 10
 fixed = settings(
-    max_examples=150, deadline=None, derandomize=True, database=None,
+    max_examples=150,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 

@@ -61,6 +61,7 @@ WRONG = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "valid array"),
     ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]", "type is text or image_url"),
     ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages[0].content[0]", "text or image_url"),
+    ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "messages[0].content[0]", "or image_url"),
     ({"messages": image(url="data:", detail="low")}, "messages[0].content[0].image_url.detail", "'auto' or 'high'"),
     ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
     ({"vllm_xargs": {"debug": True}}, "vllm_xargs.debug", "False"),

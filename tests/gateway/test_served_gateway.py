@@ -159,7 +159,9 @@ def test_the_page_and_what_it_asks(address: str, picture: bytes) -> None:
     with httpx.Client(base_url=address, trust_env=False, timeout=30) as browser:
         assert "<title>" in browser.get("/").text
         cut = browser.post("/tessera/tiles", content=picture).json()
-        assert cut["tiles"] and cut["width"] > 0
+        assert cut["unit"] == "tiles" and "native" in cut["policies"] and cut["width"] > 0
+        parts = sum(view["rows"] * view["columns"] for view in cut["views"])
+        assert cut["tokens"] == parts * 64  # of the default checkpoint
         refusal = browser.post("/tessera/tiles", content=b"no picture")
         assert refusal.status_code == 400 and refusal.json()["error"]["type"] == "invalid_request_error"
         (about,) = browser.get("/tessera/status").json()["servers"]

@@ -7,6 +7,7 @@ import json
 import bench_serve
 import counting
 from closed_loop import Answered
+from gpu_power import Draw
 from workloads import WORKLOADS, Pictures
 
 
@@ -28,7 +29,7 @@ def lines(capsys) -> dict[str, dict]:
 
 def test_a_workload_of_short_answers_on_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench_serve.py", "--workloads", "W1", "W2"])
-    bench_serve.report(WORKLOADS["W1"], run(False), (700.0, 1500.4), "serve.W1.bf16", gpus=1)
+    bench_serve.report(WORKLOADS["W1"], run(False), Draw(700.0, 1500.4, 61.0), "serve.W1.bf16", gpus=1)
     found = lines(capsys)
     assert {name: (line["value"], line["unit"]) for name, line in found.items()} == {
         "serve.W1.bf16.req_s": (1.0, "req/s"),
@@ -36,6 +37,7 @@ def test_a_workload_of_short_answers_on_a_gpu(capsys, monkeypatch):
         "serve.W1.bf16.p99_over_p50": (2.632, "ratio"),
         "serve.W1.bf16.watts": (700.0, "W"),
         "serve.W1.bf16.mhz": (1500, "MHz"),
+        "serve.W1.bf16.celsius": (61, "C"),
         "serve.W1.bf16.joules": (700.0, "J/request"),
     }
     steady = found["serve.W1.bf16.req_s"]

@@ -1,68 +1,95 @@
-"""Watts and clocks from nvidia-smi's words; nothing where there is no GPU."""
+"""Watts, clocks and heat from NVML's counters; nothing where there is no GPU."""
 
 from __future__ import annotations
 
-import sys
 import time
 
 import gpu_power
+import pynvml
 import pytest
-from gpu_power import GpuPower, Sample
+from gpu_power import Draw, GpuPower
+
+from tessera.gpu_meter import GpuMeter, Reading
+
+BY_NUMBER = {0: "first", 1: "second"}
+
+
+class Cards:
+    """A stand-in for NVML with two cards. Each look at their joules is 20 ms after the one before."""
+
+    def __init__(self) -> None:
+        self.watts = {"first": 690.0, "second": 650.0}
+        self.clocks = {"first": 1500, "second": 1700}
+        self.seconds = {"first": 0.0, "second": 0.0}
+        self.silent = False
+
+    def energy(self, card: str) -> int:
+        if self.silent:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        self.seconds[card] += 0.02
+        return round(1e3 * self.watts[card] * self.seconds[card])
 
 
 @pytest.fixture
-def nvidia_smi(monkeypatch, tmp_path):
-    """A stand-in that writes down how it was asked and answers with the text set here."""
-    program = tmp_path / "nvidia-smi"
-
-    def answer(text: str) -> None:
-        program.write_text(
-            f"#!{sys.executable}\nimport sys\nopen({str(tmp_path / 'asked')!r}, 'w').write(' '.join(sys.argv[1:]))\n"
-            f"print({text!r})\n"
-        )
-        program.chmod(0o755)
-
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(gpu_power, "INTERVAL_S", 0.01)
-    return answer
+def cards(monkeypatch) -> Cards:
+    cards = Cards()
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", BY_NUMBER.__getitem__)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", {"GPU-49fd": "second"}.__getitem__)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", cards.energy)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda card, kind: cards.clocks[card])
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda card, kind: {"first": 55, "second": 61}[card])
+    return cards
 
 
-def sampled(power: GpuPower) -> None:
-    """Waits for three samples."""
-    while len(power.samples) < 3 and power._thread.is_alive():
-        time.sleep(0.01)
+def test_joules_of_all_cards_are_added_clocks_are_a_mean_and_the_hottest_counts(cards):
+    first, second = (GpuMeter(["0", "1"]).read() for _ in range(2))
+    assert (first.mhz, first.celsius) == (1600.0, 61)
+    assert second.joules - first.joules == pytest.approx(2 * 0.02 * (690 + 650))  # two looks: one as it is made
 
 
-def test_watts_of_all_gpus_are_added_and_clocks_are_a_mean(nvidia_smi, tmp_path):
-    nvidia_smi("690.50, 1500\n650.00, 1700")
-    began = time.perf_counter()
-    with GpuPower(["0", "1"]) as power:
-        sampled(power)
-    assert power.between(began, time.perf_counter()) == (1340.5, 1600.0)
-    asked = (tmp_path / "asked").read_text()
-    assert "--id=0,1 --query-gpu=power.draw,clocks.sm" in asked and "nounits" in asked
+@pytest.mark.parametrize(("environment", "clock"), [({}, 1500), ({"CUDA_VISIBLE_DEVICES": "GPU-49fd,0"}, 1700)])
+def test_a_process_reads_the_first_card_that_it_sees(cards, environment, clock):
+    assert GpuMeter.of_process(environment).read().mhz == clock
 
 
-def test_only_the_time_asked_about_counts():
+def test_a_card_that_does_not_count_joules_is_refused_and_one_that_falls_silent_is_an_error(cards):
+    meter = GpuMeter(["0"])
+    cards.silent = True
+    with pytest.raises(OSError, match="a GPU does not say what it draws: Not Supported"):
+        meter.read()
+    with pytest.raises(OSError, match="does not say"):
+        GpuMeter(["0"])
+
+
+def test_samples_are_taken_while_the_context_lasts(cards, monkeypatch):
+    monkeypatch.setattr(gpu_power, "INTERVAL_S", 0.001)
+    with GpuPower(["0"]) as power:
+        while len(power.samples) < 3:
+            time.sleep(0.001)
+    assert not power._thread.is_alive()
+    draw = power.between(0.0, time.perf_counter())
+    assert draw is not None and (draw.mhz, draw.celsius) == (1500.0, 55)
+
+
+def test_watts_are_joules_over_the_time_asked_about():
     power = GpuPower([])
-    power.samples += [Sample(1.0, 100.0, 300.0), Sample(2.0, 600.0, 1500.0), Sample(3.0, 700.0, 1400.0)]
-    assert power.between(1.5, 3.0) == (650.0, 1450.0)
-    assert power.between(4.0, 9.0) is None
+    readings = [(1.0, Reading(50.0, 300.0, 90)), (2.0, Reading(700.0, 1500.0, 50)), (4.0, Reading(2000.0, 1400.0, 60))]
+    power.samples += readings
+    draw = power.between(1.5, 4.0)
+    assert draw == Draw(650.0, 1450.0, 60)
+    figures = []
+    draw.emit(lambda *figure: figures.append(figure), 20.0, "page")
+    assert figures == [("watts", 650.0, "W"), ("mhz", 1450, "MHz"), ("celsius", 60, "C"), ("joules", 32.5, "J/page")]
+    assert power.between(3.0, 9.0) is None
 
 
-def test_a_card_that_does_not_tell_gives_no_sample(nvidia_smi):
-    nvidia_smi("[N/A], 1500")
+def test_without_a_driver_it_says_so_and_nothing_is_sampled(monkeypatch, capsys):
+    def none() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", none)
     with GpuPower(["0"]) as power:
-        time.sleep(0.2)
-    assert power.samples == []
-
-
-def test_without_a_driver_nothing_is_sampled(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(gpu_power, "INTERVAL_S", 0.01)
-    with GpuPower(["0"]) as power:
-        power._thread.join(10)
         assert not power._thread.is_alive()
     assert power.between(0.0, time.perf_counter()) is None
-    with GpuPower([]) as power:
-        assert not power._thread.is_alive()
+    assert "no watts: cannot read GPU 0: NVML Shared Library Not Found" in capsys.readouterr().err

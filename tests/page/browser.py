@@ -78,7 +78,7 @@ class Browser:
 
     def choose(self, picture: Path) -> None:
         self("file").send_keys(str(picture))
-        self.until(lambda: self.all("#tiles rect"))
+        self.until(lambda: self.all("#grid path"))
 
     def ask(self, question: str, labels: str = "") -> None:
         for identifier, text in (("question", question), ("labels", labels)):

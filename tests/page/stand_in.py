@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
-from tessera_client import PicturePlan, TesseraClientError
+from tessera_client import PicturePlan, PictureView, TesseraClientError
 from tessera_gateway import page, status
 from tessera_gateway.settings import Settings
 
@@ -48,11 +48,18 @@ tessera_device_busy_fraction{model="language_model"} 0.42
 """
 
 
+POLICIES = ("reference", "two-tile")
+TILES = PicturePlan(13 * 256, "tiles", POLICIES, (PictureView(1792, 1344, 3, 4), PictureView(448, 448, 1, 1)))
+TWO_TILES = PicturePlan(512, "tiles", POLICIES, (PictureView(896, 448, 1, 2),))
+
+
 class Client:
-    """What the page's routes ask of the SDK: as the server cuts a picture of 4:3, by the reference and in two."""
+    """What the page's routes ask of the SDK: how the server cuts a picture, by its own policy and in two."""
+
+    own = TILES
 
     async def plan(self, image: bytes, *, tile_policy: Any = None) -> tuple[PicturePlan, ...]:
-        return ({None: PicturePlan(0, 13, 3, 4), "two-tile": PicturePlan(0, 2, 1, 2)}[tile_policy],)
+        return ({None: self.own, "two-tile": TWO_TILES}[tile_policy],)
 
 
 class StandIn:

@@ -31,7 +31,7 @@ def test_the_whole_way_by_keyboard(page: Browser, gateway: StandIn, picture: Pat
 
     page("file").send_keys(str(picture))  # the system's own dialog is not the page's
     page.run("document.activeElement.blur()")
-    order = ["tab-ask", "auto", "file", "remove", "policy", "show-tiles", "question", "labels", "ask", "max-tokens"]
+    order = ["tab-ask", "auto", "file", "remove", "policy", "show-grid", "question", "labels", "ask", "max-tokens"]
     assert steps(len(order)) == order
     page.keys(*[Keys.TAB] * 3, shift=True)
     assert page.focused() == "question"

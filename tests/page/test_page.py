@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from browser import Browser
-from stand_in import SHARES, TIMINGS, WORDS, StandIn
+from stand_in import SHARES, TIMINGS, WORDS, Client, StandIn
+
+from tessera_client import PicturePlan, PictureView
 
 ANSWER = "".join(WORDS)
 TAKE = """
@@ -24,6 +26,11 @@ return event.defaultPrevented;
 
 def texts(page: Browser, selector: str) -> list[str]:
     return [each.get_attribute("textContent") for each in page.all(selector)]
+
+
+def lines(page: Browser) -> str:
+    """The grid's, as one path; empty before it is drawn, which may be at any time."""
+    return page.run("return document.querySelector('#grid path')?.getAttribute('d') ?? ''")
 
 
 def test_an_answer_streams_and_is_spoken_by_sentences(page: Browser, gateway: StandIn, picture: Path) -> None:
@@ -75,23 +82,36 @@ def test_stages_are_a_strip_and_a_table(page: Browser, gateway: StandIn) -> None
     assert gateway.requests[0]["messages"][0]["content"] == [{"type": "text", "text": "Hello"}]
 
 
-def test_tiles_lie_over_the_picture_as_the_server_cuts_it(page: Browser, picture: Path) -> None:
+def test_the_grid_lies_over_the_picture_as_the_server_cuts_it(page: Browser, picture: Path) -> None:
     page.choose(picture)
-    assert page("cut").text == "1280 × 960 pixels, 12 tiles and a thumbnail of the whole"
-    shown = page("shown").rect
-    tiles = [tile.rect for tile in page.all("#tiles rect")]
-    for place, tile in enumerate(tiles):
-        assert tile["x"] == pytest.approx(shown["x"] + shown["width"] / 4 * (place % 4), abs=2)
-        assert tile["y"] == pytest.approx(shown["y"] + shown["height"] / 3 * (place // 4), abs=2)
-        assert tile["width"] == pytest.approx(shown["width"] / 4, abs=4)
+    assert page("cut").text == (
+        "1280 × 960 pixels, resized to 1792 × 1344: 4 × 3 tiles and a thumbnail of the whole, 3328 tokens in all"
+    )
+    assert lines(page) == "M0 0H4M0 1H4M0 2H4M0 3H4M0 0V3M1 0V3M2 0V3M3 0V3M4 0V3"
+    (path,), shown = page.all("#grid path"), page("shown").rect
+    for side in ("x", "y", "width", "height"):
+        assert path.rect[side] == pytest.approx(shown[side], abs=4)
+    known = [each.get_attribute("value") for each in page.all("#policy option:not([hidden])")]
+    assert known == ["", "reference", "two-tile"]
     page("policy").send_keys("two")
-    page.until(lambda: len(page.all("#tiles rect")) == 2)
-    assert page("cut").text == "1280 × 960 pixels, 2 tiles"
-    page("show-tiles").click()
-    assert not page.shows("tiles")
+    page.until(lambda: lines(page) == "M0 0H2M0 1H2M0 0V1M1 0V1M2 0V1")
+    assert page("cut").text == "1280 × 960 pixels, resized to 896 × 448: 2 × 1 tiles, 512 tokens in all"
+    page("show-grid").click()
+    assert not page.shows("grid")
 
 
-def test_tiles_of_a_picture_taken_away_meanwhile_are_not_drawn(page: Browser, picture: Path) -> None:
+def test_a_model_without_tiles_shows_the_grid_of_its_tokens_and_no_policies(
+    page: Browser, picture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a Qwen2-VL server says of this picture."""
+    monkeypatch.setattr(Client, "own", PicturePlan(1564, "image tokens", (), (PictureView(1288, 952, 34, 46),)))
+    page.choose(picture)
+    assert page("cut").text == ("1280 × 960 pixels, resized to 1288 × 952: 46 × 34 image tokens, 1564 tokens in all")
+    assert (lines(page).count("H46"), lines(page).count("V34")) == (35, 47)
+    assert not page.shows("policy")
+
+
+def test_the_grid_of_a_picture_taken_away_meanwhile_are_not_drawn(page: Browser, picture: Path) -> None:
     page.run(
         "const ask = window.fetch; window.told = 0; window.fetch = (path, options) =>"
         " new Promise((answer) => { window.goOn = answer; }).then(() => ask(path, options))"
@@ -101,7 +121,7 @@ def test_tiles_of_a_picture_taken_away_meanwhile_are_not_drawn(page: Browser, pi
     page("remove").click()
     page.run("window.goOn()")
     page.until(lambda: page.run("return window.told"))
-    assert page("cut").get_attribute("textContent") == "" and not page.all("#tiles rect")
+    assert page("cut").get_attribute("textContent") == "" and not page.all("#grid path")
 
 
 def test_the_policy_shown_is_the_policy_asked_for(page: Browser, gateway: StandIn, picture: Path) -> None:
@@ -118,7 +138,7 @@ def test_a_picture_is_pasted_or_dropped(page: Browser, picture: Path, way: str) 
     page.run(TAKE, way, data, "text/plain")
     assert not page.shows("figure")
     assert page.run(TAKE, way, data, "image/jpeg")
-    page.until(lambda: len(page.all("#tiles rect")) == 12)
+    page.until(lambda: page.all("#grid path"))
     assert page("shown").get_attribute("naturalWidth") == "1280"
     page("remove").click()
     assert not page.shows("figure") and page.shows("empty") and page("cut").text == ""

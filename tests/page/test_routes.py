@@ -12,7 +12,7 @@ import httpx
 import PIL.Image
 import pytest
 from fastapi import FastAPI
-from stand_in import METRICS, Client, StandIn
+from stand_in import METRICS, TWO_TILES, Client, StandIn
 
 from tessera_client import PicturePlan
 from tessera_gateway.app import create_app
@@ -72,11 +72,13 @@ def test_tiles_are_asked_of_the_server(stand_in: StandIn, monkeypatch: pytest.Mo
 
     async def plan(self: Client, image: bytes, *, tile_policy: Any) -> tuple[PicturePlan, ...]:
         asked.append((image, tile_policy))
-        return (PicturePlan(0, 3, 1, 2),)
+        return (TWO_TILES,)
 
     monkeypatch.setattr(Client, "plan", plan)
     answer = send(stand_in.app, "POST", "/tessera/tiles", content=picture())
-    assert answer.json() == {"width": 40, "height": 20, "tiles": [[0, 0, 20, 20], [20, 0, 20, 20]], "thumbnail": True}
+    views = [{"width": 896, "height": 448, "rows": 1, "columns": 2}]
+    cut = {"tokens": 512, "unit": "tiles", "policies": ["reference", "two-tile"], "views": views}
+    assert answer.json() == {"width": 40, "height": 20, **cut}
     for policy in ("native", '{"max_tiles": 2}'):
         send(stand_in.app, "POST", "/tessera/tiles", content=picture(), params={"tile_policy": policy})
     assert asked == [(picture(), None), (picture(), "native"), (picture(), {"max_tiles": 2})]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,18 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_qwen2_vl import StillProcessor, flatten, model_config, reference_processor, write_folder, write_model
+from tiny_qwen2_vl import (
+    GROUP,
+    LEAST,
+    MOST,
+    StillProcessor,
+    flatten,
+    model_config,
+    picture,
+    reference_processor,
+    write_folder,
+    write_model,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as theirs_resized
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
@@ -24,9 +34,6 @@ from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRe
 from tessera.sampling import SamplingParameters
 from tessera.vision.encoding.encoder import VisionEncoder
 from tessera.vision.encoding.pictures import VisionItem
-
-GROUP = 28 * 28
-LEAST, MOST = 4 * GROUP, 40 * GROUP
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +69,6 @@ def test_smart_resize_of_5000_sizes() -> None:
         else:
             assert smart_resize(width, height, 28, PixelRange(least, most)) == expected[::-1], (width, height)
     assert 100 < refused < 1000
-
-
-def picture(width: int, height: int, seed: int) -> tuple[bytes, Image.Image]:
-    """Noise over a ramp, as a PNG and as Pillow's."""
-    ramp = np.linspace(0, 200, width)[None, :, None] * np.linspace(1, 0.2, height)[:, None, None] * [1.0, 0.8, 0.5]
-    noise = np.random.default_rng(seed).normal(20, 15, (height, width, 3))
-    image, stream = Image.fromarray(np.clip(ramp + noise, 0, 255).astype(np.uint8)), io.BytesIO()
-    image.save(stream, "PNG")
-    return stream.getvalue(), image
 
 
 def reference(

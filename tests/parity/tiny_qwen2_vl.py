@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from document_shape import StillProcessor
 from family import checkpoint_folders as folders
+from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -46,6 +50,8 @@ TEXT = dict(
     rms_norm_eps=1e-6,
     eos_token_id=2,
 )
+GROUP = 28 * 28  # pixels that become a token
+LEAST, MOST = 4 * GROUP, 40 * GROUP
 ROPE = {"type": "mrope", "mrope_section": [2, 3, 3]}
 
 
@@ -84,6 +90,21 @@ def edit(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def as_saved_by_4_52(folder: Path) -> Path:
+    """Weights by the names of transformers 4.52; of transformers 5 they have those of published files."""
+    tensors = load_file(folder / "model.safetensors")
+    begins = {"model.": "model.language_model.", "visual.": "model.visual.", "lm_head.": "lm_head."}
+    renamed = {
+        begins[begin] + name.removeprefix(begin): tensor
+        for name, tensor in tensors.items()
+        for begin in begins
+        if name.startswith(begin)
+    }
+    assert len(renamed) == len(tensors)
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def flatten(folder: Path) -> Path:
     """The text model's settings into config.json itself, as published files have them."""
     raw = json.loads((folder / "config.json").read_text())
@@ -112,6 +133,15 @@ def write_model(
         parameter.data.normal_(1.0 if "norm" in name or "ln_q" in name else 0.0, 0.2, generator=generator)
     model.save_pretrained(folder)
     return model
+
+
+def picture(width: int, height: int, seed: int) -> tuple[bytes, Image.Image]:
+    """Noise over a ramp, as a PNG and as Pillow's."""
+    ramp = np.linspace(0, 200, width)[None, :, None] * np.linspace(1, 0.2, height)[:, None, None] * [1.0, 0.8, 0.5]
+    noise = np.random.default_rng(seed).normal(20, 15, (height, width, 3))
+    image, stream = Image.fromarray(np.clip(ramp + noise, 0, 255).astype(np.uint8)), io.BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue(), image
 
 
 def reference_processor(folder: Path, min_pixels: int, max_pixels: int) -> StillProcessor:

@@ -76,14 +76,14 @@ def test_mutants_decoded_small(kind: str) -> None:
     assert found == {"refused", "decoded"}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(list(CORPUS.values())), st.floats(0, 1))
 def test_files_cut_anywhere(data: bytes, share: float) -> None:
     cut = data[: int(len(data) * share)]
     assert outcome(cut) == ("decoded" if cut == data else "refused")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\x20\0\0\0WEBP", b"data:"]),
     st.binary(max_size=80),

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import quantize_fakes
+from tiny_qwen2_vl import write_model
 
 from tessera_command.cli import main
 from tessera_evaluation.datasets import folder_items
@@ -30,6 +31,17 @@ def test_a_checkpoint_and_its_report(arguments, tmp_path, capsys):
     for row in printed["rows"]:
         assert len(row["recall"]) == 2 and all(figures["questions"] == 2 for figures in row["recall"].values())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["native", "out", "pictures"]
+
+
+def test_a_model_of_native_resolution(arguments, tmp_path, capsys):
+    arguments[1] = str(tmp_path / "qwen2_vl")
+    write_model(tmp_path / "qwen2_vl", max_pixels=20 * 28 * 28)
+    assert main([*arguments, "--method", "rtn", "--policy", "native"]) == 1
+    assert "tile policy: unknown key 'name'; this model's are min_pixels, max_pixels" in capsys.readouterr().err
+    assert not (tmp_path / "out.work").exists()
+    assert main([*arguments, "--method", "rtn", "--policy", "max_pixels=7840"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [list(row["recall"]) for row in rows] == [["max_pixels=7840"]] * 2
 
 
 def test_questions_are_either_calibrated_on_or_judged_by(arguments):

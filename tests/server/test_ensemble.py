@@ -303,7 +303,7 @@ def test_a_deadline_is_named_with_or_without_tokens(server, picture):
     status, text = ask(1000, "{}")
     assert status == 503
     assert "UNAVAILABLE: deadline exceeded after" in text
-    status, text = ask(5_000_000, '{"max_tokens": 7000, "ignore_eos": true}')
+    status, text = ask(3_000_000, '{"max_tokens": 7000, "ignore_eos": true}')
     assert status == 200
     outputs = {output["name"]: output["data"] for output in json.loads(text)["outputs"]}
     assert outputs["finish_reason"] == ["deadline"]

@@ -256,7 +256,10 @@ def test_a_stop_during_the_start_leaves_nothing(tmp_path: Path) -> None:
     running.process.communicate()
 
 
-def test_a_start_that_hangs_for_a_stub_that_lives_is_begun_anew(options: ServerOptions, tmp_path: Path) -> None:
+def test_a_start_that_hangs_for_a_stub_that_lives_is_begun_anew(
+    options: ServerOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tessera.launcher.process.ABANDONED_S", 1.0)
     add_model(tmp_path / "models", "starved", STARVED.format(mark=str(tmp_path / "mark")), "TYPE_STRING")
     server = Server(replace(options, model_repository=tmp_path / "models"))
     try:

@@ -20,23 +20,21 @@ from toy_servers import Launched
 
 from tessera.launcher.installation import STUB
 from tessera.launcher.process import command_line, model_of
+from tessera_client import Client
 
 pytestmark = pytest.mark.server
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYOUTS = ("default", "hf_native", "internvl_chat", "internlm2", "qwen2_vl")
+LAYOUTS = ("hf_native", "internvl_chat", "qwen2_vl")
 
 
 def checkpoint(layout: str, folder: Path) -> Path:
-    if layout == "default":
-        return ROOT / "build" / "default_model" / "checkpoint"
     if layout == "qwen2_vl":
         write_model(folder / "qwen2_vl", min_pixels=784, max_pixels=100352)
         return folder / "qwen2_vl"
-    native = hf_native(folder / "native", Shape(text="llama" if layout == "internlm2" else "qwen2"))
     if layout == "hf_native":
-        return native
-    return as_internvl_chat(native, folder / "chat", text="internlm2" if layout == "internlm2" else "qwen2")
+        return hf_native(folder / "native", Shape())
+    return as_internvl_chat(hf_native(folder / "native", Shape(text="llama")), folder / "chat", text="internlm2")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -55,6 +53,13 @@ def test_a_checkpoint_is_served_and_asked(layout: str, tmp_path: Path) -> None:
         environment = {**os.environ, "PYTHONPATH": path, "TESSERA_URL": launched.url("grpc")}
         run = subprocess.run([*command, "--max-tokens", "4"], capture_output=True, text=True, env=environment)
         assert run.returncode == 0 and run.stdout.strip(), run.stderr
+        with Client(launched.url("grpc")) as client:
+            (plan,) = client.plan(picture.getvalue())
+        assert (plan.unit, plan.policies == ()) == (
+            ("image tokens", True) if layout == "qwen2_vl" else ("tiles", False)
+        )
+        parts = sum(view.rows * view.columns for view in plan.views)
+        assert plan.tokens % parts == 0 and parts > 1
         with urllib.request.urlopen(f"http://{launched.url('health')}/healthz", timeout=30) as page:
             weights = json.load(page)["weights"]
         assert {stage: words.partition(",")[0] for stage, words in weights.items()} == {

@@ -23,14 +23,8 @@ from tessera_client import Answer, Client, Models, Retry, TesseraClientError
 pytestmark = [pytest.mark.server, pytest.mark.faults]
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
-STAGES = [
-    "preprocess_0_0",
-    "preprocess_0_1",
-    "vision_encoder_0_0",
-    "language_model_0_0",
-    "vlm_unary_0_0",
-    "vlm_stream_0_0",
-]
+# Of preprocess, which has two instances, the second: the other would not show a watch over first ones alone.
+STAGES = ["preprocess_0_1", "vision_encoder_0_0", "language_model_0_0", "vlm_unary_0_0", "vlm_stream_0_0"]
 PATIENCE_S = 300.0  # only so that a test that hangs ends: how long it takes is the machine's affair, and printed
 ONCE = Retry(attempts=1)
 
@@ -146,7 +140,7 @@ def test_batch_jobs_outlive_a_kill(service: Launched) -> None:
     killed = threading.Event()
 
     def kill_in_the_middle(done: int) -> None:
-        if done >= 60 and not killed.is_set():
+        if done >= 30 and not killed.is_set():
             killed.set()
             os.kill(before["stages"]["vision_encoder_0_0"]["pid"], signal.SIGKILL)
 
@@ -156,7 +150,7 @@ def test_batch_jobs_outlive_a_kill(service: Launched) -> None:
         with Client(url) as client:
             return list(client.ask_many(items, concurrency=16, progress=kill_in_the_middle, **options))
 
-    questions = [f"Question {i}?" for i in range(200)]
+    questions = [f"Question {i}?" for i in range(80)]
     with ThreadPoolExecutor(2) as pool:
         jobs = list(pool.map(job, (service.url("grpc"), f"http://{service.url('http')}")))
     assert killed.is_set() and health(service)["restarts"] == before["restarts"] + 1

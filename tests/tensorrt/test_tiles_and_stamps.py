@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fakes.backend import InferenceRequest, Tensor, strings
 from google.protobuf import text_format
+from tiny_qwen2_vl import write_folder
 from tritonclient.grpc import model_config_pb2
 
 import scene
@@ -64,6 +65,14 @@ def test_tiles_are_the_same_pixels_and_there_is_always_one(backend: Any) -> None
 def test_encoded_pictures_are_refused_where_pictures_leave_as_tiles(backend: Any) -> None:
     with pytest.raises(ConfigError, match="set gpu_pixels to 0, not 9"):
         stage("configs/tensorrt.pbtxt", gpu_pixels="9")
+
+
+def test_pictures_that_are_no_tiles_do_not_leave_as_such(
+    backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESSERA_CHECKPOINT", str(write_folder(tmp_path)))
+    with pytest.raises(ConfigError, match="TILES does not go with pictures of image tokens"):
+        stage("configs/tensorrt.pbtxt")
 
 
 def stamps(*values: int) -> InferenceRequest:

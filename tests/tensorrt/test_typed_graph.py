@@ -28,7 +28,6 @@ from tessera.vision.towers.intern_vit import InternViT
 from tessera.vision.towers.tower import load_tower
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
-DEFAULT = BUILD / "default_model" / "checkpoint"
 SMALL = dict(image_size=56, patch_size=14)
 SHAPES = [
     Shape(**SMALL),
@@ -38,8 +37,13 @@ SHAPES = [
 
 
 @pytest.fixture(scope="module")
-def tower(tmp_path_factory) -> InternViT:
-    return load_tower(read_config(hf_native(tmp_path_factory.mktemp("tiny") / "checkpoint", Shape(**SMALL))))
+def checkpoint(tmp_path_factory) -> Path:
+    return hf_native(tmp_path_factory.mktemp("tiny") / "checkpoint", Shape(**SMALL))
+
+
+@pytest.fixture(scope="module")
+def tower(checkpoint) -> InternViT:
+    return load_tower(read_config(checkpoint))
 
 
 def tiles(count: int, seed: int = 0) -> np.ndarray:
@@ -169,26 +173,26 @@ def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_export_calibrate_and_check_by_command(tmp_path):
+def test_export_calibrate_and_check_by_command(checkpoint, tmp_path):
     out = tmp_path / "typed.onnx"
-    given = ("--checkpoint", DEFAULT, "--out", out, "--target", "tensorrt")
+    given = ("--checkpoint", checkpoint, "--out", out, "--target", "tensorrt")
     exported = run("export_vision_onnx.py", *given, "--quantize", "int8", "--count", 2)
     assert exported.returncode == 0, exported.stderr
-    checked = run("check_export.py", "--checkpoint", DEFAULT, "--onnx", out)
+    checked = run("check_export.py", "--checkpoint", checkpoint, "--onnx", out)
     assert checked.returncode == 0, checked.stderr
     result = json.loads(checked.stdout)
     assert result["precision"] == "int8 and float16" and 0.99 <= result["cosine"] < 0.9999
-    strict = run("check_export.py", "--checkpoint", DEFAULT, "--onnx", out, "--cosine", 0.9999)
+    strict = run("check_export.py", "--checkpoint", checkpoint, "--onnx", out, "--cosine", 0.9999)
     assert strict.returncode == 1
     assert "the first tensor below it is layers.0" in strict.stderr
     assert json.loads(strict.stdout)["layers"]["embedded"]["cosine"] > 0.9999
 
 
-def test_what_does_not_go_together_is_refused(tmp_path):
-    refused = run("export_vision_onnx.py", "--checkpoint", DEFAULT, "--out", tmp_path / "a", "--quantize", "int8")
+def test_what_does_not_go_together_is_refused(checkpoint, tmp_path):
+    refused = run("export_vision_onnx.py", "--checkpoint", checkpoint, "--out", tmp_path / "a", "--quantize", "int8")
     assert refused.returncode == 2 and "--target tensorrt" in refused.stderr
     (tmp_path / "empty").mkdir()
-    given = ("--checkpoint", DEFAULT, "--out", tmp_path / "a", "--target", "tensorrt", "--quantize", "int8")
+    given = ("--checkpoint", checkpoint, "--out", tmp_path / "a", "--target", "tensorrt", "--quantize", "int8")
     build_config().save_pretrained(tmp_path / "documents")
     refused = run("export_vision_onnx.py", "--checkpoint", tmp_path / "documents", "--random-weights", *given[2:])
     assert refused.returncode == 1 and "no graph for the vision tower of" in refused.stderr

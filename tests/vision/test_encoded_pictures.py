@@ -58,7 +58,7 @@ class Decoder:
 class Runner:
     """One row a tile: its first byte."""
 
-    tower = SimpleNamespace(splits=True, max_cost=0)
+    tower = SimpleNamespace(splits=True)
 
     def run(self, tiles: np.ndarray | torch.Tensor, wires: object) -> torch.Tensor:
         return torch.as_tensor(tiles)[:, 0, 0, :1].float()

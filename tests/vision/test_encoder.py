@@ -20,7 +20,7 @@ SIDE, TOKENS = 2, 3
 class TileFamily:
     """Pictures of small tiles in a row: the wire is (tiles, 1, tiles)."""
 
-    cost_unit, unit_shape = "tiles", (SIDE, SIDE, 3)
+    cost_unit, unit_shape, for_less = "tiles", (SIDE, SIDE, 3), "send less"
 
     def plan_of(self, wire):
         tiles, rows, columns = wire
@@ -32,10 +32,10 @@ class TileFamily:
 class CountingRunner:
     """Rows say which tile they came from: the tile's first byte, then the row's number."""
 
-    def __init__(self, splits=True, max_cost=0):
+    def __init__(self, splits=True):
         self.batches = []
         self.wires = []
-        self.tower = SimpleNamespace(splits=splits, max_cost=max_cost)
+        self.tower = SimpleNamespace(splits=splits)
 
     def run(self, tiles, wires=()):
         self.wires.append(list(wires))
@@ -64,10 +64,9 @@ def tiles_of(rows):
     return rows[::TOKENS, 0].int().tolist()
 
 
-def encoder(batch=4, cache=0, **tower):
-    return VisionEncoder(
-        CountingRunner(**tower), TileFamily(), infer_batch_size=batch, cache=EmbeddingCache(cache, 2, torch.float32)
-    )
+def encoder(batch=4, cache=0, splits=True, **more):
+    cache = EmbeddingCache(cache, 2, torch.float32)
+    return VisionEncoder(CountingRunner(splits), TileFamily(), infer_batch_size=batch, cache=cache, **more)
 
 
 def test_big_requests_are_split_and_small_ones_merged():
@@ -91,14 +90,23 @@ def test_every_batch_size_gives_the_same_rows(batch):
 
 def test_a_tower_that_needs_a_picture_whole_gets_it_whole():
     """A forward's cost is bounded by 4; one picture alone may cost up to 6."""
-    vision = encoder(batch=4, splits=False, max_cost=6)
+    vision = encoder(batch=4, splits=False, largest_picture=6)
     rows = vision.encode([item([1, 2, 3]), item([4, 5]), item([6, 7, 8, 9, 10, 11], [12]), item([13])])
-    assert vision.runner.batches == [3, 2, 6, 2]
-    assert vision.runner.wires == [[(3, 1, 3)], [(2, 1, 2)], [(6, 1, 6)], [(1, 1, 1), (1, 1, 1)]]
+    assert vision.runner.batches == [3, 2, 6, 1, 1]
+    assert vision.runner.wires == [[(3, 1, 3)], [(2, 1, 2)], [(6, 1, 6)], [(1, 1, 1)], [(1, 1, 1)]]
     assert [tiles_of(r) for r in rows] == [[1, 2, 3], [4, 5], [*range(6, 12), 12], [13]]
     with pytest.raises(InvalidRequest, match="picture 1 costs 7 tiles; the vision tower takes at most 6 at once"):
         vision.encode([item([1], list(range(2, 9)))])
-    assert encoder(batch=7, splits=False, max_cost=6).encode([item(list(range(2, 9)))])[0] is not None
+    assert encoder(batch=7, splits=False, largest_picture=6).encode([item(list(range(2, 9)))])[0] is not None
+
+
+def test_large_pictures_that_stay_whole_do_not_wait_for_more_than_half_of_the_others():
+    """Down to a quarter of a forward's 16."""
+    vision = encoder(batch=16, splits=False)
+    vision.encode([item([3 * number + unit for unit in range(3)]) for number in range(12)])
+    assert vision.runner.batches == [15, 9, 6, 3, 3]
+    vision.encode([item([40 + number]) for number in range(20)])
+    assert vision.runner.batches[5:] == [16, 4]
 
 
 def test_towers_that_split_are_told_nothing_of_pictures():

@@ -44,6 +44,15 @@ def folder(request, tmp_path):
     return as_internvl_chat(hf_native(tmp_path / "native", Shape(text="llama", **SMALL)), tmp_path / "chat")
 
 
+@pytest.fixture(autouse=True)
+def short_gate(monkeypatch):
+    """One picture of noise in place of four: what the gate shows a tower is test_fp8_tower.py's affair."""
+    noise = torch.Generator().manual_seed(1)
+    monkeypatch.setattr(
+        fp8_tower, "gate_tiles", lambda shape: torch.randint(256, (1, *shape), generator=noise, dtype=torch.uint8)
+    )
+
+
 def store_in_fp8(folder, largest=448.0, dtype=torch.float32, only=r".*"):
     """Replaces the linear layers' weights in the file; ``largest``: the code of a row's largest value.
 

@@ -54,7 +54,7 @@ def test_buckets_reach_the_largest_and_waste_less_than_a_third(largest):
 def test_a_forward_is_filled_up_to_the_next_size_and_split_above_the_largest(tower, count, forwards):
     recorded = Recorded(tower)
     runner = GraphRunner(recorded, bucket_sizes(6))
-    assert recorded.sizes == []
+    recorded.sizes.clear()  # what recording ran
     rows = runner.run(tiles(count))
     assert recorded.sizes == forwards
     torch.testing.assert_close(rows, TorchRunner(tower).run(tiles(count)), atol=1e-5, rtol=1e-5)

@@ -10,7 +10,7 @@ import torch
 from tiny_qwen2_vl_tower import PATCH, config_of, expected, groups, model_of, picture, save, values, wires
 from torch.profiler import ProfilerActivity, profile
 
-from tessera.errors import CheckpointError, InvalidRequest
+from tessera.errors import CheckpointError, ConfigError, InvalidRequest
 from tessera.vision.encoding.encoder import VisionEncoder
 from tessera.vision.encoding.pictures import VisionItem
 from tessera.vision.kernels.attention import Attend, attend_within
@@ -180,7 +180,7 @@ def test_forwards_are_filled_across_requests_by_patches(model, tmp_path):
     settings = VisionSettings(infer_batch_size=1, memory_bytes=1 << 30, cache_bytes=0)
     vision = VisionEncoder.from_checkpoint(tmp_path, settings)
     runner = vision.runner
-    assert isinstance(runner, TorchRunner) and (vision.infer_batch_size, runner.tower.max_cost) == (256, 300)
+    assert isinstance(runner, TorchRunner) and (vision.infer_batch_size, vision.largest_picture) == (256, 300)
     held = sum(p.nbytes for p in runner.tower.parameters()) + runner.activation_bytes(300) + 2 * 300 * 4 * 3 * PATCH**2
     assert vision.budget.capacity == (1 << 30) - held
     assert vision.budget.bytes_per_unit == 2 * 48 * 4
@@ -196,6 +196,34 @@ def test_forwards_are_filled_across_requests_by_patches(model, tmp_path):
         torch.testing.assert_close(own, expected(model, each), atol=1e-4, rtol=0)
     with pytest.raises(InvalidRequest, match="picture 0 costs 301 image tokens; the vision tower takes at most 300"):
         vision.encode([item(np.zeros((28, 301 * 28, 3), np.uint8))])
+
+
+def test_memory_is_held_for_the_deployment_s_largest_picture(model, tmp_path):
+    """Not for the checkpoint's 16384 tokens; a picture of the deployment's own is the most that is taken."""
+    save(model, tmp_path)
+    config_of(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"max_pixels": 12845056}')
+
+    def start(policy, memory=1 << 30):
+        settings = VisionSettings(infer_batch_size=1, memory_bytes=memory, cache_bytes=0, tile_policy=policy)
+        return VisionEncoder.from_checkpoint(tmp_path, settings)
+
+    def held(vision):
+        return (1 << 30) - vision.budget.capacity - sum(p.nbytes for p in vision.runner.tower.parameters())
+
+    for policy, largest in ((None, 16384), (f'{{"max_pixels": {300 * 28**2}}}', 300), ('{"max_pixels": 3136}', 256)):
+        vision = start(policy)
+        assert held(vision) == vision.runner.activation_bytes(largest) + 2 * largest * 4 * 3 * PATCH**2
+        vision.pictures(item(np.zeros((28, largest * 28, 3), np.uint8)))
+        with pytest.raises(
+            InvalidRequest, match=f"{largest + 1} image tokens; .* at most {largest} at once: lower max"
+        ):
+            vision.pictures(item(np.zeros((28, (largest + 1) * 28, 3), np.uint8)))
+    with pytest.raises(ConfigError, match="forward of 16384 .*or lower max_pixels in preprocess.tile_policy$"):
+        start(None, 32 << 20)
+    start('{"max_pixels": 3136}', 32 << 20)
+    with pytest.raises(ConfigError, match="vision_encoder: tile policy: unknown key 'name'"):
+        start("native")
 
 
 def test_square_pictures_are_cut_as_the_family_cuts(tower):

@@ -131,7 +131,7 @@ def test_the_deadline_travels_as_the_time_that_is_left(ways):
     _, dispatcher = ways(lambda message, context: (left.append(context.time_remaining()), release.wait(10)))
     began = time.monotonic_ns()
     error = asked(dispatcher, Job(began + 300_000_000))
-    assert isinstance(error, TimeoutError) and 0 < left[0] <= 0.3
+    assert isinstance(error, TimeoutError) and 0 < left[0] < 0.31  # gRPC rounds up, to milliseconds and more
     assert isinstance(asked(dispatcher, Job(began)), TimeoutError)  # has passed: nothing is sent
     assert len(left) == 1
     release.set()

@@ -251,7 +251,7 @@ def test_a_tower_too_large_for_a_graph_runs_in_torch(checkpoint, monkeypatch):
 class OtherTower(Tower):
     """Pictures of any number of patches, of which each attends to all of its own picture: the mean of a picture."""
 
-    splits, max_cost, batch_unit, unit_shape = False, 9, 2, (2, 2, 3)
+    splits, batch_unit, unit_shape = False, 2, (2, 2, 3)
 
     def __init__(self, config):
         super().__init__()
@@ -268,10 +268,16 @@ class OtherTower(Tower):
 
 
 class OtherFamily:
-    cost_unit, unit_shape = "patches", (2, 2, 3)
+    cost_unit, unit_shape, for_less = "patches", (2, 2, 3), "send less"
 
     def __init__(self, config):
         pass
+
+    def policy(self, asked):
+        return asked["tile_policy"] or 9
+
+    def largest_picture(self, policy):
+        return policy
 
     def plan_of(self, wire):
         cost = wire[0] * wire[1] * wire[2]

@@ -115,5 +115,5 @@ def test_turns_of_other_patches_are_refused(turns):
 
 
 def test_ways_for_pictures_of_one_size_are_more():
-    equal, mixed = within_ways(True), within_ways(False)
+    equal, mixed = within_ways(DEVICE, True), within_ways(DEVICE, False)
     assert set(equal) - set(mixed) == {"cudnn", "flash"} and mixed["default"] is PLAIN.attend_within

@@ -48,6 +48,22 @@ def stage(backend, monkeypatch):
         model.finalize()
 
 
+def test_what_preprocess_cuts_is_known_here_too(stage, monkeypatch):
+    told = []
+    started = tritonserver_model.local_dispatcher
+    monkeypatch.setattr(
+        tritonserver_model,
+        "local_dispatcher",
+        lambda checkpoint, settings: (told.append(settings.tile_policy), started(checkpoint, settings))[1],
+    )
+    for said in (None, "native", "0"):
+        monkeypatch.delenv("TESSERA_PREPROCESS_TILE_POLICY", raising=False)
+        if said:
+            monkeypatch.setenv("TESSERA_PREPROCESS_TILE_POLICY", said)
+        stage()
+    assert told == [None, "native", None]
+
+
 def request(tiles, digest=1, deadline=0, **change):
     tensors = {
         "PIXELS": np.full((1, tiles * SIDE * SIDE * 3), digest, np.uint8),

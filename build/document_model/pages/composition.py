@@ -142,7 +142,11 @@ class Composer:
                 edge = (left - 4, top - 0.2 * self.size, left + width + 4, self.sheet.height)
                 self.sheet.draw.rectangle(edge, fill=255)
                 return
-            top = bottom + self.size * dice.uniform(0.6, 1.6)
+            top = bottom + self._between_lines() + self.size * dice.uniform(0.6, 1.6)
+
+    def _between_lines(self) -> float:
+        """What is blank between two lines: blocks are further apart, or none could tell where one ends."""
+        return self.leading - self.size
 
     def _put_paragraph(self, left: float, top: float, width: float) -> float:
         text = words.paragraph(self.dice, self.dice.choice((40, 150, 300, 450, 600)))
@@ -160,7 +164,8 @@ class Composer:
     def _put_list(self, left: float, top: float, width: float) -> float:
         mark = self.dice.choice(("•", "–", "*", "1.", "a)", "(1)"))
         style = self._style()
-        inset, gap = self.dice.uniform(0.0, 1.5) * self.size, self.size * self.dice.uniform(0.4, 0.8)
+        inset = self.dice.uniform(0.0, 1.5) * self.size
+        gap = self._between_lines() + self.size * self.dice.uniform(0.4, 0.8)
         bottom = top - gap
         for index in range(self.dice.randint(2, 5)):
             sign = mark.replace("1", str(index + 1)).replace("a", "abcdefgh"[index])

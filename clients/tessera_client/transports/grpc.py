@@ -39,7 +39,7 @@ class GrpcTransport:
     def plan(self, request: Request, timeout: float | None) -> tuple[PicturePlan, ...]:
         told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         tensors = contract.question_tensors(request)
-        forget = self._line.send(self._preprocess, uuid.uuid4().hex, tensors, told.put, timeout, outputs=("PLAN",))
+        forget = self._line.send(self._preprocess, uuid.uuid4().hex, tensors, told.put, timeout, outputs=("CUT",))
         try:
             answer = told.get(timeout=timeout)
         except queue.Empty:
@@ -49,7 +49,7 @@ class GrpcTransport:
         if isinstance(answer, TesseraClientError):
             raise answer
         if answer is None:
-            raise ProtocolError("the server's preprocess gave no PLAN")
+            raise ProtocolError("the server's preprocess gave no CUT")
         names = (output.name for output in answer.outputs)
         return contract.plans_from_raw(zip(names, answer.raw_output_contents, strict=False))
 

@@ -68,7 +68,7 @@ class HttpTransport:
 
     def plan(self, request: Request, timeout: float | None) -> tuple[PicturePlan, ...]:
         tensors = contract.question_tensors(request)
-        body, headers = _infer_body(tensors, uuid.uuid4().hex, timeout, ("PLAN",))
+        body, headers = _infer_body(tensors, uuid.uuid4().hex, timeout, ("CUT",))
         try:
             return contract.plans_from_raw(self._infer(self._models.preprocess, body, headers, timeout))
         except Exception as error:

@@ -1,13 +1,14 @@
-// The picture: dropped, pasted or chosen; shown with the tiles that the server cuts it into.
+// The picture: dropped, pasted or chosen; shown with the grid that the server cuts it by.
 
 import { ask } from "./chat.js";
 
 const at = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
+const FINE = 64; // parts, from which on the grid is drawn in thin lines
 const THUMBNAIL = 96; // pixels of its longer side
 
 let file = null;
-let asked = null; // the AbortController of the last question for tiles
+let asked = null; // the AbortController of the last question for its grid
 
 /** The picture chosen, a File, or null. */
 export const picture = () => file;
@@ -18,8 +19,8 @@ export function setUp() {
     show(null);
     at("file").focus();
   });
-  at("policy").addEventListener("change", drawTiles);
-  at("show-tiles").addEventListener("change", () => at("tiles").toggleAttribute("hidden", !at("show-tiles").checked));
+  at("policy").addEventListener("change", drawGrid);
+  at("show-grid").addEventListener("change", () => at("grid").toggleAttribute("hidden", !at("show-grid").checked));
   document.addEventListener("paste", (event) => take(event, event.clipboardData));
   // The whole window takes a drop, so that a near miss does not leave the page.
   let over = 0;
@@ -44,7 +45,7 @@ function take(event, data) {
 async function show(chosen) {
   file = chosen ?? null;
   URL.revokeObjectURL(at("shown").src);
-  at("tiles").replaceChildren();
+  at("grid").replaceChildren();
   at("cut").textContent = "";
   at("figure").hidden = !file;
   at("empty").hidden = Boolean(file);
@@ -57,10 +58,10 @@ async function show(chosen) {
     at("file").value = "";
     at("shown").removeAttribute("src");
   }
-  await drawTiles();
+  await drawGrid();
 }
 
-async function drawTiles() {
+async function drawGrid() {
   asked?.abort();
   if (!file) return;
   asked = new AbortController();
@@ -71,22 +72,26 @@ async function drawTiles() {
     draw(await response.json());
   } catch (error) {
     if (error.name === "AbortError") return;
-    at("tiles").replaceChildren();
+    at("grid").replaceChildren();
     at("cut").textContent = `How it is cut is not known: ${error.message}`;
   }
 }
 
-function draw({ width, height, tiles, thumbnail }) {
-  at("tiles").setAttribute("viewBox", `0 0 ${width} ${height}`);
-  at("tiles").replaceChildren(
-    ...tiles.map(([x, y, w, h]) => {
-      const tile = document.createElementNS(SVG, "rect");
-      for (const [name, value] of Object.entries({ x, y, width: w, height: h })) tile.setAttribute(name, value);
-      return tile;
-    }),
-  );
-  const count = tiles.length === 1 ? "1 tile" : `${tiles.length} tiles`;
-  at("cut").textContent = `${width} × ${height} pixels, ${count}${thumbnail ? " and a thumbnail of the whole" : ""}`;
+/** What POST /tessera/tiles answers: the picture's own size, and the views that the model has of it. */
+function draw({ width, height, tokens, unit, policies, views: [view, ...others] }) {
+  const { rows, columns } = view;
+  const lines = document.createElementNS(SVG, "path");
+  const across = Array.from({ length: rows + 1 }, (_, row) => `M0 ${row}H${columns}`);
+  const down = Array.from({ length: columns + 1 }, (_, column) => `M${column} 0V${rows}`);
+  lines.setAttribute("d", [...across, ...down].join(""));
+  at("grid").setAttribute("viewBox", `0 0 ${columns} ${rows}`);
+  at("grid").classList.toggle("fine", rows * columns > FINE);
+  at("grid").replaceChildren(lines);
+  at("cut").textContent =
+    `${width} × ${height} pixels, resized to ${view.width} × ${view.height}: ${columns} × ${rows} ${unit}` +
+    `${others.length ? " and a thumbnail of the whole" : ""}, ${tokens} tokens in all`;
+  for (const option of at("policy").options) option.hidden = option.value && !policies.includes(option.value);
+  at("policies").hidden = !policies.length;
 }
 
 /** The picture as a data: URL, as it was given. */

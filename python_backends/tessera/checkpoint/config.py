@@ -26,6 +26,14 @@ LAYOUTS = {
     "Qwen2VLForConditionalGeneration": "tessera.checkpoint.layouts.qwen2_vl:read",
     "qwen2_vl": "tessera.checkpoint.layouts.qwen2_vl:read",
 }
+# Relatives of Qwen2-VL that are known and refused: what they have that its tower and body do not.
+_WINDOWS = "its vision tower attends within windows"
+_DEEPSTACK = "its vision tower also feeds the first layers of the language model (deepstack)"
+_REFUSED = {
+    **dict.fromkeys(("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"), _WINDOWS),
+    **dict.fromkeys(("qwen3_vl", "Qwen3VLForConditionalGeneration"), _DEEPSTACK),
+    **dict.fromkeys(("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"), _DEEPSTACK),
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,9 @@ class CheckpointConfig:
     ``image_token_id`` is None where only the tokenizer knows it. ``conversation`` names the turn template of
     ``family/conversation.py``, None where the checkpoint has a chat template; ``system_message`` is config.json's own,
     unchecked, None where it states none. ``weight_names`` are the tables of ``split_names``, by part: "vision" and
-    "text". ``raw`` is config.json itself, ``processor`` as ``files.read_processor`` gives it.
+    "text". ``module_names``: (how stored names of modules may begin, what the checkpoint's own code has there), of
+    which the first that fits holds; where none does, modules are stored by their names. ``raw`` is config.json itself,
+    ``processor`` as ``files.read_processor`` gives it.
     """
 
     folder: Path
@@ -79,6 +89,7 @@ class CheckpointConfig:
     eos_token_ids: tuple[int, ...]
     raw: dict[str, Any]
     processor: dict[str, Any]
+    module_names: NameTable = ()
     pictures: Any = None
     conversation: str | None = None
     system_message: Any = None
@@ -110,5 +121,10 @@ def read_config(folder: Path | str) -> CheckpointConfig:
     if not raw:
         raise CheckpointError(f"{folder} has no config.json; name a folder that holds a complete checkpoint")
     architecture = (raw.get("architectures") or [raw.get("model_type")])[0]
+    if architecture in _REFUSED:
+        raise CheckpointError(
+            f"{folder}/config.json: {architecture!r} is not supported: {_REFUSED[architecture]}; supported are "
+            f"{', '.join(LAYOUTS)}"
+        )
     one_of(architecture, LAYOUTS, f"{folder}/config.json: architecture")
     return resolve_name(LAYOUTS[architecture])(folder, raw)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from tessera.engine.metrics import ENDED
 from tessera.engine.request import TokenEvent
+from tessera.gpu_meter import GpuMeter
 from tessera.tritonserver.metrics import Counter, Gauge, Histogram
 
 RENEW_SECONDS = 0.25
@@ -43,10 +45,13 @@ _COUNTERS = {
 
 
 class MetricsPage:
-    """Publishes what ``counts`` returns, an EngineProcess's; one thread of its own, ended by close()."""
+    """Publishes what ``counts`` returns, an EngineProcess's, and what its GPU draws, by ``meter``; one thread of
+    its own, ended by close()."""
 
-    def __init__(self, counts: Callable[[], dict[str, int]]) -> None:
+    def __init__(self, counts: Callable[[], dict[str, int]], meter: GpuMeter | None = None) -> None:
         self._counts = counts
+        self._meter, self._joules = meter, Counter("tessera_gpu_joules_total", "Energy that the engine's GPU has drawn")
+        self._joules_before = meter.read().joules if meter else 0.0
         self._seen_busy = (0, time.monotonic_ns())
         self._gauges = {name: Gauge(f"tessera_{name}", words) for name, words in _GAUGES.items()}
         self._counters = {name: Counter(f"tessera_{name}_total", words) for name, words in _COUNTERS.items()}
@@ -96,6 +101,9 @@ class MetricsPage:
             counter.raise_to(values[name])
         for reason, count in ended.items():
             self._ended.raise_to(count, reason=reason)
+        if self._meter:
+            with suppress(OSError):  # this time it did not tell
+                self._joules.raise_to(self._meter.read().joules - self._joules_before)
 
     def _busy_since_last(self, busy: int) -> float:
         """Share of the time since the last call; a step counts when it ends, so a long one is capped."""

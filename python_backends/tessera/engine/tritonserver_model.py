@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ from tessera.engine.engine_process import EngineProcess
 from tessera.engine.metrics_page import MetricsPage
 from tessera.engine.request import Request, SamplingParameters, TokenEvent
 from tessera.errors import InvalidRequest
+from tessera.gpu_meter import GpuMeter
 from tessera.lost_device import end_process_if_lost
 from tessera.tritonserver import tensors
 from tessera.tritonserver.deadline import deadline_exceeded
@@ -30,10 +32,23 @@ from tessera.tritonserver.rows import unpacked
 from tessera.tritonserver.server_log import write_to_server_log
 from tessera.tritonserver.settings import StageSettings
 
+_LOG = logging.getLogger(__name__)
+
 SENDER_THREADS = 2
 SWITCH_S = 0.0005  # for whoever waits for the interpreter while text is made
 STAMPS = 5  # deadline, and when preprocess received and ended, vision began and ended
 STAMPS_OF_PREPROCESS = 3  # as they come past a vision stage that keeps no time (a TensorRT plan)
+
+
+def meter_of(device: str) -> GpuMeter | None:
+    """Of the GPU that this process computes on, if there is one and it tells."""
+    if device == "cpu":
+        return None
+    try:
+        return GpuMeter.of_process(os.environ)
+    except OSError as error:
+        _LOG.warning("no joules among the metrics: %s", error)
+        return None
 
 
 class TritonPythonModel:
@@ -44,11 +59,12 @@ class TritonPythonModel:
         settings = StageSettings(args)
         sys.setswitchinterval(SWITCH_S)
         self._outbox = Outbox("language_model", SENDER_THREADS)
-        # Without its engine the stage is as good as dead; as a dead process it is noticed and started anew.
         self._hidden = read_config(settings.checkpoint).text.hidden_size
-        self._engine = EngineProcess(settings.checkpoint, settings.read(EngineConfig), partial(os._exit, 1))
+        # Without its engine the stage is as good as dead; as a dead process it is noticed and started anew.
+        config = settings.read(EngineConfig)
+        self._engine = EngineProcess(settings.checkpoint, config, partial(os._exit, 1))
         show_weights("language_model", self._engine.weights, self._engine.weight_bytes)
-        self._page = MetricsPage(self._engine.counts)
+        self._page = MetricsPage(self._engine.counts, meter_of(config.device))
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:

@@ -18,12 +18,20 @@ Resize = Callable[[np.ndarray, int, int], np.ndarray]
 @dataclass(frozen=True)
 class View:
     """The whole picture resized once and cut: uint8 [height, width, 3], reshaped to ``split``, its axes in ``order``,
-    flattened."""
+    flattened.
+
+    ``split`` is (rows of units, what makes up a unit's height, columns of units, as much for its width, 3).
+    """
 
     width: int
     height: int
     split: tuple[int, ...]
     order: tuple[int, ...]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns) of units of cost."""
+        return self.split[0], self.split[len(self.split) // 2]
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,8 @@ class ModelFamily(ABC):
     max_cost: int
     #: which of ``sampling.POLICY_KEYS`` say how finely its pictures are cut
     policy_keys: tuple[str, ...] = ()
+    #: the names that ``tile_policy`` may have
+    policy_names: tuple[str, ...] = ()
     #: how a client has less made of its pictures, for messages
     for_less: str = "send smaller pictures"
 
@@ -88,6 +98,10 @@ class ModelFamily(ABC):
 
         Raises InvalidRequest where the picture, or the policy, allows no plan.
         """
+
+    def largest_picture(self, policy: Any) -> int:
+        """What one picture may cost by ``policy``, if its tower takes it whole; 0 if it may be divided."""
+        return 0
 
     @abstractmethod
     def plan_of(self, wire: tuple[int, int, int]) -> ImagePlan:

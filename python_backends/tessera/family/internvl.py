@@ -14,7 +14,7 @@ from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.files import read_token_names
 from tessera.errors import CheckpointError, InvalidRequest
 from tessera.family.family import ImagePlan, ModelFamily, View
-from tessera.family.tile_policy import TilePolicy
+from tessera.family.tile_policy import TILE_POLICIES, TilePolicy
 
 # What a native grid may lose: pixels (its own to the picture's) and shape (the longer over the shorter stretch).
 NATIVE_PIXELS = 0.75
@@ -87,6 +87,7 @@ class InternVL(ModelFamily):
     cost_unit = "tiles"
     max_cost = 104
     policy_keys = ("tile_policy",)
+    policy_names = tuple(TILE_POLICIES)
     for_less = "lower tile_policy's max_tiles"
 
     def __init__(self, config: CheckpointConfig) -> None:
@@ -133,9 +134,10 @@ class InternVL(ModelFamily):
     def _plan(self, rows: int, columns: int, thumbnail: bool) -> ImagePlan:
         """The grid's tiles row by row, then the thumbnail, if there is one."""
         side = self.tile
-        views = [View(columns * side, rows * side, (rows, side, columns, side, 3), (0, 2, 1, 3, 4))]
-        if thumbnail:
-            views.append(View(side, side, (side, side, 3), (0, 1, 2)))
+        grids = [(rows, columns)] + [(1, 1)] * thumbnail
+        views = [
+            View(across * side, down * side, (down, side, across, side, 3), (0, 2, 1, 3, 4)) for down, across in grids
+        ]
         tiles = rows * columns + thumbnail
         return ImagePlan(tiles * self.tokens_per_tile, tiles, (tiles, rows, columns), tuple(views))
 

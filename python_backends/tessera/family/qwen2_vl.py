@@ -89,7 +89,7 @@ class Qwen2VL(ModelFamily):
                 f"min_pixels {limits.min_pixels} is above max_pixels {limits.max_pixels}; state both, the first not "
                 "above the second"
             )
-        tokens = limits.max_pixels // (self.merge * self.patch) ** 2
+        tokens = self.largest_picture(limits)
         if "max_pixels" in stated and max_cost is not None and tokens > max_cost:
             raise InvalidRequest(
                 f"max_pixels {limits.max_pixels} makes up to {tokens} {self.cost_unit} of a picture; this server's "
@@ -100,6 +100,9 @@ class Qwen2VL(ModelFamily):
     def plan(self, width: int, height: int, policy: PixelRange) -> ImagePlan:
         across, down = smart_resize(width, height, self.merge * self.patch, policy)
         return self.plan_of((1, down // self.patch, across // self.patch))
+
+    def largest_picture(self, policy: PixelRange) -> int:
+        return policy.max_pixels // (self.merge * self.patch) ** 2
 
     def plan_of(self, wire: tuple[int, int, int]) -> ImagePlan:
         frames, rows, columns = wire

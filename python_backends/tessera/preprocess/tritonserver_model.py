@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tessera.errors import ConfigError, InvalidRequest
-from tessera.family.family import ModelFamily
+from tessera.family.family import ImagePlan, ModelFamily, View
 from tessera.grammar_trial import GrammarTrial
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
 from tessera.preprocess.resize_cpu import use_one_thread
@@ -51,7 +52,10 @@ class TritonPythonModel:
             self._check_room(len(prepared.input_ids), parameters.max_tokens)
         except Exception as error:
             return error_response("preprocess", error)
-        return self._response(prepared, deadline, received)
+        outputs = self._outputs(prepared, deadline, received)
+        if "CUT" in request.requested_output_names():  # the ensemble does not
+            outputs.append(tensors.text_output("CUT", cut_json(self._preprocessor.family, prepared.plans)))
+        return _response(outputs)
 
     def _check_room(self, prompt: int, answer: int) -> None:
         context = self._preprocessor.prompts.context_length
@@ -61,9 +65,7 @@ class TritonPythonModel:
                 "shorten the prompt, use fewer or smaller images or lower max_tokens"
             )
 
-    def _response(self, prepared: Prepared, deadline: int, received: int) -> Any:
-        import triton_python_backend_utils as pb_utils
-
+    def _outputs(self, prepared: Prepared, deadline: int, received: int) -> list[Any]:
         stamps = np.array([[deadline, received, time.monotonic_ns()]], dtype=np.int64)
         outputs = [
             *self._pictures(prepared),
@@ -75,7 +77,7 @@ class TritonPythonModel:
         ]
         if prepared.positions is not None:
             outputs.append(tensors.output("POSITIONS", prepared.positions))
-        return pb_utils.InferenceResponse(output_tensors=outputs)
+        return outputs
 
     def _pictures(self, prepared: Prepared) -> list[Any]:
         if self._blank_tile is None:
@@ -99,9 +101,24 @@ def _blank_tile(family: ModelFamily, gpu_pixels: int) -> np.ndarray:
 
 
 def _pong(now: int) -> Any:
+    return _response([tensors.output("STAMPS", np.array([[now]], dtype=np.int64))])
+
+
+def _response(outputs: list[Any]) -> Any:
     import triton_python_backend_utils as pb_utils
 
-    return pb_utils.InferenceResponse(output_tensors=[tensors.output("STAMPS", np.array([[now]], dtype=np.int64))])
+    return pb_utils.InferenceResponse(output_tensors=outputs)
+
+
+def cut_json(family: ModelFamily, plans: Sequence[ImagePlan]) -> str:
+    """For people, how pictures of these plans are cut: a JSON array of what the SDK's PicturePlan holds."""
+
+    def seen(view: View) -> dict[str, int]:
+        rows, columns = view.grid
+        return {"width": view.width, "height": view.height, "rows": rows, "columns": columns}
+
+    common = {"unit": family.cost_unit, "policies": family.policy_names}
+    return json.dumps([{"tokens": plan.tokens, **common, "views": [*map(seen, plan.views)]} for plan in plans])
 
 
 def read_request(request: Any, sampling: Mapping[str, Any]) -> PreprocessRequest:

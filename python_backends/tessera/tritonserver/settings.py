@@ -51,6 +51,12 @@ class StageSettings:
         return find_device(self._environment) if said == "auto" else said
 
     @property
+    def tile_policy(self) -> str | None:
+        """preprocess's, if the environment says it: no stage reads another's config.pbtxt."""
+        said = self._environment.get("TESSERA_PREPROCESS_TILE_POLICY")
+        return None if said in ("", "0") else said
+
+    @property
     def grpc_address(self) -> str:
         """host:port of this server's own gRPC service.
 

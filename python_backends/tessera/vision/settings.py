@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tessera.errors import ConfigError
 from tessera.settings import check, setting
@@ -24,6 +25,9 @@ class VisionSettings:
     ``quantization``: fp8 has the tower's linear layers quantized when they are loaded (runners/fp8_tower.py), and is
     refused where that changes the rows too much; checkpoint runs them in FP8 if they are stored so. On the CPU a tower
     in FP8 gives the rows that a GPU would, through the torch runner: no onnx graph holds it, and it is slower.
+
+    ``tile_policy``: preprocess's, which says how large a picture may be that the tower takes whole; None: the
+    checkpoint's.
     """
 
     runner: str = setting("onnx", cuda="graph", settable=False, choices=("onnx", "torch", "graph"))
@@ -39,6 +43,7 @@ class VisionSettings:
     memory_bytes: int = setting(0, settable=False, least=0, share="vision")
     send_batch_size: int = setting(1, name="visual_send_batch_size", least=1)
     vision_url: str = setting("", divides=True)
+    tile_policy: Any = None
 
     def __post_init__(self) -> None:
         check(self, "vision_encoder")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,11 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         heaps.one_per_core()  # what one thread allocates, another sends and frees
+        # Below the language model, whose steps are short and each waited for: their kernels start first.
+        os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")
         write_to_server_log("vision_encoder")
         stage = StageSettings(args)
-        settings = stage.read(VisionSettings)
+        settings = replace(stage.read(VisionSettings), tile_policy=stage.tile_policy)
         url = settings.vision_url
         self._dispatcher = RemoteDispatcher(url) if url else local_dispatcher(stage.checkpoint, settings)
 

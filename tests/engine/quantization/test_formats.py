@@ -6,7 +6,7 @@ import pytest
 import torch
 from packers import FORMATS, quantize_folder
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
-from tiny_qwen2_vl import write_model
+from tiny_qwen2_vl import as_saved_by_4_52, flatten, write_model
 
 from tessera.checkpoint.config import read_config
 from tessera.engine.config import EngineConfig
@@ -33,10 +33,13 @@ def native(text, **options):
     return lambda tmp_path: hf_native(tmp_path / text, Shape(text=text, **SHAPE), **options)
 
 
-def qwen2_vl(tmp_path):
-    sizes = dict(hidden_size=256, num_attention_heads=4, intermediate_size=320, num_hidden_layers=1)
-    write_model(tmp_path, sizes)
-    return tmp_path
+def qwen2_vl(as_saved, tied):
+    def build(tmp_path):
+        sizes = dict(hidden_size=256, num_attention_heads=4, intermediate_size=320, num_hidden_layers=1)
+        write_model(tmp_path, sizes, tied)
+        return as_saved(tmp_path)
+
+    return build
 
 
 def separate(found):
@@ -70,7 +73,9 @@ BODIES = {
     "qwen3, original layout": (in_chat("qwen3"), separate),
     "phi3": (native("phi3"), as_stored),
     "phi3, original layout": (in_chat("phi3"), as_stored),
-    "qwen2_vl": (qwen2_vl, separate),
+    "qwen2_vl": (qwen2_vl(lambda folder: folder, tied=True), separate),
+    "qwen2_vl, names of transformers 4.52": (qwen2_vl(as_saved_by_4_52, tied=False), separate),
+    "qwen2_vl, as published": (qwen2_vl(flatten, tied=False), separate),
     "internlm2, original layout": (internlm2, grouped),
 }
 

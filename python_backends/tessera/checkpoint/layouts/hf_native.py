@@ -37,6 +37,12 @@ VISION_NAMES: NameTable = (
     (rf"{_PROJECTOR}layer_norm\.{WB}", r"projector.norm.\1"),
     (rf"{_PROJECTOR}linear_([12])\.{WBS}", r"projector.linear\1.\2"),
 )
+# transformers' classes nest the model and its language model otherwise than its files do.
+MODULE_NAMES: NameTable = (
+    (r"(?:model\.)?(?:language_model\.)?lm_head", "lm_head"),
+    (r"(?:model\.)?language_model\.(?:model\.)?", "model.language_model."),
+    (r"(?:model\.)?", "model."),
+)
 
 
 def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
@@ -68,6 +74,7 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
         {"model_type": "qwen2"} | section(raw, "text_config", where) | {"architectures": None},
         tie=raw.get("tie_word_embeddings"),
         vision_names=VISION_NAMES,
+        module_names=MODULE_NAMES,
         layout="hf_native",
         vision=vision,
         pictures=TileRule(processor.get("min_patches", 1), processor.get("max_patches", 12), "auto", "columns"),

@@ -32,6 +32,12 @@ VISION_NAMES: NameTable = (
     (rf"{_TOWER}merger\.mlp\.0\.{WBS}", r"projector.linear1.\1"),
     (rf"{_TOWER}merger\.mlp\.2\.{WBS}", r"projector.linear2.\1"),
 )
+# The modules of transformers 5, whichever saver named the weights.
+MODULE_NAMES: NameTable = (
+    (r"(?:model\.)?(?:language_model\.)?lm_head", "lm_head"),
+    (r"(?:model\.)?visual\.", "model.visual."),
+    (r"(?:model\.)?(?:language_model\.)?(?:model\.)?", "model.language_model."),
+)
 # What Qwen2VLTextConfig has otherwise than Qwen2Config.
 _TEXT_DEFAULTS = dict(
     vocab_size=152064,
@@ -96,6 +102,7 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
         text | {"model_type": "qwen2", "architectures": None},
         tie=raw.get("tie_word_embeddings") or text.get("tie_word_embeddings", False),
         vision_names=VISION_NAMES,
+        module_names=MODULE_NAMES,
         layout="qwen2_vl",
         vision=vision,
         pictures=_read_pixel_range(processor),

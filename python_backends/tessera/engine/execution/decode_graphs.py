@@ -13,9 +13,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from tessera.cuda_graphs import record
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in
-from tessera.engine.execution.recording import record
 from tessera.engine.execution.sampler import greedy
 from tessera.engine.models.qwen2 import Qwen2
 from tessera.engine.transfer import to_device

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig, read_config
-from tessera.errors import InvalidRequest
+from tessera.errors import ConfigError, InvalidRequest
 from tessera.family.family import ModelFamily
 from tessera.family.registry import family_for
 from tessera.vision.decoding.decoder import GpuDecoder
@@ -79,6 +79,7 @@ class VisionEncoder:
         budget: for rows on their way out; without one there is no limit.
         decoder: of pictures that travel encoded; without one they are refused.
         weights: what the runner keeps, for people: the kind of its weights, and bytes.
+        largest_picture: what one picture may cost even if a forward takes less of several.
     """
 
     runner: Runner
@@ -89,6 +90,7 @@ class VisionEncoder:
     budget: RowBudget = field(default_factory=lambda: RowBudget(bytes_per_unit=0))
     decoder: GpuDecoder | None = None
     weights: tuple[str, int] = ("", 0)
+    largest_picture: int = 0
 
     @classmethod
     def from_checkpoint(
@@ -103,7 +105,11 @@ class VisionEncoder:
         runner, kept = load_runner(config, settings)
         tower, family = runner.tower, family_for(config)
         batch = settings.infer_batch_size * tower.batch_unit
-        largest = max(batch, tower.max_cost)
+        try:
+            largest_picture = family.largest_picture(family.policy({"tile_policy": settings.tile_policy}))
+        except InvalidRequest as error:
+            raise ConfigError(f"vision_encoder: {error}") from None
+        largest = max(batch, largest_picture)
         parts = {
             "weights": kept,
             "activations": runner.activation_bytes(largest),
@@ -116,7 +122,8 @@ class VisionEncoder:
             parts["decoding"] = settings.decode_bytes
         (rows, hidden), dtype = tower.row_shape, getattr(torch, settings.dtype)
         each = COPIES_OF_ROWS * rows * hidden * dtype.itemsize
-        budget = row_budget(settings.memory_bytes, parts, each, largest, family.cost_unit)
+        remedy = "" if largest == batch else f", or {family.for_less} in preprocess.tile_policy"
+        budget = row_budget(settings.memory_bytes, parts, each, largest, family.cost_unit, remedy)
         cache = EmbeddingCache(settings.cache_bytes, hidden, dtype, settings.device)
         return cls(
             runner,
@@ -127,6 +134,7 @@ class VisionEncoder:
             budget,
             decoder,
             ("fp8" if in_fp8(tower) else settings.dtype, kept),
+            largest_picture,
         )
 
     def encode(self, items: Sequence[VisionItem]) -> list[torch.Tensor | None]:
@@ -162,12 +170,12 @@ class VisionEncoder:
         """Raises InvalidRequest when an item's pixels, plan and digest do not agree or it can never fit."""
         pictures, tower = pictures_of(item, self.family, self.decoder), self.runner.tower
         self.budget.check(_cost(pictures))
-        most = max(self.infer_batch_size, tower.max_cost)
+        most = max(self.infer_batch_size, self.largest_picture)
         for number, picture in enumerate(pictures):
             if not tower.splits and picture.plan.cost > most:
                 raise InvalidRequest(
                     f"picture {number} costs {picture.plan.cost} {self.family.cost_unit}; the vision tower takes at "
-                    f"most {most} at once: send a smaller picture, or raise visual_infer_batch_size"
+                    f"most {most} at once: {self.family.for_less}, or raise visual_infer_batch_size"
                 )
         return pictures
 
@@ -275,19 +283,25 @@ def _whole(parts: list[torch.Tensor]) -> torch.Tensor:
 def _batches(pictures: list[Picture], size: int, splits: bool) -> Iterator[Batch]:
     """Cut the line of all units into batches of ``size`` (the last may be smaller).
 
-    Where a picture must not be split the batch ends before it instead; one that is larger is a batch by itself.
+    Where a picture must not be split the batch ends before it instead; one that is larger is a batch by itself. There
+    a batch that begins with a large picture also takes at most half of what is left, down to a quarter of ``size``,
+    which fills a GPU: large pictures gain little by company, and the first rows of a few should not wait for the last.
     """
     batch: Batch = []
-    room = size
+    left = _cost(pictures)
+    room = 0
     for picture in pictures:
         cost, start = picture.plan.cost, 0
         while start < cost:
             if room <= 0 or (batch and not splits and cost > room):
-                yield batch
-                batch, room = [], size
+                if batch:
+                    yield batch
+                large = not splits and cost >= size // 8
+                batch, room = [], min(size, max(left // 2, size // 4)) if large else size
             stop = min(start + room, cost) if splits else cost
             batch.append((picture, slice(start, stop)))
             room -= stop - start
+            left -= stop - start
             start = stop
     if batch:
         yield batch

@@ -76,11 +76,16 @@ class RowBudget:
 
 
 def row_budget(
-    memory_bytes: int, parts: Mapping[str, int], bytes_per_unit: int, largest: int, unit: str = "tiles"
+    memory_bytes: int,
+    parts: Mapping[str, int],
+    bytes_per_unit: int,
+    largest: int,
+    unit: str = "tiles",
+    remedy: str = "",
 ) -> RowBudget:
     """What ``memory_bytes`` (0: no limit) leaves for rows beside the stage's other ``parts`` (name -> bytes).
 
-    Raises ConfigError if that is less than the rows of the ``largest`` forward.
+    Raises ConfigError if that is less than the rows of the ``largest`` forward; it ends with ``remedy``.
     """
     if not memory_bytes:
         return RowBudget(bytes_per_unit, unit=unit)
@@ -91,7 +96,7 @@ def row_budget(
         raise ConfigError(
             f"vision_encoder: its share is {_megabytes(memory_bytes)}; a forward of {largest} {unit} needs "
             f"{_megabytes(sum(parts.values()) + rows)} ({named}); raise gpu_memory, or lower visual_infer_batch_size "
-            "or cache_bytes"
+            f"or cache_bytes{remedy}"
         )
     return RowBudget(bytes_per_unit, left, unit)
 

@@ -19,6 +19,7 @@ from tessera.fp8.rows import Fp8Rows
 from tessera.vision.kernels.upload import uploaded
 
 if TYPE_CHECKING:
+    from tessera.vision.kernels.hopper_plans import HopperPlan
     from tessera.vision.kernels.varlen_attention import AttentionPlan
 
 # The kernels that torch has for GPUs, without the one that writes all scores to memory.
@@ -80,16 +81,30 @@ def attend_in_torch(lengths: Sequence[int], device: torch.device) -> Attend:
     return attend_pictures
 
 
-def attend_in_triton(lengths: Sequence[int], device: torch.device, plan: AttentionPlan) -> Attend:
+def attend_in_triton(lengths: Sequence[int], device: torch.device, plan: AttentionPlan | HopperPlan) -> Attend:
     """:data:`Within` by a kernel of ours."""
-    from tessera.vision.kernels.varlen_attention import query_tiles, varlen_attention
+    from tessera.vision.kernels.hopper_plans import attention_by
+    from tessera.vision.kernels.varlen_attention import query_tiles
 
+    attention = attention_by(plan)
     tiles = uploaded(query_tiles(lengths, plan.rows), device)
 
     def attend_pictures(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return varlen_attention(query, key, value, tiles, plan)
+        return attention(query, key, value, tiles, plan)
 
     return attend_pictures
+
+
+def plans_of_ours(device: torch.device) -> dict[str, AttentionPlan | HopperPlan]:
+    """Of attend_in_triton, by name; the more on a Hopper GPU."""
+    from tessera.vision.kernels.hopper_plans import HopperPlan
+    from tessera.vision.kernels.varlen_attention import PLANS
+
+    plans: dict[str, AttentionPlan | HopperPlan] = {f"triton {plan}": plan for plan in PLANS}
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
+        plan = HopperPlan(torch.cuda.get_device_properties(device).multi_processor_count)
+        plans[f"gluon {plan}"] = plan
+    return plans
 
 
 def attend_class_apart(

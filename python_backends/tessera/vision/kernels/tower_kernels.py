@@ -20,6 +20,7 @@ from tessera.vision.kernels.attention import (
     attend_in_torch,
     attend_in_triton,
     attend_within,
+    plans_of_ours,
 )
 
 
@@ -86,15 +87,13 @@ class TowerKernels:
 PLAIN = TowerKernels()
 
 
-def within_ways(equal: bool) -> dict[str, Within]:
+def within_ways(device: torch.device, equal: bool) -> dict[str, Within]:
     """A GPU's ways for pictures of any sizes; ``equal``: those that want them of one size too."""
-    from tessera.vision.kernels.varlen_attention import PLANS
-
     return {
         "default": attend_within,
         **{name: partial(attend_within, backend=BACKENDS[name]) for name in ("cudnn", "flash") if equal},
         "torch varlen": attend_in_torch,
-        **{f"triton {plan}": partial(attend_in_triton, plan=plan) for plan in PLANS},
+        **{name: partial(attend_in_triton, plan=plan) for name, plan in plans_of_ours(device).items()},
     }
 
 

@@ -52,6 +52,14 @@ def parts_of(size: int) -> tuple[int, int]:
     return wide, tail
 
 
+def checked_parts(*rows: torch.Tensor) -> tuple[int, int]:
+    """:func:`parts_of` the size of rows [patches, heads, size]. ValueError for heads that do not lie side by side."""
+    size = rows[0].shape[2]
+    if any(part.stride()[1:] != (size, 1) for part in rows):
+        raise ValueError("varlen_attention: a patch's heads must lie beside each other")
+    return parts_of(size)
+
+
 def query_tiles(lengths: Sequence[int], rows: int) -> np.ndarray:
     """Cuts pictures that lie one after the other into tiles of ``rows`` queries: int32 [tiles, 3] of (the tile's first
     patch, its picture's first, its picture's end). The longest pictures come first, so that none starts at the end."""
@@ -78,7 +86,7 @@ def varlen_attention(
     The method is FlashAttention-2 (Dao, 2023).
     """
     patches, heads, size = query.shape
-    wide, tail = parts_of(size)
+    wide, tail = checked_parts(query, key, value)
     out = torch.empty((patches, heads * size), dtype=query.dtype, device=query.device)
     if not patches or not len(tiles):
         return out
@@ -106,8 +114,6 @@ def varlen_attention(
 
 def _described(rows: torch.Tensor, count: int, columns: int) -> TensorDescriptor:
     patches, heads, size = rows.shape
-    if rows.stride()[1:] != (size, 1):
-        raise ValueError("varlen_attention: a patch's heads must lie beside each other")
     return TensorDescriptor(rows, [patches, heads * size], [rows.stride(0), 1], [count, columns])
 
 

@@ -7,32 +7,26 @@ the largest, and a forward allocates nothing but the rows that it gives away.
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig
+from tessera.cuda_graphs import record
 from tessera.errors import ConfigError
 from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
 from tessera.vision.kernels.upload import uploadable
 from tessera.vision.runners.fp8_tower import serving_tower
-from tessera.vision.runners.runner import Wires, reserved_bytes
+from tessera.vision.runners.runner import Wires
 from tessera.vision.settings import VisionSettings
 from tessera.vision.towers.tower import Forward, Tower
-
-_LOG = logging.getLogger(__name__)
 
 
 class GraphRunner:
     """Runs a tower on the device and in the dtype its weights have; used by one thread at a time.
 
-    ``forward_for`` a cost gives the forward to record. On the CPU nothing is recorded: a replay computes. ``seconds``
-    and ``memory_bytes`` say what recording took, and what graphs and buffers keep of the device, weights apart.
+    ``forward_for`` a cost gives the forward to record. On the CPU nothing is recorded: a replay computes.
     """
 
     def __init__(self, tower: Tower, sizes: Sequence[int], forward_for: Callable[[int], Forward] | None = None) -> None:
@@ -40,15 +34,18 @@ class GraphRunner:
         self.sizes = sorted(sizes)
         weight = next(tower.parameters())
         self._device, self._dtype = weight.device, weight.dtype
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        started, before = time.perf_counter(), reserved_bytes(self._device)
-        self._pool: Any = None
         self._pixels = torch.zeros((self.sizes[-1], *tower.unit_shape), dtype=torch.uint8, device=self._device)
-        self._replays = {  # the largest first: the smaller ones live in its memory
-            size: self._record(size, forward_for(size) if forward_for else tower) for size in reversed(self.sizes)
-        }
-        self.seconds = time.perf_counter() - started
-        self.memory_bytes = reserved_bytes(self._device) - before
+        self._forwards: dict[int, Forward] = {}
+        self._rows: dict[int, torch.Tensor] = {}  # of the last forward: in memory that all graphs share
+
+        def prepare(size: int) -> None:
+            self._forwards[size] = forward_for(size) if forward_for else tower
+
+        def run(size: int) -> None:
+            self._rows[size] = self._forwards[size](self._pixels[:size])
+
+        with torch.inference_mode():
+            self._replays = record("vision graphs", self.sizes, prepare, run, self._device)
 
     @classmethod
     def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> GraphRunner:
@@ -66,12 +63,6 @@ class GraphRunner:
                 f"the vision tower with forwards of {largest} tiles does not fit the GPU's free memory: lower "
                 f"visual_infer_batch_size or gpu_memory ({error})"
             ) from error
-        _LOG.info(
-            "recorded graphs for %s tiles in %.1f s; they keep %.0f MiB",
-            ", ".join(map(str, runner.sizes)),
-            runner.seconds,
-            runner.memory_bytes / 2**20,
-        )
         return runner
 
     def activation_bytes(self, cost: int) -> int:
@@ -91,48 +82,9 @@ class GraphRunner:
     def _forward(self, pixels: np.ndarray | torch.Tensor) -> torch.Tensor:
         source = uploadable(pixels, self._device)
         size = next(size for size in self.sizes if size >= len(source))
-        each, width = self.tower.row_shape
-        rows = torch.empty((len(source) * each, width), dtype=self._dtype, device=self._device)
-        with self._own_stream():
-            self._pixels[: len(source)].copy_(source, non_blocking=True)
-            rows.copy_(self._replays[size]()[: len(rows)])
-        return rows
-
-    def _record(self, size: int, forward: Forward) -> Callable[[], torch.Tensor]:
-        """What computes the first ``size`` units of the buffer; its rows stay until the next graph runs."""
-        pixels = self._pixels[:size]
-
-        @torch.inference_mode()
-        def compute() -> torch.Tensor:
-            return forward(pixels)
-
-        if self._stream is None:
-            return compute
-        with self._own_stream():
-            compute()  # compiles kernels, plans and makes workspaces, which must not happen while recording
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            rows = compute()
-        self._pool = graph.pool()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return rows
-
-        return replay
-
-    @contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """On the runner's stream, after what the current stream was given before; that then waits for it."""
-        if self._stream is None:
-            yield
-            return
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        self._pixels[: len(source)].copy_(source, non_blocking=True)
+        self._replays[size]()
+        return self._rows[size][: len(source) * self.tower.row_shape[0]].clone()
 
 
 def bucket_sizes(largest: int) -> list[int]:

@@ -8,7 +8,7 @@ is summed over them; and pixel normalisation is folded into it, so that pixels t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache, lru_cache, partial
 from itertools import cycle
 from typing import cast
@@ -20,7 +20,7 @@ from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import Target, copy_whole
 from tessera.fp8.rows import Fp8Rows
 from tessera.measured_choices import MeasuredChoices
-from tessera.vision.kernels.attention import Attend, Within
+from tessera.vision.kernels.attention import Attend, Within, attend_in_triton, plans_of_ours
 from tessera.vision.kernels.fp8_linear import Fp8Linear
 from tessera.vision.kernels.tower_kernels import PLAIN, TowerKernels, fp8_kernels, gpu_kernels, within_ways
 from tessera.vision.kernels.upload import uploaded
@@ -33,6 +33,7 @@ _EPS = 1e-6  # of every norm
 _GREY = 128
 # Patches of the large pictures that ways of attention are measured on: 896 pixels wide and high, in patches of 14.
 _LARGE = 64**2
+_SMALL = 32**2  # and of the one that graphs have theirs measured on
 _PLACE = 8  # bytes of a patch's row and column
 
 
@@ -97,9 +98,7 @@ class Qwen2ViT(Tower):
         self.statistics, self.frames = (vision.pixel_mean, vision.pixel_std), vision.temporal_patch_size
         self.theta, self.head_size = vision.rope_theta, size // vision.num_heads
         self.unit_shape, self.row_shape = (self.merge, self.merge, side, side, 3), (1, text_size)
-        group_side = self.merge * side
-        self.batch_unit = max(1, 448 // group_side) ** 2
-        self.max_cost = config.pictures.max_pixels // group_side**2
+        self.batch_unit = max(1, 448 // (self.merge * side)) ** 2
         self.patch_embedding = nn.Linear(3 * side**2, size)
         nn.init.zeros_(self.patch_embedding.bias)  # normalisation alone has one
         self.layers = nn.ModuleList(
@@ -108,8 +107,11 @@ class Qwen2ViT(Tower):
         self.projector = Merger(size, self.merge**2, text_size)
 
     def forward(self, pixels: torch.Tensor, wires: Wires = (), kernels: TowerKernels = PLAIN) -> torch.Tensor:
-        turns = self.turns(wires, pixels.device)
         attend = kernels.attend_within([height * width for _, height, width in wires], pixels.device)
+        return self.rows(pixels, self.turns(wires, pixels.device), attend, kernels)
+
+    def rows(self, pixels: torch.Tensor, turns: torch.Tensor, attend: Attend, kernels: TowerKernels) -> torch.Tensor:
+        """:meth:`forward` with what follows from the pictures' sizes: :meth:`turns` and attention within them."""
         x, update = self.embed(pixels), None
         for layer in self.layers:
             x, update = layer(x, update, turns, attend, kernels)
@@ -136,20 +138,24 @@ class Qwen2ViT(Tower):
         layer, weight = cast(Layer, self.layers[0]), self.patch_embedding.weight
         if weight.itemsize > 2:
             return partial(self, kernels=gpu_kernels("default", epilogue=False))
+        from tessera.vision.towers.patch_graphs import SIZES, PatchGraphs
+
         heads, most = layer.attention.heads, cost * self.merge**2
         qkv = torch.randn(most, 3, heads, self.head_size, dtype=weight.dtype, device=weight.device)
-        batches = {"equal": [min(_LARGE, most)] * max(1, most // _LARGE), "mixed": _mixed(most)}
-        chosen: dict[str, Within] = {}
-        for kind, lengths in batches.items():
+
+        def fastest(kind: str, lengths: Sequence[int], ways: Mapping[str, Within]) -> str:
             query, key, value = qkv[: sum(lengths)].unbind(1)
-            ways = within_ways(kind == "equal")
-            name = choices.fastest(
+            return choices.fastest(
                 f"vision attention within {kind} pictures, {len(lengths)} of {len(query)} patches, {heads} heads of "
                 f"{self.head_size}, {weight.dtype}, {torch.cuda.get_device_name(weight.device)}, torch "
                 f"{torch.__version__}",
                 {name: _call(way, lengths, query, key, value) for name, way in ways.items()},
             )
-            chosen[kind] = ways[name]
+
+        chosen: dict[str, Within] = {}
+        for kind, lengths in (("equal", [min(_LARGE, most)] * max(1, most // _LARGE)), ("mixed", _mixed(most))):
+            ways = within_ways(weight.device, kind == "equal")
+            chosen[kind] = ways[fastest(kind, lengths, ways)]
         kernels = fp8_kernels if isinstance(layer.attention.output, Fp8Linear) else partial(gpu_kernels, epilogue=False)
         within = partial(_by_kind, chosen["equal"], chosen["mixed"])
         forward = partial(self, kernels=kernels("default", within=within))
@@ -157,7 +163,13 @@ class Qwen2ViT(Tower):
         for wires in ([small], [small, (1, self.merge, 2 * self.merge)]):  # compiles what would hold up requests
             units = sum(height * width for _, height, width in wires) // self.merge**2
             forward(torch.zeros(units, *self.unit_shape, dtype=torch.uint8, device=weight.device), wires)
-        return forward
+        sizes = [size for size in SIZES if size <= most]
+        if not sizes:
+            return forward
+        plans = plans_of_ours(weight.device)
+        ways = {name: partial(attend_in_triton, plan=plan) for name, plan in plans.items()}
+        plan = plans[fastest("single", [min(_SMALL, most)], ways)]
+        return PatchGraphs(self, weight.device, sizes, plan, kernels("default"), forward)
 
     def activation_bytes(self, cost: int, scores: bool = False) -> int:
         """With PLAIN kernels: in proportion to the patches, however they are spread over pictures.

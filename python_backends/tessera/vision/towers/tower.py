@@ -38,8 +38,6 @@ class Tower(torch.nn.Module):
 
     #: whether a picture's units are independent of each other, so that a forward may take any of them
     splits: bool = True
-    #: where they are not: what one picture may cost even if a forward takes less of several
-    max_cost: int = 0
     #: the cost that the setting ``infer_batch_size`` counts as one
     batch_unit: int = 1
     #: "module:function" that writes it as an ONNX graph, if there is one

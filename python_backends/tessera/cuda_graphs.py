@@ -1,4 +1,4 @@
-"""Recording the same work for several sizes as CUDA graphs."""
+"""Recording the same work for several sizes as CUDA graphs: one launch instead of hundreds."""
 
 from __future__ import annotations
 

@@ -1,0 +1,42 @@
+"""How hopper_attention's programs are cut, apart from the kernel, which needs Triton with Gluon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from tessera.vision.kernels.varlen_attention import AttentionPlan
+
+
+@dataclass(frozen=True)
+class HopperPlan:
+    """``rows`` (queries) of a tile, of which each of two groups of ``warps`` takes half, a power of two and 16 for each
+    warp at least; ``tokens`` (keys) of a tile, a power of two; ``stages`` of keys and values in the shared memory.
+    ``programs`` share the tiles of queries and the heads evenly: one for each multiprocessor.
+
+    The numbers are those that were the fastest on an H200 (docs/gpu.md).
+    """
+
+    programs: int
+    rows: int = 128
+    tokens: int = 128
+    warps: int = 4
+    stages: int = 4
+
+    def __str__(self) -> str:
+        return f"{self.rows}/{self.tokens}/{self.warps}/{self.stages}"
+
+
+def attention_by(plan: AttentionPlan | HopperPlan) -> Callable[..., torch.Tensor]:
+    """varlen_attention, or hopper_attention. ImportError where there is no Triton, or none with Gluon."""
+    if isinstance(plan, HopperPlan):
+        from tessera.vision.kernels.hopper_attention import hopper_attention
+
+        return hopper_attention
+    from tessera.vision.kernels.varlen_attention import varlen_attention
+
+    return varlen_attention

@@ -1,0 +1,182 @@
+"""The replay asks a page's layout, then its crops, no more at once than it says, and reports what came of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import bench_replay
+import counting
+import pytest
+import replay_set
+from bench_replay import LOADS, Load, Reader
+from closed_loop import Answered
+from gpu_power import Draw
+from PIL import Image
+from replay_set import Page, Request
+from tiny_qwen2_vl import write_model
+
+from tessera_client import Answer, Timings, Usage
+
+CLIENT = replay_set.Client(
+    "2.0.7",
+    "You are a helpful assistant.",
+    {"[layout]": {"prompt": "Layout:", "sampling": {}}, "[default]": {"prompt": "Text:", "sampling": {"top_k": 1}}},
+    (84, 84),
+    28,
+    50,
+)
+PAGES = [
+    Page(
+        name,
+        (
+            Request("[layout]", 7),
+            *(Request("[default]", 2 + crop, (0, 100 * crop, 900, 100 * crop + 90)) for crop in range(crops)),
+        ),
+    )
+    for name, crops in (("a.pdf 1", 5), ("a.pdf 2", 2), ("b.pdf 1", 9))
+]
+
+
+@pytest.fixture
+def set_file(tmp_path: Path) -> Path:
+    path = tmp_path / "set.zip"
+    replay_set.write(
+        path, CLIENT, [(page, Image.new("RGB", (120, 150), (40 * k, 9, 9))) for k, page in enumerate(PAGES)]
+    )
+    return path
+
+
+class FakeClient:
+    """Answers as it was asked; about a crop not before three requests were in flight at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.lock = threading.Lock()
+        self.in_flight = self.most = 0
+        self.asked: list[tuple[str, bytes]] = []
+        self.tokens = 0
+        self.company = threading.Event()
+
+    def __enter__(self) -> FakeClient:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def chat(self, messages: list[Any], **sampling: Any) -> Answer:
+        picture, text = messages[1]["content"]
+        with self.lock:
+            self.in_flight += 1
+            self.most = max(self.most, self.in_flight)
+            self.asked.append((text["text"], picture["image"]))
+            if self.in_flight == 3:
+                self.company.set()
+        assert text["text"] == "Layout:" or self.company.wait(60)
+        with self.lock:
+            self.in_flight -= 1
+        assert sampling["ignore_eos"] and ("top_k" in sampling) == (text["text"] == "Text:")
+        tokens = self.tokens or sampling["max_tokens"]
+        return Answer("words", "length", Usage(20, tokens, 9), Timings(1, 2, 3, 4, 5, 60), (), "id", 0.1)
+
+
+def reader(set_file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, client: FakeClient, load: Load) -> Reader:
+    monkeypatch.setattr(bench_replay, "Client", lambda *_, **__: client)
+    for page in range(len(PAGES)):
+        bench_replay.encode(set_file, folder, page)
+    return Reader(["nowhere"], set_file, folder, load, 5, whole=True)
+
+
+def test_a_page_is_its_layout_then_its_crops_with_so_many_in_flight(
+    set_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = FakeClient()
+    asker = reader(set_file, tmp_path, monkeypatch, client, Load("t", 2, 3))
+    with asker.prepare(0, 0) as ask, ThreadPoolExecutor(2) as pool:
+        replies = [each.result() for each in [pool.submit(ask) for _ in range(6)]]
+    assert client.most == 3
+    assert asker.ended == 6
+    assert Counter(reply.tokens for reply in replies) == Counter(2 * [page.tokens for page in PAGES])
+    assert Counter(prompt for prompt, _ in client.asked) == {"Layout:": 6, "Text:": 32}
+    assert client.asked[0][0] == "Layout:"
+    assert len({picture for _, picture in client.asked}) == 38  # each page was read twice, no picture sent twice
+    for reply in replies:
+        layout, *crops = reply.made_of
+        assert layout.tokens == 7 and all(crop.ended - crop.seconds >= layout.ended for crop in crops)
+        assert layout.stages == (1, 2, 3, 4, 5, 60)
+
+
+def test_an_answer_of_another_length_ends_the_run(
+    set_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = FakeClient()
+    client.tokens = 3
+    asker = reader(set_file, tmp_path, monkeypatch, client, Load("t", 2, 3))
+    with asker.prepare(0, 0) as ask, pytest.raises(RuntimeError, match="asked for 7 tokens, got Usage"):
+        ask()
+
+
+def test_every_page_has_its_turn_and_runs_are_whole_rounds() -> None:
+    turns = [bench_replay.in_turn(turn, 5) for turn in range(15)]
+    assert [sorted(turns[at : at + 5]) for at in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
+    assert turns[:5] != turns[5:10]
+    assert [bench_replay.pages_of_a_run(load, 104) for load in LOADS.values()] == [105, 480]
+    assert bench_replay.pages_of_a_run(LOADS["c10"], 3) == counting.requests(10)
+
+
+def page_answer(ended: float) -> Answered:
+    """A layout of 21 tokens and two crops, of 11 each: 0.2 s to the first token, then one every 10 ms."""
+    layout = Answered(ended - 1, 0.4, 0.2, 21, 4, (1.0,) * 6)
+    crop = Answered(ended, 0.3, 0.2, 11, 2, (2.0,) * 6)
+    return Answered(ended, 1.5, None, 43, 8, (), (layout, crop, crop))
+
+
+def test_the_figures_of_a_run(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_replay.py", "replay.zip"])
+    load = Load("t", 4, 16)
+    answers = [page_answer(100 + 0.5 * turn) for turn in range(1, counting.requests(4) + 1)]
+    run = counting.count(100.0, answers, 4)
+    bench_replay.report(load, run, counting.steady_part(answers, 4), Draw(700.0, 1500.4, 61.0), "docs.replay", seed=3)
+    found = {line["metric"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert {name.removeprefix("docs.replay."): (line["value"], line["unit"]) for name, line in found.items()} == {
+        "pages_s": (2.0, "pages/s"),
+        "whole": (2.0, "pages/s"),
+        "req_s": (6.0, "req/s"),
+        "tok_s": (86.0, "tok/s"),
+        "prefill_p50_ms": (200.0, "ms"),
+        "decode_p50_ms": (10.0, "ms"),
+        "page_p50_s": (1.5, "s"),
+        "watts": (700.0, "W"),
+        "mhz": (1500, "MHz"),
+        "celsius": (61, "C"),
+        "joules": (350.0, "J/page"),
+    }
+    line = found["docs.replay.pages_s"]
+    assert line["what"].startswith("a replay") and line["command"] == 'make bench NAME=replay ARGS="replay.zip"'
+    assert (line["pages"], line["tokens_a_page"], line["crops_a_page"], line["seed"]) == (20, 43.0, 2.0, 3)
+    assert line["stages_p50"]["decode_ms"] == 2.0
+
+
+def test_an_answer_asked_for_whole_is_timed_by_the_server() -> None:
+    answer = Answered(9.0, 0.5, None, 11, 1, (1.0, 2.0, 3.0, 4.0, 5.0, 60.0))
+    assert (bench_replay.first_token_ms(answer), bench_replay.token_ms(answer)) == (15.0, 6.0)
+
+
+@pytest.mark.server
+def test_a_replay_through_the_real_server(
+    set_file: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "checkpoint", min_pixels=784, max_pixels=50176)
+    options = ["--gpus", "", "--checkpoint", str(tmp_path / "checkpoint"), "--loads", "c10", "--processes", "2"]
+    monkeypatch.setattr(sys, "argv", ["bench_replay.py", str(set_file), *options, "--pages", "2", "--requests", "3"])
+    assert bench_replay.main() == 0
+    found = {line["metric"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert {name.removeprefix("docs.replay.c10.") for name in found} == {
+        *("pages_s", "whole", "req_s", "tok_s", "prefill_p50_ms", "decode_p50_ms", "page_p50_s"),
+    }
+    line = found["docs.replay.c10.pages_s"]
+    assert (line["pages"], line["pages_in_flight"], line["requests_in_flight"], line["streamed"]) == (10, 2, 3, True)
+    assert line["embeddings_on_cpu"] == 0 and line["value"] > 0

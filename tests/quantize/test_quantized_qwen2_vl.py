@@ -1,0 +1,97 @@
+"""Qwen2-VL checkpoints that we quantized: `transformers` reads them and says the same of a picture as our stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import quantize_fakes
+import torch
+from safetensors.torch import load_file
+from tiny_qwen2_vl import LEAST, MOST, as_saved_by_4_52, picture, reference_processor, write_model
+
+from tessera.engine.config import EngineConfig
+from tessera.engine.engine import Engine
+from tessera.engine.request import Request, SamplingParameters
+from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
+from tessera.vision.encoding.encoder import VisionEncoder
+from tessera.vision.encoding.pictures import VisionItem
+from tessera_quantize.run import finish, run
+
+TOKENS = 8
+TOWER = {f"model.visual.blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+MERGER = {"model.visual.merger.mlp.0", "model.visual.merger.mlp.2"}
+
+
+@torch.inference_mode()
+def answers(folder: Path) -> tuple[list[int], list[int], int]:
+    """The greedy tokens of our stages and of transformers about a picture, and how many weights it misses."""
+    from transformers import AutoModelForImageTextToText
+
+    data, image = picture(56, 84, seed=4)
+    prepared = Preprocessor.from_checkpoint(folder)(PreprocessRequest(text="<image> What is it?", images=[data]))
+    (rows,) = VisionEncoder.from_checkpoint(folder).encode(
+        [VisionItem(prepared.pixels, prepared.plan, prepared.digest)]
+    )
+    engine = Engine.from_checkpoint(folder, EngineConfig(max_model_len=128))
+    prompt = prepared.input_ids, prepared.spans, rows, prepared.digest
+    sampling = SamplingParameters(max_tokens=TOKENS, ignore_eos=True)
+    engine.submit(Request("r", *prompt, sampling, positions=prepared.positions))
+    ours: list[int] = []
+    while engine.has_work():
+        ours += [token.token_id for _, token in engine.step().tokens]
+
+    model, told = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    for module in model.model.visual.modules():
+        if isinstance(module, torch.nn.Linear):
+            # compressed-tensors 0.19 takes all rows of a matrix for one token; the tower's rows are a token each
+            module.register_forward_pre_hook(lambda _, inputs: inputs[0][None])
+            module.register_forward_hook(lambda _, inputs, output: output[0])
+    pixels = reference_processor(folder, LEAST, MOST).image_processor([image], return_tensors="pt")
+    ids = torch.from_numpy(prepared.input_ids.astype(np.int64))[None]
+    for _ in range(TOKENS):
+        kinds = (ids == model.config.image_token_id).int()
+        logits = model(input_ids=ids, mm_token_type_ids=kinds, use_cache=False, **pixels).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+    return ours, ids[0, -TOKENS:].tolist(), sum(map(len, (told["missing_keys"], told["unexpected_keys"])))
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "tied", "saved"),
+    [
+        ("awq", {}, False, "5"),
+        ("gptq", {"symmetric": True}, True, "5"),
+        ("rtn", {}, True, "4.52"),
+        ("rtn", {"vision_fp8": True}, False, "4.52"),
+        ("fp8", {}, True, "5"),
+        ("fp8", {"vision_fp8": True}, False, "5"),
+    ],
+)
+def test_transformers_says_the_same_of_a_picture(
+    tmp_path: Path, method: str, changes: dict[str, Any], tied: bool, saved: str
+) -> None:
+    torch.set_num_threads(1)
+    source = tmp_path / "source"
+    write_model(source, tied=tied, min_pixels=LEAST, max_pixels=MOST)
+    if saved == "4.52":
+        as_saved_by_4_52(source)
+    pictures = quantize_fakes.labelled_folder(tmp_path / "pictures")
+    job = quantize_fakes.job(source, tmp_path / "out", pictures, method, **changes)
+    run(job, quantize_fakes.quiet)
+    finish(job)
+    config = json.loads((job.out / "config.json").read_text())["quantization_config"]
+    others = MERGER if "vision_fp8" in changes else TOWER | MERGER
+    assert set(config["ignore"]) == others | {"lm_head"}
+    if "vision_fp8" in changes and method != "fp8":
+        assert set(config["config_groups"]["group_1"]["targets"]) == TOWER
+    stored = {name for file in job.out.glob("*.safetensors") for name in load_file(file)}
+    scaled = {name.removesuffix("_scale") for name in stored if name.endswith("weight_scale")}
+    before = set(load_file(source / "model.safetensors"))
+    assert scaled <= before and len(scaled) == 2 * 7 + 4 * ("vision_fp8" in changes)
+    assert stored - scaled - {name for name in stored if "_proj.weight_" in name or name.endswith("_scale")} <= before
+
+    ours, theirs, missed = answers(job.out)
+    assert ours == theirs and len(set(ours)) > 1 and missed == 0

@@ -1,0 +1,126 @@
+"""Compiles attention for a Hopper GPU, on any machine: a script, as an interpreted process cannot compile.
+
+Prints what it takes, and checks the machine code where the disassembler is there.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from tessera.vision.kernels.hopper_attention import _hopper_attention, swizzled
+from tessera.vision.kernels.hopper_plans import HopperPlan
+from tessera.vision.kernels.varlen_attention import parts_of
+
+SHARED_MEMORY = 227 * 1024
+DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+
+
+def compile_for_hopper(plan: HopperPlan, size: int) -> triton.compiler.CompiledKernel:
+    """Raises what the compiler raises."""
+    wide, tail = parts_of(size)
+    counts = {"query": plan.rows // 2, "key": plan.tokens, "value": plan.tokens}
+    signature = {
+        "tiles": "*i32",
+        "out": "*bf16",
+        "scale": "fp32",
+        **dict.fromkeys(("out_row", "count", "items"), "i32"),
+    }
+    for name, count in counts.items():
+        for suffix, columns in (("", wide), ("_tail", tail or wide)):
+            signature[name + suffix] = f"tensordesc<bf16[{count}, {columns}],{swizzled(columns)!r}>"
+    constants = {"TAIL": tail, "STAGES": plan.stages}
+    names = _hopper_attention.arg_names
+    source = GluonASTSource(
+        _hopper_attention,
+        {name: signature.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in ("tiles", "out", "out_row")},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": plan.warps})
+
+
+def loops(code: str) -> list[list[str]]:
+    """Of a disassembly, the innermost loops that multiply and compute powers, a list of instructions each."""
+    lines = [re.sub(r"/\*.*?\*/", "", line).strip(" ;\t") for line in code.splitlines()]
+    places = {line[:-1]: number for number, line in enumerate(lines) if re.fullmatch(r"\.L_x_\d+:", line)}
+    found: list[tuple[int, int]] = []
+    for end, line in enumerate(lines):
+        back = re.search(r"\bBRA\b.*?(\.L_x_\d+)", line)
+        begin = places.get(back[1], end) if back else end
+        body = " ".join(lines[begin:end])
+        if "HGMMA" in body and "MUFU.EX2" in body:
+            found.append((begin, end))
+    inner: list[tuple[int, int]] = []
+    for begin, end in sorted(found, key=lambda loop: loop[1] - loop[0]):  # a wait's way back may lie behind all loops
+        if all(end < b or e < begin for b, e in inner):
+            inner.append((begin, end))
+    return [[line for line in lines[begin:end] if line and not line.startswith(".")] for begin, end in inner]
+
+
+def check(plan: HopperPlan, size: int) -> None:
+    """AssertionError if the memory does not do, registers spill, or the softmax waits for the weights' products."""
+    compiled = compile_for_hopper(plan, size)
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert compiled.metadata.shared < SHARED_MEMORY
+    if not DISASSEMBLER.exists():
+        return
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        # Lines of debugging sections need not be text.
+        code = subprocess.run([DISASSEMBLER, "-c", file.name], capture_output=True, check=True).stdout.decode(
+            errors="replace"
+        )
+    assert "STL" not in code, f"{plan} for heads of {size} spills registers"
+    bodies = loops(code)
+    assert len(bodies) == 2
+    most = max(int(register) for register in re.findall(r"\bR(\d+)\b", code)) + 1
+    for body in bodies:
+        order = "".join(_letter(line) for line in body)
+        print(f"{plan} {size}: {most} registers, {compiled.metadata.shared} bytes, {len(body)} instructions, {order}")
+        assert re.fullmatch(r"S+V+wE+W", order), order
+        assert not overwritten(body)
+
+
+def overwritten(body: list[str]) -> list[str]:
+    """Instructions of a loop that write registers which products in flight read as their first operand.
+
+    The assembler is not told, by the program, that these are read until the wait.
+    """
+    read: set[int] = set()
+    found = []
+    for line in body:
+        product, target = re.search(r"HGMMA\S* R\d+, R(\d+)", line), re.match(r"(?:@\S+ )?(\S+) R(\d+)\b", line)
+        if product:
+            read |= set(range(int(product[1]), int(product[1]) + 4))
+        elif _letter(line) == "W":
+            read.clear()
+        elif target and {int(target[2]), int(target[2]) + bool(re.search("64|WIDE", target[1]))} & read:
+            found.append(line)
+    return found
+
+
+def _letter(line: str) -> str:
+    """S and V: products for scores, and with values; E: a power of two; w and W: waits for some products, and all."""
+    for pattern, letter in (
+        (r"HGMMA.*tnspB", "V"),  # values lie as they come, keys are turned
+        (r"HGMMA", "S"),
+        (r"MUFU\.EX2", "E"),
+        (r"DEPBAR\S* gsb0, 0x0", "W"),
+        (r"DEPBAR\S* gsb0, 0x", "w"),
+    ):
+        if re.search(pattern, line):
+            return letter
+    return ""
+
+
+if __name__ == "__main__":
+    for size in (80, 64):
+        check(HopperPlan(programs=132), size)
