@@ -35,8 +35,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from triton.runtime.errors import TritonError
 
+from tessera.attention_plan import AttentionPlan
 from tessera.engine.kernels.paged_decode import DEFAULT_PLAN, DecodePlan, choose_splits, decode_attention
-from tessera.engine.kernels.varlen_prefill import PrefillPlan, default_plan, prefill_attention, prefill_tiles
+from tessera.engine.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 28, 4, 128, 16
 GROUP, SCALE = HEADS // KV_HEADS, HEAD_DIM**-0.5
@@ -77,7 +78,7 @@ DECODE_PLANS = [
 ]
 PREFILLS = [Case(26, 316, 316), Case(4, 1852, 1852), Case(3, 2364, 2364), Case(8, 2300, 2300), Case(1, 512, 4608)]
 PREFILL_PLANS = [
-    PrefillPlan(*numbers)
+    AttentionPlan(*numbers)
     for numbers in (
         *((128, 64, 8, 2), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 8, 3, 128)),
         *((128, 32, 8, 4), (128, 64, 8, 2, 128), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (64, 128, 4, 2)),
@@ -113,9 +114,9 @@ class Paged:
 
         return [call(keys, values) for keys, values in self.caches]
 
-    def prefill(self, plan: PrefillPlan) -> list[Call]:
+    def prefill(self, plan: AttentionPlan) -> list[Call]:
         """One call for each copy of the cache."""
-        tiles = torch.from_numpy(prefill_tiles(self.counts, self.contexts, plan.queries(GROUP))).to(DEVICE)
+        tiles = torch.from_numpy(prefill_tiles(self.counts, self.contexts, plan.rows // GROUP)).to(DEVICE)
 
         def call(keys: torch.Tensor, values: torch.Tensor) -> Call:
             return lambda: prefill_attention(
@@ -251,7 +252,7 @@ class Bench:
 
     def prefill(self) -> None:
         plan = default_plan(HEAD_DIM, DTYPE)
-        print(f"\nprefill: ms, TFLOP/s, error; ours is {short(plan)}", flush=True)
+        print(f"\nprefill: ms, TFLOP/s, error; ours is {plan}", flush=True)
         for case in PREFILLS:
             data = Paged(case, 4)
             calls = data.prefill(plan)
@@ -269,7 +270,7 @@ class Bench:
     def prefill_sweep(self) -> None:
         print("\nprefill plans, rows/tokens/warps/stages/registers: ms at " + ", ".join(map(str, PREFILLS)), flush=True)
         data = [Paged(case, 4) for case in PREFILLS]
-        best: dict[Case, tuple[float, PrefillPlan]] = {}
+        best: dict[Case, tuple[float, AttentionPlan]] = {}
         for plan in (default_plan(HEAD_DIM, DTYPE), *PREFILL_PLANS):
             if self.late():
                 print("no time for the rest", flush=True)
@@ -285,9 +286,9 @@ class Bench:
                         best[paged.case] = min(best.get(paged.case, (ms, plan)), (ms, plan), key=lambda pair: pair[0])
             except TritonError as refusal:  # a plan may want more shared memory than there is
                 cells.append(str(refusal)[:80])
-            print(f"{short(plan)}   " + " ".join(cells), flush=True)
+            print(f"{plan}   " + " ".join(cells), flush=True)
         for case, (ms, plan) in best.items():
-            print(f"best at {case}: {short(plan)} {ms:.4f} ms {case.flop / ms / 1e9:.0f} TFLOP/s", flush=True)
+            print(f"best at {case}: {plan} {ms:.4f} ms {case.flop / ms / 1e9:.0f} TFLOP/s", flush=True)
 
     def decode_sweep(self) -> None:
         print("\ndecode plans, tokens/warps/stages: us at " + ", ".join(map(str, DECODE_SWEEP)), flush=True)
@@ -303,16 +304,12 @@ class Bench:
                 error = paged.error(calls[0])
                 ms = self.keep("decode", case, measure(calls), splits=splits, plan=asdict(plan), error=error)
                 cells.append(f"{ms * 1e3:.1f}" + verdict(error))
-            print(f"{short(plan)}   " + " ".join(cells), flush=True)
+            print(f"{'/'.join(map(str, asdict(plan).values()))}   " + " ".join(cells), flush=True)
 
 
 def verdict(error: float) -> str:
     """Empty where the result is right, not-a-numbers included among the wrong."""
     return "" if error < TOLERANCE else f" WRONG by {error:.3f}"
-
-
-def short(plan: DecodePlan | PrefillPlan) -> str:
-    return "/".join(str(number) for number in asdict(plan).values() if number is not None)
 
 
 def main() -> int:

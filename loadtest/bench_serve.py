@@ -13,6 +13,8 @@ of time for which the engine's thread waited while it planned and launched (`hel
     python loadtest/bench_serve.py --workloads W5a W5b W5c.c64 W5c.c10 --gpus 0 \\
         --checkpoint loadtest/shapes/mineru25-shape --weights random --instances preprocess=10
 
+`--timeline FILE.svg` draws 500 requests from the middle of the steady part: where each spent its time (timeline.py).
+
 `--tree DIR` runs the server of another checkout under the same load, for pairs; its figures get `--label`'s name.
 """
 
@@ -28,11 +30,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 
 import closed_loop
 import counting
 import cv2
 import figures
+import timeline
 from closed_loop import Ask, Reply
 from gpu_power import Draw, GpuPower
 from metrics_page import counted
@@ -149,9 +153,10 @@ def measure(
     processes: int,
     seed: int,
     name: str,
+    drawing: Path | None = None,
     **notes: object,
 ) -> None:
-    """Runs one workload and emits its figures."""
+    """Runs one workload and emits its figures; ``drawing``: where its timeline goes."""
     before = [counted(url) for url in server.metrics]
     asker = Asker(server.grpc, workload, seed)
     with GpuPower(gpus) as power:
@@ -174,6 +179,9 @@ def measure(
         **server_notes(before, after, lasted),
         **notes,
     )
+    if drawing:
+        steady = counting.steady_part(answers, workload.concurrency)
+        print(timeline.write(drawing, steady, f"{name}, {workload.concurrency} in flight"), file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -183,6 +191,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=6, help="of the load generator")
     parser.add_argument("--concurrency", type=int, help="instead of the workload's own")
     parser.add_argument("--seed", type=int, help="of the pictures; default: a new one")
+    parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="of several workloads: FILE_W1.svg, ...")
     parser.add_argument("--label", default="bf16", help="stands in the figures' names")
     arguments = parser.parse_args()
     asked = setup(arguments)
@@ -198,9 +207,11 @@ def main() -> int:
                 workload = replace(workload, concurrency=arguments.concurrency)
             # No two workloads share pictures, which the server would know by then.
             own_seed = seed + list(WORKLOADS).index(name)
-            measure(
-                server, workload, gpus, arguments.processes, own_seed, workload.figure(label), **setup_notes(arguments)
-            )
+            drawing = arguments.timeline
+            if drawing and len(arguments.workloads) > 1:
+                drawing = drawing.with_stem(f"{drawing.stem}_{name}")
+            notes = setup_notes(arguments)
+            measure(server, workload, gpus, arguments.processes, own_seed, workload.figure(label), drawing, **notes)
             print(f"{name} is done", file=sys.stderr, flush=True)
     return 0
 

@@ -215,7 +215,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--pages", type=int, default=100)
-    parser.add_argument("--max-tokens", type=int, default=2048, help="of an answer, as of tessera parse (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="of an answer (%(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     quiet()

@@ -55,24 +55,37 @@ class AsyncStream(BaseStream):
 
 
 class _LoopInbox:
+    """One task takes from it at a time. A future and a timer, where a queue would need a task for each item."""
+
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[Item] = asyncio.Queue()
+        self._items: deque[Item] = deque()
+        self._awaited: asyncio.Future[None] | None = None
 
     def put(self, item: Item) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._arrive, item)
 
     async def take(self, seconds: float | None) -> Item:
-        # Not by asyncio.wait_for: before Python 3.12 it forgets a cancel that comes together with the item.
-        taking = asyncio.ensure_future(self._items.get())
-        try:
-            await asyncio.wait({taking}, timeout=seconds)
-            if not taking.done():
+        if not self._items:
+            self._awaited = self._loop.create_future()
+            timer = None if seconds is None else self._loop.call_later(seconds, self._wake)
+            try:
+                await self._awaited
+            finally:
+                if timer is not None:
+                    timer.cancel()
+            if not self._items:
                 raise TimeoutError
-            return taking.result()
-        finally:
-            taking.cancel()
+        return self._items.popleft()
+
+    def _arrive(self, item: Item) -> None:
+        self._items.append(item)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._awaited is not None and not self._awaited.done():
+            self._awaited.set_result(None)
 
 
 class AsyncClient(BaseClient[Coroutine[Any, Any, Answer], AsyncStream]):

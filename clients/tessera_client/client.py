@@ -62,7 +62,7 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
             image: one picture, a list of them, or None; for the forms see :data:`~tessera_client.pictures.Image`.
             question: plain text; ``<image>`` in it marks where a picture goes (before the text if there is none).
             timeout: seconds for this request, in place of the client's.
-            sampling: vLLM's names: max_tokens (the server's default is 64), min_tokens, temperature, top_p, top_k,
+            sampling: vLLM's names: max_tokens (without it as many as fit), min_tokens, temperature, top_p, top_k,
                 seed, stop, ignore_eos, logprobs, presence_penalty, frequency_penalty, repetition_penalty,
                 no_repeat_ngram_size, priority (lower runs earlier). And ``max_tiles``, ``min_tiles``,
                 ``thumbnail`` or a whole ``tile_policy``, or of models of native resolution ``min_pixels`` and

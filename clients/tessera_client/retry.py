@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tessera_wire.errors import ConnectionFailed, DeadlineExceeded, InvalidRequest, TesseraClientError, Unavailable
 
 LONGEST = 1e9  # seconds of a timeout: what locks and the wire can hold
+ON_THE_WAY_S = 0.5  # the end of an answer, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,11 @@ class Deadline:
         if left <= 0:
             raise self.exceeded()
         return left
+
+    def for_server(self) -> float | None:
+        """Seconds that the server is told: fewer, so that what it has by then still arrives. Raises as remaining()."""
+        left = self.remaining()
+        return None if left is None else left - min(ON_THE_WAY_S, left / 10)
 
     def allows(self, wait: float) -> bool:
         """Whether time is left after ``wait`` seconds."""

@@ -18,7 +18,7 @@ from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
 from tessera_client.messages import Answer, Delta, Request
-from tessera_client.retry import Deadline, Retry
+from tessera_client.retry import ON_THE_WAY_S, Deadline, Retry
 from tessera_client.transports.base import Item, Sent, Transport
 from tessera_wire.errors import Cancelled, DeadlineExceeded, ProtocolError, ServerError, TesseraClientError
 
@@ -100,9 +100,9 @@ class BaseStream(ABC):
             raise Cancelled("the stream was closed")
         self._inbox = self._inbox or self._open_inbox()
         if self._sent is None:
-            remaining = self._deadline.remaining()
+            limit = self._deadline.for_server()
             self._attempts += 1
-            self._sent = self._transport.send(self._request, self._request_id, remaining, self._inbox.put)
+            self._sent = self._transport.send(self._request, self._request_id, limit, self._inbox.put)
             if self._closed:  # meanwhile, by another thread
                 raise Cancelled("the stream was closed")
         item = await self._next(self._inbox)
@@ -141,7 +141,7 @@ class BaseStream(ABC):
         """Seconds to wait before the next attempt; raises what the caller is to see if there is none."""
         if self._closed:
             raise Cancelled("the stream was closed") from error
-        if isinstance(error, DeadlineExceeded) and not self._deadline.allows(0.05):
+        if isinstance(error, DeadlineExceeded) and not self._deadline.allows(ON_THE_WAY_S + 0.05):
             raise self._deadline.exceeded() from error  # ours; otherwise the server's own, shorter limit
         wait = None if self._last is not None else self._retry.delay(self._attempts, error)
         if wait is None or not self._deadline.allows(wait):

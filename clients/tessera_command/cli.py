@@ -1,4 +1,4 @@
-"""The command ``tessera``: serve, gateway, quantize, ask, parse, recall, plan, status.
+"""The command ``tessera``: serve, gateway, quantize, ask, batch, parse, recall, plan, status.
 
 Results go to standard output, progress and tables to standard error. Exit codes: 0 done, 1 failed, 2 wrong usage or
 wrong request, 3 the server is not there or not ready, 4 out of time, 130 interrupted.
@@ -12,21 +12,21 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tessera_client.client import Client
 from tessera_client.messages import LabelScore, ServerStatus
-from tessera_command import health
+from tessera_command import batch, health
+from tessera_command.arguments import command, labels, positive, sampling
+from tessera_command.terminal import console, progress
 from tessera_evaluation import plan, recall
 from tessera_evaluation.datasets import Item, folder_items, heldout_items
 from tessera_wire import errors
 from tessera_wire.address import addresses, parse_url
-
-DEFAULT_URL = "localhost:8001"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +87,7 @@ def _quantize(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tessera", description="Questions about pictures, served by tritonserver.")
-    names = "{serve,gateway,quantize,ask,parse,recall,plan,status}"
+    names = "{serve,gateway,quantize,ask,batch,parse,recall,plan,status}"
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     commands.add_parser("serve", help="start the server; `tessera serve --help` lists its options", add_help=False)
     gateway = "open servers to OpenAI's clients; `tessera gateway --help` lists its options"
@@ -95,32 +95,34 @@ def _parser() -> argparse.ArgumentParser:
     quantize = "make a smaller checkpoint; `tessera quantize --help` lists its options"
     commands.add_parser("quantize", help=quantize, add_help=False)
 
-    add = _command(commands, "ask", _ask, "ask one question about pictures")
+    add = command(commands, "ask", _ask, "ask one question about pictures")
     add("picture", nargs="*", help="JPEG, PNG or WebP files; none for a question without a picture")
     add("question")
     add("--stream", action="store_true", help="print the answer as it is written")
-    _sampling(add)
+    sampling(add)
     add("--temperature", type=float, help="0, the default, is greedy")
     add("--seed", type=int)
-    add("--choices", type=_labels, metavar="A,B,...", help="answer with the likeliest of these; shows all scores")
+    add("--choices", type=labels, metavar="A,B,...", help="answer with the likeliest of these; shows all scores")
     add("--json", action="store_true", help="print the whole answer with usage and timings as JSON")
 
-    add = _command(commands, "parse", _parse, "read documents: PDFs and pictures of pages to Markdown and JSON", 600)
+    batch.add(commands)
+
+    add = command(commands, "parse", _parse, "read documents: PDFs and pictures of pages to Markdown and JSON", 600)
     add("file", nargs="+", type=Path, help="PDFs, pictures of pages, and folders with any of them")
     each = "a folder for each file, and errors.jsonl; the same command goes on where it ended, page by page"
     add("-o", "--output", type=Path, required=True, metavar="OUT", help=each)
-    add("--dpi", type=_positive, default=200, metavar="N", help="at which a PDF's pages are drawn (%(default)s)")
-    add("--concurrency", type=_positive, default=64, metavar="N", help="requests at a time (%(default)s)")
-    longest = "longest answer to a layout or a crop, in tokens (%(default)s)"
-    add("--max-tokens", type=_positive, default=2048, metavar="N", help=longest)
+    add("--dpi", type=positive, default=200, metavar="N", help="at which a PDF's pages are drawn (%(default)s)")
+    add("--concurrency", type=positive, default=64, metavar="N", help="requests at a time (%(default)s)")
+    longest = "longest answer to a layout or a crop, in tokens (as many as fit)"
+    add("--max-tokens", type=positive, metavar="N", help=longest)
     add("--priority", type=int, metavar="N", help="lower is served earlier (0, as all other requests)")
 
-    add = _command(commands, "recall", _recall, "measure how often the served model is right")
+    add = command(commands, "recall", _recall, "measure how often the served model is right")
     add("--folder", type=Path, help="your own pictures: a folder with labels.csv (file,question,...)")
-    _sampling(add)
+    sampling(add)
     _dataset(add)
 
-    add = _command(commands, "plan", _plan, "measure tile policies and recommend the fastest that costs little recall")
+    add = command(commands, "plan", _plan, "measure tile policies and recommend the fastest that costs little recall")
     own = "your own pictures: a folder with labels.csv (file,question,...), or an earlier run's JSON to look at again"
     add("folder", nargs="?", type=Path, help=f"{own}; without it the held-out set")
     each = "once for each policy to measure, as in --policy native --policy budget,token_budget=512"
@@ -129,10 +131,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-loss", type=_points, default=1.0, metavar="POINTS", help=allowed)
     add("--plot", type=Path, metavar="FILE.svg", help="draw recall against questions a minute")
     add("--machine", metavar="TEXT", help="what the server runs on: said in the JSON and the plot")
-    add("--max-tokens", type=_positive, default=96, metavar="N", help="longest answer in tokens (%(default)s)")
+    add("--max-tokens", type=positive, default=96, metavar="N", help="longest answer in tokens (%(default)s)")
     _dataset(add)
 
-    add = _command(commands, "status", _status, "say whether the server is ready and which models it has")
+    add = command(commands, "status", _status, "say whether the server is ready and which models it has")
     add("--probe", action="store_true", help="ask for one token too: ready is not always true")
     add("--json", action="store_true")
     port = "the health port of `tessera serve` (default: TESSERA_HEALTH_URL, else port 8003 of the same host)"
@@ -140,36 +142,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(
-    commands: Any, name: str, run: Callable[[Any], int], text: str, timeout: float = 120
-) -> Callable[..., Any]:
-    """Adds a command; returns what adds arguments to it."""
-    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.set_defaults(run=run)
-    servers = "host:port for gRPC or http://host:port; several with commas (default: TESSERA_URL, else %(default)s)"
-    parser.add_argument("--url", default=os.environ.get("TESSERA_URL", DEFAULT_URL), help=servers)
-    within = "seconds a request may take (%(default)g)"
-    parser.add_argument("--timeout", type=float, default=timeout, metavar="S", help=within)
-    return parser.add_argument
-
-
-def _sampling(add: Callable[..., Any]) -> None:
-    add("--max-tokens", type=_positive, metavar="N", help="longest answer in tokens")
-    add("--max-tiles", type=_positive, metavar="N", help="at most N tiles a picture")
-
-
 def _dataset(add: Callable[..., Any]) -> None:
-    add("--limit", type=_positive, metavar="N", help="only N questions, evenly over the classes")
-    add("--concurrency", type=_positive, default=16, metavar="N", help="requests at a time (%(default)s)")
+    add("--limit", type=positive, metavar="N", help="only N questions, evenly over the classes")
+    add("--concurrency", type=positive, default=16, metavar="N", help="requests at a time (%(default)s)")
     add("--cache", type=Path, metavar="DIR", help="keep the rendered pictures here for the next run")
     add("--repository", type=Path, metavar="DIR", help="the Tessera checkout, if not found from here")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def _points(text: str) -> float:
@@ -185,10 +162,6 @@ def _policy(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
-
-
-def _labels(text: str) -> list[str]:
-    return [label.strip() for label in text.split(",")]
 
 
 def _ask(options: argparse.Namespace) -> int:
@@ -227,7 +200,7 @@ def _parse(options: argparse.Namespace) -> int:
     quiet()
     with (
         TesseraVlmClient(options.url, timeout=options.timeout, max_tokens=options.max_tokens) as vlm,
-        _progress("parsing") as advance,
+        progress("parsing") as advance,
     ):
         flight = {"dpi": options.dpi, "concurrency": options.concurrency, "priority": options.priority}
         job = Job(options.file, options.output, vlm, progress=advance, **flight)
@@ -251,7 +224,7 @@ def _parse(options: argparse.Namespace) -> int:
 def _recall(options: argparse.Namespace) -> int:
     with Client(options.url, timeout=options.timeout) as client, _cache(options.cache) as cache:
         items = _items(client, options, Path(cache))
-        with _progress("asking") as advance:
+        with progress("asking") as advance:
             outcomes, seconds = recall.run(
                 client,
                 items,
@@ -264,7 +237,7 @@ def _recall(options: argparse.Namespace) -> int:
     result |= {"concurrency": options.concurrency, "max_tiles": options.max_tiles, "url": options.url}
     supervised = _supervised(options.url, os.environ.get("TESSERA_HEALTH_URL"))
     result["weights"] = dict(supervised.weights) if supervised else {}
-    recall.print_table(result, _console())
+    recall.print_table(result, console())
     print(json.dumps(result))
     first = next((outcome.error for outcome in outcomes if outcome.error), None)
     if first:
@@ -281,7 +254,7 @@ def _plan(options: argparse.Namespace) -> int:
         measured = _measured(options)
     if options.machine:
         about["machine"] = options.machine
-    plan.print_table(measured, options.max_loss, _console())
+    plan.print_table(measured, options.max_loss, console())
     print(json.dumps(plan.document(measured, options.max_loss, **about), indent=1))
     for each in measured:
         if each.errors:
@@ -298,7 +271,7 @@ def _measured(options: argparse.Namespace) -> list[plan.Measurement]:
     with Client(options.url, timeout=options.timeout) as client, _cache(options.cache) as cache:
         items = _items(client, options, Path(cache))
         for policy in options.policy or plan.DEFAULT_POLICIES:
-            with _progress(policy) as advance:
+            with progress(policy) as advance:
                 measured.append(plan.measure(client, items, policy, run, progress=advance, **settings))
     return measured
 
@@ -308,7 +281,7 @@ def _items(client: Client, options: argparse.Namespace, cache: Path) -> list[Ite
     _check_ready(client)
     if options.folder:
         return folder_items(options.folder, options.limit)
-    with _progress("rendering") as advance:
+    with progress("rendering") as advance:
         return heldout_items(options.limit, cache, root=options.repository, progress=advance)
 
 
@@ -321,24 +294,6 @@ def _check_ready(client: Client) -> None:
 def _cache(folder: Path | None) -> AbstractContextManager[Path | str]:
     """Where rendered pictures are kept: in the user's folder, or for this run alone."""
     return nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="tessera-recall-")
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(stderr=True)
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[..., None]]:
-    """A bar on standard error, driven by (done, total) or (done, total, how fast)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    description, rate = TextColumn("{task.description}"), TextColumn("{task.fields[rate]}")
-    columns = (description, BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn())
-    with Progress(*columns, console=_console(), transient=True) as bar:
-        task = bar.add_task(what, total=None, rate="")
-        yield lambda done, total, rate="": bar.update(task, completed=done, total=total, rate=rate)
 
 
 def _status(options: argparse.Namespace) -> int:

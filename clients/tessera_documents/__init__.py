@@ -15,7 +15,8 @@ try:
     import mineru_vl_utils  # noqa: F401
     import pypdfium2  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"{error.name} is not installed; documents need it: pip install 'tessera[documents]'") from error
+    how = "pip install '.[documents]' in Tessera's source"  # another's package has the name tessera on PyPI
+    raise ImportError(f"{error.name} is not installed; documents need it: {how}") from error
 
 from tessera_documents.vlm_client import TesseraVlmClient, mineru_client
 

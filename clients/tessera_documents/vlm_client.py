@@ -21,7 +21,6 @@ from tessera_client import Answer, AsyncClient, Client, Models, Retry
 from tessera_client.transports.base import Transport
 from tessera_client.transports.pool import open_transport
 
-MAX_TOKENS = 2048  # as the gateway's, so that a crop reads the same by either door
 SDK_NAMES = {"max_new_tokens": "max_tokens"} | {
     name: name
     for name in (
@@ -50,7 +49,8 @@ class TesseraVlmClient(VlmClient):
     Args:
         url, timeout, retry, models, transport: as for :class:`tessera_client.Client`. Without a ``retry``,
             unavailability is waited out for two minutes.
-        max_tokens: the longest answer where SamplingParams has no ``max_new_tokens``.
+        max_tokens: the longest answer where SamplingParams has no ``max_new_tokens``; None: as long as fits, as with
+            MinerU's own client before a gateway.
         max_concurrency: requests at a time of a batch that comes without a semaphore.
         prompting: ``prompt``, ``system_prompt``, ``sampling_params``, ``text_before_image`` and
             ``allow_truncated_content`` (here true, as MinerUClient has it), as for every VlmClient.
@@ -67,7 +67,7 @@ class TesseraVlmClient(VlmClient):
         retry: Retry | None = None,
         models: Models | None = None,
         transport: Transport | None = None,
-        max_tokens: int = MAX_TOKENS,
+        max_tokens: int | None = None,
         max_concurrency: int = 100,
         **prompting: Any,
     ) -> None:

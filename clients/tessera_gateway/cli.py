@@ -30,6 +30,7 @@ MOST_WORKERS = 8
 CPUS_PER_WORKER = 4  # the servers' stages need the others
 STOP_SECONDS = 5
 QUIET_SECONDS = 75  # of a connection kept; longer than clients keep theirs, or one would ask on a line just closed
+STALLED_MS = 60_000  # a client that takes nothing for so long has gone: its connection ends, and with it its request
 LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -66,8 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=int, default=_usual_workers(), metavar="N", help="processes (default here: %(default)s)")
     add("--model-name", type=_names, default=default.model_names, metavar="NAME,...",
         help="what requests may call the model (default: vlm)")  # fmt: skip
-    add("--max-tokens", type=int, default=default.max_tokens, metavar="N",
-        help="the longest answer to a request that does not say (default %(default)s)")  # fmt: skip
+    add("--max-tokens", type=int, metavar="N",
+        help="the longest answer to a request that does not say (default: what the context has room for)")  # fmt: skip
     add("--timeout", type=float, default=default.timeout_s, metavar="S", help="seconds for a request (%(default)s)")
     add("--max-body-mib", type=int, default=default.max_body_mib, metavar="N", help="of a request (%(default)s)")
     add("--fetch-from", type=_names, default=(), metavar="HOST,...",
@@ -95,7 +96,8 @@ def _settings(options: argparse.Namespace) -> Settings:
     for each in addresses(options.url):
         parse_url(each)
     for name in ("workers", "max_tokens", "timeout", "max_body_mib"):
-        if not 0 < getattr(options, name) <= LONGEST:
+        given = getattr(options, name)
+        if given is not None and not 0 < given <= LONGEST:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, and at most {LONGEST:g}")
     if options.keys is not None:
         read_keys(options.keys)
@@ -116,6 +118,8 @@ def _listen(host: str, port: int) -> socket.socket:
     """The socket that all workers share."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux has it, and hands it on to the connections
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_MS)
     try:
         listener.bind((host, port))
         listener.listen()  # so that a second gateway on this port is refused

@@ -17,8 +17,8 @@ class Settings:
     """The servers' metrics pages; empty: at the port above each gRPC port, where `tessera serve` has them."""
     model_names: tuple[str, ...] = ("vlm",)
     """What clients may call the model."""
-    max_tokens: int = 2048
-    """The longest answer to a request that does not say."""
+    max_tokens: int | None = None
+    """The longest answer to a request that does not say; None: as long as the context has room for."""
     timeout_s: float = 300.0
     """Of a request, with all its attempts."""
     max_body_mib: int = 64

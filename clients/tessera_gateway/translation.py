@@ -20,15 +20,16 @@ FINISHED = ("stop", "length")  # OpenAI's words too
 LEAST_LOGPROB = -9999.0  # what vLLM writes for minus infinity, which JSON has not
 
 
-def sampling(request: ChatRequest, max_tokens: int) -> dict[str, Any]:
+def sampling(request: ChatRequest, max_tokens: int | None) -> dict[str, Any]:
     """The options of :meth:`tessera_client.AsyncClient.chat`; what is None or absent is left to the server.
 
-    ``max_tokens`` counts where the request does not say and its answer is no label.
+    ``max_tokens``, if any, counts where the request does not say and its answer is no label.
     """
     options: dict[str, Any] = {name: getattr(request, name) for name in SAME_NAME}
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    labels = request.tessera.choices if request.tessera else None
-    options["max_tokens"] = max(max_tokens, request.min_tokens or 0) if asked is None and not labels else asked
+    if asked is None and max_tokens is not None and not (request.tessera and request.tessera.choices):
+        asked = max(max_tokens, request.min_tokens or 0)
+    options["max_tokens"] = asked
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
     if request.vllm_xargs:

@@ -66,9 +66,8 @@ def check(parameters: SamplingParameters) -> None:
 
     It knows no checkpoint's vocabulary: every sequence of bytes can be written.
     """
-    text = grammar(parameters)
-    if text is not None:
-        compiled(text, _bytes(), parameters)
+    if parameters.constraint is not None:
+        compiled(parameters, _bytes())
 
 
 def grammar(parameters: SamplingParameters) -> str | None:
@@ -87,10 +86,12 @@ def grammar(parameters: SamplingParameters) -> str | None:
     return _json_grammar(schema)
 
 
-def compiled(text: str, vocabulary: LLTokenizer, parameters: SamplingParameters) -> LLMatcher:
+def compiled(parameters: SamplingParameters, vocabulary: LLTokenizer) -> LLMatcher:
     """A matcher at the beginning of an answer. Raises InvalidRequest that names what of ``parameters`` is wrong."""
     from llguidance import LLMatcher
 
+    text = grammar(parameters)
+    assert text is not None, "nothing is constrained"
     matcher = LLMatcher(vocabulary, text, log_level=0)
     error = _error(matcher)
     if error is None:

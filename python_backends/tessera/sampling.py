@@ -33,8 +33,9 @@ SHAPES = ("choices", "regex", "json_schema", "json_object")
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """How to choose and end the answer; names and ranges are vLLM's, the defaults are greedy and short.
+    """How to choose and end the answer; names, ranges and defaults are vLLM's, but that ``temperature`` is 0.
 
+    ``max_tokens`` None: as many as the context has room for beside the prompt (and the cache, where it is smaller).
     ``temperature`` 0 is greedy. ``top_k`` 0 and -1 mean all tokens. ``seed`` None draws one. ``logprobs`` n returns,
     for every token, its own log probability and those of the n likeliest (True: 0; None: nothing). They are taken
     before temperature, top_k and top_p, and before penalties and whatever else rules tokens out.
@@ -54,7 +55,7 @@ class SamplingParameters:
     allowed as well.
     """
 
-    max_tokens: int = 64
+    max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
@@ -74,6 +75,11 @@ class SamplingParameters:
     regex: str | None = None
     json_schema: str | None = None
     json_object: bool = False
+
+    @property
+    def least_room(self) -> int:
+        """Tokens of an answer for which there must be room beside the prompt."""
+        return self.max_tokens or max(self.min_tokens, 1)
 
     @property
     def constraint(self) -> str | None:
@@ -110,7 +116,7 @@ class SamplingParameters:
             raise InvalidRequest(f"sampling_parameters: unknown key {_listed(unknown)}{meant}")
         values = {name: _READERS[name](name, value) for name, value in given.items() if value is not None}
         parameters = cls(**values)
-        if parameters.min_tokens > parameters.max_tokens:
+        if parameters.max_tokens is not None and parameters.min_tokens > parameters.max_tokens:
             raise InvalidRequest(
                 f"sampling_parameters: min_tokens {parameters.min_tokens} exceeds max_tokens {parameters.max_tokens}"
             )

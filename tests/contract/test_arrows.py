@@ -38,9 +38,10 @@ BLOCKED = {
     "tessera_evaluation": "torch numpy grpc tritonclient tessera tessera_command",
     "tessera_quantize": "onnxruntime transformers compressed_tensors grpc tritonclient tessera_command",
     "tessera_gateway": "torch numpy grpc tritonclient tessera tessera_evaluation tessera_command",
+    "tessera_batch": "torch grpc tritonclient PIL tessera tessera_evaluation tessera_gateway tessera_command",
     "tessera_documents": "torch torchvision transformers grpc tritonclient tessera tessera_gateway tessera_command",
     "tessera_command": "torch numpy grpc tritonclient tessera tessera_quantize tessera_gateway fastapi"
-    " tessera_documents mineru_vl_utils pypdfium2",
+    " tessera_documents mineru_vl_utils pypdfium2 tessera_batch pyarrow",
 }
 
 PROGRAM = """
@@ -125,6 +126,7 @@ def test_the_client_stands_between_the_wire_and_the_command():
         "tessera_client": {"tessera_client", "tessera_wire"},
         "tessera_gateway": {"tessera_gateway", "tessera_client", "tessera_wire"},
         "tessera_documents": {"tessera_documents", "tessera_client", "tessera_wire"},
+        "tessera_batch": {"tessera_batch", "tessera_client", "tessera_wire"},
         "tessera_evaluation": {"tessera_evaluation", "tessera_client", "tessera_wire"},
         "tessera_quantize": {"tessera_quantize", "tessera", "tessera_evaluation", "tessera_wire"},
     }

@@ -100,6 +100,11 @@ def test_a_stage_reads_and_writes_what_its_config_declares(stage):
     assert written == set().union(*(names(config.output) for config in declared))
 
 
+def test_the_sign_of_work_is_a_metric_that_the_stage_has():
+    sign = config("vision_encoder").parameters["SIGN_OF_WORK"].string_value
+    assert f'Gauge("{sign}"' in (ROOT / "python_backends" / "tessera" / STAGES["vision_encoder"]).read_text()
+
+
 @pytest.mark.parametrize("stage", ["preprocess", "language_model"])
 def test_a_stage_is_the_same_by_either_config(stage):
     default, named = config(stage), config(stage, "tensorrt")

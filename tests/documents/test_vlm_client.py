@@ -92,8 +92,9 @@ def test_a_page_in_two_steps_is_the_same_by_either_way(http: tuple[FakeTransport
     # The crops of a page are asked at once, in no order.
     assert sorted(asked[0], key=str) == sorted(asked[1], key=str) and len(asked[0]) == 4
     sampling = [each["sampling"] for each in asked[1]]
-    same = ("no_repeat_ngram_size", "skip_special_tokens", "top_k", "top_p", "priority", "max_tokens")
-    assert {tuple(each[name] for name in same) for each in sampling} == {(100, False, 1, 0.01, 2, 2048)}
+    same = ("no_repeat_ngram_size", "skip_special_tokens", "top_k", "top_p", "priority")
+    assert {tuple(each[name] for name in same) for each in sampling} == {(100, False, 1, 0.01, 2)}
+    assert not any("max_tokens" in each for each in sampling)  # as much as fits
     penalties = sorted((each["presence_penalty"], each["frequency_penalty"]) for each in sampling)
     assert penalties == [(0, 0), (1, 0.005), (1, 0.05), (1, 0.05)]
 
@@ -165,5 +166,5 @@ def test_what_is_not_installed_is_named(missing: str) -> None:
     path = ":".join(str(ROOT / folder) for folder in ("python_backends", "clients"))
     run = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": path}, capture_output=True, text=True)
     assert run.returncode == 1 and run.stdout == ""
-    words = f"{missing} is not installed; documents need it: pip install 'tessera[documents]'"
+    words = f"{missing} is not installed; documents need it: pip install '.[documents]' in Tessera's source"
     assert run.stderr == f"tessera parse: {words}\n"

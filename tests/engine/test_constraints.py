@@ -122,18 +122,23 @@ def test_a_checkpoint_without_stop_tokens_cannot_end():
 def test_what_was_compiled_is_kept_up_to_a_number(monkeypatch):
     compiled = []
     compile_ = grammar.compiled
-    monkeypatch.setattr(grammar, "compiled", lambda text, *rest: compiled.append(text) or compile_(text, *rest))
+    monkeypatch.setattr(grammar, "compiled", lambda *asked: compiled.append(asked) or compile_(*asked))
+    read = []
+    read_ = grammar.grammar
+    monkeypatch.setattr(grammar, "grammar", lambda asked: read.append(asked) or read_(asked))
     constraints = Constraints(ByteTokenizer(), VOCABULARY, (EOS,))
     for n in (*range(MOST_COMPILED), 0, MOST_COMPILED, 0, 1):
         constraints.matcher(SamplingParameters.parse({"regex": f"a{n}"}))
-    assert len(compiled) == MOST_COMPILED + 2  # 1 was the one not used for longest
+    assert len(read) == len(compiled) == MOST_COMPILED + 2  # 1 was the one not used for longest
 
 
 def test_what_others_wrote_ends_no_answer(monkeypatch):
     """Answers of one text share a lexer, and with it the library's limits, here narrow ones."""
 
-    def narrow(text, vocabulary, parameters):
-        return LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(max_lexer_states=300))
+    def narrow(parameters, vocabulary):
+        return LLMatcher(
+            vocabulary, grammar.grammar(parameters), log_level=0, limits=LLParserLimits(max_lexer_states=300)
+        )
 
     def follow(seed):
         one, dice = constraints.matcher(parameters), random.Random(seed)

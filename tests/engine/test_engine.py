@@ -26,6 +26,30 @@ def test_max_tokens_ends_with_length():
     assert events[-1].usage == (3, 4, 0)
 
 
+@pytest.mark.parametrize(("num_blocks", "room"), [(100, 200), (40, 160)])  # of context and cache the smaller counts
+def test_without_max_tokens_an_answer_is_as_long_as_fits(num_blocks, room):
+    engine, runner = make_engine(num_blocks=num_blocks, block_size=4, max_model_len=200)
+    runner.script["r"] = list(b"abc")
+    engine.submit(make_request([1, 2, 3]))
+    events = run(engine)
+    assert ends(events) == {"r": "length"} and events[-1].usage == (3, room - 3, 0)
+    assert text_of(events) == ("abc" * room)[: room - 3]
+    assert make_request([1], min_tokens=9).sampling.min_tokens == 9  # no limit to exceed
+    for sampling, prompt in (({}, room), ({"min_tokens": 9}, room - 8)):
+        with pytest.raises(InvalidRequest, match=f"{prompt} prompt tokens and [19] for the answer"):
+            engine.submit(make_request([1] * prompt, **sampling))
+
+
+def test_answers_without_max_tokens_reserve_nothing():
+    engine, runner = make_engine(num_blocks=100, block_size=4, max_model_len=400)
+    runner.script |= {f"{n}": [*b"ab", EOS] for n in range(8)}
+    sequences = [engine.submit(make_request([1, 2, n], f"{n}")) for n in range(8)]
+    engine.step()
+    assert len(engine.scheduler.running) == 8 and engine.scheduler.blocks.used == 8
+    assert all(len(sequence.ids) < 100 and len(sequence.identities) < 100 for sequence in sequences)
+    assert set(ends(run(engine)).values()) == {"stop"}
+
+
 def test_eos_ends_with_stop_and_is_not_shown():
     events = answer([*b"ab", EOS], max_tokens=9, skip_special_tokens=False)
     assert (text_of(events), tokens_of(events), ends(events)) == ("ab", [*b"ab", EOS], {"r": "stop"})

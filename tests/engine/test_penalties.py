@@ -84,10 +84,11 @@ def test_random_logits_as_the_processors_change_them(small, ahead):
         under_way = (batch, tokens)
 
 
-def test_logits_of_every_token_are_the_processors():
+@pytest.mark.parametrize("everybody", [False, True])  # whether all rows ask for penalties
+def test_logits_of_every_token_are_the_processors(everybody):
     """Not only the likeliest; rows that ask for nothing stay as they are."""
     generator = torch.Generator().manual_seed(5)
-    batch, histories = sequences(generator, 20), Histories(16, torch.device("cpu"))
+    batch, histories = sequences(generator, 20)[everybody:], Histories(16, torch.device("cpu"))
     for sequence in batch:
         sequence.outputs = torch.randint(0, 20, (9,), generator=generator).tolist()
         sequence.in_flight = 1
@@ -96,8 +97,8 @@ def test_logits_of_every_token_are_the_processors():
     for row, sequence in enumerate(batch):
         prompt = history(sequence)[:-9].tolist()
         expected = penalized(logits[row], prompt, sequence.outputs, sequence.request.sampling)
-        assert torch.equal(found[row], expected), ASKED[row]
-    assert torch.equal(found[0], logits[0])
+        assert torch.equal(found[row], expected), sequence.request.sampling
+    assert torch.equal(found[0], logits[0]) != everybody
 
 
 def test_nothing_is_kept_while_nobody_asks():

@@ -26,7 +26,8 @@ def serve(engine, *requests):
     for request in requests:
         engine.submit(request)
         events = run(engine)
-        assert tokens_of(events, request.request_id) == expected_answer(contents_of(request), 4, ())
+        expected = expected_answer(contents_of(request), request.sampling.max_tokens, ())
+        assert tokens_of(events, request.request_id) == expected
         cached.append(events[-1].cached_tokens)
     return cached
 
@@ -209,6 +210,16 @@ def test_check_notices(damage):
     damage(manager, sequence)
     with pytest.raises(AssertionError):
         manager.check([sequence])
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_an_answer_longer_than_the_places_made_at_first_is_found_again(given):
+    engine, _ = make_engine()
+    first = make_request(list(range(8)), "a", max_tokens=140, ignore_eos=True)
+    turn = make_request([*range(8), *expected_answer(range(8), 140, ())], "b", max_tokens=4, ignore_eos=True)
+    if given:
+        first, turn = (replace(each, positions=np.arange(len(each.input_ids))[None]) for each in (first, turn))
+    assert serve(engine, first, turn) == [0, 144]  # the last token was never computed
 
 
 def test_equal_tokens_at_other_positions_share_nothing():

@@ -15,10 +15,10 @@ from tessera.errors import ConfigError, InvalidRequest
 from tessera.sampling import PENALTIES
 
 
-def test_defaults_are_greedy_and_short():
+def test_defaults_are_greedy_and_as_long_as_fits():
     parameters = SamplingParameters.parse("")
     assert parameters == SamplingParameters.parse(None) == SamplingParameters.parse({}) == SamplingParameters()
-    assert (parameters.temperature, parameters.max_tokens) == (0, 64)
+    assert (parameters.temperature, parameters.max_tokens) == (0, None)
 
 
 def test_all_names_in_json_and_as_strings():
@@ -226,5 +226,5 @@ def test_contradictory_settings(settings):
 @pytest.mark.parametrize("max_tokens", [2**40, 2**62])
 def test_an_answer_longer_than_any_memory_is_refused_before_room_is_made_for_it(max_tokens):
     engine, _ = make_engine()
-    with pytest.raises(InvalidRequest, match=f"max_tokens {max_tokens} exceed the context of 200 tokens"):
+    with pytest.raises(InvalidRequest, match=f"{max_tokens} for the answer exceed the context of 200 tokens"):
         engine.submit(make_request([1], max_tokens=max_tokens))

@@ -171,8 +171,8 @@ class Gathering:
 
     def add(self, name, at_ms, tokens=10, **sampling):
         self.now_ms = at_ms
-        request = replace(make_request([1] * tokens, name, **sampling), arrival_ns=at_ms * 1_000_000)
-        self.scheduler.add(Sequence(request))
+        request = make_request([1] * tokens, name, **({"max_tokens": 64} | sampling))
+        self.scheduler.add(Sequence(replace(request, arrival_ns=at_ms * 1_000_000)))
 
     def started(self, at_ms):
         """Who reads a prompt in the step planned then; whoever ran decodes."""

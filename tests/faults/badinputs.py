@@ -82,6 +82,8 @@ def _sampling(dice: np.random.Generator) -> dict[str, tuple[bytes, ...]]:
     chosen = dice.choice(SAMPLING_KEYS, size=int(dice.integers(1, 4)), replace=False)
     good: dict[str, Any] = {"max_tokens": MAX_TOKENS, "tile_policy": {"name": "reference", "max_tiles": 2}}
     good.update((str(key), mutations.odd_value(dice)) for key in chosen)
+    if good["max_tokens"] is None:  # as long as the context, where another key takes the stop tokens out
+        good["max_tokens"] = MAX_TOKENS
     text = mutations.json_text(dice, good) if dice.integers(2) else _json(good)
     return {"text_input": (QUESTION,), "sampling_parameters": (text,)}
 

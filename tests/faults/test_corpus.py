@@ -101,6 +101,18 @@ def test_named_faults_are_named(backend: Any, stage: TritonPythonModel, name: st
     assert refusal is not None and words in refusal
 
 
+def test_what_an_answer_must_match_is_read_before_the_picture_and_compiled_by_the_engine_alone(
+    backend: Any, stage: TritonPythonModel
+) -> None:
+    def asked(schema: Any, *pictures: bytes) -> str | None:
+        sampling = json.dumps({"json_schema": schema}).encode()
+        return answer(stage, {"text_input": (b"Which?",), "sampling_parameters": (sampling,), "image": pictures})
+
+    assert "keyword 'if' is not supported" in (asked({"if": {}}, b"no picture") or "")
+    factors = (2, 3, 5, 7, 11, 13, 17, 19, 23)  # compiling takes minutes
+    assert asked({"allOf": [{"type": "integer", "multipleOf": n} for n in factors]}) is None
+
+
 @pytest.mark.parametrize("name", list(odd_but_good()))
 def test_odd_requests_are_answered(backend: Any, stage: TritonPythonModel, name: str) -> None:
     assert answer(stage, odd_but_good()[name]) is None

@@ -14,6 +14,7 @@ import uvicorn
 from clients.fake_transport import FakeTransport
 
 from tessera_client import AsyncClient, Retry
+from tessera_gateway import cli
 from tessera_gateway.app import create_app
 from tessera_gateway.settings import Settings
 
@@ -51,7 +52,7 @@ def gateway(*script: Any, **settings: Any) -> Asked:
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
     """The address of an application that is served in a thread."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with cli._listen("127.0.0.1", 0) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()

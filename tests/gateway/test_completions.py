@@ -23,7 +23,7 @@ def sampled(door: Asked, **fields: Any) -> dict[str, Any]:
     """What reached the server as sampling parameters."""
     response = door.ask(**fields)
     assert response.status_code == 200, response.text
-    return json.loads(door.fake.requests[-1][0].sampling)
+    return json.loads(door.fake.requests[-1][0].sampling or "{}")
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
@@ -117,7 +117,7 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"stop": "end"}, {"stop": "end"}),
     ({"max_completion_tokens": 9}, {"max_tokens": 9}),
     ({"max_completion_tokens": 0}, {"max_tokens": 0}),
-    ({"min_tokens": 3000}, {"min_tokens": 3000, "max_tokens": 3000}),
+    ({"min_tokens": 3000}, {"min_tokens": 3000}),
     ({"logprobs": True}, {"logprobs": 0}),
     ({"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}),
     ({"logprobs": False}, {}),
@@ -139,7 +139,15 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("given", "expected"), FIELDS, ids=[str(given)[:60] for given, _ in FIELDS])
 def test_every_field_reaches_the_server_under_its_name(given: Any, expected: Any) -> None:
-    assert sampled(gateway(), **given) == {"max_tokens": 2048, **expected}
+    assert sampled(gateway(), **given) == expected
+
+
+def test_the_gateways_own_limit_is_for_requests_that_name_none() -> None:
+    door = gateway(max_tokens=50)
+    assert sampled(door) == {"max_tokens": 50}
+    assert sampled(door, min_tokens=60) == {"min_tokens": 60, "max_tokens": 60}
+    assert sampled(door, max_tokens=70) == {"max_tokens": 70}
+    assert sampled(door, tessera={"choices": ["yes", "no"]}) == {"choices": ["yes", "no"]}
 
 
 def test_every_field_of_a_request_is_in_the_table_above() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import time
 from typing import Any
 
+import httpx
 import pytest
 from clients.fake_transport import Hang, final
-from gateway_doubles import HELLO, Asked, gateway
+from gateway_doubles import HELLO, Asked, gateway, listening
 
 from tessera_client import Delta
+from tessera_gateway import cli
 
 
 async def leave(door: Asked, stream: bool, after: int = 0) -> list[dict[str, Any]]:
@@ -57,6 +61,21 @@ def test_in_the_middle_of_a_stream() -> None:
     door = gateway([Delta("a"), Delta("b"), Hang()])
     sent = asyncio.run(leave(door, stream=True, after=3))
     assert sent[0]["status"] == 200 and b'"a"' in sent[2]["body"]
+    assert door.fake.cancelled == [door.fake.requests[0][1]]
+    assert door.app.state.counters.total('requests_total{status="499"}') == 1
+
+
+def test_one_that_stops_reading_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "STALLED_MS", 250)
+    door = gateway([*[Delta("a" * 1_000_000)] * 20, Hang()])  # more than the system's buffers take
+    body = json.dumps({"model": "vlm", "messages": HELLO, "stream": True})
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    with listening(door.app) as address, socket.create_connection(("127.0.0.1", httpx.URL(address).port or 0)) as line:
+        line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        deadline = time.monotonic() + 30
+        while not door.fake.cancelled:
+            assert time.monotonic() < deadline, "its request goes on"
+            time.sleep(0.02)
     assert door.fake.cancelled == [door.fake.requests[0][1]]
     assert door.app.state.counters.total('requests_total{status="499"}') == 1
 

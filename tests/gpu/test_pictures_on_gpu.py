@@ -7,8 +7,7 @@ import torch
 from vision.tiny_qwen2_vl_tower import config_of, groups, model_of, picture, save, wires
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.vision.kernels.attention import attend_within, plans_of_ours
-from tessera.vision.kernels.hopper_plans import attention_by
+from tessera.vision.kernels.attention import attend_within, attention_by, plans_of_ours
 from tessera.vision.kernels.tower_kernels import gpu_kernels, turned, within_ways
 from tessera.vision.kernels.varlen_attention import query_tiles
 from tessera.vision.runners.loading import make_runner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,9 @@ from tessera.launcher.installation import (
     installation_from_wheel,
     installation_on_path,
     python_version,
+    wheel_package,
 )
+from tessera.launcher.patience import patient
 
 
 def make_wheel(folder: Path, stubs: tuple[str, ...]) -> Path:
@@ -41,9 +44,28 @@ def test_the_wheel_is_laid_out_with_the_stub_of_this_python(tmp_path: Path) -> N
     assert (found.root / "caches" / "local" / "libtritoncache.so").is_file()
     assert (found.root / "bin" / "tritonserver").read_text() == "bin/tritonserver"
     assert found.library_path[0] == package.parent / "nvidia_pytriton.libs"
+    assert not (backends / "python" / "libtriton_python.so").is_symlink()
     # what the stub's folder gets written into it must not land in the package
     (backends / "python" / "__pycache__").mkdir()
     assert not (package / "tritonserver" / "backends" / "python" / "__pycache__").exists()
+
+
+def test_a_library_that_could_not_run_from_the_new_folder_stays_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = make_wheel(tmp_path / "site", (python_version(),))
+    monkeypatch.setattr(installation.os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    found = installation_from_wheel(package, "9.9", tmp_path / "runtime")
+    assert (found.root / "backends" / "python" / "libtriton_python.so").is_symlink()
+
+
+def test_the_wheel_in_use_waits_one_second_in_two_places() -> None:
+    """To send a message to a stage's process, and to get one from it."""
+    package = wheel_package()
+    assert package is not None
+    before = (package / "tritonserver" / "backends" / "python" / "libtriton_python.so").read_bytes()
+    after = patient(before)
+    assert len(after) == len(before) and sum(a != b for a, b in zip(after, before)) in range(2, 17)
 
 
 def test_a_missing_stub_lists_those_that_are_there(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_schema_that_would_take_minutes_is_refused_and_others_are_answered(ser
     endless = {"allOf": [{"type": "integer", "multipleOf": n} for n in (2, 3, 5, 7, 11, 13, 17, 19, 23)]}
     picture = scene.encode_jpeg(scene.sample(7, "heldout"))
     with Client(server.grpc_url) as client:
-        for _ in range(2):  # for each of preprocess' instances
+        for _ in range(2):
             with pytest.raises(InvalidRequest, match="json_schema is too complex: it takes more than 1 s"):
                 client.ask(picture, QUESTION, json_schema=endless)
         assert client.ask(picture, QUESTION, json_schema=SCHEMA).finish_reason == "stop"

@@ -51,10 +51,10 @@ def launched(repository: Path, tmp_path: Path) -> Iterator[Launched]:
     running.process.communicate()
 
 
-def echo(client: grpcclient.InferenceServerClient, text: str) -> str:
+def echo(client: grpcclient.InferenceServerClient, text: str, model: str = "echo") -> str:
     tensor = grpcclient.InferInput("IN", [1], "BYTES")
     tensor.set_data_from_numpy(np.array([text.encode()], object))
-    return client.infer("echo", [tensor]).as_numpy("OUT")[0].decode()
+    return client.infer(model, [tensor]).as_numpy("OUT")[0].decode()
 
 
 def ask_count(client: grpcclient.InferenceServerClient, wanted: int) -> None:
@@ -256,15 +256,10 @@ def test_a_stop_during_the_start_leaves_nothing(tmp_path: Path) -> None:
     running.process.communicate()
 
 
-def test_a_start_that_hangs_for_a_stub_that_lives_is_begun_anew(
-    options: ServerOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tessera.launcher.process.ABANDONED_S", 1.0)
-    add_model(tmp_path / "models", "starved", STARVED.format(mark=str(tmp_path / "mark")), "TYPE_STRING")
-    server = Server(replace(options, model_repository=tmp_path / "models"))
-    try:
-        server.start(attempts=1)  # it is none
-        assert server.models == ("starved",)
-        assert len(server.crashes) == 1 and "gave up 'starved_0_0'" in server.crashes[0]
-    finally:
-        server.stop()
+def test_a_stage_without_processor_time_is_waited_for(options: ServerOptions, tmp_path: Path) -> None:
+    """In tritonserver's own second it is given up: the start hangs, and the request after a failed one is a crash."""
+    add_model(tmp_path / "models", "starved", STARVED, "TYPE_STRING")
+    with Server(replace(options, model_repository=tmp_path / "models", ready_timeout_s=30.0)) as server:
+        with grpcclient.InferenceServerClient(server.grpc_url) as client:
+            assert [echo(client, text, "starved") for text in "abc"] == ["a", "b", "c"]
+        assert server.crashes == () and server.failure() is None

@@ -66,18 +66,27 @@ class TritonPythonModel:
             time.sleep(600)
 """
 
-# The first start is stopped by a signal for long enough that tritonserver takes it for dead.
+# Is stopped by a signal for more than two seconds, in its start and in its first request.
 STARVED = """
-import os, pathlib, subprocess, time
+import os, subprocess, time
+import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def initialize(self, args):
-        mark = pathlib.Path({mark!r})
-        if not mark.exists():
-            mark.touch()
-            pid = os.getpid()
-            subprocess.Popen(["sh", "-c", f"kill -STOP {{pid}}; sleep 4; kill -CONT {{pid}}"])
-            time.sleep(1)
+        self.starved = False
+        self.starve()
+
+    def execute(self, requests):
+        if not self.starved:
+            self.starved = True
+            self.starve()
+        inputs = [pb_utils.get_input_tensor_by_name(request, "IN") for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", each.as_numpy())]) for each in inputs]
+
+    def starve(self):
+        pid = os.getpid()
+        subprocess.Popen(["sh", "-c", f"kill -STOP {pid}; sleep 2.5; kill -CONT {pid}"])
+        time.sleep(1)
 """
 
 SLOW = """

@@ -6,12 +6,12 @@ import pytest
 import torch
 from tiny_qwen2_vl_tower import config_of, groups, picture, wires
 
+from tessera.attention_plan import AttentionPlan
 from tessera.vision.kernels.tower_kernels import PLAIN
 from tessera.vision.towers.tower import load_tower
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from tessera.vision.kernels.varlen_attention import AttentionPlan
 from tessera.vision.towers.patch_graphs import PatchGraphs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

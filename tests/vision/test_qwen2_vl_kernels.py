@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_qwen2_vl_tower import config_of, groups, picture, wires
 
+from tessera.attention_plan import AttentionPlan
 from tessera.fp8.rows import Fp8Rows
 from tessera.measured_choices import MeasuredChoices
 from tessera.vision.kernels.attention import attend_in_triton
@@ -23,7 +24,6 @@ from tessera.vision.towers.tower import load_tower
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
 from tessera.vision.kernels import add_layer_norm, gelu_rows
-from tessera.vision.kernels.varlen_attention import AttentionPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GRIDS = [(6, 4), (2, 2), (8, 6)]

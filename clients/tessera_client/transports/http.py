@@ -20,6 +20,7 @@ import httpx
 
 from tessera_client import contract
 from tessera_client.messages import Delta, Models, ModelStatus, PicturePlan, Request, ServerStatus
+from tessera_client.retry import ON_THE_WAY_S
 from tessera_client.transports.base import CONTROL_SECONDS, Deliver, Sent
 from tessera_wire import errors
 from tessera_wire.tensors import Tensor
@@ -123,7 +124,7 @@ class HttpTransport:
         """The deltas of a generate_stream response."""
         path = f"/v2/models/{self._models.vlm}/generate_stream"
         body = contract.request_json(request, request_id, timeout)
-        with self._client.stream("POST", path, json=body, timeout=timeout) as response:
+        with self._client.stream("POST", path, json=body, timeout=_patience(timeout)) as response:
             if response.status_code != 200:
                 # 400 stands for every fault here; any other status is true.
                 raise _failure(response.status_code, response.read(), known=response.status_code != 400)
@@ -137,7 +138,7 @@ class HttpTransport:
     def _whole(self, request: Request, request_id: str, timeout: float | None) -> Generator[Delta, None, None]:
         """The one delta of an infer response."""
         body, headers = _infer_body(contract.request_tensors(request), request_id, timeout)
-        yield contract.delta_from_raw(self._infer(self._models.unary, body, headers, timeout))
+        yield contract.delta_from_raw(self._infer(self._models.unary, body, headers, _patience(timeout)))
 
     def _infer(
         self, model: str, body: bytes, headers: dict[str, str], timeout: float | None
@@ -184,6 +185,11 @@ def _lines(response: httpx.Response) -> Iterator[bytes]:
         yield from lines
     if rest:
         yield rest
+
+
+def _patience(timeout: float | None) -> float | None:
+    """Seconds to wait for a server that was told to take ``timeout``."""
+    return None if timeout is None else timeout + ON_THE_WAY_S
 
 
 def _infer_body(

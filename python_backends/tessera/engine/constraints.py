@@ -89,26 +89,26 @@ class Constraints:
         self._stop_ids = stop_ids
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: dict[str, Matcher] = {}  # the one used last at the end
+        self._compiled: dict[tuple[str, object], Matcher] = {}  # the one used last at the end
 
     def matcher(self, parameters: SamplingParameters) -> Matcher:
         """At the beginning of an answer. Raises InvalidRequest where none could be constrained as asked.
 
         A text that is new takes milliseconds: not for the thread that steps.
         """
+        name = parameters.constraint
+        assert name is not None, "nothing is constrained"
         if not self._stop_ids:
-            name = parameters.constraint
             raise InvalidRequest(
                 f"{name} needs a checkpoint that names the token that ends an answer; this one does not"
             )
-        text = grammar.grammar(parameters)
-        assert text is not None, "nothing is constrained"
         self.read_vocabulary()
         with self._lock:
-            compiled = self._compiled.pop(text, None)
+            asked = name, getattr(parameters, name)
+            compiled = self._compiled.pop(asked, None)
             if compiled is None or compiled.worn:
-                compiled = self._compile(text, parameters)
-            self._compiled[text] = compiled
+                compiled = self._compile(parameters)
+            self._compiled[asked] = compiled
             if len(self._compiled) > MOST_COMPILED:
                 del self._compiled[next(iter(self._compiled))]
             return compiled.copy()
@@ -119,9 +119,9 @@ class Constraints:
             if self._vocabulary is None and self._stop_ids:
                 self._vocabulary = grammar.tokenizer(self._spelling())
 
-    def _compile(self, text: str, parameters: SamplingParameters) -> Matcher:
+    def _compile(self, parameters: SamplingParameters) -> Matcher:
         assert self._vocabulary is not None
-        compiled = grammar.compiled(text, self._vocabulary, parameters)
+        compiled = grammar.compiled(parameters, self._vocabulary)
         matcher = Matcher(compiled, self._mask(self._stop_ids), min(self._stop_ids))
         if self._tokenizer.strips_space:
             matcher.without(self._spaced)

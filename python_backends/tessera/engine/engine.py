@@ -163,9 +163,9 @@ class Engine:
             self._closed, self._arrived = error, []
         return self.fail_all(error)
 
-    def _check_fits(self, prompt: int, answer: int, limit: str) -> None:
-        """``limit``: what says how long the answer may be."""
-        wanted = f"{prompt} prompt tokens and {limit} {answer}"
+    def _room(self, prompt: int, answer: int) -> int:
+        """Tokens that an answer can have. Raises InvalidRequest where that is less than ``answer``."""
+        wanted = f"{prompt} prompt tokens and {answer} for the answer"
         if prompt + answer > self.max_model_len:
             raise InvalidRequest(
                 f"{wanted} exceed the context of {self.max_model_len} tokens; "
@@ -178,6 +178,7 @@ class Engine:
                 f"{wanted} can never fit the cache of {capacity} tokens; "
                 "ask for less, or give the server more kv_cache_bytes"
             )
+        return min(self.max_model_len, capacity) - prompt
 
     def _new_sequence(self, request: Request) -> Sequence:
         spans = np.asarray(request.spans).reshape(-1, 2)
@@ -191,9 +192,10 @@ class Engine:
         prompt = len(request.input_ids)
         if request.sampling.choices is not None:
             scorer = self._label_scorer(request.sampling.choices)
-            self._check_fits(prompt, scorer.longest_path + 1, "choices of up to")
+            self._room(prompt, scorer.longest_path + 1)
             return LabelSequence(request, scorer, **options)
-        self._check_fits(prompt, request.sampling.max_tokens, "max_tokens")  # before a sequence makes room for so many
+        room = self._room(prompt, request.sampling.least_room)
+        options["max_tokens"] = request.sampling.max_tokens or room
         if request.sampling.constraint is not None:
             return ConstrainedSequence(request, self._constraints.matcher(request.sampling), **options)
         return Sequence(request, **options)

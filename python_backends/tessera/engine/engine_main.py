@@ -14,11 +14,11 @@ import torch
 
 from tessera.engine.cache.embedding_pool import rows_at
 from tessera.engine.engine import Engine
+from tessera.engine.grammar_trial import GrammarTrial
 from tessera.engine.loop import StepLoop
 from tessera.engine.progress import Progress
 from tessera.engine.wire import Cancel, Count, Counts, Ready, Rows, Start, Stop, Submit, Taken, Wire
 from tessera.errors import TesseraError, Unavailable
-from tessera.grammar_trial import GrammarTrial
 
 _LOG = logging.getLogger(__name__)
 # So soon the thread that steps gets the interpreter back from the one that listens; Python's 5 ms are a step.
@@ -66,7 +66,7 @@ class EngineServer:
 
     def _submit(self, message: Submit) -> TesseraError | None:
         try:
-            self._grammar_trial.check(message.request.sampling)  # as preprocess, which not everybody comes through
+            self._grammar_trial.check(message.request.sampling)
             rows = None if message.rows is None else self._opened(message.rows)
             self._engine.submit(replace(message.request, embeddings=rows))
         except TesseraError as error:

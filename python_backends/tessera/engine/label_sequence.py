@@ -52,4 +52,5 @@ class LabelSequence(Sequence):
 
     def _follow(self, path: tuple[int, ...]) -> None:
         self.outputs = list(path)
+        self._make_places()
         self.ids[self.prompt_length : self.known] = self.cache_ids[self.prompt_length : self.known] = path

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from tessera.engine.labels import LabelAnswer
 from tessera.engine.request import Request
 
+_PLACES = 64  # made at a time for an answer's tokens, at first
 NOT_FINITE = -1
 """In a token's place: the model's logits held NaN or an infinity, so there is none."""
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """One chosen token, or NOT_FINITE. ``logprob`` and ``top`` (id, log probability) only where they were asked for.
 
     For a sequence that scores labels the token means nothing, and ``top`` holds its branch's children.
@@ -32,8 +32,10 @@ class Sequence:
 
     Positions count from 0 over prompt and answer. ``computed`` positions have keys and values in ``block_table``
     (counted when their step is planned). ``in_flight`` tokens were planned to be sampled but are not known yet, so
-    that a step may be planned while the one before it still runs. ``identities`` int64 [n] or [n, 1 + axes] is what
-    prefixes are compared by: the ``cache_ids`` int64 [n] and, where the request gave any, the rotary positions.
+    that a step may be planned while the one before it still runs. What follows the prompt has on all of its
+    ``position_axes`` the same rotary position: its place plus ``position_offset``. ``identities`` int64 [n] or
+    [n, 1 + axes] is what prefixes are compared by: the ``cache_ids`` int64 [n] and, where the request gave any, the
+    rotary positions.
     """
 
     rewinds = False  # whether the tokens after the prompt may change again
@@ -50,13 +52,15 @@ class Sequence:
         """``cache_limit``: positions at the front that may be reused by others; None is all. ``image_cache_ids``
         int64: one id a picture row, which stands for the row wherever prefixes are compared. ``cache_salt`` keeps
         apart prefixes whose keys and values differ though their tokens agree. ``stop_ids``: tokens that end the
-        answer. ``max_tokens``: None is the request's.
+        answer. ``max_tokens``: None is the request's, which must then say.
         """
         prompt = np.asarray(request.input_ids)
         spans = np.asarray(request.spans).reshape(-1, 2)
         self.request = request
         self.prompt_length = len(prompt)
-        self.max_tokens = max_tokens or request.sampling.max_tokens
+        most = max_tokens or request.sampling.max_tokens
+        assert most is not None, "nothing says how long the answer may be"
+        self.max_tokens = most
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else seed
         self.stop_ids = frozenset() if request.sampling.ignore_eos else frozenset(stop_ids)
@@ -64,18 +68,18 @@ class Sequence:
             [np.arange(start, start + length) for start, length in spans] or [np.zeros(0, np.int64)]
         )
         self.embeddings = request.embeddings
-        self.ids = np.zeros(self.prompt_length + self.max_tokens, np.int64)
-        self.ids[: self.prompt_length] = prompt
+        self.ids = prompt.astype(np.int64)
         self.ids[self.image_positions] = 0  # their rows come from embeddings; the ids need not be valid
-        self._position_offset = 0
+        self.position_axes, self.position_offset = 1, 0
         self.identities = self.cache_ids = self.ids.copy()
         if request.positions is not None:
-            self._position_offset = int(request.positions.max()) + 1 - self.prompt_length
-            self.identities = np.column_stack([self.ids, self.positions(0, len(self.ids)).T])
+            self.position_axes = len(request.positions)
+            self.position_offset = int(request.positions.max()) + 1 - self.prompt_length
+            self.identities = np.column_stack([self.ids, request.positions.T])
             self.cache_ids = self.identities[:, 0]
         if image_cache_ids is not None:
             self.cache_ids[self.image_positions] = image_cache_ids
-        self.cache_limit = len(self.ids) if cache_limit is None else cache_limit
+        self.cache_limit = self.prompt_length + self.max_tokens if cache_limit is None else cache_limit
         self.cache_salt = cache_salt
         self.outputs: list[int] = []
         self.in_flight = 0
@@ -90,6 +94,7 @@ class Sequence:
         self.error: str | None = None  # why the reason is "error", in words for the client
         self.scheduled_ns = 0
         self.first_token_ns = 0
+        self._make_places()
 
     @property
     def known(self) -> int:
@@ -146,7 +151,8 @@ class Sequence:
 
     def _accept(self, sampled: SampledToken) -> SampledToken | None:
         token = sampled.token_id
-        self.ids[self.known] = self.cache_ids[self.known] = token
+        place = self.known
+        self.ids[place] = self.cache_ids[place] = token
         self.outputs.append(token)
         if token in self.stop_ids and len(self.outputs) >= self.request.sampling.min_tokens:
             self.finish_reason = "stop"
@@ -154,13 +160,25 @@ class Sequence:
             self.finish_reason = "length"
         return sampled
 
-    def positions(self, start: int, end: int) -> np.ndarray:
-        """Rotary positions of [start, end), int64 [axes, end - start]."""
-        given = self.request.positions
-        if given is None:
-            return np.arange(start, end)[None]
-        after = np.arange(max(start, self.prompt_length), end) + self._position_offset
-        return np.concatenate([given[:, start:end], np.broadcast_to(after, (len(given), len(after)))], axis=1)
+    def expect(self) -> None:
+        """A step was planned that samples the next token."""
+        self.in_flight += 1
+        self._make_places()
+
+    def _make_places(self) -> None:
+        """Lengthens the arrays where they end with the planned positions; few answers come near their limit."""
+        start = len(self.ids)
+        if self.prompt_length + len(self.outputs) + self.in_flight < start:  # not self.length: once a token
+            return
+        end = min(self.length + max(len(self.outputs), _PLACES), self.prompt_length + self.max_tokens)
+        new = np.zeros(end - start, np.int64)
+        self.ids = np.concatenate([self.ids, new])
+        if self.request.positions is None:
+            self.identities = self.cache_ids = np.concatenate([self.cache_ids, new])
+        else:
+            after = np.tile(np.arange(start, end) + self.position_offset, (self.position_axes, 1))
+            self.identities = np.concatenate([self.identities, np.column_stack([new, after.T])])
+            self.cache_ids = self.identities[:, 0]
 
     def image_rows(self, start: int, end: int) -> tuple[np.ndarray, slice]:
         """Picture rows inside [start, end): their positions, and which of ``embeddings``' rows they are."""

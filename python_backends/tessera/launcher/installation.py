@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tessera.errors import TesseraError
+from tessera.launcher.patience import LIBRARY, patient
 
 STUB = "triton_python_backend_stub"
 
@@ -106,13 +107,16 @@ def installation_from_wheel(package: Path, version: str, runtime: Path) -> Insta
 
 
 def link_runtime(folder: Path, server: Path, stub: Path) -> None:
-    """Symlinks only: the stub must lie among the Python backend's files, and that folder be writable."""
+    """Symlinks, but for a library: the stub must lie among the Python backend's files, and that folder be writable."""
     backend = folder / "backends" / "python"
     backend.mkdir(parents=True)
     for name in ("bin", "caches"):
         (folder / name).symlink_to(server / name)
+    runs_from_here = not os.statvfs(backend).f_flag & os.ST_NOEXEC  # in a container of Docker's it would not
     for path in (*(server / "backends" / "python").iterdir(), stub):
-        if path.name != "__pycache__":
+        if path.name == LIBRARY and runs_from_here:
+            (backend / path.name).write_bytes(patient(path.read_bytes()))
+        elif path.name != "__pycache__":
             (backend / path.name).symlink_to(path)
 
 

@@ -3,13 +3,13 @@
 A stage takes part if its model has the BYTES input ``PING``: it answers such a request, whatever else it has to do,
 by any response without an error. A long queue or a long forward is no death: a stage is dead when for a whole
 ``timeout_s`` it has neither answered nor completed any other request. The server counts a batch's requests when the
-last of them is answered; in the vision stage that may be a minute later on a CPU, but its rows come and go meanwhile.
+last of them is answered, which may be a minute later on a CPU; a stage that takes batches names, as its parameter
+``SIGN_OF_WORK``, the metric that changes meanwhile.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 from collections.abc import Sequence
@@ -21,8 +21,6 @@ from urllib.request import HTTPHandler, OpenerDirector, Request
 
 SERVER = "tritonserver"  # the name under which the server itself is asked
 QUESTION_TIMEOUT_S = 5.0
-SIGNS_OF_WORK = {"vision_encoder": re.compile(r"^tessera_vision_row_bytes\S* (\S+)", re.MULTILINE)}
-"""What changes on the metrics page while a stage works through a batch."""
 # Asks the server itself, whatever proxy the environment names.
 DIRECTLY = OpenerDirector()
 DIRECTLY.add_handler(HTTPHandler())
@@ -38,11 +36,12 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True)
 class Ping:
-    """One stage's ping as an HTTP request: a POST of ``body``, or a GET for the server itself."""
+    """One stage's ping as an HTTP request: a POST of ``body``, or a GET for the server itself. ``sign``: of work."""
 
     stage: str
     path: str
     body: bytes | None = None
+    sign: str | None = None
 
 
 class Pinger:
@@ -115,9 +114,10 @@ class Pinger:
         statistics = self._json(f"/v2/models/{ping.stage}/stats")["model_stats"]
         count = sum(int(version["inference_stats"]["success"]["count"]) for version in statistics)
         signs: list[str] = []
-        if sign := SIGNS_OF_WORK.get(ping.stage):
+        if ping.sign:
             with suppress(NoAnswer):  # a server may go without its metrics
-                signs = sign.findall(request(self._metrics_url, min(QUESTION_TIMEOUT_S, self._timeout_s)).decode())
+                page = request(self._metrics_url, min(QUESTION_TIMEOUT_S, self._timeout_s)).decode()
+                signs = [line for line in page.splitlines() if line.startswith(ping.sign)]
         return count, signs
 
     def _json(self, path: str) -> Any:
@@ -154,4 +154,5 @@ def ping_of(configuration: dict[str, Any]) -> Ping | None:
         shape = [1, 1] if configuration.get("max_batch_size", 0) > 0 else [1]
         body = {"inputs": [{"name": "PING", "shape": shape, "datatype": "BYTES", "data": ["alive?"]}]}
         path = f"/v2/models/{model}/infer"
-    return Ping(model, path, json.dumps(body).encode())
+    sign = configuration.get("parameters", {}).get("SIGN_OF_WORK", {}).get("string_value")
+    return Ping(model, path, json.dumps(body).encode(), sign)

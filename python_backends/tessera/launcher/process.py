@@ -37,9 +37,6 @@ START_ATTEMPTS = 3
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 WEIGHTS = re.compile(r'^tessera_weight_bytes\{.*?stage="([^"]*)",weights="([^"]*)".*?\} (\S+)', re.M)
 INSTANCE_NUMBERS = re.compile(r"_\d+_\d+$")
-# Linux's number of wait4, and how long tritonserver may sit in it for a stub that lives: a dying one ends at once.
-WAIT4 = {"x86_64": "61", "aarch64": "260"}.get(os.uname().machine)
-ABANDONED_S = 5.0
 
 
 class ServerStartError(TesseraError):
@@ -48,10 +45,6 @@ class ServerStartError(TesseraError):
 
 class ServerCrashed(ServerStartError):
     """tritonserver itself crashed in its start, and no model is known to be at fault."""
-
-
-class ServerHung(ServerCrashed):
-    """tritonserver hangs in its start for a stage that is well."""
 
 
 class Server:
@@ -88,7 +81,6 @@ class Server:
         self._why: str | None = None
         self._stubs: dict[int, str] = {}
         self._unloaded: set[str] = set()
-        self._waited_for: dict[int, float] = {}
         self._runs = 0
         self._aborted = threading.Event()
 
@@ -115,7 +107,7 @@ class Server:
         """Starts the server and returns when every model is ready. The next start has the same ports, picked or not.
 
         A tritonserver that crashes, as it does once in a while for no fault of a model, is started again, up to
-        ``attempts`` starts; one that hangs for a stage that is well is none, until ``ready_timeout_s`` has passed.
+        ``attempts`` starts.
         Raises ConfigError or InstallationError before anything runs, ServerStartError (after cleaning up) when the
         server fails to become ready within ``ready_timeout_s``, or :meth:`abort` was called.
         """
@@ -123,7 +115,7 @@ class Server:
         self.setup = self.options.set_up()
         self.swept = tuple(leftovers.sweep())
         self.crashes = ()
-        asked, deadline = self.options, time.monotonic() + self.options.ready_timeout_s
+        asked = self.options
         while True:
             try:
                 self.options = with_ports(asked, choose_ports(asked))
@@ -133,7 +125,7 @@ class Server:
             except ServerStartError as error:
                 # A picked port was free a moment ago; whoever took it since will not take the next one too.
                 taken = 0 in ports_of(asked) and "already in use" in str(error)
-                attempts -= not (isinstance(error, ServerHung) and time.monotonic() < deadline)
+                attempts -= 1
                 if not attempts or not (taken or isinstance(error, ServerCrashed)):
                     raise
                 if not taken:  # the next attempt puts this one's log aside
@@ -281,9 +273,6 @@ class Server:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._guard.wait(1.0)  # others may fail too
                 raise ServerStartError(self._fail("a model failed to load"))
-            if abandoned := self._abandoned_stub():
-                words = f"tritonserver gave up {abandoned!r}, which got no processor time for a second, and hung"
-                raise ServerHung(self._fail(words))
             if self._services_answer() and (models := self._models()) and all(models.values()):
                 self.models = tuple(sorted(models))
                 self._stubs, self._unloaded = self.stub_pids(), set()
@@ -294,18 +283,6 @@ class Server:
                 return
             time.sleep(0.05)
         raise ServerStartError(self._fail(f"not ready after {self.options.ready_timeout_s:g} s (--ready-timeout)"))
-
-    def _abandoned_stub(self) -> str | None:
-        """The stub that this start hangs for, if it does.
-
-        tritonserver takes a loading stub for dead when a thread of it does not run for a second, as happens on an
-        overloaded machine, and then waits for ever for the end of a process that is well.
-        """
-        awaited, now = waited_for(self.pid), time.monotonic()
-        self._waited_for = {pid: self._waited_for.get(pid, now) for pid in awaited}
-        hung = [pid for pid, since in self._waited_for.items() if now - since > ABANDONED_S]
-        stubs = self.stub_pids() if hung else {}
-        return next((stubs[pid] for pid in hung if pid in stubs), None)
 
     def _services_answer(self) -> bool:
         """Whether the server says it is ready; the metrics service starts last, and its failure ends the server."""
@@ -388,17 +365,6 @@ def command_line(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/cmdline").read_text("utf-8", "replace").split("\0")[:-1]
     except OSError:
         return []
-
-
-def waited_for(pid: int) -> set[int]:
-    """The processes whose end threads of process ``pid`` wait for, each by name."""
-    found = set()
-    for file in Path(f"/proc/{pid}/task").glob("*/syscall"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            number, *arguments = file.read_text().split()
-            if number == WAIT4 and arguments[0] != "0xffffffff":
-                found.add(int(arguments[0], 16))
-    return found
 
 
 def model_of(instance: str) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.family.family import ImagePlan, ModelFamily, View
-from tessera.grammar_trial import GrammarTrial
+from tessera.grammar import grammar
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
 from tessera.preprocess.resize_cpu import use_one_thread
 from tessera.preprocess.settings import PreprocessSettings
@@ -30,7 +30,6 @@ class TritonPythonModel:
         settings = stage.read(PreprocessSettings)
         use_one_thread(settings.resize)
         self._preprocessor = Preprocessor.from_checkpoint(stage.checkpoint, settings)
-        self._grammar_trial = GrammarTrial()
         # The config `tensorrt` has pictures leave as whole tiles.
         whole = "TILES" in stage.outputs
         self._blank_tile = _blank_tile(self._preprocessor.family, settings.gpu_pixels) if whole else None
@@ -47,9 +46,9 @@ class TritonPythonModel:
             deadline = deadline_ns(request, sampling, received)
             # The engine checks all of it again, but would refuse only after all the other work.
             parameters = SamplingParameters.parse(sampling)
-            self._grammar_trial.check(parameters)
+            grammar(parameters)  # read; the engine compiles it
             prepared = self._preprocessor(read_request(request, sampling))
-            self._check_room(len(prepared.input_ids), parameters.max_tokens)
+            self._check_room(len(prepared.input_ids), parameters.least_room)
         except Exception as error:
             return error_response("preprocess", error)
         outputs = self._outputs(prepared, deadline, received)
@@ -61,7 +60,7 @@ class TritonPythonModel:
         context = self._preprocessor.prompts.context_length
         if prompt + answer > context:
             raise InvalidRequest(
-                f"{prompt} prompt tokens and max_tokens {answer} exceed the context of {context} tokens; "
+                f"{prompt} prompt tokens and {answer} for the answer exceed the context of {context} tokens; "
                 "shorten the prompt, use fewer or smaller images or lower max_tokens"
             )
 

@@ -9,10 +9,11 @@ from paged_fakes import PagedBatch, close, shape_of
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from tessera.engine.kernels.varlen_prefill import PrefillPlan, default_plan, prefill_attention, prefill_tiles
+from tessera.attention_plan import AttentionPlan
+from tessera.engine.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-SMALL = PrefillPlan(rows=16, tokens=16, warps=4, stages=2)
+SMALL = AttentionPlan(rows=16, tokens=16, warps=4, stages=2)
 # (count, context): around the edges of blocks and tiles, single queries, cached prefixes of any length.
 PIECES = [(5, 5), (1, 1), (1, 40), (20, 20), (33, 97), (16, 32), (17, 65), (64, 64), (3, 131)]
 
@@ -24,7 +25,7 @@ def batch_of(pieces, dtype, device, generator, group=7, index=torch.int32, fp8=F
 
 def attended(batch, plan=None, out=None):
     cut = plan or default_plan(batch.shape.head_dim, batch.q.dtype)
-    queries = cut.queries(batch.shape.heads // batch.shape.kv_heads)
+    queries = cut.rows // (batch.shape.heads // batch.shape.kv_heads)
     tiles = torch.from_numpy(prefill_tiles(batch.counts, batch.contexts, queries)).to(batch.q.device)
     return prefill_attention(
         batch.q,
@@ -55,7 +56,7 @@ def test_a_cache_in_fp8(dtype, device, generator, head_dim):
 
 
 @pytest.mark.parametrize(
-    "plan", [SMALL, PrefillPlan(rows=32, tokens=64, warps=4, stages=3), PrefillPlan(64, 32, 4, 2, registers=168)]
+    "plan", [SMALL, AttentionPlan(rows=32, tokens=64, warps=4, stages=3), AttentionPlan(64, 32, 4, 2, registers=168)]
 )
 def test_any_plan(half, device, generator, plan):
     batch = batch_of(PIECES[:7], half, device, generator, kv_heads=1)

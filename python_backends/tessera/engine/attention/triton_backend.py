@@ -101,7 +101,7 @@ class TritonBackend(AttentionBackend):
         super().__init__(shape, storage)
         self._device = storage.keys[0].device
         plan = default_plan(shape.head_dim, storage.dtype)
-        self._tile_queries = plan.queries(shape.heads // shape.kv_heads)
+        self._tile_queries = plan.rows // (shape.heads // shape.kv_heads)
         self.whole_from: int | None = None
         self._processors = 1
         if self._device.type == "cuda":

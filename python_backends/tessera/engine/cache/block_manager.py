@@ -64,6 +64,8 @@ class BlockManager:
 
     def commit(self, sequence: Sequence) -> None:
         """Makes the sequence's full, computed blocks findable. The step that writes them must be planned."""
+        if sequence.computed // self.block_size <= sequence.committed:
+            return
         positions = min(sequence.computed, sequence.known, sequence.cache_limit)
         for number in range(sequence.committed, positions // self.block_size):
             parent, key, ids = self._identity(sequence, number)

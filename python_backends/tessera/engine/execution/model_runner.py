@@ -121,7 +121,7 @@ class ModelRunner:
             packed = self._pack(batch)
             rows = [SamplingRow.of(sequence) for sequence in batch.sampling]
             graphs = self._graphs if self._graphs is not None and self._graphs.fits(packed) else None
-            if graphs is None or not _decodes(batch):
+            if graphs is None or not packed.decodes:
                 sampled = self._sample(self._forward(packed, batch), batch, rows, started)
             elif all(row.plain for row in rows):
                 self._histories.forget()
@@ -197,11 +197,6 @@ def load_model(checkpoint: CheckpointConfig, config: EngineConfig) -> Qwen2:
         tensors = ((ours, source.get(stored)) for stored, ours in names.items())
         fill("the text model", model.targets(set(names.values())), tensors)
     return model
-
-
-def _decodes(batch: ScheduledBatch) -> bool:
-    """Whether each sequence continues its answer by one token."""
-    return all(span.samples and span.count == 1 and span.start >= span.sequence.prompt_length for span in batch.spans)
 
 
 def model_dtype(name: str, device: torch.device) -> torch.dtype:

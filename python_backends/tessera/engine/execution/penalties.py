@@ -11,7 +11,6 @@ presence and frequency penalties. A picture is one token that equals no other.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceType
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,20 +21,13 @@ from tessera.engine.sequence import Sequence
 from tessera.engine.transfer import to_device
 
 _LEAST_WIDTH = 256
+_SPARE = 4
 _SMALLEST = 1e-30  # of repetition penalties; below it logits would overflow
 
 
-@dataclass(frozen=True)
-class _Line:
-    """Where a sequence's tokens stand, how many are its prompt's, and how many of its answer's the next step finds."""
-
-    slot: int
-    prompt: int
-    answer: int
-
-    @property
-    def length(self) -> int:
-        return self.prompt + self.answer
+# A line's numbers: where the sequence's tokens stand, how many are its prompt's, how many of its answer's the next step
+# finds, and the size of n-grams that it may not repeat.
+_SLOT, _PROMPT, _ANSWER, _SIZE = range(4)
 
 
 class Histories:
@@ -50,40 +42,44 @@ class Histories:
         # equal the line's last ones. Places from n on mean nothing.
         self.tokens = torch.zeros((max_sequences, 0), dtype=torch.int32, device=device)
         self.echoes = torch.zeros_like(self.tokens)
-        self._lines: dict[int, _Line] = {}  # by id(sequence), those of the step before
+        self._before: dict[int, int] = {}  # by id(sequence), the lines of the step before
+        self._lines = np.zeros((1, 4), np.int64)
+        self._amounts = np.zeros((1, 3), np.float32)  # repetition, frequency, presence
 
     def select(self, sequences: SequenceType[Sequence]) -> Penalties | None:
         """The penalties of a step that samples a token for each of these; None when none asks for any.
 
         It must be called for every step that samples, in order.
         """
-        before, self._lines = self._lines, {}
+        before, self._before = self._before, {}
         asking = [place for place, sequence in enumerate(sequences) if sequence.request.sampling.penalized]
         if not asking:
             return None
-        lines: dict[int, _Line] = {}  # by place
-        for place in asking:
-            line = before.get(id(sequences[place]))
-            if line is not None and line.answer == sequences[place].place:
-                lines[place] = line
-        free = sorted(set(range(len(self.tokens))) - {line.slot for line in lines.values()}, reverse=True)
-        new = {place: history(sequences[place]) for place in asking if place not in lines}
-        for place, tokens in new.items():
-            answer = len(sequences[place].outputs)
-            assert answer == sequences[place].place, "a token in flight that the step before did not sample"
-            lines[place] = _Line(free.pop(), len(tokens) - answer, answer)
-        self._widen(max(line.length for line in lines.values()) + 1)
-        if new:
-            ngrams = [sequences[place].request.sampling.no_repeat_ngram_size > 1 for place in new]
-            self._write([lines[place].slot for place in new], list(new.values()), ngrams)
-        for place, line in lines.items():
-            self._lines[id(sequences[place])] = replace(line, answer=line.answer + 1)
-        asked = [sequences[place].request.sampling for place in asking]
-        return Penalties(self, asking, [lines[place] for place in asking], asked)
+        asked = [sequences[place] for place in asking]
+        found = np.array([before.get(id(sequence), -1) for sequence in asked])
+        places = np.array([sequence.place for sequence in asked])
+        lines, amounts = self._lines[found], self._amounts[found]
+        begins = (found < 0) | (lines[:, _ANSWER] != places)
+        histories = [history(asked[number]) for number in np.flatnonzero(begins)]
+        if histories:
+            new = [asked[number] for number in np.flatnonzero(begins)]
+            answers = [len(sequence.outputs) for sequence in new]
+            assert answers == places[begins].tolist(), "a token in flight that the step before did not sample"
+            prompts = [len(tokens) - answer for tokens, answer in zip(histories, answers)]
+            free = np.setdiff1d(np.arange(len(self.tokens)), lines[~begins, _SLOT])[: len(new)]
+            sizes = [sequence.request.sampling.no_repeat_ngram_size for sequence in new]
+            lines[begins] = np.stack([free, prompts, answers, sizes], axis=1)
+            amounts[begins] = [_amounts(sequence.request.sampling) for sequence in new]
+        self._widen(int((lines[:, _PROMPT] + places).max()) + 1)
+        if histories:
+            self._write(lines[begins], histories)
+        self._before = {id(sequence): number for number, sequence in enumerate(asked)}
+        self._lines, self._amounts = lines + np.eye(4, dtype=np.int64)[_ANSWER], amounts
+        return Penalties(self, asking, lines, amounts)
 
     def forget(self) -> None:
         """For a step that samples without penalties."""
-        self._lines = {}
+        self._before = {}
 
     def _widen(self, width: int) -> None:
         more = width - self.tokens.shape[1]
@@ -91,15 +87,14 @@ class Histories:
             more = max(_LEAST_WIDTH, 1 << (width - 1).bit_length()) - self.tokens.shape[1]
             self.tokens, self.echoes = pad(self.tokens, (0, more)), pad(self.echoes, (0, more))
 
-    def _write(self, slots: list[int], histories: list[np.ndarray], ngrams: list[bool]) -> None:
-        """``ngrams``: whose echoes matter."""
+    def _write(self, lines: np.ndarray, histories: list[np.ndarray]) -> None:
         width = max(map(len, histories))
-        lines = np.zeros((2, len(slots), width), np.int32)
+        written = np.zeros((2, len(lines), width), np.int32)
         for number, tokens in enumerate(histories):
-            lines[0, number, : len(tokens)] = tokens
-            if ngrams[number]:
-                lines[1, number, : len(tokens)] = echoes(tokens)
-        where, (tokens, matches) = to_device(np.array(slots), self.device), to_device(lines, self.device)
+            written[0, number, : len(tokens)] = tokens
+            if lines[number, _SIZE] > 1:  # else its echoes do not matter
+                written[1, number, : len(tokens)] = echoes(tokens)
+        where, (tokens, matches) = to_device(lines[:, _SLOT], self.device), to_device(written, self.device)
         self.tokens[where, :width] = tokens
         self.echoes[where, :width] = matches
 
@@ -107,40 +102,26 @@ class Histories:
 class Penalties:
     """One step's: :meth:`applied` before its tokens are chosen, :meth:`append` afterwards."""
 
-    def __init__(
-        self, histories: Histories, places: list[int], lines: list[_Line], parameters: list[SamplingParameters]
-    ) -> None:
-        """``places``: which of the step's rows ask for penalties; ``lines`` and ``parameters`` are these ones'."""
+    def __init__(self, histories: Histories, places: list[int], lines: np.ndarray, amounts: np.ndarray) -> None:
+        """``places``: which of the step's rows ask for penalties; ``lines`` and ``amounts`` are these ones'."""
         device = histories.device
-        numbers = np.array(
-            [
-                (place, line.slot, line.length, line.prompt, asked.no_repeat_ngram_size)
-                for place, line, asked in zip(places, lines, parameters)
-            ],
-            np.int64,
-        )
-        amounts = np.array(
-            [
-                (max(asked.repetition_penalty, _SMALLEST), asked.frequency_penalty, asked.presence_penalty)
-                for asked in parameters
-            ],
-            np.float32,
-        )
+        lengths = lines[:, _PROMPT] + lines[:, _ANSWER]
+        numbers = np.stack([places, lines[:, _SLOT], lengths, lines[:, _PROMPT], lines[:, _SIZE]])
         self._histories = histories
-        self._width = max(line.length for line in lines)
-        self._counts = any(asked.frequency_penalty or asked.presence_penalty for asked in parameters)
-        self._ngrams = any(asked.no_repeat_ngram_size for asked in parameters)
-        self._places, self._slots, self._lengths, self._prompts, self._sizes = to_device(numbers.T, device)
+        self._width = int(lengths.max())
+        self._counts = bool(amounts[:, 1:].any())
+        self._ngrams = bool(lines[:, _SIZE].any())
+        self._places, self._slots, self._lengths, self._prompts, self._sizes = to_device(numbers, device)
         self._repetition, self._frequency, self._presence = to_device(amounts.T, device)[:, :, None]
         self._tokens = histories.tokens[self._slots, : self._width].long()
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
         """logits of any float dtype [m, vocabulary] -> float32, changed for the rows that ask for it."""
-        logits = logits.float()
-        vocabulary = logits.shape[1]
-        # One column more than there are tokens: what is no token points there.
-        scores = pad(logits[self._places], (0, 1))
-        tokens = self._tokens
+        tokens, vocabulary = self._tokens, logits.shape[1]
+        everybody = len(tokens) == len(logits)
+        # Columns beyond the tokens': what is no token points there. So many keep the rows aligned.
+        scores = logits.new_empty((len(tokens), vocabulary + _SPARE), dtype=torch.float32)
+        scores[:, :vocabulary] = logits if everybody else logits[self._places]
         at = torch.arange(self._width, device=logits.device)
         known = (tokens >= 0) & (at < self._lengths[:, None])
         index = torch.where(known, tokens, vocabulary)
@@ -159,7 +140,11 @@ class Penalties:
             echoes = self._histories.echoes[self._slots, : self._width]
             repeats = known & (sizes > 0) & (echoes >= sizes - 1)
             scores.scatter_(1, torch.where(repeats, tokens, vocabulary), float("-inf"))
-        logits[self._places] = scores[:, :vocabulary]
+        changed = scores[:, :vocabulary]
+        if everybody:  # a batch's logits are large: nobody else's are copied, nor these once more
+            return changed
+        logits = logits.float()
+        logits[self._places] = changed
         return logits
 
     def append(self, chosen: torch.Tensor) -> None:
@@ -171,6 +156,10 @@ class Penalties:
             same = self._tokens == chosen[:, None]
             histories.echoes[self._slots, 1 : width + 1] = longer.where(same, 0)
         histories.tokens[self._slots, self._lengths] = chosen.int()
+
+
+def _amounts(asked: SamplingParameters) -> tuple[float, float, float]:
+    return max(asked.repetition_penalty, _SMALLEST), asked.frequency_penalty, asked.presence_penalty
 
 
 def history(sequence: Sequence) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence as SequenceType
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,7 @@ from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
 from tessera.engine.transfer import Moment, to_device, to_host
 
 
-@dataclass(frozen=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """What one token needs: parameters, the seed, its place in the answer, and tokens that it may not be.
 
     ``children``: tokens whose log probabilities are asked for instead, where labels are scored. ``mask``: the tokens
@@ -32,16 +31,16 @@ class SamplingRow:
     place: int
     forbidden: frozenset[int] = frozenset()
     children: tuple[int, ...] = ()
-    mask: np.ndarray | None = field(default=None, compare=False)
+    mask: np.ndarray | None = None
 
     @classmethod
     def of(cls, sequence: Sequence) -> SamplingRow:
         """The row of a sequence's token that is in flight; while it is short of min_tokens it may not stop."""
         parameters = sequence.request.sampling
-        mask = sequence.mask  # which knows of min_tokens
-        short = sequence.place < parameters.min_tokens and mask is None
+        place, mask = sequence.place, sequence.mask  # which knows of min_tokens
+        short = place < parameters.min_tokens and mask is None
         forbidden = sequence.stop_ids if short else frozenset()
-        return cls(parameters, sequence.seed, sequence.place, forbidden, sequence.children, mask)
+        return cls(parameters, sequence.seed, place, forbidden, sequence.children, mask)
 
     @property
     def plain(self) -> bool:

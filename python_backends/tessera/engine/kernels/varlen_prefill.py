@@ -7,40 +7,21 @@ that a group of 7 heads shares each key read and 18 queries fill 126 of 128 rows
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from tessera.attention_plan import AttentionPlan
 from tessera.engine.kernels.paged_decode import check_cache, load_rows
 
 
-@dataclass(frozen=True)
-class PrefillPlan:
-    """How a program is cut: all powers of two but stages and registers.
-
-    ``rows`` (queries x heads of a group) and ``tokens`` of a tile, at least 16 both; ``warps``; ``stages`` of the
-    pipeline of loads; ``registers`` a thread may take at most, None for what the compiler likes.
-    """
-
-    rows: int
-    tokens: int
-    warps: int
-    stages: int
-    registers: int | None = None
-
-    def queries(self, group: int) -> int:
-        """Queries of one tile where ``group`` query heads share a key head."""
-        return self.rows // group
-
-
-def default_plan(head_dim: int, dtype: torch.dtype) -> PrefillPlan:
+def default_plan(head_dim: int, dtype: torch.dtype) -> AttentionPlan:
     """The plan for an H200: rows of up to 256 bytes get the large tiles."""
     if head_dim * dtype.itemsize > 256:
-        return PrefillPlan(rows=64, tokens=32, warps=4, stages=2)
-    return PrefillPlan(rows=128, tokens=64, warps=8, stages=3)
+        return AttentionPlan(rows=64, tokens=32, warps=4, stages=2)
+    return AttentionPlan(rows=128, tokens=64, warps=8, stages=3)
 
 
 def prefill_tiles(counts: np.ndarray, contexts: np.ndarray, queries: int) -> np.ndarray:
@@ -68,7 +49,7 @@ def prefill_attention(
     tiles: torch.Tensor,
     scale: float,
     out: torch.Tensor,
-    plan: PrefillPlan | None = None,
+    plan: AttentionPlan | None = None,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -77,7 +58,7 @@ def prefill_attention(
     ``keys``, ``values`` [num_blocks, block_size, kv_heads, head_dim]. ``rows``, ``counts``, ``contexts`` integer
     [p]: piece i's queries are the packed rows [rows[i], rows[i] + counts[i]) and stand at the last counts[i] of
     positions [0, contexts[i]); each sees its own position and those before it. ``blocks`` integer [most, p]: block j
-    of piece i is blocks[j, i]. ``tiles`` integer [t, 2], contiguous, is :func:`prefill_tiles` with ``queries(group)``
+    of piece i is blocks[j, i]. ``tiles`` integer [t, 2], contiguous, is :func:`prefill_tiles` with ``rows // group``
     of the same plan, or of :func:`default_plan`; tiles behind a piece's end do nothing. ``scale`` is positive. Rows of
     no piece are left as they are.
     A cache in e4m3 is multiplied by ``key_scales`` and ``value_scales`` float32 [num_blocks, block_size, kv_heads].
@@ -114,11 +95,7 @@ def prefill_attention(
             HEAD_DIM=head_dim,
             COLUMNS=triton.next_power_of_2(head_dim),
             BLOCK_SIZE=block_size,
-            ROWS=plan.rows,
-            TOKENS=plan.tokens,
-            num_warps=plan.warps,
-            num_stages=plan.stages,
-            maxnreg=plan.registers,
+            **plan.launch,
         )
     return out
 

@@ -85,7 +85,7 @@ class Scheduler:
             taken.append((sequence, sequence.take(token)))
             if sequence.finished:
                 self._remove(sequence)
-            else:
+            elif sequence.rewinds:
                 self.blocks.shrink(sequence)
         return taken
 
@@ -167,7 +167,8 @@ class Scheduler:
         sequence.computed += count
         samples = sequence.computed == sequence.length
         self.blocks.commit(sequence)
-        sequence.in_flight += samples
+        if samples:
+            sequence.expect()
         return ScheduledSpan(sequence, start, start + count, samples)
 
     @staticmethod

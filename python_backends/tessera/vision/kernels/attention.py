@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from tessera.attention_plan import AttentionPlan
 from tessera.fp8.rows import Fp8Rows
+from tessera.vision.kernels.hopper_plans import HopperPlan
 from tessera.vision.kernels.upload import uploaded
-
-if TYPE_CHECKING:
-    from tessera.vision.kernels.hopper_plans import HopperPlan
-    from tessera.vision.kernels.varlen_attention import AttentionPlan
 
 # The kernels that torch has for GPUs, without the one that writes all scores to memory.
 BACKENDS = {
@@ -83,7 +81,6 @@ def attend_in_torch(lengths: Sequence[int], device: torch.device) -> Attend:
 
 def attend_in_triton(lengths: Sequence[int], device: torch.device, plan: AttentionPlan | HopperPlan) -> Attend:
     """:data:`Within` by a kernel of ours."""
-    from tessera.vision.kernels.hopper_plans import attention_by
     from tessera.vision.kernels.varlen_attention import query_tiles
 
     attention = attention_by(plan)
@@ -95,9 +92,19 @@ def attend_in_triton(lengths: Sequence[int], device: torch.device, plan: Attenti
     return attend_pictures
 
 
+def attention_by(plan: AttentionPlan | HopperPlan) -> Callable[..., torch.Tensor]:
+    """varlen_attention, or hopper_attention. ImportError where there is no Triton, or none with Gluon."""
+    if isinstance(plan, HopperPlan):
+        from tessera.vision.kernels.hopper_attention import hopper_attention
+
+        return hopper_attention
+    from tessera.vision.kernels.varlen_attention import varlen_attention
+
+    return varlen_attention
+
+
 def plans_of_ours(device: torch.device) -> dict[str, AttentionPlan | HopperPlan]:
     """Of attend_in_triton, by name; the more on a Hopper GPU."""
-    from tessera.vision.kernels.hopper_plans import HopperPlan
     from tessera.vision.kernels.varlen_attention import PLANS
 
     plans: dict[str, AttentionPlan | HopperPlan] = {f"triton {plan}": plan for plan in PLANS}

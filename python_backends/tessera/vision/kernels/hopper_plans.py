@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import torch
-
-if TYPE_CHECKING:
-    from tessera.vision.kernels.varlen_attention import AttentionPlan
 
 
 @dataclass(frozen=True)
@@ -29,14 +22,3 @@ class HopperPlan:
 
     def __str__(self) -> str:
         return f"{self.rows}/{self.tokens}/{self.warps}/{self.stages}"
-
-
-def attention_by(plan: AttentionPlan | HopperPlan) -> Callable[..., torch.Tensor]:
-    """varlen_attention, or hopper_attention. ImportError where there is no Triton, or none with Gluon."""
-    if isinstance(plan, HopperPlan):
-        from tessera.vision.kernels.hopper_attention import hopper_attention
-
-        return hopper_attention
-    from tessera.vision.kernels.varlen_attention import varlen_attention
-
-    return varlen_attention

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,28 +16,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tessera.attention_plan import AttentionPlan
+
 _LEAST = 16  # values of a matrix unit's products
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """How a program is cut.
-
-    ``rows`` (queries) and ``tokens`` (keys) of a tile, powers of two of at least 16; ``warps``; ``stages`` of the
-    pipeline of loads; ``registers`` a thread may take at most, None for what the compiler likes.
-    """
-
-    rows: int
-    tokens: int
-    warps: int
-    stages: int
-    registers: int | None = None
-
-    def __str__(self) -> str:
-        limit = "" if self.registers is None else f"/{self.registers}"
-        return f"{self.rows}/{self.tokens}/{self.warps}/{self.stages}{limit}"
-
-
 #: those that were the fastest on an H200 for some lengths
 PLANS = (AttentionPlan(128, 64, 4, 3), AttentionPlan(128, 128, 8, 2), AttentionPlan(64, 64, 4, 3))
 
@@ -103,11 +83,7 @@ def varlen_attention(
         heads * size,
         WIDE=wide,
         TAIL=tail,
-        ROWS=plan.rows,
-        TOKENS=plan.tokens,
-        num_warps=plan.warps,
-        num_stages=plan.stages,
-        maxnreg=plan.registers,
+        **plan.launch,
     )
     return out
 

@@ -12,12 +12,13 @@ from typing import Protocol
 
 import torch
 
+from tessera.attention_plan import AttentionPlan
 from tessera.cuda_graphs import record
-from tessera.vision.kernels.attention import Attend
-from tessera.vision.kernels.hopper_plans import HopperPlan, attention_by
+from tessera.vision.kernels.attention import Attend, attention_by
+from tessera.vision.kernels.hopper_plans import HopperPlan
 from tessera.vision.kernels.tower_kernels import TowerKernels
 from tessera.vision.kernels.upload import uploaded
-from tessera.vision.kernels.varlen_attention import AttentionPlan, query_tiles
+from tessera.vision.kernels.varlen_attention import query_tiles
 from tessera.vision.towers.tower import Forward, Wires
 
 #: patches of a forward that is worth a graph: beyond them an H200's kernels take longer than a host's launches

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tessera import grammar
+from tessera.engine.grammar_trial import GrammarTrial
 from tessera.errors import InvalidRequest
-from tessera.grammar_trial import GrammarTrial
 from tessera.sampling import SamplingParameters
 
 # Each alone is quick; all together would take minutes.

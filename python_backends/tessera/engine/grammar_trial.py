@@ -40,7 +40,7 @@ class GrammarTrial:
     def _try(self, *forms: Any) -> None:
         parameters = SamplingParameters(**dict(zip(_FORMS, forms)))
         if self._process is None or self._process.poll() is not None:
-            self._process, self._connection = own_process.start("tessera.grammar_trial")
+            self._process, self._connection = own_process.start("tessera.engine.grammar_trial")
             self._connection.recv()  # ready
         assert self._connection is not None
         try:

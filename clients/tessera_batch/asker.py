@@ -1,0 +1,146 @@
+"""One row's question to servers that may go away under it: :class:`Asker`.
+
+A row that fails asks whether its server is in order, by a question of one word. Where it is, the failure is the row's
+own (or the server was busy, or another of several servers has answered). Where it is not, the row waits for it and is
+asked again. A row that was under way each of several times that a server went away is asked alone, so that one that
+kills servers is told from those beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from tessera_client import Answer, AsyncClient, Retry
+from tessera_wire.errors import (
+    Cancelled,
+    ConnectionFailed,
+    DeadlineExceeded,
+    InvalidRequest,
+    ServerError,
+    TesseraClientError,
+    Unavailable,
+)
+
+SUSPECT = 3  # times that a server went away under a row before it is asked alone
+ALONE = 2  # times that it is then asked
+BEGINNINGS = 3  # looks, and one for each server, before a job that has not begun ends
+TRIES = 2  # of a row that fails on a server in order
+PAUSE_S = 0.25  # between two looks at servers that are away
+BUSY = Retry()
+
+
+class Away(Exception):
+    """No server came back in time; ``error`` is the last that was met."""
+
+    def __init__(self, error: TesseraClientError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Asker:
+    """Asks through a client that does not retry.
+
+    Args:
+        patience: seconds that servers may be away.
+        servers: how many there are.
+    """
+
+    def __init__(self, client: AsyncClient, patience: float, servers: int = 1) -> None:
+        self._client, self._patience, self._servers = client, patience, servers
+        self._looking: asyncio.Task[bool] | None = None
+        self._under_way = 0
+        self._idle = asyncio.Event()  # nothing is under way
+        self._alone = asyncio.Lock()
+
+    async def begin(self) -> None:
+        """Raises what the servers say if none is in order."""
+        for left in reversed(range(self._servers + BEGINNINGS)):
+            try:
+                await self._look()
+                return
+            except TesseraClientError:
+                if not left:
+                    raise
+                await asyncio.sleep(PAUSE_S)
+
+    async def ask(self, images: Sequence[bytes], question: str, options: Mapping[str, Any]) -> Answer:
+        """The answer. Raises the row's own error, or Away."""
+        began, went_away = time.monotonic(), 0
+        for attempt in count(1):
+            try:
+                return await self._ask_beside_others(images, question, options)
+            except TesseraClientError as error:
+                if await self._went_away(error):
+                    began, went_away = time.monotonic(), went_away + 1
+                    if went_away == SUSPECT:
+                        break
+                elif isinstance(error, (Unavailable, ConnectionFailed)):
+                    delay = BUSY.delay(min(attempt, BUSY.attempts - 1), error)
+                    if delay is None or time.monotonic() - began > self._patience:
+                        raise Away(error) from error
+                    await asyncio.sleep(delay)
+                elif isinstance(error, InvalidRequest) or attempt >= TRIES:
+                    raise
+        return await self._ask_alone(images, question, options)
+
+    async def _ask_beside_others(self, images: Sequence[bytes], question: str, options: Mapping[str, Any]) -> Answer:
+        if self._alone.locked():
+            async with self._alone:
+                pass
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            return await self._whole(images, question, options)
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+
+    async def _ask_alone(self, images: Sequence[bytes], question: str, options: Mapping[str, Any]) -> Answer:
+        async with self._alone:
+            if self._under_way:
+                await self._idle.wait()
+            for _ in range(ALONE):
+                try:
+                    return await self._whole(images, question, options)
+                except TesseraClientError as error:
+                    if not await self._went_away(error) and not isinstance(error, (Unavailable, ConnectionFailed)):
+                        raise
+                    last = error
+        raise ServerError(
+            f"a server went away each of {SUSPECT + ALONE} times that this was asked, at last {ALONE} times with "
+            f"nothing beside it: {last.message}"
+        )
+
+    async def _whole(self, images: Sequence[bytes], question: str, options: Mapping[str, Any]) -> Answer:
+        answer = await self._client.ask(list(images), question, **options)
+        if answer.finish_reason == "deadline":
+            raise DeadlineExceeded("the server had no time left for the whole answer", "give a longer --timeout")
+        if answer.finish_reason == "cancelled":  # by somebody else, or by a server that stops
+            raise Cancelled("the server cancelled the request")
+        return answer
+
+    async def _went_away(self, error: TesseraClientError) -> bool:
+        """Returns when a server is in order; whether it was not at first. Raises Away."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(self._wait_for_server(error))
+        return await asyncio.shield(self._looking)
+
+    async def _wait_for_server(self, error: TesseraClientError) -> bool:
+        started, away = time.monotonic(), False
+        while True:
+            try:
+                await self._look()
+                return away
+            except TesseraClientError as met:
+                away = True
+                if time.monotonic() - started > self._patience:
+                    raise Away(met) from error
+            await asyncio.sleep(PAUSE_S)
+
+    async def _look(self) -> None:
+        await self._client.ask(None, "Hello", max_tokens=1)

@@ -1,0 +1,270 @@
+"""A job: the rows of a source that have no result yet, asked; see the package for the data's way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tessera_batch.asker import Asker, Away
+from tessera_batch.journal import Journal, rewrite
+from tessera_batch.rows import Row, Source, without_priority
+from tessera_batch.survey import Survey
+from tessera_client import Answer, AsyncClient, Retry
+from tessera_client.pictures import encode_image
+from tessera_wire.address import addresses
+from tessera_wire.errors import InvalidRequest, TesseraClientError
+
+AHEAD = 64  # rows that are read at a time
+FILES = 8  # threads that read pictures
+SYNC_S = 1.0
+REPORT_S = 0.1
+LONGEST_ERROR = 400  # characters
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the rows.
+
+    ``kept`` were over before this run, of which ``answered`` and ``failed`` are; ``same`` of the answered took another
+    row's answer. ``errors``: rows of all the results that have no answer. ``pictures``: of this run's rows.
+    ``seconds``: of asking alone.
+    """
+
+    rows: int = 0
+    kept: int = 0
+    answered: int = 0
+    failed: int = 0
+    same: int = 0
+    errors: int = 0
+    pictures: int = 0
+    seconds: float = 0.0
+    first_error: str = ""
+
+    def speed(self, seconds: float) -> str:
+        """How fast this run's rows were, in pictures where they have any."""
+        count, what = (self.pictures, "pictures") if self.pictures else (self.answered + self.failed, "rows")
+        return f"{count / max(seconds, 1e-9):.1f} {what}/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a job runs.
+
+    Args:
+        url: of one server or several, as for :class:`tessera_client.Client`.
+        timeout: seconds a request may take.
+        concurrency: rows under way at a time.
+        in_order: results as the source has its rows, not as they came.
+        again: asks rows again that failed in an earlier run.
+        patience: seconds that all servers may be away.
+    """
+
+    url: str
+    timeout: float | None = 120.0
+    concurrency: int = 64
+    in_order: bool = False
+    again: bool = False
+    patience: float = 600.0
+
+    def client(self) -> AsyncClient:
+        """One that leaves trying again to the :class:`Asker`."""
+        return AsyncClient(self.url, timeout=self.timeout, retry=Retry(attempts=1))
+
+    def asker(self, client: AsyncClient) -> Asker:
+        return Asker(client, self.patience, len(addresses(self.url)))
+
+
+class Job:
+    """Rows into ``out``: a .jsonl that grows, or a .parquet that is written at the end and has its journal beside it
+    until then. ``progress`` is called with the number of rows that are over, of all rows, and how fast they go."""
+
+    def __init__(
+        self,
+        source: Source,
+        out: Path,
+        settings: Settings,
+        progress: Callable[[int, int, str], None] = lambda done, total, rate: None,
+    ) -> None:
+        self._table = out.suffix == ".parquet"
+        if self._table:
+            import tessera_batch.table  # noqa: F401  # says now that pyarrow is missing, not after the last row
+        elif out.suffix != ".jsonl":
+            raise InvalidRequest(f"results cannot be written as {out.name}", "let it end in .jsonl or .parquet")
+        if out.resolve() == source.path.resolve():
+            raise InvalidRequest(f"{out} is where the rows come from", "give another -o")
+        self.source, self.settings = source, settings
+        self._out, self._progress = out, progress
+        self.journal = out.with_name(f"{out.name}.jsonl") if self._table else out
+        """Where the results are until all rows are over."""
+        self.tally = Tally()
+
+    def run(self) -> Tally:
+        """Asks what has no result yet.
+
+        Raises InvalidRequest for rows that are none, ConnectionFailed or Unavailable where servers stay away, OSError
+        where results cannot be written; what is over then stays, and the next run goes on from there.
+        """
+        self._take_up()
+        with closing(Journal(self.journal)) as self._lines:
+            self._survey = Survey(self.source, self._lines)
+            self.tally.rows, self.tally.errors = len(self._survey.places), self._survey.errors
+            self.tally.kept = int((self._survey.places >= 0).sum())
+            if self.tally.kept < self.tally.rows:
+                try:
+                    asyncio.run(self._ask_all())
+                except Away as away:
+                    raise away.error from away
+            self._lines.sync()
+            self._finish()
+        return self.tally
+
+    def _take_up(self) -> None:
+        """What an earlier run left becomes the journal that this one goes on with."""
+        self.journal.parent.mkdir(parents=True, exist_ok=True)
+        if self._table and self._out.exists() and not self.journal.exists():
+            from tessera_batch.table import read_table
+
+            rewrite(self.journal, read_table(self._out))
+        if self.settings.again and self.journal.exists():
+            with closing(Journal(self.journal)) as lines:
+                Survey(self.source, lines)  # which refuses another job's
+                rewrite(self.journal, (result for result in lines.results() if result["error"] is None))
+
+    def _finish(self) -> None:
+        places = self._survey.places
+        moved = self.settings.in_order and bool((places[1:] < places[:-1]).any())
+        results = map(self._lines.at, places.tolist()) if moved else self._lines.results()
+        if self._table:
+            from tessera_batch.table import write_table
+
+            write_table(results, self._out, self._survey.id_type)
+            self.journal.unlink()
+        elif moved:
+            rewrite(self.journal, results)
+
+    async def _ask_all(self) -> None:
+        async with self.settings.client() as client:
+            self._asker = self.settings.asker(client)
+            await self._asker.begin()
+            self._rows, self._ahead, self._turn = self._missing(), deque[Row](), asyncio.Lock()
+            self._under_way: dict[str, asyncio.Future[None]] = {}
+            self._reported = self._synced = self._started = time.monotonic()
+            self._progress(self.tally.kept, self.tally.rows, "")
+            with ThreadPoolExecutor(FILES, "tessera-pictures") as self._files:
+                workers = [asyncio.ensure_future(self._work()) for _ in range(self.settings.concurrency)]
+                try:
+                    await asyncio.gather(*workers)
+                finally:
+                    for worker in workers:
+                        worker.cancel()
+                    await asyncio.gather(*workers, return_exceptions=True)
+            self.tally.seconds = time.monotonic() - self._started
+
+    def _missing(self) -> Iterator[Row]:
+        """The rows without a result."""
+        wanted = self._survey.places < 0
+        found = 0
+        try:
+            for row in self.source.rows(wanted):
+                if row.asked != self._survey.asked[row.number]:
+                    break
+                yield row
+                found += 1
+        except IndexError:  # there are more than there were
+            found = -1
+        if found != wanted.sum():
+            raise InvalidRequest(f"{self.source.path} changed while it was read", "run the same command again")
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            async with self._turn:
+                if not self._ahead:
+                    self._ahead.extend(await loop.run_in_executor(self._files, list, islice(self._rows, AHEAD)))
+                if not self._ahead:
+                    return
+                row = self._ahead.popleft()
+            try:
+                await self._answer(row)
+            except TesseraClientError as error:
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                self._write(row, {"answer": None, "error": reason[:LONGEST_ERROR]})
+            if time.monotonic() > self._synced + SYNC_S:
+                self._synced = time.monotonic()
+                await loop.run_in_executor(self._files, self._lines.sync)
+
+    async def _answer(self, row: Row) -> None:
+        """Writes the row's result. Raises the error that is to be written instead."""
+        loop = asyncio.get_running_loop()
+        reading = loop.run_in_executor(self._files, contents, row) if row.images else None
+        pictures, content = await reading if reading else contents(row)
+        if row.options.get("temperature") and row.options.get("seed") is None:  # each answer is another
+            self._write(row, told(await self._asker.ask(pictures, row.question, row.options)))
+            return
+        while other := self._under_way.get(content):
+            await asyncio.wait([other])
+        if (place := self._survey.answers.get(content)) is not None:
+            kept = self._lines.at(place)
+            if kept["content"] == content:
+                fields = ("answer", "error", "finish_reason", "choices", "logprobs")
+                same = {name: kept[name] for name in fields if name in kept}
+                self._write(row, {**same, "same_as": kept["id"]}, content)
+                return
+        self._under_way[content] = over = loop.create_future()
+        try:
+            answer = await self._asker.ask(pictures, row.question, row.options)
+            self._survey.answers.put(content, self._write(row, told(answer), content))
+        finally:
+            del self._under_way[content]
+            over.set_result(None)
+
+    def _write(self, row: Row, result: dict[str, Any], content: str = "") -> int:
+        digests = {"asked": f"{row.asked:016x}"} | ({"content": content} if content else {})
+        place = self._survey.places[row.number] = self._lines.append({"id": row.id, **result, **digests})
+        tally = self.tally
+        tally.pictures += len(row.images)
+        tally.same += "same_as" in result
+        if result["error"] is None:
+            tally.answered += 1
+        else:
+            tally.failed += 1
+            tally.errors += 1
+            tally.first_error = tally.first_error or f"{row.id}: {result['error']}"
+        over = tally.kept + tally.answered + tally.failed
+        if (now := time.monotonic()) > self._reported + REPORT_S or over == tally.rows:
+            self._reported = now
+            self._progress(over, tally.rows, tally.speed(now - self._started))
+        return place
+
+
+def contents(row: Row) -> tuple[list[bytes], str]:
+    """A row's pictures as encoded bytes, and the digest of all that its answer depends on. Raises InvalidRequest."""
+    pictures = [encode_image(image) for image in row.images]
+    asked = without_priority(row.options)
+    state = blake2b(repr((row.question, asked, [len(picture) for picture in pictures])).encode(), digest_size=16)
+    for picture in pictures:
+        state.update(picture)
+    return pictures, state.hexdigest()
+
+
+def told(answer: Answer) -> dict[str, Any]:
+    """An answer as the fields of a result."""
+    result: dict[str, Any] = {"answer": answer.text, "error": None, "finish_reason": answer.finish_reason}
+    if answer.usage is not None:
+        result |= {
+            f"{name}_tokens": getattr(answer.usage, f"{name}_tokens") for name in ("prompt", "image", "completion")
+        }
+    if answer.choices is not None:
+        result["choices"] = [asdict(score) for score in answer.choices]
+    if answer.logprobs is not None:
+        result["logprobs"] = answer.logprobs
+    return result

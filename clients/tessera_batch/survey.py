@@ -1,0 +1,124 @@
+"""Which rows there are, and which of them are over: known before the first is asked. :class:`Survey`."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from tessera_batch.journal import Journal
+from tessera_batch.rows import Id, Source
+from tessera_wire.errors import InvalidRequest
+
+
+class Survey:
+    """Reads the source and the journal once each.
+
+    Args:
+        journal: None where nothing has been asked yet.
+
+    Raises InvalidRequest for a source without rows, an id that stands twice, and a journal of another job.
+    """
+
+    def __init__(self, source: Source, journal: Journal | None = None) -> None:
+        self._source = source
+        self.id_type: type = str
+        """Of all ids."""
+        self.asked = self._read()
+        """uint64 [rows]: each row's digest."""
+        self.places = np.full(len(self.asked), -1, np.int64)
+        """int64 [rows]: where a row's line of the journal begins; -1 where it has none."""
+        self.answers = Answers(len(self.asked))
+        """Those of the journal."""
+        self.errors = 0
+        """Rows of the journal that have no answer."""
+        if journal is not None:
+            self._match(journal)
+
+    def _read(self) -> np.ndarray:
+        ids, asked = array("q"), array("Q")
+        for row in self._source.rows():
+            if not ids:
+                self.id_type = type(row.id)
+            elif not isinstance(row.id, self.id_type):
+                raise InvalidRequest(
+                    f"{self._source.path}: the id {row.id!r:.80} of row {row.number + 1} is no {self.id_type.__name__}",
+                    "give all rows ids of one type",
+                )
+            ids.append(hash(row.id))
+            asked.append(row.asked)
+        if not ids:
+            raise InvalidRequest(f"{self._source.path} holds no rows")
+        values, counts = np.unique(np.frombuffer(ids, np.int64), return_counts=True)
+        self._refuse_doubled(set(values[counts > 1].tolist()))
+        return np.frombuffer(asked, np.uint64)
+
+    def _refuse_doubled(self, hashes: set[int]) -> None:
+        first: dict[Id, int] = {}
+        for row in self._source.rows() if hashes else ():
+            if hash(row.id) in hashes and first.setdefault(row.id, row.number) != row.number:
+                both = f"rows {first[row.id] + 1} and {row.number + 1} have the same id {row.id!r:.80}"
+                raise InvalidRequest(f"{self._source.path}: {both}", "give each row its own id")
+
+    def _match(self, journal: Journal) -> None:
+        """Finds each line's row."""
+        asked, places = array("Q"), array("q")
+        contents, answers = array("Q"), array("q")
+        for place, digest, content, answered in journal.lines():
+            asked.append(digest)
+            places.append(place)
+            self.errors += not answered
+            if content is not None:
+                contents.append(content)
+                answers.append(place)
+        self.answers.put_all(np.frombuffer(contents, np.uint64), np.frombuffer(answers, np.int64))
+        lines = np.frombuffer(asked, np.uint64)
+        order = np.argsort(self.asked)
+        rows = order[np.searchsorted(self.asked, lines, sorter=order).clip(max=len(order) - 1)]
+        self.places[rows] = np.frombuffer(places, np.int64)
+        strange = np.flatnonzero(self.asked[rows] != lines)
+        doubled = np.flatnonzero(self.places[rows] != np.frombuffer(places, np.int64))
+        for found, why in ((strange, "which this job does not ask, or asks otherwise"), (doubled, "twice")):
+            if len(found):
+                name = journal.at(places[int(found[0])])["id"]
+                raise InvalidRequest(
+                    f"{journal.path} has a result of row {name!r:.80}, {why}", "give another -o, or remove the file"
+                )
+
+
+class Answers:
+    """Where the answer to a question stands in the journal, by the digest of its contents; for ``rows`` at most.
+
+    Half of a digest is kept: who finds a place compares the whole one of the line there.
+    """
+
+    def __init__(self, rows: int) -> None:
+        size = 1 << (2 * rows - 1).bit_length()
+        self._mask = size - 1
+        self._digests = np.zeros(size, np.uint64)
+        self._places = np.full(size, -1, np.int64)
+
+    def put(self, content: str, place: int) -> None:
+        self.put_all(np.array([int(content[:16], 16)], np.uint64), np.array([place]))
+
+    def put_all(self, digests: np.ndarray, places: np.ndarray) -> None:
+        """uint64 and int64 [answers]: the first half of each one's digest, and its place."""
+        slots = (digests & np.uint64(self._mask)).astype(np.int64)
+        while len(slots):
+            free = self._places[slots] < 0
+            # Where several want a slot, one of them has it in both.
+            self._digests[slots[free]] = digests[free]
+            self._places[slots[free]] = places[free]
+            left = self._digests[slots] != digests
+            digests, places, slots = digests[left], places[left], (slots[left] + 1) & self._mask
+
+    def get(self, content: str) -> int | None:
+        """Where the line begins that may have this content."""
+        place = int(self._places[self._slot(int(content[:16], 16))])
+        return None if place < 0 else place
+
+    def _slot(self, digest: int) -> int:
+        slot = digest & self._mask
+        while self._places[slot] >= 0 and self._digests[slot] != digest:
+            slot = (slot + 1) & self._mask
+        return slot

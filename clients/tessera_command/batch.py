@@ -1,0 +1,92 @@
+"""The command ``tessera batch``: its arguments, and what it says at the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tessera_command.arguments import command, labels, positive, sampling
+from tessera_command.terminal import progress
+
+if TYPE_CHECKING:
+    from tessera_batch.job import Job, Tally
+
+
+def add(commands: Any) -> None:
+    """Adds the command to the others."""
+    add = command(commands, "batch", run, "ask about any number of pictures; goes on where it ended")
+    rows = "a .jsonl (id, image, question, options), a folder of pictures, or a .parquet with such columns"
+    add("source", type=Path, help=rows)
+    add("--prompt", metavar="TEXT", help="the question of rows that have none of their own")
+    where = "results, .jsonl or .parquet; the same command goes on where it ended, row by row"
+    add("-o", "--output", type=Path, required=True, metavar="OUT", help=where)
+    sampling(add)
+    add("--choices", type=labels, metavar="A,B,...", help="answer with the likeliest of these")
+    add("--concurrency", type=positive, default=64, metavar="N", help="requests at a time (%(default)s)")
+    add("--priority", type=int, metavar="N", help="lower is served earlier (0, as all other requests)")
+    add("--in-order", action="store_true", help="results in the order of the rows, not as they come")
+    add("--again", action="store_true", help="ask rows again that failed in an earlier run")
+    add("--patience", type=float, default=600.0, metavar="S", help="seconds that servers may be away (%(default)g)")
+    add("--dry-run", action="store_true", help="say what it will cost, from some of the rows; nothing is written")
+
+
+def run(options: argparse.Namespace) -> int:
+    from tessera_batch.job import Job, Settings
+    from tessera_batch.rows import Asked
+    from tessera_batch.source import open_source
+
+    names = ("max_tokens", "max_tiles", "choices", "priority")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    source = open_source(options.source, Asked(options.prompt, given))
+    settings = Settings(
+        options.url, options.timeout, options.concurrency, options.in_order, options.again, options.patience
+    )
+    try:
+        if options.dry_run:
+            return _estimate(Job(source, options.output, settings))
+        with progress("asking") as advance:
+            job = Job(source, options.output, settings, advance)
+            tally = job.run()
+    except OSError as error:
+        print(f"tessera batch: {error}", file=sys.stderr)
+        return 1
+    if source.passed_over:
+        print(f"tessera batch: passed over in {source.path}: {', '.join(source.passed_over)}", file=sys.stderr)
+    print(_sentence(tally))
+    if tally.errors:
+        first = f"; the first of this run: {tally.first_error}" if tally.first_error else ""
+        print(f"tessera batch: {tally.errors} rows of {options.output} have an error{first}", file=sys.stderr)
+    return 1 if tally.errors else 0
+
+
+def _sentence(tally: Tally) -> str:
+    asked = tally.answered + tally.failed
+    rate = f" in {tally.seconds:.1f} s ({tally.speed(tally.seconds)})" if asked else ""
+    parts = [f"{asked} row{'s' * (asked != 1)}{rate}"]
+    parts += [f"{tally.same} the same as another"] if tally.same else []
+    parts += [f"{tally.kept} were there already"] if tally.kept else []
+    return ", ".join(parts)
+
+
+def _estimate(job: Job) -> int:
+    from tessera_batch.estimate import estimate
+
+    found = estimate(job)
+    left = found.left
+    lines = [f"{left} rows to ask" + (f", {found.rows - left} of {found.rows} are over" if left < found.rows else "")]
+    if found.minutes is not None:
+        tokens = {"picture": found.image_tokens, "prompt": found.prompt_tokens, "answer": found.answer_tokens}
+        lines += [
+            f"{found.units * left:,.0f} {found.unit} ({found.units:g} a row)",
+            *(f"{mean * left:,.0f} {what} tokens ({mean:g} a row)" for what, mean in tokens.items()),
+            f"{found.minutes:g} minutes, at the {found.rows_s:g} rows/s of {found.sample} rows that were asked",
+        ]
+    if found.failed:
+        lines.append(f"{found.failed} of these {found.sample} failed; the first: {found.first_error}")
+    print("\n".join(lines), file=sys.stderr)
+    print(json.dumps(asdict(found)))
+    return 0

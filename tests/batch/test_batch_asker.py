@@ -1,0 +1,161 @@
+"""Rows whose server goes away under them: waited for, asked again, and the one that kills it is found."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import pytest
+from clients.fake_transport import FakeTransport, final
+
+from tessera_batch import asker
+from tessera_batch.asker import ALONE, SUSPECT, Asker, Away
+from tessera_client import Answer, AsyncClient, ConnectionFailed, InvalidRequest, Retry, ServerError, Unavailable
+from tessera_client.messages import Request
+from tessera_client.transports.base import Deliver, Sent
+from tessera_client.transports.pool import PooledTransport
+from tessera_wire.errors import TesseraClientError
+
+PROBE = "Hello"
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asker, "PAUSE_S", 0)
+    monkeypatch.setattr(asker, "BUSY", Retry(first_delay=0))
+
+
+class Falling(FakeTransport):
+    """A server that goes away, for two looks, when it is asked what is in ``deadly``, so many times; what else is under
+    way then fails too. Other answers come a moment later, by a thread of their own."""
+
+    def __init__(self, error: TesseraClientError, **deadly: int) -> None:
+        super().__init__()
+        self.error, self.deadly, self.away = error, Counter(deadly), 0
+        self.under_way: dict[str, Deliver] = {}
+        self.beside: list[int] = []
+        """How many were under way each time that it went."""
+        self.times: Counter[str] = Counter()
+
+    def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Sent:
+        text = request.text or ""
+        with self._lock:
+            self.times[text] += 1
+            if self.away:
+                self.away -= text == PROBE
+                deliver(self.error)
+            elif self.deadly[text]:
+                self.deadly[text] -= 1
+                self.away = 2
+                self.beside.append(len(self.under_way))
+                for broken in (*self.under_way.values(), deliver):
+                    broken(self.error)
+                self.under_way.clear()
+            else:
+                self.under_way[request_id] = deliver
+                threading.Timer(0.002, self.answer, (request_id, text)).start()
+        return Sent(lambda: None, lambda: None)
+
+    def answer(self, request_id: str, text: str) -> None:
+        with self._lock:
+            deliver = self.under_way.pop(request_id, None)
+        if deliver is not None:
+            deliver(final(f"answer to {text}"))
+            deliver(None)
+
+
+def ask(transport: Any, questions: Sequence[str], patience: float = 60.0, at_a_time: int = 4) -> list[Any]:
+    """The answers' texts or the errors, asked a few at a time."""
+
+    async def all_of_them() -> list[Any]:
+        async with AsyncClient(transport=transport, retry=Retry(attempts=1)) as client:
+            one, slots = Asker(client, patience), asyncio.Semaphore(at_a_time)
+
+            async def within(question: str) -> Any:
+                async with slots:
+                    return await text_or_error(one.ask([], question, {}))
+
+            return await asyncio.gather(*map(within, questions))
+
+    return asyncio.run(all_of_them())
+
+
+async def text_or_error(asking: Coroutine[Any, Any, Answer]) -> Any:
+    try:
+        return (await asking).text
+    except (TesseraClientError, Away) as error:
+        return error
+
+
+QUESTIONS = [f"q{number}" for number in range(20)]
+GONE = ConnectionFailed("the line broke")
+
+
+@pytest.mark.parametrize(
+    "error", [GONE, Unavailable("Stub process is not healthy"), InvalidRequest("odd"), ServerError("")]
+)
+def test_a_server_that_comes_back_costs_no_answer(error: TesseraClientError) -> None:
+    # Whatever it says while it goes: a refusal counts only where the server is in order.
+    server = Falling(error, q3=1, q11=1)
+    assert ask(server, QUESTIONS) == [f"answer to {question}" for question in QUESTIONS]
+    assert server.times["q3"] == server.times["q11"] == 2
+
+
+def test_a_row_that_kills_servers_is_told_from_those_beside_it() -> None:
+    server = Falling(GONE, q5=99)
+    answers = ask(server, QUESTIONS)
+    poison = answers[5]
+    assert isinstance(poison, ServerError) and "a server went away each of 5 times" in poison.message
+    assert server.times["q5"] == SUSPECT + ALONE and server.beside[-ALONE:] == [0] * ALONE
+    answers[5] = "answer to q5"
+    assert answers == [f"answer to {question}" for question in QUESTIONS]
+
+
+def test_a_row_that_only_was_there_each_time_is_answered_alone() -> None:
+    assert ask(Falling(GONE, q5=SUSPECT), QUESTIONS)[5] == "answer to q5"
+
+
+def test_a_busy_server_is_no_reason_to_suspect_a_row() -> None:
+    class Busy(FakeTransport):
+        left = 3 * SUSPECT
+
+        def answer_to(self, request: Request) -> Sequence[Any]:
+            if request.text == "a" and self.left:
+                self.left -= 1
+                return [Unavailable("512 requests are in flight")]
+            return super().answer_to(request)
+
+    assert ask(Busy(), ["a", "b"]) == ["answer to a", "answer to b"]
+
+
+def test_patience_ends() -> None:
+    (error,) = ask(FakeTransport([[GONE]] * 9), ["a"], patience=0)
+    assert isinstance(error, Away) and error.error is GONE
+    busy = FakeTransport([[Unavailable("busy")], [final()]])
+    assert isinstance(ask(busy, ["a"], patience=0)[0], Away)
+
+
+def test_several_servers_and_one_of_them_away() -> None:
+    class Dead(FakeTransport):
+        def answer_to(self, request: Request) -> Sequence[Any]:
+            return [GONE]
+
+    first, dead, second = FakeTransport(), Dead(), FakeTransport()
+    pool = PooledTransport({"a:1": first, "b:1": dead, "c:1": second})
+    assert ask(pool, QUESTIONS) == [f"answer to {question}" for question in QUESTIONS]
+    assert first.requests and second.requests and 0 < len(dead.requests) < len(QUESTIONS)
+
+
+def test_a_job_begins_where_one_server_of_several_answers() -> None:
+    async def begin(*transports: FakeTransport) -> None:
+        pool = PooledTransport({f"host{number}:1": each for number, each in enumerate(transports)})
+        async with AsyncClient(transport=pool, retry=Retry(attempts=1)) as client:
+            await Asker(client, 60.0, len(transports)).begin()
+
+    away = FakeTransport([[GONE]] * 99)
+    asyncio.run(begin(away, FakeTransport()))
+    with pytest.raises(ConnectionFailed, match="the line broke"):
+        asyncio.run(begin(away, away))
