@@ -18,6 +18,7 @@ COPY clients/ clients/
 RUN python3 -m tessera.launcher.patience /opt/tritonserver/backends/python/libtriton_python.so
 COPY build/export_vision_onnx.py build/vision_graphs.py build/calibration.py build/
 COPY build/default_model/checkpoint/ build/default_model/checkpoint/
+COPY build/document_model/checkpoint/ build/document_model/checkpoint/
 COPY model_repository/ model_repository/
 # The graph for the plan is made from the checkpoint. Everything belongs to root, so that the server, which is not root,
 # cannot change its models. The plan lies in a volume, which the image `plan` fills; without one there

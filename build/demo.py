@@ -2,7 +2,8 @@
 
 Prints a table of picture, question, answer, expected answer and milliseconds per stage, then the line
 ``demo: {json}`` and how to ask it oneself, in the browser and with curl. Exits 0 only if the server started, every
-question was answered, at least `PASS` of the answers were right, and the server stopped.
+question was answered, at least `PASS` of the answers were right, and the server stopped. `--default documents` shows
+the document model instead (demo_documents.py).
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import answer_sheet
+import demo_documents
 from rich.console import Console
 from rich.table import Table
 
+from tessera.gpu_memory import DEFAULT_MODELS
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
 from tessera_client import Answer, Client
@@ -34,10 +37,13 @@ STAGES = ("preprocess", "vision_queue", "vision", "queue", "first_token", "decod
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--default", choices=DEFAULT_MODELS, default="rooms", help="which model (%(default)s)")
     parser.add_argument("--pictures", type=int, default=24, help="how many pictures of the held-out set")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--sheet", type=Path, help="write a picture of the first pictures and answers, as JPEG")
     arguments = parser.parse_args()
+    if arguments.default == "documents":
+        return demo_documents.main([])
     console = Console(width=170)
     with tempfile.TemporaryDirectory(prefix="tessera-demo-") as folder:
         files = write_pictures(Path(folder), arguments.pictures, console)

@@ -25,6 +25,11 @@ CONTEXTS_BYTES = 2 * GIB
 OF_THE_VISION_STAGE = re.compile(r"(model\.)?(vision|visual|mlp1|multi_modal_projector)")
 TRACES_OF_GPUS = (("/proc/driver/nvidia/gpus", "*"), ("/dev", "nvidia[0-9]*"), ("/dev", "dxg"))  # the last: WSL
 FLOATS = ("F64", "F32", "BF16", "F16")
+DEFAULT_MODELS = {
+    "rooms": "../build/default_model/checkpoint",
+    "documents": "../build/document_model/checkpoint",
+}
+"""The models that were trained here, by the names of `tessera serve --default`: relative to the model repository."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class ServerSettings:
     """What holds for all stages. ``checkpoint``: a folder, absolute or relative to the model repository.
     ``gpu_memory``: the part of each GPU's memory that this server may use."""
 
-    checkpoint: str = setting("../build/default_model/checkpoint", common=True)
+    checkpoint: str = setting(DEFAULT_MODELS["rooms"], common=True)
     device: str = setting("auto", common=True, choices=("auto", "cpu", "cuda"))
     gpu_memory: float = setting(0.9, common=True, least=0.05, most=1.0)
 

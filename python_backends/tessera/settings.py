@@ -33,7 +33,10 @@ COMMON = (
 )
 NO_SETTINGS = frozenset(
     f"TESSERA_{name}"
-    for name in ("CACHE", "COMMIT", "CPUS", "GRPC_ADDRESS", "HEALTH_URL", "MEMORY", "REQUIRE_TENSORRT", "URL")
+    for name in (
+        *("CACHE", "COMMIT", "CPUS", "DEFAULT", "GRPC_ADDRESS"),
+        *("HEALTH_URL", "MEMORY", "REQUIRE_TENSORRT", "URL"),
+    )
 )
 """Variables of ours that the launcher, the clients, the tests and docker-compose.yml read."""
 # Where a service is called tessera, its pods are told its addresses.

@@ -166,12 +166,17 @@ def test_what_the_dockerfile_copies_exists_and_is_let_through():
             assert any(source.startswith(entry) for entry in allowed), f".dockerignore keeps {source} out"
 
 
-def test_the_server_command_is_one_the_launcher_understands():
+def test_the_server_command_is_one_the_launcher_understands(monkeypatch):
+    from tessera.gpu_memory import DEFAULT_MODELS
     from tessera.launcher import cli
 
     default = re.findall(r"^CMD (\[.+\])$", DOCKERFILE, re.MULTILINE)[0]
-    own = SERVICES["server"]["command"]  # on a host with a GPU too it is the CPU's
+    own = list(map(defaulted, SERVICES["server"]["command"]))  # on a host with a GPU too it is the CPU's
+    monkeypatch.setattr(Path, "is_dir", lambda self: True)  # of the image's folders none is here
     assert cli.parse(own)[0].settings["device"] == "cpu"
+    for model in DEFAULT_MODELS:
+        chosen = cli.parse([*own, f"--default={model}"])[0].checkpoint
+        assert f"COPY {chosen.relative_to('/opt/tessera')}/ " in DOCKERFILE
     for command in (yaml.safe_load(default), own, SERVICES["server-gpu"]["command"]):
         options = cli.parse([str(word) for word in command])[0]
         assert options.host == "0.0.0.0"

@@ -50,6 +50,24 @@ def test_the_command_line_becomes_options_and_flags(tmp_path: Path) -> None:
     )
 
 
+def test_the_models_that_come_with_the_source_are_asked_for_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository, folders = tmp_path / "model_repository", ("default_model", "document_model")
+    for folder in folders:
+        (tmp_path / "build" / folder / "checkpoint").mkdir(parents=True)
+    found = [parse(["--model-repository", str(repository), "--default", name])[0] for name in ("rooms", "documents")]
+    assert [each.checkpoint for each in found] == [tmp_path / "build" / folder / "checkpoint" for folder in folders]
+    assert parse(["--model-repository", str(repository)])[0].checkpoint is None  # the stages' own default, rooms
+    for wrong, words in (
+        (["--default", "document"], "choose from 'rooms', 'documents'"),
+        (["--default", "documents", "--checkpoint", str(tmp_path)], "both say which model"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(wrong)
+        assert words in capsys.readouterr().err
+
+
 def test_clients_are_kept_out_of_the_servers_administration(tmp_path: Path) -> None:
     """Loading a model is running code; shared-memory endpoints reach the stubs' own regions."""
     given = server_flags(ServerOptions(tmp_path), INSTALLATION, "p", CPU, tmp_path)

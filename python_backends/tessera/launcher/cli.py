@@ -17,6 +17,7 @@ from typing import Any
 
 import tessera
 from tessera.errors import TesseraError
+from tessera.gpu_memory import DEFAULT_MODELS
 from tessera.launcher.fleet import Fleet
 from tessera.launcher.gateway import Gateway
 from tessera.launcher.health import HealthPort
@@ -97,6 +98,8 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
         parser.add_argument(flag, help=help, default=how.pop("default", DEFAULTS.get(name)), **how)
 
     add("--checkpoint", "model folder", type=Path, metavar="DIR")
+    add("--default", "instead of a folder one of the small models that come with the source: rooms answers questions "
+        "about rendered rooms, documents reads pages (default rooms)", choices=DEFAULT_MODELS)  # fmt: skip
     add("--device", "auto, cpu or cuda (default auto: cuda where there is a GPU)")
     add("--gpu-memory", "the part of each GPU's memory that the server may use (default 0.9)", metavar="0.9")
     add("--quantization", "fp8: quantize a plain checkpoint's linear layers while loading; fp8-language, fp8-vision: "
@@ -127,6 +130,10 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
     add("--log", "the server's log (default: in the cache folder)", dest="log_path", type=Path, metavar="FILE")
     add("--verbose", "show the server's log here as well", action="store_true")
     known = vars(parser.parse_args(argv[:split]))
+    if name := known.pop("default"):
+        if known["checkpoint"]:
+            parser.error("--default and --checkpoint both say which model: give one of them")
+        known["checkpoint"] = (known["model_repository"] / DEFAULT_MODELS[name]).resolve()
     settings = dict(known.pop("settings"))
     settings |= {name: value for name in COMMON if (value := known.pop(name)) is not None}
     known |= {"settings": settings, "extra_flags": tuple(argv[split + 1 :])}
