@@ -36,6 +36,11 @@ def test_wrong_letters_lost_blocks_and_their_order_are_errors() -> None:
     assert score(TRUTH, moved) == Score(17, 0, 2, 8)
 
 
+def test_what_mineru_renames_is_found_under_its_new_name() -> None:
+    listed = [{**TRUTH[1], "type": "list_item"}]
+    assert score(listed, parsed()[1:2]).hits == 1 and score(listed, parsed()[:1]).hits == 0
+
+
 def test_pages_count_by_their_characters_and_blocks() -> None:
     pages = [Score(10, 1, 4, 8), Score(30, 1, 1, 4)]
     assert cer(pages) == pytest.approx(0.05) and layout_f1(pages) == pytest.approx(10 / 12)
