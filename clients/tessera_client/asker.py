@@ -51,10 +51,12 @@ class Asker:
     Args:
         patience: seconds that servers may be away.
         servers: how many there are.
+        busy: seconds that servers in order may refuse a row; ``patience`` if not given.
     """
 
-    def __init__(self, client: AsyncClient, patience: float, servers: int = 1) -> None:
+    def __init__(self, client: AsyncClient, patience: float, servers: int = 1, busy: float | None = None) -> None:
         self._client, self._patience, self._servers = client, patience, servers
+        self._busy = patience if busy is None else busy
         self._looking: asyncio.Task[bool] | None = None
         self._under_way = 0
         self._idle = asyncio.Event()  # nothing is under way
@@ -84,7 +86,7 @@ class Asker:
                         break
                 elif isinstance(error, (Unavailable, ConnectionFailed)):
                     delay = BUSY.delay(min(attempt, BUSY.attempts - 1), error)
-                    if delay is None or time.monotonic() - began > self._patience:
+                    if delay is None or time.monotonic() - began > self._busy:
                         raise Away(error) from error
                     await asyncio.sleep(delay)
                 elif isinstance(error, InvalidRequest) or attempt >= TRIES:

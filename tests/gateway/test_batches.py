@@ -255,6 +255,14 @@ def test_a_server_that_is_away_or_busy_costs_no_answer(serve: Serve, error: Exce
     assert answers(client, batch) == {name: f"answer to {name}" for name in "abcde"} and batch.error_file_id is None
 
 
+def test_a_request_that_is_refused_for_too_long_is_an_error_row(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "BUSY_S", 0)
+    client = serve(Server(b=[Unavailable("512 requests are in flight")]))
+    batch = over(client, create(client, *map(line, "abc")))
+    (row,) = rows(client, batch.error_file_id)
+    assert (row["custom_id"], row["response"]["status_code"]) == ("b", 429) and len(answers(client, batch)) == 2
+
+
 def test_a_line_at_which_the_gateway_itself_fails_is_an_error_row(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

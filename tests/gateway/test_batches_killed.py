@@ -71,9 +71,9 @@ def test_no_id_is_lost_or_answered_twice(tmp_path: Path, monkeypatch: pytest.Mon
     with gateway(tmp_path, kill_at=80) as (process, client):
         batch = create(client, *lines)
         assert process.wait(60) == -signal.SIGKILL
-    with gateway(tmp_path, kill_at=80) as (process, _):
+    # Of two on a folder the second goes on where the first is killed.
+    with gateway(tmp_path, kill_at=80) as (process, _), gateway(tmp_path) as (_, client):
         assert process.wait(60) == -signal.SIGKILL
-    with gateway(tmp_path) as (_, client):
         batch = over(client, client.batches.retrieve(batch.id))
         found, failed = answers(client, batch), rows(client, batch.error_file_id)
     assert found == {name: f"answer to {name}" for name in names if name != "r150"}

@@ -15,7 +15,7 @@ from typing import Any, TextIO, TypeVar
 from uuid import uuid4
 
 from tessera_client import AsyncClient, TesseraClientError
-from tessera_client.asker import Asker
+from tessera_client.asker import Asker, Away
 from tessera_gateway import completions, translation
 from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.files import Files
@@ -29,6 +29,7 @@ from tessera_gateway.settings import Settings
 T = TypeVar("T")
 
 PRIORITY = 10  # behind all that does not say; a request of its own higher number goes later yet
+BUSY_S = 600.0  # that servers in order may refuse a request before it is an error
 LONGEST_S = 3600.0  # that a request may take: all others go first
 POLL_S = 0.25  # between two looks at what came and what was cancelled; any worker may have taken that
 SWEEPS = 64  # slices of deleted files at each of them
@@ -69,7 +70,7 @@ class Runner:
         with open(self._database.folder / "lock", "a") as lock:
             while not _locked(lock):
                 await asyncio.sleep(POLL_S)
-            self._asker = Asker(self._client, patience=math.inf)
+            self._asker = Asker(self._client, patience=math.inf, busy=BUSY_S)
             self._slots = asyncio.Semaphore(self._settings.batch_concurrency)  # whose waiting batches take turns
             try:
                 while True:
@@ -155,6 +156,8 @@ class Runner:
             refusal = error
         except TesseraClientError as error:
             refusal = from_wire(error)
+        except Away as away:
+            refusal = from_wire(away.error)
         except Exception:  # a line that brings the gateway's code down must not do so for ever
             traceback.print_exc(file=sys.stderr)
             refusal = ApiError(500, "the gateway failed at this request; its log says why", code="gateway_error")
