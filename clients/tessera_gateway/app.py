@@ -38,8 +38,8 @@ def create_app(settings: Settings, client: AsyncClient | None = None) -> FastAPI
             if state.batches is not None:
                 database: Database = state.batches.database
                 ends.callback(database.close)
-                once = AsyncClient(settings.url, timeout=settings.timeout_s, retry=Retry(attempts=1))
-                asking = await ends.enter_async_context(client or once)
+                asking = client or AsyncClient(settings.url, timeout=settings.timeout_s, retry=Retry(attempts=1))
+                ends.push_async_callback(asking.close)
                 runner = Runner(database, asking, state.fetcher, state.counters, settings)
                 await ends.enter_async_context(runner.running())
             yield

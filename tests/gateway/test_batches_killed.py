@@ -68,12 +68,11 @@ def test_no_id_is_lost_or_answered_twice(tmp_path: Path, monkeypatch: pytest.Mon
     names = [f"r{number}" for number in range(300)]
     lines = [line(name) for name in names]
     lines[150] = "nonsense"
-    with gateway(tmp_path, kill_at=80) as (process, client):
+    # Of two on a folder the second goes on where the first is killed; and a new one where both are.
+    with gateway(tmp_path, kill_at=80) as (first, client), gateway(tmp_path, kill_at=80) as (second, _):
         batch = create(client, *lines)
-        assert process.wait(60) == -signal.SIGKILL
-    # Of two on a folder the second goes on where the first is killed.
-    with gateway(tmp_path, kill_at=80) as (process, _), gateway(tmp_path) as (_, client):
-        assert process.wait(60) == -signal.SIGKILL
+        assert first.wait(60) == second.wait(60) == -signal.SIGKILL
+    with gateway(tmp_path) as (_, client):
         batch = over(client, client.batches.retrieve(batch.id))
         found, failed = answers(client, batch), rows(client, batch.error_file_id)
     assert found == {name: f"answer to {name}" for name in names if name != "r150"}

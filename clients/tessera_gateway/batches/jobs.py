@@ -13,7 +13,7 @@ from pydantic import Field, StringConstraints
 
 from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.files import LIVE, RESULTS, SLICE_LINES, UPLOADED, Files
-from tessera_gateway.errors import ApiError
+from tessera_gateway.errors import LONGEST, ApiError
 from tessera_gateway.protocol import Part, parse
 
 ENDPOINT = "/v1/chat/completions"
@@ -167,7 +167,7 @@ class Jobs:
             self._database.change(add, batch["key"], number, custom_id, 0)
         self._database.change("UPDATE batches SET total = total + 1 WHERE key = ?", batch["key"])
         if fault:
-            reason = {"code": "invalid_line", "message": f"line {number}: {fault}"}
+            reason = {"code": "invalid_line", "message": f"line {number}: {fault}"[:LONGEST]}
             self._write(batch, number, False, result(custom_id, None, reason))
 
     def next(self, key: int, after: int) -> Request | None:
