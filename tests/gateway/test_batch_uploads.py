@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,13 @@ def send(door: Asked, *parts: bytes, **headers: str) -> httpx.Response:
 def kept(door: Asked) -> int:
     """Lines in the database, after what is gone was swept away."""
     room = door.app.state.batches
-    while room.files.sweep():
-        pass
-    return len(room.database.all("SELECT number FROM lines"))
+
+    def count() -> int:
+        while room.files.sweep():
+            pass
+        return len(room.database.all("SELECT number FROM lines"))
+
+    return asyncio.run(room.database.call(count))
 
 
 @pytest.mark.parametrize("parts", [(PURPOSE, FILE), (FILE, PURPOSE), (b"a preamble\r\n", FILE, PURPOSE)])
@@ -93,9 +98,12 @@ def test_a_body_that_is_no_form_or_from_another_site(door: Asked) -> None:
 
 def test_a_large_file_whose_length_nobody_tells(tmp_path: Path) -> None:
     """By the client's own form, in the pieces that the network makes of it, over many slices of lines."""
-    app = Asked(FakeTransport(), Settings(batch_folder=str(tmp_path), max_file_mib=8)).app
+    door = Asked(FakeTransport(), Settings(batch_folder=str(tmp_path), max_file_mib=8))
     content = "\n".join(line(f"{number}", "x" * (number % 4000)) for number in range(2500)).encode()
-    with listening(app) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+    with (
+        listening(door.app) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
         file = client.files.create(file=("in.jsonl", content), purpose="batch")
         assert client.files.content(file.id).content == content and len(content) > 3 << 20
 
@@ -106,7 +114,7 @@ def test_a_large_file_whose_length_nobody_tells(tmp_path: Path) -> None:
 
         refusal = httpx.post(f"{address}/v1/files", content=body(), headers={"Content-Type": FORM}, trust_env=False)
         assert refusal.status_code == 413 and refusal.json()["error"]["code"] == "body_too_large"
-        assert [each.id for each in client.files.list()] == [file.id]
+        assert [each.id for each in client.files.list()] == [file.id] and kept(door) == 2500
 
 
 CONTENT = some.binary(max_size=40) | some.text("\r\n-B", max_size=40).map(str.encode)

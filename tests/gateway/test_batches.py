@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -71,6 +72,13 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
             return ends.enter_context(openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0))
 
         yield start
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def change(tmp_path: Path, query: str) -> None:
@@ -196,8 +204,8 @@ def test_a_cancelled_batch_keeps_what_it_has(serve: Serve) -> None:
     server = Server(slow=[Hang()])
     client = serve(server, batch_concurrency=2)
     batch = create(client, line("a"), line("b", "slow"), line("c", "slow"), line("d"), "nonsense")
-    while server.asked != ["a", "slow", "slow"]:
-        batch = client.batches.retrieve(batch.id)
+    until(lambda: server.asked == ["a", "slow", "slow"])
+    batch = client.batches.retrieve(batch.id)
     assert batch.status in ("validating", "in_progress") and batch.output_file_id is None
     with pytest.raises(openai.ConflictError, match="still reads this file: cancel it first"):
         client.files.delete(batch.input_file_id)
@@ -217,8 +225,7 @@ def test_what_is_left_when_the_window_ends_is_an_error(serve: Serve, tmp_path: P
     client = serve(server, batch_concurrency=2)
     batch = create(client, line("a"), line("b", "slow"), line("c", "slow"), line("d"), completion_window="1h")
     assert batch.expires_at == batch.created_at + 3600
-    while server.asked != ["a", "slow", "slow"]:
-        client.batches.retrieve(batch.id)
+    until(lambda: server.asked == ["a", "slow", "slow"])
     change(tmp_path, "UPDATE batches SET expires_at = 0")
     batch = over(client, batch)
     assert batch.status == "expired" and batch.expired_at and answers(client, batch) == {"a": "answer to a"}
@@ -228,9 +235,8 @@ def test_what_is_left_when_the_window_ends_is_an_error(serve: Serve, tmp_path: P
 def test_questions_of_people_go_first_and_are_answered_meanwhile(serve: Serve) -> None:
     server = Server(slow=[Hang()])
     client = serve(server)
-    batch = create(client, line("a", "slow"), line("b", priority=-5), line("c", priority=99))
-    while sorted(server.asked) != ["b", "c", "slow"]:
-        client.batches.retrieve(batch.id)
+    create(client, line("a", "slow"), line("b", priority=-5), line("c", priority=99))
+    until(lambda: sorted(server.asked) == ["b", "c", "slow"])
     chat = client.chat.completions.create(model="vlm", messages=json.loads(line("me"))["body"]["messages"])
     assert chat.choices[0].message.content == "answer to me"
     sent = {question(request): json.loads(request.sampling or "{}") for request, *_ in server.requests}
