@@ -4,7 +4,7 @@ The data's way, in bounded memory whatever the number of rows::
 
     source  rows of a .jsonl, a folder or a .parquet, read twice: once to count and check them, once to ask them
     job     a window of rows under way; their pictures are read when their turn comes, equal questions asked once
-    asker   the SDK's asyncio client; waits where servers are away, and finds the row that kills them
+    asker   the SDK's; waits where servers are away, and finds the row that kills them
     journal a line for each row that is over, appended as it comes: what a later run need not ask again
     table   a journal as .parquet, written when all rows are over
 

@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tessera_batch.asker import Asker, Away
 from tessera_batch.journal import Journal, rewrite
 from tessera_batch.rows import Row, Source, without_priority
 from tessera_batch.survey import Survey
 from tessera_client import Answer, AsyncClient, Retry
+from tessera_client.asker import Asker, Away
 from tessera_client.pictures import encode_image
 from tessera_wire.address import addresses
 from tessera_wire.errors import InvalidRequest, TesseraClientError
@@ -152,8 +153,8 @@ class Job:
             rewrite(self.journal, results)
 
     async def _ask_all(self) -> None:
-        async with self.settings.client() as client:
-            self._asker = self.settings.asker(client)
+        async with self.settings.client() as self._client:
+            self._asker = self.settings.asker(self._client)
             await self._asker.begin()
             self._rows, self._ahead, self._turn = self._missing(), deque[Row](), asyncio.Lock()
             self._under_way: dict[str, asyncio.Future[None]] = {}
@@ -207,8 +208,9 @@ class Job:
         loop = asyncio.get_running_loop()
         reading = loop.run_in_executor(self._files, contents, row) if row.images else None
         pictures, content = await reading if reading else contents(row)
+        call = partial(self._client.ask, pictures, row.question, **row.options)
         if row.options.get("temperature") and row.options.get("seed") is None:  # each answer is another
-            self._write(row, told(await self._asker.ask(pictures, row.question, row.options)))
+            self._write(row, told(await self._asker.ask(call)))
             return
         while other := self._under_way.get(content):
             await asyncio.wait([other])
@@ -221,7 +223,7 @@ class Job:
                 return
         self._under_way[content] = over = loop.create_future()
         try:
-            answer = await self._asker.ask(pictures, row.question, row.options)
+            answer = await self._asker.ask(call)
             self._survey.answers.put(content, self._write(row, told(answer), content))
         finally:
             del self._under_way[content]

@@ -6,15 +6,18 @@ import multiprocessing
 import os
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from threading import Thread
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
-from tessera_client import AsyncClient, TesseraClientError
+from tessera_client import AsyncClient, Retry, TesseraClientError
 from tessera_gateway import completions, errors, page, service, status
+from tessera_gateway.batches import routes as batches
+from tessera_gateway.batches.database import Database
+from tessera_gateway.batches.runner import Runner
 from tessera_gateway.body import LimitBody
 from tessera_gateway.keys import RequireKey, read_keys
 from tessera_gateway.metrics import Counters, CountRequests
@@ -30,8 +33,16 @@ def create_app(settings: Settings, client: AsyncClient | None = None) -> FastAPI
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await app.state.client.close()
+        async with AsyncExitStack() as ends:
+            ends.push_async_callback(state.client.close)
+            if state.batches is not None:
+                database: Database = state.batches.database
+                ends.callback(database.close)
+                asking = client or AsyncClient(settings.url, timeout=settings.timeout_s, retry=Retry(attempts=1))
+                ends.push_async_callback(asking.close)
+                runner = Runner(database, asking, state.fetcher, state.counters, settings)
+                await ends.enter_async_context(runner.running())
+            yield
 
     app = FastAPI(openapi_url=None, lifespan=lifespan)
     state, limit = app.state, settings.max_body_mib << 20
@@ -40,17 +51,20 @@ def create_app(settings: Settings, client: AsyncClient | None = None) -> FastAPI
     state.metrics_urls = settings.metrics_urls
     state.fetcher = Fetcher(settings.fetch_from, limit)
     state.counters = Counters(Path(settings.counters) if settings.counters else None, settings.workers)
+    state.batches = batches.Room(Path(settings.batch_folder)) if settings.batch_folder else None
 
-    for room in (completions, service, page, status):
+    for room in (completions, batches, service, page, status):
         app.include_router(room.router)
 
     app.add_exception_handler(errors.ApiError, errors.answer_api_error)
     app.add_exception_handler(TesseraClientError, errors.answer_wire_error)
+    app.add_exception_handler(batches.StorageError, batches.answer_storage_error)
     app.add_exception_handler(HTTPException, errors.answer_http_error)
     app.add_exception_handler(Exception, errors.answer_fault)
 
     # The last one added is the first that a request meets.
-    app.add_middleware(LimitBody, limit=limit, counters=state.counters)
+    uploads = settings.max_file_mib << 20 if settings.batch_folder else limit
+    app.add_middleware(LimitBody, limit=limit, file_limit=uploads, counters=state.counters)
     if settings.keys:
         app.add_middleware(RequireKey, keys=read_keys(Path(settings.keys)))
     app.add_middleware(CountRequests, counters=state.counters)

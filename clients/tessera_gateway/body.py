@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -17,15 +17,20 @@ T = TypeVar("T")
 
 
 class LimitBody:
-    """Middleware: a body of more than ``limit`` bytes is refused at its header, or as soon as more has come."""
+    """Middleware: a body of more than ``limit`` bytes is refused at its header, or as soon as more has come.
 
-    def __init__(self, app: ASGIApp, limit: int, counters: Counters) -> None:
-        self._app, self._limit, self._counters = app, limit, counters
+    ``file_limit``: of an upload, which is no request.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int, file_limit: int, counters: Counters) -> None:
+        self._app, self._limit, self._file_limit, self._counters = app, limit, file_limit, counters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        size = 0
+        upload, size = scope["path"] == "/v1/files", 0
+        limit = self._file_limit if upload else self._limit
+        refusal = _too_large(limit, "--max-file-mib" if upload else "--max-body-mib")
 
         async def counted() -> Message:
             nonlocal size
@@ -33,26 +38,48 @@ class LimitBody:
             part = len(message.get("body", b""))
             size += part
             self._counters.add("body_bytes_total", part)
-            if size > self._limit:
-                raise self._too_large()
+            if size > limit:
+                raise refusal
             return message
 
         declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._limit:
-            return await self._too_large().response()(scope, receive, send)
+        if declared.isdecimal() and int(declared) > limit:
+            return await refusal.response()(scope, receive, send)
         return await self._app(scope, counted, send)
 
-    def _too_large(self) -> ApiError:
-        words = f"the body is larger than {self._limit >> 20} MiB (--max-body-mib)"
-        return ApiError(413, words, code="body_too_large", headers={"Connection": "close"})
+
+def _too_large(limit: int, option: str) -> ApiError:
+    words = f"the body is larger than {limit >> 20} MiB ({option})"
+    return ApiError(413, words, code="body_too_large", headers={"Connection": "close"})
+
+
+def require_json(request: Request) -> None:
+    """Raises ApiError for a body that is not called JSON.
+
+    Also so that no other site's page can ask from a browser here: with this type, browsers want our leave first.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        words = "the body must be JSON, and its Content-Type application/json"
+        raise ApiError(415, words, code="unsupported_media_type")
 
 
 async def read(request: Request, seconds: float) -> bytes:
     """The body. Raises ApiError where it takes longer than ``seconds``, or its client goes away."""
+    return await _arriving(request.body(), seconds, "the body")
+
+
+async def pieces(request: Request, seconds: float) -> AsyncIterator[bytes]:
+    """The body as it comes. Raises as :func:`read`, where a piece takes longer than ``seconds``."""
+    stream = request.stream()
+    while piece := await _arriving(anext(stream, b""), seconds, "the next piece of the body"):
+        yield piece
+
+
+async def _arriving(coming: Awaitable[bytes], seconds: float, what: str) -> bytes:
     try:
-        return await asyncio.wait_for(request.body(), seconds)
+        return await asyncio.wait_for(coming, seconds)
     except asyncio.TimeoutError:
-        words, close = f"the body did not arrive within {seconds:g} s", {"Connection": "close"}
+        words, close = f"{what} did not arrive within {seconds:g} s", {"Connection": "close"}
         raise ApiError(408, words, code="slow_body", headers=close) from None
     except ClientDisconnect:
         raise ApiError(499, "the client went away", code="cancelled") from None

@@ -21,6 +21,7 @@ from uvicorn.supervisors import Multiprocess
 
 from tessera_client.retry import LONGEST
 from tessera_gateway.app import SETTINGS
+from tessera_gateway.batches.database import Database
 from tessera_gateway.keys import read_keys
 from tessera_gateway.settings import Settings
 from tessera_wire.address import addresses, parse_url
@@ -74,6 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--fetch-from", type=_names, default=(), metavar="HOST,...",
         help="fetch pictures behind http(s) URLs from these hosts (default: from none)")  # fmt: skip
     add("--keys", type=Path, metavar="FILE", help="ask for one of these bearer keys (one a line)")
+    add("--batch-folder", type=Path, metavar="FOLDER",
+        help="keep files and batches in it, and serve both (default: there are none)")  # fmt: skip
+    add("--batch-concurrency", type=int, default=default.batch_concurrency, metavar="N",
+        help="requests of batches at a time (%(default)s)")  # fmt: skip
+    add("--max-file-mib", type=int, default=default.max_file_mib, metavar="N", help="of a batch's file (%(default)s)")
     add("--metrics", type=_names, default=(), metavar="URL,...",
         help="the servers' metrics pages (default: at the port above each gRPC port)")  # fmt: skip
     add("--with-parent", action="store_true", help="end when standard input does")
@@ -95,12 +101,14 @@ def _settings(options: argparse.Namespace) -> Settings:
     """Raises InvalidRequest, ValueError or OSError for what cannot work."""
     for each in addresses(options.url):
         parse_url(each)
-    for name in ("workers", "max_tokens", "timeout", "max_body_mib"):
+    for name in ("workers", "max_tokens", "timeout", "max_body_mib", "batch_concurrency", "max_file_mib"):
         given = getattr(options, name)
         if given is not None and not 0 < given <= LONGEST:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, and at most {LONGEST:g}")
     if options.keys is not None:
         read_keys(options.keys)
+    if options.batch_folder is not None:
+        Database(options.batch_folder).close()  # made before several workers would do so at once
     return Settings(
         url=options.url,
         metrics=options.metrics,
@@ -110,6 +118,9 @@ def _settings(options: argparse.Namespace) -> Settings:
         max_body_mib=options.max_body_mib,
         fetch_from=options.fetch_from,
         keys=str(options.keys.resolve()) if options.keys else None,
+        batch_folder=str(options.batch_folder.resolve()) if options.batch_folder else None,
+        batch_concurrency=options.batch_concurrency,
+        max_file_mib=options.max_file_mib,
         workers=options.workers,
     )
 

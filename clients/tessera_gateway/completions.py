@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from tessera_client import AsyncClient
 from tessera_gateway import protocol, translation
-from tessera_gateway.body import read, unless_gone
+from tessera_gateway.body import read, require_json, unless_gone
 from tessera_gateway.errors import ApiError
 from tessera_gateway.metrics import USAGE
 from tessera_gateway.pictures_from import Fetcher
@@ -23,15 +23,9 @@ router = APIRouter()
 async def complete(request: Request) -> Response:
     settings: Settings = request.app.state.settings
     client: AsyncClient = request.app.state.client
-    # Also so that no other site's page can ask from a browser here: with this type, browsers want our leave first.
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(
-            415, "the body must be JSON, and its Content-Type application/json", code="unsupported_media_type"
-        )
-    asked = protocol.parse(await read(request, settings.timeout_s))
-    if asked.model not in settings.model_names:
-        words = f"no model {asked.model!r:.80}; there is {', '.join(settings.model_names)}"
-        raise ApiError(404, words, "model", "model_not_found")
+    require_json(request)
+    asked = protocol.parse(await read(request, settings.timeout_s), protocol.ChatRequest)
+    check_model(asked, settings)
     conversation = translation.messages(asked, await _fetched(request, asked))
     options = translation.sampling(asked, settings.max_tokens)
     completion = translation.Completion(asked.model)
@@ -41,6 +35,13 @@ async def complete(request: Request) -> Response:
     whole = completion.whole(answer)
     request.scope[USAGE] = whole["usage"]
     return JSONResponse(whole)
+
+
+def check_model(asked: protocol.ChatRequest, settings: Settings) -> None:
+    """Raises ApiError for a model that there is not."""
+    if asked.model not in settings.model_names:
+        words = f"no model {asked.model!r:.80}; there is {', '.join(settings.model_names)}"
+        raise ApiError(404, words, "model", "model_not_found")
 
 
 async def _fetched(request: Request, asked: protocol.ChatRequest) -> dict[str, bytes]:

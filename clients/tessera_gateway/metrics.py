@@ -36,7 +36,7 @@ PLACE = {name: number for number, name in enumerate(NAMES)}
 ABOUT = {
     "requests_total": ("counter", "Requests answered, by HTTP status (499: the client went away)"),
     "completion_seconds": ("histogram", "Seconds from a chat completion's arrival to the end of its answer"),
-    "tokens_total": ("counter", "Tokens of the completions"),
+    "tokens_total": ("counter", "Tokens of the completions, those of batches too"),
     "body_bytes_total": ("counter", "Bytes of the requests' bodies"),
     "requests_under_way": ("gauge", "Requests that are not answered yet"),
 }
@@ -83,6 +83,10 @@ class Counters:
                 self.add(f'completion_seconds_bucket{{le="{"+Inf" if bound == BOUNDS[-1] else bound}"}}')
         self.add("completion_seconds_sum", seconds)
         self.add("completion_seconds_count")
+        self.used(usage)
+
+    def used(self, usage: Mapping[str, int] | None) -> None:
+        """Counts a completion's tokens where they are known."""
         for kind in TOKENS if usage else ():
             assert usage is not None
             self.add(f'tokens_total{{kind="{kind}"}}', usage[f"{kind}_tokens"])

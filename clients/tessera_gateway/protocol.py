@@ -6,7 +6,7 @@ ranges by the server, which is the one that knows them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
@@ -194,21 +194,30 @@ class ChatRequest(Part):
         return self
 
 
-def parse(body: bytes) -> ChatRequest:
+T = TypeVar("T", bound=Part)
+
+
+def parse(body: bytes, kind: type[T], what: str = "the body") -> T:
     """The request in a body. Raises ApiError that names the first field at fault and says how many more are."""
     try:
-        return ChatRequest.model_validate_json(body)
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error, what) from None
+
+
+def parse_object(fields: dict[str, Any]) -> ChatRequest:
+    """As :func:`parse`, of what has been read from JSON."""
+    try:
+        return ChatRequest.model_validate(fields)
     except ValidationError as error:
         raise _refusal(error) from None
 
 
-def _refusal(error: ValidationError) -> ApiError:
+def _refusal(error: ValidationError, what: str = "the body") -> ApiError:
     faults = error.errors(include_url=False, include_context=False)
     first, more = faults[0], len(faults) - 1
     if first["type"] == "json_invalid":
-        return ApiError(
-            400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json"
-        )
+        return ApiError(400, f"{what} is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
     path = _path(first["loc"])
     others = f" (and {more} more fault{'s' if more > 1 else ''})" if more else ""
     if first["type"] == "extra_forbidden":

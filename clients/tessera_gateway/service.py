@@ -1,4 +1,4 @@
-"""What is said of the service itself: its models, its health, its counters; and what has its place here later."""
+"""What is said of the service itself: its models, its health, its counters."""
 
 from __future__ import annotations
 
@@ -58,9 +58,3 @@ async def servers_metrics(request: Request) -> Response:
             raise ApiError(503, words, code="server_unavailable")
     found = {named(url): str(page) for url, page in pages.items()}
     return PlainTextResponse(joined(found) if len(found) > 1 else "".join(found.values()), media_type=PROMETHEUS)
-
-
-@router.api_route("/v1/batches", methods=["GET", "POST"])
-@router.api_route("/v1/files", methods=["GET", "POST"])
-async def not_yet(request: Request) -> Response:
-    raise ApiError(501, f"{request.url.path} is not implemented yet", code="not_implemented")

@@ -25,6 +25,11 @@ class Settings:
     fetch_from: tuple[str, ...] = ()
     keys: str | None = None
     """The file with the bearer keys; None: anybody may ask."""
+    batch_folder: str | None = None
+    """Where batches and their files are kept; None: there are none."""
+    batch_concurrency: int = 64
+    """Requests of batches under way at a time."""
+    max_file_mib: int = 1024
     counters: str | None = None
     """The file that the workers count in."""
     workers: int = 1

@@ -64,11 +64,11 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_several_workers_count_together_and_end_with_their_parent() -> None:
-    with started("--workers", "2") as (process, url):
+def test_several_workers_count_together_and_end_with_their_parent(tmp_path: Path) -> None:
+    with started("--workers", "2", "--batch-folder", str(tmp_path / "new" / "folder")) as (process, url):
         assert wait_until(lambda: len(descendants(process.pid)) >= 3)  # two workers, and what tracks their resources
         for _ in range(20):
-            assert answers(url)
+            assert answers(url) and httpx.get(f"{url}/v1/batches", trust_env=False).json()["data"] == []
         page = httpx.get(f"{url}/metrics", trust_env=False).text
         counted = dict(line.rsplit(" ", 1) for line in page.splitlines())
         assert float(counted['tessera_gateway_requests_total{status="200"}']) >= 20
@@ -108,6 +108,8 @@ def test_a_client_gives_a_quiet_connection_up_before_the_gateway_does() -> None:
         (["--url", "ftp://a"], "not a server address"),
         (["--keys", "/nowhere/keys"], "/nowhere/keys"),
         (["--fetch-from", "a,"], "empty name"),
+        (["--batch-folder", "/dev/null/here"], "Not a directory: '/dev/null"),
+        (["--max-file-mib", "0"], "--max-file-mib must be above 0"),
     ],
 )
 def test_what_cannot_work_is_said_in_a_line(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ import demo
 import httpx
 import openai
 import pytest
+from batch_files import answers, create, line, over, rows
 from gateway_doubles import free_port, listening
 from pydantic import BaseModel
 from server.toy_servers import ECHO, Launched, add_model, all_gone, wait_until
@@ -71,9 +72,10 @@ def picture() -> bytes:
 
 
 @pytest.fixture(scope="module")
-def address(server: Server) -> Iterator[str]:
+def address(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     os.environ["NO_PROXY"] = "127.0.0.1"
-    with listening(create_app(Settings(url=server.grpc_url, metrics=(server.metrics_url,)))) as address:
+    folder = str(tmp_path_factory.mktemp("batches"))
+    with listening(create_app(Settings(server.grpc_url, (server.metrics_url,), batch_folder=folder))) as address:
         yield address
 
 
@@ -207,3 +209,13 @@ def test_readiness_and_the_servers_pages(address: str) -> None:
     assert httpx.get(f"{address}/health", timeout=10, trust_env=False).json() == {"ready": True}
     assert "tessera_kv_blocks_total" in httpx.get(f"{address}/metrics/servers", timeout=10, trust_env=False).text
     assert json.loads(httpx.get(f"{address}/v1/models", trust_env=False).text)["data"][0]["id"] == "vlm"
+
+
+def test_a_batch_answers_as_a_question_does(client: openai.OpenAI, picture: bytes) -> None:
+    asked = {"good": messages(picture), "cut": messages(picture[:200])}
+    lines = [line(name, messages=value, max_tokens=4) for name, value in asked.items()]
+    batch = over(client, create(client, *lines), 120)
+    one = client.chat.completions.create(model="vlm", messages=asked["good"], max_tokens=4)
+    assert answers(client, batch) == {"good": one.choices[0].message.content}
+    (failed,) = rows(client, batch.error_file_id)
+    assert (failed["custom_id"], failed["response"]["status_code"]) == ("cut", 400)

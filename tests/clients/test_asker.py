@@ -6,14 +6,14 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 from clients.fake_transport import FakeTransport, final
 
-from tessera_batch import asker
-from tessera_batch.asker import ALONE, SUSPECT, Asker, Away
-from tessera_client import Answer, AsyncClient, ConnectionFailed, InvalidRequest, Retry, ServerError, Unavailable
+from tessera_client import Answer, AsyncClient, ConnectionFailed, InvalidRequest, Retry, ServerError, Unavailable, asker
+from tessera_client.asker import ALONE, SUSPECT, Asker, Away
 from tessera_client.messages import Request
 from tessera_client.transports.base import Deliver, Sent
 from tessera_client.transports.pool import PooledTransport
@@ -76,7 +76,7 @@ def ask(transport: Any, questions: Sequence[str], patience: float = 60.0, at_a_t
 
             async def within(question: str) -> Any:
                 async with slots:
-                    return await text_or_error(one.ask([], question, {}))
+                    return await text_or_error(one.ask(partial(client.ask, None, question)))
 
             return await asyncio.gather(*map(within, questions))
 

@@ -1,4 +1,4 @@
-"""One row's question to servers that may go away under it: :class:`Asker`.
+"""The questions of a batch job to servers that may go away under them: :class:`Asker`.
 
 A row that fails asks whether its server is in order, by a question of one word. Where it is, the failure is the row's
 own (or the server was busy, or another of several servers has answered). Where it is not, the row waits for it and is
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from itertools import count
-from typing import Any
 
-from tessera_client import Answer, AsyncClient, Retry
+from tessera_client.aio import AsyncClient
+from tessera_client.messages import Answer
+from tessera_client.retry import Retry
 from tessera_wire.errors import (
     Cancelled,
     ConnectionFailed,
@@ -32,6 +33,9 @@ TRIES = 2  # of a row that fails on a server in order
 PAUSE_S = 0.25  # between two looks at servers that are away
 BUSY = Retry()
 
+Call = Callable[[], Awaitable[Answer]]
+"""One attempt at a row, by the client; called anew for each."""
+
 
 class Away(Exception):
     """No server came back in time; ``error`` is the last that was met."""
@@ -42,15 +46,17 @@ class Away(Exception):
 
 
 class Asker:
-    """Asks through a client that does not retry.
+    """Asks again what its client, which does not retry, could not ask.
 
     Args:
         patience: seconds that servers may be away.
         servers: how many there are.
+        busy: seconds that servers in order may refuse a row; ``patience`` if not given.
     """
 
-    def __init__(self, client: AsyncClient, patience: float, servers: int = 1) -> None:
+    def __init__(self, client: AsyncClient, patience: float, servers: int = 1, busy: float | None = None) -> None:
         self._client, self._patience, self._servers = client, patience, servers
+        self._busy = patience if busy is None else busy
         self._looking: asyncio.Task[bool] | None = None
         self._under_way = 0
         self._idle = asyncio.Event()  # nothing is under way
@@ -67,12 +73,12 @@ class Asker:
                     raise
                 await asyncio.sleep(PAUSE_S)
 
-    async def ask(self, images: Sequence[bytes], question: str, options: Mapping[str, Any]) -> Answer:
+    async def ask(self, call: Call) -> Answer:
         """The answer. Raises the row's own error, or Away."""
         began, went_away = time.monotonic(), 0
         for attempt in count(1):
             try:
-                return await self._ask_beside_others(images, question, options)
+                return await self._ask_beside_others(call)
             except TesseraClientError as error:
                 if await self._went_away(error):
                     began, went_away = time.monotonic(), went_away + 1
@@ -80,33 +86,33 @@ class Asker:
                         break
                 elif isinstance(error, (Unavailable, ConnectionFailed)):
                     delay = BUSY.delay(min(attempt, BUSY.attempts - 1), error)
-                    if delay is None or time.monotonic() - began > self._patience:
+                    if delay is None or time.monotonic() - began > self._busy:
                         raise Away(error) from error
                     await asyncio.sleep(delay)
                 elif isinstance(error, InvalidRequest) or attempt >= TRIES:
                     raise
-        return await self._ask_alone(images, question, options)
+        return await self._ask_alone(call)
 
-    async def _ask_beside_others(self, images: Sequence[bytes], question: str, options: Mapping[str, Any]) -> Answer:
+    async def _ask_beside_others(self, call: Call) -> Answer:
         if self._alone.locked():
             async with self._alone:
                 pass
         self._under_way += 1
         self._idle.clear()
         try:
-            return await self._whole(images, question, options)
+            return await self._whole(call)
         finally:
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()
 
-    async def _ask_alone(self, images: Sequence[bytes], question: str, options: Mapping[str, Any]) -> Answer:
+    async def _ask_alone(self, call: Call) -> Answer:
         async with self._alone:
             if self._under_way:
                 await self._idle.wait()
             for _ in range(ALONE):
                 try:
-                    return await self._whole(images, question, options)
+                    return await self._whole(call)
                 except TesseraClientError as error:
                     if not await self._went_away(error) and not isinstance(error, (Unavailable, ConnectionFailed)):
                         raise
@@ -116,8 +122,8 @@ class Asker:
             f"nothing beside it: {last.message}"
         )
 
-    async def _whole(self, images: Sequence[bytes], question: str, options: Mapping[str, Any]) -> Answer:
-        answer = await self._client.ask(list(images), question, **options)
+    async def _whole(self, call: Call) -> Answer:
+        answer = await call()
         if answer.finish_reason == "deadline":
             raise DeadlineExceeded("the server had no time left for the whole answer", "give a longer --timeout")
         if answer.finish_reason == "cancelled":  # by somebody else, or by a server that stops

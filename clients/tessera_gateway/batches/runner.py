@@ -1,0 +1,202 @@
+"""Asks what batches have to ask: :class:`Runner`."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import math
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TextIO, TypeVar
+from uuid import uuid4
+
+from tessera_client import AsyncClient, TesseraClientError
+from tessera_client.asker import Asker, Away
+from tessera_gateway import completions, translation
+from tessera_gateway.batches.database import Database
+from tessera_gateway.batches.files import Files
+from tessera_gateway.batches.jobs import Ending, Jobs, Line, Request, result
+from tessera_gateway.errors import ApiError, from_wire
+from tessera_gateway.metrics import Counters
+from tessera_gateway.pictures_from import Fetcher
+from tessera_gateway.protocol import ChatRequest, parse, parse_object
+from tessera_gateway.settings import Settings
+
+T = TypeVar("T")
+
+PRIORITY = 10  # behind all that does not say; a request of its own higher number goes later yet
+BUSY_S = 600.0  # that servers in order may refuse a request before it is an error
+LONGEST_S = 3600.0  # that a request may take: all others go first
+POLL_S = 0.25  # between two looks at what came and what was cancelled; any worker may have taken that
+SWEEPS = 64  # slices of deleted files at each of them
+AGAIN_S = 5.0  # after the database failed: a full disk, say
+GIVEN_UP = {
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this request was answered"),
+    "expired": ("batch_expired", "the completion window ended before this request was answered"),
+}
+
+
+class Runner:
+    """Runs the batches of a folder, where no other process does: a lock on the folder says which one may.
+
+    Args:
+        client: one that leaves trying again to an :class:`Asker`.
+    """
+
+    def __init__(
+        self, database: Database, client: AsyncClient, fetcher: Fetcher, counters: Counters, settings: Settings
+    ) -> None:
+        self._database, self._client = database, client
+        self._files = Files(database)
+        self._jobs = Jobs(database, self._files)
+        self._fetcher, self._counters, self._settings = fetcher, counters, settings
+        self._tasks: dict[int, tuple[Ending, asyncio.Task[None]]] = {}
+        """By the batch's key: how it will end, and what brings it there."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """It runs until this is left."""
+        task = asyncio.ensure_future(self._run())
+        try:
+            yield
+        finally:
+            await _end([task])
+
+    async def _run(self) -> None:
+        with open(self._database.folder / "lock", "a") as lock:
+            while not _locked(lock):
+                await asyncio.sleep(POLL_S)
+            self._asker = Asker(self._client, patience=math.inf, busy=BUSY_S)
+            self._slots = asyncio.Semaphore(self._settings.batch_concurrency)  # whose waiting batches take turns
+            try:
+                while True:
+                    try:
+                        await self._look()
+                        await asyncio.sleep(POLL_S)
+                    except Exception:  # what is in the database goes on when it can
+                        traceback.print_exc(file=sys.stderr)
+                        await asyncio.sleep(AGAIN_S)
+            finally:
+                await _end([task for _, task in self._tasks.values()])
+
+    async def _look(self) -> None:
+        """Begins what is new, and turns round what was cancelled or has expired. Raises what a batch met."""
+        for key, (_, task) in list(self._tasks.items()):
+            if task.done():
+                del self._tasks[key]
+                task.result()
+        for batch in await self._call(self._jobs.live):
+            key, ending = batch["key"], _ending(batch["status"], batch["expires_at"])
+            if key in self._tasks and self._tasks[key][0] != ending:
+                await _end([self._tasks.pop(key)[1]])
+            if key not in self._tasks:
+                work = self._ask_all(key) if ending == "completed" else self._give_up(key, ending)
+                self._tasks[key] = ending, asyncio.ensure_future(work)
+        for _ in range(SWEEPS):
+            if not await self._call(self._files.sweep):
+                break
+
+    async def _ask_all(self, key: int) -> None:
+        while await self._call(self._jobs.check, key):
+            pass
+        asking, after = set[asyncio.Task[None]](), 0
+        try:
+            while request := await self._next(key, after):
+                after = request.number
+                task = asyncio.ensure_future(self._write_answer(key, request))
+                task.add_done_callback(lambda _: self._slots.release())
+                asking.add(task)
+                for over in [each for each in asking if each.done()]:
+                    asking.remove(over)
+                    over.result()
+            await asyncio.gather(*asking)
+        finally:
+            await _end(asking)
+        if await self._call(self._jobs.finalize, key):
+            await self._finish(key, "completed")
+
+    async def _next(self, key: int, after: int) -> Request | None:
+        """The next request, and with it a slot; its line is read when it has one."""
+        await self._slots.acquire()
+        request = None
+        try:
+            request = await self._call(self._jobs.next, key, after)
+        finally:
+            if request is None:
+                self._slots.release()
+        return request
+
+    async def _give_up(self, key: int, ending: Ending) -> None:
+        while await self._call(self._jobs.check, key):
+            pass
+        while await self._call(self._jobs.give_up, key, *GIVEN_UP[ending]):
+            pass
+        await self._finish(key, ending)
+
+    async def _finish(self, key: int, ending: Ending) -> None:
+        while await self._call(self._jobs.end, key, ending):
+            pass
+
+    async def _write_answer(self, key: int, request: Request) -> None:
+        status, body = await self._answer(request.line)
+        response = {"status_code": status, "request_id": f"req_{uuid4().hex}", "body": body}
+        line = result(request.custom_id, response, None)
+        await self._call(self._jobs.write, key, request.number, status == 200, line)
+
+    async def _answer(self, line: bytes) -> tuple[int, dict[str, Any]]:
+        """The HTTP status and the body that a chat completion's answer would have."""
+        try:
+            asked = parse_object(parse(line, Line, "the line").body)
+            return 200, await self._completed(asked)
+        except ApiError as error:
+            refusal = error
+        except TesseraClientError as error:
+            refusal = from_wire(error)
+        except Away as away:
+            refusal = from_wire(away.error)
+        except Exception:  # a line that brings the gateway's code down must not do so for ever
+            traceback.print_exc(file=sys.stderr)
+            refusal = ApiError(500, "the gateway failed at this request; its log says why", code="gateway_error")
+        return refusal.status, refusal.body
+
+    async def _completed(self, asked: ChatRequest) -> dict[str, Any]:
+        if asked.stream:
+            raise ApiError(400, "stream is not possible in a batch", "stream", "unsupported_parameter")
+        completions.check_model(asked, self._settings)
+        conversation = translation.messages(asked, await self._fetcher.fetch(translation.urls(asked)))
+        options = translation.sampling(asked, self._settings.max_tokens)
+        options["priority"] = max(PRIORITY, options.get("priority", PRIORITY))
+        completion = translation.Completion(asked.model)
+        call = partial(self._client.chat, conversation, timeout=LONGEST_S, **options)
+        whole = completion.whole(await self._asker.ask(call))
+        self._counters.used(whole["usage"])
+        return whole
+
+    async def _call(self, work: Callable[..., T], *arguments: object) -> T:
+        return await self._database.call(work, *arguments)
+
+
+def _ending(status: str, expires_at: int) -> Ending:
+    if status == "cancelling":
+        return "cancelled"
+    return "expired" if status != "finalizing" and expires_at <= time.time() else "completed"
+
+
+def _locked(file: TextIO) -> bool:
+    """Whether this process has the lock now; it ends with the process."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancels them, and returns when they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,105 @@
+"""POST /v1/files: a form into the lines of a file, as it comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+
+from tessera_gateway.batches.database import Database
+from tessera_gateway.batches.files import SLICE_BYTES, UPLOADED, Files
+from tessera_gateway.batches.form import Field, FormReader
+from tessera_gateway.body import pieces
+from tessera_gateway.errors import ApiError
+from tessera_gateway.settings import Settings
+
+MOST_LINES = 1_000_000
+LONGEST_FIELD = 1000  # bytes of one that is no file
+LONGEST_NAME = 200  # characters of a file's that are kept
+
+
+async def upload(request: Request, database: Database, files: Files, settings: Settings) -> dict[str, Any]:
+    """The new file. Raises ApiError for a form that is none, or has more or less than a file and its purpose."""
+    form = FormReader(request.headers.get("content-type", ""))
+    fields: dict[str, bytes] = {}
+    names: dict[str, int] = {}
+    lines: _Lines | None = None
+    try:
+        async for piece in pieces(request, settings.timeout_s):
+            for field, content in form.feed(piece):
+                _check_name(field, names)
+                if field.name != "file":
+                    fields[field.name] = fields.get(field.name, b"") + content
+                    if len(fields[field.name]) > LONGEST_FIELD:
+                        raise ApiError(400, f"{field.name} is too long", field.name, "invalid_value")
+                elif lines is None:
+                    key = await database.call(files.begin, field.filename[:LONGEST_NAME] or "file", UPLOADED)
+                    lines = _Lines(database, files, key, settings.max_body_mib << 20)
+                else:
+                    await lines.take(content)
+        if not form.finished:
+            raise ApiError(400, "the form ends before its last boundary", code="invalid_form")
+        if fields.get("purpose") != UPLOADED.encode():
+            raise ApiError(400, "purpose must be 'batch': files are kept for batches alone", "purpose", "invalid_value")
+        if lines is None:
+            raise ApiError(400, "the form has no field 'file'", "file", "missing_required_parameter")
+        return await lines.finish()
+    except BaseException:
+        if lines is not None:
+            await database.call(files.drop, lines.key)
+        raise
+
+
+def _check_name(field: Field, names: dict[str, int]) -> None:
+    if field.name not in ("file", "purpose"):
+        raise ApiError(400, f"{field.name:.80} is not known", field.name, "unknown_parameter")
+    if names.setdefault(field.name, field.number) != field.number:
+        raise ApiError(400, f"the form has {field.name} twice", field.name, "invalid_form")
+
+
+class _Lines:
+    """A file's content on its way into lines."""
+
+    def __init__(self, database: Database, files: Files, key: int, longest: int) -> None:
+        self.key = key
+        self._database, self._files, self._longest = database, files, longest
+        self._rest = bytearray()
+        self._ready: list[tuple[int, bytes]] = []
+        self._count = self._size = 0
+
+    async def take(self, content: bytes) -> None:
+        """Raises ApiError for a line that is too long, and for one too many."""
+        *whole, rest = content.split(b"\n")
+        for end in whole:
+            self._add(end + b"\n")
+        self._rest += rest
+        self._check_length(len(self._rest))
+        if self._size >= SLICE_BYTES:
+            await self._write()
+
+    async def finish(self) -> dict[str, Any]:
+        if self._rest:
+            self._add(b"")
+        await self._write()
+        return await self._database.call(self._files.finish, self.key)
+
+    def _add(self, end: bytes) -> None:
+        line = bytes(self._rest) + end
+        self._rest.clear()
+        self._check_length(len(line))
+        if self._count == MOST_LINES:
+            raise ApiError(
+                413, f"the file has more than {MOST_LINES:,} lines: send it as several", code="too_many_lines"
+            )
+        self._count += 1
+        self._size += len(line)
+        self._ready.append((self._count, line))
+
+    def _check_length(self, length: int) -> None:
+        if length > self._longest:
+            words = f"line {self._count + 1} is larger than {self._longest >> 20} MiB (--max-body-mib)"
+            raise ApiError(413, words, code="line_too_long")
+
+    async def _write(self) -> None:
+        ready, self._ready, self._size = self._ready, [], 0
+        await self._database.call(self._files.append, self.key, ready)

@@ -1,0 +1,141 @@
+"""What POST /v1/files takes, piece by piece, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from batch_files import line
+from clients.fake_transport import FakeTransport
+from gateway_doubles import Asked, listening
+from hypothesis import given
+from hypothesis import strategies as some
+
+from tessera_gateway.batches import form, upload
+from tessera_gateway.batches.form import FormReader
+from tessera_gateway.errors import ApiError
+from tessera_gateway.settings import Settings
+
+FORM = "multipart/form-data; boundary=B"
+PURPOSE = b'--B\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+FILE = b'--B\r\nContent-Disposition: form-data; name="file"; filename="in.jsonl"\r\nContent-Type: x/y\r\n\r\nab\nc\r\n'
+END = b"--B--\r\n"
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Asked:
+    return Asked(FakeTransport(), Settings(batch_folder=str(tmp_path), max_body_mib=1, max_file_mib=2))
+
+
+def send(door: Asked, *parts: bytes, **headers: str) -> httpx.Response:
+    return door("POST", "/v1/files", content=b"".join(parts), headers={"Content-Type": FORM, **headers})
+
+
+def kept(door: Asked) -> int:
+    """Lines in the database, after what is gone was swept away."""
+    room = door.app.state.batches
+
+    def count() -> int:
+        while room.files.sweep():
+            pass
+        return len(room.database.all("SELECT number FROM lines"))
+
+    return asyncio.run(room.database.call(count))
+
+
+@pytest.mark.parametrize("parts", [(PURPOSE, FILE), (FILE, PURPOSE), (b"a preamble\r\n", FILE, PURPOSE)])
+def test_a_file_and_its_purpose_in_any_order(door: Asked, parts: tuple[bytes, ...]) -> None:
+    file = send(door, *parts, END, b"an epilogue").json()
+    assert (file["filename"], file["bytes"], file["purpose"]) == ("in.jsonl", 4, "batch") and kept(door) == 2
+    assert door("GET", f"/v1/files/{file['id']}/content").content == b"ab\nc"
+
+
+@pytest.mark.parametrize(
+    ("parts", "words", "status"),
+    [
+        ((FILE, END), "purpose must be 'batch'", 400),
+        ((FILE, PURPOSE.replace(b"batch", b"fine-tune"), END), "purpose must be 'batch'", 400),
+        ((PURPOSE, END), "no field 'file'", 400),
+        ((END,), "purpose must be 'batch'", 400),
+        ((PURPOSE, FILE, FILE, END), "the form has file twice", 400),
+        ((PURPOSE, FILE), "ends before its last boundary", 400),
+        ((PURPOSE, FILE, PURPOSE.replace(b"purpose", b"expires_after[seconds]"), END), "expires_after", 400),
+        ((PURPOSE.replace(b"batch", b"batch" * 999), FILE, END), "purpose is too long", 400),
+        ((b"--B\r\n\r\nx\r\n", END), "a field has no name", 400),
+        ((b"--Bx\r\n\r\n", END), "a boundary does not end its line", 400),
+        ((b"--B\r\nX: ", b"x" * form.MOST_HEADERS), "headers are too long", 400),
+        ((PURPOSE, FILE.replace(b"ab", b"a" * (1 << 20)), END), "line 1 is larger than 1 MiB (--max-body-mib)", 413),
+        ((PURPOSE, FILE.replace(b"c", b"c" * (1 << 20) + b"c"), END), "line 2 is larger than 1 MiB", 413),
+        ((PURPOSE, FILE.replace(b"ab", b"ab\n" * (1 << 20)), END), "larger than 2 MiB (--max-file-mib)", 413),
+    ],
+)
+def test_another_form_is_refused_and_nothing_of_it_stays(
+    door: Asked, parts: tuple[bytes, ...], words: str, status: int
+) -> None:
+    response = send(door, *parts)
+    assert response.status_code == status and words in response.json()["error"]["message"]
+    assert kept(door) == 0 and door("GET", "/v1/files").json()["data"] == []
+
+
+def test_too_many_lines(door: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "MOST_LINES", 2)
+    assert send(door, PURPOSE, FILE, END).status_code == 200
+    refusal = send(door, PURPOSE, FILE.replace(b"ab", b"ab\nab"), END)
+    assert refusal.status_code == 413 and "more than 2 lines" in refusal.json()["error"]["message"]
+
+
+def test_a_body_that_is_no_form_or_from_another_site(door: Asked) -> None:
+    for kind in ("application/json", "multipart/form-data", "nonsense"):
+        assert send(door, PURPOSE, FILE, END, **{"Content-Type": kind}).status_code == 415
+    assert send(door, PURPOSE, FILE, END, Origin="http://elsewhere").status_code == 403
+    assert send(door, PURPOSE, FILE, END, Origin="http://gateway").status_code == 200
+
+
+def test_a_large_file_whose_length_nobody_tells(tmp_path: Path) -> None:
+    """By the client's own form, in the pieces that the network makes of it, over many slices of lines."""
+    door = Asked(FakeTransport(), Settings(batch_folder=str(tmp_path), max_file_mib=8))
+    content = "\n".join(line(f"{number}", "x" * (number % 4000)) for number in range(2500)).encode()
+    with (
+        listening(door.app) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        file = client.files.create(file=("in.jsonl", content), purpose="batch")
+        assert client.files.content(file.id).content == content and len(content) > 3 << 20
+
+        def body() -> Any:
+            yield PURPOSE + FILE[:-6]
+            for _ in range(9):
+                yield (b"x" * 1023 + b"\n") * 1024
+
+        refusal = httpx.post(f"{address}/v1/files", content=body(), headers={"Content-Type": FORM}, trust_env=False)
+        assert refusal.status_code == 413 and refusal.json()["error"]["code"] == "body_too_large"
+        assert [each.id for each in client.files.list()] == [file.id] and kept(door) == 2500
+
+
+CONTENT = some.binary(max_size=40) | some.text("\r\n-B", max_size=40).map(str.encode)
+
+
+@given(some.lists(CONTENT, max_size=3), some.lists(some.integers(1, 20), max_size=99))
+def test_a_form_is_the_same_however_it_is_cut(contents: list[bytes], cuts: list[int]) -> None:
+    contents = [content for content in contents if b"\r\n--B" not in b"\r\n" + content]
+    head = b'--B\r\nContent-Disposition: form-data; name="n%d"; filename="f"\r\n\r\n%s\r\n'
+    body = b"".join(head % each for each in enumerate(contents)) + END
+    reader, found = FormReader(FORM), dict[str, bytes]()
+    while body:
+        size = cuts.pop() if cuts else len(body)
+        for field, content in reader.feed(body[:size]):
+            found[field.name] = found.get(field.name, b"") + content
+        body = body[size:]
+    assert found == {f"n{number}": content for number, content in enumerate(contents)} and reader.finished
+
+
+@given(some.binary(max_size=200))
+def test_no_body_does_more_than_be_refused(body: bytes) -> None:
+    reader = FormReader(FORM)
+    with suppress(ApiError):
+        assert sum(len(content) for _, content in reader.feed(b"--B\r\n" + body)) <= len(body)

@@ -1,0 +1,384 @@
+"""Batches by OpenAI's own client over a real port; the servers behind the gateway play a script."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from batch_files import answers, create, line, over, rows, upload
+from clients.fake_transport import FakeTransport, Hang, final
+from gateway_doubles import Asked, listening
+
+from tessera_client import ConnectionFailed, InvalidRequest, Unavailable, asker
+from tessera_client.messages import Request
+from tessera_gateway import translation
+from tessera_gateway.batches import files, jobs, runner
+from tessera_gateway.batches.database import Database
+from tessera_gateway.batches.jobs import Jobs
+from tessera_gateway.settings import Settings
+
+PROBE = "Hello"
+
+
+class Server(FakeTransport):
+    """Answers each question; ``own`` has what it yields to some, and ``once`` what to their first asking."""
+
+    def __init__(self, once: dict[str, Any] | None = None, **own: Any) -> None:
+        super().__init__()
+        self.once, self.own = dict(once or {}), own
+
+    def answer_to(self, request: Request) -> Sequence[Any]:
+        text = question(request)
+        return self.once.pop(text, None) or self.own.get(text) or [final(f"answer to {text}")]
+
+    @property
+    def asked(self) -> list[str]:
+        return [text for request, *_ in self.requests if (text := question(request)) != PROBE]
+
+
+def question(request: Request) -> str:
+    if request.text is not None:
+        return request.text
+    return json.loads(request.messages or "")[-1]["content"][0]["text"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(runner, "POLL_S", 0.01)
+    monkeypatch.setattr(runner, "AGAIN_S", 0.0)
+    monkeypatch.setattr(asker, "PAUSE_S", 0)
+
+
+Serve = Callable[..., openai.OpenAI]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Starts a gateway before a server, and gives OpenAI's client of it."""
+    with ExitStack() as ends:
+
+        def start(server: FakeTransport, **settings: Any) -> openai.OpenAI:
+            app = Asked(server, Settings(batch_folder=str(tmp_path / "batches"), **settings)).app
+            address = ends.enter_context(listening(app))
+            return ends.enter_context(openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0))
+
+        yield start
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def change(tmp_path: Path, query: str) -> None:
+    """Changes the database behind the gateway's back."""
+    with closing(sqlite3.connect(tmp_path / "batches" / "batches.sqlite", timeout=30)) as database, database:
+        database.execute(query)
+
+
+def test_every_line_has_one_result(serve: Serve) -> None:
+    server = Server(bad=[InvalidRequest("no picture")])
+    client = serve(server)
+    lines = [
+        line("a"),
+        line("b", "Ist das schön? 好"),
+        "",
+        line("c", "bad"),
+        line("d", tools=[]),
+        line("e", stream=True),
+    ]
+    batch = create(client, *lines, metadata={"room": "7"})
+    assert batch.status == "validating" and batch.metadata == {"room": "7"} and batch.errors is None
+    batch = over(client, batch)
+    assert batch.status == "completed" and batch.in_progress_at and batch.finalizing_at and batch.completed_at
+    counts = batch.request_counts
+    assert counts is not None and (counts.total, counts.completed, counts.failed) == (5, 2, 3)
+    assert answers(client, batch) == {"a": "answer to a", "b": "answer to Ist das schön? 好"}
+    first = rows(client, batch.output_file_id)[0]
+    assert first["error"] is None and first["id"].startswith("batch_req_") and first["response"]["status_code"] == 200
+    assert first["response"]["body"]["usage"]["total_tokens"] == 12
+    refused = {row["custom_id"]: row["response"] for row in rows(client, batch.error_file_id)}
+    assert {name: row["status_code"] for name, row in refused.items()} == {"c": 400, "d": 400, "e": 400}
+    assert (
+        "no picture" in refused["c"]["body"]["error"]["message"] and refused["d"]["body"]["error"]["param"] == "tools"
+    )
+    assert "stream is not possible" in refused["e"]["body"]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "custom_id", "words"),
+    [
+        ("nonsense", None, "line 2: the line is not JSON"),
+        ("[" * 100_000, None, "line 2: the line is not JSON"),
+        ('{"custom_id": "b"}', "b", "line 2: method: Field required"),
+        (line("b").replace("completions", "embeddings"), "b", "line 2: url: Input should be"),
+        (line("b").replace('"body": {', '"more": 1, "body": {'), "b", "line 2: more is not known"),
+        (line("b").replace('"b"', "7", 1), None, "line 2: custom_id: Input should be a valid string"),
+        (line("b" * 513), None, "line 2: custom_id: String should have at most 512"),
+        (line("a", "again"), None, "line 2: custom_id 'a' stands on line 1 already"),
+        ('{"custom_id": "a"}', None, "line 2: custom_id 'a' stands on line 1 already"),
+    ],
+)
+def test_a_line_that_is_no_request_has_its_reason(serve: Serve, bad: str, custom_id: str | None, words: str) -> None:
+    server = Server()
+    client = serve(server)
+    batch = over(client, create(client, line("a"), bad, line("z")))
+    (row,) = rows(client, batch.error_file_id)
+    assert (row["custom_id"], row["response"], row["error"]["code"]) == (custom_id, None, "invalid_line")
+    assert row["error"]["message"].startswith(words)
+    assert answers(client, batch).keys() == {"a", "z"} and sorted(server.asked) == ["a", "z"]
+
+
+def test_a_file_without_a_line_fails_the_batch(serve: Serve) -> None:
+    client = serve(Server())
+    for lines in ([], ["", " "]):
+        batch = over(client, create(client, *lines))
+        assert batch.status == "failed" and batch.failed_at and not batch.output_file_id and not batch.error_file_id
+        assert batch.errors is not None and batch.errors.data is not None and batch.errors.data[0].code == "empty_file"
+    with pytest.raises(openai.ConflictError, match="the batch is failed"):
+        client.batches.cancel(batch.id)
+
+
+def test_files(serve: Serve) -> None:
+    client = serve(Server())
+    content = f"{line('a')}\r\n\r\n{line('b')}".encode() + b"\n\x00\xff"
+    file = client.files.create(file=("räume.jsonl", content), purpose="batch")
+    assert (file.filename, file.bytes, file.purpose, file.status) == ("räume.jsonl", len(content), "batch", "processed")
+    assert client.files.retrieve(file.id) == file and client.files.content(file.id).content == content
+    more = [upload(client, line(str(number))) for number in range(4)]
+    assert [each.id for each in client.files.list(limit=2)] == [*reversed(more), file.id]  # page after page
+    page = client.files.list(limit=2, order="asc", purpose="batch", after=file.id)
+    assert [each.id for each in page.data] == more[:2] and page.has_more
+    assert client.files.list(purpose="batch_output").data == []
+    batches = [create(client, line("a")) for _ in range(3)]
+    assert [each.id for each in client.batches.list(limit=2)] == [each.id for each in reversed(batches)]
+    done = over(client, batches[0])
+    assert [client.files.retrieve(done.output_file_id or "").purpose] == ["batch_output"]
+    assert client.files.delete(file.id).deleted
+    for gone in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError, match="no file 'file-"):
+            gone(file.id)
+    with pytest.raises(openai.NotFoundError, match="no batch 'batch_x'"):
+        client.batches.retrieve("batch_x")
+    for limit in ("0", "-1", "x", "101"):
+        with pytest.raises(openai.BadRequestError, match="limit must be from 1 to 100"):
+            client.batches.list(extra_query={"limit": limit})
+
+
+def test_what_no_batch_can_be_made_of(serve: Serve) -> None:
+    client = serve(Server())
+    file = upload(client, line("a"))
+    good = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"endpoint": "/v1/embeddings"}, "endpoint: Input should be"),
+        ({"completion_window": "1 week"}, "completion_window: "),
+        ({"completion_window": "0h"}, "completion_window: "),
+        ({"metadata": {"a": 1}}, "metadata.a: "),
+        ({"metadata": {str(number): "" for number in range(17)}}, "at most 16"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, "output_expires_after is not known"),
+    ]
+    for fields, words in refused:
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.batches.create(**{**good, **fields})
+    with pytest.raises(openai.NotFoundError, match="no file 'file-x'"):
+        client.batches.create(**{**good, "input_file_id": "file-x"})  # type: ignore[arg-type]
+    results = over(client, client.batches.create(**good)).output_file_id  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError, match="the file's purpose is not 'batch'"):
+        client.batches.create(**{**good, "input_file_id": results})  # type: ignore[arg-type]
+    with pytest.raises(openai.APIStatusError, match="application/json"):
+        client.post("/batches", cast_to=object, content=b"{}", options={"headers": {"Content-Type": "text/plain"}})
+
+
+def test_a_cancelled_batch_keeps_what_it_has(serve: Serve) -> None:
+    server = Server(slow=[Hang()])
+    client = serve(server, batch_concurrency=2)
+    batch = create(client, line("a"), line("b", "slow"), line("c", "slow"), line("d"), "nonsense")
+    until(lambda: server.asked == ["a", "slow", "slow"])
+    batch = client.batches.retrieve(batch.id)
+    assert batch.status in ("validating", "in_progress") and batch.output_file_id is None
+    with pytest.raises(openai.ConflictError, match="still reads this file: cancel it first"):
+        client.files.delete(batch.input_file_id)
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    batch = over(client, batch)
+    assert batch.status == "cancelled" and batch.cancelling_at and batch.cancelled_at and len(server.cancelled) == 2
+    assert answers(client, batch) == {"a": "answer to a"}
+    codes = {row["custom_id"]: row["error"]["code"] for row in rows(client, batch.error_file_id)}
+    assert codes == {"b": "batch_cancelled", "c": "batch_cancelled", "d": "batch_cancelled", None: "invalid_line"}
+    assert client.batches.cancel(batch.id).status == "cancelled" and client.files.delete(batch.input_file_id).deleted
+    # Its slots are free again.
+    assert answers(client, over(client, create(client, line("e"), line("f"), line("g")))).keys() == {"e", "f", "g"}
+
+
+def test_what_is_left_when_the_window_ends_is_an_error(serve: Serve, tmp_path: Path) -> None:
+    server = Server(slow=[Hang()])
+    client = serve(server, batch_concurrency=2)
+    batch = create(client, line("a"), line("b", "slow"), line("c", "slow"), line("d"), completion_window="1h")
+    assert batch.expires_at == batch.created_at + 3600
+    until(lambda: server.asked == ["a", "slow", "slow"])
+    change(tmp_path, "UPDATE batches SET expires_at = 0")
+    batch = over(client, batch)
+    assert batch.status == "expired" and batch.expired_at and answers(client, batch) == {"a": "answer to a"}
+    assert {row["error"]["code"] for row in rows(client, batch.error_file_id)} == {"batch_expired"}
+
+
+def test_questions_of_people_go_first_and_are_answered_meanwhile(serve: Serve) -> None:
+    server = Server(slow=[Hang()])
+    client = serve(server)
+    create(client, line("a", "slow"), line("b", priority=-5), line("c", priority=99))
+    until(lambda: sorted(server.asked) == ["b", "c", "slow"])
+    chat = client.chat.completions.create(model="vlm", messages=json.loads(line("me"))["body"]["messages"])
+    assert chat.choices[0].message.content == "answer to me"
+    sent = {question(request): json.loads(request.sampling or "{}") for request, *_ in server.requests}
+    assert [sent[text].get("priority") for text in ("slow", "b", "c", "me")] == [10, 10, 99, None]
+
+
+def test_small_batches_do_not_wait_for_a_large_one(serve: Serve) -> None:
+    server = Server(slow=[Hang()])
+    client = serve(server, batch_concurrency=2)
+    large = create(client, *(line(f"large {number}", "slow" if number == 0 else "") for number in range(300)))
+    small = over(client, create(client, *(line(f"small {number}") for number in range(10))))
+    assert len(answers(client, small)) == 10
+    client.batches.cancel(large.id)
+    assert over(client, large).status == "cancelled"
+
+
+@pytest.mark.parametrize("error", [ConnectionFailed("the line broke"), Unavailable("512 requests are in flight")])
+def test_a_server_that_is_away_or_busy_costs_no_answer(serve: Serve, error: Exception) -> None:
+    server = Server(once={"b": [error], "d": [error], PROBE: [error]})
+    client = serve(server)
+    batch = over(client, create(client, *map(line, "abcde")))
+    assert answers(client, batch) == {name: f"answer to {name}" for name in "abcde"} and batch.error_file_id is None
+
+
+def test_a_request_that_is_refused_for_too_long_is_an_error_row(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "BUSY_S", 0)
+    client = serve(Server(b=[Unavailable("512 requests are in flight")]))
+    batch = over(client, create(client, *map(line, "abc")))
+    (row,) = rows(client, batch.error_file_id)
+    assert (row["custom_id"], row["response"]["status_code"]) == ("b", 429) and len(answers(client, batch)) == 2
+
+
+def test_a_line_at_which_the_gateway_itself_fails_is_an_error_row(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = translation.messages
+
+    def messages(asked: Any, fetched: Any) -> Any:
+        found = real(asked, fetched)
+        if found[0]["content"][0]["text"] == "b":
+            raise ZeroDivisionError("a secret")
+        return found
+
+    monkeypatch.setattr(translation, "messages", messages)
+    client = serve(Server())
+    batch = over(client, create(client, *map(line, "abc")))
+    (row,) = rows(client, batch.error_file_id)
+    assert row["custom_id"] == "b" and row["response"]["body"]["error"]["code"] == "gateway_error"
+    assert "secret" not in json.dumps(row) and "a secret" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    client = serve(server)
+    real, full = Jobs._write, sqlite3.OperationalError("database or disk is full")
+    left = [full] * 3
+
+    def write(*arguments: Any) -> None:
+        if left:
+            raise left.pop()
+        real(*arguments)
+
+    monkeypatch.setattr(Jobs, "_write", write)
+    batch = over(client, create(client, *map(line, "abc")))
+    assert answers(client, batch).keys() == set("abc") and not left
+    monkeypatch.setattr(Jobs, "create", lambda *_: (_ for _ in ()).throw(full))
+    with pytest.raises(openai.InternalServerError, match="cannot be used now: database or disk is full"):
+        create(client, line("a"))
+
+
+def test_only_one_gateway_of_a_folder_asks(serve: Serve) -> None:
+    servers = Server(), Server()
+    first, second = map(serve, servers)
+    batches = [create(client, *(line(f"{number}") for number in range(50))) for client in (first, second)]
+    for client, batch in zip((second, first), batches):  # either tells of all
+        assert len(answers(client, over(client, batch))) == 50
+    assert sorted(len(server.asked) for server in servers) == [0, 100]
+
+
+def test_a_start_goes_on_with_what_was_checked_and_what_is_over(serve: Serve, tmp_path: Path) -> None:
+    """As a gateway leaves it that was killed while it checked the lines."""
+    (tmp_path / "batches").mkdir()
+    database = Database(tmp_path / "batches")
+    room = files.Files(database)
+    key = room.begin("in.jsonl", files.UPLOADED)
+    names = [f"{number}" for number in range(2 * files.SLICE_LINES)]
+    room.append(key, enumerate((line(name).encode() + b"\n" for name in names), 1))
+    todo = Jobs(database, room)
+    fields = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    batch = todo.create(jobs.NewBatch(input_file_id=room.finish(key)["id"], **fields))  # type: ignore[arg-type]
+    assert todo.check(1) and todo.find(batch["id"])["total"] == files.SLICE_LINES
+    answered = {"choices": [{"message": {"content": "before"}}]}
+    for _ in range(2):  # the second comes too late
+        todo.write(1, 2, True, jobs.result("1", {"body": answered}, None))
+    database.close()
+    server = Server()
+    client = serve(server)
+    whole = answers(client, over(client, client.batches.retrieve(batch["id"])))
+    assert list(whole) == names and whole["1"] == "before" and sorted(server.asked) == sorted({*names} - {"1"})
+
+
+def test_deleted_and_unfinished_files_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Database(tmp_path)) as database:
+        room = files.Files(database)
+        kept, cut, gone = (room.begin("in.jsonl", files.UPLOADED) for _ in range(3))
+        for key in (kept, cut, gone):
+            room.append(key, [(1, b"x\n"), (2, b"y")])
+        name = room.finish(kept)["id"]
+        room.delete(room.finish(gone)["id"])
+        while room.sweep():
+            pass
+        assert {row["file"] for row in database.all("SELECT file FROM lines")} == {kept, cut}
+        monkeypatch.setattr(files, "STALE_S", -1)
+        while room.sweep():
+            pass
+        assert [tuple(row) for row in database.all("SELECT file, line FROM lines")] == [(kept, b"x\n"), (kept, b"y")]
+        assert [file["id"] for file in room.page(None, None, 10, True)] == [name]
+
+
+def test_a_folder_of_another_version_is_refused(tmp_path: Path) -> None:
+    Database(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "batches.sqlite")) as database, database:
+        database.execute("PRAGMA user_version = 7")
+    with pytest.raises(OSError, match="is of version 7; this gateway knows version 1"):
+        Database(tmp_path)
+    (tmp_path / "batches.sqlite").write_bytes(b"something else, and long enough to be looked at" * 99)
+    with pytest.raises(OSError, match="cannot be used: file is not a database"):
+        Database(tmp_path)
+
+
+def test_without_a_folder_the_option_is_named() -> None:
+    door = Asked(Server(), Settings())
+    for method, path in [("GET", "batches"), ("POST", "batches"), ("POST", "files"), ("GET", "files/x/content")]:
+        answer = door(method, f"/v1/{path}")
+        assert answer.status_code == 501 and "--batch-folder" in answer.json()["error"]["message"]
+
+
+def test_a_key_is_asked_for(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("first-key\n")
+    client = serve(Server(), keys=str(tmp_path / "keys"))
+    paths = ["files", "files/x", "files/x/content", "batches", "batches/x"]
+    for method, path in [("GET", path) for path in paths] + [("POST", "files"), ("POST", "batches/x/cancel")]:
+        assert httpx.request(method, f"{client.base_url}{path}", trust_env=False).status_code == 401, path
+    known = client.with_options(api_key="first-key")
+    assert answers(known, over(known, create(known, line("a")))).keys() == {"a"}
