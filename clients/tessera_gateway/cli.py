@@ -20,6 +20,7 @@ import uvicorn
 from uvicorn.supervisors import Multiprocess
 
 from tessera_client.retry import LONGEST
+from tessera_gateway import tracing
 from tessera_gateway.app import SETTINGS
 from tessera_gateway.keys import read_keys
 from tessera_gateway.settings import Settings
@@ -76,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--keys", type=Path, metavar="FILE", help="ask for one of these bearer keys (one a line)")
     add("--metrics", type=_names, default=(), metavar="URL,...",
         help="the servers' metrics pages (default: at the port above each gRPC port)")  # fmt: skip
+    add("--otel", metavar="URL", help="send traces by OTLP over HTTP to this collector, for instance "
+        "http://localhost:4318 (default: $OTEL_EXPORTER_OTLP_ENDPOINT and its kin, or none)")  # fmt: skip
     add("--with-parent", action="store_true", help="end when standard input does")
     return parser
 
@@ -99,6 +102,9 @@ def _settings(options: argparse.Namespace) -> Settings:
         given = getattr(options, name)
         if given is not None and not 0 < given <= LONGEST:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, and at most {LONGEST:g}")
+    if options.otel is not None:  # the workers inherit it
+        os.environ[tracing.ENDPOINT] = f"{options.otel.rstrip('/')}/v1/traces"
+    tracing.wanted(os.environ)
     if options.keys is not None:
         read_keys(options.keys)
     return Settings(
