@@ -174,8 +174,10 @@ class AsyncClient(BaseClient[Coroutine[Any, Any, Answer], AsyncStream]):
         await self.close()
 
     def _stream(self, request: Request, timeout: Seconds) -> AsyncStream:
-        return AsyncStream(self._transport, replace(request, stream=True), self._seconds(timeout), self._retry)
+        streamed = replace(request, stream=True)
+        return AsyncStream(self._transport, streamed, self._seconds(timeout), self._retry, self._begin_trace)
 
     async def _answer(self, request: Callable[[], Request], timeout: Seconds, retry: Retry | None = None) -> Answer:
-        async with AsyncStream(self._transport, request(), self._seconds(timeout), retry or self._retry) as stream:
+        retry = retry or self._retry
+        async with AsyncStream(self._transport, request(), self._seconds(timeout), retry, self._begin_trace) as stream:
             return await stream.answer()

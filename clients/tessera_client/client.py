@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from tessera_client.messages import (
     Answer,
@@ -28,6 +29,11 @@ from tessera_client.streaming import Stream
 from tessera_client.transports.base import Transport
 from tessera_client.transports.pool import open_transport
 from tessera_wire.errors import TesseraClientError
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+    from tessera_client.tracing import Trace
 
 CLIENTS_TIMEOUT: Any = object()  # "the timeout given to the client"
 Seconds = float | None
@@ -48,11 +54,13 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
         retry: Retry | None = None,
         models: Models | None = None,
         transport: Transport | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._timeout = timeout
         self._retry = retry or Retry()
         self._models = models or Models()
         self._transport = transport or open_transport(url, self._models)
+        self._tracer = tracer
         self.url = url if isinstance(url, str) else ",".join(url)
 
     def ask(self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any) -> AnswerT:
@@ -105,6 +113,13 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
     @abstractmethod
     def _stream(self, request: Request, timeout: Seconds) -> StreamT: ...
 
+    def _begin_trace(self, request: Request) -> Trace | None:
+        if self._tracer is None:
+            return None
+        from tessera_client.tracing import Trace
+
+        return Trace(self._tracer, self._models.vlm, request)
+
     def _seconds(self, timeout: Seconds) -> Seconds:
         return self._timeout if timeout is CLIENTS_TIMEOUT else timeout
 
@@ -132,6 +147,8 @@ class Client(BaseClient[Answer, Stream]):
         retry: what to do about UNAVAILABLE; ``Retry(attempts=1)`` turns retries off.
         models: the names under which the server's repository has the models.
         transport: used in place of one opened for ``url``; for tests.
+        tracer: of OpenTelemetry, ``trace.get_tracer("my program")``; each question is then a span of its own under the
+            current one, with a span for each of the server's stages (:mod:`tessera_client.tracing`).
 
     Every method raises errors of :mod:`tessera_wire.errors` only.
     """
@@ -205,10 +222,12 @@ class Client(BaseClient[Answer, Stream]):
         self.close()
 
     def _stream(self, request: Request, timeout: Seconds) -> Stream:
-        return Stream(self._transport, replace(request, stream=True), self._seconds(timeout), self._retry)
+        streamed = replace(request, stream=True)
+        return Stream(self._transport, streamed, self._seconds(timeout), self._retry, self._begin_trace)
 
     def _answer(self, request: Callable[[], Request], timeout: Seconds, retry: Retry | None = None) -> Answer:
-        with Stream(self._transport, request(), self._seconds(timeout), retry or self._retry) as stream:
+        retry = retry or self._retry
+        with Stream(self._transport, request(), self._seconds(timeout), retry, self._begin_trace) as stream:
             return stream.answer()
 
 
@@ -220,7 +239,7 @@ def _in_order(
     with ThreadPoolExecutor(concurrency, thread_name_prefix="tessera-ask") as pool:
         try:
             for item in items:
-                waiting.append(pool.submit(work, item))
+                waiting.append(pool.submit(copy_context().run, work, item))  # the caller's current span
                 while len(waiting) >= 4 * concurrency or (waiting and waiting[0].done()):
                     yield given_out(waiting.popleft().result(), errors)
             while waiting:

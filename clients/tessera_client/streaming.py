@@ -14,13 +14,16 @@ import contextlib
 import queue
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tessera_client.messages import Answer, Delta, Request
 from tessera_client.retry import ON_THE_WAY_S, Deadline, Retry
 from tessera_client.transports.base import Item, Sent, Transport
 from tessera_wire.errors import Cancelled, DeadlineExceeded, ProtocolError, ServerError, TesseraClientError
+
+if TYPE_CHECKING:
+    from tessera_client.tracing import Trace
 
 T = TypeVar("T")
 
@@ -38,7 +41,14 @@ class Inbox(Protocol):
 class BaseStream(ABC):
     """The life of both twins."""
 
-    def __init__(self, transport: Transport, request: Request, timeout: float | None, retry: Retry) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        request: Request,
+        timeout: float | None,
+        retry: Retry,
+        begin_trace: Callable[[Request], Trace | None] = lambda request: None,
+    ) -> None:
         self._transport = transport
         self._request = request
         self._retry = retry
@@ -46,7 +56,8 @@ class BaseStream(ABC):
         self._attempts = 0
         self._closed = False
         self._last: Delta | None = None
-        self._id = uuid.uuid4().hex[:16]
+        self._trace = begin_trace(request)
+        self._id = uuid.uuid4().hex[:16] if self._trace is None else self._trace.id_of(uuid.uuid4().hex[:16])
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
         self._sent: Sent | None = None  # while an attempt is under way
@@ -60,6 +71,7 @@ class BaseStream(ABC):
     def __del__(self) -> None:
         if getattr(self, "_sent", None):  # none where the arguments were refused
             self._stop_listening()
+            self._trace_failure(Cancelled("nobody holds the stream"))
 
     @abstractmethod
     def _open_inbox(self) -> Inbox: ...
@@ -79,6 +91,13 @@ class BaseStream(ABC):
 
     async def _advance(self) -> Delta | None:
         """The next delta; None after the last."""
+        try:
+            return await self._next_delta()
+        except BaseException as error:
+            self._trace_failure(error)
+            raise
+
+    async def _next_delta(self) -> Delta | None:
         while not self._complete:
             try:
                 return await self._receive()
@@ -102,7 +121,8 @@ class BaseStream(ABC):
         if self._sent is None:
             limit = self._deadline.for_server()
             self._attempts += 1
-            self._sent = self._transport.send(self._request, self._request_id, limit, self._inbox.put)
+            deliver = self._inbox.put if self._trace is None else self._trace.noting(self._inbox.put)
+            self._sent = self._transport.send(self._request, self._request_id, limit, deliver)
             if self._closed:  # meanwhile, by another thread
                 raise Cancelled("the stream was closed")
         item = await self._next(self._inbox)
@@ -115,6 +135,8 @@ class BaseStream(ABC):
             )
         self._add(item)
         if self._complete:
+            if self._trace is not None:
+                self._trace.answered(item, self._request_id, self._attempts)
             with contextlib.suppress(TesseraClientError):
                 while isinstance(await self._next(self._inbox), Delta):  # the end, so that the connection is left tidy
                     pass
@@ -154,6 +176,7 @@ class BaseStream(ABC):
             return
         self._closed = True
         if not self._complete:
+            self._trace_failure(Cancelled("the stream was closed"))
             await self._abandon(tell_server=True)
             if self._inbox is not None:
                 self._inbox.put(Cancelled("the stream was closed"))
@@ -170,6 +193,10 @@ class BaseStream(ABC):
         if sent:
             sent.stop()
         return sent
+
+    def _trace_failure(self, error: BaseException) -> None:
+        if self._trace is not None:
+            self._trace.failed(error, self._request_id, self._attempts)
 
     def _answer(self) -> Answer:
         assert self._last is not None

@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from threading import Thread
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from tessera_client import AsyncClient, Retry, TesseraClientError
-from tessera_gateway import completions, errors, page, service, status
+from tessera_gateway import completions, errors, page, service, status, tracing
 from tessera_gateway.batches import routes as batches
 from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.runner import Runner
@@ -24,21 +25,33 @@ from tessera_gateway.metrics import Counters, CountRequests
 from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.settings import Settings
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
 SETTINGS = "TESSERA_GATEWAY"
 """The environment variable that brings the workers their settings."""
 
 
-def create_app(settings: Settings, client: AsyncClient | None = None) -> FastAPI:
-    """The gateway to the servers of ``settings``; ``client`` in place of one for its URL is for tests."""
+def create_app(
+    settings: Settings, client: AsyncClient | None = None, provider: TracerProvider | None = None
+) -> FastAPI:
+    """The gateway to the servers of ``settings``; ``client`` in place of one for its URL is for tests.
+
+    ``provider`` sends the spans of completions on, and is shut down with the application; None: there are none.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as ends:
+            if provider is not None:  # last of all: what ends before has spans too
+                ends.push_async_callback(tracing.shut_down, provider)
             ends.push_async_callback(state.client.close)
             if state.batches is not None:
                 database: Database = state.batches.database
                 ends.callback(database.close)
-                asking = client or AsyncClient(settings.url, timeout=settings.timeout_s, retry=Retry(attempts=1))
+                asking = client or AsyncClient(
+                    settings.url, timeout=settings.timeout_s, retry=Retry(attempts=1), tracer=tracer
+                )
                 ends.push_async_callback(asking.close)
                 runner = Runner(database, asking, state.fetcher, state.counters, settings)
                 await ends.enter_async_context(runner.running())
@@ -47,7 +60,8 @@ def create_app(settings: Settings, client: AsyncClient | None = None) -> FastAPI
     app = FastAPI(openapi_url=None, lifespan=lifespan)
     state, limit = app.state, settings.max_body_mib << 20
     state.settings, state.began = settings, int(time.time())
-    state.client = client or AsyncClient(settings.url, timeout=settings.timeout_s)
+    tracer = None if provider is None else provider.get_tracer("tessera")
+    state.client = client or AsyncClient(settings.url, timeout=settings.timeout_s, tracer=tracer)
     state.metrics_urls = settings.metrics_urls
     state.fetcher = Fetcher(settings.fetch_from, limit)
     state.counters = Counters(Path(settings.counters) if settings.counters else None, settings.workers)
@@ -68,6 +82,8 @@ def create_app(settings: Settings, client: AsyncClient | None = None) -> FastAPI
     if settings.keys:
         app.add_middleware(RequireKey, keys=read_keys(Path(settings.keys)))
     app.add_middleware(CountRequests, counters=state.counters)
+    if provider is not None:
+        app.add_middleware(tracing.TraceRequests, provider=provider)
     return app
 
 
@@ -76,7 +92,7 @@ def worker_app() -> FastAPI:
     parent = multiprocessing.parent_process()
     if parent is not None:
         Thread(target=_end_with, args=(parent,), name="parent-watch", daemon=True).start()
-    return create_app(Settings.from_json(os.environ[SETTINGS]))
+    return create_app(Settings.from_json(os.environ[SETTINGS]), provider=tracing.provider())
 
 
 def _end_with(parent: multiprocessing.process.BaseProcess) -> None:

@@ -20,6 +20,7 @@ import uvicorn
 from uvicorn.supervisors import Multiprocess
 
 from tessera_client.retry import LONGEST
+from tessera_gateway import tracing
 from tessera_gateway.app import SETTINGS
 from tessera_gateway.batches.database import Database
 from tessera_gateway.keys import read_keys
@@ -82,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-file-mib", type=int, default=default.max_file_mib, metavar="N", help="of a batch's file (%(default)s)")
     add("--metrics", type=_names, default=(), metavar="URL,...",
         help="the servers' metrics pages (default: at the port above each gRPC port)")  # fmt: skip
+    add("--otel", metavar="URL", help="send traces by OTLP over HTTP to this collector, for instance "
+        "http://localhost:4318 (default: $OTEL_EXPORTER_OTLP_ENDPOINT and its kin, or none)")  # fmt: skip
     add("--with-parent", action="store_true", help="end when standard input does")
     return parser
 
@@ -105,6 +108,9 @@ def _settings(options: argparse.Namespace) -> Settings:
         given = getattr(options, name)
         if given is not None and not 0 < given <= LONGEST:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, and at most {LONGEST:g}")
+    if options.otel is not None:  # the workers inherit it
+        os.environ[tracing.ENDPOINT] = f"{options.otel.rstrip('/')}/v1/traces"
+    tracing.wanted(os.environ)
     if options.keys is not None:
         read_keys(options.keys)
     if options.batch_folder is not None:

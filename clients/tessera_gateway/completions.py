@@ -11,7 +11,7 @@ from tessera_client import AsyncClient
 from tessera_gateway import protocol, translation
 from tessera_gateway.body import read, require_json, unless_gone
 from tessera_gateway.errors import ApiError
-from tessera_gateway.metrics import USAGE
+from tessera_gateway.metrics import COMPLETIONS, MODEL, USAGE
 from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.settings import Settings
 from tessera_gateway.streaming import EventStream
@@ -19,13 +19,14 @@ from tessera_gateway.streaming import EventStream
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post(COMPLETIONS)
 async def complete(request: Request) -> Response:
     settings: Settings = request.app.state.settings
     client: AsyncClient = request.app.state.client
     require_json(request)
     asked = protocol.parse(await read(request, settings.timeout_s), protocol.ChatRequest)
     check_model(asked, settings)
+    request.scope[MODEL] = asked.model
     conversation = translation.messages(asked, await _fetched(request, asked))
     options = translation.sampling(asked, settings.max_tokens)
     completion = translation.Completion(asked.model)

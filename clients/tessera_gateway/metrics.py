@@ -40,8 +40,9 @@ ABOUT = {
     "body_bytes_total": ("counter", "Bytes of the requests' bodies"),
     "requests_under_way": ("gauge", "Requests that are not answered yet"),
 }
-STATUS, USAGE = "tessera.status", "tessera.usage"
-"""Keys of a request's scope: the status that counts in place of the one sent, and the completion's tokens."""
+COMPLETIONS = "/v1/chat/completions"
+STATUS, USAGE, MODEL = "tessera.status", "tessera.usage", "tessera.model"
+"""Keys of a request's scope: the status that counts, also where another was sent; a completion's tokens and model."""
 PREFIX = "tessera_gateway_"
 ROW = struct.calcsize("d") * len(NAMES)
 
@@ -143,9 +144,9 @@ class CountRequests:
             status = 500
             raise
         finally:
-            status = scope.get(STATUS, status)
+            status = scope[STATUS] = scope.get(STATUS, status)
             self._counters.add("requests_under_way", -1)
             self._counters.ended(status)
-            if scope["path"] == "/v1/chat/completions" and status == 200:
+            if scope["path"] == COMPLETIONS and status == 200:
                 self._counters.completed(time.perf_counter() - began, scope.get(USAGE))
         return None

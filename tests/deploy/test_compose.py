@@ -120,6 +120,11 @@ def test_limits_are_set(name):
     assert service["logging"]["options"]["max-size"]
 
 
+def test_a_collector_of_traces_is_handed_on():
+    for name in ("server", "server-gpu"):
+        assert "OTEL_EXPORTER_OTLP_ENDPOINT" in SERVICES[name]["environment"]  # by name alone: unset stays unset
+
+
 def test_the_server_has_shared_memory_for_its_stages():
     for name in ("server", "server-gpu"):
         assert int(SERVICES[name]["shm_size"].removesuffix("g")) >= 2

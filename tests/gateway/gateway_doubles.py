@@ -7,11 +7,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
 import uvicorn
 from clients.fake_transport import FakeTransport
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import TracerProvider
 
 from tessera_client import AsyncClient, Retry
 from tessera_gateway import cli
@@ -26,9 +29,11 @@ HELLO = [{"role": "user", "content": "hello"}]
 class Asked:
     """A gateway, and the transport behind it."""
 
-    def __init__(self, fake: FakeTransport, settings: Settings) -> None:
+    def __init__(self, fake: FakeTransport, settings: Settings, provider: TracerProvider | None = None) -> None:
         self.fake = fake
-        self.app = create_app(settings, AsyncClient(transport=fake, retry=ONCE, timeout=settings.timeout_s))
+        tracer = provider and provider.get_tracer("tests")
+        client = AsyncClient(transport=fake, retry=ONCE, timeout=settings.timeout_s, tracer=tracer)
+        self.app = create_app(settings, client, provider)
 
     def ask(self, messages: Any = HELLO, **fields: Any) -> httpx.Response:
         """One chat completion."""
@@ -67,3 +72,29 @@ def free_port() -> int:
     """A port that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
+
+
+@contextmanager
+def collecting() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
+    """A collector of traces: its address for OTLP over HTTP, and what it was sent."""
+    received: list[ExportTraceServiceRequest] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.path == "/v1/traces":
+                received.append(ExportTraceServiceRequest.FromString(body))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", received
+        finally:
+            server.shutdown()
+            thread.join()

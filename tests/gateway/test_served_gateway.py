@@ -20,6 +20,9 @@ import openai
 import pytest
 from batch_files import answers, create, line, over, rows
 from gateway_doubles import free_port, listening
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import BaseModel
 from server.toy_servers import ECHO, Launched, add_model, all_gone, wait_until
 
@@ -27,6 +30,7 @@ import scene
 from tessera.launcher.guard import descendants
 from tessera.launcher.process import Server
 from tessera_client import Client
+from tessera_client.tracing import STAGES
 from tessera_gateway.app import create_app
 from tessera_gateway.settings import Settings
 
@@ -124,6 +128,24 @@ def test_many_at_once(address: str, picture: bytes) -> None:
             return [answer.choices[0].message.content for answer in await asyncio.gather(*calls)]
 
     assert len(set(asyncio.run(run()))) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_trace_holds_every_stage_in_its_time(server: Server, picture: bytes, stream: bool) -> None:
+    memory, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    asked = {"model": "vlm", "messages": messages(picture), "max_tokens": 8, "stream": stream}
+    with listening(create_app(Settings(url=server.grpc_url), provider=provider)) as address:
+        answer = httpx.post(f"{address}/v1/chat/completions", json=asked, timeout=60, trust_env=False)
+        assert answer.status_code == 200
+    spans = {span.name: span for span in memory.get_finished_spans()}
+    assert len({span.context.trace_id for span in spans.values()}) == 1
+    request, chat, *stages = (spans[name] for name in ("POST /v1/chat/completions", "chat vlm", *STAGES))
+    times = [request.start_time, chat.start_time, *(span.start_time for span in stages)]
+    assert times == sorted(times) and len(spans) == 2 + len(STAGES)  # type: ignore[type-var]
+    ends = [*(span.end_time for span in stages), chat.end_time, request.end_time]
+    assert ends == sorted(ends) and ends[:-3] == times[3:]  # type: ignore[type-var]
+    assert chat.attributes is not None and chat.attributes["gen_ai.usage.output_tokens"]
 
 
 def test_labels_tiles_and_text_alone(client: openai.OpenAI, picture: bytes) -> None:

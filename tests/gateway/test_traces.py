@@ -1,0 +1,241 @@
+"""One trace from a client's ``traceparent`` to the engine's decode: what is in it, and that a collector gets it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from clients.fake_transport import FakeTransport, Hang, final
+from gateway_doubles import HELLO, Asked, collecting, listening
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
+from test_disconnects_at_the_gateway import leave
+from test_gateway_process import started
+
+from tessera_client import DeadlineExceeded, Delta
+from tessera_client.tracing import STAGES
+from tessera_gateway import tracing
+from tessera_gateway.cli import gateway_main
+from tessera_gateway.settings import Settings
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+FROM_ABOVE = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+REQUEST, CHAT = "POST /v1/chat/completions", "chat vlm"
+ASKED = {"model": "vlm", "messages": HELLO}
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 ms pass between two looks at the SDK's clock, so that the stages have room; no collector is named."""
+    ticks = count(10**18, 10**8)
+    monkeypatch.setattr("tessera_client.tracing.time", SimpleNamespace(time_ns=lambda: next(ticks)))
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+
+
+class Traced(Asked):
+    """A gateway whose spans are kept in memory."""
+
+    def __init__(self, *script: Any, **settings: Any) -> None:
+        self.memory = InMemorySpanExporter()
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self.memory))
+        super().__init__(FakeTransport(script), Settings(**settings), provider)
+
+    def spans(self) -> dict[str, ReadableSpan]:
+        finished = self.memory.get_finished_spans()
+        named = {span.name: span for span in finished}
+        assert len(named) == len(finished)
+        return named
+
+
+def sent_to(received: list[Any]) -> list[Any]:
+    """The spans that a collector was sent, as OTLP has them."""
+    resources = [resource for request in received for resource in request.resource_spans]
+    return [span for resource in resources for scope in resource.scope_spans for span in scope.spans]
+
+
+def outcome(span: ReadableSpan) -> tuple[Any, ...]:
+    assert span.attributes is not None and span.status.description is None and not span.events
+    return span.status.status_code.name, span.attributes.get("error.type")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_trace_from_the_client_to_the_engine(stream: bool) -> None:
+    door = Traced([Delta("a"), final("nswer")] if stream else [final("answer")], model_names=("ours",))
+    sent = door("POST", "/v1/chat/completions", json=ASKED | {"model": "ours", "stream": stream}, headers=FROM_ABOVE)
+    assert sent.status_code == 200
+    spans = door.spans()
+    assert set(spans) == {REQUEST, CHAT, *STAGES}
+    assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {TRACE}
+    asked, chat = spans[REQUEST], spans[CHAT]
+    assert asked.parent is not None and f"{asked.parent.span_id:016x}" == PARENT
+    assert chat.parent == asked.context and all(spans[name].parent == chat.context for name in STAGES)
+    assert asked.kind is SpanKind.SERVER and outcome(asked) == outcome(chat) == ("UNSET", None)
+    assert asked.attributes == {
+        "http.request.method": "POST",
+        "http.route": "/v1/chat/completions",
+        "http.response.status_code": 200,
+        "gen_ai.request.model": "ours",
+    }
+    (_, request_id, _) = door.fake.requests[0]
+    assert request_id.startswith(f"{TRACE}-")
+    assert chat.attributes is not None and chat.attributes["gen_ai.response.id"] == request_id
+
+
+def test_a_request_without_a_trace_begins_one() -> None:
+    door = Traced()
+    assert door("POST", "/v1/chat/completions", json=ASKED, headers={"traceparent": "nonsense"}).status_code == 200
+    assert door.spans()[REQUEST].parent is None
+
+
+def test_a_trace_that_is_not_sampled_is_not_sent_on() -> None:
+    door = Traced()
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
+    assert door("POST", "/v1/chat/completions", json=ASKED, headers=headers).status_code == 200
+    assert not door.spans() and door.fake.requests[0][1].startswith(f"{TRACE}-")
+
+
+def test_a_stream_that_breaks_is_an_error_though_its_status_was_200() -> None:
+    door = Traced([Delta("a"), DeadlineExceeded("too late")])
+    assert door.ask(stream=True).status_code == 200
+    spans = door.spans()
+    assert outcome(spans[REQUEST]) == ("ERROR", "504") and outcome(spans[CHAT]) == ("ERROR", "DeadlineExceeded")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_is_an_error(stream: bool) -> None:
+    door = Traced([Delta("a"), Hang()])
+    asyncio.run(leave(door, stream, after=3 if stream else 0))
+    spans = door.spans()
+    assert outcome(spans[REQUEST]) == ("ERROR", "499") and outcome(spans[CHAT]) == ("ERROR", "Cancelled")
+
+
+def test_a_refused_request_is_no_error_of_the_gateways() -> None:
+    door = Traced()
+    assert door.ask(tools=[]).status_code == 400
+    (asked,) = door.spans().values()
+    assert outcome(asked) == ("UNSET", None)
+    assert asked.attributes is not None and asked.attributes["http.response.status_code"] == 400
+
+
+def test_what_is_no_completion_has_no_span(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("key")
+    door = Traced(keys=str(tmp_path / "keys"))
+    assert door("GET", "/health").status_code == 200 and door("GET", "/metrics").status_code == 401
+    assert not door.spans()
+    assert door.ask().status_code == 401 and list(door.spans()) == [REQUEST]
+
+
+def test_a_collector_gets_them_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    with collecting() as (url, received):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        provider = tracing.provider()
+        assert provider is not None
+        with listening(Asked(FakeTransport(), Settings(), provider).app) as address:
+            asked = httpx.post(f"{address}/v1/chat/completions", json=ASKED, headers=FROM_ABOVE, trust_env=False)
+            assert asked.status_code == 200
+    spans = sent_to(received)  # all of them: the application has ended
+    assert {span.name for span in spans} == {REQUEST, CHAT, *STAGES} and len(spans) == 8
+    assert {span.trace_id.hex() for span in spans} == {TRACE}
+    by_name = {span.name: span for span in spans}
+    assert by_name[REQUEST].parent_span_id.hex() == PARENT
+    assert by_name[CHAT].parent_span_id == by_name[REQUEST].span_id
+    assert {by_name[name].parent_span_id for name in STAGES} == {by_name[CHAT].span_id}
+    decode = by_name["decode"]
+    assert decode.end_time_unix_nano - decode.start_time_unix_nano == 6_000_000
+    used = {each.key: each.value.int_value for each in by_name[CHAT].attributes}
+    assert (used["gen_ai.usage.input_tokens"], used["gen_ai.usage.output_tokens"]) == (10, 2)
+    named = {each.key: each.value.string_value for each in received[0].resource_spans[0].resource.attributes}
+    assert named["service.name"] == "tessera-gateway" and named["telemetry.sdk.name"] == "opentelemetry"
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_command_sends_what_its_workers_have_seen(workers: str) -> None:
+    """Also the last of it, at its end; its server is not there."""
+    with collecting() as (url, received):
+        with started("--otel", url, "--workers", workers) as (process, address):
+            completions = f"{address}/v1/chat/completions"
+            refusal = httpx.post(completions, json=ASKED, headers=FROM_ABOVE, timeout=30, trust_env=False)
+            assert refusal.status_code == 503
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=20)
+        scopes = [
+            scope for request in received for resource in request.resource_spans for scope in resource.scope_spans
+        ]
+    spans = {span.name: span for scope in scopes for span in scope.spans}
+    assert {span.trace_id.hex() for span in spans.values()} == {TRACE} and set(spans) == {REQUEST, CHAT}
+    assert all(span.status.code == span.status.STATUS_CODE_ERROR for span in spans.values())
+
+
+def test_a_collector_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "FLUSH_S", 0.01)
+    for_ever = threading.Event()
+    asyncio.run(tracing.shut_down(SimpleNamespace(shutdown=for_ever.wait)))  # type: ignore[arg-type]
+    for_ever.set()
+
+
+def test_the_environments_name_of_the_service_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:9/v1/traces")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=door,rack=7")
+    provider = tracing.provider()
+    assert provider is not None
+    assert provider.resource.attributes["service.name"] == "door" and provider.resource.attributes["rack"] == "7"
+    provider.shutdown()
+
+
+OFF = [
+    {},
+    {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
+    {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_TRACES_EXPORTER": "none"},
+    {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_SDK_DISABLED": "True"},
+    {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+]
+
+
+@pytest.mark.parametrize("environment", OFF, ids=str)
+def test_off(environment: dict[str, str]) -> None:
+    assert not tracing.wanted(environment)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "words"),
+    [
+        (
+            ["--otel", "localhost:4318"],
+            {},
+            "like http://collector:4318, not to 'localhost:4318/v1/traces'",
+        ),
+        ([], {"OTEL_EXPORTER_OTLP_ENDPOINT": "a:4317"}, "not to 'a:4317'"),
+        (["--otel", "http://a"], {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "not by otlp over grpc"),
+        (["--otel", "http://a"], {"OTEL_TRACES_EXPORTER": "console"}, "not by console over http/protobuf"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(
+    flags: list[str],
+    environment: dict[str, str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in {tracing.ENDPOINT: "", **environment}.items():  # the first, so that it is put back
+        monkeypatch.setenv(name, value)
+    assert gateway_main(["--port", "0", *flags]) == 1
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_packages_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ValueError, match=r"pip install 'tessera\[otel\]'"):
+        tracing.wanted({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a"})
