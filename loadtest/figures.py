@@ -1,7 +1,7 @@
 """A benchmark's figure as one JSON line, with what is needed to take it again.
 
-A benchmark prints its lines; record.py appends them to results/metrics.jsonl. The documents' tables are generated from
-that file (report.py), where the newest line of a metric counts.
+A benchmark prints its lines; record.py keeps the newest of each metric in results/metrics.jsonl. The documents' tables
+are generated from that file (report.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Appends the figures in a benchmark's output to results/metrics.jsonl, and writes the documents' tables anew.
+"""Puts the figures in a benchmark's output into results/metrics.jsonl, each in place of the one of that name before it
+(git keeps those), and writes the documents' tables anew.
 
     make bench NAME=cpu | .venv/bin/python loadtest/record.py
 
@@ -32,19 +33,19 @@ def parse(line: str) -> dict[str, object] | None:
 
 
 def main() -> int:
-    count = 0
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    with RESULTS.open("a") as results:
-        for line in sys.stdin:
-            print(line, end="", flush=True)
-            figure = parse(line)
-            if figure:
-                results.write(json.dumps(figure) + "\n")
-                count += 1
-    if count:
+    figures = {}
+    for line in sys.stdin:
+        print(line, end="", flush=True)
+        if figure := parse(line):
+            figures[figure["metric"]] = json.dumps(figure)
+    if figures:
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        kept = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+        lines = [line for line in kept if json.loads(line)["metric"] not in figures]
+        RESULTS.write_text("".join(f"{line}\n" for line in [*lines, *figures.values()]))
         report.update()
-    print(f"{count} figures appended to {RESULTS.name}", file=sys.stderr)
-    return 0 if count else 1
+    print(f"{len(figures)} figures are in {RESULTS.name}", file=sys.stderr)
+    return 0 if figures else 1
 
 
 if __name__ == "__main__":

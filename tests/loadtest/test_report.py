@@ -69,6 +69,14 @@ def test_figures_are_kept_other_lines_pass_and_the_tables_follow(monkeypatch, ca
     assert "python bench.py" in capsys.readouterr().out and results[1] == [1]
 
 
+def test_a_figure_takes_the_place_of_the_one_before(monkeypatch, results):
+    first, other = ({name: "x" for name in record.REQUIRED} | {"metric": name} for name in ("a.b", "c.d"))
+    newer = first | {"value": "y"}
+    for figure in (first, other, newer):
+        assert recorded(monkeypatch, json.dumps(figure)) == 0
+    assert [json.loads(line) for line in results[0].read_text().splitlines()] == [other, newer]
+
+
 def test_a_figure_that_lacks_its_commit_is_refused_and_no_figure_is_an_error(monkeypatch, results):
     figure = {name: "x" for name in record.REQUIRED} | {"metric": "a.b", "commit": None}
     with pytest.raises(ValueError, match=r"a\.b lacks commit"):
