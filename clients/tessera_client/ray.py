@@ -12,6 +12,7 @@
         batch_format="pyarrow",
         batch_size=64,
         compute=ActorPoolStrategy(size=2),
+        num_cpus=0.2,
     )
 
 Nothing of Ray is imported here: it calls the class with tables of pyarrow, which comes with Ray Data.

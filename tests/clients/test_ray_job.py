@@ -79,10 +79,10 @@ def ray() -> Iterator[Any]:
     """A local Ray, that of the module."""
     import ray
 
-    # Two processors are for reading and writing. Workers import tests and SDK from where this process does.
+    # Workers import the SDK from where this process does.
     paths = os.pathsep.join(str(Path(__file__).resolve().parents[2] / name) for name in ("clients", "python_backends"))
     ray.init(
-        num_cpus=WORKERS + 2,
+        num_cpus=2,
         include_dashboard=False,
         object_store_memory=200 << 20,
         log_to_driver=False,
@@ -117,6 +117,7 @@ def job(ray: Any, url: str, folder: Path, **options: Any) -> list[dict[str, Any]
         batch_format="pyarrow",
         batch_size=BATCH,
         compute=ray.data.ActorPoolStrategy(size=WORKERS),
+        num_cpus=0.2,
     ).write_parquet(str(folder / "answers"))
     return sorted(parquet.read_table(folder / "answers").to_pylist(), key=lambda row: row["id"])
 
