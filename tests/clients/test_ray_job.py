@@ -77,6 +77,7 @@ class Refusing(Echo):
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
     """A local Ray, that of the module."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # which would go to Ray's makers
     import ray
 
     # Workers import the SDK from where this process does.
