@@ -8,7 +8,8 @@ ENV PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     PYTHONPATH=/opt/tessera/python_backends:/opt/tessera/clients \
     XDG_CACHE_HOME=/tmp/cache \
-    TESSERA_CACHE=/tmp/cache/tessera
+    TESSERA_CACHE=/tmp/cache/tessera \
+    TRITON_CACHE_DIR=/tmp/cache/triton
 WORKDIR /opt/tessera
 COPY deploy/requirements-container.txt deploy/
 RUN python3 -m pip install --no-cache-dir --disable-pip-version-check -r deploy/requirements-container.txt

@@ -34,7 +34,7 @@ BLOCKED = {
     " tessera_client",
     "tessera.launcher": "torch numpy tritonclient triton_python_backend_utils pytriton",
     "tessera_wire": "torch numpy grpc tritonclient httpx tessera tessera_client",
-    "tessera_client": "torch numpy grpc tritonclient tessera tessera_evaluation tessera_command",
+    "tessera_client": "torch numpy grpc tritonclient ray pyarrow tessera tessera_evaluation tessera_command",
     "tessera_evaluation": "torch numpy grpc tritonclient tessera tessera_command",
     "tessera_quantize": "onnxruntime transformers compressed_tensors grpc tritonclient tessera_command",
     "tessera_gateway": "torch numpy grpc tritonclient tessera tessera_evaluation tessera_command",

@@ -1,0 +1,113 @@
+"""`tessera_client.ray` without Ray: tables in and out, and which failures are a row's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from clients.fake_transport import FakeTransport, final
+
+from tessera_client import ConnectionFailed, DeadlineExceeded, InvalidRequest, ServerError, client
+from tessera_client.messages import Request
+from tessera_client.ray import Ask, ServerAway
+
+PROBE = "Hello"
+Asking = Callable[..., Ask]
+
+
+class Server(FakeTransport):
+    """Answers with the question; ``own`` has what it yields to others."""
+
+    def __init__(self, **own: Any) -> None:
+        super().__init__()
+        self.own = own
+
+    def answer_to(self, request: Request) -> Sequence[Any]:
+        return self.own.get(request.text or "", [final(f"answer to {request.text}")])
+
+
+@pytest.fixture
+def asking(monkeypatch: pytest.MonkeyPatch) -> Asking:
+    """Makes the actor, before a server."""
+
+    def make(server: FakeTransport, **arguments: Any) -> Ask:
+        monkeypatch.setattr(client, "open_transport", lambda url, models: server)
+        return Ask("anywhere", **arguments)
+
+    return make
+
+
+def table(*questions: str | None) -> pa.Table:
+    return pa.table({"image": pa.array([None] * len(questions), pa.binary()), "prompt": pa.array(questions)})
+
+
+def test_a_table_comes_back_with_answers(asking: Asking, tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"jpeg")
+    server = Server()
+    batch = pa.table({"id": [7, 8], "file": [[str(tmp_path / "a.jpg"), "data:image/png;base64,cG5n"], None]})
+    batch = batch.append_column("question", [["Same?", "Why?"]])
+    out = asking(server, image="file", prompt="question", max_tokens=5)(batch)
+    assert out.select(["id", "file", "question"]) == batch
+    assert out["answer"].to_pylist() == ["answer to Same?", "answer to Why?"]
+    assert out["finish_reason"].to_pylist() == ["stop", "stop"] and out["error"].null_count == 2
+    sent = {request.text: request for request, *_ in server.requests}
+    assert sent["Same?"].images == (b"jpeg", b"png") and sent["Why?"].images == ()
+    assert {request.sampling for request in sent.values()} == {'{"max_tokens": 5}'}
+
+
+def test_bytes_are_sent_as_they_are(asking: Asking) -> None:
+    server = Server()
+    asking(server)(pa.table({"image": [b"webp"], "prompt": ["What?"]}))
+    assert server.requests[0][0].images == (b"webp",)
+
+
+@pytest.mark.parametrize("questions", [(), ("fine",), ("bad",)])
+def test_the_columns_are_text_whatever_is_in_them(asking: Asking, questions: tuple[str, ...]) -> None:
+    out = asking(Server(bad=[InvalidRequest("no")]))(table(*questions))
+    assert [out.schema.field(name).type for name in ("answer", "finish_reason", "error")] == [pa.string()] * 3
+
+
+def test_a_row_that_is_wrong_is_a_row_with_an_error(asking: Asking) -> None:
+    server = Server(bad=[InvalidRequest("image 0 is none")], failed=[ServerError("out of luck")])
+    out = asking(server)(table("one", "bad", None, "failed", "two"))
+    assert out["answer"].to_pylist() == ["answer to one", None, None, None, "answer to two"]
+    _, bad, none, failed, _ = out["error"].to_pylist()
+    assert bad == "image 0 is none" and "must be a string" in none and failed == "out of luck"
+    assert out["finish_reason"].to_pylist() == ["stop", None, None, None, "stop"]
+
+
+def test_part_of_an_answer_is_none(asking: Asking) -> None:
+    out = asking(Server(long=[final("The wi", "deadline")]))(table("long")).to_pylist()[0]
+    assert (out["answer"], out["finish_reason"], out["error"]) == (None, "deadline", "the answer is not whole")
+
+
+@pytest.mark.parametrize("answer", [[ServerError("died")], [DeadlineExceeded("late")], [final("", "cancelled")]])
+def test_what_fails_on_a_server_out_of_order_is_asked_again(asking: Asking, answer: list[Any]) -> None:
+    with pytest.raises(ServerAway, match="gone"):
+        asking(Server(**{"why": answer, PROBE: [ConnectionFailed("gone")]}))(table("one", "why"))
+
+
+def test_a_wrong_question_says_nothing_about_the_server(asking: Asking) -> None:
+    server = Server(**{"bad": [InvalidRequest("no")], PROBE: [ConnectionFailed("gone")]})
+    assert asking(server)(table("bad"))["error"].to_pylist() == ["no"]
+
+
+def test_a_server_that_is_away_is_an_exception() -> None:
+    with pytest.raises(ServerAway):
+        Ask("127.0.0.1:1", timeout=0.2)(table("one"))
+
+
+@pytest.mark.parametrize(
+    ("batch", "complaint"),
+    [
+        ({"image": [b""]}, "batch_format='pyarrow'"),
+        (pa.table({"picture": [b""], "prompt": [""]}), "lacks image; its columns are picture, prompt"),
+        (table("one").append_column("error", [["x"]]), "has error already"),
+    ],
+)
+def test_a_table_that_cannot_be_asked_is_refused(asking: Asking, batch: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        asking(Server())(batch)
