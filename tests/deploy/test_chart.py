@@ -205,6 +205,14 @@ def test_selectors_find_pods_and_ports_have_names_that_pods_know(objects: Object
     assert checked >= 8
 
 
+def test_where_nobody_is_named_nobody_is_let_in() -> None:
+    """In a rule of Kubernetes' an empty list is everybody."""
+    chart = rendered({"networkPolicy": {"askers": [], "monitoring": []}})
+    (to_servers,) = chart["NetworkPolicy", "server"]["spec"]["ingress"]
+    assert to_servers["from"] == [{"podSelector": {"matchLabels": pods(chart)["gateway"]["metadata"]["labels"]}}]
+    assert not chart["NetworkPolicy", "gateway"]["spec"]["ingress"]
+
+
 def test_servers_are_added_by_metrics_that_they_have() -> None:
     scaled = rendered(EVERYTHING)["ScaledObject", "server"]
     (trigger,) = scaled["spec"]["triggers"]
