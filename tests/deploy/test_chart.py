@@ -38,7 +38,7 @@ EVERYTHING = {
         "nodeSelector": {"gpu": "h200"},
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
     },
-    "gateway": {"keysSecret": "keys", "extraArgs": ["--fetch-from=pictures.example"]},
+    "gateway": {"keysSecret": "keys", "extraArgs": ["--fetch-from=pictures.example", "--otel=http://collector:4318"]},
     "autoscaling": {"enabled": True, "maxReplicas": 3},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "networkPolicy": {"gatewayEgress": [{"ports": [{"port": 443}]}]},
@@ -229,6 +229,11 @@ def test_servers_are_added_by_metrics_that_they_have() -> None:
 def test_a_gateway_with_keys_is_not_scraped_without_one() -> None:
     assert ("ServiceMonitor", "gateway") in rendered({"serviceMonitor": {"enabled": True}})
     assert ("ServiceMonitor", "gateway") not in rendered(EVERYTHING)
+
+
+def test_batches_are_refused_where_no_disk_lasts() -> None:
+    with pytest.raises(Exception, match="no --batch-folder here"):
+        rendered({"gateway": {"extraArgs": ["--batch-folder=/tmp/batches"]}})
 
 
 @pytest.mark.parametrize("values", [{"serevr": {}}, {"server": {"replica": 2}}, {"server": {"replicas": "two"}}])
