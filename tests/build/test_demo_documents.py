@@ -53,5 +53,7 @@ def test_the_exit_code_says_whether_that_was_well_enough(
     monkeypatch, capsys, tmp_path, pages: list[Score], code: int
 ) -> None:
     monkeypatch.setattr(demo_documents, "parsed", lambda out, arguments: pages)
-    assert demo_documents.main(["--checkpoint", str(tmp_path)]) == code
+    bars = ["--cer", "0.05", "--layout-f1", "0.95"]
+    assert demo_documents.main(["--checkpoint", str(tmp_path), *bars]) == code
+    assert demo_documents.main(["--checkpoint", str(tmp_path)]) == 0
     assert '"docs.parse_cer"' in capsys.readouterr().out
