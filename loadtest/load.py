@@ -166,7 +166,9 @@ def run_sweep(target: Target, options: argparse.Namespace, label: str, seed: int
     highest = max(point[rate] for point in points)
     figures.emit(f"{name}.{rate}", highest, unit, command(), points=points, seed=seed, **target.notes)
     if options.plot:
-        options.plot.write_text(sweep_picture(points, options.sweep, rate, unit, name), encoding="utf-8")
+        options.plot.write_text(
+            sweep_picture(points, options.sweep, rate, unit, f"{name}, {figures.machine()}"), encoding="utf-8"
+        )
 
 
 def sweep_picture(points: list[dict[str, Any]], sweep: str, rate: str, unit: str, title: str) -> str:

@@ -189,7 +189,7 @@ def highest(trial: Callable[[float], Counted], guess: float, trials: int, limit_
 
     From the guess up or down until one rate keeps within it and one does not, then between them; at most so many runs.
 
-    Raises RuntimeError where none of them kept within it.
+    Raises RuntimeError where none of them kept within it, or all did.
     """
     best: Counted | None = None
     over, rate = float("inf"), guess
@@ -209,4 +209,8 @@ def highest(trial: Callable[[float], Counted], guess: float, trials: int, limit_
             rate = (over * best.rate) ** 0.5
     if best is None:
         raise RuntimeError(f"no rate down to {over:.3g} requests a second kept p99 within {limit_s:g} s")
+    if over == float("inf"):
+        raise RuntimeError(
+            f"all rates up to {best.rate:.3g} requests a second kept p99 within {limit_s:g} s: begin higher"
+        )
     return best
