@@ -46,7 +46,7 @@ fuzz: $(VENV)/.ready
 # its figures are kept by: make bench NAME=... | .venv/bin/python loadtest/record.py
 bench: $(VENV)/.ready
 	@test -n "$(BENCH)" || { echo 'make bench NAME=..., one of:' \
-	    $(sort $(patsubst loadtest/bench_%.py,%,$(wildcard loadtest/bench_*.py)) gpu_sharing parity) >&2; exit 2; }
+	    $(sort $(patsubst loadtest/bench_%.py,%,$(wildcard loadtest/bench_*.py)) gpu_sharing load parity) >&2; exit 2; }
 	$(PY) $(BENCH) $(ARGS)
 
 clean:

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import closed_loop
-import counting
 import figures
-from measuring import stage_milliseconds
+from measuring import stage_milliseconds, take
 from serving import DEFAULT_CHECKPOINT, Setup, pairs, serve
 from targets import Asker, OpenAiAsker, TesseraAsker
 from workloads import WORKLOADS, Workload
@@ -46,12 +45,6 @@ def gateway(servers: list[str], workers: int) -> Iterator[str]:
             process.terminate()
 
 
-def measure(asker: Asker, processes: int) -> counting.Run:
-    in_flight = asker.workload.concurrency
-    began, answers = closed_loop.run(asker.prepare, in_flight, counting.requests(in_flight), processes)
-    return counting.count(began, answers, in_flight)
-
-
 def alone(asker: Asker, requests: int) -> float:
     """The median of a request's milliseconds, one at a time."""
     _, answers = closed_loop.run(asker.prepare, 1, requests, 1)
@@ -65,8 +58,8 @@ def compare(workload: Workload, servers: list[str], address: str, options: argpa
     over_grpc, through = [], []
     both: list[dict[str, Any]] = []
     for pair in range(options.pairs):
-        direct = measure(TesseraAsker(servers, workload, seed + 2 * pair), options.processes)
-        door = measure(OpenAiAsker([address], workload, seed + 2 * pair + 1), options.processes)
+        direct = take(TesseraAsker(servers, workload, seed + 2 * pair), options.processes).run
+        door = take(OpenAiAsker([address], workload, seed + 2 * pair + 1), options.processes).run
         over_grpc.append(getattr(door, rate) / getattr(direct, rate))
         through.append(getattr(door, rate))
         runs = {"grpc": direct, "gateway": door}

@@ -13,9 +13,9 @@ With the options of the first, in place of its workloads:
     --mix            an open loop (open_loop.py) of 98 % short answers: the highest rate at which their p99 is at most
                      2 s, and then 80 % of it
 
-How long it takes on an H200: a workload 10 to 100 s (7.5 rounds of its concurrency), the seven above 5 minutes; a sweep
-3 minutes; `--mix` at most (trials + 1) x (seconds + 30) s, 8 minutes as it is set. To which comes the server's start,
-half a minute. A request that is not answered in 500 s (in the mix 20 s) fails, and ends all but the mix.
+How long it takes on an H200, and half a minute for the server's start: a workload 10 to 100 s (7.5 rounds of its
+concurrency), the seven above 5 minutes; a sweep about 3 minutes, after `--minutes` it begins no other point; `--mix` at
+most (trials + 1) x (seconds + 30) s, 8 minutes as it is set. A request that is not answered in 500 s (in the mix 20 s) fails, and ends all but the mix.
 
 The figures' names begin with `openai` where an OpenAI server was asked, and with `serve`, `docs`, `sweep` or
 `open_loop` where our own was, over gRPC; after the workload stands `--label`'s name.
@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -102,7 +103,7 @@ def reached(options: argparse.Namespace) -> Iterator[Target]:
             yield Target(askers(options.target, addresses, None), before)
         elif options.url:
             addresses = [authority(url) for url in options.url.split(",")]
-            yield Target(askers(options.target, addresses, options.model), before, asked.gpus, notes={"asked": "--url"})
+            yield Target(askers(options.target, addresses, options.model), before, asked.gpus)
         elif options.target == "openai":
             raise SystemExit("--target openai wants the server's --url; `tessera serve` has one with --openai-port")
         else:
@@ -144,7 +145,11 @@ def run_sweep(target: Target, options: argparse.Namespace, label: str, seed: int
     axis, base = AXES[options.sweep], WORKLOADS[options.workloads[0]]
     base = replace(base, concurrency=options.concurrency or axis.concurrency, always_streamed=True)
     points: list[dict[str, Any]] = []
+    over = time.monotonic() + 60 * options.minutes
     for number, value in enumerate(options.values or axis.values):
+        if time.monotonic() > over:
+            print(f"{options.minutes:g} minutes are over before {value} {axis.unit}", file=sys.stderr, flush=True)
+            break
         workload = axis.change(base, value)
         asker = target.make(workload, seed + number)
         run, power, _, _ = take(asker, options.processes, target.gpus, least=options.least or 100)
@@ -222,6 +227,7 @@ def main() -> int:
     parser.add_argument("--sweep", choices=AXES, help="of the first of the workloads")
     parser.add_argument("--values", nargs="*", type=int, help="of the sweep, instead of its own")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="of the sweep")
+    parser.add_argument("--minutes", type=float, default=7.0, help="after which a sweep begins no other point")
     parser.add_argument("--mix", action="store_true", help="the open loop")
     parser.add_argument("--rate", type=float, default=100.0, help="requests a second that the search begins with")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each of its runs")
