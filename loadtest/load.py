@@ -15,7 +15,8 @@ With the options of the first, in place of its workloads:
 
 How long it takes on an H200, and half a minute for the server's start: a workload 10 to 100 s (7.5 rounds of its
 concurrency), the seven above 5 minutes; a sweep about 3 minutes, after `--minutes` it begins no other point; `--mix` at
-most (trials + 1) x (seconds + 30) s, 8 minutes as it is set. A request that is not answered in 500 s (in the mix 20 s) fails, and ends all but the mix.
+most (trials + 1) x (seconds + 30) s, 8 minutes as it is set. A request that is not answered in 500 s (in the mix 20 s)
+fails, and ends all but the mix.
 
 The figures' names begin with `openai` where an OpenAI server was asked, and with `serve`, `docs`, `sweep` or
 `open_loop` where our own was, over gRPC; after the workload stands `--label`'s name.
