@@ -45,8 +45,9 @@ class Trace:
         }
         sampling = json.loads(request.sampling or "{}")
         for name in SAMPLING:
-            if isinstance(sampling.get(name), (int, float)):
-                attributes[f"gen_ai.request.{name}"] = sampling[name]
+            value = sampling.get(name)
+            if isinstance(value, (int, float)) and abs(value) < 1 << 63:  # more is none of OTLP's integers
+                attributes[f"gen_ai.request.{name}"] = value
         self._span: Span = tracer.start_span(
             f"chat {model}", kind=SpanKind.CLIENT, attributes=attributes, start_time=self._began
         )

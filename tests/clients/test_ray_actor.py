@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tessera_client import ConnectionFailed, DeadlineExceeded, InvalidRequest, S
 from tessera_client.messages import Request
 from tessera_client.ray import Ask, ServerAway
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "clusters.md"
 PROBE = "Hello"
 Asking = Callable[..., Ask]
 
@@ -82,6 +84,20 @@ def test_a_row_that_is_wrong_is_a_row_with_an_error(asking: Asking) -> None:
 def test_part_of_an_answer_is_none(asking: Asking) -> None:
     out = asking(Server(long=[final("The wi", "deadline")]))(table("long")).to_pylist()[0]
     assert (out["answer"], out["finish_reason"], out["error"]) == (None, "deadline", "the answer is not whole")
+
+
+def test_the_pages_function_for_spark_and_dask_keeps_the_same_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(bad=[InvalidRequest("no")], long=[final("The wi", "deadline")])
+    monkeypatch.setattr(client, "open_transport", lambda url, models: server)
+    (block,) = re.findall(r"```python\n([^`]*def asked.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(block, names := dict[str, Any]())
+
+    class Frame(dict[str, list[Any]]):
+        def assign(self, **columns: list[Any]) -> dict[str, list[Any]]:
+            return {**self, **columns}
+
+    out = names["asked"](Frame(image=[None] * 3, prompt=["one", "bad", "long"]), "anywhere")
+    assert out["answer"] == ["answer to one", None, None] and out["error"] == [None, "no", "the answer is not whole"]
 
 
 @pytest.mark.parametrize("answer", [[ServerError("died")], [DeadlineExceeded("late")], [final("", "cancelled")]])

@@ -201,6 +201,13 @@ def test_a_job_is_under_its_callers_span() -> None:
     assert [span.parent for span in asked] == 4 * [job.get_span_context()]
 
 
+def test_a_seed_that_no_collector_can_be_sent_is_left_out(clock: SimpleNamespace) -> None:
+    client(FakeTransport()).ask(None, "Why?", seed=1 << 63, top_k=7)
+    attributes = spans()["chat vlm"].attributes
+    assert attributes is not None and attributes["gen_ai.request.top_k"] == 7
+    assert "gen_ai.request.seed" not in attributes
+
+
 def test_nothing_of_the_request_is_in_a_span(clock: SimpleNamespace) -> None:
     client(Slow(clock, [final("the-answer")])).ask(b"the-picture", "the-question", stop="the-stop", regex="the-regex")
     exported = "".join(span.to_json() for span in MEMORY.get_finished_spans())

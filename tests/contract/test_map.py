@@ -32,3 +32,8 @@ def test_what_is_named_is_there() -> None:
     named = [(path, name) for path, text in ROWS.items() for name in re.findall(r"`([\w/]+(?:\.py|/))`", text)]
     assert len(named) > 20
     assert [(path, name) for path, name in named if not any((path if path.is_dir() else path.parent).rglob(name))] == []
+
+
+def test_no_page_holds_both_sides_of_a_merge() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    assert [page for page in pages if re.search("^(<<<<<<<|>>>>>>>) ", page.read_text(), re.MULTILINE)] == []

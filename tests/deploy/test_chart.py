@@ -38,7 +38,7 @@ EVERYTHING = {
         "nodeSelector": {"gpu": "h200"},
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
     },
-    "gateway": {"keysSecret": "keys", "extraArgs": ["--fetch-from=pictures.example"]},
+    "gateway": {"keysSecret": "keys", "extraArgs": ["--fetch-from=pictures.example", "--otel=http://collector:4318"]},
     "autoscaling": {"enabled": True, "maxReplicas": 3},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "networkPolicy": {"gatewayEgress": [{"ports": [{"port": 443}]}]},
@@ -205,6 +205,14 @@ def test_selectors_find_pods_and_ports_have_names_that_pods_know(objects: Object
     assert checked >= 8
 
 
+def test_where_nobody_is_named_nobody_is_let_in() -> None:
+    """In a rule of Kubernetes' an empty list is everybody."""
+    chart = rendered({"networkPolicy": {"askers": [], "monitoring": []}})
+    (to_servers,) = chart["NetworkPolicy", "server"]["spec"]["ingress"]
+    assert to_servers["from"] == [{"podSelector": {"matchLabels": pods(chart)["gateway"]["metadata"]["labels"]}}]
+    assert not chart["NetworkPolicy", "gateway"]["spec"]["ingress"]
+
+
 def test_servers_are_added_by_metrics_that_they_have() -> None:
     scaled = rendered(EVERYTHING)["ScaledObject", "server"]
     (trigger,) = scaled["spec"]["triggers"]
@@ -221,6 +229,11 @@ def test_servers_are_added_by_metrics_that_they_have() -> None:
 def test_a_gateway_with_keys_is_not_scraped_without_one() -> None:
     assert ("ServiceMonitor", "gateway") in rendered({"serviceMonitor": {"enabled": True}})
     assert ("ServiceMonitor", "gateway") not in rendered(EVERYTHING)
+
+
+def test_batches_are_refused_where_no_disk_lasts() -> None:
+    with pytest.raises(Exception, match="no --batch-folder here"):
+        rendered({"gateway": {"extraArgs": ["--batch-folder=/tmp/batches"]}})
 
 
 @pytest.mark.parametrize("values", [{"serevr": {}}, {"server": {"replica": 2}}, {"server": {"replicas": "two"}}])

@@ -222,7 +222,7 @@ def test_penalties_after_preemption_with_steps_planned_ahead():
 def test_prompt_sizes():
     assert prompt_sizes(40, 1) == [40] and prompt_sizes(100, 1) == [64, 100] and prompt_sizes(8192, 1)[-1] == 8192
     assert (
-        prompt_sizes(8192, 6_500_000_000)[-1] == 2615
+        prompt_sizes(8192, 6_525_288_448)[-1] == 2605
     )  # of 7B; a small model's steps are worth a graph whatever their size
     assert all(b <= 1.125 * (a + 1) for a, b in pairwise(prompt_sizes(8192, 1)) if a >= 640)
 

@@ -82,6 +82,14 @@ def test_another_form_is_refused_and_nothing_of_it_stays(
     assert kept(door) == 0 and door("GET", "/v1/files").json()["data"] == []
 
 
+@pytest.mark.parametrize("charset", ["idna", "punycode", "a\x00b", "utf-7", "utf-8"])
+def test_a_name_in_any_character_set(door: Asked, charset: str) -> None:
+    """Half a surrogate pair in UTF-7; the first three cannot be read at all."""
+    named = f"filename*={charset}''+2AA-%ff".encode()
+    answer = send(door, PURPOSE, FILE.replace(b'filename="in.jsonl"', named), END)
+    assert answer.status_code == (200 if charset.startswith("utf") else 400), answer.text
+
+
 def test_too_many_lines(door: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "MOST_LINES", 2)
     assert send(door, PURPOSE, FILE, END).status_code == 200
@@ -92,6 +100,7 @@ def test_too_many_lines(door: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_body_that_is_no_form_or_from_another_site(door: Asked) -> None:
     for kind in ("application/json", "multipart/form-data", "nonsense"):
         assert send(door, PURPOSE, FILE, END, **{"Content-Type": kind}).status_code == 415
+    assert send(door, **{"Content-Type": "multipart/form-data; boundary*=idna''%ff"}).status_code == 400
     assert send(door, PURPOSE, FILE, END, Origin="http://elsewhere").status_code == 403
     assert send(door, PURPOSE, FILE, END, Origin="http://gateway").status_code == 200
 

@@ -23,6 +23,7 @@ from tessera_gateway import translation
 from tessera_gateway.batches import files, jobs, runner
 from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.jobs import Jobs
+from tessera_gateway.errors import ApiError
 from tessera_gateway.settings import Settings
 
 PROBE = "Hello"
@@ -352,6 +353,8 @@ def test_deleted_and_unfinished_files_leave_nothing(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(files, "STALE_S", -1)
         while room.sweep():
             pass
+        with pytest.raises(ApiError, match="stood still"):  # it went on after all, and would lack its beginning
+            room.append(cut, [(3, b"z")])
         assert [tuple(row) for row in database.all("SELECT file, line FROM lines")] == [(kept, b"x\n"), (kept, b"y")]
         assert [file["id"] for file in room.page(None, None, 10, True)] == [name]
 

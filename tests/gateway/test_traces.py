@@ -13,7 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import openai
 import pytest
+from batch_files import answers, create, line, over
 from clients.fake_transport import FakeTransport, Hang, final
 from gateway_doubles import HELLO, Asked, collecting, listening
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -136,6 +138,18 @@ def test_what_is_no_completion_has_no_span(tmp_path: Path) -> None:
     assert door("GET", "/health").status_code == 200 and door("GET", "/metrics").status_code == 401
     assert not door.spans()
     assert door.ask().status_code == 401 and list(door.spans()) == [REQUEST]
+
+
+def test_a_batchs_question_is_a_trace_of_its_own(tmp_path: Path) -> None:
+    door = Traced(batch_folder=str(tmp_path))
+    with (
+        listening(door.app) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        assert answers(client, over(client, create(client, line("a")))).keys() == {"a"}
+    spans = door.spans()
+    assert set(spans) == {CHAT, *STAGES} and spans[CHAT].parent is None
+    assert all(spans[name].parent == spans[CHAT].context for name in STAGES)
 
 
 def test_a_collector_gets_them_over_http(monkeypatch: pytest.MonkeyPatch) -> None:

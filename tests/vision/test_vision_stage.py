@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,10 @@ from tritonclient.grpc import model_config_pb2
 from tessera.errors import ConfigError
 from tessera.tritonserver.settings import StageSettings
 from tessera.vision import tritonserver_model
+from tessera.vision.settings import VisionSettings
 
-FOLDER = Path(__file__).resolve().parents[2] / "model_repository" / "vision_encoder"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "model_repository" / "vision_encoder"
 SIDE, TOKENS = 448, 64  # the default checkpoint's
 
 
@@ -62,6 +65,19 @@ def test_what_preprocess_cuts_is_known_here_too(stage, monkeypatch):
             monkeypatch.setenv("TESSERA_PREPROCESS_TILE_POLICY", said)
         stage()
     assert told == [None, "native", None]
+
+
+@pytest.mark.parametrize(("model", "priority"), [("default_model", None), ("document_model", "1")])
+def test_forwards_of_whole_pictures_stand_below_the_language_model(model, priority, monkeypatch):
+    monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", "")  # so that it is as before afterwards
+    monkeypatch.delenv("CUDA_MPS_CLIENT_PRIORITY")
+
+    def from_checkpoint(config, settings):  # from here on the GPU is used
+        raise InterruptedError(os.environ.get("CUDA_MPS_CLIENT_PRIORITY"))
+
+    monkeypatch.setattr(tritonserver_model.VisionEncoder, "from_checkpoint", from_checkpoint)
+    with pytest.raises(InterruptedError, match=str(priority)):
+        tritonserver_model.local_dispatcher(ROOT / "build" / model / "checkpoint", VisionSettings())
 
 
 def request(tiles, digest=1, deadline=0, **change):

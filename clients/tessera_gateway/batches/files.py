@@ -33,7 +33,8 @@ class Files:
         return int(found["key"])
 
     def append(self, key: int, lines: Iterable[tuple[int, bytes]]) -> None:
-        """Adds numbered lines. Raises sqlite3.IntegrityError for a number that is there."""
+        """Adds numbered lines. Raises sqlite3.IntegrityError for a number that is there, ApiError for a file that is
+        gone: :meth:`sweep` takes an upload that stood still."""
         with self._database.transaction():
             self.append_within(key, lines)
 
@@ -43,8 +44,9 @@ class Files:
         for number, line in lines:
             self._database.change("INSERT INTO lines VALUES (?, ?, ?)", key, number, line)
             size += len(line)
-        change = "UPDATE files SET bytes = bytes + ?, touched_at = ? WHERE key = ?"
-        self._database.change(change, size, int(time.time()), key)
+        change = "UPDATE files SET bytes = bytes + ?, touched_at = ? WHERE key = ? AND state != 'gone'"
+        if not self._database.change(change, size, int(time.time()), key):
+            raise ApiError(408, f"the upload stood still for {STALE_S} s: send it again", code="slow_body")
 
     def finish(self, key: int) -> dict[str, Any]:
         """The file, which is whole now."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import email
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from email.message import Message
 from typing import NamedTuple
 
@@ -26,10 +26,10 @@ class FormReader:
     def __init__(self, content_type: str) -> None:
         header = Message()
         header["Content-Type"] = content_type
-        boundary = header.get_boundary()
+        boundary = _text(header.get_boundary)
         if header.get_content_type() != "multipart/form-data" or not boundary:
             raise ApiError(415, "the body must be a form: multipart/form-data", code="unsupported_media_type")
-        self._line = b"\r\n--" + boundary.encode("utf-8", "replace")
+        self._line = b"\r\n--" + boundary.encode()
         self._buffer = bytearray(b"\r\n")  # with which the first boundary is like the others
         self._field: Field | None = None
         self._fields = 0
@@ -79,9 +79,17 @@ class FormReader:
             raise _broken("a field has no name")
         del self._buffer[: end + 4]
         self._fields += 1
-        self._field = Field(self._fields, name, headers.get_filename("") or "")
+        self._field = Field(self._fields, name, _text(headers.get_filename))
         self._at_boundary = False
         return True
+
+
+def _text(read: Callable[[], str | None]) -> str:
+    """A parameter of a header, whose sender may name any of Python's codecs for it (RFC 2231)."""
+    try:
+        return (read() or "").encode("utf-8", "replace").decode()
+    except ValueError:
+        raise _broken("a header does not follow the character set that it names") from None
 
 
 def _broken(why: str) -> ApiError:

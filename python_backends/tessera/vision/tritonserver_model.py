@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tessera.checkpoint.config import read_config
 from tessera.errors import InvalidRequest
 from tessera.lost_device import end_process_if_lost
 from tessera.tritonserver import heaps, tensors
@@ -27,6 +28,7 @@ from tessera.vision.encoding.encoder import VisionEncoder
 from tessera.vision.encoding.pictures import VisionItem
 from tessera.vision.remote import RemoteDispatcher
 from tessera.vision.settings import VisionSettings
+from tessera.vision.towers.tower import tower_class
 
 STAMPS = 3  # deadline, and when preprocess received and ended
 
@@ -36,8 +38,6 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         heaps.one_per_core()  # what one thread allocates, another sends and frees
-        # Below the language model, whose steps are short and each waited for: their kernels start first.
-        os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")
         write_to_server_log("vision_encoder")
         stage = StageSettings(args)
         settings = replace(stage.read(VisionSettings), tile_policy=stage.tile_policy)
@@ -62,7 +62,12 @@ class TritonPythonModel:
 
 def local_dispatcher(checkpoint: Path, settings: VisionSettings) -> LocalDispatcher:
     """The tower in this process."""
-    encoder = VisionEncoder.from_checkpoint(checkpoint, settings)
+    config = read_config(checkpoint)
+    if not tower_class(config).splits:
+        # A forward of whole pictures is long, a step of the language model short and waited for: its kernels start
+        # first. For tiles this would even out no load, and make some requests wait much longer than others.
+        os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")
+    encoder = VisionEncoder.from_checkpoint(config, settings)
     gauge = Gauge("tessera_vision_row_bytes", "Rows of pictures reserved or held for requests that are not answered")
     encoder.budget.show_bytes = gauge.set
     show_weights("vision_encoder", *encoder.weights)
