@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import isfinite
 from typing import Any, NamedTuple
 
 import counting
@@ -63,7 +64,8 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
 
     Of each hundred one has a long prompt and one a long answer, anywhere among them.
     """
-    dice, due, at = random.Random(seed), [], 0.0
+    dice, at = random.Random(seed), 0.0
+    due: list[Arrival] = []
     while True:
         kinds = [LONG_PROMPT, LONG_ANSWER, *(dice.choice(SHORT) for _ in range(98))]
         dice.shuffle(kinds)
@@ -129,7 +131,7 @@ class Counted:
     """p99 in each fifth of them, in the order in which they were due."""
     late_p99: float
     late_most: float
-    kinds: dict[str, dict[str, float]]
+    kinds: dict[str, dict[str, float | None]]
     errors: tuple[str, ...]
     """Of the warm-up too."""
 
@@ -140,7 +142,7 @@ class Counted:
             "rate": round(self.rate, 2),
             "requests": self.requests,
             "p50_ms": milliseconds(self.p50),
-            "p99_ms": milliseconds(self.p99) if not self.errors else None,
+            "p99_ms": milliseconds(self.p99),
             "late_p99_ms": milliseconds(self.late_p99),
             "late_most_ms": milliseconds(self.late_most),
             "failed": len(self.errors),
@@ -180,8 +182,9 @@ def count(rate: float, seconds: float, outcomes: Sequence[Outcome]) -> Counted:
     )
 
 
-def milliseconds(seconds: float) -> float:
-    return round(1e3 * seconds, 1)
+def milliseconds(seconds: float) -> float | None:
+    """Rounded; None for what is infinite, which JSON has not."""
+    return round(1e3 * seconds, 1) if isfinite(seconds) else None
 
 
 def highest(trial: Callable[[float], Counted], guess: float, trials: int, limit_s: float = LIMIT_S) -> Counted:

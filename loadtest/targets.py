@@ -75,7 +75,7 @@ class TesseraAsker(Asker):
 
     def _ask(self, client: Client, picture: bytes, workload: Workload, prompt: str) -> Reply:
         first, parts = None, 0
-        question = f"{prompt}\n<image>" if workload.text_first else prompt
+        question = workload.question(prompt)
         if workload.streamed:
             with client.stream(picture, question, **workload.sampling) as stream:
                 for _ in stream:

@@ -61,6 +61,10 @@ class Workload:
         tiles = {} if self.max_tiles is None else {"max_tiles": self.max_tiles}
         return {"temperature": 0, "ignore_eos": True, "max_tokens": self.tokens, **tiles}
 
+    def question(self, prompt: str) -> str:
+        """The prompt for the client's ``ask`` and ``stream``, with the place of the picture where it is not before."""
+        return f"{prompt}\n<image>" if self.text_first else prompt
+
     def figure(self, label: str) -> str:
         """The name of its figures, without what each of them is. ``label``: bf16, which docs do not name, fp8, ..."""
         named = [label] if label != "bf16" or self.figures == "serve" else []
