@@ -213,7 +213,7 @@ def run_mix(target: Target, options: argparse.Namespace, label: str, seed: int) 
         raise RuntimeError(f"{len(run.errors)} requests failed at {run.rate:.4g} a second: {run.errors[0]}")
     windows = [open_loop.milliseconds(window) for window in run.windows]
     told |= run.notes | {"kinds": run.kinds, "p99_ms_of_windows": windows}
-    if len(windows) > 1:
+    if len(windows) == counting.WINDOWS:
         told["ci95"] = open_loop.milliseconds(counting.margin(run.windows))
     figures.emit(f"{name}.p99_ms", open_loop.milliseconds(run.p99), "ms", command(), **told)
 
