@@ -42,11 +42,11 @@ soak: $(VENV)/.ready
 fuzz: $(VENV)/.ready
 	$(PY) loadtest/fuzz.py $(ARGS)
 
-# a benchmark by its name, for instance: make bench NAME=serve ARGS="--workloads W1 W4a"
+# a benchmark by its name, for instance: make bench NAME=load ARGS="--workloads W1 W4a"
 # its figures are kept by: make bench NAME=... | .venv/bin/python loadtest/record.py
 bench: $(VENV)/.ready
 	@test -n "$(BENCH)" || { echo 'make bench NAME=..., one of:' \
-	    $(sort $(patsubst loadtest/bench_%.py,%,$(wildcard loadtest/bench_*.py)) gpu_sharing parity) >&2; exit 2; }
+	    $(sort $(patsubst loadtest/bench_%.py,%,$(wildcard loadtest/bench_*.py)) gpu_sharing load parity) >&2; exit 2; }
 	$(PY) $(BENCH) $(ARGS)
 
 clean:

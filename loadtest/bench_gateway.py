@@ -12,84 +12,22 @@ the median over the pairs. Exactly so many requests are in flight (closed_loop.p
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import random
 import statistics
 import subprocess
 import sys
-import threading
-import time
-from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import closed_loop
-import counting
 import figures
-from bench_serve import Asker, stage_milliseconds
-from closed_loop import Reply
+from measuring import stage_milliseconds, take
 from serving import DEFAULT_CHECKPOINT, Setup, pairs, serve
-from workloads import PROMPT, WORKLOADS, Workload
-
-PATH = "/v1/chat/completions"
-
-
-class HttpAsker(Asker):
-    """Asks through the gateway at the one address, by a connection for each thread."""
-
-    @contextmanager
-    def connection(self) -> Iterator[Callable[[bytes], Reply]]:
-        own = threading.local()
-
-        def ask(picture: bytes) -> Reply:
-            if not hasattr(own, "connection"):
-                own.connection = http.client.HTTPConnection(*self.addresses, timeout=closed_loop.PATIENCE_S)
-            return self._ask_gateway(own.connection, picture)
-
-        yield ask
-
-    def _ask_gateway(self, connection: http.client.HTTPConnection, picture: bytes) -> Reply:
-        connection.request("POST", PATH, body(self.workload, picture), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
-            raise RuntimeError(f"the gateway answers {response.status}: {response.read(500)!r}")
-        first, parts = None, 1
-        if self.workload.streamed:
-            first, parts, last = read_events(response)
-        else:
-            last = json.load(response)
-        if last["usage"]["completion_tokens"] != self.workload.tokens:
-            raise RuntimeError(f"asked for {self.workload.tokens} tokens, got {last['usage']}")
-        return Reply(first, self.workload.tokens, parts, tuple(last["tessera"]["timings"].values()))
-
-
-def body(workload: Workload, picture: bytes) -> bytes:
-    """The request as OpenAI's clients write it."""
-    url = f"data:image/jpeg;base64,{b64encode(picture).decode()}"
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": PROMPT}]
-    fields: dict[str, Any] = {"model": "vlm", "messages": [{"role": "user", "content": content}], **workload.sampling}
-    if (most := fields.pop("max_tiles", None)) is not None:
-        fields["tessera"] = {"tile_policy": {"max_tiles": most}}
-    if workload.streamed:
-        fields |= {"stream": True, "stream_options": {"include_usage": True}}
-    return json.dumps(fields).encode()
-
-
-def read_events(response: http.client.HTTPResponse) -> tuple[float, int, dict[str, Any]]:
-    """When the first text came, how many parts had any, and the last object."""
-    first, parts, last = 0.0, 0, {}
-    for line in response:
-        if not line.startswith(b"data: {"):
-            continue
-        last = json.loads(line[6:])
-        if last["choices"] and last["choices"][0]["delta"].get("content"):
-            first = first or time.perf_counter()
-            parts += 1
-    return first, parts, last
+from targets import Asker, OpenAiAsker, TesseraAsker
+from workloads import WORKLOADS, Workload
 
 
 @contextmanager
@@ -107,12 +45,6 @@ def gateway(servers: list[str], workers: int) -> Iterator[str]:
             process.terminate()
 
 
-def measure(asker: Asker, processes: int) -> counting.Run:
-    in_flight = asker.workload.concurrency
-    began, answers = closed_loop.run(asker.prepare, in_flight, counting.requests(in_flight), processes)
-    return counting.count(began, answers, in_flight)
-
-
 def alone(asker: Asker, requests: int) -> float:
     """The median of a request's milliseconds, one at a time."""
     _, answers = closed_loop.run(asker.prepare, 1, requests, 1)
@@ -126,8 +58,8 @@ def compare(workload: Workload, servers: list[str], address: str, options: argpa
     over_grpc, through = [], []
     both: list[dict[str, Any]] = []
     for pair in range(options.pairs):
-        direct = measure(Asker(servers, workload, seed + 2 * pair), options.processes)
-        door = measure(HttpAsker([address], workload, seed + 2 * pair + 1), options.processes)
+        direct = take(TesseraAsker(servers, workload, seed + 2 * pair), options.processes).run
+        door = take(OpenAiAsker([address], workload, seed + 2 * pair + 1), options.processes).run
         over_grpc.append(getattr(door, rate) / getattr(direct, rate))
         through.append(getattr(door, rate))
         runs = {"grpc": direct, "gateway": door}
@@ -142,8 +74,8 @@ def compare(workload: Workload, servers: list[str], address: str, options: argpa
     if options.alone and not workload.streamed:
         single = replace(workload, concurrency=1)
         spent = {
-            "grpc": alone(Asker(servers, single, seed + 1000), options.alone),
-            "gateway": alone(HttpAsker([address], single, seed + 1001), options.alone),
+            "grpc": alone(TesseraAsker(servers, single, seed + 1000), options.alone),
+            "gateway": alone(OpenAiAsker([address], single, seed + 1001), options.alone),
         }
         notes = {"p50_ms": {way: round(ms, 2) for way, ms in spent.items()}, "requests": options.alone}
         figures.emit(f"{name}.alone_ms", round(spent["gateway"] - spent["grpc"], 2), "ms", command, **notes)

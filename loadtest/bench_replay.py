@@ -34,10 +34,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import bench_serve
 import closed_loop
 import counting
 import figures
+import measuring
 from closed_loop import Answered, Ask, Reply
 from gpu_power import Draw, GpuPower
 from metrics_page import counted
@@ -220,7 +220,7 @@ def report(
         "crops_a_page": round(fmean(asked) - 1, 1),
     }
     emit = partial(figures.emit, command=command, **notes)
-    stages = zip(bench_serve.stage_names(), zip(*(answer.stages for answer in answers)))
+    stages = zip(measuring.stage_names(), zip(*(answer.stages for answer in answers)))
     emit(f"{name}.pages_s", round(run.requests_s, 3), "pages/s", stages_p50={stage: p50(ms) for stage, ms in stages})
     emit(f"{name}.whole", round(run.whole_requests_s, 3), "pages/s")
     emit(f"{name}.req_s", round(run.requests_s * fmean(asked[1:]), 2), "req/s")
@@ -249,7 +249,7 @@ def measure(
         began, answers = closed_loop.run(reader.prepare, load.pages, pages, processes)
     after = [counted(url) for url in server.metrics]
     run = counting.count(began, answers, load.pages)
-    notes |= bench_serve.server_notes(before, after, answers[-1].ended - began)
+    notes |= measuring.server_notes(before, after, answers[-1].ended - began)
     steady = counting.steady_part(answers, load.pages)
     report(load, run, steady, power.between(run.began, run.ended), name, gpus=len(gpus), **notes)
 

@@ -3,17 +3,23 @@
 Answers are taken in the order of their ends. The first 1.5 x concurrency are warm-up and the last 1 x concurrency are
 draining; what lies between, five rounds of ``concurrency`` answers, is the steady part. Its rate is that of all its
 answers but the first, by the time from its first end to its last. The whole run is all answers by all the time from the
-common start.
+common start. How sure a rate is, is seen in the steady part cut into five windows of equally many answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import sqrt
+from statistics import stdev
 
 from closed_loop import Answered
 
 ROUNDS = 5
+WINDOWS = 5
+STUDENT = 2.776
+"""Student's t for 95 % and as many degrees of freedom as there are windows, less one."""
 
 
 def warm_up(concurrency: int) -> int:
@@ -21,9 +27,9 @@ def warm_up(concurrency: int) -> int:
     return -(-3 * concurrency // 2)
 
 
-def requests(concurrency: int) -> int:
-    """How many requests a run has: warm-up, five steady rounds, draining."""
-    return warm_up(concurrency) + (ROUNDS + 1) * concurrency
+def requests(concurrency: int, least: int = 0) -> int:
+    """How many requests a run has: warm-up, five steady rounds or more of ``least`` answers together, draining."""
+    return warm_up(concurrency) + (max(ROUNDS, -(-least // concurrency)) + 1) * concurrency
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -41,6 +47,8 @@ class Run:
     ended: float
     """The steady part on time.perf_counter()'s clock."""
     requests_s: float
+    windows: tuple[float, ...]
+    """Requests a second in each fifth of the steady part."""
     tokens_s: float
     parts_s: float
     p50: float
@@ -51,6 +59,21 @@ class Run:
     whole_tokens_s: float
     stages_p50: tuple[float, ...]
     """In milliseconds, of each stage by itself."""
+
+    @property
+    def margin(self) -> float:
+        """Half the confidence interval (95 %) of a rate, as a share of the rate."""
+        return margin(self.windows) / self.requests_s
+
+
+def margin(windows: Sequence[float]) -> float:
+    """Half the confidence interval (95 %) of the mean of a figure taken in each of five windows."""
+    return STUDENT * stdev(windows) / sqrt(len(windows))
+
+
+def cut(count: int) -> list[int]:
+    """Where the windows of so many things begin and end."""
+    return [number * count // WINDOWS for number in range(WINDOWS + 1)]
 
 
 def steady_part(answers: Sequence[Answered], concurrency: int) -> list[Answered]:
@@ -70,6 +93,9 @@ def count(began: float, answers: Sequence[Answered], concurrency: int) -> Run:
             f"{len(answers)} answers leave {len(steady)} in the steady part, which wants whole rounds of "
             f"{concurrency}, at least {ROUNDS}"
         )
+    # Of so many whole rounds each, with the time from the last end before them.
+    ends = [answer.ended for answer in answers[warm_up(concurrency) - 1 :]]
+    windows = [(last - first) / (ends[last] - ends[first]) for first, last in pairwise(cut(len(steady)))]
     seconds, lasted = steady[-1].ended - steady[0].ended, answers[-1].ended - began
     spent = sorted(answer.seconds for answer in steady)
     first = sorted(answer.first_token for answer in steady if answer.first_token is not None)
@@ -78,6 +104,7 @@ def count(began: float, answers: Sequence[Answered], concurrency: int) -> Run:
         began=steady[0].ended,
         ended=steady[-1].ended,
         requests_s=(len(steady) - 1) / seconds,
+        windows=tuple(windows),
         tokens_s=sum(answer.tokens for answer in steady[1:]) / seconds,
         parts_s=sum(answer.parts for answer in steady[1:]) / seconds,
         p50=percentile(spent, 0.5),

@@ -1,28 +1,35 @@
-"""A stand-in for tritonserver that answers each question at once, for what a client alone can do: :func:`standin`.
+"""Stand-ins for servers that answer each question at once, for what a client alone can do: :func:`standin`.
 
-In a process of its own, over the same gRPC; its answers are always ``yes``. Tests have it in theirs, and other answers.
+In a process of its own: one for tritonserver, over the same gRPC, and one of OpenAI's API, over HTTP. Their answers are
+always ``yes``, as often as tokens are asked for where the end is to be ignored. Tests have them in their own process,
+and other answers.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any
 
 import grpc
+import uvicorn
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 
 @contextmanager
-def standin() -> Iterator[str]:
+def standin(kind: str = "tessera") -> Iterator[str]:
     """Its address; it ends with the context."""
     with subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         try:
@@ -50,23 +57,32 @@ class Service(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:
         peer = context.peer()
         for request in requests:
-            inputs = zip(request.inputs, request.raw_input_contents)
-            question = next((raw[4:].decode() for tensor, raw in inputs if tensor.name == "text_input"), "")
+            told = {tensor.name: raw for tensor, raw in zip(request.inputs, request.raw_input_contents)}
+            tokens = asked_tokens(json.loads(told.get("sampling_parameters", b"")[4:] or b"{}"))
             try:
-                response = answered(self.answer(question, request.id, peer))
+                answer = self.answer(told.get("text_input", b"")[4:].decode(), request.id, peer)
+                responses = [part(answer) for _ in range(tokens - 1) if told.get("stream") == b"\1"]
+                responses.append(part(answer, tokens))
             except Exception as error:
-                response = pb.ModelStreamInferResponse(error_message=str(error))
-            response.infer_response.id = request.id
-            response.infer_response.parameters["triton_final_response"].bool_param = True
-            yield response
+                responses = [pb.ModelStreamInferResponse(error_message=str(error))]
+            for response in responses:
+                response.infer_response.id = request.id
+                response.infer_response.parameters["triton_final_response"].bool_param = response is responses[-1]
+                yield response
 
 
-def answered(text: str) -> Any:
-    """The whole answer, as one response of the stream."""
+def asked_tokens(sampling: dict[str, Any]) -> int:
+    """How long the answer is."""
+    return sampling["max_tokens"] if sampling.get("ignore_eos") else 1
+
+
+def part(text: str, tokens: int | None = None) -> Any:
+    """One response of the stream; ``tokens``: of the answer whose last it is."""
     response = pb.ModelStreamInferResponse()
-    texts = {"text_output": text.encode(), "finish_reason": b"stop"}
+    texts = {"text_output": text.encode(), "finish_reason": b"" if tokens is None else b"stop"}
     raw = {name: struct.pack("<I", len(value)) + value for name, value in texts.items()}
-    raw["usage"] = struct.pack("<3i", 270, 1, 256)
+    if tokens is not None:
+        raw |= {"usage": struct.pack("<3i", 270, tokens, 256), "timings": bytes(6 * 4)}
     for name, contents in raw.items():
         response.infer_response.outputs.add(name=name, datatype="BYTES", shape=[1])
         response.infer_response.raw_output_contents.append(contents)
@@ -82,7 +98,43 @@ def serve(service: Service) -> tuple[Any, str]:
     return server, f"127.0.0.1:{port}"
 
 
+async def openai_app(scope: Any, receive: Any, send: Any) -> None:
+    """Chat completions of OpenAI's API, as an ASGI application."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    asked = json.loads(body or b"{}")
+    tokens = asked_tokens(asked)
+    usage = {"prompt_tokens": 270, "completion_tokens": tokens}
+    kind = b"text/event-stream" if asked.get("stream") else b"application/json"
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+    if asked.get("stream"):
+        event = b"data: " + json.dumps({"choices": [{"delta": {"content": "yes"}}]}).encode() + b"\n\n"
+        for _ in range(tokens):
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        answer = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n"
+    elif scope["path"] == "/v1/models":
+        answer = json.dumps({"data": [{"id": "stand-in"}]}).encode()
+    else:
+        answer = json.dumps({"choices": [{"message": {"content": "yes" * tokens}}], "usage": usage}).encode()
+    await send({"type": "http.response.body", "body": answer})
+
+
+def main(kind: str) -> None:
+    """Says its address, and serves until the parent ends."""
+    if kind == "tessera":
+        held, address = serve(Service())
+        print(address, flush=True)
+        sys.stdin.read()
+        held.stop(None)
+        return
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    server = uvicorn.Server(uvicorn.Config(openai_app, log_level="critical", lifespan="off"))
+    Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    print(f"127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    server.run([listener])
+
+
 if __name__ == "__main__":
-    held, address = serve(Service())
-    print(address, flush=True)
-    sys.stdin.read()  # until the parent ends
+    main(sys.argv[1])

@@ -11,7 +11,7 @@ import time
 
 from grpc.experimental import gevent as grpc_gevent
 from locust import User, constant, task
-from workloads import PROMPT, WORKLOADS, Pictures, Workload
+from workloads import WORKLOADS, Pictures, Workload
 
 from tessera_client import Client, ProtocolError, Retry
 
@@ -39,25 +39,26 @@ class WorkloadUser(User):
     @task
     def ask(self) -> None:
         picture = self.pictures.deal()
-        started = time.perf_counter()
-        length, error = 0, None
-        try:
-            length = self._ask(picture, started)
-        except Exception as caught:
-            error = caught
-        self._report(self.workload.name, started, length, error)
+        for prompt in self.workload.prompts:
+            started = time.perf_counter()
+            length, error = 0, None
+            try:
+                length = self._ask(picture, self.workload.question(prompt), started)
+            except Exception as caught:
+                error = caught
+            self._report(self.workload.name, started, length, error)
 
-    def _ask(self, picture: bytes, started: float) -> int:
+    def _ask(self, picture: bytes, question: str, started: float) -> int:
         """Returns the answer's length in bytes of UTF-8."""
         workload, client = self.workload, self._client()
         if workload.streamed if self.streams is None else self.streams:
-            with client.stream(picture, PROMPT, **workload.sampling) as stream:
+            with client.stream(picture, question, **workload.sampling) as stream:
                 for number, _ in enumerate(stream):
                     if number == 0:
                         self._report(f"{workload.name} first token", started, 0, None)
                 answer = stream.answer()
         else:
-            answer = client.ask(picture, PROMPT, **workload.sampling)
+            answer = client.ask(picture, question, **workload.sampling)
         if answer.usage is None or answer.usage.completion_tokens != workload.tokens:
             raise ProtocolError(f"asked for {workload.tokens} tokens, got {answer.usage}")
         return len(answer.text.encode())

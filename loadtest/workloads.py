@@ -19,6 +19,13 @@ PROMPT = (
     "You are inspecting a rental flat for safety. Look at the picture and answer with one word: "
     "is there an exposed electrical wire, yes or no?"
 )
+QUESTIONS = (
+    PROMPT,
+    *(
+        f"{PROMPT.partition(': ')[0]}: {question}, yes or no?"
+        for question in ("is the window open", "is a fire extinguisher in sight", "does anything block the door")
+    ),
+)
 GRID = 16
 NOISE = 12
 JPEG_QUALITY = 90
@@ -37,17 +44,26 @@ class Workload:
     """None is the checkpoint's own tile policy."""
     figures: str = "serve"
     """What its figures' names begin with: serve, or docs for those of a document model."""
+    prompts: tuple[str, ...] = (PROMPT,)
+    """Asked about each picture, one after the other."""
+    text_first: bool = False
+    """The prompt stands before the picture."""
+    always_streamed: bool = False
 
     @property
     def streamed(self) -> bool:
-        """Whether answers are long enough for streaming to matter."""
-        return self.tokens > 16
+        """Whether answers are streamed: those long enough for it to matter are."""
+        return self.always_streamed or self.tokens > 16
 
     @property
     def sampling(self) -> dict[str, Any]:
         """Keyword arguments for the client's ``ask`` and ``stream``."""
         tiles = {} if self.max_tiles is None else {"max_tiles": self.max_tiles}
         return {"temperature": 0, "ignore_eos": True, "max_tokens": self.tokens, **tiles}
+
+    def question(self, prompt: str) -> str:
+        """The prompt for the client's ``ask`` and ``stream``, with the place of the picture where it is not before."""
+        return f"{prompt}\n<image>" if self.text_first else prompt
 
     def figure(self, label: str) -> str:
         """The name of its figures, without what each of them is. ``label``: bf16, which docs do not name, fp8, ..."""
@@ -67,6 +83,8 @@ WORKLOADS = {
         Workload("W5b", 448, 448, tokens=4, concurrency=256, figures="docs"),
         Workload("W5c.c64", 1036, 1036, tokens=256, concurrency=64, figures="docs"),
         Workload("W5c.c10", 1036, 1036, tokens=256, concurrency=10, figures="docs"),
+        Workload("W6", 448, 448, tokens=4, concurrency=256, prompts=QUESTIONS),
+        Workload("W6.text_first", 448, 448, tokens=4, concurrency=256, prompts=QUESTIONS, text_first=True),
     )
 }
 

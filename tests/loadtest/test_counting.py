@@ -28,8 +28,26 @@ def test_a_run_worked_out_by_hand():
     assert (run.p50, run.p99) == (0.9, 1.3)
     assert (run.first_token_p50, run.first_token_p99) == (0.09, 0.13)
     assert run.stages_p50 == (9, 12.0)  # each by itself
+    assert run.windows == (1, 1, 1, 1, 1) and run.margin == 0
     assert run.whole_requests_s == pytest.approx(15 / 20)
     assert run.whole_tokens_s == pytest.approx(120 / 20)
+
+
+def test_five_windows_say_how_sure_the_rate_is():
+    # Two in flight: three ends of warm-up a second apart, then a round of two in each window, which took so long.
+    ends, at = [98.0, 99.0, 100.0], 100.0
+    for seconds in (0.5, 1.0, 0.5, 1.0, 2.0):
+        ends += [at + seconds / 2, at + seconds]
+        at += seconds
+    run = counting.count(90.0, [Answered(end, 1.0, None, 4, 1) for end in [*ends, 106.0, 107.0]], concurrency=2)
+    assert run.windows == (4, 2, 4, 2, 1)
+    # Their variance is (1.4**2 + 0.6**2 + 1.4**2 + 0.6**2 + 1.6**2) / 4 = 1.8; t of four degrees of freedom is 2.776.
+    assert counting.margin(run.windows) == pytest.approx(2.776 * (1.8 / 5) ** 0.5)
+    assert run.margin == pytest.approx(2.776 * 0.6 / run.requests_s)
+
+
+def test_few_in_flight_may_be_asked_for_more_rounds():
+    assert [counting.requests(concurrency, least=100) for concurrency in (1, 8, 64)] == [103, 124, 480]
 
 
 def test_answers_count_in_the_order_of_their_ends():

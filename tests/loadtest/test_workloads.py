@@ -24,7 +24,11 @@ def test_the_workloads_are_the_standard_ones():
         "W5b": (448, 448, 4, 256, None),
         "W5c.c64": (1036, 1036, 256, 64, None),
         "W5c.c10": (1036, 1036, 256, 10, None),
+        "W6": (448, 448, 4, 256, None),
+        "W6.text_first": (448, 448, 4, 256, None),
     }
+    assert {name for name, w in WORKLOADS.items() if len(set(w.prompts)) == 4} == {"W6", "W6.text_first"}
+    assert [name for name, w in WORKLOADS.items() if w.text_first] == ["W6.text_first"]
     assert hashlib.md5(PROMPT.encode()).hexdigest() == "8282c11b95c7b0c2d3f2915e1c47f5cf"
 
 

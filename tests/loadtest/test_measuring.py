@@ -1,11 +1,12 @@
-"""What the serving benchmark reports of a run, by name, and which pictures it shows."""
+"""What is reported of a run, by name, and which pictures it shows."""
 
 from __future__ import annotations
 
 import json
 
-import bench_serve
 import counting
+import measuring
+import targets
 from closed_loop import Answered
 from gpu_power import Draw
 from workloads import WORKLOADS, Pictures
@@ -28,8 +29,8 @@ def lines(capsys) -> dict[str, dict]:
 
 
 def test_a_workload_of_short_answers_on_a_gpu(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["bench_serve.py", "--workloads", "W1", "W2"])
-    bench_serve.report(WORKLOADS["W1"], run(False), Draw(700.0, 1500.4, 61.0), "serve.W1.bf16", gpus=1)
+    monkeypatch.setattr("sys.argv", ["load.py", "--workloads", "W1", "W2"])
+    measuring.report(WORKLOADS["W1"], run(False), Draw(700.0, 1500.4, 61.0), "serve.W1.bf16", gpus=1)
     found = lines(capsys)
     assert {name: (line["value"], line["unit"]) for name, line in found.items()} == {
         "serve.W1.bf16.req_s": (1.0, "req/s"),
@@ -44,11 +45,11 @@ def test_a_workload_of_short_answers_on_a_gpu(capsys, monkeypatch):
     assert (steady["p50_ms"], steady["p99_ms"]) == (1520.0, 4000.0)
     assert steady["stages_p50"]["vision_queue_ms"] == 3.0 and len(steady["stages_p50"]) == 6
     assert (steady["requests"], steady["gpus"]) == (50, 1)
-    assert steady["command"] == 'make bench NAME=serve ARGS="--workloads W1 W2"'
+    assert steady["command"] == 'make bench NAME=load ARGS="--workloads W1 W2"'
 
 
 def test_a_streamed_workload_without_a_gpu(capsys):
-    bench_serve.report(WORKLOADS["W4b"], run(True), None, "serve.W4b.bf16")
+    measuring.report(WORKLOADS["W4b"], run(True), None, "serve.W4b.bf16")
     assert {name: (line["value"], line["unit"]) for name, line in lines(capsys).items()} == {
         "serve.W4b.bf16.tok_s": (256.0, "tok/s"),
         "serve.W4b.bf16.whole": (256.0, "tok/s"),
@@ -59,8 +60,6 @@ def test_a_streamed_workload_without_a_gpu(capsys):
 
 def test_processes_and_runs_have_pictures_of_their_own():
     workload = WORKLOADS["W2"]
-    dealt = {
-        Pictures(workload, bench_serve.process_seed(seed, number)).deal() for seed in (7, 8) for number in range(6)
-    }
+    dealt = {Pictures(workload, targets.process_seed(seed, number)).deal() for seed in (7, 8) for number in range(6)}
     assert len(dealt) == 12
-    assert len(bench_serve.first_picture(workload, seed=7)) == 8
+    assert len(targets.first_picture(workload, seed=7)) == 8

@@ -1,0 +1,113 @@
+"""A closed loop's run and its figures, whoever the server is: counted by the rule of counting.py, and on a GPU with the
+watts, the SM clock, the temperature and the joules for a request in the steady part.
+
+The notes of a figure say how sure it is (`ci95`: half the interval), and of our server how it did: the share of steps
+that ran as CUDA graphs, requests whose embeddings came over the CPU (must be 0), the most that rows of pictures took of
+the engine's pool, and the share of time for which the engine's thread waited while it planned and launched (`held_up`).
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import NamedTuple
+
+import closed_loop
+import counting
+import figures
+from closed_loop import Answered
+from gpu_power import Draw, GpuPower
+from metrics_page import counted
+from targets import Asker, first_picture
+from workloads import Workload
+
+from tessera_client import Timings
+
+
+def stage_names() -> list[str]:
+    """Of an answer's ``stages``, in their order."""
+    return [f"{field.name}_ms" for field in fields(Timings)]
+
+
+def stage_milliseconds(run: counting.Run) -> dict[str, float]:
+    """The medians of what the server says it spent where, by name."""
+    return {name: round(value, 1) for name, value in zip(stage_names(), run.stages_p50)}
+
+
+def report(workload: Workload, run: counting.Run, power: Draw | None, name: str, **notes: object) -> None:
+    """Emits the figures of a run; ``name`` is what their names begin with."""
+    streamed = run.first_token_p50 is not None
+    notes |= {"requests": run.count, "concurrency": workload.concurrency}
+    spent: dict[str, object] = {"p50_ms": round(1e3 * run.p50, 1), "p99_ms": round(1e3 * run.p99, 1)}
+    if run.stages_p50:  # no other server tells them
+        spent["stages_p50"] = stage_milliseconds(run)
+
+    def emit(what: str, value: float, unit: str, **more: object) -> None:
+        figures.emit(f"{name}.{what}", value, unit, command(), **notes, **more)
+
+    if streamed:
+        spent |= {"responses_s": round(run.parts_s, 1), "ci95": round(run.margin * run.tokens_s, 1)}
+        emit("tok_s", round(run.tokens_s, 1), "tok/s", **spent)
+        emit("whole", round(run.whole_tokens_s, 1), "tok/s")
+        ttft_p99_ms = round(1e3 * run.first_token_p99, 1)
+        emit("ttft_p50_ms", round(1e3 * run.first_token_p50, 1), "ms", ttft_p99_ms=ttft_p99_ms)
+    else:
+        spent |= {"qpm": round(60 * run.requests_s), "ci95": round(run.margin * run.requests_s, 2)}
+        emit("req_s", round(run.requests_s, 2), "req/s", **spent)
+        emit("whole", round(run.whole_requests_s, 2), "req/s")
+    emit("p99_over_p50", round(run.p99 / run.p50, 3), "ratio")
+    if power:
+        power.emit(emit, run.requests_s)
+
+
+def command() -> str:
+    """What a reader runs to take a figure of load.py again."""
+    return f'make bench NAME=load ARGS="{shlex.join(sys.argv[1:])}"'
+
+
+def server_notes(
+    before: Sequence[Mapping[str, float]], after: Sequence[Mapping[str, float]], lasted: float
+) -> dict[str, object]:
+    """How the servers did in these seconds, by their metrics pages (an item each)."""
+
+    def grown(name: str) -> float:
+        return sum(now[name] - then[name] for now, then in zip(after, before))
+
+    return {
+        "embeddings_on_cpu": int(grown("tessera_embeddings_on_cpu_total")),
+        "steps_s": round(grown("tessera_steps_total") / lasted / len(after), 2),
+        "graph_steps": round(grown("tessera_graph_steps_total") / max(1.0, grown("tessera_steps_total")), 3),
+        "held_up": round(grown("tessera_engine_held_up_seconds_total") / lasted / len(after), 4),
+        "embedding_mib_peak": round(max(now["tessera_embedding_bytes_peak"] for now in after) / 2**20, 1),
+    }
+
+
+class Taken(NamedTuple):
+    """A run as it was counted, what the GPUs drew in its steady part, and what else belongs to its figures."""
+
+    run: counting.Run
+    power: Draw | None
+    notes: dict[str, object]
+    steady: list[Answered]
+
+
+def take(asker: Asker, processes: int, gpus: Sequence[str] = (), metrics: Sequence[str] = (), least: int = 0) -> Taken:
+    """Runs one workload.
+
+    Args:
+        processes: of the load.
+        gpus: whose watts are read.
+        metrics: the servers' metrics pages; without them nothing is noted of how they did.
+        least: steady answers, where the rule would have fewer.
+    """
+    concurrency, before = asker.workload.concurrency, [counted(url) for url in metrics]
+    with GpuPower(gpus) as power:
+        requests = counting.requests(concurrency, least)
+        began, answers = closed_loop.run(asker.prepare, concurrency, requests, processes)
+    run = counting.count(began, answers, concurrency)
+    notes: dict[str, object] = {"seed": asker.seed, "first_picture": first_picture(asker.workload, asker.seed)}
+    if metrics:
+        notes |= server_notes(before, [counted(url) for url in metrics], answers[-1].ended - began)
+    return Taken(run, power.between(run.began, run.ended), notes, counting.steady_part(answers, concurrency))

@@ -1,0 +1,174 @@
+"""Whom the load asks: our server, through its own client over gRPC, or any server of OpenAI's API over HTTP.
+
+Both are sent the same pictures and prompts, asked for the same number of tokens, and asked once: what fails, fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import itertools
+import json
+import threading
+import time
+from abc import ABC, abstractmethod
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import astuple, dataclass
+from functools import partial
+from typing import Any
+
+import cv2
+from closed_loop import PATIENCE_S, Ask, Reply
+from workloads import Pictures, Workload
+
+from tessera_client import Client, Retry
+
+AskAbout = Callable[[bytes, Workload, str], Reply]
+"""(a picture, whose tokens and order are asked for, the prompt) -> the whole answer."""
+
+
+@dataclass(frozen=True)
+class Asker(ABC):
+    """Asks the servers at these addresses the requests of a workload."""
+
+    addresses: list[str]
+    workload: Workload
+    seed: int
+    """Of the run; a process's pictures are those of 64 x seed + its number, as the peers' load generator has them."""
+    patience_s: float = PATIENCE_S
+    """A request that takes longer fails."""
+
+    @abstractmethod
+    def connection(self) -> AbstractContextManager[AskAbout]:
+        """What asks about a picture, on any thread. It raises what went wrong."""
+
+    @contextmanager
+    def prepare(self, number: int, stock: int) -> Iterator[Ask]:
+        """For :func:`closed_loop.run`: makes the pictures, and the connection."""
+        workload, own = self.workload, threading.local()
+        pictures = self.pictures(number, -(-stock // len(workload.prompts)))
+
+        def ask_next(ask: AskAbout) -> Reply:
+            # A thread asks all its questions about a picture, one after the other, before it takes another.
+            if not getattr(own, "prompts", None):
+                own.picture, own.prompts = pictures.deal(), list(workload.prompts)
+            return ask(own.picture, workload, own.prompts.pop(0))
+
+        with self.connection() as ask:
+            yield partial(ask_next, ask)
+
+    def pictures(self, number: int, stock: int) -> Pictures:
+        """The pictures of a process."""
+        cv2.setNumThreads(1)
+        return Pictures(self.workload, process_seed(self.seed, number), stock)
+
+
+class TesseraAsker(Asker):
+    """Our servers, by gRPC."""
+
+    @contextmanager
+    def connection(self) -> Iterator[AskAbout]:
+        with Client(self.addresses, timeout=self.patience_s, retry=Retry(attempts=1)) as client:
+            yield partial(self._ask, client)
+
+    def _ask(self, client: Client, picture: bytes, workload: Workload, prompt: str) -> Reply:
+        first, parts = None, 0
+        question = workload.question(prompt)
+        if workload.streamed:
+            with client.stream(picture, question, **workload.sampling) as stream:
+                for _ in stream:
+                    first = first or time.perf_counter()
+                    parts += 1
+                answer = stream.answer()
+        else:
+            answer = client.ask(picture, question, **workload.sampling)
+        if answer.usage is None or answer.usage.completion_tokens != workload.tokens:
+            raise RuntimeError(f"asked for {workload.tokens} tokens, got {answer.usage}")
+        assert answer.timings is not None
+        return Reply(first, workload.tokens, max(1, parts), astuple(answer.timings))
+
+
+@dataclass(frozen=True)
+class OpenAiAsker(Asker):
+    """Servers of OpenAI's API at ``host:port``, by a connection for each thread."""
+
+    model: str | None = None
+    """None: the first that the server names."""
+
+    @contextmanager
+    def connection(self) -> Iterator[AskAbout]:
+        model = self.model or self._first_model()
+        own, addresses = threading.local(), itertools.cycle(self.addresses)
+
+        def ask(picture: bytes, workload: Workload, prompt: str) -> Reply:
+            if not hasattr(own, "connection"):
+                own.connection = http.client.HTTPConnection(next(addresses), timeout=self.patience_s)
+            try:
+                return _ask(own.connection, workload, body(model, workload, picture, prompt))
+            except BaseException:
+                own.connection.close()  # it opens anew with the next request
+                raise
+
+        yield ask
+
+    def _first_model(self) -> str:
+        connection = http.client.HTTPConnection(self.addresses[0], timeout=self.patience_s)
+        connection.request("GET", "/v1/models")
+        return json.load(connection.getresponse())["data"][0]["id"]
+
+
+def _ask(connection: http.client.HTTPConnection, workload: Workload, request: bytes) -> Reply:
+    connection.request("POST", "/v1/chat/completions", request, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise RuntimeError(f"the server answers {response.status}: {response.read(500)!r}")
+    first, parts = None, 1
+    if workload.streamed:
+        first, parts, last = read_events(response)
+    else:
+        last = json.load(response)
+    usage = last.get("usage") or {}
+    if usage.get("completion_tokens") != workload.tokens:
+        raise RuntimeError(f"asked for {workload.tokens} tokens, got {last}"[:500])
+    timings = last.get("tessera", {}).get("timings", {})  # our gateway's alone
+    return Reply(first, workload.tokens, max(1, parts), tuple(timings.values()))
+
+
+def body(model: str, workload: Workload, picture: bytes, prompt: str) -> bytes:
+    """The request as OpenAI's clients write it, with vLLM's ``ignore_eos``."""
+    url = f"data:image/jpeg;base64,{b64encode(picture).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": prompt}]
+    if workload.text_first:
+        content.reverse()
+    fields: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": content}], **workload.sampling}
+    if (most := fields.pop("max_tiles", None)) is not None:
+        fields["tessera"] = {"tile_policy": {"max_tiles": most}}
+    if workload.streamed:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    return json.dumps(fields).encode()
+
+
+def read_events(response: http.client.HTTPResponse) -> tuple[float | None, int, dict[str, Any]]:
+    """When the first text came, how many parts had any, and the last object."""
+    first, parts, last = None, 0, {}
+    for line in response:
+        if not line.startswith(b"data: {"):
+            continue
+        last = json.loads(line[6:])
+        if last.get("choices") and last["choices"][0]["delta"].get("content"):
+            first = first or time.perf_counter()
+            parts += 1
+    return first, parts, last
+
+
+def process_seed(seed: int, number: int) -> int:
+    """The seed of a process's pictures."""
+    return 64 * seed + number
+
+
+def first_picture(workload: Workload, seed: int) -> str:
+    """Eight hex digits that name the first picture of a run, as the peers' load generator does."""
+    jpeg = Pictures(workload, process_seed(seed, 0)).deal()
+    return hashlib.md5(b64encode(jpeg)).hexdigest()[:8]

@@ -1,0 +1,97 @@
+"""The command: what its figures are called, and what is in them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from xml.etree import ElementTree
+
+import load
+import open_loop
+import pytest
+from closed_loop import Answered
+from open_loop import Outcome
+
+CEILING = ["--ceiling", "--target", "openai", "--processes", "1", "--seed", "7"]
+
+
+def emitted(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: str) -> dict[str, dict[str, Any]]:
+    monkeypatch.setattr("sys.argv", ["load.py", *arguments])
+    assert load.main() == 0
+    return {line["metric"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
+
+
+def test_a_workload_with_the_target_in_its_figures_names(monkeypatch, capsys):
+    figures = emitted(monkeypatch, capsys, *CEILING, "--workloads", "W1", "--concurrency", "2", "--least", "20")
+    names = {f"openai.serve.W1.c2.ceiling.{what}" for what in ("req_s", "whole", "p99_over_p50")}
+    assert set(figures) == names
+    rate = figures["openai.serve.W1.c2.ceiling.req_s"]
+    assert (rate["requests"], rate["concurrency"], rate["seed"]) == (20, 2, 7)
+    assert rate["ci95"] >= 0 and len(rate["first_picture"]) == 8 and "stages_p50" not in rate
+    assert rate["command"].startswith('make bench NAME=load ARGS="--ceiling --target openai ')
+
+
+def test_a_sweep_is_one_figure_and_a_picture(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "sweep.svg"
+    values = ["--sweep", "length", "--values", "1", "3", "--concurrency", "2", "--least", "10", "--plot", str(file)]
+    figures = emitted(monkeypatch, capsys, *CEILING, *values)
+    (figure,) = figures.values()
+    assert figure["metric"] == "openai.sweep.length.W1.ceiling.tok_s"
+    assert [point["length"] for point in figure["points"]] == [1, 3]
+    assert figure["value"] == max(point["tok_s"] for point in figure["points"])
+    assert all(point["ttft_p50_ms"] > 0 for point in figure["points"])  # sweeps are streamed
+    assert file.read_text().count("<polyline") == 4
+
+
+@pytest.mark.parametrize(
+    ("sweep", "value", "changed"),
+    [("concurrency", 512, (448, 448, 4, 512)), ("size", 3840, (3840, 3840, 4, 256)), ("length", 8, (448, 448, 8, 256))],
+)
+def test_a_sweep_changes_one_thing(sweep: str, value: int, changed: tuple[int, ...]):
+    workload = load.AXES[sweep].change(load.WORKLOADS["W1"], value)
+    assert (workload.width, workload.height, workload.tokens, workload.concurrency) == changed
+    assert load.AXES[sweep].values[-1] in (512, 3840)
+
+
+def test_throughput_stands_against_the_answers_times_where_the_load_is_swept():
+    points = [
+        {"concurrency": 1, "req_s": 10.0, "p50_ms": 100.0, "p99_ms": 120.0, "ttft_p50_ms": 80.0},
+        {"concurrency": 8, "req_s": 40.0, "p50_ms": 200.0, "p99_ms": 400.0, "ttft_p50_ms": 90.0},
+    ]
+    text = load.sweep_picture(points, "concurrency", "req_s", "req/s", "a <title>")
+    ElementTree.fromstring(text)
+    curves = [line.partition('"')[2].partition('"')[0] for line in text.splitlines() if line.startswith("<polyline")]
+    places = [[tuple(map(float, corner.split(","))) for corner in curve.split()] for curve in curves]
+    rate, p99, p50, first = places
+    assert rate[0][1] > rate[1][1]  # up is more
+    assert [corner[0] for corner in p99] == [corner[0] for corner in p50] == [corner[0] for corner in first]
+    assert p99[1][1] < p50[1][1] < first[1][1] and p50[0][0] < p50[1][0]
+
+
+def test_the_mix_is_searched_and_then_taken_at_four_fifths(monkeypatch, capsys):
+    seeds = []
+
+    def answered(asker: Any, due: Any, processes: int) -> list[Outcome]:
+        seeds.append(asker.seed)
+        seconds = 1.0 if len(due) < 1200 else 3.0  # in 10 s
+        return [Outcome(at, each.name, 0.002, Answered(at + seconds, seconds, None, 4, 1)) for at, each in due]
+
+    monkeypatch.setattr(open_loop, "run", answered)
+    figures = emitted(monkeypatch, capsys, *CEILING, "--mix", "--rate", "100", "--seconds", "10", "--label", "fp8")
+    highest, at_share = figures.values()
+    assert highest["metric"] == "openai.open_loop.mix.fp8.req_s" and 110 < highest["value"] < 125
+    assert at_share["metric"] == "openai.open_loop.mix.fp8.p99_ms" and at_share["value"] == 1000.0
+    assert at_share["rate"] == pytest.approx(0.8 * highest["value"], abs=0.02)
+    assert (at_share["late_p99_ms"], at_share["ci95"], at_share["failed"]) == (2.0, 0.0, 0)
+    assert set(at_share["kinds"]) == {"short", "long_prompt", "long_answer"}
+    assert len(highest["trials"]) == len(seeds) - 1 and len(set(seeds)) == len(seeds)  # never the same pictures
+
+
+def test_another_server_is_named_by_its_address(monkeypatch):
+    for url in ("http://host:8000", "http://host:8000/v1", "http://host:8000/v1/", "host:8000"):
+        assert load.authority(url) == "host:8000"
+    with pytest.raises(SystemExit, match="expected http://HOST:PORT"):
+        load.authority("https://host")
+    monkeypatch.setattr("sys.argv", ["load.py", "--target", "openai"])
+    with pytest.raises(SystemExit, match="wants the server's --url"):
+        load.main()
