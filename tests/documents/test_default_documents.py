@@ -24,11 +24,7 @@ PAGES, COMPARED = 200, 24
 # transformers does not know the penalties that are MinerU's default.
 GREEDY = {kind: MinerUSamplingParams(max_new_tokens=1000) for kind in ("[layout]", "[default]")}
 
-pytestmark = [
-    pytest.mark.clients,
-    pytest.mark.server,
-    pytest.mark.skipif(not CHECKPOINT.is_dir(), reason="there is no default document model yet"),
-]
+pytestmark = [pytest.mark.clients, pytest.mark.server]
 
 
 def picture(number: int) -> Image.Image:
