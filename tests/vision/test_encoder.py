@@ -100,13 +100,13 @@ def test_a_tower_that_needs_a_picture_whole_gets_it_whole():
     assert encoder(batch=7, splits=False, largest_picture=6).encode([item(list(range(2, 9)))])[0] is not None
 
 
-def test_large_pictures_that_stay_whole_go_one_by_one_when_few_are_left():
-    """When they would fit one forward, of 16, together."""
+def test_large_pictures_that_stay_whole_do_not_wait_for_more_than_half_of_the_others():
+    """Down to a quarter of a forward's 16."""
     vision = encoder(batch=16, splits=False)
     vision.encode([item([3 * number + unit for unit in range(3)]) for number in range(12)])
-    assert vision.runner.batches == [15, 15, 3, 3]
+    assert vision.runner.batches == [15, 9, 6, 3, 3]
     vision.encode([item([40 + number]) for number in range(20)])
-    assert vision.runner.batches[4:] == [16, 4]
+    assert vision.runner.batches[5:] == [16, 4]
 
 
 def test_towers_that_split_are_told_nothing_of_pictures():

@@ -284,9 +284,8 @@ def _batches(pictures: list[Picture], size: int, splits: bool) -> Iterator[Batch
     """Cut the line of all units into batches of ``size`` (the last may be smaller).
 
     Where a picture must not be split the batch ends before it instead; one that is larger is a batch by itself. There
-    a batch that begins with a large picture also holds no more than a quarter of ``size``, which fills a GPU, where all
-    that is left would fit one batch: large pictures gain little by company, and the first rows of a few should not wait
-    for the last.
+    a batch that begins with a large picture also takes at most half of what is left, down to a quarter of ``size``,
+    which fills a GPU: large pictures gain little by company, and the first rows of a few should not wait for the last.
     """
     batch: Batch = []
     left = _cost(pictures)
@@ -298,7 +297,7 @@ def _batches(pictures: list[Picture], size: int, splits: bool) -> Iterator[Batch
                 if batch:
                     yield batch
                 large = not splits and cost >= size // 8
-                batch, room = [], size // 4 if large and left <= size else size
+                batch, room = [], min(size, max(left // 2, size // 4)) if large else size
             stop = min(start + room, cost) if splits else cost
             batch.append((picture, slice(start, stop)))
             room -= stop - start
