@@ -8,13 +8,12 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any, TextIO, TypeVar
 from uuid import uuid4
 
-from tessera_client import AsyncClient, TesseraClientError
+from tessera_client import Answer, AsyncClient, TesseraClientError
 from tessera_client.asker import Asker, Away
 from tessera_gateway import completions, translation
 from tessera_gateway.batches.database import Database
@@ -171,7 +170,10 @@ class Runner:
         options = translation.sampling(asked, self._settings.max_tokens)
         options["priority"] = max(PRIORITY, options.get("priority", PRIORITY))
         completion = translation.Completion(asked.model)
-        call = partial(self._client.chat, conversation, timeout=LONGEST_S, **options)
+
+        def call(client: AsyncClient) -> Awaitable[Answer]:
+            return client.chat(conversation, timeout=LONGEST_S, **options)
+
         whole = completion.whole(await self._asker.ask(call))
         self._counters.used(whole["usage"])
         return whole
