@@ -140,9 +140,9 @@ def test_a_folder_without_a_lock_is_said_in_a_line(
     assert "lock cannot be locked: No locks available" in said and "--batch-folder on a local disk" in said
 
 
-def test_the_launchers_child_is_started_anew_where_it_was() -> None:
+def test_the_launchers_child_is_started_anew_where_it_was(tmp_path: Path) -> None:
     said: list[str] = []
-    child = Gateway("127.0.0.1", free_port(), lambda message, error: said.append(message))
+    child = Gateway("127.0.0.1", free_port(), lambda message, error: said.append(message), tmp_path / "batches")
     try:
         child.start([NOBODY], ["http://127.0.0.1:1/metrics"])
         url, first = child.url, child.pid
@@ -151,6 +151,7 @@ def test_the_launchers_child_is_started_anew_where_it_was() -> None:
         assert wait_until(lambda: len(said) == 2) and answers(url)
         assert said == ["the gateway ended: killed by signal 9; starting anew", f"the gateway is ready again: {url}"]
         assert child.pid != first
+        assert httpx.get(f"{url}/v1/batches", timeout=5, trust_env=False).json()["data"] == []
     finally:
         child.stop()
     assert not answers(url) and not command_line(child.pid)
