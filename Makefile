@@ -6,7 +6,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 BENCH = $(firstword $(wildcard loadtest/bench_$(NAME).py loadtest/$(NAME).py))
 
-.PHONY: env demo serve test test-faults test-clients test-gpu soak fuzz bench loadtest clean
+.PHONY: env demo serve test test-faults test-clients test-gpu soak fuzz bench loadtest
 
 env: $(VENV)/.ready
 
@@ -54,9 +54,6 @@ bench: $(VENV)/.ready
 loadtest: $(VENV)/.loadtest
 	$(VENV)/bin/locust -f loadtest/locustfile.py --headless --html loadtest.html \
 	    $(or $(ARGS),--workload W4b --host localhost:8001 GrpcUser)
-
-clean:
-	rm -rf $(VENV)
 
 $(VENV)/.ready: requirements.txt requirements-tritonserver.txt requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
