@@ -1,0 +1,129 @@
+"""Where the joules go, on the CPU: parts that are all of a forward, and every line of the account."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+
+import bench_attention
+import bench_joules
+import gpu_power
+import pytest
+import torch
+from bench_joules import ASKS, Language, Sizes
+from energy import Repeater
+from gpu_power import GpuPower
+from tiny_checkpoints import Shape, hf_native
+from torch.utils.flop_counter import FlopCounterMode
+
+from tessera.checkpoint.config import read_config
+from tessera.gpu_meter import Reading
+
+SIZES = Sizes(tokens=1900, tiles=2)  # a whole prompt of W2 and the beginning of one
+WATTS, MHZ = 640.0, 1500.0
+
+
+class Meter:
+    """700 W from when it is made, told every 10 ms."""
+
+    def __init__(self, gpus: list[str]) -> None:
+        self.began = time.perf_counter()
+
+    def read(self) -> Reading:
+        return Reading(WATTS * 0.01 * ((time.perf_counter() - self.began) // 0.01), MHZ, 60)
+
+
+@pytest.fixture
+def power(monkeypatch) -> None:
+    """A GPU's counter beside the CPU."""
+    monkeypatch.setattr(gpu_power, "GpuMeter", Meter)
+    monkeypatch.setattr(bench_joules, "GpuPower", lambda gpus, interval_s: GpuPower(["0"], 0.001))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return hf_native(tmp_path_factory.mktemp("tiny"), Shape(image_size=56, patch_size=14))
+
+
+def flops(call) -> int:
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        call()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("quantization", ["checkpoint", "fp8"])
+@pytest.mark.parametrize("name", ASKS)
+def test_the_parts_of_a_step_are_the_step(checkpoint, name, quantization):
+    language = Language(read_config(checkpoint), "cpu", quantization, SIZES)
+    batch = language.step(ASKS[name])
+    assert batch.tokens == SIZES.tokens and batch.spans[-1].count < ASKS[name].prompt
+    parts = language.recorded(batch).parts()
+    layers = len(language.model.layers)
+    assert {part: len(calls) for part, calls in parts.items()} == {
+        "embedding": 1, "norm": 2 * layers - 1, "qkv": layers, "attention": layers - 1, "output": layers - 1,
+        "gate_up": layers - 1, "down": layers - 1, "last_layer": 6, "head": 1,
+    }  # fmt: skip
+    again = sum(flops(call) for calls in parts.values() for call in calls)
+    assert again == flops(partial(language.runner.launch, batch)) > 0
+
+
+def test_every_figure_of_the_account(checkpoint, power, capsys, monkeypatch):
+    given = ["--device", "cpu", "--checkpoint", str(checkpoint), "--seconds", "0.05", "--settle", "0"]
+    bench_joules.main([*given, "--accounts", "prefill", "vision"], SIZES)
+    printed = capsys.readouterr().out
+    lines = {line["metric"]: line for line in map(json.loads, filter(lambda line: line[0] == "{", printed.splitlines()))}
+    step = ("embedding", "norm", "qkv", "attention", "output", "gate_up", "down", "last_layer", "head")
+    forward = ("embedding", "norm", "qkv", "attention", "output", "fc1_gelu", "fc2", "projector")
+    wholes = ("attention_W2", "whole_W1", "whole_W2", "explained_W1", "explained_W2")
+    assert lines.keys() == {
+        *(f"trial.joules.prefill.{part}" for part in (*step, *wholes)),
+        *(f"trial.joules.vision.{part}" for part in (*forward, "whole", "explained")),
+        *(f"trial.joules.{name}.alone" for name in ASKS),
+    }
+    whole = lines["trial.joules.prefill.whole_W1"]
+    assert whole["watts"] == pytest.approx(WATTS, rel=0.1) and whole["mhz"] == MHZ
+    parts = sum(lines[f"trial.joules.prefill.{part}"]["value"] for part in step)
+    explained = lines["trial.joules.prefill.explained_W1"]["value"]
+    assert explained == pytest.approx(parts / whole["value"], rel=1e-3)
+    tile = lines["trial.joules.vision.whole"]["value"] / SIZES.tiles
+    w2 = 7 * tile + 1855 / SIZES.tokens * lines["trial.joules.prefill.whole_W2"]["value"]
+    assert lines["trial.joules.W2.alone"]["value"] == pytest.approx(w2, rel=1e-3)
+    assert lines["trial.joules.W2.alone"]["served"] > 0
+    assert "  gate_up/silu_multiply" in printed and "  fc1_gelu/product" in printed
+    assert "J a request: parts, wholes alone, through the server" in printed
+
+
+def test_the_tower_in_parts_is_the_tower(checkpoint, power):
+    from tessera.vision.towers.tower import load_tower
+
+    tower = load_tower(read_config(checkpoint), random_weights=True)
+    tiles = torch.randint(0, 256, (2, 56, 56, 3), dtype=torch.uint8)
+    parts = bench_joules.recorded_forward(tower, bench_joules.PLAIN, tiles).parts()
+    assert sum(flops(call) for calls in parts.values() for call in calls) == flops(partial(tower, tiles)) > 0
+
+
+def test_without_a_counter_there_are_times_and_no_figures(checkpoint, capsys):
+    given = ["--device", "cpu", "--checkpoint", str(checkpoint), "--seconds", "0", "--settle", "0"]
+    bench_joules.main([*given, "--accounts", "vision"], SIZES)
+    printed = capsys.readouterr().out
+    assert "fc1_gelu" in printed and "{" not in printed
+
+
+def test_attention_stands_beside_torchs(power, capsys, monkeypatch):
+    pytest.importorskip("triton", reason="ours is written in triton, which is not installed")
+    for name, value in {"DEVICE": "cpu", "DTYPE": torch.float32, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16}.items():
+        monkeypatch.setattr(bench_attention, name, value)
+    monkeypatch.setattr(bench_attention, "GROUP", 2)
+    monkeypatch.setattr(bench_joules, "ATTENTIONS", (bench_attention.Case(2, 20, 20),))
+    with bench_joules.GpuPower([], 0.0) as power:
+        report = bench_joules.Report("trial.joules", "")
+        bench_joules.attention(Repeater(power, torch.device("cpu"), 0.05, 0.0), report)
+    printed = capsys.readouterr().out
+    assert "trial.joules.attention.2x20.ours" in printed and "sdpa cudnn" in printed
+
+
+def test_it_says_that_it_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        bench_joules.main([])
