@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_attention
+import cublaslt
 import figures
 import gate_up_epilogue
 import torch
@@ -344,9 +345,7 @@ def measure(options: argparse.Namespace, sizes: Sizes, repeater: Repeater) -> No
     if forward and steps:
         requests(steps, forward, sizes, options.quantization.replace("checkpoint", "bf16"), report)
     if "algorithms" in chosen:
-        import cublaslt
-
-        cublaslt.compare(config, repeater, report)
+        cublaslt.compare(cublaslt.shapes(config, sizes), fp8, torch.bfloat16, None, repeater, report)
 
 
 def main(given: list[str] | None = None, sizes: Sizes = Sizes()) -> int:

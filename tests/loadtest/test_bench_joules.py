@@ -25,7 +25,7 @@ WATTS, MHZ = 640.0, 1500.0
 
 
 class Meter:
-    """700 W from when it is made, told every 10 ms."""
+    """640 W from when it is made, told every 10 ms."""
 
     def __init__(self, gpus: list[str]) -> None:
         self.began = time.perf_counter()
@@ -72,7 +72,8 @@ def test_every_figure_of_the_account(checkpoint, power, capsys, monkeypatch):
     given = ["--device", "cpu", "--checkpoint", str(checkpoint), "--seconds", "0.05", "--settle", "0"]
     bench_joules.main([*given, "--accounts", "prefill", "vision"], SIZES)
     printed = capsys.readouterr().out
-    lines = {line["metric"]: line for line in map(json.loads, filter(lambda line: line[0] == "{", printed.splitlines()))}
+    found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    lines = {line["metric"]: line for line in found}
     step = ("embedding", "norm", "qkv", "attention", "output", "gate_up", "down", "last_layer", "head")
     forward = ("embedding", "norm", "qkv", "attention", "output", "fc1_gelu", "fc2", "projector")
     wholes = ("attention_W2", "whole_W1", "whole_W2", "explained_W1", "explained_W2")
