@@ -46,7 +46,6 @@ from tessera.engine.models.qwen2 import Qwen2
 from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
 from tessera.engine.sequence import Sequence
 from tessera.fp8.rows import Fp8Sums
-from tessera.gpu_meter import GpuMeter
 from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
 from tessera.vision.kernels.tower_kernels import PLAIN, TowerKernels
 from tessera.vision.runners.fp8_tower import serving_tower
@@ -207,7 +206,9 @@ class Language:
         return calls
 
 
-def account_of(calls: RecordedCalls, whole: Cost, repeater: Repeater, report: Report, known: Mapping[str, Cost]) -> Account:
+def account_of(
+    calls: RecordedCalls, whole: Cost, repeater: Repeater, report: Report, known: Mapping[str, Cost]
+) -> Account:
     """Measures the parts that are not ``known``, and prints all, with what is within them."""
     parts = {}
     for part, made in calls.parts().items():
@@ -264,7 +265,9 @@ def recorded_forward(tower: InternViT, kernels: TowerKernels, tiles: torch.Tenso
     return calls
 
 
-def vision(config: CheckpointConfig, device: str, quantization: str, sizes: Sizes, repeater: Repeater, report: Report) -> Account:
+def vision(
+    config: CheckpointConfig, device: str, quantization: str, sizes: Sizes, repeater: Repeater, report: Report
+) -> Account:
     """A forward of tiles on the device."""
     gpu = device == "cuda"
     kind, dtype = ("graph", "bfloat16") if gpu else ("torch", "float32")
@@ -336,7 +339,7 @@ def measure(options: argparse.Namespace, sizes: Sizes, repeater: Repeater) -> No
         attention(repeater, report)
     if "gate_up" in chosen and not fp8:
         shape = config.text.intermediate_size, config.text.hidden_size
-        gate_up_epilogue.compare(*shape, GATE_UP_ROWS, device, repeater, report)
+        gate_up_epilogue.compare(*shape, GATE_UP_ROWS, repeater, report)
     forward = steps = None
     if "vision" in chosen:
         forward = vision(config, device, options.quantization, sizes, repeater, report)

@@ -1,7 +1,7 @@
-"""cuBLASLt's algorithms for a product, which torch takes without a choice: the library that torch has loaded, by ctypes.
+"""cuBLASLt's algorithms for a product, among which torch does not choose: the library that torch has loaded, by ctypes.
 
-Numbers are those of cublasLt.h and library_types.h of CUDA 12 and 13. Matrices are column by column there: our row-major
-y [m, n] = x [m, k] W [n, k]^T + b is D [n, m] = A^T B + bias with A = W and B = x.
+Numbers are those of cublasLt.h and library_types.h of CUDA 12 and 13. Matrices are column by column there: our y [m, n]
+= x [m, k] W [n, k]^T + b, row by row, is D [n, m] = A^T B + bias with A = W and B = x.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from bench_kernels import error, poisoned
 from energy import Cost, Lap, Repeater
 
 from tessera.checkpoint.config import CheckpointConfig
@@ -79,7 +80,9 @@ def loaded_library() -> ctypes.CDLL:
 class Products:
     """x W^T + b for x [m, k] and W [n, k] of one shape and dtype; ``bias`` [n] or None, ``out`` [m, n]'s dtype."""
 
-    def __init__(self, library: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.dtype) -> None:
+    def __init__(
+        self, library: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.dtype
+    ) -> None:
         self._library = library
         for name, types in SIGNATURES.items():
             getattr(library, name).argtypes = types
@@ -179,7 +182,9 @@ def shapes(config: CheckpointConfig, sizes: Sizes) -> list[Shape]:
     ]
 
 
-def compare(of: Sequence[Shape], fp8: bool, dtype: torch.dtype, library: Any, repeater: Repeater, report: Report) -> None:
+def compare(
+    of: Sequence[Shape], fp8: bool, dtype: torch.dtype, library: Any, repeater: Repeater, report: Report
+) -> None:
     """torch's choice and the library's proposals; the fastest of those by joules too.
 
     In ``fp8`` all products are without bias and scales, as the engine's are (:func:`tessera.fp8.rows.fp8_sums`).
@@ -194,24 +199,23 @@ def compare(of: Sequence[Shape], fp8: bool, dtype: torch.dtype, library: Any, re
             rows = [quantize_rows(x) for x in inputs]
             inputs, weights = [each.values for each in rows], [quantize_rows(weight).values for weight in weights]
             ways = {"torch": [partial(fp8_sums, x, w, dtype) for x, w in zip(rows, weights)]}
-        expected = ways["torch"][0]().float()
+        expected = ways["torch"][0]()
         products = Products(library or loaded_library(), inputs[0], weights[0], bias, dtype)
         report.title(f"{shape.name}: {shape.m} x {shape.n} x {shape.k}")
+        quick = replace(repeater, seconds=QUICK_S, settle_s=QUICK_S / 2)
         found: dict[str, float] = {}
         for number, algorithm in enumerate(products.algorithms()):
-            laps: list[Lap] = [partial(products.run, algorithm, x, weight) for x, weight in zip(inputs, weights)]
             name = f"{number}: {products.in_words(algorithm)}"
+            laps: list[Lap] = [partial(products.run, algorithm, x, weight) for x, weight in zip(inputs, weights)]
             try:
-                error = float((laps[0]().float() - expected).norm() / expected.norm())  # type: ignore[attr-defined]
-                ways[name] = laps
-                quick = replace(repeater, seconds=QUICK_S, settle_s=QUICK_S / 2).recorded(laps)
+                with poisoned():
+                    wrong = error(products.run(algorithm, inputs[0], weights[0]), expected)
+                if not wrong < TOLERANCE:
+                    print(f"{name}: WRONG, error {wrong:.1e}", flush=True)
+                    continue
+                found[name], ways[name] = quick.recorded(laps).seconds, laps
             except RuntimeError as refusal:
                 print(f"{name}: refused, {refusal}", flush=True)
-                continue
-            if error < TOLERANCE:
-                found[name] = quick.seconds
-            else:
-                print(f"{name}: WRONG, error {error:.1e}", flush=True)
         best = ["torch", *sorted(found, key=found.__getitem__)[:FINALISTS]]
         costs = {name: repeater.recorded(ways[name]) for name in best}
         for name, cost in costs.items():

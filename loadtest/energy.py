@@ -6,6 +6,7 @@ the work was being repeated; seconds a lap come from the laps; joules a lap are 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,8 +23,7 @@ Lap = Callable[[], object]
 
 @dataclass(frozen=True)
 class Cost:
-    """What one lap took; ``calls``: how many calls it consists of. Without a counter of joules they are not-a-number.
-    """
+    """What one lap took; ``calls``: how many it consists of. Without a counter joules and MHz are not-a-number."""
 
     seconds: float
     joules: float
@@ -76,7 +76,9 @@ class Repeater:
         self._synchronize()
         draw = self.power.between_changes(began, ended)
         seconds = (ended - began) / done
-        return Cost(seconds, draw.watts * seconds, draw.mhz, calls) if draw else Cost(seconds, *2 * [float("nan")], calls)
+        if draw is None:
+            return Cost(seconds, math.nan, math.nan, calls)
+        return Cost(seconds, draw.watts * seconds, draw.mhz, calls)
 
     def _repeat(self, lap: Lap, seconds: float, under_way: deque[torch.cuda.Event], ahead: int) -> int:
         """How many laps have ended when it returns, with one's end; then ``ahead`` of them are ``under_way``."""

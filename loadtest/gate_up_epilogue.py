@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from energy import Cost, Lap, Repeater
+from bench_kernels import error, poisoned
+from energy import Lap, Repeater
+from triton.runtime.errors import TritonError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tessera.engine.kernels.selection import layer_kernels
@@ -120,51 +122,52 @@ def _gate_up_silu(
         out.store([row, column], gated(gate, up))
 
 
-def compare(size: int, hidden: int, rows: Sequence[int], device: str, repeater: Repeater, report: Report) -> None:
-    """Time and joules of a layer's product and activation by the library and our kernel, and by the plans above."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+def compare(size: int, hidden: int, rows: Sequence[int], repeater: Repeater, report: Report) -> None:
+    """Time and joules of a layer's product and activation by the library, and by the fastest of the plans above."""
+    device = repeater.device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # as triton's interpreter wants it
     weights = [torch.randn(2 * size, hidden, dtype=dtype, device=device) * 0.02 for _ in range(COPIES)]
-    by_kind = {False: weights, True: [interleaved(weight) for weight in weights]}
-    silu_and_multiply = layer_kernels(device).silu_and_multiply
+    silu_and_multiply = layer_kernels(device.type).silu_and_multiply
     for m in rows:
         inputs = [torch.randn(m, hidden, dtype=dtype, device=device) for _ in range(COPIES)]
-        expected = silu_and_multiply(F.linear(inputs[0], weights[0])).float()
-        report.title(f"gate_up and silu, {m} rows, a layer")
-
-        def laps(plan: Plan, inputs: list[torch.Tensor] = inputs) -> list[Lap]:
-            return [partial(gate_up_silu, x, weight, plan) for x, weight in zip(inputs, by_kind[plan.interleaved])]
-
         library: list[Lap] = [lambda x=x, w=w: silu_and_multiply(F.linear(x, w)) for x, w in zip(inputs, weights)]
-        cost = repeater.recorded(library)
-        report.row("cuBLAS, silu_and_multiply", cost)
-        report.cost(f"gate_up.m{m}.library", cost, f"J/{COPIES} layers")
-        found: list[tuple[Cost, Plan]] = []
-        for plan in _compiled(inputs[0], by_kind):
-            error = float((gate_up_silu(inputs[0], by_kind[plan.interleaved][0], plan) - expected).norm() / expected.norm())
-            if not error < TOLERANCE:
-                print(f"{plan}: WRONG, error {error:.1e}", flush=True)
-                continue
-            found.append((replace(repeater, seconds=QUICK_S, settle_s=QUICK_S).recorded(laps(plan)), plan))
-            print(f"{plan!s:42} {'':6} {found[-1][0].us_a_call:10.1f}   error {error:.1e}", flush=True)
-        found.sort(key=lambda each: each[0].seconds)
-        finals = [(repeater.recorded(laps(plan)), plan) for _, plan in found[:FINALISTS]]
-        for cost, plan in finals:
+        report.title(f"gate_up and silu, {m} rows, a layer")
+        costs = {"library": repeater.recorded(library)}
+        report.row("cuBLAS, silu_and_multiply", costs["library"])
+        found = candidates(inputs, weights, silu_and_multiply(F.linear(inputs[0], weights[0])))
+        quick = replace(repeater, seconds=QUICK_S, settle_s=QUICK_S)
+        times = {plan: quick.recorded(laps).us_a_call for plan, laps in found.items()}
+        for plan, us in times.items():
+            print(f"{plan!s:49} {us:10.1f}", flush=True)
+        finals = {plan: repeater.recorded(found[plan]) for plan in sorted(times, key=times.__getitem__)[:FINALISTS]}
+        for plan, cost in finals.items():
             report.row(str(plan), cost)
         if finals:
-            cost, plan = min(finals, key=lambda each: each[0].joules)
-            report.cost(f"gate_up.m{m}.epilogue", cost, f"J/{COPIES} layers")
+            costs["epilogue"] = min(finals.values(), key=lambda cost: cost.joules)
+        for way, cost in costs.items():
+            report.cost(f"gate_up.m{m}.{way}", cost, f"J/{COPIES} layers")
 
 
-def _compiled(x: torch.Tensor, weights: dict[bool, list[torch.Tensor]]) -> list[Plan]:
-    """The plans that this machine takes."""
+def candidates(
+    inputs: list[torch.Tensor], weights: list[torch.Tensor], expected: torch.Tensor
+) -> dict[Plan, list[Lap]]:
+    """The plans that this machine takes and that are right."""
+    by_kind = {False: weights, True: [interleaved(weight) for weight in weights]}
 
-    def compiles(plan: Plan) -> bool:
+    def error_of(plan: Plan) -> float | str:
         try:
-            gate_up_silu(x, weights[plan.interleaved][0], plan)
-        except (RuntimeError, triton.TritonError) as refusal:  # more shared memory or registers than there are
-            print(f"{plan}: refused, {str(refusal)[:80]!r}", flush=True)
-            return False
-        return True
+            return error(gate_up_silu(inputs[0], by_kind[plan.interleaved][0], plan), expected)
+        except (RuntimeError, ValueError, TritonError) as refusal:  # more shared memory or registers than there are
+            return f"refused, {str(refusal)[:80]!r}"
 
-    with ThreadPoolExecutor(len(PLANS)) as pool:  # most of a compilation runs outside the interpreter lock
-        return [plan for plan, fine in zip(PLANS, pool.map(compiles, PLANS)) if fine]
+    threads = len(PLANS) if inputs[0].is_cuda else 1  # most of a compilation runs outside Python's lock
+    with poisoned(), ThreadPoolExecutor(threads) as pool:
+        errors = dict(zip(PLANS, pool.map(error_of, PLANS)))
+    found: dict[Plan, list[Lap]] = {}
+    for plan, wrong in errors.items():
+        if isinstance(wrong, float) and wrong < TOLERANCE:
+            pairs = zip(inputs, by_kind[plan.interleaved])
+            found[plan] = [partial(gate_up_silu, x, weight, plan) for x, weight in pairs]
+        else:
+            print(f"{plan}: {wrong if isinstance(wrong, str) else f'WRONG, error {wrong:.1e}'}", flush=True)
+    return found

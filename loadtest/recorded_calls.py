@@ -39,10 +39,9 @@ class RecordedCalls:
 
     def watch(self, owner: Any, attribute: str, name: Name, keep: Callable[[Any], Any] | None = None) -> None:
         """Records the calls of a method of an object or a function of a module, as :meth:`wrapped`."""
-        own = vars(owner)
-        undo = partial(setattr, owner, attribute, own[attribute]) if attribute in own else partial(delattr, owner, attribute)
+        kept = vars(owner).get(attribute)
         setattr(owner, attribute, self.wrapped(getattr(owner, attribute), name, keep))
-        self._undo.callback(undo)
+        self._undo.callback(*((delattr, owner, attribute) if kept is None else (setattr, owner, attribute, kept)))
 
     def wrapped(self, call: Callable[..., Any], name: Name, keep: Callable[[Any], Any] | None = None) -> Any:
         """The call, recorded; ``keep``: argument -> what is kept in its place, for one that a second call may not be

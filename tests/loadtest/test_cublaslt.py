@@ -62,7 +62,9 @@ class Library:
         cast(value, POINTER(c_uint32))[0] = cast(algorithm, POINTER(c_uint32))[0]
         return 0
 
-    def cublasLtMatmul(self, handle, description, alpha, a, of_a, b, of_b, beta, c, of_c, d, of_d, algorithm, *_) -> int:
+    def cublasLtMatmul(
+        self, handle, description, alpha, a, of_a, b, of_b, beta, c, of_c, d, of_d, algorithm, *_
+    ) -> int:
         number = cast(algorithm, POINTER(c_uint32))[0]
         if number == 11:
             return 15

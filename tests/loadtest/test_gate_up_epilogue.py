@@ -36,10 +36,20 @@ def test_plans_are_compared_with_the_library(monkeypatch, capsys):
     monkeypatch.setattr(gate_up_epilogue, "PLANS", SMALL)
     with GpuPower([]) as power:
         repeater = Repeater(power, torch.device("cpu"), 0.0, 0.0)
-        gate_up_epilogue.compare(32, 64, [40], "cpu", repeater, bench_joules.Report("trial.joules", ""))
+        gate_up_epilogue.compare(32, 64, [40], repeater, bench_joules.Report("trial.joules", ""))
     printed = capsys.readouterr().out
     assert "cuBLAS, silu_and_multiply" in printed and "WRONG" not in printed
     assert all(printed.count(str(plan)) == 2 for plan in SMALL)
+
+
+def test_a_plan_that_errs_or_is_refused_is_none(monkeypatch, capsys):
+    monkeypatch.setattr(gate_up_epilogue, "PLANS", [*SMALL, Plan(3, 16, 32)])
+    x, weight = torch.randn(8, 32).half(), torch.randn(32, 32).half()
+    right = reference.silu_and_multiply(F.linear(x, weight))
+    assert list(gate_up_epilogue.candidates([x], [weight], right)) == SMALL
+    assert not gate_up_epilogue.candidates([x], [weight], 2 * right)
+    printed = capsys.readouterr().out
+    assert printed.count("refused") == 2 and printed.count("WRONG") == 2
 
 
 def test_it_compiles_for_hopper():
