@@ -20,6 +20,7 @@ import math
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -235,6 +236,7 @@ def prefill(language: Language, repeater: Repeater, report: Report) -> dict[str,
         prompts = f"{len(batch.sampling)} prompts of {ask.prompt} and {batch.tokens - len(batch.sampling) * ask.prompt}"
         report.title(f"step of {prompts} tokens")
         accounts[name] = account_of(calls, whole, repeater, report, known)
+        calls.forget()
     for part, cost in accounts["W1"].parts.items():
         report.cost(f"prefill.{part}", cost, "J/step")
     report.cost("prefill.attention_W2", accounts["W2"].parts["attention"], "J/step")
@@ -283,6 +285,7 @@ def vision(
     calls = recorded_forward(tower, forward.keywords["kernels"] if gpu else PLAIN, tiles)
     report.title(f"forward of {sizes.tiles} tiles")
     account = account_of(calls, whole, repeater, report, {})
+    calls.forget()
     for part, cost in account.parts.items():
         report.cost(f"vision.{part}", cost, "J/forward")
     report.cost("vision.whole", whole, "J/forward")
@@ -328,25 +331,23 @@ def attention(repeater: Repeater, report: Report) -> None:
                 report.cost(f"attention.{case}.{name.replace(' ', '_')}", cost, f"J/{cost.calls} layers")
 
 
-def measure(options: argparse.Namespace, sizes: Sizes, repeater: Repeater) -> None:
-    config, device = read_config(options.checkpoint), options.device
-    fp8 = options.quantization == "fp8"
-    standard = options.checkpoint.resolve() == SHAPE and device == "cuda"
-    prefix = f"{'' if standard else 'trial.'}joules{'.fp8' * fp8}"
-    report = Report(prefix, f'make bench NAME=joules ARGS="{shlex.join(options.given)}"')
+def measure(options: argparse.Namespace, sizes: Sizes, repeater: Repeater, report: Report) -> None:
+    """All that was asked for."""
+    config, fp8 = read_config(options.checkpoint), options.quantization == "fp8"
+    whose = config, options.device, options.quantization, sizes
     chosen = options.accounts
+    forward = steps = None
     if "attention" in chosen and not fp8:
         attention(repeater, report)
     if "gate_up" in chosen and not fp8:
         shape = config.text.intermediate_size, config.text.hidden_size
         gate_up_epilogue.compare(*shape, GATE_UP_ROWS, repeater, report)
-    forward = steps = None
     if "vision" in chosen:
-        forward = vision(config, device, options.quantization, sizes, repeater, report)
+        forward = vision(*whose, repeater, report)
     if "prefill" in chosen:
-        steps = prefill(Language(config, device, options.quantization, sizes), repeater, report)
+        steps = prefill(Language(*whose), repeater, report)
     if forward and steps:
-        requests(steps, forward, sizes, options.quantization.replace("checkpoint", "bf16"), report)
+        requests(steps, forward, sizes, "fp8" if fp8 else "bf16", report)
     if "algorithms" in chosen:
         cublaslt.compare(cublaslt.shapes(config, sizes), fp8, torch.bfloat16, None, repeater, report)
 
@@ -360,14 +361,20 @@ def main(given: list[str] | None = None, sizes: Sizes = Sizes()) -> int:
     parser.add_argument("--seconds", type=float, default=1.2, help="that each part is measured for")
     parser.add_argument("--settle", type=float, default=0.5, help="that each part runs before")
     options = parser.parse_args(given)
-    options.given = sys.argv[1:] if given is None else given
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench_joules: needs a GPU, and this machine has none; a trial without: --device cpu")
     logging.basicConfig(level=logging.INFO, format="  %(message)s", stream=sys.stderr)  # what was chosen
     torch.manual_seed(4)
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    standard = options.checkpoint.resolve() == SHAPE and options.device == "cuda"
+    prefix = f"{'' if standard else 'trial.'}joules{'.fp8' * (options.quantization == 'fp8')}"
+    arguments = shlex.join(sys.argv[1:] if given is None else given)
+    report = Report(prefix, "make bench NAME=joules" + f' ARGS="{arguments}"' * bool(arguments))
+    began = time.monotonic()
     with GpuPower([gpu] if options.device == "cuda" else [], INTERVAL_S) as power:
-        measure(options, sizes, Repeater(power, torch.device(options.device), options.seconds, options.settle))
+        repeater = Repeater(power, torch.device(options.device), options.seconds, options.settle)
+        measure(options, sizes, repeater, report)
+    print(f"{time.monotonic() - began:.0f} s")
     return 0
 
 

@@ -187,7 +187,8 @@ def compare(
 ) -> None:
     """torch's choice and the library's proposals; the fastest of those by joules too.
 
-    In ``fp8`` all products are without bias and scales, as the engine's are (:func:`tessera.fp8.rows.fp8_sums`).
+    In ``fp8`` all products are without bias and scales (:func:`tessera.fp8.rows.fp8_sums`), for which cuBLAS has the
+    most kernels; the engine's in large steps are given a scale a row and a column.
     """
     device = repeater.device
     for shape in of:

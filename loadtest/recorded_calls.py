@@ -66,3 +66,7 @@ class RecordedCalls:
     def within(self, part: str) -> dict[str, list[Callable[[], Any]]]:
         """The calls made in those of a part, by their paths after it."""
         return {"/".join(path[1:]): calls for path, calls in self.calls.items() if len(path) > 1 and path[0] == part}
+
+    def forget(self) -> None:
+        """Gives back the memory of all arguments."""
+        self.calls.clear()

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tessera.checkpoint.config import read_config
 from tessera.gpu_meter import Reading
+from tessera.vision.towers.tower import load_tower
 
 SIZES = Sizes(tokens=1900, tiles=2)  # a whole prompt of W2 and the beginning of one
 WATTS, MHZ = 640.0, 1500.0
@@ -68,7 +69,7 @@ def test_the_parts_of_a_step_are_the_step(checkpoint, name, quantization):
     assert again == flops(partial(language.runner.launch, batch)) > 0
 
 
-def test_every_figure_of_the_account(checkpoint, power, capsys, monkeypatch):
+def test_every_figure_of_the_account(checkpoint, power, capsys):
     given = ["--device", "cpu", "--checkpoint", str(checkpoint), "--seconds", "0.05", "--settle", "0"]
     bench_joules.main([*given, "--accounts", "prefill", "vision"], SIZES)
     printed = capsys.readouterr().out
@@ -95,9 +96,7 @@ def test_every_figure_of_the_account(checkpoint, power, capsys, monkeypatch):
     assert "J a request: parts, wholes alone, through the server" in printed
 
 
-def test_the_tower_in_parts_is_the_tower(checkpoint, power):
-    from tessera.vision.towers.tower import load_tower
-
+def test_the_parts_of_a_forward_are_the_forward(checkpoint):
     tower = load_tower(read_config(checkpoint), random_weights=True)
     tiles = torch.randint(0, 256, (2, 56, 56, 3), dtype=torch.uint8)
     parts = bench_joules.recorded_forward(tower, bench_joules.PLAIN, tiles).parts()
@@ -113,15 +112,27 @@ def test_without_a_counter_there_are_times_and_no_figures(checkpoint, capsys):
 
 def test_attention_stands_beside_torchs(power, capsys, monkeypatch):
     pytest.importorskip("triton", reason="ours is written in triton, which is not installed")
-    for name, value in {"DEVICE": "cpu", "DTYPE": torch.float32, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16}.items():
+    sizes = {"HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16, "GROUP": 2, "MOST_COPIES": 2}
+    for name, value in {"DEVICE": "cpu", "DTYPE": torch.float32, **sizes}.items():
         monkeypatch.setattr(bench_attention, name, value)
-    monkeypatch.setattr(bench_attention, "GROUP", 2)
     monkeypatch.setattr(bench_joules, "ATTENTIONS", (bench_attention.Case(2, 20, 20),))
     with bench_joules.GpuPower([], 0.0) as power:
         report = bench_joules.Report("trial.joules", "")
         bench_joules.attention(Repeater(power, torch.device("cpu"), 0.05, 0.0), report)
     printed = capsys.readouterr().out
     assert "trial.joules.attention.2x20.ours" in printed and "sdpa cudnn" in printed
+
+
+def test_accounts_are_chosen_and_fp8_has_no_candidates_of_bf16(checkpoint, monkeypatch):
+    done: list[str] = []
+    places = {"attention": bench_joules, "gate_up": bench_joules.gate_up_epilogue, "algorithms": bench_joules.cublaslt}
+    for name, place in places.items():
+        function = "attention" if name == "attention" else "compare"
+        monkeypatch.setattr(place, function, lambda *_, name=name: done.append(name))
+    given = ["--device", "cpu", "--checkpoint", str(checkpoint), "--accounts", *places]
+    bench_joules.main(given)
+    bench_joules.main([*given, "--quantization", "fp8"])
+    assert done == ["attention", "gate_up", "algorithms", "algorithms"]
 
 
 def test_it_says_that_it_needs_a_gpu(monkeypatch):
