@@ -123,9 +123,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Account:
-    """The parts of a whole, and the whole."""
+    """The parts of a whole, what is ``within`` them (by "part/name"), and the whole."""
 
     parts: Mapping[str, Cost]
+    within: Mapping[str, Cost]
     whole: Cost
 
     @property
@@ -211,14 +212,16 @@ def account_of(
     calls: RecordedCalls, whole: Cost, repeater: Repeater, report: Report, known: Mapping[str, Cost]
 ) -> Account:
     """Measures the parts that are not ``known``, and prints all, with what is within them."""
-    parts = {}
+    parts: dict[str, Cost] = {}
+    within: dict[str, Cost] = {}
     for part, made in calls.parts().items():
         parts[part] = known.get(part) or repeater.recorded(made)
         report.row(part, parts[part], whole)
         inner = {} if part in known or part in ALONE else calls.within(part)
-        for name, within in inner.items():
-            report.row(f"  {part}/{name}", repeater.recorded(within), whole)
-    account = Account(parts, whole)
+        for name, inside in inner.items():
+            within[f"{part}/{name}"] = repeater.recorded(inside)
+            report.row(f"  {part}/{name}", within[f"{part}/{name}"], whole)
+    account = Account(parts, within, whole)
     report.row("whole", whole)
     joules, seconds = account.joules / whole.joules, account.seconds / whole.seconds
     print(f"the parts' sum is {joules:.1%} of its joules and {seconds:.1%} of its time")
@@ -237,7 +240,7 @@ def prefill(language: Language, repeater: Repeater, report: Report) -> dict[str,
         report.title(f"step of {prompts} tokens")
         accounts[name] = account_of(calls, whole, repeater, report, known)
         calls.forget()
-    for part, cost in accounts["W1"].parts.items():
+    for part, cost in {**accounts["W1"].parts, **accounts["W1"].within}.items():
         report.cost(f"prefill.{part}", cost, "J/step")
     report.cost("prefill.attention_W2", accounts["W2"].parts["attention"], "J/step")
     for name, account in accounts.items():
