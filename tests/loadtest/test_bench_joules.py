@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 import json
-import time
 from functools import partial
 
 import bench_attention
 import bench_joules
-import gpu_power
 import pytest
 import torch
 from bench_joules import ASKS, Language, Sizes
 from energy import Repeater
-from gpu_power import GpuPower
+from gpu_power import Draw, GpuPower
 from tiny_checkpoints import Shape, hf_native
 from torch.utils.flop_counter import FlopCounterMode
 
 from tessera.checkpoint.config import read_config
-from tessera.gpu_meter import Reading
 from tessera.vision.towers.tower import load_tower
 
 SIZES = Sizes(tokens=1900, tiles=2)  # a whole prompt of W2 and the beginning of one
 WATTS, MHZ = 640.0, 1500.0
 
 
-class Meter:
-    """640 W from when it is made, told every 10 ms."""
+class Power(GpuPower):
+    """A GPU's counter beside the CPU, which says the same of any time."""
 
-    def __init__(self, gpus: list[str]) -> None:
-        self.began = time.perf_counter()
+    def __init__(self, gpus: list[str], interval_s: float) -> None:
+        super().__init__([])
 
-    def read(self) -> Reading:
-        return Reading(WATTS * 0.01 * ((time.perf_counter() - self.began) // 0.01), MHZ, 60)
+    def between_changes(self, began: float, ended: float) -> Draw:
+        return Draw(WATTS, MHZ, 60)
 
 
 @pytest.fixture
 def power(monkeypatch) -> None:
-    """A GPU's counter beside the CPU."""
-    monkeypatch.setattr(gpu_power, "GpuMeter", Meter)
-    monkeypatch.setattr(bench_joules, "GpuPower", lambda gpus, interval_s: GpuPower(["0"], 0.001))
+    monkeypatch.setattr(bench_joules, "GpuPower", Power)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +65,7 @@ def test_the_parts_of_a_step_are_the_step(checkpoint, name, quantization):
 
 
 def test_every_figure_of_the_account(checkpoint, power, capsys):
-    given = ["--device", "cpu", "--checkpoint", str(checkpoint), "--seconds", "0.05", "--settle", "0"]
+    given = ["--device", "cpu", "--checkpoint", str(checkpoint), "--seconds", "0", "--settle", "0"]
     bench_joules.main([*given, "--accounts", "prefill", "vision"], SIZES)
     printed = capsys.readouterr().out
     found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
@@ -85,7 +80,7 @@ def test_every_figure_of_the_account(checkpoint, power, capsys):
         *(f"trial.joules.{name}.alone" for name in ASKS),
     }
     whole = lines["trial.joules.prefill.whole_W1"]
-    assert whole["watts"] == pytest.approx(WATTS, rel=0.1) and whole["mhz"] == MHZ
+    assert (whole["watts"], whole["mhz"]) == (WATTS, MHZ)
     parts = sum(lines[f"trial.joules.prefill.{part}"]["value"] for part in step)
     explained = lines["trial.joules.prefill.explained_W1"]["value"]
     assert explained == pytest.approx(parts / whole["value"], rel=1e-3)
@@ -111,15 +106,15 @@ def test_without_a_counter_there_are_times_and_no_figures(checkpoint, capsys):
     assert "fc1_gelu" in printed and "{" not in printed
 
 
-def test_attention_stands_beside_torchs(power, capsys, monkeypatch):
+def test_attention_stands_beside_torchs(capsys, monkeypatch):
     pytest.importorskip("triton", reason="ours is written in triton, which is not installed")
     sizes = {"HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16, "GROUP": 2, "MOST_COPIES": 2}
     for name, value in {"DEVICE": "cpu", "DTYPE": torch.float32, **sizes}.items():
         monkeypatch.setattr(bench_attention, name, value)
     monkeypatch.setattr(bench_joules, "ATTENTIONS", (bench_attention.Case(2, 20, 20),))
-    with bench_joules.GpuPower([], 0.0) as power:
-        report = bench_joules.Report("trial.joules", "")
-        bench_joules.attention(Repeater(power, torch.device("cpu"), 0.05, 0.0), report)
+    with Power([], 0.0) as power:
+        repeater = Repeater(power, torch.device("cpu"), 0.0, 0.0)
+        bench_joules.attention(repeater, bench_joules.Report("trial.joules", ""))
     printed = capsys.readouterr().out
     assert "trial.joules.attention.2x20.ours" in printed and "sdpa cudnn" in printed
 
