@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import bench_attention
 import bench_joules
@@ -16,6 +17,8 @@ from tiny_checkpoints import Shape, hf_native
 from torch.utils.flop_counter import FlopCounterMode
 
 from tessera.checkpoint.config import read_config
+from tessera.engine.config import EngineConfig
+from tessera.vision.kernels.tower_kernels import PLAIN, gpu_kernels
 from tessera.vision.towers.tower import load_tower
 
 SIZES = Sizes(tokens=1900, tiles=2)  # a whole prompt of W2 and the beginning of one
@@ -64,6 +67,22 @@ def test_the_parts_of_a_step_are_the_step(checkpoint, name, quantization):
     assert again == flops(partial(language.runner.launch, batch)) > 0
 
 
+def test_kernels_of_ours_are_found_within_the_attention(checkpoint, monkeypatch):
+    pytest.importorskip("triton", reason="they are written in triton, which is not installed")
+    monkeypatch.setattr(bench_joules, "EngineConfig", partial(EngineConfig, attention="triton"))
+    language = Language(read_config(checkpoint), "cpu", "checkpoint", Sizes(tokens=40))
+    calls = language.recorded(language.step(SimpleNamespace(prompt=30, picture_rows=8)))
+    layers = len(language.model.layers)
+    assert {name: len(made) for name, made in calls.within("attention").items()} == {
+        "rotate_store": layers - 1,
+        "kernel": layers - 1,
+    }
+    with torch.inference_mode():  # as the bench repeats them
+        for made in calls.calls.values():
+            for call in made:
+                call()
+
+
 def test_every_figure_of_the_account(checkpoint, power, capsys):
     given = ["--device", "cpu", "--checkpoint", str(checkpoint), "--seconds", "0", "--settle", "0"]
     bench_joules.main([*given, "--accounts", "prefill", "vision"], SIZES)
@@ -92,10 +111,11 @@ def test_every_figure_of_the_account(checkpoint, power, capsys):
     assert "J a request: parts, wholes alone, through the server" in printed
 
 
-def test_the_parts_of_a_forward_are_the_forward(checkpoint):
+@pytest.mark.parametrize("kernels", [PLAIN, gpu_kernels("default", epilogue=False)], ids=["plain", "gpu"])
+def test_the_parts_of_a_forward_are_the_forward(checkpoint, kernels):
     tower = load_tower(read_config(checkpoint), random_weights=True)
     tiles = torch.randint(0, 256, (2, 56, 56, 3), dtype=torch.uint8)
-    parts = bench_joules.recorded_forward(tower, bench_joules.PLAIN, tiles).parts()
+    parts = bench_joules.recorded_forward(tower, kernels, tiles).parts()
     assert sum(flops(call) for calls in parts.values() for call in calls) == flops(partial(tower, tiles)) > 0
 
 
