@@ -91,7 +91,7 @@ def test_every_figure_of_the_account(checkpoint, power, capsys):
     lines = {line["metric"]: line for line in found}
     step = ("embedding", "norm", "qkv", "attention", "output", "gate_up", "down", "last_layer", "head")
     forward = ("embedding", "norm", "qkv", "attention", "output", "fc1_gelu", "fc2", "projector")
-    within = ("gate_up/product", "gate_up/silu_multiply")
+    within = ("attention/sdpa", "gate_up/product", "gate_up/silu_multiply")
     wholes = ("attention_W2", "whole_W1", "whole_W2", "explained_W1", "explained_W2")
     assert lines.keys() == {
         *(f"trial.joules.prefill.{part}" for part in (*step, *within, *wholes)),
