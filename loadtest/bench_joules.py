@@ -102,13 +102,15 @@ class Report:
     command: str
 
     def title(self, text: str) -> None:
-        print(f"\n{text:42} {'calls':>6} {'us a call':>10} {'ms':>9} {'J':>9} {'W':>6} {'MHz':>6}", flush=True)
+        columns = f"{'calls':>6} {'us a call':>10} {'mJ a call':>10} {'ms':>9} {'J':>9} {'W':>6} {'MHz':>6}"
+        print(f"\n{text:42} {columns}", flush=True)
 
     def row(self, name: str, cost: Cost, of: Cost | None = None) -> None:
         """``of``: the whole that it is a part of."""
-        numbers = f"{cost.calls:6} {cost.us_a_call:10.1f} {1e3 * cost.seconds:9.3f} {cost.joules:9.4f}"
+        one = f"{cost.us_a_call:10.1f} {1e3 * cost.of_a_call.joules:10.3f}"
+        lap = f"{1e3 * cost.seconds:9.3f} {cost.joules:9.4f} {cost.watts:6.0f} {cost.mhz:6.0f}"
         share = f" {cost.joules / of.joules:6.1%}" if of else ""
-        print(f"{name:42} {numbers} {cost.watts:6.0f} {cost.mhz:6.0f}{share}", flush=True)
+        print(f"{name:42} {cost.calls:6} {one} {lap}{share}", flush=True)
 
     def figure(self, name: str, value: float, unit: str, **notes: object) -> None:
         """Nothing without a counter of joules."""
@@ -332,7 +334,7 @@ def attention(repeater: Repeater, report: Report) -> None:
                 continue
             report.row(name, cost)
             if name in ("ours", "sdpa cudnn"):
-                report.cost(f"attention.{case}.{name.replace(' ', '_')}", cost, f"J/{cost.calls} layers")
+                report.cost(f"attention.{case}.{name.replace(' ', '_')}", cost.of_a_call, "J/layer")
 
 
 def measure(options: argparse.Namespace, sizes: Sizes, repeater: Repeater, report: Report) -> None:

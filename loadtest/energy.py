@@ -38,6 +38,10 @@ class Cost:
     def us_a_call(self) -> float:
         return 1e6 * self.seconds / self.calls
 
+    @property
+    def of_a_call(self) -> Cost:
+        return Cost(self.seconds / self.calls, self.joules / self.calls, self.mhz)
+
 
 @dataclass(frozen=True)
 class Repeater:

@@ -145,7 +145,7 @@ def compare(size: int, hidden: int, rows: Sequence[int], repeater: Repeater, rep
         if finals:
             costs["epilogue"] = min(finals.values(), key=lambda cost: cost.joules)
         for way, cost in costs.items():
-            report.cost(f"gate_up.m{m}.{way}", cost, f"J/{COPIES} layers")
+            report.cost(f"gate_up.m{m}.{way}", cost.of_a_call, "J/layer")
 
 
 def candidates(

@@ -56,6 +56,7 @@ def test_a_lap_costs_its_time_on_the_gpu_and_the_watts_meanwhile(gpu):
     cost = Repeater(gpu, torch.device("cuda"), 0.4, 0.1).cost(gpu.lap, calls=4)
     assert cost.seconds == pytest.approx(LAP_S) and cost.us_a_call == pytest.approx(2500)
     assert cost.watts == pytest.approx(WATTS) and cost.mhz == 1490.0
+    assert cost.of_a_call.joules == pytest.approx(WATTS * LAP_S / 4) and cost.of_a_call.us_a_call == cost.us_a_call
     ((began, ended),) = gpu.asked
     assert ended - began == pytest.approx(0.4, abs=LAP_S) and ended < gpu.busy_until
     assert 4 < gpu.most_under_way < 7  # the GPU has work all the time, and the host does not run away
