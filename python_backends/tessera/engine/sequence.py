@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import secrets
+from array import array
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -67,6 +69,9 @@ class Sequence:
         self.image_positions = np.concatenate(
             [np.arange(start, start + length) for start, length in spans] or [np.zeros(0, np.int64)]
         )
+        self._plain_from = 0 if request.sampling.plain else math.inf
+        if self.stop_ids:  # which an answer short of min_tokens must not be
+            self._plain_from = max(self._plain_from, request.sampling.min_tokens)
         self.embeddings = request.embeddings
         self.ids = prompt.astype(np.int64)
         self.ids[self.image_positions] = 0  # their rows come from embeddings; the ids need not be valid
@@ -85,7 +90,7 @@ class Sequence:
         self.in_flight = 0
         self.computed = 0
         self.preempted = False  # whether it ever gave its blocks back
-        self.block_table: list[int] = []
+        self.block_table = array("q")  # int64, which numpy reads as it is
         self.block_keys: list[bytes] = []  # chain hashes of the full blocks at the front, filled as needed
         self.committed = 0  # blocks at the front of the table that were offered to the prefix index
         self.offered: list[bytes] = []  # keys of those that it computed itself
@@ -112,11 +117,17 @@ class Sequence:
         return len(self.outputs) + self.in_flight - 1
 
     @property
+    def plain(self) -> bool:
+        """Whether of the token in flight nothing is asked but that it is the likeliest."""
+        return self.place >= self._plain_from
+
+    @property
     def pending(self) -> int:
         """Positions that a step could run now."""
-        if self.in_flight and len(self.outputs) + self.in_flight >= self.max_tokens:
+        planned = len(self.outputs) + self.in_flight
+        if self.in_flight and planned >= self.max_tokens:
             return 0
-        return self.length - self.computed
+        return self.prompt_length + planned - self.computed  # not self.length: once a token
 
     @property
     def children(self) -> tuple[int, ...]:

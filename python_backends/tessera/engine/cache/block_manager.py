@@ -6,6 +6,7 @@ go first.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
@@ -116,8 +117,8 @@ class BlockManager:
             assert all(held[block] == 1 for block in table[sequence.committed :]), f"{name} shares an open block"
         self._index.check()
 
-    def _match(self, sequence: Sequence) -> list[int]:
-        blocks: list[int] = []
+    def _match(self, sequence: Sequence) -> array[int]:
+        blocks = array("q")
         for number in range(min(sequence.known - 1, sequence.cache_limit) // self.block_size):
             parent, key, ids = self._identity(sequence, number)
             block = self._index.find(key, parent, ids)

@@ -120,23 +120,21 @@ class ModelRunner:
         with torch.inference_mode():
             started = Moment(self._last_sampled.device)
             packed = self._pack(batch)
-            rows = [SamplingRow.of(sequence) for sequence in batch.sampling]
             graphs = self._graphs if self._graphs is not None and self._graphs.fits(packed) else None
             if graphs is None or not packed.decodes:
-                sampled = self._sample(self._forward(packed, batch), batch, rows, started)
-            elif all(row.plain for row in rows):
+                sampled = self._sample(self._forward(packed, batch), batch, started)
+            elif all(sequence.plain for sequence in batch.sampling):
                 self._histories.forget()
                 sampled = SampledRows(graphs.greedy(packed), started)
                 self.graph_steps += 1
             else:
-                sampled = self._sample(self._model.logits(graphs.hidden(packed)), batch, rows, started)
+                sampled = self._sample(self._model.logits(graphs.hidden(packed)), batch, started)
                 self.graph_steps += 1
         self._previous = {id(sequence): place for place, sequence in enumerate(batch.sampling)}
         return sampled
 
-    def _sample(
-        self, logits: torch.Tensor, batch: ScheduledBatch, rows: list[SamplingRow], started: Moment
-    ) -> SampledRows:
+    def _sample(self, logits: torch.Tensor, batch: ScheduledBatch, started: Moment) -> SampledRows:
+        rows = [SamplingRow.of(sequence) for sequence in batch.sampling]
         penalties = self._histories.select(batch.sampling)
         sampled = sample(logits, rows, started, penalties)
         if penalties is not None:

@@ -42,13 +42,6 @@ class SamplingRow(NamedTuple):
         forbidden = sequence.stop_ids if short else frozenset()
         return cls(parameters, sequence.seed, place, forbidden, sequence.children, mask)
 
-    @property
-    def plain(self) -> bool:
-        """Whether the likeliest token is all that is asked for."""
-        asked = self.parameters
-        wants = asked.temperature > 0 or asked.logprobs is not None or asked.penalized
-        return not (wants or self.forbidden or self.children or self.mask is not None)
-
 
 class SampledRows:
     """Chosen tokens, int64 ``ids`` [m], on their way to the host; nothing waits before :meth:`tokens`.

@@ -10,6 +10,7 @@ first one always gets on, so every sequence of equal priority gets its turn.
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Sequence as SequenceType
 
@@ -99,7 +100,7 @@ class Scheduler:
     def drop_all(self) -> None:
         """Forgets every sequence and everything cached, whatever state a failed step left behind."""
         for sequence in (*self.waiting, *self.running):
-            sequence.block_table = []
+            sequence.block_table = array("q")
         self.waiting, self.running = deque(), []
         self.blocks.reset()
 
