@@ -53,6 +53,8 @@ class BlockManager:
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         """Makes the sequence's blocks reach ``tokens`` positions; False, changing nothing, if too few are free."""
+        if tokens <= len(sequence.block_table) * self.block_size:  # as for all but one token of a block
+            return True
         fresh = self.blocks_for(tokens) - len(sequence.block_table)
         if fresh > len(self._free):
             return False

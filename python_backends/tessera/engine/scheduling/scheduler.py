@@ -66,7 +66,7 @@ class Scheduler:
         budget = self._plan_running(spans, self._max_batched_tokens)
         if not self._more_follow():
             self._plan_waiting(spans, budget)
-        spans.sort(key=lambda span: span.count > 1)
+        spans.sort(key=lambda span: span.end - span.start > 1)
         return ScheduledBatch(spans)
 
     def apply(
@@ -117,14 +117,11 @@ class Scheduler:
 
     def _plan_running(self, spans: list[ScheduledSpan], budget: int) -> int:
         """Returns what is left of the budget."""
-        place = 0
-        while place < len(self.running):  # which shrinks from its end when blocks run out
-            sequence = self.running[place]
+        for sequence in self.running:  # which shrinks from its end when blocks run out
             count = min(sequence.pending, budget)
             if count and self._make_room(sequence, sequence.computed + count):
                 spans.append(self._plan(sequence, count))
                 budget -= count
-            place += 1
         return budget
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
@@ -164,13 +161,12 @@ class Scheduler:
         return True
 
     def _plan(self, sequence: Sequence, count: int) -> ScheduledSpan:
-        start = sequence.computed
-        sequence.computed += count
-        samples = sequence.computed == sequence.length
+        start, samples = sequence.computed, count == sequence.pending
+        sequence.computed = end = start + count
         self.blocks.commit(sequence)
         if samples:
             sequence.expect()
-        return ScheduledSpan(sequence, start, start + count, samples)
+        return ScheduledSpan(sequence, start, end, samples)
 
     @staticmethod
     def _yields(queued: Sequence, new: Sequence) -> bool:
