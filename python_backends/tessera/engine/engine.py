@@ -245,16 +245,16 @@ class Engine:
         taken = self.scheduler.apply(batch, result.tokens())
         self.metrics.busy_ns += result.device_ns()
         now = time.monotonic_ns()
-        for sequence, token in taken:
+        for sequence, token, report in taken:
             sequence.first_token_ns = sequence.first_token_ns or now
             if token is not None:
-                self.metrics.generated_tokens += 1
-                self._news.tokens.append((sequence.request.number, token))
+                self._news.tokens.append((sequence.request.number, token, report))
             if sequence.finished:
                 self._end(sequence)
             if sequence.error is not None:
                 self.metrics.not_finite_logits += token is None
                 _LOG.error("request %r: %s", sequence.request.request_id, sequence.error)
+        self.metrics.generated_tokens += len(self._news.tokens)
 
     def _end(self, sequence: Sequence) -> None:
         number, reason = sequence.request.number, sequence.finish_reason or ""

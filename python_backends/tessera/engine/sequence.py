@@ -6,7 +6,7 @@ import math
 import secrets
 from array import array
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -18,15 +18,18 @@ NOT_FINITE = -1
 """In a token's place: the model's logits held NaN or an infinity, so there is none."""
 
 
-class SampledToken(NamedTuple):
-    """One chosen token, or NOT_FINITE. ``logprob`` and ``top`` (id, log probability) only where they were asked for.
+class Report(NamedTuple):
+    """A chosen token's log probability, and others (id, log probability): what a request may ask for besides the token.
 
-    For a sequence that scores labels the token means nothing, and ``top`` holds its branch's children.
+    For a sequence that scores labels ``top`` holds its branch's children, and the token means nothing.
     """
 
-    token_id: int
-    logprob: float | None = None
+    logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+SampledToken: TypeAlias = "tuple[int, Report | None]"
+"""One chosen token, or NOT_FINITE, and the report where one was asked for."""
 
 
 class Sequence:
@@ -148,20 +151,19 @@ class Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def take(self, sampled: SampledToken) -> SampledToken | None:
+    def take(self, token: int, report: Report | None = None) -> bool:
         """Takes what a step sampled, and ends the sequence if it was the last one or none.
 
-        Returns the token if it is part of the answer.
+        Returns whether the token is part of the answer.
         """
-        if sampled.token_id == NOT_FINITE:
+        if token == NOT_FINITE:
             step = "decode" if self.outputs else "prefill"
             self.finish_reason = "error"
             self.error = f"the model's logits are NaN or infinite ({step}, position {self.known - 1})"
-            return None
-        return self._accept(sampled)
+            return False
+        return self._accept(token, report)
 
-    def _accept(self, sampled: SampledToken) -> SampledToken | None:
-        token = sampled.token_id
+    def _accept(self, token: int, report: Report | None) -> bool:
         place = self.known
         self.ids[place] = self.cache_ids[place] = token
         self.outputs.append(token)
@@ -169,7 +171,7 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.outputs) >= self.max_tokens:
             self.finish_reason = "length"
-        return sampled
+        return True
 
     def expect(self) -> None:
         """A step was planned that samples the next token."""

@@ -18,9 +18,9 @@ class PackedBatch:
     """One step on the host; n packed tokens, s sequences, m of them sampling.
 
     ``ids`` int64 [n]; ``source`` int64 [n]: which token of the step before stands there, -1 where ``ids`` knows it;
-    ``positions`` int64 [axes, n], or [1, n] where all axes agree; ``rope_lengths`` int64 [n], the sequence length that rules each token's rotary
-    base; ``slots`` int64 [n]; ``sample_rows`` int64 [m]; ``table`` and ``sampling`` (bool [s]) describe the sequences.
-    ``decodes``: whether each of them continues its answer by one token.
+    ``positions`` int64 [axes, n], or [1, n] where all axes agree; ``rope_lengths`` int64 [n], the sequence length that
+    rules each token's rotary base; ``slots`` int64 [n]; ``sample_rows`` int64 [m]; ``table`` and ``sampling`` (bool
+    [s]) describe the sequences. ``decodes``: whether each of them continues its answer by one token.
     """
 
     ids: np.ndarray

@@ -15,7 +15,7 @@ import torch
 
 from tessera.engine.execution.penalties import Penalties
 from tessera.engine.request import SamplingParameters
-from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
+from tessera.engine.sequence import NOT_FINITE, Report, SampledToken, Sequence
 from tessera.engine.transfer import Moment, to_device, to_host
 
 
@@ -69,9 +69,9 @@ class SampledRows:
         """Waits until the tokens are there."""
         self._arrived.wait()
         ids, *details = (tensor.tolist() for tensor in self._on_host)
-        chosen = [SampledToken(token) for token in ids]
+        chosen: list[SampledToken] = [(token, None) for token in ids]
         for (row, count), own, values, wanted in zip(self._reported, *details):
-            chosen[row] = SampledToken(ids[row], own, tuple(zip(wanted[:count], values[:count])))
+            chosen[row] = ids[row], Report(own, tuple(zip(wanted[:count], values[:count])))
         return chosen
 
     def device_ns(self) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Sequence as SequenceType
 
 from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
-from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
+from tessera.engine.sequence import NOT_FINITE, Report, SampledToken, Sequence
 
 # As long as no request is this far behind the one before, they are taken to be of one burst. Where answers are short,
 # steps run for the prompts' sake, and the fewer the better; where they are long, steps run anyway, and a prompt that
@@ -71,19 +71,20 @@ class Scheduler:
 
     def apply(
         self, batch: ScheduledBatch, sampled: SequenceType[SampledToken]
-    ) -> list[tuple[Sequence, SampledToken | None]]:
+    ) -> list[tuple[Sequence, int | None, Report | None]]:
         """Gives the batch's sampling sequences their tokens, and releases the sequences that ended by them.
 
-        Returns the sequences that took theirs, and what it adds to the answer: one that ended meanwhile takes none.
+        Returns the sequences that took theirs, what it adds to the answer, and its report: one that ended meanwhile
+        takes none.
         """
         taken = []
-        for sequence, token in zip(batch.sampling, sampled, strict=True):
+        for sequence, (token, report) in zip(batch.sampling, sampled, strict=True):
             sequence.in_flight -= 1
-            if token.token_id == NOT_FINITE:
+            if token == NOT_FINITE:
                 self.blocks.spoil(sequence.block_keys)
             if sequence.finished:
                 continue
-            taken.append((sequence, sequence.take(token)))
+            taken.append((sequence, token if sequence.take(token, report) else None, report))
             if sequence.finished:
                 self._remove(sequence)
             elif sequence.rewinds:
