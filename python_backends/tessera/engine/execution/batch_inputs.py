@@ -42,7 +42,7 @@ def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) ->
         (span.start, span.end, span.samples, sequence.prompt_length, sequence.known, sequence.position_offset)
         for span, sequence in zip(spans, sequences)
     ]
-    start, context, samples, prompt, known, offset = np.array(numbers).T
+    start, context, samples, prompt, known, offset = np.array(numbers, np.int64).T
     count = context - start
     row = np.cumsum(count) - count
     last, sampling = row + count - 1, samples > 0
@@ -50,7 +50,8 @@ def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) ->
     tables = [sequence.block_table for sequence in sequences]
     held = np.array([len(table) for table in tables])
     # Filled up with blocks of the sequence's own: a backend may read, and mask, what lies there.
-    blocks = np.repeat([[table[0]] for table in tables], held.max(), axis=1)
+    first = np.array([table[0] for table in tables])
+    blocks = np.repeat(first[:, None], held.max(), axis=1)
     blocks[np.arange(held.max()) < held[:, None]] = np.frombuffer(b"".join(tables), np.int64)
 
     owner = np.repeat(np.arange(len(spans)), count)

@@ -119,9 +119,10 @@ class Scheduler:
     def _plan_running(self, spans: list[ScheduledSpan], budget: int) -> int:
         """Returns what is left of the budget."""
         for sequence in self.running:  # which shrinks from its end when blocks run out
-            count = min(sequence.pending, budget)
+            pending = sequence.pending
+            count = min(pending, budget)
             if count and self._make_room(sequence, sequence.computed + count):
-                spans.append(self._plan(sequence, count))
+                spans.append(self._plan(sequence, count, count == pending))
                 budget -= count
         return budget
 
@@ -140,7 +141,7 @@ class Scheduler:
                 return
             self.running.append(self.waiting.popleft())
             count = min(sequence.pending, budget)
-            spans.append(self._plan(sequence, count))
+            spans.append(self._plan(sequence, count, count == sequence.pending))
             budget -= count
 
     def _more_follow(self) -> bool:
@@ -161,8 +162,8 @@ class Scheduler:
                 return False
         return True
 
-    def _plan(self, sequence: Sequence, count: int) -> ScheduledSpan:
-        start, samples = sequence.computed, count == sequence.pending
+    def _plan(self, sequence: Sequence, count: int, samples: bool) -> ScheduledSpan:
+        start = sequence.computed
         sequence.computed = end = start + count
         self.blocks.commit(sequence)
         if samples:
