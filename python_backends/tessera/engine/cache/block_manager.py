@@ -10,8 +10,6 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-import numpy as np
-
 from tessera.engine.cache.prefix_index import PrefixIndex
 from tessera.engine.sequence import Sequence
 
@@ -129,10 +127,10 @@ class BlockManager:
             blocks.append(block)
         return blocks
 
-    def _identity(self, sequence: Sequence, number: int) -> tuple[bytes, bytes, np.ndarray]:
+    def _identity(self, sequence: Sequence, number: int) -> tuple[bytes, bytes, bytes]:
         """(parent key, key, identities) of the sequence's block ``number``; those before it were asked for already."""
         keys = sequence.block_keys
-        ids = sequence.identities[number * self.block_size : (number + 1) * self.block_size]
+        ids = sequence.identities[number * self.block_size : (number + 1) * self.block_size].tobytes()
         parent = keys[number - 1] if number else PrefixIndex.root(sequence.cache_salt)
         if len(keys) == number:
             keys.append(PrefixIndex.chain(parent, ids))
