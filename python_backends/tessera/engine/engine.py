@@ -254,7 +254,6 @@ class Engine:
             if sequence.error is not None:
                 self.metrics.not_finite_logits += token is None
                 _LOG.error("request %r: %s", sequence.request.request_id, sequence.error)
-        self.metrics.generated_tokens += len(self._news.tokens)
 
     def _end(self, sequence: Sequence) -> None:
         number, reason = sequence.request.number, sequence.finish_reason or ""
@@ -274,6 +273,7 @@ class Engine:
         metrics.requests_waiting, metrics.requests_running = len(scheduler.waiting), len(scheduler.running)
         metrics.kv_blocks_used = scheduler.blocks.used
         news, self._news = self._news, Progress()
+        metrics.generated_tokens += len(news.tokens)
         return news
 
 

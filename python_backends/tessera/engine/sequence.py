@@ -28,7 +28,7 @@ class Report(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
-SampledToken: TypeAlias = "tuple[int, Report | None]"
+SampledToken: TypeAlias = tuple[int, Report | None]
 """One chosen token, or NOT_FINITE, and the report where one was asked for."""
 
 
@@ -72,8 +72,8 @@ class Sequence:
         self.image_positions = np.concatenate(
             [np.arange(start, start + length) for start, length in spans] or [np.zeros(0, np.int64)]
         )
-        self._plain_from = 0 if request.sampling.plain else math.inf
-        if self.stop_ids:  # which an answer short of min_tokens must not be
+        self._plain_from = 0 if request.sampling.plain else math.inf  # a place in the answer
+        if self.stop_ids:  # until then they are forbidden
             self._plain_from = max(self._plain_from, request.sampling.min_tokens)
         self.embeddings = request.embeddings
         self.ids = prompt.astype(np.int64)

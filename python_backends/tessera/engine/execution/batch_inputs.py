@@ -61,11 +61,11 @@ def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) ->
     source[row[unknown]] = [previous[id(sequences[place])] for place in np.flatnonzero(unknown).tolist()]
     for place in np.flatnonzero(~unknown).tolist():
         ids[row[place] : last[place] + 1] = sequences[place].ids[spans[place].start : spans[place].end]
-    reading = [spans[place] for place in np.flatnonzero(start < prompt).tolist()]
+    reading = [(spans[place], int(row[place])) for place in np.flatnonzero(start < prompt).tolist()]
     return PackedBatch(
         ids=ids,
         source=source,
-        positions=_given_positions(index + offset[owner], reading, row[start < prompt]),
+        positions=_given_positions(index + offset[owner], reading),
         # A prompt is rotated as a whole; what follows grows the length one by one.
         rope_lengths=np.maximum(prompt[owner], index + 1),
         slots=blocks[owner, index // block_size] * block_size + index % block_size,
@@ -84,13 +84,13 @@ def fill_in(ids: torch.Tensor, source: torch.Tensor, last_sampled: torch.Tensor)
     return torch.where(source < 0, ids, last_sampled[source.clamp(min=0)].clamp(min=0))
 
 
-def _given_positions(positions: np.ndarray, reading: list[ScheduledSpan], row: np.ndarray) -> np.ndarray:
+def _given_positions(positions: np.ndarray, reading: list[tuple[ScheduledSpan, int]]) -> np.ndarray:
     """``positions`` [n] on one axis, or on more where a prompt was given its own, which are then put in.
 
-    ``reading``: the spans that hold some of their prompt; ``row`` int64: where each begins.
+    ``reading``: the spans that hold some of their prompt, and where each begins.
     """
     positions = positions[None]
-    for span, first in zip(reading, row):
+    for span, first in reading:
         if (given := span.sequence.request.positions) is not None:
             if len(positions) < len(given):
                 positions = positions.repeat(len(given), axis=0)
