@@ -13,6 +13,6 @@ def test_every_part_of_a_decode_step_is_timed():
     runner = NoModel.small()
     seen = cProfile.Profile()
     seconds = one_round(runner, Tokenizer.from_folder(CHECKPOINT), 3, seen)
-    assert len(seconds) == len(PARTS) and 0 < min(seconds) and max(seconds) < 0.1
+    assert len(seconds) == len(PARTS) and min(seconds) > 0
     assert runner.graph_steps >= STEPS  # as on a GPU
     assert {"schedule", "pack", "greedy"} <= {getattr(entry.code, "co_name", "") for entry in seen.getstats()}

@@ -66,7 +66,7 @@ class Scheduler:
         budget = self._plan_running(spans, self._max_batched_tokens)
         if not self._more_follow():
             self._plan_waiting(spans, budget)
-        spans.sort(key=lambda span: span.end - span.start > 1)
+        spans.sort(key=lambda span: span.count > 1)
         return ScheduledBatch(spans)
 
     def apply(
