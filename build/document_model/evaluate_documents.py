@@ -136,14 +136,14 @@ def failures(held_out: HeldOut, answers: Sequence[str]) -> list[Failure]:
 
 
 def write_failures(folder: Path, worst: Sequence[Failure], most: int) -> None:
-    """What was read worst as PNG files, what was read in failures.txt, and the worst two of each step in sheet.png."""
+    """What was read worst as PNG files, what was read in failures.txt, and the worst two of each step in sheet.webp."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "failures.txt").open("w", encoding="utf-8") as file:
         for rank, each in enumerate(worst[:most]):
             Image.fromarray(each.picture).save(folder / f"{rank:02d}.png")
             file.write(f"{rank:02d}.png {each.kind} error {each.error:.3f}\nexpected: {each.expected}\n")
             file.write(f"got:      {each.got}\n\n")
-    (folder / "sheet.png").write_bytes(sheet(chosen(worst, 2)))
+    (folder / "sheet.webp").write_bytes(sheet(chosen(worst, 2)))
 
 
 def unpatched(sample: Sample) -> np.ndarray:

@@ -48,14 +48,14 @@ def chosen(failures: Sequence[Failure], each: int) -> list[Failure]:
 
 
 def sheet(failures: Sequence[Failure]) -> bytes:
-    """A PNG file of at most MOST_BYTES."""
+    """A lossless WebP file of at most MOST_BYTES."""
     rows = [_row(failure) for failure in failures]
     picture = Image.new("RGB", (WIDTH, GAP + sum(row.height + GAP for row in rows)), "white")
     top = GAP
     for row in rows:
         picture.paste(row, (0, top))
         top += row.height + GAP
-    while len(data := _png(picture)) > MOST_BYTES:
+    while len(data := _webp(picture)) > MOST_BYTES:
         picture = picture.resize((picture.width * 9 // 10, picture.height * 9 // 10), Image.Resampling.LANCZOS)
     return data
 
@@ -89,7 +89,8 @@ def _lines(failure: Failure) -> Iterator[tuple[str, str]]:
         yield from ((line, color) for line in shown)
 
 
-def _png(picture: Image.Image) -> bytes:
+def _webp(picture: Image.Image) -> bytes:
     file = io.BytesIO()
-    picture.quantize(64, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
+    few = picture.quantize(64, dither=Image.Dither.NONE).convert("RGB")
+    few.save(file, "WebP", lossless=True, quality=100, method=6)
     return file.getvalue()

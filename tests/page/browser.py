@@ -119,7 +119,7 @@ class Browser:
         return self.run(CONTRAST)
 
     def keep_screenshot(self, name: str) -> None:
-        """docs/page/NAME.png, of the whole page, where PAGE_SCREENSHOTS is set."""
+        """docs/page/NAME.webp, of the whole page, where PAGE_SCREENSHOTS is set."""
         if not os.environ.get("PAGE_SCREENSHOTS"):
             return
         self.run("document.activeElement.blur()")
@@ -128,8 +128,8 @@ class Browser:
         self.driver.set_window_size(1140, int(self.run(height)))
         shot = PIL.Image.open(BytesIO(self.driver.get_screenshot_as_png())).convert("RGB")
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-        file = SCREENSHOTS / f"{name}.png"
-        few_colours(shot).save(file, optimize=True)
+        file = SCREENSHOTS / f"{name}.webp"
+        few_colours(shot).convert("RGB").save(file, lossless=True, quality=100, method=6)
         assert file.stat().st_size < MOST_SCREENSHOT_BYTES
 
     def complaints(self) -> list[str]:
