@@ -1,6 +1,6 @@
 """Pack what TensorRT 8.5.3 needs on a machine without a package registry into folders that are carried one by one.
 
-    python build/tensorrt85/pack.py WHEELS OUT [--megabytes 38]
+    python build/tensorrt85/pack.py WHEELS OUT [--megabytes 39.6]
 
 WHEELS holds tensorrt==8.5.3.1 (cp310), nvidia-cuda-runtime-cu11, nvidia-cublas-cu11 and nvidia-cudnn-cu11 (8.6).
 OUT/p1, p2, ... hold pieces of the libraries, compressed; OUT/libs.sha256 what they must be once joined (unpack.py).
@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheels", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--megabytes", type=float, default=38, help="of a folder (%(default)s)")
+    parser.add_argument("--megabytes", type=float, default=39.6, help="of a folder (%(default)s)")
     arguments = parser.parse_args()
     work = arguments.out / "work"
     work.mkdir(parents=True, exist_ok=True)
