@@ -6,7 +6,8 @@
 #                            MODEL small (default checkpoint) or big (InternViT-300M), TYPES free, typed, half or tf32
 #   go.sh poll               state of every build
 #   go.sh stop               end those under way; their timing caches stay
-#   go.sh finish             judge, time and list every plan; logs to $OUT
+#   go.sh finish             judge, time and list every plan, beside our own tower's times; logs to $OUT
+#   go.sh serve ENV NAME     NAME's plan inside tritonserver; ENV is the archive of loadtest/carried_server.sh
 # $CORES (for taskset), $GPUS ("0 1": taken by turns), $LIMIT (seconds a build), $THREADS (of a build)
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -20,9 +21,17 @@ export CUDA_MODULE_LOADING=LAZY PYTHONUNBUFFERED=1 CUDA_CACHE_PATH=$TRT/jit CUDA
 
 trt() { LD_LIBRARY_PATH=$TRT/lib "$probe" "$@"; }
 
+of_model() { # MODEL: the options of the Python scripts that read a checkpoint
+    case $1 in
+        small) options=(--checkpoint "$root/build/default_model/checkpoint") ;;
+        big) options=(--checkpoint "$root/loadtest/shapes/internvl3-8b-shape" --random-weights) ;;
+        *) echo "go.sh: $1 is no model" >&2 && return 1 ;;
+    esac
+}
+
 graph() { # MODEL GRAPH: exported once, whoever comes first
-    local folder=$TRT/kit/$1 options=(--checkpoint "$root/build/default_model/checkpoint")
-    [ "$1" = big ] && options=(--checkpoint "$root/loadtest/shapes/internvl3-8b-shape" --random-weights)
+    local folder=$TRT/kit/$1 options
+    of_model "$1" || return 1
     mkdir -p "$folder"
     (
         flock 9
@@ -123,8 +132,22 @@ finish)
         trt time "$plan" "$data/tiles.u8" 1,8,32 50
         trt layers "$plan" "$work/$name.layers.json"
     done 2>&1 | tee "$OUT/finish.txt"
+    for model in $(names | cut -d- -f1 | sort -u); do
+        of_model "$model" && echo "== our own tower, $model" &&
+            python3 "$here/own_tower.py" "${options[@]}" --reference "$TRT/kit/$model"
+    done 2>&1 | tee -a "$OUT/finish.txt"
     tar -C "$work" -czf "$OUT/logs.tar.gz" $(cd "$work" && ls | grep -E '\.(log|short|state|layers\.json)$')
     ls -la "$OUT"
+    ;;
+serve)
+    : "${OUT:=$TRT/out}"
+    mkdir -p "$OUT"
+    export LD_LIBRARY_PATH=$TRT/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    bash "$root/loadtest/carried_server.sh" "$1" python "$here/served.py" "$work/$2.plan" "$TRT/kit/${2%%-*}" \
+        --backend "$TRT/kit/backends/tensorrt/libtriton_tensorrt.so" --out "$work" 2>&1 | tee "$OUT/serve.txt"
+    status=${PIPESTATUS[0]}
+    for log in "$work"/server-*.log; do tail -c 20000000 "$log" | gzip > "$OUT/$(basename "$log").gz"; done
+    exit "$status"
     ;;
 *) echo "go.sh: $step is no step; its first lines say what it does" >&2 && exit 2 ;;
 esac

@@ -1,4 +1,4 @@
-"""Write a checkpoint's vision tower as ONNX graphs that TensorRT 8.5's parser reads, with tiles and torch's rows for them.
+"""Write a checkpoint's vision tower as ONNX graphs that TensorRT 8.5's parser reads, with tiles and torch's rows.
 
     python build/tensorrt85/graph85.py --checkpoint DIR --out DIR [--random-weights] GRAPH...
 
@@ -23,8 +23,8 @@ import onnx
 import torch
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-BUILD = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(BUILD), str(BUILD.parent / "python_backends")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python_backends"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from check_export import test_tiles
 from vision_graphs import tensorrt_graph
@@ -91,7 +91,9 @@ class Rewriter:
 
     def run(self, tiles: int | None) -> onnx.ModelProto:
         graph = self.model.graph
-        nodes = list(without_idle_casts([new for node in graph.node for new in self.rewrite(node)], graph.output[0].name))
+        nodes = list(
+            without_idle_casts([new for node in graph.node for new in self.rewrite(node)], graph.output[0].name)
+        )
         used = {name for node in nodes for name in node.input}
         constants = [constant for name, constant in self.constants.items() if name in used]
         if self.half:

@@ -23,17 +23,20 @@ from pathlib import Path
 import numpy as np
 import tritonclient.grpc as triton
 
-BUILD = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(BUILD), str(BUILD / "default_model"), *(str(BUILD.parent / f) for f in ("python_backends", "clients"))]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python_backends"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "clients"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "default_model"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import scene
 from judge import least_cosine
 from render_repository import PlanShape, render
 
+import scene
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
 from tessera_client import Client
 
+BUILD = Path(__file__).resolve().parents[1]
 CHECKPOINT = BUILD / "default_model" / "checkpoint"
 COUNTS = (1, 2, 3, 5, 8, 13, 17, 32)
 REPEATS = 10
@@ -109,7 +112,10 @@ def ask_the_ensemble(server: Server, asked: list[tuple[bytes, str, str]]) -> lis
         many = list(client.ask_many(jobs, concurrency=64, max_tokens=4))
         rate = len(many) / (time.perf_counter() - start)
         alone = client.ask(None, "Hello?", max_tokens=6, ignore_eos=True).text
-    print(f"ENSEMBLE {right} of {len(asked)} right, {rate:.0f} requests/s at concurrency 64; text only: {alone!r}", flush=True)
+    print(
+        f"ENSEMBLE {right} of {len(asked)} right, {rate:.0f} requests/s at 64 at once; text only: {alone!r}",
+        flush=True,
+    )
     return [*texts, alone]
 
 
@@ -157,7 +163,9 @@ def main() -> int:
                 print("BATCHES run, by tiles:", dict(sorted(runs.items())))
             finally:
                 report_graphs(log)
-    with Server(options(BUILD.parent / "model_repository", arguments.out / "server-default.log", None, settings)) as server:
+    with Server(
+        options(BUILD.parent / "model_repository", arguments.out / "server-default.log", None, settings)
+    ) as server:
         default = ask_the_ensemble(server, asked)
     same = sum(ours == theirs for ours, theirs in zip(planned, default, strict=True))
     print(f"SAME ANSWERS as the default config: {same} of {len(default)}")
