@@ -2,8 +2,9 @@
 # Plans of TensorRT 8.5.3 on a GPU machine without a package registry, in $TRT (/tmp/trt). docs/tensorrt.md says how.
 #   go.sh unpack FOLDER...   place carried pieces; a FOLDER's kit/ (trtprobe, Triton's backend, graphs) too
 #   go.sh check              are the libraries whole?
+#   go.sh graphs MODEL GRAPH...   export ahead what builds will need
 #   go.sh start NAME...      build, detached; NAME is MODEL-TYPES[-TILES][+faster][+heuristic][+nocublas], with
-#                            MODEL small (default checkpoint) or big (InternViT-300M), TYPES free, typed, half or tf32
+#                            MODEL small (default checkpoint) or big (InternViT-300M), TYPES free, typed, half, plugin, tf32
 #   go.sh poll               state of every build
 #   go.sh stop               end those under way; their timing caches stay
 #   go.sh finish             judge, time and list every plan, beside our own tower's times; logs to $OUT
@@ -29,14 +30,16 @@ of_model() { # MODEL: the options of the Python scripts that read a checkpoint
     esac
 }
 
-graph() { # MODEL GRAPH: exported once, whoever comes first
-    local folder=$TRT/kit/$1 options
+graphs() { # MODEL GRAPH...: exported once, whoever comes first
+    local folder=$TRT/kit/$1 options wanted=() name
     of_model "$1" || return 1
+    shift
     mkdir -p "$folder"
     (
         flock 9
-        [ -s "$folder/$2.onnx" ] && [ -s "$folder/rows.npy" ] && exit 0
-        OMP_NUM_THREADS=8 python3 "$here/graph85.py" "${options[@]}" --out "$folder" "$2"
+        for name; do [ -s "$folder/$name.onnx" ] || wanted+=("$name"); done
+        [ ${#wanted[@]} = 0 ] && exit 0
+        OMP_NUM_THREADS=8 python3 "$here/graph85.py" "${options[@]}" --out "$folder" "${wanted[@]}"
     ) 9> "$folder/.lock"
 }
 
@@ -45,7 +48,7 @@ build() { # NAME: in the foreground, with its state in files
     local model=${spec%%-*} rest=${spec#*-}
     local types=${rest%%-*} graph=$rest mode=free
     case $types in
-        half | typed) mode=typed ;;
+        half | plugin | typed) mode=typed ;;
         tf32) mode=tf32 graph=free${rest#tf32} ;;
     esac
     case $flags in *+nocublas*) options=(--tactics 24) ;; esac
@@ -53,7 +56,7 @@ build() { # NAME: in the foreground, with its state in files
     case $flags in *+heuristic*) options+=(--heuristic) ;; esac
     trap : TERM # `stop` means the probe, which keeps its timing cache; this shell still has to write the state
     echo "exporting" > "$work/$name.state"
-    if graph "$model" "$graph"; then
+    if graphs "$model" "$graph"; then
         echo "building" > "$work/$name.state"
         LD_LIBRARY_PATH=$TRT/lib timeout --foreground -k 30 "${LIMIT:-1200}" "$probe" build "$TRT/kit/$model/$graph.onnx" \
             "$work/$name.plan" "$mode" "${options[@]}" --tiles 1,8,32 --threads "${THREADS:-1}" \
@@ -83,6 +86,7 @@ check)
     LD_LIBRARY_PATH=$TRT/lib ldd "$probe" | grep 'not found' && exit 1
     exit 0
     ;;
+graphs) graphs "$@" ;;
 start)
     for name; do
         export CUDA_VISIBLE_DEVICES=${gpus[turn++ % ${#gpus[@]}]}

@@ -2,9 +2,13 @@
 
     python build/tensorrt85/graph85.py --checkpoint DIR --out DIR [--random-weights] GRAPH...
 
-A GRAPH is TYPES or TYPES-TILES: ``free-8``, ``typed``, ``half``. TYPES: ``free`` is float32 throughout (the builder may
-choose float16), ``typed`` has float16 operands of matrix products and float32 between them, as the container's TensorRT
-gets it, ``half`` is float16 throughout. TILES fixes the number of tiles; without it any number may come.
+A GRAPH is TYPES or TYPES-TILES: ``free-8``, ``typed``, ``half``. TILES fixes the number of tiles; without it any number
+may come. TYPES:
+ - ``free`` is float32 throughout; the builder may choose float16;
+ - ``typed`` has float16 operands of matrix products and float32 between them, as the container's TensorRT gets it;
+ - ``half`` is float16 throughout;
+ - ``plugin`` is the same with the LayerNorm of TensorRT's plugin library, which its compiler does not fuse: that gets
+   many small graphs in place of one.
 --out gets GRAPH.onnx, tiles.u8 (uint8 [6, side, side, 3]) and rows.npy (torch's, float32).
 
 Beside the types this changes what 8.5's parser has no operator for: LayerNormalization becomes nine, in the order that
@@ -33,14 +37,19 @@ from tessera.checkpoint.config import read_config
 from tessera.vision.towers.intern_vit import InternViT
 from tessera.vision.towers.tower import load_tower
 
-PRECISION = {"free": "float32", "half": "float32", "typed": "float16"}  # that the graph is exported in
+PRECISION = {
+    "free": "float32",
+    "half": "float32",
+    "plugin": "float32",
+    "typed": "float16",
+}  # that the graph is exported in
 
 
 class Rewriter:
     """Nodes for TensorRT 8.5, made one by one from those of the project's own graph."""
 
-    def __init__(self, model: onnx.ModelProto, half: bool) -> None:
-        self.model, self.half = model, half
+    def __init__(self, model: onnx.ModelProto, types: str) -> None:
+        self.model, self.half, self.plugin = model, types in ("half", "plugin"), types == "plugin"
         self.constants = {constant.name: constant for constant in model.graph.initializer}
 
     def constant(self, values: np.ndarray) -> str:
@@ -77,7 +86,11 @@ class Rewriter:
         yield helper.make_node("Concat", [f"{out}_zeros", x], [out], name=f"{out}_joined", axis=1)
 
     def rewrite(self, node: NodeProto) -> Iterator[NodeProto]:
-        if node.op_type == "LayerNormalization":
+        if node.op_type == "LayerNormalization" and self.plugin:
+            node.op_type = "LayerNorm"
+            node.attribute.append(helper.make_attribute("plugin_version", "1"))
+            yield node
+        elif node.op_type == "LayerNormalization":
             yield from self.layer_norm(node)
         elif node.op_type == "Pad":
             yield from self.class_row(node)
@@ -112,7 +125,20 @@ def without_idle_casts(nodes: list[NodeProto], output: str) -> Iterator[NodeProt
     """The nodes without casts to the type that a tensor has already."""
     kept: dict[str, str] = {}  # what an idle cast made -> what it was made of
     casted: dict[str, int] = {}  # the type that a tensor surely has
-    computed = {"MatMul", "Mul", "Add", "Sub", "Div", "Softmax", "Erf", "Reshape", "Transpose", "Concat", "Slice"}
+    computed = {
+        "MatMul",
+        "Mul",
+        "Add",
+        "Sub",
+        "Div",
+        "Softmax",
+        "Erf",
+        "Reshape",
+        "Transpose",
+        "Concat",
+        "Slice",
+        "LayerNorm",
+    }
     for node in nodes:
         node.input[:] = [kept.get(name, name) for name in node.input]
         source, out = node.input[0], node.output[0]
@@ -150,7 +176,7 @@ def main() -> None:
         if types not in PRECISION or (tiles and not tiles.isdigit()):
             raise SystemExit(f"{name} is no graph: TYPES or TYPES-TILES is, with TYPES of {', '.join(PRECISION)}")
         model = tensorrt_graph(tower, precision=PRECISION[types])
-        model = Rewriter(model, types == "half").run(int(tiles) if tiles else None)
+        model = Rewriter(model, types).run(int(tiles) if tiles else None)
         file = arguments.out / f"{name}.onnx"
         onnx.save(model, f"{file}.part")
         Path(f"{file}.part").rename(file)

@@ -19,7 +19,7 @@ done
 includes=(-I"$sources/TensorRT/include" -I"$sources/onnx-tensorrt" -Invidia/cuda_runtime/include -Invidia/cuda_nvcc/include)
 flags=(-O2 -std=c++17 -Wno-deprecated-declarations "${includes[@]}")
 link=(-Llink -lnvinfer -lcudart -lpthread -Wl,--allow-shlib-undefined)
-g++ "${flags[@]}" -Wall "$here/trtprobe.cc" -o "$out/kit/trtprobe" "${link[@]}" -lnvonnxparser
+g++ "${flags[@]}" -Wall "$here/trtprobe.cc" -o "$out/kit/trtprobe" "${link[@]}" -lnvonnxparser -lnvinfer_plugin
 
 # The backend has its sources for TensorRT 8 still. They are of 8.6: 8.5 has no plans that carry host code.
 rm -rf trt8 && cp -r "$sources/tensorrt_backend/src_trt8" trt8

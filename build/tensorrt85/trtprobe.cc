@@ -8,6 +8,7 @@
 //   trtprobe time PLAN TILES.u8 BATCHES ITERATIONS
 //   trtprobe layers PLAN OUT.json
 #include <NvInfer.h>
+#include <NvInferPlugin.h>
 #include <NvOnnxParser.h>
 #include <cuda_runtime_api.h>
 #include <pthread.h>
@@ -111,7 +112,7 @@ static size_t bytes_of_one(Dims dims, DataType type) {
   return bytes;
 }
 
-// Each layer that computes keeps the type of its output in the graph; what only moves data is left to TensorRT.
+// Each layer that computes keeps the type of its output in the graph; what only moves data, and plugins, are left to TensorRT.
 static void constrain(INetworkDefinition& network) {
   std::map<std::string, int> count;
   for (int i = 0; i < network.getNbLayers(); ++i) {
@@ -120,7 +121,7 @@ static void constrain(INetworkDefinition& network) {
     DataType type = layer->getOutput(0)->getType();
     bool moves = kind == LayerType::kSHUFFLE || kind == LayerType::kCONSTANT || kind == LayerType::kSHAPE ||
                  kind == LayerType::kSLICE || kind == LayerType::kGATHER || kind == LayerType::kCONCATENATION ||
-                 kind == LayerType::kIDENTITY;
+                 kind == LayerType::kIDENTITY || kind == LayerType::kPLUGIN_V2;
     if (moves || (type != DataType::kFLOAT && type != DataType::kHALF)) continue;
     layer->setPrecision(type);
     layer->setOutputType(0, type);
@@ -342,6 +343,7 @@ static int layers(int, char** words) {
 
 int main(int count, char** words) {
   std::string step = count > 1 ? words[1] : "";
+  initLibNvInferPlugins(&logger, "");
   if (step == "build" && count >= 5) return build(count, words);
   if (step == "run" && count == 6) return run(count, words);
   if (step == "time" && count == 6) return timing(count, words);
