@@ -7,12 +7,13 @@
 #                            MODEL small (default checkpoint) or big (InternViT-300M), TYPES free, typed, half, plugin, tf32
 #   go.sh poll               state of every build
 #   go.sh stop               end those under way; their timing caches stay
-#   go.sh finish             judge, time and list every plan, beside our own tower's times; logs to $OUT
+#   go.sh finish             judge, time and list every plan, beside our own tower's times; logs, timing
+#                            caches and small plans to $OUT
 #   go.sh serve ENV NAME     NAME's plan inside tritonserver; ENV is the archive of loadtest/carried_server.sh
 # $CORES (for taskset), $GPUS ("0 1": taken by turns), $LIMIT (seconds a build), $THREADS (of a build)
 set -uo pipefail
-here=$(cd "$(dirname "$0")" && pwd)
-root=$(cd "$here/../.." && pwd)
+root=${REPOSITORY:-$(cd "$(dirname "$0")/../.." && pwd)}
+here=$root/build/tensorrt85
 TRT=${TRT:-/tmp/trt}
 work=$TRT/work
 probe=${PROBE:-$TRT/kit/trtprobe}
@@ -88,11 +89,13 @@ check)
     ;;
 graphs) graphs "$@" ;;
 start)
+    cp "$here/go.sh" "$TRT/go.sh" # the repository may be written anew while builds run
+    export REPOSITORY=$root
     for name; do
         export CUDA_VISIBLE_DEVICES=${gpus[turn++ % ${#gpus[@]}]}
         echo "waiting" > "$work/$name.state"
         date +%s > "$work/$name.began"
-        setsid nice -n 5 taskset -c "${CORES:-0-$(($(nproc) - 1))}" bash "$here/go.sh" build "$name" \
+        setsid nice -n 5 taskset -c "${CORES:-0-$(($(nproc) - 1))}" bash "$TRT/go.sh" build "$name" \
             > "$work/$name.log" 2>&1 < /dev/null &
         echo $! > "$work/$name.pid"
         echo "$name starts on GPU $CUDA_VISIBLE_DEVICES"
@@ -140,7 +143,8 @@ finish)
         of_model "$model" && echo "== our own tower, $model" &&
             python3 "$here/own_tower.py" "${options[@]}" --reference "$TRT/kit/$model"
     done 2>&1 | tee -a "$OUT/finish.txt"
-    tar -C "$work" -czf "$OUT/logs.tar.gz" $(cd "$work" && ls | grep -E '\.(log|short|state|layers\.json)$')
+    tar -C "$work" -czf "$OUT/logs.tar.gz" $(cd "$work" && ls | grep -E '\.(log|short|state|cache|layers\.json)$')
+    find "$work" -name 'small-*.plan' -size -15M | head -5 | xargs -r cp -t "$OUT" # for a later machine of this kind
     ls -la "$OUT"
     ;;
 serve)
