@@ -3,7 +3,7 @@
 #   go.sh unpack FOLDER...   place carried pieces; a FOLDER's kit/ (trtprobe, Triton's backend, graphs) too
 #   go.sh check              are the libraries whole?
 #   go.sh graphs MODEL GRAPH...   export ahead what builds will need
-#   go.sh start NAME...      build, detached; NAME is MODEL-TYPES[-TILES][+faster][+heuristic][+nocublas], with
+#   go.sh start NAME...      build, detached; NAME is MODEL-TYPES[-TILES][_faster][_heuristic][_nocublas], with
 #                            MODEL small (default checkpoint) or big (InternViT-300M), TYPES free, typed, half, plugin, tf32
 #   go.sh poll               state of every build
 #   go.sh stop               end those under way; their timing caches stay
@@ -45,16 +45,16 @@ graphs() { # MODEL GRAPH...: exported once, whoever comes first
 }
 
 build() { # NAME: in the foreground, with its state in files
-    local name=$1 spec=${1%%+*} flags=${1#"${1%%+*}"} options=(--tactics 27)
+    local name=$1 spec=${1%%_*} flags=${1#"${1%%_*}"} options=(--tactics 27)
     local model=${spec%%-*} rest=${spec#*-}
     local types=${rest%%-*} graph=$rest mode=free
     case $types in
         half | plugin | typed) mode=typed ;;
         tf32) mode=tf32 graph=free${rest#tf32} ;;
     esac
-    case $flags in *+nocublas*) options=(--tactics 24) ;; esac
-    case $flags in *+faster*) options+=(--faster) ;; esac
-    case $flags in *+heuristic*) options+=(--heuristic) ;; esac
+    case $flags in *_nocublas*) options=(--tactics 24) ;; esac
+    case $flags in *_faster*) options+=(--faster) ;; esac
+    case $flags in *_heuristic*) options+=(--heuristic) ;; esac
     trap : TERM # `stop` means the probe, which keeps its timing cache; this shell still has to write the state
     echo "exporting" > "$work/$name.state"
     if graphs "$model" "$graph"; then
