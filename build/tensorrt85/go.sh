@@ -6,7 +6,7 @@
 #   go.sh start NAME...      build, detached; NAME is MODEL-TYPES[-TILES][_faster][_heuristic][_nocublas], with
 #                            MODEL small (default checkpoint) or big (InternViT-300M), TYPES free, typed, half, plugin, tf32
 #   go.sh poll               state of every build
-#   go.sh stop               end those under way; their timing caches stay
+#   go.sh stop [NAME...]     end those (or all) under way; their timing caches stay
 #   go.sh finish             judge, time and list every plan, beside our own tower's times; logs, timing
 #                            caches and small plans to $OUT
 #   go.sh serve ENV NAME     NAME's plan inside tritonserver; ENV is the archive of loadtest/carried_server.sh
@@ -113,14 +113,15 @@ poll)
     nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader 2> /dev/null
     ;;
 stop)
-    for name in $(names); do
+    [ $# = 0 ] && set -- $(names)
+    for name; do
         ended "$name" && continue
         kill -TERM -- "-$(cat "$work/$name.pid")"
         echo "$name is told to end"
     done
     for _ in $(seq 20); do
         busy=0
-        for name in $(names); do ended "$name" || busy=1; done
+        for name; do ended "$name" || busy=1; done
         [ $busy = 0 ] && break
         sleep 1
     done
