@@ -91,7 +91,7 @@ def measure_speed(server_of: str, names: list[str], options: argparse.Namespace,
                 if kind not in options.jobs:
                     continue
                 job = replace(job, concurrency=options.in_flight or job.concurrency)
-                prompt_tokens = first_answer(server.grpc, job)
+                prompt_tokens = first_answers(server.grpc, job)
                 asker = TesseraAsker(server.grpc, job, random.randrange(1 << 30))
                 run, power, notes, _ = take(asker, options.processes, gpus, server.metrics)
                 results.add(
@@ -112,12 +112,14 @@ def measure_speed(server_of: str, names: list[str], options: argparse.Namespace,
                 )
 
 
-def first_answer(addresses: list[str], job: Job) -> int:
-    """Asks once, and says of how many tokens the prompt was."""
+def first_answers(addresses: list[str], job: Job) -> int:
+    """As many as will be in flight, so that no kernel is compiled later; of how many tokens their prompts were."""
+    seeds = [random.randrange(1 << 30) for _ in range(job.concurrency)]
+    asked = ((picture(job.width, job.height, seed), PROMPT) for seed in seeds)
     with Client(addresses) as client:
-        answer = client.ask(picture(job.width, job.height, random.randrange(1 << 30)), PROMPT, **job.sampling)
-    assert answer.usage is not None
-    return answer.usage.prompt_tokens
+        answers = client.ask_many(asked, concurrency=job.concurrency, **job.sampling)
+        (tokens,) = {answer.usage.prompt_tokens for answer in answers}
+    return tokens
 
 
 def run_loop(options: argparse.Namespace, *arguments: str) -> Iterator[Any]:
