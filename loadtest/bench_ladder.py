@@ -54,6 +54,7 @@ class Results:
         self._file = file
         self._about = {
             "machine": figures.machine(),
+            "versions": {name: figures.versions().get(name) for name in ("torch", "triton", "transformers")},
             "commit": figures.commit(),
             "date": datetime.date.today().isoformat(),
         }

@@ -19,6 +19,8 @@ PAGE = ROOT / "docs" / "ladder.md"
 PLOT = PAGE.with_suffix(".svg")
 SEED = 3.05
 """What all optimisations of the report gave that this project repeats, on its authors' own job and machine."""
+TAKEN = ("machine", "commit", "date", "versions")
+"""What a figure says of where it was taken, in place of where this report is written."""
 NORMAL = 1.96  # of a standard deviation, for 95 %
 KINDS = {"equal": "At equal tokens", "policy": "By the tile policy"}
 
@@ -99,6 +101,7 @@ class Ladder:
                 value = best["req_s"] / foot["req_s"]
                 ci95 = value * hypot(best["ci95"] / best["req_s"], foot["ci95"] / foot["req_s"])
                 notes = {"rung": best["rung"], "req_s": best["req_s"], "of": foot["req_s"], "batch": foot["batch"]}
+                notes |= {name: best[name] for name in TAKEN}
                 yield f"{prefix}_{name}", round(value, 2), "ratio", {**notes, "ci95": round(ci95, 2)}
         top = self.best("policy")
         below = self.recalls.get(("transformers", "equal"))
@@ -108,7 +111,8 @@ class Ladder:
             below = start
         if own and below and below["questions"] == own["questions"]:
             drop, margin = drop_points(below, own)
-            notes = {"rung": top["rung"], "below": below["rung"], "questions": own["questions"]}
+            notes = {name: own[name] for name in TAKEN}
+            notes |= {"rung": top["rung"], "below": below["rung"], "questions": own["questions"]}
             yield "ladder.recall_drop", round(drop, 3), "points", {**notes, "ci95": round(margin, 3)}
 
 

@@ -36,7 +36,7 @@ from tessera.vision import tritonserver_model as vision_stage
 from tessera.vision.settings import VisionSettings
 
 JPEG = picture(480, 320, 3)
-ABOUT = {"machine": "a GPU", "commit": "abc", "date": "2026-11-22"}
+ABOUT = {"machine": "a GPU", "commit": "abc", "date": "2026-11-22", "versions": {"torch": "2.11.0"}}
 SPEED = {
     "ci95": 0.5, "p50_ms": 800.0, "p99_ms": 900.0, "tokens": 4, "prompt_tokens": 1852, "concurrency": 4,
     "busy": 0.98, "watts": 690.0, **ABOUT,
@@ -199,6 +199,7 @@ def test_figures_are_the_best_rungs_over_transformers_and_recall_s_drop_is_of_th
     assert found["ladder.equal_tokens.over_start"][2]["ci95"] == pytest.approx(
         6 * (0.1**2 + (1 / 60) ** 2) ** 0.5, abs=0.01
     )
+    assert found["ladder.top_over_best"][2].items() >= ABOUT.items()
     notes = found["ladder.recall_drop"][2]
     assert (notes["rung"], notes["below"], notes["questions"]) == ("graph_decoder", "start", 3000)
     assert notes["ci95"] == pytest.approx(0.206, abs=0.001)  # by 9 and 1 of 3002
