@@ -7,6 +7,7 @@ neighbours. The one in front may have to quantize its output, the one behind to 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -16,6 +17,17 @@ from tessera.engine.quantization.scheme import Linear, LinearShape
 from tessera.fp8.rows import Fp8Rows
 
 _MOST_OF_A_HEAD = 128
+_WEIGHTS_IN_TURN = 1 << 29
+
+
+def taking_turns(layers: Sequence[Linear], shape: LinearShape) -> Sequence[Linear]:
+    """Those of the layers of one shape that are measured one after the other, the first ones.
+
+    They have up to 256 MB of weights together even in 4 bits, so that each finds few of its own in the GPU's cache: there it
+    would find them in no step, and what is the fastest with half of them cached (small layers, eight in turn) is not
+    what is the fastest without.
+    """
+    return layers[: max(1, _WEIGHTS_IN_TURN // (shape.outputs * shape.inputs))]
 
 
 class InPlace:

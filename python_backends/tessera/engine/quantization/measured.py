@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from tessera.engine.kernels.selection import layer_kernels
-from tessera.engine.quantization.in_place import InPlace
+from tessera.engine.quantization.in_place import InPlace, taking_turns
 from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape
 from tessera.fp8.rows import MULTIPLE, Fp8Rows, Fp8Sums, fp8_linear, fp8_sums, quantize_rows, rescale
 
@@ -25,7 +25,6 @@ SKINNY_ROWS = 256
 SKINNY_MULTIPLE = 128
 _UNITS_FROM = (8, 9)  # the compute capability
 _ROWS = (16, 32, 64, 96, 128, 256, 512, 1024)  # where the fastest way is measured
-_MOST_LAYERS = 8  # enough weights of one shape that the GPU's cache holds few of them
 
 #: ascending numbers of rows, and the way's name up to each
 Ways = tuple[tuple[int, str], ...]
@@ -102,7 +101,7 @@ class MeasuredScheme(LinearScheme):
     def tune(self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:
         """Finds the fastest way for each of some numbers of rows, with its neighbours in the decoder layer."""
         schemes = [cast("MeasuredScheme", layer.scheme) for layer in layers]
-        measured = list(zip(layers, schemes))[:_MOST_LAYERS]
+        measured = list(zip(taking_turns(layers, shape), schemes))
 
         def run(place: InPlace, ways: Ways) -> None:
             for layer, scheme in measured:
