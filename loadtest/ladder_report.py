@@ -59,16 +59,12 @@ class Ladder:
         for (rung, kind), line in self.speeds.items():
             if "watts" not in line:  # on a CPU none of these says anything
                 continue
-            ways = kept_ways(rung)
-            for old, found in (
-                (ROWS_ON_CPU, line["embeddings_on_cpu"] > 0),
-                (EAGER_DECODER, line["graph_steps"] == 0),
-            ):
-                if found != (old in ways):
-                    raise ValueError(
-                        f"the server of {rung} ({kind}) did not work as its rung says: {line['embeddings_on_cpu']} "
-                        f"requests' rows came over the CPU, {line['graph_steps']} of its steps ran as CUDA graphs"
-                    )
+            ways, on_cpu, graphs = kept_ways(rung), line["embeddings_on_cpu"], line["graph_steps"]
+            if (on_cpu > 0) != (ROWS_ON_CPU in ways) or (graphs > 0 and EAGER_DECODER in ways):
+                raise ValueError(
+                    f"the server of {rung} ({kind}) did not work as its rung says: {on_cpu} requests' rows came over "
+                    f"the CPU, {graphs} of its steps ran as CUDA graphs"
+                )
 
     @property
     def feet(self) -> tuple[Line, Line] | None:

@@ -61,9 +61,8 @@ class Job(Workload):
 class Rung:
     """One optimisation. ``settings`` hold from here on, ``ends`` no longer.
 
-    ``server`` names the rung whose server it is asked of, where it is only asked otherwise; ``labels`` are then scored
-    in place of an answer. ``int4``: of a checkpoint in 4 bits. ``seed``: what the report that this project repeats says
-    of it.
+    ``server`` names the rung whose server it is asked of, where it is only asked otherwise. ``int4``: of a checkpoint in
+    4 bits. ``seed``: what the report that this project repeats says of it.
     """
 
     name: str
@@ -71,7 +70,6 @@ class Rung:
     settings: Mapping[str, str] = field(default_factory=dict)
     ends: tuple[OldWay, ...] = ()
     server: str = ""
-    labels: bool = False
     int4: bool = False
     seed: str = ""
 
@@ -112,7 +110,7 @@ _RUNGS = (
     Rung("mps", "MPS: ViT and language model on the GPU at once", ends=(NO_MPS,)),
     Rung("graph_decoder", "language model as CUDA graphs", ends=(EAGER_DECODER,)),
     Rung("prefix_cache", "prefix cache", {"language_model.prefix_cache": "content"}, seed="no figure"),
-    Rung("labels", "scores of the labels in place of an answer", server="prefix_cache", labels=True),
+    Rung("labels", "scores of the labels in place of an answer", server="prefix_cache"),
     Rung("fp8_body", "language model in FP8", {"quantization": "fp8-language"}),
     Rung("fp8_vit", "ViT in FP8", {"quantization": "fp8"}),
     Rung(
@@ -131,7 +129,7 @@ TILE_POLICY, BATCHING, WITH_LABELS = map(NAMES.index, ("tile_policy", "batching"
 GPU_ONLY = frozenset({"rows_on_gpu", "graph_vit", "batching", "mps", "graph_decoder", "prefix_cache"})
 #: requests in flight, by the job: before batching, and with it. Enough that nothing a rung has waits for work; more
 #: would only make answers wait, and the run longer.
-IN_FLIGHT = ({"equal": 4, "policy": 8}, {"equal": 24, "policy": 96})
+IN_FLIGHT = ({"equal": 4, "policy": 8}, {"equal": 32, "policy": 96})
 
 
 def accepted_policy() -> str:
