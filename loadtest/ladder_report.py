@@ -148,7 +148,8 @@ HEAD = (
 
 def tables(ladder: Ladder) -> str:
     """Markdown: a table for each job, and what they were measured on."""
-    parts = []
+    drawn = f"![each rung, as times of transformers at batch 1]({PLOT.name})\n"
+    parts = [drawn] if ladder.feet else []
     for kind, title in KINDS.items():
         rows = [f"### {title}\n", f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
         if kind == "equal" and ladder.feet:

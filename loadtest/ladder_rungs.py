@@ -61,8 +61,8 @@ class Job(Workload):
 class Rung:
     """One optimisation. ``settings`` hold from here on, ``ends`` no longer.
 
-    ``server`` names the rung whose server it is asked of, where it is only asked otherwise. ``int4``: of a checkpoint in
-    4 bits. ``seed``: what the report that this project repeats says of it.
+    ``server`` names the rung whose server it is asked of, where it is only asked otherwise. ``int4``: of a checkpoint
+    in 4 bits. ``seed``: what the report that this project repeats says of it.
     """
 
     name: str

@@ -216,7 +216,7 @@ def test_tables_say_what_was_measured_and_what_was_not(file: Path):
     assert rows["| OpenCV in place of Pillow"].count("|") == rows["| its best batch, 8"].count("|")
     assert "not measured yet" in rows["| OpenCV in place of Pillow"]
     assert rows["| OpenCV in place of Pillow"].endswith(" | 23.67 to 12.03 ms a picture |")
-    assert "**3.05** times |" in equal
+    assert "**3.05** times |" in equal and "(ladder.svg)" in equal
     # its recall is the tile policy's, through rungs that change no number
     assert "| language model as CUDA graphs | 90.00 ± 0.50 | 5400 |" in policy and "99.70% (99.43 to 99.84)" in policy
     assert "Speed: a GPU (abc, 2026-11-22)." in text and "1: 5.00, 8: 10.00" in text
