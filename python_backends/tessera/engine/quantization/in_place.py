@@ -23,9 +23,8 @@ _WEIGHTS_IN_TURN = 1 << 29
 def taking_turns(layers: Sequence[Linear], shape: LinearShape) -> Sequence[Linear]:
     """Those of the layers of one shape that are measured one after the other, the first ones.
 
-    They have up to 256 MB of weights together even in 4 bits, so that each finds few of its own in the GPU's cache: there it
-    would find them in no step, and what is the fastest with half of them cached (small layers, eight in turn) is not
-    what is the fastest without.
+    In 4 bits they have up to 256 MB of weights together, so that each finds few of its own in the GPU's cache, as in a
+    step. Eight small layers would find half of them there, and so another way the fastest.
     """
     return layers[: max(1, _WEIGHTS_IN_TURN // (shape.outputs * shape.inputs))]
 

@@ -25,6 +25,8 @@ SKINNY_ROWS = 256
 SKINNY_MULTIPLE = 128
 _UNITS_FROM = (8, 9)  # the compute capability
 _ROWS = (16, 32, 64, 96, 128, 256, 512, 1024)  # where the fastest way is measured
+# Ways within this share of the fastest are as fast, since clocks and neighbours are others in a model: then cuBLAS.
+_MARGIN = 0.03
 
 #: ascending numbers of rows, and the way's name up to each
 Ways = tuple[tuple[int, str], ...]
@@ -44,7 +46,7 @@ def _skinny_product(
     return layer_kernels(weight.device.type).skinny_fp8(x, weight, scales, bias, dtype)
 
 
-PRODUCTS: dict[str, Product] = {"skinny": _skinny_product, "rescaled": _rescaled_product, "rows": fp8_linear}
+PRODUCTS: dict[str, Product] = {"rescaled": _rescaled_product, "rows": fp8_linear, "skinny": _skinny_product}
 
 
 class MeasuredScheme(LinearScheme):
@@ -57,7 +59,7 @@ class MeasuredScheme(LinearScheme):
 
     @abstractmethod
     def possible(self, layer: Linear, rows: int) -> list[str]:
-        """The ways to multiply so many rows; none where there is nothing to choose."""
+        """The ways to multiply so many rows, of equally fast ones the best first; none where there is no choice."""
 
     @abstractmethod
     def beyond(self, layer: Linear) -> str:
@@ -118,7 +120,8 @@ class MeasuredScheme(LinearScheme):
                 f"{self.in_words(layers[0])} {shape} ({', '.join(layers[0].held)}), {rows} rows, {shape.dtype}, "
                 f"{len(measured)} layers, {machine}"
             )
-            found.append((rows, choices.fastest(question, {n: partial(run, place, ((rows, n),)) for n in names})))
+            ways = {name: partial(run, place, ((rows, name),)) for name in names}
+            found.append((rows, choices.fastest(question, ways, _MARGIN)))
         for scheme in schemes:
             scheme.ways = tuple(found)
 
