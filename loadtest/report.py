@@ -48,23 +48,37 @@ def comparison(figures: Mapping[str, dict[str, Any]], peers: Mapping[str, dict[s
         "|---|---|---|---|---|---|",
     ]
     for name, peer in peers.items():
-        cells = [peer["title"]]
-        for kind in ("bf16", "fp8"):
-            theirs = rate_cell(peer[kind], peer["unit"], peer.get("ttft_ms", {}).get(kind))
-            cells += [own_cell(figures, f"serve.{name}.{kind}", peer["unit"]) or "not measured yet", theirs]
+        unit, cells = peer["unit"], [peer["title"]]
+        run = f"{peer.get('figures', 'serve')}.{name}"
+        runs = {"bf16": run if run.startswith("docs.") else f"{run}.bf16", "fp8": f"{run}.fp8"}
+        for kind in runs:
+            theirs = rate_cell(peer[kind], unit, peer.get("ttft_ms", {}).get(kind)) if kind in peer else "not measured"
+            cells += [own_cell(figures, runs[kind], unit) or "not measured yet", theirs]
             if kind == "bf16":
-                cells.append(ahead([own / theirs for own, theirs in peer["side_by_side"]]))
-        if int4 := own_cell(figures, f"serve.{name}.w4a16", peer["unit"]):
+                cells.append(who_is_ahead(own_rate(figures, runs[kind], unit), peer))
+        if int4 := own_cell(figures, f"{run}.w4a16", unit):
             cells[4] += f"; with 4-bit weights {int4}"
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def own_cell(figures: Mapping[str, dict[str, Any]], run: str, unit: str) -> str | None:
+def own_rate(figures: Mapping[str, dict[str, Any]], run: str, unit: str) -> float | None:
     """Our rate in a run's figures, None where there is none."""
     rate = figures.get(f"{run}.{'tok_s' if unit == 'tok/s' else 'req_s'}")
-    first = figures.get(f"{run}.ttft_p50_ms")
-    return rate and rate_cell(rate["value"], unit, first and first["value"])
+    return rate and rate["value"]
+
+
+def own_cell(figures: Mapping[str, dict[str, Any]], run: str, unit: str) -> str | None:
+    """As :func:`own_rate`, for the table."""
+    rate, first = own_rate(figures, run, unit), figures.get(f"{run}.ttft_p50_ms")
+    return rate and rate_cell(rate, unit, first and first["value"])
+
+
+def who_is_ahead(own: float | None, peer: Mapping[str, Any]) -> str:
+    """By the pairs that were taken side by side, or, where there is none, by figures of different days and machines."""
+    if pairs := peer.get("side_by_side"):
+        return ahead([ours / theirs for ours, theirs in pairs])
+    return "not measured yet" if own is None else f"{ahead([own / peer['bf16']])} (on different days and machines)"
 
 
 def rate_cell(rate: float, unit: str, first_token_ms: float | None) -> str:
