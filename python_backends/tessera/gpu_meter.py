@@ -13,8 +13,8 @@ import pynvml
 @dataclass(frozen=True)
 class Reading:
     """Of some GPUs at one moment: joules since their driver was loaded, in sum; the mean SM clock in MHz; the hottest
-    one's temperature in degrees Celsius; the share of NVML's last period (a sixth of a second or more) in which anything
-    ran on them, their mean."""
+    one's temperature in degrees Celsius; the mean share of NVML's last period (a sixth of a second or more) in which
+    anything ran on one."""
 
     joules: float
     mhz: float
