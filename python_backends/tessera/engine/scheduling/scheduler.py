@@ -10,12 +10,13 @@ first one always gets on, so every sequence of equal priority gets its turn.
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Sequence as SequenceType
 
 from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
-from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
+from tessera.engine.sequence import NOT_FINITE, Report, SampledToken, Sequence
 
 # As long as no request is this far behind the one before, they are taken to be of one burst. Where answers are short,
 # steps run for the prompts' sake, and the fewer the better; where they are long, steps run anyway, and a prompt that
@@ -70,19 +71,20 @@ class Scheduler:
 
     def apply(
         self, batch: ScheduledBatch, sampled: SequenceType[SampledToken]
-    ) -> list[tuple[Sequence, SampledToken | None]]:
+    ) -> list[tuple[Sequence, int | None, Report | None]]:
         """Gives the batch's sampling sequences their tokens, and releases the sequences that ended by them.
 
-        Returns the sequences that took theirs, and what it adds to the answer: one that ended meanwhile takes none.
+        Returns the sequences that took theirs, what it adds to the answer, and its report: one that ended meanwhile
+        takes none.
         """
         taken = []
-        for sequence, token in zip(batch.sampling, sampled, strict=True):
+        for sequence, (token, report) in zip(batch.sampling, sampled, strict=True):
             sequence.in_flight -= 1
-            if token.token_id == NOT_FINITE:
+            if token == NOT_FINITE:
                 self.blocks.spoil(sequence.block_keys)
             if sequence.finished:
                 continue
-            taken.append((sequence, sequence.take(token)))
+            taken.append((sequence, token if sequence.take(token, report) else None, report))
             if sequence.finished:
                 self._remove(sequence)
             elif sequence.rewinds:
@@ -99,7 +101,7 @@ class Scheduler:
     def drop_all(self) -> None:
         """Forgets every sequence and everything cached, whatever state a failed step left behind."""
         for sequence in (*self.waiting, *self.running):
-            sequence.block_table = []
+            sequence.block_table = array("q")
         self.waiting, self.running = deque(), []
         self.blocks.reset()
 
@@ -116,14 +118,12 @@ class Scheduler:
 
     def _plan_running(self, spans: list[ScheduledSpan], budget: int) -> int:
         """Returns what is left of the budget."""
-        place = 0
-        while place < len(self.running):  # which shrinks from its end when blocks run out
-            sequence = self.running[place]
-            count = min(sequence.pending, budget)
+        for sequence in self.running:  # which shrinks from its end when blocks run out
+            pending = sequence.pending
+            count = min(pending, budget)
             if count and self._make_room(sequence, sequence.computed + count):
-                spans.append(self._plan(sequence, count))
+                spans.append(self._plan(sequence, count, count == pending))
                 budget -= count
-            place += 1
         return budget
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
@@ -141,7 +141,7 @@ class Scheduler:
                 return
             self.running.append(self.waiting.popleft())
             count = min(sequence.pending, budget)
-            spans.append(self._plan(sequence, count))
+            spans.append(self._plan(sequence, count, count == sequence.pending))
             budget -= count
 
     def _more_follow(self) -> bool:
@@ -162,14 +162,13 @@ class Scheduler:
                 return False
         return True
 
-    def _plan(self, sequence: Sequence, count: int) -> ScheduledSpan:
+    def _plan(self, sequence: Sequence, count: int, samples: bool) -> ScheduledSpan:
         start = sequence.computed
-        sequence.computed += count
-        samples = sequence.computed == sequence.length
+        sequence.computed = end = start + count
         self.blocks.commit(sequence)
         if samples:
             sequence.expect()
-        return ScheduledSpan(sequence, start, start + count, samples)
+        return ScheduledSpan(sequence, start, end, samples)
 
     @staticmethod
     def _yields(queued: Sequence, new: Sequence) -> bool:
