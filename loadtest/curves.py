@@ -25,12 +25,12 @@ def picture(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         'font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        _text(20, 24, title, size=TITLE),
+        text(20, 24, title, size=TITLE),
     ]
     parts += _chart(BOXES[0], *left[:2], {left[1]: left[2]})
     parts += _chart(BOXES[1], *right)
     for number, name in enumerate(right[2]):
-        parts.append(_text(BOXES[1][1] + 16, TOP + 12 + 18 * number, name, fill=COLOURS[number]))
+        parts.append(text(BOXES[1][1] + 16, TOP + 12 + 18 * number, name, fill=COLOURS[number]))
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -39,21 +39,21 @@ def _chart(box: tuple[int, int], x_name: str, y_name: str, curves: Mapping[str, 
     x, x_ticks = _axis([point[0] for point in points], *box)
     y, y_ticks = _axis([point[1] for point in points], BOTTOM, TOP)
     parts = [
-        _text(sum(box) / 2, BOTTOM + 42, x_name, anchor="middle"),
-        _text(box[0] - 40, TOP - 12, y_name),
+        text(sum(box) / 2, BOTTOM + 42, x_name, anchor="middle"),
+        text(box[0] - 40, TOP - 12, y_name),
     ]
     for value in x_ticks:
         parts.append(f'<path d="M{x(value):.1f} {TOP}V{BOTTOM}" stroke="#eee"/>')
-        parts.append(_text(x(value), BOTTOM + 18, f"{value:g}", anchor="middle"))
+        parts.append(text(x(value), BOTTOM + 18, f"{value:g}", anchor="middle"))
     for value in y_ticks:
         parts.append(f'<path d="M{box[0]} {y(value):.1f}H{box[1]}" stroke="#eee"/>')
-        parts.append(_text(box[0] - 6, y(value) + 4, f"{value:g}", anchor="end"))
+        parts.append(text(box[0] - 6, y(value) + 4, f"{value:g}", anchor="end"))
     for colour, curve in zip(COLOURS, curves.values()):
         corners = " ".join(f"{x(across):.1f},{y(up):.1f}" for across, up, _ in curve)
         parts.append(f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         for across, up, note in curve:
             parts.append(f'<circle cx="{x(across):.1f}" cy="{y(up):.1f}" r="3" fill="{colour}"/>')
-            parts.append(_text(x(across) + 4, y(up) - 5, note, size=9))
+            parts.append(text(x(across) + 4, y(up) - 5, note, size=9))
     return parts
 
 
@@ -71,6 +71,7 @@ def _axis(values: Sequence[float], begin: float, end: float) -> tuple[Callable[[
     return lambda value: begin + scale * math.log(value / first), [tick for tick in ticks if first <= tick <= last]
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 12, fill: str = "black") -> str:
+def text(x: float, y: float, words: str, anchor: str = "start", size: int = 12, fill: str = "black") -> str:
+    """Words at a place in pixels."""
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-    return f'<text {place} font-size="{size}" fill="{fill}">{escape(text)}</text>'
+    return f'<text {place} font-size="{size}" fill="{fill}">{escape(words)}</text>'

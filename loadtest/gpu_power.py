@@ -21,11 +21,12 @@ Sample = tuple[float, Reading]
 
 class Draw(NamedTuple):
     """Of all GPUs together over some time: watts, from their counters of joules; the mean SM clock in MHz; the highest
-    temperature in degrees Celsius."""
+    temperature in degrees Celsius; the share of the time in which anything ran on them."""
 
     watts: float
     mhz: float
     celsius: float
+    busy: float
 
     def emit(self, emit: Callable[[str, float, str], object], rate: float, unit: str = "request") -> None:
         """As figures of a load that did ``rate`` such units a second: ``emit`` takes (name, value, unit)."""
@@ -93,5 +94,10 @@ def _draw(within: Sequence[Sample]) -> Draw | None:
     if len(within) < 2:
         return None
     (first, before), (last, after) = within[0], within[-1]
-    clocks = fmean(reading.mhz for _, reading in within)
-    return Draw((after.joules - before.joules) / (last - first), clocks, max(each.celsius for _, each in within))
+    readings = [reading for _, reading in within]
+    return Draw(
+        watts=(after.joules - before.joules) / (last - first),
+        mhz=fmean(each.mhz for each in readings),
+        celsius=max(each.celsius for each in readings),
+        busy=fmean(each.busy for each in readings),
+    )

@@ -44,6 +44,8 @@ class Setup:
     """Start it anew when it dies; without, the run ends."""
     tree: Path = ROOT
     """The checkout whose server it is."""
+    repository: Path | None = None
+    """The model repository, where it is not the tree's."""
     log: Path | None = None
     """Where the server's log stays; None: it goes with the server."""
 
@@ -86,7 +88,7 @@ def serve(setup: Setup) -> Iterator[Running]:
 
 def serve_command(setup: Setup, folder: Path, environment: Mapping[str, str]) -> list[str]:
     """The command line of `tessera serve`; what has to be written first goes into ``folder``."""
-    repository = setup.tree / "model_repository"
+    repository = setup.repository or setup.tree / "model_repository"
     options = (setup.tree / "python_backends" / "tessera" / "launcher" / "cli.py").read_text()
     takes_settings = '"--set"' in options
     flags = []

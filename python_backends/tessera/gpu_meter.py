@@ -13,11 +13,13 @@ import pynvml
 @dataclass(frozen=True)
 class Reading:
     """Of some GPUs at one moment: joules since their driver was loaded, in sum; the mean SM clock in MHz; the hottest
-    one's temperature in degrees Celsius."""
+    one's temperature in degrees Celsius; the mean share of NVML's last period (a sixth of a second or more) in which
+    anything ran on one."""
 
     joules: float
     mhz: float
     celsius: float
+    busy: float
 
 
 class GpuMeter:
@@ -49,7 +51,8 @@ class GpuMeter:
         try:
             millijoules = sum(map(pynvml.nvmlDeviceGetTotalEnergyConsumption, self._handles))
             clocks = [pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM) for handle in self._handles]
+            busy = [pynvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in self._handles]
             heat = [pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU) for handle in self._handles]
         except pynvml.NVMLError as error:
             raise OSError(f"a GPU does not say what it draws: {error}") from error
-        return Reading(millijoules / 1e3, fmean(clocks), max(heat))
+        return Reading(millijoules / 1e3, fmean(clocks), max(heat), fmean(busy) / 100)

@@ -32,7 +32,7 @@ class Gpu:
 
     def between_changes(self, began: float, ended: float) -> Draw:
         self.asked.append((began, ended))
-        return Draw(WATTS, 1490.0, 61)
+        return Draw(WATTS, 1490.0, 61, 1.0)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pynvml
 import pytest
@@ -37,13 +38,16 @@ def cards(monkeypatch) -> Cards:
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", {"GPU-49fd": "second"}.__getitem__)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", cards.energy)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda card, kind: cards.clocks[card])
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetUtilizationRates", lambda card: SimpleNamespace(gpu={"first": 80, "second": 100}[card])
+    )
     monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda card, kind: {"first": 55, "second": 61}[card])
     return cards
 
 
-def test_joules_of_all_cards_are_added_clocks_are_a_mean_and_the_hottest_counts(cards):
+def test_joules_of_all_cards_are_added_clocks_and_busy_shares_are_means_and_the_hottest_counts(cards):
     first, second = (GpuMeter(["0", "1"]).read() for _ in range(2))
-    assert (first.mhz, first.celsius) == (1600.0, 61)
+    assert (first.mhz, first.celsius, first.busy) == (1600.0, 61, 0.9)
     assert second.joules - first.joules == pytest.approx(2 * 0.02 * (690 + 650))  # two looks: one as it is made
 
 
@@ -72,10 +76,13 @@ def test_samples_are_taken_while_the_context_lasts(cards):
 
 def test_watts_are_joules_over_the_time_asked_about():
     power = GpuPower([])
-    readings = [(1.0, Reading(50.0, 300.0, 90)), (2.0, Reading(700.0, 1500.0, 50)), (4.0, Reading(2000.0, 1400.0, 60))]
-    power.samples += readings
+    power.samples += [
+        (1.0, Reading(50.0, 300.0, 90, 0.0)),
+        (2.0, Reading(700.0, 1500.0, 50, 0.5)),
+        (4.0, Reading(2000.0, 1400.0, 60, 1.0)),
+    ]
     draw = power.between(1.5, 4.0)
-    assert draw == Draw(650.0, 1450.0, 60)
+    assert draw == Draw(650.0, 1450.0, 60, 0.75)
     figures = []
     draw.emit(lambda *figure: figures.append(figure), 20.0, "page")
     assert figures == [("watts", 650.0, "W"), ("mhz", 1450, "MHz"), ("celsius", 60, "C"), ("joules", 32.5, "J/page")]
@@ -85,7 +92,7 @@ def test_watts_are_joules_over_the_time_asked_about():
 def test_between_changes_a_counter_that_stands_still_costs_nothing():
     power = GpuPower([])
     for tick in range(100):  # 700 W, told every 0.1 s; a look every 0.02 s
-        power.samples.append((0.02 * tick, Reading(700.0 * (2 * tick // 10) / 10, 1500.0, 60)))
+        power.samples.append((0.02 * tick, Reading(700.0 * (2 * tick // 10) / 10, 1500.0, 60, 1.0)))
     draw, coarse = power.between_changes(0.05, 1.11), power.between(0.05, 1.11)
     assert draw is not None and draw.watts == pytest.approx(700.0)
     assert coarse is not None and coarse.watts > 720.0

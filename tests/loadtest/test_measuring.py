@@ -30,7 +30,7 @@ def lines(capsys) -> dict[str, dict]:
 
 def test_a_workload_of_short_answers_on_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["load.py", "--workloads", "W1", "W2"])
-    measuring.report(WORKLOADS["W1"], run(False), Draw(700.0, 1500.4, 61.0), "serve.W1.bf16", gpus=1)
+    measuring.report(WORKLOADS["W1"], run(False), Draw(700.0, 1500.4, 61.0, 0.98), "serve.W1.bf16", gpus=1)
     found = lines(capsys)
     assert {name: (line["value"], line["unit"]) for name, line in found.items()} == {
         "serve.W1.bf16.req_s": (1.0, "req/s"),

@@ -1,0 +1,248 @@
+"""The ladder: what each rung is served by and asked, and what becomes of the lines it leaves."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import bench_ladder
+import ladder_report
+import ladder_rungs
+import ladder_transformers
+import numpy as np
+import pytest
+from figures import ROOT
+from ladder_report import Ladder
+from ladder_rungs import NAMES, STAGES, jobs, kept_ways
+from serving import DEFAULT_CHECKPOINT
+from workloads import PROMPT, picture
+
+from tessera.engine import tritonserver_model as language_stage
+from tessera.engine.config import EngineConfig
+from tessera.engine.quantization.config import scheme_selector
+from tessera.engine.quantization.int4 import Int4
+from tessera.launcher.settings import set_up
+from tessera.preprocess import preprocessor
+from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
+from tessera.sampling import SamplingParameters
+from tessera.tritonserver.settings import StageSettings
+from tessera.vision import tritonserver_model as vision_stage
+from tessera.vision.settings import VisionSettings
+
+JPEG = picture(480, 320, 3)
+ABOUT = {"machine": "a GPU", "commit": "abc", "date": "2026-11-22", "versions": {"torch": "2.11.0"}}
+SPEED = {
+    "ci95": 0.5, "p50_ms": 800.0, "p99_ms": 900.0, "tokens": 4, "prompt_tokens": 1852, "concurrency": 4,
+    "busy": 0.98, "watts": 690.0, **ABOUT,
+}  # fmt: skip
+
+
+# ---- what a rung is
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_servers_settings_take_what_a_rung_sets(name: str, tmp_path: Path):
+    setup = ladder_rungs.setup(name, tmp_path, (), DEFAULT_CHECKPOINT)
+    found = set_up(setup.repository, None, {"TESSERA_DEVICE": "cpu"}, setup.settings)
+    values = {effective.name: str(effective.value) for effective in found.effective}
+    assert {key: values[key] for key in setup.settings} == setup.settings
+    for job in jobs(name).values():
+        SamplingParameters.parse(job.sampling)
+
+
+def test_a_rung_adds_to_the_one_below_and_the_last_keeps_no_old_way():
+    for below, name in pairwise(NAMES):
+        assert set(kept_ways(name)) <= set(kept_ways(below))
+        changed = ladder_rungs.settings(name) != ladder_rungs.settings(below) or kept_ways(name) != kept_ways(below)
+        assert changed != bool(ladder_rungs.RUNGS[name].server)
+    assert kept_ways(NAMES[0]) == list(ladder_rungs.OLD_WAYS) and kept_ways(NAMES[-1]) == []
+
+
+def test_the_first_rung_s_repository_has_all_old_ways_and_the_last_one_s_is_ours(tmp_path: Path):
+    first, last = (ladder_rungs.setup(name, tmp_path / name, (), DEFAULT_CHECKPOINT) for name in (NAMES[0], NAMES[-1]))
+    assert (first.mps, last.mps) == (False, True)
+    for stage in ("preprocess", "vision_encoder", "language_model"):
+        model, ours = f"{stage}/1/model.py", ROOT / "model_repository"
+        assert (first.repository / model).read_text() == (STAGES / f"{stage}.py").read_text()
+        for file in (model, f"{stage}/config.pbtxt"):
+            assert (last.repository / file).read_text() == (ours / file).read_text()
+    assert "max_batch_size: 1\n" in (first.repository / "vision_encoder" / "config.pbtxt").read_text()
+    assert (
+        'INPUT_TENSORS" value { string_value: "yes"' in (first.repository / "language_model/config.pbtxt").read_text()
+    )
+
+
+def test_tokens_are_w2_s_but_for_the_policy_which_is_the_recommended_one():
+    assert list(jobs("start")) == ["equal"] and list(jobs("tile_policy")) == list(jobs("labels")) == ["policy"]
+    assert jobs("fp8_vit")["equal"].sampling == {
+        "temperature": 0, "ignore_eos": True, "max_tokens": 4, "tile_policy": {"max_tiles": 12},
+    }  # fmt: skip
+    assert jobs("mps")["policy"].sampling["tile_policy"] == {"name": "native"}
+    assert jobs("fp8_vit")["policy"].sampling == {"choices": ["yes", "no"], "tile_policy": {"name": "native"}}
+    assert bench_ladder.servers(["start", "tile_policy", "labels", "prefix_cache"]) == {
+        "start": ["start"], "fast_preprocessing": ["tile_policy"], "prefix_cache": ["labels", "prefix_cache"],
+    }  # fmt: skip
+
+
+def test_the_shape_in_4_bits_is_one_that_the_engine_reads(tmp_path: Path):
+    config = json.loads((ladder_rungs.int4_shape(tmp_path / "int4") / "config.json").read_text())
+    select = scheme_selector(config["quantization_config"])
+    assert isinstance(select(["model.layers.0.mlp.down_proj"]), Int4)
+    assert not isinstance(select(["lm_head"]), Int4)
+
+
+# ---- the stages of old
+
+
+def stage(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"ladder_stage_{name}", STAGES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pillow_s_pixels_are_ours_but_for_rounding(monkeypatch: pytest.MonkeyPatch):
+    request = PreprocessRequest(text=PROMPT, images=[JPEG])
+    ours = Preprocessor.from_checkpoint(DEFAULT_CHECKPOINT)(request).pixels
+    for name in ("decode", "RESIZE_MODES"):
+        monkeypatch.setattr(preprocessor, name, getattr(preprocessor, name))  # the stage's import changes them
+    module = stage("preprocess")
+    assert preprocessor.decode is module.decode
+    pillows = Preprocessor.from_checkpoint(DEFAULT_CHECKPOINT)(request).pixels
+    assert pillows.shape == ours.shape and 0 < np.abs(pillows.astype(int) - ours).max() <= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "kind", "switched_off"),
+    [
+        ("vision_encoder", vision_stage, VisionSettings, {"runner": "torch"}),
+        ("language_model", language_stage, EngineConfig, {"graph_batch_size": 0}),
+    ],
+)
+def test_what_no_user_may_set_is_off_in_a_stage_of_old(
+    monkeypatch: pytest.MonkeyPatch, name: str, package: ModuleType, kind: type, switched_off: dict[str, Any]
+):
+    monkeypatch.setattr(package, "StageSettings", StageSettings)
+    assert stage(name).TritonPythonModel is package.TritonPythonModel
+    args = {"model_name": name, "model_config": "{}", "model_repository": str(ROOT / "model_repository" / name)}
+    read = package.StageSettings(args, {"TESSERA_DEVICE": "cpu"}).read(kind)
+    assert replace(StageSettings(args, {"TESSERA_DEVICE": "cpu"}).read(kind), **switched_off) == read
+
+
+@pytest.mark.server
+def test_the_first_rung_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    results = tmp_path / "ladder.jsonl"
+    options = ["--checkpoint", str(DEFAULT_CHECKPOINT), "--gpus", "", "--in-flight", "1", "--processes", "1"]
+    monkeypatch.setattr(
+        "sys.argv", ["ladder", "--parts", "speed", "--rungs", "start", "--results", str(results), *options]
+    )
+    assert bench_ladder.main() == 0
+    (line,) = map(json.loads, results.read_text().splitlines())
+    assert (line["rung"], line["job"], line["prompt_tokens"], line["requests"]) == ("start", "equal", 506, 5)
+    assert line["req_s"] > 0 and line["p99_ms"] >= line["p50_ms"] > 0
+
+
+# ---- the loop of transformers
+
+
+def test_the_loop_has_our_prompts_and_says_what_its_batches_took():
+    loop = ladder_transformers.Loop(DEFAULT_CHECKPOINT, "cpu", random_weights=False)
+    inputs = loop.inputs([JPEG], [PROMPT])
+    ours = Preprocessor.from_checkpoint(DEFAULT_CHECKPOINT)(PreprocessRequest(text=PROMPT, images=[JPEG]))
+    assert inputs["input_ids"][0].tolist() == ours.input_ids.tolist()
+    line = ladder_transformers.measure(loop, 4, lambda: JPEG, ())
+    assert (line["batch"], line["requests"], line["prompt_tokens"], line["tokens"]) == (4, 12, 506, 4)
+    assert line["req_s"] == pytest.approx(4e3 / line["p50_ms"], rel=0.9) and line["ci95"] > 0
+    assert loop.answer(JPEG, "Is there a door?").lower().startswith(("yes", "no"))
+
+
+# ---- what becomes of the lines
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """transformers at two batch sizes, two rungs at both jobs, and recalls; one line is superseded."""
+    stages = {"stages_p50": {"preprocess_ms": 48.4, "vision_ms": 203.1}}
+    on, off = {"embeddings_on_cpu": 0, "graph_steps": 0.9}, {"embeddings_on_cpu": 30, "graph_steps": 0.0, **stages}
+    lines = [
+        {"rung": "transformers", "job": "equal", "batch": 1, "req_s": 5.0, **SPEED},
+        {"rung": "transformers", "job": "equal", "batch": 8, "req_s": 10.0, **SPEED},
+        {"rung": "start", "job": "equal", "req_s": 99.0, **SPEED, **off},
+        {"rung": "start", "job": "equal", "req_s": 8.0, **SPEED, **off},
+        {"rung": "fp8_vit", "job": "equal", "req_s": 30.0, **SPEED, **on},
+        {"rung": "graph_decoder", "job": "policy", "req_s": 90.0, **SPEED, "prompt_tokens": 316, **on},
+        {"rung": "labels", "job": "policy", "req_s": 80.0, **SPEED, "tokens": 0, "prompt_tokens": 316, **on},
+        {"rung": "start", "job": "equal", "recall": 1.0, "questions": 3000, "wrong": [7], **ABOUT},
+        {"rung": "tile_policy", "job": "policy", "recall": 0.997, "questions": 3000, "wrong": list(range(9)), **ABOUT},
+        {"rung": "transformers", "job": "equal", "recall": 1.0, "questions": 100, "wrong": [], **ABOUT},
+    ]
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return file
+
+
+def test_figures_are_the_best_rungs_over_transformers_and_recall_s_drop_is_of_the_same_questions(file: Path):
+    found = {metric: (value, unit, notes) for metric, value, unit, notes in Ladder.read(file).figures()}
+    assert {metric: value for metric, (value, _, _) in found.items()} == {
+        "ladder.equal_tokens.over_start": 6.0,
+        "ladder.equal_tokens.over_best": 3.0,
+        "ladder.top_over_start": 18.0,
+        "ladder.top_over_best": 9.0,
+        "ladder.recall_drop": pytest.approx(100 * 8 / 3000, abs=1e-3),
+    }
+    assert found["ladder.equal_tokens.over_start"][2]["ci95"] == pytest.approx(
+        6 * (0.1**2 + (1 / 60) ** 2) ** 0.5, abs=0.01
+    )
+    assert found["ladder.top_over_best"][2].items() >= ABOUT.items()
+    notes = found["ladder.recall_drop"][2]
+    assert (notes["rung"], notes["below"], notes["questions"]) == ("graph_decoder", "start", 3000)
+    assert notes["ci95"] == pytest.approx(0.206, abs=0.001)  # by 9 and 1 of 3002
+
+
+def test_tables_say_what_was_measured_and_what_was_not(file: Path):
+    text = ladder_report.tables(Ladder.read(file))
+    equal, policy = text.split("### By the tile policy")
+    rows = {line.split(" | ")[0]: line for line in equal.splitlines() if line.startswith("| ")}
+    assert (
+        "| 8.00 ± 0.50 | 480 | 200 | 800, 900 | 48, 203 | 4 | 98% | 690 | 1.60 | 0.80 | 100.00% (99.81 to 99.99) |"
+        in next(row for title, row in rows.items() if title.startswith("| our stages"))
+    )
+    assert rows["| OpenCV in place of Pillow"].count("|") == rows["| its best batch, 8"].count("|")
+    assert "not measured yet" in rows["| OpenCV in place of Pillow"]
+    assert rows["| OpenCV in place of Pillow"].endswith(" | 23.67 to 12.03 ms a picture |")
+    assert "**3.05** times |" in equal and "(ladder.svg)" in equal
+    # its recall is the tile policy's, through rungs that change no number
+    assert "| language model as CUDA graphs | 90.00 ± 0.50 | 5400 |" in policy and "99.70% (99.43 to 99.84)" in policy
+    assert "Speed: a GPU (abc, 2026-11-22)." in text and "1: 5.00, 8: 10.00" in text
+
+
+def test_a_bar_for_each_measurement(file: Path):
+    text = ladder_report.picture(Ladder.read(file))
+    ElementTree.fromstring(text)
+    assert text.count("<rect") == 1 + 6 and "3.05" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"prompt_tokens": 316}, "should be equal, are not"),
+        ({"embeddings_on_cpu": 0}, "did not work as its rung says: 0 requests' rows came over the CPU"),
+        ({"graph_steps": 0.5}, "0.5 of its steps ran as CUDA graphs"),
+    ],
+)
+def test_lines_that_are_not_what_they_are_called_are_refused(file: Path, changed: dict[str, Any], told: str):
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines, json.dumps(json.loads(lines[3]) | changed)]))
+    with pytest.raises(ValueError, match=told):
+        Ladder.read(file)
+
+
+def test_the_page_holds_what_was_recorded():
+    ladder = Ladder.read(ladder_report.RESULTS)
+    assert not ladder_report.update(ladder, check=True), "run: python loadtest/bench_ladder.py --parts report"
