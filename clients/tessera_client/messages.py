@@ -169,6 +169,12 @@ class Request:
             except UnicodeEncodeError as error:
                 raise InvalidRequest(f"half a surrogate pair cannot be sent as text: {error}") from None
 
+    @property
+    def priority(self) -> int:
+        """As its sampling parameters say; 0 where they do not, or say nonsense, which the server refuses."""
+        said = json.loads(self.sampling).get("priority") if self.sampling else 0
+        return said if isinstance(said, int) else 0
+
 
 def question_request(images: Image | Sequence[Image] | None, question: str, **options: Any) -> Request:
     """The request of ``ask``: zero, one or several pictures and one question. For ``options`` see :func:`sampling`."""
