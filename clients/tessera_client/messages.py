@@ -171,9 +171,13 @@ class Request:
 
     @property
     def priority(self) -> int:
-        """As its sampling parameters say; 0 where they do not, or say nonsense, which the server refuses."""
-        said = json.loads(self.sampling).get("priority") if self.sampling else 0
-        return said if isinstance(said, int) else 0
+        """As its sampling parameters say; 0 where they do not."""
+        if self.sampling is None or '"priority"' not in self.sampling:
+            return 0
+        try:
+            return int(json.loads(self.sampling)["priority"])
+        except (ValueError, TypeError, KeyError):  # the server says what is wrong
+            return 0
 
 
 def question_request(images: Image | Sequence[Image] | None, question: str, **options: Any) -> Request:

@@ -57,7 +57,8 @@ def test_only_what_is_better_and_first_passes(clock):
     put(queue, 5, 6)
     assert queue.take_before(entry) == []
     put(queue, 4, 4)
-    assert priorities(found := queue.take_before(entry)) == [4, 4]
+    found = queue.take_before(entry)
+    assert priorities(found) == [4, 4]
     queue.put_back(found)
     assert queue.take_before(entry) == found
     clock.steps = 1.1

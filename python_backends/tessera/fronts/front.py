@@ -110,7 +110,7 @@ class Front(ABC):
             self.pong(responder)
             return
         sampling = tensors.sampling(request, "sampling_parameters")
-        priority, inputs = sampling.get("priority"), self._inputs(request, sampling)
+        inputs, priority = self._inputs(request, sampling), sampling.get("priority")
         with self._changed:
             # An id of our own where the client gave none, or one that is under way: it is what a control request
             # names, and what tells the answers apart.

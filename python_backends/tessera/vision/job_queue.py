@@ -115,8 +115,10 @@ class JobQueue:
 
     def _taken(self) -> list[Entry]:
         taken: list[Entry] = []
-        while self._entries and len(taken) < MOST and (
-            not taken or self._entries[0].job.priority == taken[0].job.priority
+        while (
+            self._entries
+            and len(taken) < MOST
+            and (not taken or self._entries[0].job.priority == taken[0].job.priority)
         ):
             taken.append(heapq.heappop(self._entries))
         return taken

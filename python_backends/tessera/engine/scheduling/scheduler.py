@@ -30,8 +30,8 @@ _SHORT = 16  # tokens of an answer
 # But none waits for the others longer than that.
 _LONGEST_WAIT_NS = 100_000_000
 # While a sequence of a better priority is expected, the others' prompts fill steps only to this part. Two steps are
-# under way when it comes, so it waits for one and a half: of 8,192 tokens and InternVL3-8B's shape 250 ms on an H200, of
-# 2,048 a quarter of that, and a step of so many tokens is still bound by its arithmetic, not by reading the weights.
+# under way when it comes, and it waits for one and a half of them: with 8,192 tokens of InternVL3-8B's shape about
+# 250 ms on an H200, with 2,048 a quarter of that. These are still bound by arithmetic, not by reading the weights.
 _BACKGROUND_PART = 4
 
 
@@ -55,7 +55,9 @@ class Scheduler:
         self._max_sequences = max_sequences
         self._gathers = gathers
         # Never so few that decodes could keep every prompt out.
-        self._background_tokens = min(max_batched_tokens, max(max_batched_tokens // _BACKGROUND_PART, 2 * max_sequences))
+        self._background_tokens = min(
+            max_batched_tokens, max(max_batched_tokens // _BACKGROUND_PART, 2 * max_sequences)
+        )
         self._expected = Expected()
         self._worst = -(2**63)  # priority of all so far
         self._short_share = 1.0  # of the answers of late

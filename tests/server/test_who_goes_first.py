@@ -1,0 +1,65 @@
+"""A question beside a job, through the real server: it passes the job at every queue, whatever door it comes by."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+
+from tessera_client import Client, Models
+
+pytestmark = pytest.mark.server
+
+JOB = 96
+QUESTION = "Is there an exposed wire?"
+
+
+def picture(number: int) -> bytes:
+    """One that no other number gives."""
+    pixels = np.random.default_rng(number + JOB).integers(0, 255, (14, 14, 3), dtype=np.uint8)
+    return bytes(cv2.imencode(".jpg", cv2.resize(pixels, (448, 448)))[1])
+
+
+@contextmanager
+def job(url: str, number: int) -> Iterator[Callable[[], int]]:
+    """A job of JOB pictures under way; how many of them have their answer."""
+    pictures = [picture(JOB * number + each) for each in range(JOB)]
+    done = threading.Semaphore(0)
+    answered: list[Any] = []
+
+    def ask(picture: bytes) -> None:
+        answered.append(client.ask(picture, QUESTION, max_tokens=4, ignore_eos=True, priority=10))
+        done.release()
+
+    with Client(url, timeout=300) as client, ThreadPoolExecutor(JOB) as pool:
+        asked = [pool.submit(ask, picture) for picture in pictures]
+        for _ in range(3):
+            assert done.acquire(timeout=120)
+        yield lambda: len(answered)
+        for each in asked:
+            each.result()
+
+
+def passed_by(server: Any, number: int, **options: Any) -> int:
+    """How many of a job's answers came before a question's, which was asked after the first three."""
+    models = options.pop("models", Models())
+    with job(server.grpc_url, number) as done, Client(options.pop("url", server.grpc_url), models=models) as client:
+        before = done()
+        client.ask(picture(-number), QUESTION, max_tokens=4, **options)
+        return done() - before
+
+
+def test_a_question_waits_for_what_is_under_way_by_every_door(server):
+    waited = [
+        passed_by(server, 1),
+        passed_by(server, 2, models=Models(vlm="vlm_stream")),
+        passed_by(server, 3, url=server.http_url),  # vlm_unary
+    ]
+    equal = passed_by(server, 4, priority=10)
+    assert max(waited) < JOB / 4 and equal > JOB / 2, (waited, equal)
