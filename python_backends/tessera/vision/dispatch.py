@@ -36,7 +36,7 @@ class LocalDispatcher:
         self._send_batch_size = send_batch_size
         self._outbox = Outbox("vision_encoder", threads=1)
         self._channel: Channel[list[tuple[Job, PendingRows]]] = Channel(self._send)
-        self._queue = JobQueue()
+        self.queue = JobQueue()
         self._thread = threading.Thread(target=self._run, name="vision_encoder-encode", daemon=True)
         self._thread.start()
 
@@ -48,20 +48,20 @@ class LocalDispatcher:
         """Sees to it that every job is answered, now or later. Their items are copied before it returns."""
         for job in jobs:
             job.item = replace(job.item, **{name: values.copy() for name, values in vars(job.item).items()})
-        self._queue.put(jobs)
+        self.queue.put(jobs)
 
     def ping(self, job: Job) -> None:
         """Answers a job without pictures by way of both threads, as soon as the forwards under way allow."""
-        self._queue.put_first(job)
+        self.queue.put_first(job)
 
     def close(self) -> None:
         """Returns when all jobs are answered."""
-        self._queue.close()
+        self.queue.close()
         self._thread.join()
         self._outbox.close()
 
     def _run(self) -> None:
-        while entries := self._queue.take():
+        while entries := self.queue.take():
             self._encode(entries)
 
     def _encode(self, entries: Iterable[Entry], passing: bool = False) -> None:
@@ -71,7 +71,7 @@ class LocalDispatcher:
             return
         try:
             items, largest = [entry.job.item for entry in waiting.values()], self._encoder.infer_batch_size
-            if self._queue.expects_better(waiting[0]):
+            if self.queue.expects_better(waiting[0]):
                 largest = max(1, largest // BACKGROUND_PART)
             before = partial(self._let_pass, {} if passing else waiting)
             for group in self._encoder.encode_in_groups(items, self._send_batch_size, largest, before):
@@ -84,9 +84,9 @@ class LocalDispatcher:
 
     def _let_pass(self, waiting: dict[int, Entry]) -> None:
         """Between two forwards: works off those that go before all of ``waiting``, and whose rows fit beside theirs."""
-        while waiting and (better := self._queue.take_before(next(iter(waiting.values())))):
+        while waiting and (better := self.queue.take_before(next(iter(waiting.values())))):
             if not self._encoder.has_room([entry.job.item for entry in better]):
-                self._queue.put_back(better)
+                self.queue.put_back(better)
                 return
             self._encode(better, passing=True)
 

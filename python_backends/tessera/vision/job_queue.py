@@ -9,7 +9,7 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -66,6 +66,7 @@ class JobQueue:
         self._expected = Expected()
         self._changed = threading.Condition()
         self._closed = False
+        self.show_length: Callable[[int], None] = lambda length: None  # told whenever it changes, in that order
 
     def put(self, jobs: Iterable[Job]) -> None:
         """Adds requests, all at once."""
@@ -73,18 +74,21 @@ class JobQueue:
         with self._changed:
             for job in jobs:
                 self._expected.saw(job.priority, now)
-                self._add(rank(job.priority, now), job)
+                heapq.heappush(self._entries, Entry(rank(job.priority, now), next(self._numbers), job))
+            self._notify()
 
     def put_first(self, job: Job) -> None:
         """Adds what goes before every request."""
         with self._changed:
-            self._add(float("-inf"), job)
+            heapq.heappush(self._entries, Entry(float("-inf"), next(self._numbers), job))
+            self._notify()
 
     def put_back(self, entries: Iterable[Entry]) -> None:
         """As if they had not been taken."""
         with self._changed:
             for entry in entries:
                 heapq.heappush(self._entries, entry)
+            self._notify()
 
     def take(self) -> list[Entry]:
         """Waits for jobs; up to MOST of one priority, the first first. None are left once it is closed and empty."""
@@ -109,9 +113,9 @@ class JobQueue:
             self._closed = True
             self._changed.notify_all()
 
-    def _add(self, place: float, job: Job) -> None:
-        heapq.heappush(self._entries, Entry(place, next(self._numbers), job))
+    def _notify(self) -> None:
         self._changed.notify_all()
+        self.show_length(len(self._entries))
 
     def _taken(self) -> list[Entry]:
         taken: list[Entry] = []
@@ -121,4 +125,5 @@ class JobQueue:
             and (not taken or self._entries[0].job.priority == taken[0].job.priority)
         ):
             taken.append(heapq.heappop(self._entries))
+        self.show_length(len(self._entries))
         return taken

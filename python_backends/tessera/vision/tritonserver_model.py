@@ -30,6 +30,7 @@ from tessera.vision.remote import RemoteDispatcher
 from tessera.vision.settings import VisionSettings
 from tessera.vision.towers.tower import tower_class
 
+WAITING = "tessera_vision_requests_waiting"
 STAMPS = 4  # deadline, priority, and when preprocess received and ended
 RECEIVED = 2  # place of that time
 
@@ -75,7 +76,9 @@ def local_dispatcher(checkpoint: Path, settings: VisionSettings) -> LocalDispatc
     gauge = Gauge("tessera_vision_row_bytes", "Rows of pictures reserved or held for requests that are not answered")
     encoder.budget.show_bytes = gauge.set
     show_weights("vision_encoder", *encoder.weights)
-    return LocalDispatcher(encoder, settings.send_batch_size)
+    dispatcher = LocalDispatcher(encoder, settings.send_batch_size)
+    dispatcher.queue.show_length = Gauge(WAITING, "Requests that wait for the vision stage's encoder").set
+    return dispatcher
 
 
 class StageJob:
