@@ -28,6 +28,15 @@ def test_the_fastest_way_is_measured_once_and_read_by_the_next(tmp_path):
     assert choices.fastest("on this card", ways | {"new": lambda: "slow"}) in ("slow", "new")
 
 
+def test_of_ways_that_are_about_as_fast_it_is_the_first(tmp_path):
+    times = {"kept well": 1.02, "ours": 1.0, "slow": 3.0}
+    ways = {name: lambda name=name: name for name in times}
+    choices = MeasuredChoices(tmp_path / "choices.json", lambda way: times[way()])
+    assert choices.fastest("?", ways) == "ours"
+    assert choices.fastest("?", ways, margin=0.03) == "kept well"
+    assert choices.fastest("?", ways, margin=0.01) == "ours"
+
+
 def test_answers_of_another_process_are_kept(tmp_path):
     path = tmp_path / "choices.json"
     ways = {"only": lambda: None}

@@ -28,15 +28,15 @@ class MeasuredChoices:
         self._clock = clock
         self._known: dict[str, dict[str, float]] = _read(path)
 
-    def fastest(self, question: str, ways: Mapping[str, Callable[[], object]]) -> str:
-        """The name of the fastest way; on a tie, or where one cannot run, the first of the rest."""
+    def fastest(self, question: str, ways: Mapping[str, Callable[[], object]], margin: float = 0.0) -> str:
+        """The name of the fastest way; of those that take at most ``margin`` (a share) longer, the first one."""
         times = self._known.get(question)
         if times is None or set(times) != set(ways):
             times = {name: self._time(question, name, way) for name, way in ways.items()}
             if all(map(math.isfinite, times.values())):  # what failed may have failed for once
                 self._known[question] = times
                 self._write()
-        best = min(times, key=times.__getitem__)
+        best = next(name for name in ways if times[name] <= (1 + margin) * min(times.values()))
         listed = ", ".join(f"{name} {milliseconds:.4f} ms" for name, milliseconds in times.items())
         _LOG.info("%s: %s -> %s", question, listed, best)
         return best

@@ -16,7 +16,7 @@ from tessera.engine.models.registry import model_class
 from tessera.engine.quantization import int4
 from tessera.engine.quantization.awq import Awq
 from tessera.engine.quantization.fp8 import Fp8, Fp8OnLoad
-from tessera.engine.quantization.in_place import InPlace
+from tessera.engine.quantization.in_place import InPlace, taking_turns
 from tessera.engine.quantization.int4 import Int4
 from tessera.engine.quantization.scheme import Linear, LinearShape
 from tessera.engine.quantization.unquantized import Unquantized
@@ -194,3 +194,12 @@ def test_layers_that_choose_otherwise_than_their_neighbours_answer_alike(monkeyp
     for turn in range(6):
         found = logits(lambda ways, index, turn=turn: ways[(turn + index) % len(ways)])
         assert F.cosine_similarity(found, expected) > 0.99
+
+
+def test_as_many_layers_take_turns_as_no_cache_holds():
+    layers = [Linear(HIDDEN, {"w": slice(0, HIDDEN)}, False, lambda names: Unquantized(), torch.float32, CPU)] * 40
+    bits = {(outputs, inputs): 4 * outputs * inputs for outputs, inputs in ((3584, 3584), (37888, 3584))}
+    for (outputs, inputs), each in bits.items():
+        some = taking_turns(layers, LinearShape(outputs, inputs, False, "alone", torch.bfloat16))
+        assert 150 << 20 < len(some) * each // 8 <= 256 << 20  # an H200's cache has 60 MB
+    assert len(taking_turns(layers[:1], LinearShape(1 << 15, 1 << 15, False, "alone", torch.bfloat16))) == 1

@@ -29,9 +29,14 @@ def plan_skinny_fp8(m: int, n: int, k: int, sms: int) -> SkinnyPlan:
 
     Two programs a multiprocessor share k where the rows alone make too few. Where the rows make more, three stages
     leave room for all programs at once, so that none begins when others have ended (swept on an H200). Beyond 64 rows
-    the bytes from the L2 cache count: tiles as large as one program a multiprocessor holds, and each weight read once.
+    the bytes from the L2 cache count: tiles as large as one program a multiprocessor holds, and each weight read once;
+    only of few columns by 256 rows the tiles are halved, which leaves less to add up or more stages.
     """
     rows = padded_rows(m)
+    if rows == 256 and n < sms * 64:
+        block_n = 64 if k <= 8192 else 128
+        splits = 1 if block_n == 64 else max(1, sms // (2 * triton.cdiv(n, block_n)))
+        return SkinnyPlan(block_n, K_MULTIPLE, splits, warps=4 if block_n == 64 else 8, stages=6, block_m=128)
     if rows > 64:
         splits = max(1, min(sms // triton.cdiv(n, 128), k // 512))
         return SkinnyPlan(128, K_MULTIPLE, splits, warps=8, stages=5 if rows == 128 else 4, block_m=rows)

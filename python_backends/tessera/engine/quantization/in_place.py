@@ -7,6 +7,7 @@ neighbours. The one in front may have to quantize its output, the one behind to 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -16,6 +17,16 @@ from tessera.engine.quantization.scheme import Linear, LinearShape
 from tessera.fp8.rows import Fp8Rows
 
 _MOST_OF_A_HEAD = 128
+_WEIGHTS_IN_TURN = 1 << 29
+
+
+def taking_turns(layers: Sequence[Linear], shape: LinearShape) -> Sequence[Linear]:
+    """Those of the layers of one shape that are measured one after the other, the first ones.
+
+    In 4 bits they have up to 256 MB of weights together, so that each finds few of its own in the GPU's cache, as in a
+    step. Eight small layers would find half of them there, and so another way the fastest.
+    """
+    return layers[: max(1, _WEIGHTS_IN_TURN // (shape.outputs * shape.inputs))]
 
 
 class InPlace:

@@ -141,7 +141,7 @@ class Int4(MeasuredScheme):
         if not _is_packed(layer):
             return []
         copies = [] if layer.weight is None else products_for(layer, rows)
-        return [W4A16] * (self._trusted and rows <= _W4A16_ROWS) + [DEQUANTIZED] + copies
+        return [*copies, *[W4A16] * (self._trusted and rows <= _W4A16_ROWS), DEQUANTIZED]
 
     def way(self, layer: Linear, rows: int) -> str:
         return super().way(layer, rows) if _is_packed(layer) else DEQUANTIZED

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from tessera.engine.kernels.selection import layer_kernels
-from tessera.engine.quantization.in_place import InPlace
+from tessera.engine.quantization.in_place import InPlace, taking_turns
 from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape
 from tessera.fp8.rows import MULTIPLE, Fp8Rows, Fp8Sums, fp8_linear, fp8_sums, quantize_rows, rescale
 
@@ -25,7 +25,8 @@ SKINNY_ROWS = 256
 SKINNY_MULTIPLE = 128
 _UNITS_FROM = (8, 9)  # the compute capability
 _ROWS = (16, 32, 64, 96, 128, 256, 512, 1024)  # where the fastest way is measured
-_MOST_LAYERS = 8  # enough weights of one shape that the GPU's cache holds few of them
+# Ways within this share of the fastest are as fast, since clocks and neighbours are others in a model: then cuBLAS.
+_MARGIN = 0.03
 
 #: ascending numbers of rows, and the way's name up to each
 Ways = tuple[tuple[int, str], ...]
@@ -45,7 +46,7 @@ def _skinny_product(
     return layer_kernels(weight.device.type).skinny_fp8(x, weight, scales, bias, dtype)
 
 
-PRODUCTS: dict[str, Product] = {"skinny": _skinny_product, "rescaled": _rescaled_product, "rows": fp8_linear}
+PRODUCTS: dict[str, Product] = {"rescaled": _rescaled_product, "rows": fp8_linear, "skinny": _skinny_product}
 
 
 class MeasuredScheme(LinearScheme):
@@ -58,7 +59,7 @@ class MeasuredScheme(LinearScheme):
 
     @abstractmethod
     def possible(self, layer: Linear, rows: int) -> list[str]:
-        """The ways to multiply so many rows; none where there is nothing to choose."""
+        """The ways to multiply so many rows, of equally fast ones the best first; none where there is no choice."""
 
     @abstractmethod
     def beyond(self, layer: Linear) -> str:
@@ -102,7 +103,7 @@ class MeasuredScheme(LinearScheme):
     def tune(self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:
         """Finds the fastest way for each of some numbers of rows, with its neighbours in the decoder layer."""
         schemes = [cast("MeasuredScheme", layer.scheme) for layer in layers]
-        measured = list(zip(layers, schemes))[:_MOST_LAYERS]
+        measured = list(zip(taking_turns(layers, shape), schemes))
 
         def run(place: InPlace, ways: Ways) -> None:
             for layer, scheme in measured:
@@ -119,7 +120,8 @@ class MeasuredScheme(LinearScheme):
                 f"{self.in_words(layers[0])} {shape} ({', '.join(layers[0].held)}), {rows} rows, {shape.dtype}, "
                 f"{len(measured)} layers, {machine}"
             )
-            found.append((rows, choices.fastest(question, {n: partial(run, place, ((rows, n),)) for n in names})))
+            ways = {name: partial(run, place, ((rows, name),)) for name in names}
+            found.append((rows, choices.fastest(question, ways, _MARGIN)))
         for scheme in schemes:
             scheme.ways = tuple(found)
 

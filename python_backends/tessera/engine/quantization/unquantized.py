@@ -11,13 +11,12 @@ import torch.nn.functional as F
 
 from tessera.checkpoint.weights import plain
 from tessera.engine.kernels.selection import layer_kernels
+from tessera.engine.quantization.in_place import taking_turns
 from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape, Stored
 from tessera.fp8.rows import Fp8Rows
 
 if TYPE_CHECKING:
     from tessera.measured_choices import MeasuredChoices
-
-_MOST_LAYERS = 8  # enough weights of one shape that the GPU's cache holds few of them
 
 
 class Unquantized(LinearScheme):
@@ -71,16 +70,17 @@ class Unquantized(LinearScheme):
         if shape.dtype.itemsize != 2 or shape.inputs % K_MULTIPLE or (gated and shape.bias):
             return
         schemes = [cast("Unquantized", layer.scheme) for layer in layers]
+        measured = list(zip(taking_turns(layers, shape), schemes))
 
         def run(x: torch.Tensor, skinny_rows: int) -> None:
-            for layer, scheme in zip(layers[:_MOST_LAYERS], schemes):
+            for layer, scheme in measured:
                 scheme.skinny_rows = skinny_rows
                 layer.gated(x) if gated else layer(x)
 
         best = 0
         for rows in (16, 32, MAX_ROWS):  # the kernel pads to these, so no other number needs an answer
             x = torch.randn(rows, shape.inputs, dtype=shape.dtype, device=layers[0].device)
-            question = f"{shape}, {rows} rows, {shape.dtype}, {min(len(layers), _MOST_LAYERS)} layers, {machine}"
+            question = f"{shape}, {rows} rows, {shape.dtype}, {len(measured)} layers, {machine}"
             ways = {"cublas": partial(run, x, 0), "skinny": partial(run, x, rows)}
             if choices.fastest(question, ways) != "skinny":
                 break
