@@ -176,7 +176,7 @@ class Request:
             return 0
         try:
             return int(json.loads(self.sampling)["priority"])
-        except (ValueError, TypeError, KeyError):  # the server says what is wrong
+        except (ValueError, TypeError, KeyError, OverflowError):  # the server says what is wrong
             return 0
 
 

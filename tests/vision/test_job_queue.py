@@ -66,6 +66,15 @@ def test_only_what_is_better_and_first_passes(clock):
     assert queue.take_before(entry) == []
 
 
+def test_nobody_passes_along_with_a_ping():
+    queue = JobQueue()
+    put(queue, -7)
+    (entry,) = queue.take()
+    put(queue, 0)
+    queue.put_first(SimpleNamespace(priority=0))
+    assert len(queue.take_before(entry)) == 1 and len(queue.take()) == 1
+
+
 def test_a_better_one_is_expected_for_a_while(clock):
     queue = JobQueue()
     put(queue, 10, 0)

@@ -63,6 +63,7 @@ class LocalDispatcher:
     def _run(self) -> None:
         while entries := self.queue.take():
             self._encode(entries)
+            del entries  # and their pixels
 
     def _encode(self, entries: Iterable[Entry], passing: bool = False) -> None:
         """Works off jobs of one priority; those of a better one pass, unless these pass others themselves."""

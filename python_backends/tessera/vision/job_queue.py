@@ -99,8 +99,7 @@ class JobQueue:
     def take_before(self, entry: Entry) -> list[Entry]:
         """Those of a better priority that go before this one, if there are any now."""
         with self._changed:
-            first = self._entries[0] if self._entries else entry
-            return self._taken() if first < entry and first.rank != entry.rank else []
+            return self._taken(entry.rank)
 
     def expects_better(self, entry: Entry) -> bool:
         """Whether a request that goes before this one may come at any time."""
@@ -117,13 +116,13 @@ class JobQueue:
         self._changed.notify_all()
         self.show_length(len(self._entries))
 
-    def _taken(self) -> list[Entry]:
+    def _taken(self, before: float = float("inf")) -> list[Entry]:
         taken: list[Entry] = []
-        while (
-            self._entries
-            and len(taken) < MOST
-            and (not taken or self._entries[0].job.priority == taken[0].job.priority)
-        ):
+        while self._entries and len(taken) < MOST:
+            first = self._entries[0]
+            if first.rank >= before or (taken and first.job.priority != taken[0].job.priority):
+                break
             taken.append(heapq.heappop(self._entries))
-        self.show_length(len(self._entries))
+        if taken:
+            self.show_length(len(self._entries))
         return taken
