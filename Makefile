@@ -6,7 +6,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 BENCH = $(firstword $(wildcard loadtest/bench_$(NAME).py loadtest/$(NAME).py))
 
-.PHONY: env demo serve test test-faults test-clients test-gpu soak fuzz bench clean
+.PHONY: env demo serve test test-faults test-clients test-gpu soak fuzz bench loadtest
 
 env: $(VENV)/.ready
 
@@ -49,8 +49,11 @@ bench: $(VENV)/.ready
 	    $(sort $(patsubst loadtest/bench_%.py,%,$(wildcard loadtest/bench_*.py)) gpu_sharing load parity) >&2; exit 2; }
 	$(PY) $(BENCH) $(ARGS)
 
-clean:
-	rm -rf $(VENV)
+# Locust for a minute against the server of `make serve`, and a report of it in loadtest.html; any other run by ARGS
+# (loadtest/locustfile.py)
+loadtest: $(VENV)/.loadtest
+	$(VENV)/bin/locust -f loadtest/locustfile.py --headless --html loadtest.html \
+	    $(or $(ARGS),--workload W4b --host localhost:8001 GrpcUser)
 
 $(VENV)/.ready: requirements.txt requirements-tritonserver.txt requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -64,9 +67,13 @@ $(VENV)/.tensorrt: $(VENV)/.ready requirements-tensorrt.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-tensorrt.txt
 	touch $@
 
+$(VENV)/.loadtest: $(VENV)/.ready requirements-loadtest.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-loadtest.txt
+	touch $@
+
 # some want other versions of what we have and run with ours: so nothing that they ask for is installed; AIPerf, which
 # is used as a command only, has an environment of its own
-$(VENV)/.clients: $(VENV)/.ready requirements-clients.txt requirements-aiperf.txt
+$(VENV)/.clients: $(VENV)/.loadtest requirements-clients.txt requirements-aiperf.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-clients.txt
 	$(PYTHON) -m venv $(VENV)/aiperf
 	$(VENV)/aiperf/bin/pip install --quiet --disable-pip-version-check -r requirements-aiperf.txt

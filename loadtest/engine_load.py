@@ -24,14 +24,24 @@ PICTURES = 64
 
 
 class Prompts:
-    """Makes requests of W1's size with the picture's rows given; no two have a block of tokens in common.
+    """Makes requests, of W1's size unless told otherwise, with the picture's rows given; no two have a block of tokens
+    in common.
 
-    The rows themselves (bfloat16 [256, hidden], on ``device``) repeat after 64 requests, the digests never do.
+    The rows themselves (bfloat16 [picture_rows, hidden], on ``device``) repeat after 64 requests, the digests never do.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, device: str, seed: int = 0) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        device: str,
+        seed: int = 0,
+        tokens: int = PROMPT_TOKENS,
+        picture_rows: int = PICTURE_ROWS,
+    ) -> None:
+        self._tokens, self._picture_rows = tokens, picture_rows
         generator = torch.Generator(device).manual_seed(seed)
-        rows = torch.empty(PICTURES, PICTURE_ROWS, hidden_size, dtype=torch.bfloat16, device=device)
+        rows = torch.empty(PICTURES, picture_rows, hidden_size, dtype=torch.bfloat16, device=device)
         self._rows = itertools.cycle(rows.normal_(0, ROWS_STD, generator=generator))
         self._random = np.random.default_rng(seed)
         self._vocab_size = vocab_size
@@ -42,10 +52,10 @@ class Prompts:
         number = next(self._numbers)
         return Request(
             request_id=str(number),
-            input_ids=self._random.integers(0, self._vocab_size, PROMPT_TOKENS, dtype=np.int32),
-            spans=np.array([[PICTURE_START, PICTURE_ROWS]], np.int32),
+            input_ids=self._random.integers(0, self._vocab_size, self._tokens, dtype=np.int32),
+            spans=np.array([[PICTURE_START, self._picture_rows]], np.int32),
             embeddings=next(self._rows),
-            digest=np.array([number, PROMPT_TOKENS], np.int64),
+            digest=np.array([number, self._tokens], np.int64),
             sampling=SamplingParameters(max_tokens=max_tokens, ignore_eos=True),
         )
 

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import fmean
 from types import TracebackType
 from typing import NamedTuple
@@ -13,6 +14,9 @@ from typing import NamedTuple
 from tessera.gpu_meter import GpuMeter, Reading
 
 INTERVAL_S = 0.1
+
+#: when, by time.perf_counter(), and what
+Sample = tuple[float, Reading]
 
 
 class Draw(NamedTuple):
@@ -37,10 +41,12 @@ class GpuPower:
     Args:
         gpus: as NVML numbers them (or UUIDs); none for no sampling. Where they cannot be read it says so on stderr, and
             samples nothing.
+        interval_s: between two readings.
     """
 
-    def __init__(self, gpus: Sequence[str]) -> None:
-        self.samples: list[tuple[float, Reading]] = []
+    def __init__(self, gpus: Sequence[str], interval_s: float = INTERVAL_S) -> None:
+        self._interval_s = interval_s
+        self.samples: list[Sample] = []
         self._meter: GpuMeter | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu power", daemon=True)
@@ -63,17 +69,29 @@ class GpuPower:
 
     def between(self, began: float, ended: float) -> Draw | None:
         """Over this time (time.perf_counter()); None where fewer than two samples lie in it."""
-        within = [(moment, reading) for moment, reading in self.samples if began <= moment <= ended]
-        if len(within) < 2:
-            return None
-        (first, before), (last, after) = within[0], within[-1]
-        clocks = fmean(reading.mhz for _, reading in within)
-        return Draw((after.joules - before.joules) / (last - first), clocks, max(each.celsius for _, each in within))
+        return _draw(self._within(began, ended))
+
+    def between_changes(self, began: float, ended: float) -> Draw | None:
+        """The same from the first change of the counter to the last, as it stands still for up to 100 ms: for a second
+        or two, which many samples lie in."""
+        within = self._within(began, ended)
+        return _draw([now for before, now in pairwise(within) if now[1].joules != before[1].joules])
+
+    def _within(self, began: float, ended: float) -> list[Sample]:
+        return [sample for sample in self.samples if began <= sample[0] <= ended]
 
     def _run(self) -> None:
         assert self._meter is not None
-        while not self._stop.wait(INTERVAL_S):
+        while not self._stop.wait(self._interval_s):
             try:
                 self.samples.append((time.perf_counter(), self._meter.read()))
             except OSError:  # this time it did not tell
                 continue
+
+
+def _draw(within: Sequence[Sample]) -> Draw | None:
+    if len(within) < 2:
+        return None
+    (first, before), (last, after) = within[0], within[-1]
+    clocks = fmean(reading.mhz for _, reading in within)
+    return Draw((after.joules - before.joules) / (last - first), clocks, max(each.celsius for _, each in within))

@@ -1,5 +1,6 @@
-"""Writes the figures into the documents: the newest of every metric into docs/figures.md, and into README.md how the
-server compares with the newest peer on the standard workloads. record.py does it too, after it has kept new ones.
+"""Writes the figures into the documents: the newest of every metric into docs/figures.md, those of bench_joules.py into
+docs/joules.md, and into README.md how the server compares with the newest peer on the standard workloads. record.py
+does it too, after it has kept new ones.
 
     python loadtest/report.py [--check]     (--check writes nothing; 1 says that a table would change)
 """
@@ -48,23 +49,64 @@ def comparison(figures: Mapping[str, dict[str, Any]], peers: Mapping[str, dict[s
         "|---|---|---|---|---|---|",
     ]
     for name, peer in peers.items():
-        cells = [peer["title"]]
-        for kind in ("bf16", "fp8"):
-            theirs = rate_cell(peer[kind], peer["unit"], peer.get("ttft_ms", {}).get(kind))
-            cells += [own_cell(figures, f"serve.{name}.{kind}", peer["unit"]) or "not measured yet", theirs]
+        unit, cells = peer["unit"], [peer["title"]]
+        run = f"{peer.get('figures', 'serve')}.{name}"
+        runs = {"bf16": run if run.startswith("docs.") else f"{run}.bf16", "fp8": f"{run}.fp8"}
+        for kind in runs:
+            theirs = rate_cell(peer[kind], unit, peer.get("ttft_ms", {}).get(kind)) if kind in peer else "not measured"
+            cells += [own_cell(figures, runs[kind], unit) or "not measured yet", theirs]
             if kind == "bf16":
-                cells.append(ahead([own / theirs for own, theirs in peer["side_by_side"]]))
-        if int4 := own_cell(figures, f"serve.{name}.w4a16", peer["unit"]):
+                cells.append(who_is_ahead(own_rate(figures, runs[kind], unit), peer))
+        if int4 := own_cell(figures, f"{run}.w4a16", unit):
             cells[4] += f"; with 4-bit weights {int4}"
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def own_cell(figures: Mapping[str, dict[str, Any]], run: str, unit: str) -> str | None:
+def joules(figures: Mapping[str, dict[str, Any]]) -> str:
+    """A Markdown table of where the joules go: each part with its share of its whole, bf16 and FP8."""
+    found = {name: figure for name, figure in figures.items() if name.startswith("joules.")}
+    if not found:
+        return "Not measured yet.\n"
+    lines = ["| | | of the whole | us a call | W | MHz | commit |", "|---|---|---|---|---|---|---|"]
+    for name, figure in found.items():
+        whole = next((found[each] for each in _wholes(name) if each in found), None)
+        alike = whole and whole["unit"] == figure["unit"]
+        cells = [
+            name.removeprefix("joules."),
+            f"{rounded(figure['value'])} {figure['unit']}",
+            f"{figure['value'] / whole['value']:.1%}" if whole and alike else "",
+            f"{figure['us_a_call']:,} x {figure['calls']}" if "calls" in figure else "",
+            *(f"{figure[key]:.0f}" if key in figure else "" for key in ("watts", "mhz")),
+            str(figure["commit"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _wholes(name: str) -> tuple[str, str]:
+    """What the whole of a part may be called."""
+    group = name.rpartition(".")[0]
+    return f"{group}.whole", f"{group}.whole_{'W2' if name.endswith('_W2') else 'W1'}"
+
+
+def own_rate(figures: Mapping[str, dict[str, Any]], run: str, unit: str) -> float | None:
     """Our rate in a run's figures, None where there is none."""
     rate = figures.get(f"{run}.{'tok_s' if unit == 'tok/s' else 'req_s'}")
-    first = figures.get(f"{run}.ttft_p50_ms")
-    return rate and rate_cell(rate["value"], unit, first and first["value"])
+    return rate and rate["value"]
+
+
+def own_cell(figures: Mapping[str, dict[str, Any]], run: str, unit: str) -> str | None:
+    """As :func:`own_rate`, for the table."""
+    rate, first = own_rate(figures, run, unit), figures.get(f"{run}.ttft_p50_ms")
+    return rate and rate_cell(rate, unit, first and first["value"])
+
+
+def who_is_ahead(own: float | None, peer: Mapping[str, Any]) -> str:
+    """By the pairs that were taken side by side, or, where there is none, by figures of different days and machines."""
+    if pairs := peer.get("side_by_side"):
+        return ahead([ours / theirs for ours, theirs in pairs])
+    return "not measured yet" if own is None else f"{ahead([own / peer['bf16']])} (on different days and machines)"
 
 
 def rate_cell(rate: float, unit: str, first_token_ms: float | None) -> str:
@@ -101,6 +143,7 @@ def update(check: bool = False) -> bool:
     changed = [
         write(ROOT / "README.md", comparison(figures, peers), check),
         write(ROOT / "docs" / "figures.md", table(figures[name] for name in sorted(figures)), check),
+        write(ROOT / "docs" / "joules.md", joules(figures), check),
     ]
     return any(changed)
 

@@ -10,7 +10,6 @@ import asyncio
 import time
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from random import Random
 from statistics import fmean
 from typing import Any
@@ -83,7 +82,7 @@ async def _measured(job: Job, rows: list[Row], total: int, left: int) -> Estimat
                 return None
             try:
                 pictures, _ = await asyncio.to_thread(contents, row)
-                return await asker.ask(partial(client.ask, pictures, row.question, **row.options))
+                return await asker.ask(lambda client: client.ask(pictures, row.question, **row.options))
             except TesseraClientError as error:
                 return error
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -21,7 +20,6 @@ from tessera_batch.survey import Survey
 from tessera_client import Answer, AsyncClient, Retry
 from tessera_client.asker import Asker, Away
 from tessera_client.pictures import encode_image
-from tessera_wire.address import addresses
 from tessera_wire.errors import InvalidRequest, TesseraClientError
 
 AHEAD = 64  # rows that are read at a time
@@ -81,7 +79,7 @@ class Settings:
         return AsyncClient(self.url, timeout=self.timeout, retry=Retry(attempts=1))
 
     def asker(self, client: AsyncClient) -> Asker:
-        return Asker(client, self.patience, len(addresses(self.url)))
+        return Asker(client, self.patience)
 
 
 class Job:
@@ -208,7 +206,10 @@ class Job:
         loop = asyncio.get_running_loop()
         reading = loop.run_in_executor(self._files, contents, row) if row.images else None
         pictures, content = await reading if reading else contents(row)
-        call = partial(self._client.ask, pictures, row.question, **row.options)
+
+        def call(client: AsyncClient) -> Awaitable[Answer]:
+            return client.ask(pictures, row.question, **row.options)
+
         if row.options.get("temperature") and row.options.get("seed") is None:  # each answer is another
             self._write(row, told(await self._asker.ask(call)))
             return

@@ -137,8 +137,12 @@ def _lock(file: int, path: Path) -> None:
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise InvalidRequest(f"another run is writing {path}", "wait for it, or give another -o") from None
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be locked against other runs: {error.strerror}; give an -o on a disk whose files can be"
+        ) from error
 
 
 def _whole_lines(file: int) -> int:

@@ -1,9 +1,9 @@
 """The questions of a batch job to servers that may go away under them: :class:`Asker`.
 
 A row that fails asks whether its server is in order, by a question of one word. Where it is, the failure is the row's
-own (or the server was busy, or another of several servers has answered). Where it is not, the row waits for it and is
-asked again. A row that was under way each of several times that a server went away is asked alone, so that one that
-kills servers is told from those beside it.
+own (or the server was busy). Where it is not, the row waits until one of the servers is, and is asked again. A row that
+was under way each of several times that a server went away is asked alone, so that one that kills servers is told from
+those beside it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ TRIES = 2  # of a row that fails on a server in order
 PAUSE_S = 0.25  # between two looks at servers that are away
 BUSY = Retry()
 
-Call = Callable[[], Awaitable[Answer]]
-"""One attempt at a row, by the client; called anew for each."""
+Call = Callable[[AsyncClient], Awaitable[Answer]]
+"""One attempt at a row, by this client; called anew for each."""
 
 
 class Away(Exception):
@@ -50,23 +50,24 @@ class Asker:
 
     Args:
         patience: seconds that servers may be away.
-        servers: how many there are.
         busy: seconds that servers in order may refuse a row; ``patience`` if not given.
     """
 
-    def __init__(self, client: AsyncClient, patience: float, servers: int = 1, busy: float | None = None) -> None:
-        self._client, self._patience, self._servers = client, patience, servers
+    def __init__(self, client: AsyncClient, patience: float, busy: float | None = None) -> None:
+        self._client, self._patience = client, patience
+        self._looks = client.untraced()
         self._busy = patience if busy is None else busy
-        self._looking: asyncio.Task[bool] | None = None
+        self._waiting: asyncio.Task[bool] | None = None
+        self._looking: dict[str, asyncio.Task[bool]] = {}
         self._under_way = 0
         self._idle = asyncio.Event()  # nothing is under way
         self._alone = asyncio.Lock()
 
     async def begin(self) -> None:
         """Raises what the servers say if none is in order."""
-        for left in reversed(range(self._servers + BEGINNINGS)):
+        for left in reversed(range(len(self._client.servers) + BEGINNINGS)):
             try:
-                await self._look()
+                await self._look(self._looks)
                 return
             except TesseraClientError:
                 if not left:
@@ -80,6 +81,7 @@ class Asker:
             try:
                 return await self._ask_beside_others(call)
             except TesseraClientError as error:
+                last = error
                 if await self._went_away(error):
                     began, went_away = time.monotonic(), went_away + 1
                     if went_away == SUSPECT:
@@ -91,7 +93,7 @@ class Asker:
                     await asyncio.sleep(delay)
                 elif isinstance(error, InvalidRequest) or attempt >= TRIES:
                     raise
-        return await self._ask_alone(call)
+        return await self._ask_alone(call, last)
 
     async def _ask_beside_others(self, call: Call) -> Answer:
         if self._alone.locked():
@@ -100,30 +102,38 @@ class Asker:
         self._under_way += 1
         self._idle.clear()
         try:
-            return await self._whole(call)
+            return await self._whole(call(self._client))
         finally:
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()
 
-    async def _ask_alone(self, call: Call) -> Answer:
+    async def _ask_alone(self, call: Call, last: TesseraClientError) -> Answer:
         async with self._alone:
             if self._under_way:
                 await self._idle.wait()
-            for _ in range(ALONE):
+            began, went_away = time.monotonic(), 0
+            while went_away < ALONE:
+                server = await self._one_in_order(last)
                 try:
-                    return await self._whole(call)
+                    return await self._whole(call(self._client.only(server)))
                 except TesseraClientError as error:
-                    if not await self._went_away(error) and not isinstance(error, (Unavailable, ConnectionFailed)):
-                        raise
                     last = error
+                if not await self._in_order(server):
+                    began, went_away = time.monotonic(), went_away + 1
+                elif not isinstance(last, (Unavailable, ConnectionFailed)):
+                    raise last
+                elif time.monotonic() - began > self._busy:
+                    raise Away(last) from last
+                else:
+                    await asyncio.sleep(PAUSE_S)
         raise ServerError(
             f"a server went away each of {SUSPECT + ALONE} times that this was asked, at last {ALONE} times with "
             f"nothing beside it: {last.message}"
         )
 
-    async def _whole(self, call: Call) -> Answer:
-        answer = await call()
+    async def _whole(self, attempt: Awaitable[Answer]) -> Answer:
+        answer = await attempt
         if answer.finish_reason == "deadline":
             raise DeadlineExceeded("the server had no time left for the whole answer", "give a longer --timeout")
         if answer.finish_reason == "cancelled":  # by somebody else, or by a server that stops
@@ -131,16 +141,43 @@ class Asker:
         return answer
 
     async def _went_away(self, error: TesseraClientError) -> bool:
-        """Returns when a server is in order; whether it was not at first. Raises Away."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.ensure_future(self._wait_for_server(error))
-        return await asyncio.shield(self._looking)
+        """Returns when a server is in order; whether the row's own, or each, was not at first. Raises Away."""
+        own = error.server
+        if own is not None and await self._in_order(own):
+            return False
+        if self._waiting is None or self._waiting.done():
+            self._waiting = asyncio.ensure_future(self._wait_for_server(error))
+        return await asyncio.shield(self._waiting) or own is not None
+
+    async def _in_order(self, server: str) -> bool:
+        looking = self._looking.get(server)
+        if looking is None or looking.done():
+            looking = self._looking[server] = asyncio.ensure_future(self._answers(server))
+        return await asyncio.shield(looking)
+
+    async def _answers(self, server: str) -> bool:
+        try:
+            await self._look(self._looks.only(server))
+        except TesseraClientError:
+            return False
+        return True
+
+    async def _one_in_order(self, error: TesseraClientError) -> str:
+        """The address of a server, when there is one in order. Raises Away."""
+        started = time.monotonic()
+        while True:
+            for server in self._client.servers:
+                if await self._in_order(server):
+                    return server
+            if time.monotonic() - started > self._patience:
+                raise Away(error) from error
+            await asyncio.sleep(PAUSE_S)
 
     async def _wait_for_server(self, error: TesseraClientError) -> bool:
         started, away = time.monotonic(), False
         while True:
             try:
-                await self._look()
+                await self._look(self._looks)
                 return away
             except TesseraClientError as met:
                 away = True
@@ -148,5 +185,5 @@ class Asker:
                     raise Away(met) from error
             await asyncio.sleep(PAUSE_S)
 
-    async def _look(self) -> None:
-        await self._client.ask(None, "Hello", max_tokens=1)
+    async def _look(self, client: AsyncClient) -> None:
+        await client.ask(None, "Hello", max_tokens=1)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -27,11 +28,12 @@ from tessera_client.pictures import Image
 from tessera_client.retry import Retry
 from tessera_client.streaming import Stream
 from tessera_client.transports.base import Transport
-from tessera_client.transports.pool import open_transport
+from tessera_client.transports.pool import PooledTransport, open_transport
 from tessera_wire.errors import TesseraClientError
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
+    from typing_extensions import Self
 
     from tessera_client.tracing import Trace
 
@@ -101,6 +103,24 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
     ) -> StreamT:
         """:meth:`chat`, streamed as :meth:`stream` does."""
         return self._stream(chat_request(messages, images, **sampling), timeout)
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The addresses of the servers."""
+        return self._transport.addresses if isinstance(self._transport, PooledTransport) else (self.url,)
+
+    def only(self, server: str) -> Self:
+        """A client of one of the servers, on this one's connections."""
+        one = copy(self)
+        if isinstance(self._transport, PooledTransport):
+            one._transport = self._transport.only(server)
+        return one
+
+    def untraced(self) -> Self:
+        """This client on the same connections, for questions that are nobody's and no spans."""
+        probe = copy(self)
+        probe._tracer = None
+        return probe
 
     def _plan_request(self, image: Images, tiles: Mapping[str, Any]) -> Request:
         # One token: how a picture is cut must not depend on the room that an answer would take.

@@ -23,6 +23,7 @@ from tessera_client.retry import LONGEST
 from tessera_gateway import tracing
 from tessera_gateway.app import SETTINGS
 from tessera_gateway.batches.database import Database
+from tessera_gateway.batches.lock import FolderLock
 from tessera_gateway.keys import read_keys
 from tessera_gateway.settings import Settings
 from tessera_wire.address import addresses, parse_url
@@ -115,6 +116,8 @@ def _settings(options: argparse.Namespace) -> Settings:
         read_keys(options.keys)
     if options.batch_folder is not None:
         Database(options.batch_folder).close()  # made before several workers would do so at once
+        with FolderLock(options.batch_folder) as lock:
+            lock.take()
     return Settings(
         url=options.url,
         metrics=options.metrics,

@@ -91,6 +91,12 @@ class SamplingParameters:
         """Whether the tokens so far change the choice of the next."""
         return any(getattr(self, name) != getattr(SamplingParameters, name) for name in PENALTIES)
 
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest token is all that is asked for, once the answer has ``min_tokens``."""
+        wants = self.temperature > 0 or self.logprobs is not None or self.choices is not None
+        return not (wants or self.penalized or self.constraint)
+
     @classmethod
     def parse(cls, given: str | bytes | Mapping[str, Any] | None) -> SamplingParameters:
         """From JSON text or a mapping; strings that hold numbers count as numbers.

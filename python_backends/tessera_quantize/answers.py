@@ -52,8 +52,8 @@ def figures(
             engine.submit(request)
         while engine.has_work():
             progress = engine.step()
-            for number, token in progress.tokens:
-                answers[number].append(token.token_id)
+            for number, token, _ in progress.tokens:
+                answers[number].append(token)
             for _ in progress.ends:
                 advance()
     texts = [tokenizer.decode(answers[request.number]) for request in requests]

@@ -26,7 +26,10 @@ class TesseraClientError(Exception):
 
     ``message`` is the fault in the server's (or the transport's) words, ``remedy`` a sentence on what to do or an
     empty string, ``code`` the status name the server gave (``"UNAVAILABLE"``, ...) or an empty string.
+    ``server`` is the address of the server that was asked, where it had been in order until then.
     """
+
+    server: str | None = None
 
     def __init__(self, message: str, remedy: str = "", code: str = "") -> None:
         super().__init__(f"{message} ({remedy})" if remedy else message)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 from clients.fake_transport import SCORES, FakeTransport, Hang, final
+from fakes.answering_server import PROBE, AnsweringServer
 
 from tessera_batch import source
 from tessera_batch.journal import Journal
@@ -24,23 +27,6 @@ from tessera_command.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 Capture = pytest.CaptureFixture[str]
-PROBE = "Hello"
-
-
-class Server(FakeTransport):
-    """Answers with the question; ``own`` has what it yields to others."""
-
-    def __init__(self, **own: Any) -> None:
-        super().__init__()
-        self.own = own
-
-    def answer_to(self, request: Request) -> Sequence[Any]:
-        return self.own.get(request.text or "", [final(f"answer to {request.text}")])
-
-    @property
-    def asked(self) -> list[str]:
-        """The questions, in order."""
-        return [request.text or "" for request, *_ in self.requests if request.text != PROBE]
 
 
 @pytest.fixture
@@ -81,7 +67,7 @@ def test_rows_become_results(batch: Any, tmp_path: Path, capsys: Capture) -> Non
         {"id": "two", "image": ["a.jpg", "data:image/png;base64,cG5n"], "question": "Same?"},
         {"id": "three", "image": None, "question": "Why?", "options": {"max_tokens": 9}},
     )
-    server = Server(**{"Why?": [replace(final("yes"), choices=SCORES, logprobs=[1])]})
+    server = AnsweringServer(**{"Why?": [replace(final("yes"), choices=SCORES, logprobs=[1])]})
     assert batch(server, rows, "--prompt", "A crack?", "--max-tokens", "5", "--priority", "7") == 0
     sent = {request.text: request for request, *_ in server.requests if request.text != PROBE}
     assert [sent[text].images for text in ("A crack?", "Same?", "Why?")] == [(b"jpeg",), (b"jpeg", b"png"), ()]
@@ -98,7 +84,7 @@ def test_rows_become_results(batch: Any, tmp_path: Path, capsys: Capture) -> Non
 
 
 def test_never_more_under_way_than_allowed(batch: Any, tmp_path: Path) -> None:
-    class Counting(Server):
+    class Counting(AnsweringServer):
         """Answers when so many have been asked."""
 
         def __init__(self) -> None:
@@ -127,19 +113,19 @@ def test_never_more_under_way_than_allowed(batch: Any, tmp_path: Path) -> None:
 
 def test_the_same_command_goes_on_where_it_ended(batch: Any, tmp_path: Path, capsys: Capture) -> None:
     rows, out = questions(tmp_path, "a", "b", "c"), tmp_path / "out.jsonl"
-    assert batch(Server(), rows) == 0
+    assert batch(AnsweringServer(), rows) == 0
     whole = out.read_bytes()
     lines = whole.splitlines(keepends=True)
     out.write_bytes(lines[1] + lines[2][:-5])  # as a kill in the middle of a write leaves it
-    again = Server()
+    again = AnsweringServer()
     assert batch(again, rows) == 0
     kept = json.loads(lines[1])["id"]
     assert sorted(again.asked) == sorted({"a", "b", "c"} - {kept}) and sorted(ids(out)) == ["a", "b", "c"]
     assert out.read_bytes().startswith(lines[1]) and "1 were there already" in capsys.readouterr().out
-    nothing = Server()
+    nothing = AnsweringServer()
     assert batch(nothing, rows) == 0 and nothing.requests == []
     # Rows may be added, and asked in another turn.
-    more = Server()
+    more = AnsweringServer()
     assert batch(more, questions(tmp_path, "d", "c", "b", "a"), "--priority", "3") == 0
     assert more.asked == ["d"] and sorted(ids(out)) == ["a", "b", "c", "d"]
 
@@ -150,6 +136,7 @@ def test_a_run_that_is_killed_goes_on_where_it_was(batch: Any, tmp_path: Path) -
     program = f"""
 import os, signal
 from clients.fake_transport import FakeTransport
+from fakes.answering_server import PROBE, AnsweringServer, question
 from tessera_client import client
 from tessera_command.cli import main
 
@@ -167,7 +154,7 @@ main(["batch", {str(rows)!r}, "-o", {str(out)!r}, "--concurrency", "4"])
     assert killed.returncode == -signal.SIGKILL
     before = ids(out)
     assert 50 < len(before) < 60
-    again = Server()
+    again = AnsweringServer()
     assert batch(again, rows) == 0
     assert sorted(again.asked) == sorted(set(names) - set(before)) and sorted(ids(out)) == sorted(names)
 
@@ -182,7 +169,7 @@ def test_what_fails_is_a_row_with_its_reason(batch: Any, tmp_path: Path, capsys:
         {"image": None, "question": "cut"},
     )
     own = {"refused": [InvalidRequest("not a\npicture")], "broken": [ServerError("out of luck")]}
-    server = Server(**own, cut=[final("half", "deadline")])
+    server = AnsweringServer(**own, cut=[final("half", "deadline")])
     assert batch(server, rows) == 1
     found = {row["id"]: row["error"] for row in results(tmp_path / "out.jsonl")}
     assert found[1] is None and found[3] == "InvalidRequest: not a picture" and found[4] == "ServerError: out of luck"
@@ -191,7 +178,7 @@ def test_what_fails_is_a_row_with_its_reason(batch: Any, tmp_path: Path, capsys:
     assert server.asked.count("refused") == 1 and server.asked.count("broken") == server.asked.count("cut") == 2
     assert "4 rows of" in capsys.readouterr().err
     # They are over, and stay so until they are asked for again.
-    later = Server()
+    later = AnsweringServer()
     assert batch(later, rows) == 1 and later.requests == []
     assert batch(later, rows, "--again") == 1
     assert sorted(later.asked) == ["broken", "cut", "refused"]
@@ -211,7 +198,7 @@ def test_equal_questions_about_equal_pictures_are_asked_once(batch: Any, tmp_pat
     rows = [{"image": f"{name}.jpg", "question": question} for name, question in asked]
     warm = [{"image": None, "question": "free", "options": {"temperature": 1.0}}] * 2
     source = write_rows(tmp_path / "jobs.jsonl", *rows, *warm)
-    server = Server()
+    server = AnsweringServer()
     assert batch(server, source, "--in-order") == 0
     assert (
         sorted(server.asked) == ["free", "free", "x", "x", "y"] and "2 the same as another" in capsys.readouterr().out
@@ -226,7 +213,7 @@ def test_equal_questions_about_equal_pictures_are_asked_once(batch: Any, tmp_pat
     )
     # Answers of an earlier run count as well.
     write_rows(source, *rows, *warm, {"image": "b.jpg", "question": "y"})
-    later = Server()
+    later = AnsweringServer()
     assert batch(later, source) == 0 and later.asked == []
     assert results(tmp_path / "out.jsonl")[-1]["same_as"] == 4
 
@@ -234,21 +221,21 @@ def test_equal_questions_about_equal_pictures_are_asked_once(batch: Any, tmp_pat
 def test_results_in_order(batch: Any, tmp_path: Path) -> None:
     names = [f"q{number}" for number in range(30)]
     rows, out = questions(tmp_path, *names), tmp_path / "out.jsonl"
-    late = Server(q3=[ServerError("not yet")])
+    late = AnsweringServer(q3=[ServerError("not yet")])
     assert batch(late, rows, "--in-order") == 1 and ids(out) == names
     # What is asked later takes its place.
-    assert batch(Server(), rows, "--in-order", "--again") == 0 and ids(out) == names
+    assert batch(AnsweringServer(), rows, "--in-order", "--again") == 0 and ids(out) == names
     lines = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(reversed(lines)))
-    assert batch(Server(), rows) == 0 and ids(out) == names[::-1]
-    assert batch(Server(), rows, "--in-order") == 0 and out.read_bytes() == b"".join(lines)
+    assert batch(AnsweringServer(), rows) == 0 and ids(out) == names[::-1]
+    assert batch(AnsweringServer(), rows, "--in-order") == 0 and out.read_bytes() == b"".join(lines)
 
 
 def test_results_of_another_job_are_not_taken(batch: Any, tmp_path: Path, capsys: Capture) -> None:
     rows, out = write_rows(tmp_path / "a.jsonl", {"image": None}), tmp_path / "out.jsonl"
-    assert batch(Server(), rows, "--prompt", "one") == 0
+    assert batch(AnsweringServer(), rows, "--prompt", "one") == 0
     before = out.read_bytes()
-    server = Server()
+    server = AnsweringServer()
     assert batch(server, rows, "--prompt", "two") == 2
     assert "has a result of row 1, which this job does not ask, or asks otherwise" in capsys.readouterr().err
     assert batch(server, rows, "--prompt", "one", "--max-tokens", "7") == 2
@@ -265,25 +252,38 @@ def test_results_of_another_job_are_not_taken(batch: Any, tmp_path: Path, capsys
 
 def test_two_runs_do_not_write_one_file(batch: Any, tmp_path: Path, capsys: Capture) -> None:
     first = Journal(tmp_path / "out.jsonl")
-    assert batch(Server(), questions(tmp_path, "a")) == 2
+    assert batch(AnsweringServer(), questions(tmp_path, "a")) == 2
     assert "another run is writing" in capsys.readouterr().err
     first.close()
-    assert batch(Server(), questions(tmp_path, "a")) == 0
+    assert batch(AnsweringServer(), questions(tmp_path, "a")) == 0
+
+
+def test_a_disk_without_locks_is_said_and_not_taken_for_another_run(
+    batch: Any, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    server = AnsweringServer()
+    assert batch(server, questions(tmp_path, "a")) == 1 and not server.requests
+    said = capsys.readouterr().err
+    assert "out.jsonl cannot be locked against other runs: No locks available; give an -o" in said
 
 
 def test_a_server_that_is_away_ends_the_run_and_keeps_what_is_over(
     batch: Any, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Leaving(Server):
+    class Leaving(AnsweringServer):
         def answer_to(self, request: Request) -> Sequence[Any]:
             return [ConnectionFailed("gone")] if len(self.requests) > 3 else super().answer_to(request)
 
     rows = questions(tmp_path, "a", "b", "c", "d")
     assert batch(Leaving(), rows, "--concurrency", "1", "--patience", "0") == 3
     assert "tessera batch: gone" in capsys.readouterr().err and ids(tmp_path / "out.jsonl") == ["a", "b"]
-    away = Server(**{PROBE: [ConnectionFailed("nobody listens")]})
+    away = AnsweringServer(**{PROBE: [ConnectionFailed("nobody listens")]})
     assert batch(away, rows) == 3 and away.asked == []
-    again = Server()
+    again = AnsweringServer()
     assert batch(again, rows) == 0 and sorted(again.asked) == ["c", "d"]
 
 
@@ -293,12 +293,12 @@ def test_the_output_is_named_for_what_it_is(batch: Any, tmp_path: Path, capsys: 
         ((rows, "-o", tmp_path / "out.csv"), "cannot be written as out.csv"),
         ((rows, "-o", rows), "is where the rows come from"),
     ):
-        assert batch(Server(), *arguments) == 2 and words in capsys.readouterr().err
+        assert batch(AnsweringServer(), *arguments) == 2 and words in capsys.readouterr().err
     (tmp_path / "full").write_text("")
-    assert batch(Server(), rows, "-o", tmp_path / "full" / "out.jsonl") == 1
+    assert batch(AnsweringServer(), rows, "-o", tmp_path / "full" / "out.jsonl") == 1
 
 
-class Planning(Server):
+class Planning(AnsweringServer):
     def plan(self, request: Request, timeout: float | None) -> tuple[PicturePlan, ...]:
         assert json.loads(request.sampling or "")["tile_policy"] == {"max_tiles": 6}
         views = (PictureView(896, 1344, 3, 2), PictureView(448, 448, 1, 1))
@@ -322,10 +322,10 @@ def test_a_dry_run_says_what_it_costs_and_writes_nothing(batch: Any, tmp_path: P
 
 def test_a_dry_run_knows_what_is_over(batch: Any, tmp_path: Path, capsys: Capture) -> None:
     rows = questions(tmp_path, "a", "b", "c")
-    assert batch(Server(), questions(tmp_path, "a", "b")) == 0
+    assert batch(AnsweringServer(), questions(tmp_path, "a", "b")) == 0
     before = (tmp_path / "out.jsonl").read_bytes()
     capsys.readouterr()
-    server = Server()
+    server = AnsweringServer()
     assert batch(server, questions(tmp_path, "a", "b", "c"), "--dry-run") == 0
     assert server.asked == ["c"] and "1 rows to ask, 2 of 3 are over" in capsys.readouterr().err
     assert (tmp_path / "out.jsonl").read_bytes() == before and rows.exists()
@@ -341,5 +341,5 @@ def test_a_source_that_changes_while_it_is_read_is_noticed(
             questions(tmp_path, *later)
 
     monkeypatch.setattr(source, "JsonLinesSource", Changing)
-    assert batch(Server(), questions(tmp_path, "a", "b")) == 2
+    assert batch(AnsweringServer(), questions(tmp_path, "a", "b")) == 2
     assert "changed while it was read" in capsys.readouterr().err

@@ -6,15 +6,18 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 from clients.fake_transport import FakeTransport, final
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tessera_client import Answer, AsyncClient, ConnectionFailed, InvalidRequest, Retry, ServerError, Unavailable, asker
 from tessera_client.asker import ALONE, SUSPECT, Asker, Away
 from tessera_client.messages import Request
+from tessera_client.transports import pool
 from tessera_client.transports.base import Deliver, Sent
 from tessera_client.transports.pool import PooledTransport
 from tessera_wire.errors import TesseraClientError
@@ -76,7 +79,7 @@ def ask(transport: Any, questions: Sequence[str], patience: float = 60.0, at_a_t
 
             async def within(question: str) -> Any:
                 async with slots:
-                    return await text_or_error(one.ask(partial(client.ask, None, question)))
+                    return await text_or_error(one.ask(lambda client: client.ask(None, question)))
 
             return await asyncio.gather(*map(within, questions))
 
@@ -149,11 +152,49 @@ def test_several_servers_and_one_of_them_away() -> None:
     assert first.requests and second.requests and 0 < len(dead.requests) < len(QUESTIONS)
 
 
+def test_a_row_that_kills_one_server_after_another_is_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "REST_SECONDS", 0.01)
+    servers = [Falling(GONE, q5=99) for _ in range(3)]
+    one_by_one = PooledTransport({f"host{number}:1": each for number, each in enumerate(servers)})
+    answers = ask(one_by_one, QUESTIONS)
+    assert isinstance(answers[5], ServerError) and "a server went away each of 5 times" in answers[5].message
+    assert sum(len(each.beside) for each in servers) == SUSPECT + ALONE
+    answers[5] = "answer to q5"
+    assert answers == [f"answer to {question}" for question in QUESTIONS]
+
+
+def test_servers_that_are_away_already_are_not_laid_to_a_rows_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "REST_SECONDS", 0.01)
+
+    class Dead(FakeTransport):
+        def answer_to(self, request: Request) -> Sequence[Any]:
+            return [GONE]
+
+    servers = {"a:1": Falling(GONE, q5=SUSPECT), **{f"dead{number}:1": Dead() for number in range(4)}}
+    assert ask(PooledTransport(servers), QUESTIONS) == [f"answer to {question}" for question in QUESTIONS]
+
+
+def test_looks_at_servers_leave_no_traces() -> None:
+    memory, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+
+    async def ask_one(first: FakeTransport, second: FakeTransport) -> None:
+        tracer, pooled = provider.get_tracer("tests"), PooledTransport({"a:1": first, "b:1": second})
+        async with AsyncClient(transport=pooled, retry=Retry(attempts=1), tracer=tracer) as client:
+            await (one := Asker(client, 60.0)).begin()  # at a, so that b is asked next
+            assert (await one.ask(lambda client: client.ask(None, "why"))).text == "answer to why"
+
+    first, second = Falling(GONE), Falling(GONE, why=1)
+    asyncio.run(ask_one(first, second))
+    spans = [span for span in memory.get_finished_spans() if span.name == "chat vlm"]
+    assert first.times[PROBE] and second.times[PROBE] and len(spans) == first.times["why"] + second.times["why"] == 2
+
+
 def test_a_job_begins_where_one_server_of_several_answers() -> None:
     async def begin(*transports: FakeTransport) -> None:
         pool = PooledTransport({f"host{number}:1": each for number, each in enumerate(transports)})
         async with AsyncClient(transport=pool, retry=Retry(attempts=1)) as client:
-            await Asker(client, 60.0, len(transports)).begin()
+            await Asker(client, 60.0).begin()
 
     away = FakeTransport([[GONE]] * 99)
     asyncio.run(begin(away, FakeTransport()))

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from clients.fake_transport import FakeTransport, final
+from fakes.answering_server import PROBE, AnsweringServer
 
 from tessera_client import ConnectionFailed, DeadlineExceeded, InvalidRequest, ServerError, client
-from tessera_client.messages import Request
 from tessera_client.ray import Ask, ServerAway
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "clusters.md"
-PROBE = "Hello"
 Asking = Callable[..., Ask]
-
-
-class Server(FakeTransport):
-    """Answers with the question; ``own`` has what it yields to others."""
-
-    def __init__(self, **own: Any) -> None:
-        super().__init__()
-        self.own = own
-
-    def answer_to(self, request: Request) -> Sequence[Any]:
-        return self.own.get(request.text or "", [final(f"answer to {request.text}")])
 
 
 @pytest.fixture
@@ -48,7 +36,7 @@ def table(*questions: str | None) -> pa.Table:
 
 def test_a_table_comes_back_with_answers(asking: Asking, tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"jpeg")
-    server = Server()
+    server = AnsweringServer()
     batch = pa.table({"id": [7, 8], "file": [[str(tmp_path / "a.jpg"), "data:image/png;base64,cG5n"], None]})
     batch = batch.append_column("question", [["Same?", "Why?"]])
     out = asking(server, image="file", prompt="question", max_tokens=5)(batch)
@@ -61,19 +49,19 @@ def test_a_table_comes_back_with_answers(asking: Asking, tmp_path: Path) -> None
 
 
 def test_bytes_are_sent_as_they_are(asking: Asking) -> None:
-    server = Server()
+    server = AnsweringServer()
     asking(server)(pa.table({"image": [b"webp"], "prompt": ["What?"]}))
     assert server.requests[0][0].images == (b"webp",)
 
 
 @pytest.mark.parametrize("questions", [(), ("fine",), ("bad",)])
 def test_the_columns_are_text_whatever_is_in_them(asking: Asking, questions: tuple[str, ...]) -> None:
-    out = asking(Server(bad=[InvalidRequest("no")]))(table(*questions))
+    out = asking(AnsweringServer(bad=[InvalidRequest("no")]))(table(*questions))
     assert [out.schema.field(name).type for name in ("answer", "finish_reason", "error")] == [pa.string()] * 3
 
 
 def test_a_row_that_is_wrong_is_a_row_with_an_error(asking: Asking) -> None:
-    server = Server(bad=[InvalidRequest("image 0 is none")], failed=[ServerError("out of luck")])
+    server = AnsweringServer(bad=[InvalidRequest("image 0 is none")], failed=[ServerError("out of luck")])
     out = asking(server)(table("one", "bad", None, "failed", "two"))
     assert out["answer"].to_pylist() == ["answer to one", None, None, None, "answer to two"]
     _, bad, none, failed, _ = out["error"].to_pylist()
@@ -82,12 +70,12 @@ def test_a_row_that_is_wrong_is_a_row_with_an_error(asking: Asking) -> None:
 
 
 def test_part_of_an_answer_is_none(asking: Asking) -> None:
-    out = asking(Server(long=[final("The wi", "deadline")]))(table("long")).to_pylist()[0]
+    out = asking(AnsweringServer(long=[final("The wi", "deadline")]))(table("long")).to_pylist()[0]
     assert (out["answer"], out["finish_reason"], out["error"]) == (None, "deadline", "the answer is not whole")
 
 
 def test_the_pages_function_for_spark_and_dask_keeps_the_same_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(bad=[InvalidRequest("no")], long=[final("The wi", "deadline")])
+    server = AnsweringServer(bad=[InvalidRequest("no")], long=[final("The wi", "deadline")])
     monkeypatch.setattr(client, "open_transport", lambda url, models: server)
     (block,) = re.findall(r"```python\n([^`]*def asked.*?)```", PAGE.read_text(), re.DOTALL)
     exec(block, names := dict[str, Any]())
@@ -103,11 +91,11 @@ def test_the_pages_function_for_spark_and_dask_keeps_the_same_rule(monkeypatch: 
 @pytest.mark.parametrize("answer", [[ServerError("died")], [DeadlineExceeded("late")], [final("", "cancelled")]])
 def test_what_fails_on_a_server_out_of_order_is_asked_again(asking: Asking, answer: list[Any]) -> None:
     with pytest.raises(ServerAway, match="gone"):
-        asking(Server(**{"why": answer, PROBE: [ConnectionFailed("gone")]}))(table("one", "why"))
+        asking(AnsweringServer(**{"why": answer, PROBE: [ConnectionFailed("gone")]}))(table("one", "why"))
 
 
 def test_a_wrong_question_says_nothing_about_the_server(asking: Asking) -> None:
-    server = Server(**{"bad": [InvalidRequest("no")], PROBE: [ConnectionFailed("gone")]})
+    server = AnsweringServer(**{"bad": [InvalidRequest("no")], PROBE: [ConnectionFailed("gone")]})
     assert asking(server)(table("bad"))["error"].to_pylist() == ["no"]
 
 
@@ -126,4 +114,4 @@ def test_a_server_that_is_away_is_an_exception() -> None:
 )
 def test_a_table_that_cannot_be_asked_is_refused(asking: Asking, batch: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        asking(Server())(batch)
+        asking(AnsweringServer())(batch)

@@ -19,7 +19,7 @@ from tessera.engine import metrics_page
 from tessera.launcher import cli
 from tessera.launcher.health import Health, HealthPort, ServiceHealth
 from tessera_gateway import cli as gateway_cli
-from tessera_gateway import page, status
+from tessera_gateway import page, status, tracing
 from tessera_wire.address import addresses
 
 pytestmark = pytest.mark.clients
@@ -38,7 +38,8 @@ EVERYTHING = {
         "nodeSelector": {"gpu": "h200"},
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
     },
-    "gateway": {"keysSecret": "keys", "extraArgs": ["--fetch-from=pictures.example", "--otel=http://collector:4318"]},
+    "gateway": {"keysSecret": "keys", "extraArgs": ["--fetch-from=pictures.example"]},
+    "tracing": {"endpoint": "http://collector:4318", "variables": {"OTEL_TRACES_SAMPLER_ARG": "0.1"}},
     "autoscaling": {"enabled": True, "maxReplicas": 3},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "networkPolicy": {"gatewayEgress": [{"ports": [{"port": 443}]}]},
@@ -230,6 +231,33 @@ def test_servers_are_added_by_metrics_that_they_have() -> None:
 def test_a_gateway_with_keys_is_not_scraped_without_one() -> None:
     assert ("ServiceMonitor", "gateway") in rendered({"serviceMonitor": {"enabled": True}})
     assert ("ServiceMonitor", "gateway") not in rendered(EVERYTHING)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [("http://collector:4318", 4318), ("https://traces.example/otlp", 443), ("http://[fd00::7]/", 80)],
+)
+def test_traces_are_sent_by_gateways_which_may_go_to_the_collector(endpoint: str, port: int) -> None:
+    variables = {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.1"}
+    chart = rendered({"tracing": {"endpoint": endpoint, "serviceName": "rooms", "variables": variables}})
+    told = container(pods(chart)["gateway"])["env"]
+    assert {each["name"]: each["value"] for each in told} == {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+        "OTEL_SERVICE_NAME": "rooms",
+        **variables,
+    }
+    assert tracing.wanted({each["name"]: each["value"] for each in told})
+    assert {"ports": [{"port": port}]} in chart["NetworkPolicy", "gateway"]["spec"]["egress"]
+    assert not chart["NetworkPolicy", "server"]["spec"]["egress"] and "env" not in container(pods(chart)["server"])
+
+
+def test_without_a_collector_there_are_no_traces() -> None:
+    chart = rendered({"tracing": {"variables": {"OTEL_TRACES_SAMPLER": "always_on"}}})
+    assert not any("env" in container(pod) for pod in pods(chart).values())
+    assert len(chart["NetworkPolicy", "gateway"]["spec"]["egress"]) == 2
+    for wrong in ({"endpoint": "collector:4317"}, {"variables": {"TESSERA_URL": "elsewhere"}}):
+        with pytest.raises(Exception, match="tracing|OTEL_"):
+            rendered({"tracing": wrong})
 
 
 def test_batches_are_refused_where_no_disk_lasts() -> None:

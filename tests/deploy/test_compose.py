@@ -34,10 +34,10 @@ def base_images() -> list[str]:
 
 
 def test_the_services_are_those_promised():
-    assert set(SERVICES) == {"server", "server-gpu", "plan", "prometheus", "grafana", "locust"}
+    assert set(SERVICES) == {"server", "server-gpu", "server-tensorrt", "plan", "prometheus", "grafana", "locust"}
     assert "profiles" not in SERVICES["server"]
     assert SERVICES["server-gpu"]["profiles"] == ["gpu"]
-    assert "--model-config-name=tensorrt" in SERVICES["server-gpu"]["command"]
+    assert SERVICES["server-tensorrt"]["profiles"] == ["tensorrt"]
     assert SERVICES["locust"]["profiles"] == ["load"]
 
 
@@ -94,14 +94,41 @@ def test_the_model_repository_is_part_of_the_read_only_image():
     assert "chmod -R a+rX,go-w /opt/tessera" in stage
     assert "--chown" not in stage
     assert "volumes" not in SERVICES["server"]
-    assert SERVICES["server-gpu"]["volumes"] == ["plan:/opt/tessera/plan:ro"]
+    assert "volumes" not in SERVICES["server-gpu"]
+    assert SERVICES["server-tensorrt"]["volumes"] == ["plan:/opt/tessera/plan:ro"]
+
+
+def test_the_gpu_server_is_the_path_that_was_measured():
+    """The launcher's own defaults on a GPU: every figure of docs/figures.md is theirs, none a plan's."""
+    from tessera.launcher import cli
+
+    service = SERVICES["server-gpu"]
+    options = cli.parse(service["command"])[0]
+    assert options.settings == {"device": "cuda"} and not options.model_config_name and not options.extra_flags
+    assert options.mps and not options.only
+    assert "depends_on" not in service
+    # Triton's kernels are shared objects in there.
+    (tmp,) = service["tmpfs"]
+    assert "exec" in tmp.partition(":")[2].split(",")
+    assert re.search(r"TRITON_CACHE_DIR=/tmp/", DOCKERFILE)
+
+
+def test_the_plan_is_an_option_of_its_own():
+    from tessera.launcher import cli
+
+    options = cli.parse(SERVICES["server-tensorrt"]["command"])[0]
+    assert options.model_config_name == "tensorrt" and options.extra_flags == ("--cache-config=local,size=1073741824",)
+    assert {name for name, service in SERVICES.items() if "tensorrt" in service.get("profiles", ())} == {
+        "server-tensorrt",
+        "plan",
+    }
 
 
 def test_the_plan_is_built_first_and_where_the_server_looks_for_it():
-    plan, server = SERVICES["plan"], SERVICES["server-gpu"]
+    plan, server = SERVICES["plan"], SERVICES["server-tensorrt"]
     assert server["depends_on"] == {"plan": {"condition": "service_completed_successfully"}}
     assert plan["deploy"] == server["deploy"]
-    assert plan["restart"] == "no" and plan["profiles"] == ["gpu"]
+    assert plan["restart"] == "no" and plan["profiles"] == ["tensorrt"]
     folder = plan["volumes"][0].partition(":")[2]
     assert server["volumes"] == [f"plan:{folder}:ro"]
     assert f"ln -s {folder}/model.plan model_repository/vision_encoder/1/model.plan" in DOCKERFILE
@@ -121,12 +148,12 @@ def test_limits_are_set(name):
 
 
 def test_a_collector_of_traces_is_handed_on():
-    for name in ("server", "server-gpu"):
+    for name in ("server", "server-gpu", "server-tensorrt"):
         assert "OTEL_EXPORTER_OTLP_ENDPOINT" in SERVICES[name]["environment"]  # by name alone: unset stays unset
 
 
 def test_the_server_has_shared_memory_for_its_stages():
-    for name in ("server", "server-gpu"):
+    for name in ("server", "server-gpu", "server-tensorrt"):
         assert int(SERVICES[name]["shm_size"].removesuffix("g")) >= 2
 
 
@@ -182,7 +209,12 @@ def test_the_server_command_is_one_the_launcher_understands(monkeypatch):
     for model in DEFAULT_MODELS:
         chosen = cli.parse([*own, f"--default={model}"])[0].checkpoint
         assert f"COPY {chosen.relative_to('/opt/tessera')}/ " in DOCKERFILE
-    for command in (yaml.safe_load(default), own, SERVICES["server-gpu"]["command"]):
+    for command in (
+        yaml.safe_load(default),
+        own,
+        SERVICES["server-gpu"]["command"],
+        SERVICES["server-tensorrt"]["command"],
+    ):
         options = cli.parse([str(word) for word in command])[0]
         assert options.host == "0.0.0.0"
         assert str(options.model_repository) == "/opt/tessera/model_repository"
@@ -208,7 +240,7 @@ def test_docker_compose_accepts_the_file():
     if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
         pytest.skip("this docker client has no compose plugin (or there is none): the file was not checked by it")
     run = subprocess.run(
-        [docker, "compose", "-f", str(COMPOSE), "--profile", "gpu", "--profile", "load", "config", "--quiet"],
+        [docker, "compose", "-f", str(COMPOSE), "--profile", "*", "config", "--quiet"],
         capture_output=True,
         text=True,
     )

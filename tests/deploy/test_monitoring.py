@@ -20,7 +20,8 @@ def test_prometheus_scrapes_the_metrics_port_of_the_server():
     (target,) = jobs["tessera"]["static_configs"][0]["targets"]
     host, _, port = target.partition(":")
     assert host in SERVICES
-    assert "server" in SERVICES["server-gpu"]["networks"]["tessera"]["aliases"]
+    for name in ("server-gpu", "server-tensorrt"):
+        assert "server" in SERVICES[name]["networks"]["tessera"]["aliases"]
     assert f"127.0.0.1:{port}:{port}" in SERVICES["server"]["ports"]
 
 

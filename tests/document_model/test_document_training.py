@@ -138,7 +138,7 @@ def test_our_server_s_stages_give_transformers_log_probabilities(
     )
     steps = []
     while engine.has_work():
-        steps += [token.top for _, token in engine.step().tokens]
+        steps += [report.top for _, _, report in engine.step().tokens]
     assert len(steps) == 6
     for step in steps:
         expected = theirs(model, sample, ids)[-1].log_softmax(-1)

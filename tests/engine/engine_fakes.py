@@ -16,7 +16,7 @@ from tessera.engine.models.registry import model_class
 from tessera.engine.quantization.config import scheme_selector
 from tessera.engine.rendering import Answers
 from tessera.engine.request import Request, SamplingParameters
-from tessera.engine.sequence import SampledToken
+from tessera.engine.sequence import Report
 from tessera.family.text_stream import TextStream
 
 EOS = 256
@@ -98,7 +98,7 @@ class BookkeepingRunner:
         self.cache_salt = salt
         self.cache = {}
         self.script = {}
-        self.logprob = None  # what every token reports
+        self.report = None  # every token's
         self.batches = []
         self._tokens = tokens
         self._sampled = {}
@@ -122,7 +122,7 @@ class BookkeepingRunner:
         seen = [self.cache[self._slot(span.sequence, position)] for position in range(span.end)]
         children = span.sequence.children
         if children:
-            return SampledToken(0, 0.0, tuple((child, child_logprob(seen, child)) for child in children))
+            return 0, Report(0.0, tuple((child, child_logprob(seen, child)) for child in children))
         tokens = self._tokens
         if span.sequence.mask is not None:
             allowed = np.unpackbits(span.sequence.mask, bitorder="little")
@@ -133,7 +133,7 @@ class BookkeepingRunner:
         if script is not None:
             token = script[answered % len(script)]
         self._sampled[span.sequence, span.end] = token
-        return SampledToken(token, self.logprob)
+        return token, self.report
 
     def _slot(self, sequence, position):
         return sequence.block_table[position // self.block_size] * self.block_size + position % self.block_size

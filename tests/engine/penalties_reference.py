@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import torch
 from transformers import (
@@ -52,7 +54,7 @@ def plain_answer(runner, request, stop_ids=()):
         ids = np.concatenate([request.input_ids, np.array(answer, np.int32)])
         whole = Request("", ids, request.spans, request.embeddings, request.digest, SamplingParameters(max_tokens=1))
         sequence = Sequence(whole)
-        sequence.block_table = list(range(runner.num_blocks))
+        sequence.block_table = array("q", range(runner.num_blocks))
         logits = runner.logits(ScheduledBatch([ScheduledSpan(sequence, 0, len(ids), True)]))[0]
         scores = penalized(logits.cpu(), prompt, answer, asked)
         if stop_ids and asked.min_tokens:

@@ -8,6 +8,7 @@ import pytest
 from engine_fakes import EOS, ends, make_engine, make_request, run, text_of, tokens_of
 
 from tessera.engine import rendering
+from tessera.engine.sequence import Report
 from tessera.errors import InvalidRequest, Unavailable
 
 
@@ -198,14 +199,14 @@ def test_an_answer_without_text_ends_alone_and_silences_nobody(monkeypatch, capl
     works = rendering._logprob_entry
     calls = []
 
-    def breaks_at_the_end(detokenizer, token):
+    def breaks_at_the_end(detokenizer, token, report):
         calls.append(token)
         if len(calls) == 3:  # the first request's last token
             raise ValueError("no text for this")
-        return works(detokenizer, token)
+        return works(detokenizer, token, report)
 
     monkeypatch.setattr(rendering, "_logprob_entry", breaks_at_the_end)
-    runner.logprob = -0.5
+    runner.report = Report(-0.5)
     assert ends(run(engine)) == {"broken": "error", "fine": "length"}
     assert "no text for this" in caplog.text
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -179,7 +181,7 @@ def test_layers_that_choose_otherwise_than_their_neighbours_answer_alike(monkeyp
         if linear.bias is not None:
             linear.bias.mul_(20)  # of the product's size
     sequence = Sequence(make_request(list(range(12)), max_tokens=1))
-    sequence.block_table = [0]
+    sequence.block_table = array("q", [0])
     prompt, last = ScheduledSpan(sequence, 0, 11, False), ScheduledSpan(sequence, 11, 12, True)
 
     def logits(choose):

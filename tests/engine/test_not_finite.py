@@ -54,7 +54,7 @@ def test_a_row_with_one_odd_logit_has_no_token(dtype, odd, asked):
     named = {name: asked[name] for name in ("children", "forbidden") if name in asked}
     parameters = SamplingParameters.parse({key: value for key, value in asked.items() if key not in named})
     rows = [SamplingRow(parameters, 3, 0, **named) for _ in range(3)]
-    found = [token.token_id for token in sample(logits.clone(), rows, Moment(logits.device)).tokens()]
+    found = [token for token, _ in sample(logits.clone(), rows, Moment(logits.device)).tokens()]
     assert found[1] == NOT_FINITE and found[0] >= 0 and found[2] >= 0
     assert greedy(logits).tolist() == [7, NOT_FINITE, 7]
 
@@ -62,7 +62,7 @@ def test_a_row_with_one_odd_logit_has_no_token(dtype, odd, asked):
 def test_a_token_that_we_forbid_is_no_fault():
     logits = torch.zeros(1, 4)
     row = SamplingRow(SamplingParameters(), 0, 0, frozenset({0, 1}))
-    assert sample(logits, [row], Moment(logits.device)).tokens()[0].token_id == 2
+    assert sample(logits, [row], Moment(logits.device)).tokens() == [(2, None)]
 
 
 def test_the_largest_finite_logits_are_no_fault():

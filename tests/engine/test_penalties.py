@@ -12,7 +12,7 @@ from test_equivalence import WAYS, answers, requests
 from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.execution.penalties import Histories, echoes, history
 from tessera.engine.execution.sampler import SamplingRow, sample
-from tessera.engine.sequence import SampledToken, Sequence
+from tessera.engine.sequence import Sequence
 from tessera.engine.transfer import Moment
 
 ASKED = [
@@ -47,13 +47,13 @@ def step(histories, batch, logits):
     sampled = sample(logits.clone(), rows, Moment(logits.device), penalties)
     if penalties is not None:
         penalties.append(sampled.ids)
-    return [token.token_id for token in sampled.tokens()]
+    return [token for token, _ in sampled.tokens()]
 
 
 def apply(batch, tokens):
     for sequence, token in zip(batch, tokens):
         sequence.in_flight -= 1
-        sequence.take(SampledToken(token))
+        sequence.take(token)
 
 
 @pytest.mark.parametrize("small", [3, 7])  # of how many tokens prompts and answers are made
@@ -109,7 +109,7 @@ def test_nothing_is_kept_while_nobody_asks():
 
 def test_a_picture_is_one_entry_that_equals_nothing():
     sequence = Sequence(make_request([5, 5, 5, 5, 6, 5, 5, 5], pictures=[(1, 2, 7), (5, 3, 7)], max_tokens=2))
-    sequence.take(SampledToken(9))
+    sequence.take(9)
     assert history(sequence).tolist() == [5, -1, 5, 6, -2, 9]
 
 
@@ -132,10 +132,10 @@ def test_log_probabilities_are_those_before_penalties():
     logits = torch.tensor([[1.0, 3.0, 0.5, 0.9]])
     rows = [SamplingRow.of(sequence)]
     penalties = Histories(1, logits.device).select([sequence])
-    (token,) = sample(logits.clone(), rows, Moment(logits.device), penalties).tokens()
+    ((token, report),) = sample(logits.clone(), rows, Moment(logits.device), penalties).tokens()
     raw = logits.log_softmax(-1)[0]
-    assert token.token_id == 0 and token.logprob == pytest.approx(float(raw[0]))
-    assert token.top == ((1, pytest.approx(float(raw[1]))),)
+    assert token == 0 and report.logprob == pytest.approx(float(raw[0]))
+    assert report.top == ((1, pytest.approx(float(raw[1]))),)
 
 
 def test_min_tokens_and_penalties_together():

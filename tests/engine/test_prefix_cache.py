@@ -154,11 +154,11 @@ def test_forged_digests_reach_nobody_else_s_blocks():
 def test_equal_keys_are_not_enough():
     """Where two prefixes collide in their key, the ids decide."""
     index = PrefixIndex()
-    ids = np.arange(4)
+    ids, others = np.arange(4).tobytes(), np.arange(1, 5).tobytes()
     key = index.chain(index.root(0), ids)
     index.insert(key, index.root(0), ids, 3)
     assert index.find(key, index.root(0), ids) == 3
-    assert index.find(key, index.root(0), ids + 1) is None
+    assert index.find(key, index.root(0), others) is None
     assert index.find(key, index.root(1), ids) is None
 
 
@@ -197,8 +197,8 @@ def break_index(manager, sequence):
 
 
 def break_content(manager, sequence):
-    entry = next(iter(manager._index._by_key.values()))
-    object.__setattr__(entry, "ids", np.arange(1, 5).tobytes())
+    key, entry = next(iter(manager._index._by_key.items()))
+    manager._index._by_key[key] = entry._replace(ids=np.arange(1, 5).tobytes())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from engine_fakes import ByteTokenizer, make_request
 
 from tessera.engine.progress import End, Progress
 from tessera.engine.rendering import HOLD_S, MOST_TOKENS, Answers
-from tessera.engine.sequence import SampledToken
 
 
 class Asked:
@@ -22,7 +21,7 @@ class Asked:
 
     def token(self, reason=None):
         self.count += 1
-        return Progress([(self.request.number, SampledToken(self.count))], self.end(reason).ends if reason else [])
+        return Progress([(self.request.number, self.count, None)], self.end(reason).ends if reason else [])
 
     def end(self, reason):
         return Progress([], [End(self.request.number, reason)])
@@ -136,6 +135,6 @@ def test_a_failing_listener_silences_nobody_else(parts, caplog):
 
     deaf, other = make_request([1]), parts.asked()
     parts.answers.add(deaf, fail)
-    step = Progress([(deaf.number, SampledToken(65)), *other.token().tokens])
+    step = Progress([(deaf.number, 65, None), *other.token().tokens])
     assert ids(parts.take(step)) == [[1]]
     assert "the client left" in caplog.text

@@ -10,7 +10,7 @@ from engine_fakes import make_request
 
 from tessera.engine.execution.sampler import SamplingRow, sample, uniform
 from tessera.engine.request import SamplingParameters
-from tessera.engine.sequence import SampledToken, Sequence
+from tessera.engine.sequence import Sequence
 from tessera.engine.transfer import Moment
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5]).log_softmax(0)
@@ -27,12 +27,12 @@ def tokens(logits, rows):
 def draw(count=4000, **parameters):
     """Relative frequencies over many places of one answer."""
     rows = [row(7, place, **parameters) for place in range(count)]
-    drawn = torch.tensor([token.token_id for token in tokens(LOGITS.repeat(count, 1), rows)])
+    drawn = torch.tensor([token for token, _ in tokens(LOGITS.repeat(count, 1), rows)])
     return drawn.bincount(minlength=5) / count
 
 
 def test_greedy_takes_the_likeliest():
-    assert [token.token_id for token in tokens(torch.stack([LOGITS, -LOGITS]), [row(), row()])] == [1, 3]
+    assert tokens(torch.stack([LOGITS, -LOGITS]), [row(), row()]) == [(1, None), (3, None)]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -73,28 +73,29 @@ def test_batch_does_not_matter():
 
 def test_seeds_and_places_differ():
     logits = torch.zeros(1, 1000)
-    chosen = {tokens(logits, [row(seed, place, temperature=1)])[0].token_id for seed in range(5) for place in range(5)}
+    chosen = {tokens(logits, [row(seed, place, temperature=1)])[0][0] for seed in range(5) for place in range(5)}
     assert len(chosen) > 20
     values = [uniform(seed, 0) for seed in range(-500, 500)]
     assert 0.45 < sum(values) / 1000 < 0.55 and min(values) >= 0 and max(values) < 1
 
 
 def test_tiny_temperature_is_greedy_without_overflow():
-    assert tokens(LOGITS[None] * 1e4, [row(temperature=1e-30)])[0].token_id == 1
+    assert tokens(LOGITS[None] * 1e4, [row(temperature=1e-30)]) == [(1, None)]
 
 
 def test_logprobs_describe_the_model_not_the_sampling():
-    chosen = tokens(LOGITS[None].clone() + 3, [row(temperature=0.1, top_k=1, logprobs=2, forbidden=[1])])[0]
-    assert chosen.token_id == 4
-    assert math.isclose(chosen.logprob, float(LOGITS[4]), abs_tol=1e-5)
-    assert [token for token, _ in chosen.top] == [1, 4]
-    assert math.isclose(chosen.top[0][1], float(LOGITS[1]), abs_tol=1e-5)
+    rows = [row(temperature=0.1, top_k=1, logprobs=2, forbidden=[1])]
+    ((chosen, report),) = tokens(LOGITS[None].clone() + 3, rows)
+    assert chosen == 4
+    assert math.isclose(report.logprob, float(LOGITS[4]), abs_tol=1e-5)
+    assert [token for token, _ in report.top] == [1, 4]
+    assert math.isclose(report.top[0][1], float(LOGITS[1]), abs_tol=1e-5)
 
 
 def test_logprobs_only_where_asked():
     rows = [row(), row(logprobs=0), row(logprobs=3)]
-    plain, own, three = tokens(LOGITS.repeat(3, 1), rows)
-    assert (plain.logprob, plain.top, own.top, len(three.top)) == (None, (), (), 3)
+    none, own, three = (report for _, report in tokens(LOGITS.repeat(3, 1), rows))
+    assert (none, own.top, len(three.top)) == (None, (), 3)
     assert own.logprob == three.logprob == pytest.approx(float(LOGITS[1]))
 
 
@@ -102,9 +103,28 @@ def test_min_tokens_forbids_the_end():
     request = make_request([1], max_tokens=8, min_tokens=2)
     sequence = Sequence(request, stop_ids=(1,))
     sequence.in_flight = 1  # as when its step is planned
-    assert tokens(LOGITS[None].clone(), [SamplingRow.of(sequence)])[0].token_id == 4
-    forbidden = []
+    assert tokens(LOGITS[None].clone(), [SamplingRow.of(sequence)]) == [(4, None)]
+    forbidden, plain = [], []
     for _ in range(4):
         forbidden.append(SamplingRow.of(sequence).forbidden)
-        sequence.take(SampledToken(3))
-    assert forbidden == [{1}, {1}, set(), set()]
+        plain.append(sequence.plain)
+        sequence.take(3)
+    assert forbidden == [{1}, {1}, set(), set()] and plain == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("asked", "plain"),
+    [
+        ({}, True),
+        ({"min_tokens": 2, "ignore_eos": True, "stop": ["."]}, True),
+        ({"temperature": 0.1}, False),
+        ({"logprobs": 0}, False),
+        ({"no_repeat_ngram_size": 3}, False),
+        ({"choices": ["a", "b"]}, False),
+        ({"json_object": True}, False),
+    ],
+)
+def test_what_needs_more_than_the_likeliest_token(asked, plain):
+    sequence = Sequence(make_request([1], max_tokens=8, **asked), stop_ids=(1,))
+    sequence.in_flight = 1
+    assert sequence.plain is plain

@@ -19,7 +19,7 @@ from engine_fakes import (
 from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.scheduling import scheduler as scheduling
 from tessera.engine.scheduling.scheduler import Scheduler
-from tessera.engine.sequence import SampledToken, Sequence
+from tessera.engine.sequence import Sequence
 
 
 def spans_of(runner, step):
@@ -237,7 +237,7 @@ class Gathering:
         self.now_ms = at_ms
         running = list(self.scheduler.running)
         batch = self.scheduler.schedule()
-        self.scheduler.apply(batch, [SampledToken(7) for _ in batch.sampling])
+        self.scheduler.apply(batch, [(7, None) for _ in batch.sampling])
         return [span.sequence.request.request_id for span in batch.spans if span.sequence not in running]
 
 

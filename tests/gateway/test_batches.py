@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -14,41 +14,17 @@ import httpx
 import openai
 import pytest
 from batch_files import answers, create, line, over, rows, upload
-from clients.fake_transport import FakeTransport, Hang, final
+from clients.fake_transport import FakeTransport, Hang
+from fakes.answering_server import PROBE, AnsweringServer, question
 from gateway_doubles import Asked, listening
 
 from tessera_client import ConnectionFailed, InvalidRequest, Unavailable, asker
-from tessera_client.messages import Request
 from tessera_gateway import translation
 from tessera_gateway.batches import files, jobs, runner
 from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.jobs import Jobs
 from tessera_gateway.errors import ApiError
 from tessera_gateway.settings import Settings
-
-PROBE = "Hello"
-
-
-class Server(FakeTransport):
-    """Answers each question; ``own`` has what it yields to some, and ``once`` what to their first asking."""
-
-    def __init__(self, once: dict[str, Any] | None = None, **own: Any) -> None:
-        super().__init__()
-        self.once, self.own = dict(once or {}), own
-
-    def answer_to(self, request: Request) -> Sequence[Any]:
-        text = question(request)
-        return self.once.pop(text, None) or self.own.get(text) or [final(f"answer to {text}")]
-
-    @property
-    def asked(self) -> list[str]:
-        return [text for request, *_ in self.requests if (text := question(request)) != PROBE]
-
-
-def question(request: Request) -> str:
-    if request.text is not None:
-        return request.text
-    return json.loads(request.messages or "")[-1]["content"][0]["text"]
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +65,7 @@ def change(tmp_path: Path, query: str) -> None:
 
 
 def test_every_line_has_one_result(serve: Serve) -> None:
-    server = Server(bad=[InvalidRequest("no picture")])
+    server = AnsweringServer(bad=[InvalidRequest("no picture")])
     client = serve(server)
     lines = [
         line("a"),
@@ -132,7 +108,7 @@ def test_every_line_has_one_result(serve: Serve) -> None:
     ],
 )
 def test_a_line_that_is_no_request_has_its_reason(serve: Serve, bad: str, custom_id: str | None, words: str) -> None:
-    server = Server()
+    server = AnsweringServer()
     client = serve(server)
     batch = over(client, create(client, line("a"), bad, line("z")))
     (row,) = rows(client, batch.error_file_id)
@@ -142,7 +118,7 @@ def test_a_line_that_is_no_request_has_its_reason(serve: Serve, bad: str, custom
 
 
 def test_a_file_without_a_line_fails_the_batch(serve: Serve) -> None:
-    client = serve(Server())
+    client = serve(AnsweringServer())
     for lines in ([], ["", " "]):
         batch = over(client, create(client, *lines))
         assert batch.status == "failed" and batch.failed_at and not batch.output_file_id and not batch.error_file_id
@@ -152,7 +128,7 @@ def test_a_file_without_a_line_fails_the_batch(serve: Serve) -> None:
 
 
 def test_files(serve: Serve) -> None:
-    client = serve(Server())
+    client = serve(AnsweringServer())
     content = f"{line('a')}\r\n\r\n{line('b')}".encode() + b"\n\x00\xff"
     file = client.files.create(file=("räume.jsonl", content), purpose="batch")
     assert (file.filename, file.bytes, file.purpose, file.status) == ("räume.jsonl", len(content), "batch", "processed")
@@ -178,7 +154,7 @@ def test_files(serve: Serve) -> None:
 
 
 def test_what_no_batch_can_be_made_of(serve: Serve) -> None:
-    client = serve(Server())
+    client = serve(AnsweringServer())
     file = upload(client, line("a"))
     good = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
     refused: list[tuple[dict[str, Any], str]] = [
@@ -202,7 +178,7 @@ def test_what_no_batch_can_be_made_of(serve: Serve) -> None:
 
 
 def test_a_cancelled_batch_keeps_what_it_has(serve: Serve) -> None:
-    server = Server(slow=[Hang()])
+    server = AnsweringServer(slow=[Hang()])
     client = serve(server, batch_concurrency=2)
     batch = create(client, line("a"), line("b", "slow"), line("c", "slow"), line("d"), "nonsense")
     until(lambda: server.asked == ["a", "slow", "slow"])
@@ -222,7 +198,7 @@ def test_a_cancelled_batch_keeps_what_it_has(serve: Serve) -> None:
 
 
 def test_what_is_left_when_the_window_ends_is_an_error(serve: Serve, tmp_path: Path) -> None:
-    server = Server(slow=[Hang()])
+    server = AnsweringServer(slow=[Hang()])
     client = serve(server, batch_concurrency=2)
     batch = create(client, line("a"), line("b", "slow"), line("c", "slow"), line("d"), completion_window="1h")
     assert batch.expires_at == batch.created_at + 3600
@@ -234,7 +210,7 @@ def test_what_is_left_when_the_window_ends_is_an_error(serve: Serve, tmp_path: P
 
 
 def test_questions_of_people_go_first_and_are_answered_meanwhile(serve: Serve) -> None:
-    server = Server(slow=[Hang()])
+    server = AnsweringServer(slow=[Hang()])
     client = serve(server)
     create(client, line("a", "slow"), line("b", priority=-5), line("c", priority=99))
     until(lambda: sorted(server.asked) == ["b", "c", "slow"])
@@ -245,7 +221,7 @@ def test_questions_of_people_go_first_and_are_answered_meanwhile(serve: Serve) -
 
 
 def test_small_batches_do_not_wait_for_a_large_one(serve: Serve) -> None:
-    server = Server(slow=[Hang()])
+    server = AnsweringServer(slow=[Hang()])
     client = serve(server, batch_concurrency=2)
     large = create(client, *(line(f"large {number}", "slow" if number == 0 else "") for number in range(300)))
     small = over(client, create(client, *(line(f"small {number}") for number in range(10))))
@@ -256,7 +232,7 @@ def test_small_batches_do_not_wait_for_a_large_one(serve: Serve) -> None:
 
 @pytest.mark.parametrize("error", [ConnectionFailed("the line broke"), Unavailable("512 requests are in flight")])
 def test_a_server_that_is_away_or_busy_costs_no_answer(serve: Serve, error: Exception) -> None:
-    server = Server(once={"b": [error], "d": [error], PROBE: [error]})
+    server = AnsweringServer(once={"b": [error], "d": [error], PROBE: [error]})
     client = serve(server)
     batch = over(client, create(client, *map(line, "abcde")))
     assert answers(client, batch) == {name: f"answer to {name}" for name in "abcde"} and batch.error_file_id is None
@@ -264,7 +240,7 @@ def test_a_server_that_is_away_or_busy_costs_no_answer(serve: Serve, error: Exce
 
 def test_a_request_that_is_refused_for_too_long_is_an_error_row(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "BUSY_S", 0)
-    client = serve(Server(b=[Unavailable("512 requests are in flight")]))
+    client = serve(AnsweringServer(b=[Unavailable("512 requests are in flight")]))
     batch = over(client, create(client, *map(line, "abc")))
     (row,) = rows(client, batch.error_file_id)
     assert (row["custom_id"], row["response"]["status_code"]) == ("b", 429) and len(answers(client, batch)) == 2
@@ -282,7 +258,7 @@ def test_a_line_at_which_the_gateway_itself_fails_is_an_error_row(
         return found
 
     monkeypatch.setattr(translation, "messages", messages)
-    client = serve(Server())
+    client = serve(AnsweringServer())
     batch = over(client, create(client, *map(line, "abc")))
     (row,) = rows(client, batch.error_file_id)
     assert row["custom_id"] == "b" and row["response"]["body"]["error"]["code"] == "gateway_error"
@@ -290,7 +266,7 @@ def test_a_line_at_which_the_gateway_itself_fails_is_an_error_row(
 
 
 def test_a_full_disk_is_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server()
+    server = AnsweringServer()
     client = serve(server)
     real, full = Jobs._write, sqlite3.OperationalError("database or disk is full")
     left = [full] * 3
@@ -309,7 +285,7 @@ def test_a_full_disk_is_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch
 
 
 def test_only_one_gateway_of_a_folder_asks(serve: Serve) -> None:
-    servers = Server(), Server()
+    servers = AnsweringServer(), AnsweringServer()
     first, second = map(serve, servers)
     batches = [create(client, *(line(f"{number}") for number in range(50))) for client in (first, second)]
     for client, batch in zip((second, first), batches):  # either tells of all
@@ -333,7 +309,7 @@ def test_a_start_goes_on_with_what_was_checked_and_what_is_over(serve: Serve, tm
     for _ in range(2):  # the second comes too late
         todo.write(1, 2, True, jobs.result("1", {"body": answered}, None))
     database.close()
-    server = Server()
+    server = AnsweringServer()
     client = serve(server)
     whole = answers(client, over(client, client.batches.retrieve(batch["id"])))
     assert list(whole) == names and whole["1"] == "before" and sorted(server.asked) == sorted({*names} - {"1"})
@@ -371,7 +347,7 @@ def test_a_folder_of_another_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_the_option_is_named() -> None:
-    door = Asked(Server(), Settings())
+    door = Asked(AnsweringServer(), Settings())
     for method, path in [("GET", "batches"), ("POST", "batches"), ("POST", "files"), ("GET", "files/x/content")]:
         answer = door(method, f"/v1/{path}")
         assert answer.status_code == 501 and "--batch-folder" in answer.json()["error"]["message"]
@@ -379,7 +355,7 @@ def test_without_a_folder_the_option_is_named() -> None:
 
 def test_a_key_is_asked_for(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("first-key\n")
-    client = serve(Server(), keys=str(tmp_path / "keys"))
+    client = serve(AnsweringServer(), keys=str(tmp_path / "keys"))
     paths = ["files", "files/x", "files/x/content", "batches", "batches/x"]
     for method, path in [("GET", path) for path in paths] + [("POST", "files"), ("POST", "batches/x/cancel")]:
         assert httpx.request(method, f"{client.base_url}{path}", trust_env=False).status_code == 401, path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from tessera.errors import ConfigError
 from tessera.launcher.gateway import Gateway
 from tessera.launcher.guard import descendants
 from tessera.launcher.process import command_line
+from tessera_gateway.batches import lock
 from tessera_gateway.cli import gateway_main, server_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,9 +120,29 @@ def test_what_cannot_work_is_said_in_a_line(flags: list[str], words: str, capsys
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_the_launchers_child_is_started_anew_where_it_was() -> None:
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_folder_without_a_lock_is_said_in_a_line(
+    workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not served, with batches that nobody ever asks."""
+    (tmp_path / "no_file" / "lock").mkdir(parents=True)
+    flags = ["--port", "0", "--workers", workers, "--batch-folder"]
+    assert gateway_main([*flags, str(tmp_path / "no_file")]) == 1
+    said = capsys.readouterr().err
+    assert "lock cannot be opened: Is a directory" in said and "give another --batch-folder" in said
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    assert gateway_main([*flags, str(tmp_path / "no_locks")]) == 1
+    said = capsys.readouterr().err
+    assert "lock cannot be locked: No locks available" in said and "--batch-folder on a local disk" in said
+
+
+def test_the_launchers_child_is_started_anew_where_it_was(tmp_path: Path) -> None:
     said: list[str] = []
-    child = Gateway("127.0.0.1", free_port(), lambda message, error: said.append(message))
+    child = Gateway("127.0.0.1", free_port(), lambda message, error: said.append(message), tmp_path / "batches")
     try:
         child.start([NOBODY], ["http://127.0.0.1:1/metrics"])
         url, first = child.url, child.pid
@@ -129,6 +151,7 @@ def test_the_launchers_child_is_started_anew_where_it_was() -> None:
         assert wait_until(lambda: len(said) == 2) and answers(url)
         assert said == ["the gateway ended: killed by signal 9; starting anew", f"the gateway is ready again: {url}"]
         assert child.pid != first
+        assert httpx.get(f"{url}/v1/batches", timeout=5, trust_env=False).json()["data"] == []
     finally:
         child.stop()
     assert not answers(url) and not command_line(child.pid)

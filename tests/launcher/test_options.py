@@ -50,6 +50,15 @@ def test_the_command_line_becomes_options_and_flags(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("without", [["--openai-port", "0"], ["--only", "vision_encoder"]])
+def test_batches_need_the_gateway(without: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--model-repository", str(tmp_path), "--batch-folder", str(tmp_path / "batches")]
+    assert parse(argv)[3].batch_folder == tmp_path / "batches"
+    with pytest.raises(SystemExit):
+        parse([*argv, *without])
+    assert "--batch-folder is for the gateway, which" in capsys.readouterr().err
+
+
 def test_the_models_that_come_with_the_source_are_asked_for_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

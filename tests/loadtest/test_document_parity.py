@@ -61,11 +61,11 @@ def asked(folder: Path) -> list[Asked]:
         engine.submit(Request("r", ids, spans, rows, digest, sampling, positions=prepared.positions))
         tokens = []
         while engine.has_work():
-            tokens += [token for _, token in engine.step().tokens]
-        likely = [dict(token.top) for token in tokens]
+            tokens += engine.step().tokens
+        likely = [dict(report.top) for _, _, report in tokens]
         messages = [sent[0], {"role": "user", "content": content}]
         options = {"max_tokens": LENGTH} | penalties
-        found.append(Asked(page, messages, options, [token.token_id for token in tokens], likely))
+        found.append(Asked(page, messages, options, [token for _, token, _ in tokens], likely))
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import gpu_power
 import pynvml
 import pytest
 from gpu_power import Draw, GpuPower
@@ -62,9 +61,8 @@ def test_a_card_that_does_not_count_joules_is_refused_and_one_that_falls_silent_
         GpuMeter(["0"])
 
 
-def test_samples_are_taken_while_the_context_lasts(cards, monkeypatch):
-    monkeypatch.setattr(gpu_power, "INTERVAL_S", 0.001)
-    with GpuPower(["0"]) as power:
+def test_samples_are_taken_while_the_context_lasts(cards):
+    with GpuPower(["0"], interval_s=0.001) as power:
         while len(power.samples) < 3:
             time.sleep(0.001)
     assert not power._thread.is_alive()
@@ -82,6 +80,16 @@ def test_watts_are_joules_over_the_time_asked_about():
     draw.emit(lambda *figure: figures.append(figure), 20.0, "page")
     assert figures == [("watts", 650.0, "W"), ("mhz", 1450, "MHz"), ("celsius", 60, "C"), ("joules", 32.5, "J/page")]
     assert power.between(3.0, 9.0) is None
+
+
+def test_between_changes_a_counter_that_stands_still_costs_nothing():
+    power = GpuPower([])
+    for tick in range(100):  # 700 W, told every 0.1 s; a look every 0.02 s
+        power.samples.append((0.02 * tick, Reading(700.0 * (2 * tick // 10) / 10, 1500.0, 60)))
+    draw, coarse = power.between_changes(0.05, 1.11), power.between(0.05, 1.11)
+    assert draw is not None and draw.watts == pytest.approx(700.0)
+    assert coarse is not None and coarse.watts > 720.0
+    assert power.between_changes(0.05, 0.15) is None
 
 
 def test_without_a_driver_it_says_so_and_nothing_is_sampled(monkeypatch, capsys):

@@ -9,12 +9,16 @@ import pytest
 import record
 import report
 from figures import ROOT
+from workloads import WORKLOADS
 
 PEER = {"title": "a photo", "unit": "req/s", "bf16": 20.8, "fp8": 24.11, "side_by_side": [[19.0, 20.0], [9.9, 10.0]]}
 STREAMED = {
     "title": "a long answer", "unit": "tok/s", "bf16": 8259, "fp8": 10077, "ttft_ms": {"bf16": 371, "fp8": 350},
     "side_by_side": [[11.0, 10.0]],
 }  # fmt: skip
+
+
+PAGES = {"figures": "docs", "title": "a page", "unit": "req/s", "bf16": 30.0}
 
 
 def test_the_documents_hold_what_was_recorded():
@@ -46,6 +50,40 @@ def test_the_comparison_has_a_row_for_each_workload_and_says_who_is_ahead():
         "| not measured yet | 24.11 req/s |",
     ]
     assert report.ahead([0.98, 1.02]) == "neither: 0.98 and 1.02"
+
+
+def test_what_was_not_taken_side_by_side_says_so():
+    figures = {"docs.Wd.req_s": {"value": 36.0}, "docs.Wd.fp8.req_s": {"value": 41.0}}
+    rows = report.comparison(figures, {"Wd": PAGES, "We": PAGES}).splitlines()[2:]
+    assert rows == [
+        "| a page | 36 req/s | 30 req/s | Tessera: 1.20 times vLLM (on different days and machines) | 41 req/s "
+        "| not measured |",
+        "| a page | not measured yet | 30 req/s | not measured yet | not measured yet | not measured |",
+    ]
+
+
+def test_the_peers_file_is_small_and_every_one_of_its_workloads_is_a_standard_one():
+    peers = json.loads(report.PEERS.read_text())["workloads"]
+    assert report.PEERS.stat().st_size < 3000
+    assert {name: peer.get("figures", "serve") for name, peer in peers.items()} == {
+        name: workload.figures for name, workload in WORKLOADS.items() if len(workload.prompts) == 1
+    }
+
+
+def test_joules_stand_beside_their_whole():
+    cost = {"unit": "J/step", "us_a_call": 3311.9, "calls": 27, "watts": 698.4, "mhz": 1490.2, "commit": "c0ffee"}
+    figures = {
+        "joules.prefill.gate_up": {**cost, "value": 61.2},
+        "joules.prefill.whole_W1": {**cost, "value": 120.0, "us_a_call": 170_000.0, "calls": 1},
+        "joules.prefill.explained_W1": {"unit": "share", "value": 0.975, "commit": "c0ffee"},
+        "serve.W1.bf16.joules": {"unit": "J/request", "value": 5.74},
+    }
+    assert report.joules(figures).splitlines()[2:] == [
+        "| prefill.gate_up | 61.2 J/step | 51.0% | 3,311.9 x 27 | 698 | 1490 | c0ffee |",
+        "| prefill.whole_W1 | 120 J/step | 100.0% | 170,000.0 x 1 | 698 | 1490 | c0ffee |",
+        "| prefill.explained_W1 | 0.975 share |  |  |  |  | c0ffee |",
+    ]
+    assert report.joules({}) == "Not measured yet.\n"
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ def test_the_log_probabilities_of_the_whole_chain(tmp_path: Path, tied: bool, fl
     engine.submit(Request("r", *prompt, positions=prepared.positions))
     steps: list[Any] = []
     while engine.has_work():
-        steps += [token.top for _, token in engine.step().tokens]
+        steps += [report.top for _, _, report in engine.step().tokens]
     ids = torch.tensor(prepared.input_ids.astype(np.int64))[None]
     for step in steps:
         kinds = (ids == model.config.image_token_id).int()

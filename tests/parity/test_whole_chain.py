@@ -42,7 +42,7 @@ def logprobs(folder: Path, prepared: Prepared) -> list[list[tuple[int, float]]]:
     engine.submit(Request("r", prepared.input_ids, prepared.spans, rows, prepared.digest, sampling))
     steps = []
     while engine.has_work():
-        steps += [list(token.top) for _, token in engine.step().tokens]
+        steps += [list(report.top) for _, _, report in engine.step().tokens]
     assert len(steps) == TOKENS
     return steps
 

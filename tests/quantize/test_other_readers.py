@@ -32,8 +32,8 @@ def ours(folder: Path) -> list[list[int]]:
     for request in requests:
         engine.submit(request)
     while engine.has_work():
-        for number, token in engine.step().tokens:
-            answers[number].append(token.token_id)
+        for number, token, _ in engine.step().tokens:
+            answers[number].append(token)
     return list(answers.values())
 
 

@@ -42,7 +42,7 @@ def answers(folder: Path) -> tuple[list[int], list[int], int]:
     engine.submit(Request("r", *prompt, sampling, positions=prepared.positions))
     ours: list[int] = []
     while engine.has_work():
-        ours += [token.token_id for _, token in engine.step().tokens]
+        ours += [token for _, token, _ in engine.step().tokens]
 
     model, told = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     for module in model.model.visual.modules():

@@ -15,7 +15,7 @@ from dataclasses import replace
 from tessera_client.messages import Delta, Models, ModelStatus, PicturePlan, Request, ServerStatus
 from tessera_client.transports.base import Deliver, Item, Sent, Transport
 from tessera_wire.address import addresses, parse_url
-from tessera_wire.errors import ConnectionFailed, Unavailable
+from tessera_wire.errors import ConnectionFailed, TesseraClientError, Unavailable
 
 REST_SECONDS = 1.0
 NOT_NOW = (Unavailable, ConnectionFailed)  # the errors that say so, which are the retried ones
@@ -46,6 +46,10 @@ class ServerPool:
             server = self._next()
             self.under_way[server] += 1
             return server
+
+    def in_order(self, server: int) -> bool:
+        """Whether it has refused and broken off nothing since its last answer."""
+        return self._rest_ends[server] is None
 
     def answered(self, server: int) -> None:
         """The server has sent something: if it has rested, it is in order again."""
@@ -101,9 +105,12 @@ class PooledTransport:
 
     def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Sent:
         server = self._pool.pick()
+        in_order = self._pool.in_order(server)
         under_way = [server]  # popped by the first to end it: its last item or a stop
 
         def end(error: BaseException | None = None) -> None:
+            if isinstance(error, TesseraClientError):
+                error.server = self.addresses[server] if in_order else None
             with suppress(IndexError):
                 self._pool.end(under_way.pop(), error)
 
@@ -125,6 +132,10 @@ class PooledTransport:
             end()
 
         return sent._replace(stop=stop)
+
+    def only(self, address: str) -> Transport:
+        """The transport to one of the servers."""
+        return self._transports[self.addresses.index(address)]
 
     def plan(self, request: Request, timeout: float | None) -> tuple[PicturePlan, ...]:
         server = self._pool.pick()

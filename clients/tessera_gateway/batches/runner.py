@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import math
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
-from tessera_client import AsyncClient, TesseraClientError
+from tessera_client import Answer, AsyncClient, TesseraClientError
 from tessera_client.asker import Asker, Away
 from tessera_gateway import completions, translation
 from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.files import Files
 from tessera_gateway.batches.jobs import Ending, Jobs, Line, Request, result
+from tessera_gateway.batches.lock import FolderLock
 from tessera_gateway.errors import ApiError, from_wire
 from tessera_gateway.metrics import Counters
 from tessera_gateway.pictures_from import Fetcher
@@ -59,29 +58,28 @@ class Runner:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """It runs until this is left."""
-        task = asyncio.ensure_future(self._run())
-        try:
-            yield
-        finally:
-            await _end([task])
-
-    async def _run(self) -> None:
-        with open(self._database.folder / "lock", "a") as lock:
-            while not _locked(lock):
-                await asyncio.sleep(POLL_S)
-            self._asker = Asker(self._client, patience=math.inf, busy=BUSY_S)
-            self._slots = asyncio.Semaphore(self._settings.batch_concurrency)  # whose waiting batches take turns
+        """It runs until this is left. Raises OSError where the folder can have no lock."""
+        self._asker = Asker(self._client, patience=math.inf, busy=BUSY_S)
+        self._slots = asyncio.Semaphore(self._settings.batch_concurrency)  # whose waiting batches take turns
+        with FolderLock(self._database.folder) as lock:
+            task = asyncio.ensure_future(self._run(lock))
             try:
-                while True:
-                    try:
-                        await self._look()
-                        await asyncio.sleep(POLL_S)
-                    except Exception:  # what is in the database goes on when it can
-                        traceback.print_exc(file=sys.stderr)
-                        await asyncio.sleep(AGAIN_S)
+                yield
             finally:
-                await _end([task for _, task in self._tasks.values()])
+                await _end([task])
+
+    async def _run(self, lock: FolderLock) -> None:
+        try:
+            while True:
+                try:
+                    if lock.take():
+                        await self._look()
+                    await asyncio.sleep(POLL_S)
+                except Exception:  # what is in the database goes on when it can
+                    traceback.print_exc(file=sys.stderr)
+                    await asyncio.sleep(AGAIN_S)
+        finally:
+            await _end([task for _, task in self._tasks.values()])
 
     async def _look(self) -> None:
         """Begins what is new, and turns round what was cancelled or has expired. Raises what a batch met."""
@@ -171,7 +169,10 @@ class Runner:
         options = translation.sampling(asked, self._settings.max_tokens)
         options["priority"] = max(PRIORITY, options.get("priority", PRIORITY))
         completion = translation.Completion(asked.model)
-        call = partial(self._client.chat, conversation, timeout=LONGEST_S, **options)
+
+        def call(client: AsyncClient) -> Awaitable[Answer]:
+            return client.chat(conversation, timeout=LONGEST_S, **options)
+
         whole = completion.whole(await self._asker.ask(call))
         self._counters.used(whole["usage"])
         return whole
@@ -184,15 +185,6 @@ def _ending(status: str, expires_at: int) -> Ending:
     if status == "cancelling":
         return "cancelled"
     return "expired" if status != "finalizing" and expires_at <= time.time() else "completed"
-
-
-def _locked(file: TextIO) -> bool:
-    """Whether this process has the lock now; it ends with the process."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 async def _end(tasks: Collection[asyncio.Task[None]]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from tessera.engine.constraints import Matcher
 from tessera.engine.request import Request
-from tessera.engine.sequence import SampledToken, Sequence
+from tessera.engine.sequence import Report, Sequence
 
 
 class ConstrainedSequence(Sequence):
@@ -28,12 +28,12 @@ class ConstrainedSequence(Sequence):
         short = len(self.outputs) < self.request.sampling.min_tokens
         return self._matcher.going_on() if short else self._matcher.mask
 
-    def _accept(self, sampled: SampledToken) -> SampledToken | None:
-        taken = super()._accept(sampled)
-        if sampled.token_id in self.stop_ids:  # also where the answer is complete before min_tokens
+    def _accept(self, token: int, report: Report | None) -> bool:
+        taken = super()._accept(token, report)
+        if token in self.stop_ids:  # also where the answer is complete before min_tokens
             self.finish_reason = "stop"
         if not self.finished:
-            self._matcher.advance(sampled.token_id)
+            self._matcher.advance(token)
             if self._matcher.error is not None:
                 constraint = self.request.sampling.constraint
                 self.finish_reason, self.error = "error", f"{constraint}: {self._matcher.error}"

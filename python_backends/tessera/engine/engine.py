@@ -245,11 +245,10 @@ class Engine:
         taken = self.scheduler.apply(batch, result.tokens())
         self.metrics.busy_ns += result.device_ns()
         now = time.monotonic_ns()
-        for sequence, token in taken:
+        for sequence, token, report in taken:
             sequence.first_token_ns = sequence.first_token_ns or now
             if token is not None:
-                self.metrics.generated_tokens += 1
-                self._news.tokens.append((sequence.request.number, token))
+                self._news.tokens.append((sequence.request.number, token, report))
             if sequence.finished:
                 self._end(sequence)
             if sequence.error is not None:
@@ -274,6 +273,7 @@ class Engine:
         metrics.requests_waiting, metrics.requests_running = len(scheduler.waiting), len(scheduler.running)
         metrics.kv_blocks_used = scheduler.blocks.used
         news, self._news = self._news, Progress()
+        metrics.generated_tokens += len(news.tokens)
         return news
 
 

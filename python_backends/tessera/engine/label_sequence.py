@@ -6,7 +6,7 @@ from typing import Any
 
 from tessera.engine.labels import LabelAnswer, LabelScorer
 from tessera.engine.request import Request
-from tessera.engine.sequence import SampledToken, Sequence
+from tessera.engine.sequence import Report, Sequence
 
 
 class LabelSequence(Sequence):
@@ -34,21 +34,22 @@ class LabelSequence(Sequence):
     def labels(self) -> LabelAnswer | None:
         return self._scorer.answer() if self.finish_reason == "stop" else None
 
-    def _accept(self, sampled: SampledToken) -> SampledToken | None:
+    def _accept(self, token: int, report: Report | None) -> bool:
         """On to the next branch: its path takes the place of the one before, as far as they differ."""
-        self._scorer.observe([logprob for _, logprob in sampled.top])
+        assert report is not None, "nothing tells how likely the branch's children are"
+        self._scorer.observe([logprob for _, logprob in report.top])
         branch = self._scorer.branch
         if branch is None:
             self.outputs = list(self._scorer.answer().tokens)
             self.finish_reason = "stop"
-            return None
+            return False
         same = 0
         while same < min(len(branch.path), len(self.outputs)) and branch.path[same] == self.outputs[same]:
             same += 1
         self._follow(branch.path)
         # The branch's last position must run even where its keys are known: its logits are what is asked for.
         self.computed = min(self.computed, self.prompt_length + same, self.known - 1)
-        return None
+        return False
 
     def _follow(self, path: tuple[int, ...]) -> None:
         self.outputs = list(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tessera.engine.labels import LabelAnswer
-from tessera.engine.sequence import SampledToken
+from tessera.engine.sequence import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one step did: a token each for some requests, by number, then the requests that ended.
+    """What one step did: a token each for some requests, by number and with its report, then the requests that ended.
 
     Exactly one End of a request is ever told, and nothing of it afterwards.
     """
 
-    tokens: list[tuple[int, SampledToken]] = field(default_factory=list)
+    tokens: list[tuple[int, int, Report | None]] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
 
     def __bool__(self) -> bool:

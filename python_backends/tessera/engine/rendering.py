@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tessera.engine.detokenizer import Detokenizer
 from tessera.engine.progress import End, Progress
 from tessera.engine.request import Request, TokenEvent, Usage
-from tessera.engine.sequence import SampledToken
+from tessera.engine.sequence import Report
 
 if TYPE_CHECKING:
     from tessera.family.tokenizer import Tokenizer
@@ -29,7 +29,8 @@ class Answer:
     deliver: Callable[[TokenEvent], None]
     detokenizer: Detokenizer
     tokens: int = 0
-    held: list[SampledToken] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)  # of the held ones, if the request asked for any
     last: TokenEvent | None = None  # its text is over, though the engine may not know yet
     # Not delivered yet:
     text: str = ""
@@ -80,15 +81,18 @@ class Answers:
     def take(self, progress: Progress) -> None:
         """Takes what a step did and delivers what is due."""
         ending = {end.number for end in progress.ends}  # their last token may be no text: the end says so
-        for number, token in progress.tokens:
+        now = self._clock()
+        for number, token, report in progress.tokens:
             answer = self._answers[number]
             answer.tokens += 1
             answer.held.append(token)
+            if report is not None:
+                answer.reports.append(report)
             if answer.watched and answer.last is None and number not in ending:
                 if len(answer.held) >= MOST_TOKENS or answer.tokens == 1:
                     self._advance(answer)
                 else:
-                    self._since.setdefault(number, self._clock())
+                    self._since.setdefault(number, now)
         for end in progress.ends:
             answer = self._answers.pop(end.number)
             if answer.last is None:
@@ -118,7 +122,7 @@ class Answers:
             event = self._event(answer, end)
         except Exception:  # one answer that has no text must not silence the others
             _LOG.exception("request %r has no text", answer.request.request_id)
-            answer.text, answer.token_ids, answer.logprobs, answer.held = "", [], [], []
+            answer.text, answer.token_ids, answer.logprobs, answer.held, answer.reports = "", [], [], [], []
             failed = End(number, "error", "no text could be made; the server's log says why")
             event = self._flush(answer, "error", failed, answer.tokens)
         if event is None:
@@ -138,10 +142,11 @@ class Answers:
     def _event(self, answer: Answer, end: End | None) -> TokenEvent | None:
         """Makes text of what was held; None where the event would tell nobody anything yet."""
         tokens, answer.held = answer.held, []
+        reports, answer.reports = answer.reports, []
         detokenizer, completion = answer.detokenizer, answer.tokens
         reason = None if end is None else end.reason
         ended_by_token = reason == "stop" and not answer.request.sampling.include_stop_str_in_output
-        text, count = detokenizer.push([token.token_id for token in (tokens[:-1] if ended_by_token else tokens)])
+        text, count = detokenizer.push(tokens[:-1] if ended_by_token else tokens)
         if detokenizer.stopped:
             # What was sampled after the stop string, while the text was not known yet, does not count.
             completion += count - len(tokens)
@@ -153,8 +158,8 @@ class Answers:
         if end is not None and end.labels is not None:
             text, completion = end.labels.best, len(end.labels.tokens)
         answer.text += text
-        answer.token_ids += [token.token_id for token in tokens]
-        answer.logprobs += [_logprob_entry(detokenizer, token) for token in tokens if token.logprob is not None]
+        answer.token_ids += tokens
+        answer.logprobs += [_logprob_entry(detokenizer, *sampled) for sampled in zip(tokens, reports)]
         if reason is None and not answer.request.stream:
             return None
         return self._flush(answer, reason, end, completion)
@@ -179,8 +184,8 @@ class Answers:
         return event
 
 
-def _logprob_entry(detokenizer: Detokenizer, token: SampledToken) -> dict[str, Any]:
-    def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
+def _logprob_entry(detokenizer: Detokenizer, token: int, report: Report) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {"token_id": token_id, "text": detokenizer.token_text(token_id), "logprob": logprob}
 
-    return entry(token.token_id, token.logprob) | {"top": [entry(*pair) for pair in token.top]}
+    return entry(token, report.logprob) | {"top": [entry(*pair) for pair in report.top]}

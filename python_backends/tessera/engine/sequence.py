@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import secrets
+from array import array
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -17,15 +19,18 @@ NOT_FINITE = -1
 """In a token's place: the model's logits held NaN or an infinity, so there is none."""
 
 
-class SampledToken(NamedTuple):
-    """One chosen token, or NOT_FINITE. ``logprob`` and ``top`` (id, log probability) only where they were asked for.
+class Report(NamedTuple):
+    """A chosen token's log probability, and others (id, log probability): what a request may ask for besides the token.
 
-    For a sequence that scores labels the token means nothing, and ``top`` holds its branch's children.
+    For a sequence that scores labels ``top`` holds its branch's children, and the token means nothing.
     """
 
-    token_id: int
-    logprob: float | None = None
+    logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+SampledToken: TypeAlias = tuple[int, Report | None]
+"""One chosen token, or NOT_FINITE, and the report where one was asked for."""
 
 
 class Sequence:
@@ -69,6 +74,9 @@ class Sequence:
         self.image_positions = np.concatenate(
             [np.arange(start, start + length) for start, length in spans] or [np.zeros(0, np.int64)]
         )
+        self._plain_from = 0 if request.sampling.plain else math.inf  # a place in the answer
+        if self.stop_ids:  # until then they are forbidden
+            self._plain_from = max(self._plain_from, request.sampling.min_tokens)
         self.embeddings = request.embeddings
         self.ids = prompt.astype(np.int64)
         self.ids[self.image_positions] = 0  # their rows come from embeddings; the ids need not be valid
@@ -86,7 +94,7 @@ class Sequence:
         self.outputs: list[int] = []
         self.in_flight = 0
         self.computed = 0
-        self.block_table: list[int] = []
+        self.block_table = array("q")  # int64, which numpy reads as it is
         self.block_keys: list[bytes] = []  # chain hashes of the full blocks at the front, filled as needed
         self.committed = 0  # blocks at the front of the table that were offered to the prefix index
         self.offered: list[bytes] = []  # keys of those that it computed itself
@@ -113,11 +121,17 @@ class Sequence:
         return len(self.outputs) + self.in_flight - 1
 
     @property
+    def plain(self) -> bool:
+        """Whether of the token in flight nothing is asked but that it is the likeliest."""
+        return self.place >= self._plain_from
+
+    @property
     def pending(self) -> int:
         """Positions that a step could run now."""
-        if self.in_flight and len(self.outputs) + self.in_flight >= self.max_tokens:
+        planned = len(self.outputs) + self.in_flight
+        if self.in_flight and planned >= self.max_tokens:
             return 0
-        return self.length - self.computed
+        return self.prompt_length + planned - self.computed  # not self.length: once a token
 
     @property
     def children(self) -> tuple[int, ...]:
@@ -142,20 +156,19 @@ class Sequence:
         """Whether it goes before one that came earlier."""
         return self.request.sampling.priority < other.request.sampling.priority and self.rank < other.rank
 
-    def take(self, sampled: SampledToken) -> SampledToken | None:
+    def take(self, token: int, report: Report | None = None) -> bool:
         """Takes what a step sampled, and ends the sequence if it was the last one or none.
 
-        Returns the token if it is part of the answer.
+        Returns whether the token is part of the answer.
         """
-        if sampled.token_id == NOT_FINITE:
+        if token == NOT_FINITE:
             step = "decode" if self.outputs else "prefill"
             self.finish_reason = "error"
             self.error = f"the model's logits are NaN or infinite ({step}, position {self.known - 1})"
-            return None
-        return self._accept(sampled)
+            return False
+        return self._accept(token, report)
 
-    def _accept(self, sampled: SampledToken) -> SampledToken | None:
-        token = sampled.token_id
+    def _accept(self, token: int, report: Report | None) -> bool:
         place = self.known
         self.ids[place] = self.cache_ids[place] = token
         self.outputs.append(token)
@@ -163,7 +176,7 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.outputs) >= self.max_tokens:
             self.finish_reason = "length"
-        return sampled
+        return True
 
     def expect(self) -> None:
         """A step was planned that samples the next token."""

@@ -10,9 +10,19 @@ import torch
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A tensor of ``array`` on ``device``; on the CPU it shares the array's memory."""
+    return _source(array, device).to(device, non_blocking=True)
+
+
+def load(target: torch.Tensor, array: np.ndarray) -> None:
+    """Copies ``array`` into ``target``, of its shape and dtype, which stays where it is."""
+    target.copy_(_source(array, target.device), non_blocking=True)
+
+
+def _source(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """``array`` where ``device`` reads it while the host goes on."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     # torch keeps a pinned block alive until the copies out of it are done.
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -47,8 +47,9 @@ def serve_main(argv: Sequence[str] | None = None) -> int:
         if flags.show_settings:
             show(setup)
             return 0
-        wanted = flags.openai_port and (not options.only or "vlm" in options.only)
-        gateway = Gateway(options.host, flags.openai_port, say) if wanted else None
+        gateway = None
+        if with_gateway(flags.openai_port, options.only):
+            gateway = Gateway(options.host, flags.openai_port, say, flags.batch_folder)
         fleet = Fleet(one_per_gpu(options, gpus) if gpus else [options], supervision, say, gateway)
         if setup.division:
             say(setup.division.describe())
@@ -118,6 +119,8 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
         add(port)
     add("--openai-port", "start the gateway for OpenAI's clients on this port; 0 for none (default %(default)s)",
         type=int, default=9000)  # fmt: skip
+    add("--batch-folder", "the gateway keeps files and batches in it, and serves both (default: there are none)",
+        type=Path, metavar="FOLDER")  # fmt: skip
     add("--no-restart", "end when a stage or the server dies", dest="restart", action="store_false")
     add("--max-restarts")
     add("--restart-window", "give up after more than --max-restarts within S seconds (%(default)s)",
@@ -130,6 +133,8 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
     add("--log", "the server's log (default: in the cache folder)", dest="log_path", type=Path, metavar="FILE")
     add("--verbose", "show the server's log here as well", action="store_true")
     known = vars(parser.parse_args(argv[:split]))
+    if known["batch_folder"] and not with_gateway(known["openai_port"], known["only"] or ()):
+        parser.error("--batch-folder is for the gateway, which --openai-port 0 or --only without vlm leaves out")
     if name := known.pop("default"):
         if known["checkpoint"]:
             parser.error("--default and --checkpoint both say which model: give one of them")
@@ -143,6 +148,11 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
 
     options, supervision = ServerOptions(**taken(ServerOptions)), Supervision(**taken(Supervision))
     return options, known["gpus"], supervision, argparse.Namespace(**known)
+
+
+def with_gateway(openai_port: int, only: Sequence[str]) -> bool:
+    """Whether there is a gateway beside the servers, which load ``only`` these models, or all."""
+    return openai_port != 0 and (not only or "vlm" in only)
 
 
 def pair(text: str) -> tuple[str, str]:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from tessera.errors import ConfigError, TesseraError
 from tessera.launcher.ports import cannot_listen
@@ -29,12 +30,14 @@ LIVED_S = 60.0
 
 
 class Gateway:
-    """The child. ``say(message, error)`` gets a line when it is started anew.
+    """The child. ``say(message, error)`` gets a line when it is started anew; with a ``batch_folder`` it has batches.
 
     Raises ConfigError where its packages are not installed, or the port is taken.
     """
 
-    def __init__(self, host: str, port: int, say: Callable[[str, bool], None]) -> None:
+    def __init__(
+        self, host: str, port: int, say: Callable[[str, bool], None], batch_folder: Path | None = None
+    ) -> None:
         missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
         if missing:
             raise ConfigError(f"the gateway needs {', '.join(missing)}, not installed here; --openai-port 0 for none")
@@ -48,7 +51,7 @@ class Gateway:
         self.url = ""
         """Where it listens, once it is started."""
         self.pid = 0
-        self._host, self._port, self._say = host, port, say
+        self._host, self._port, self._say, self._batch_folder = host, port, say, batch_folder
         self._process: subprocess.Popen[str] | None = None
         self._command: list[str] = []
         self._stopping = threading.Event()
@@ -60,6 +63,7 @@ class Gateway:
             *(sys.executable, "-m", "tessera_gateway", "--with-parent"),
             *("--host", self._host, "--port", str(self._port)),
             *("--url", ",".join(grpc), "--metrics", ",".join(metrics)),
+            *(("--batch-folder", str(self._batch_folder)) if self._batch_folder else ()),
         ]
         self._spawn()
         self._watcher.start()

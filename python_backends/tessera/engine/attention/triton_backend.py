@@ -20,7 +20,7 @@ from tessera.engine.cache.kv_storage import KvStorage
 from tessera.engine.kernels.paged_decode import choose_splits, decode_attention
 from tessera.engine.kernels.rotate_and_store import rotate_and_store
 from tessera.engine.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
-from tessera.engine.transfer import to_device
+from tessera.engine.transfer import load, to_device
 from tessera.fp8.rows import Fp8Sums
 
 # Contexts that the number of splits is chosen for where a CUDA graph cannot know them.
@@ -80,12 +80,12 @@ class _StaticPieces(StaticPieces):
         lines = np.zeros((3 + most, self._empty + 1), np.int64)
         lines[:3, :sequences] = table.row, table.count, table.context
         lines[3:, :sequences] = table.blocks.T
-        self._lines[: len(lines)].copy_(to_device(lines, self._lines.device))
+        load(self._lines[: len(lines)], lines)
         tiles = np.zeros(self._tiles.shape, np.int32)
         tiles[:, 0] = self._empty
         needed = prefill_tiles(table.count, table.context, self._backend.tile_queries)
         tiles[: len(needed)] = needed
-        self._tiles.copy_(to_device(tiles, self._tiles.device))
+        load(self._tiles, tiles)
 
     def _tile_count(self, tokens: int) -> int:
         """No step of so many tokens has more."""

@@ -6,10 +6,9 @@ go first.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-
-import numpy as np
 
 from tessera.engine.cache.prefix_index import PrefixIndex
 from tessera.engine.sequence import Sequence
@@ -58,6 +57,8 @@ class BlockManager:
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         """Makes the sequence's blocks reach ``tokens`` positions; False, changing nothing, if too few are free."""
+        if tokens <= len(sequence.block_table) * self.block_size:  # as for all but one token of a block
+            return True
         fresh = self.blocks_for(tokens) - len(sequence.block_table)
         if fresh > len(self._free):
             return False
@@ -122,13 +123,13 @@ class BlockManager:
             assert all(held[block] == 1 for block in table[sequence.committed :]), f"{name} shares an open block"
         self._index.check()
 
-    def _fits(self, sequence: Sequence, reused: list[int], reserve: int) -> bool:
+    def _fits(self, sequence: Sequence, reused: array[int], reserve: int) -> bool:
         fresh = self.blocks_for(sequence.length) - len(reused)
         revived = sum(self._holders[block] == 0 for block in reused)
         return fresh + revived + reserve <= len(self._free)
 
-    def _match(self, sequence: Sequence) -> list[int]:
-        blocks: list[int] = []
+    def _match(self, sequence: Sequence) -> array[int]:
+        blocks = array("q")
         for number in range(min(sequence.known - 1, sequence.cache_limit) // self.block_size):
             parent, key, ids = self._identity(sequence, number)
             block = self._index.find(key, parent, ids)
@@ -137,10 +138,10 @@ class BlockManager:
             blocks.append(block)
         return blocks
 
-    def _identity(self, sequence: Sequence, number: int) -> tuple[bytes, bytes, np.ndarray]:
+    def _identity(self, sequence: Sequence, number: int) -> tuple[bytes, bytes, bytes]:
         """(parent key, key, identities) of the sequence's block ``number``; those before it were asked for already."""
         keys = sequence.block_keys
-        ids = sequence.identities[number * self.block_size : (number + 1) * self.block_size]
+        ids = sequence.identities[number * self.block_size : (number + 1) * self.block_size].tobytes()
         parent = keys[number - 1] if number else PrefixIndex.root(sequence.cache_salt)
         if len(keys) == number:
             keys.append(PrefixIndex.chain(parent, ids))

@@ -7,13 +7,12 @@ are compared as well. A picture's row has a cache id made of the picture's diges
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     block: int
     parent: bytes
     ids: bytes
@@ -32,21 +31,21 @@ class PrefixIndex:
         return salt.to_bytes(16, "little", signed=True)
 
     @staticmethod
-    def chain(parent: bytes, ids: np.ndarray) -> bytes:
-        """The key of the block that holds ``ids`` (int64) after the prefix ``parent``."""
-        return hashlib.blake2b(ids.tobytes(), digest_size=16, key=parent).digest()
+    def chain(parent: bytes, ids: bytes) -> bytes:
+        """The key of the block that holds ``ids`` (of int64) after the prefix ``parent``."""
+        return hashlib.blake2b(ids, digest_size=16, key=parent).digest()
 
-    def find(self, key: bytes, parent: bytes, ids: np.ndarray) -> int | None:
+    def find(self, key: bytes, parent: bytes, ids: bytes) -> int | None:
         """The block that holds exactly this prefix, or None."""
         entry = self._by_key.get(key)
-        if entry is None or entry.parent != parent or entry.ids != ids.tobytes():
+        if entry is None or entry.parent != parent or entry.ids != ids:
             return None
         return entry.block
 
-    def insert(self, key: bytes, parent: bytes, ids: np.ndarray, block: int) -> None:
+    def insert(self, key: bytes, parent: bytes, ids: bytes, block: int) -> None:
         """Offers a block; the first block of a key stays."""
         if key not in self._by_key:
-            self._by_key[key] = _Entry(block, parent, ids.tobytes())
+            self._by_key[key] = _Entry(block, parent, ids)
             self._key_of[block] = key
 
     def forget(self, block: int) -> None:
@@ -64,7 +63,7 @@ class PrefixIndex:
         """Raises AssertionError unless both directions agree and every key is the hash of what it names."""
         assert {entry.block: key for key, entry in self._by_key.items()} == self._key_of, "directions disagree"
         for key, entry in self._by_key.items():
-            assert self.chain(entry.parent, np.frombuffer(entry.ids, np.int64)) == key, f"wrong key {key.hex()}"
+            assert self.chain(entry.parent, entry.ids) == key, f"wrong key {key.hex()}"
 
 
 def image_cache_ids(digest: np.ndarray, lengths: np.ndarray, secret: bytes) -> np.ndarray:

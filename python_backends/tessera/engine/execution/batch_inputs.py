@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 
 from tessera.engine.attention.backend import SpanTable
-from tessera.engine.scheduling.batch import ScheduledBatch
+from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
 from tessera.engine.transfer import to_device
 
 
@@ -19,9 +18,9 @@ class PackedBatch:
     """One step on the host; n packed tokens, s sequences, m of them sampling.
 
     ``ids`` int64 [n]; ``source`` int64 [n]: which token of the step before stands there, -1 where ``ids`` knows it;
-    ``positions`` int64 [axes, n]; ``rope_lengths`` int64 [n], the sequence length that rules each token's rotary
-    base; ``slots`` int64 [n]; ``sample_rows`` int64 [m]; ``table`` and ``sampling`` (bool [s]) describe the sequences.
-    ``decodes``: whether each of them continues its answer by one token.
+    ``positions`` int64 [axes, n], or [1, n] where all axes agree; ``rope_lengths`` int64 [n], the sequence length that
+    rules each token's rotary base; ``slots`` int64 [n]; ``sample_rows`` int64 [m]; ``table`` and ``sampling`` (bool
+    [s]) describe the sequences. ``decodes``: whether each of them continues its answer by one token.
     """
 
     ids: np.ndarray
@@ -38,27 +37,35 @@ class PackedBatch:
 def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) -> PackedBatch:
     """Packs the batch's spans. ``previous``: by id(sequence), its place among the tokens of the step before this."""
     spans = batch.spans
-    numbers = [(span.start, span.end, span.samples, span.sequence.prompt_length, span.sequence.known) for span in spans]
-    start, context, samples, prompt, known = np.array(numbers).T
+    sequences = [span.sequence for span in spans]
+    numbers = [
+        (span.start, span.end, span.samples, sequence.prompt_length, sequence.known, sequence.position_offset)
+        for span, sequence in zip(spans, sequences)
+    ]
+    start, context, samples, prompt, known, offset = np.array(numbers, np.int64).T
     count = context - start
     row = np.cumsum(count) - count
     last, sampling = row + count - 1, samples > 0
 
-    tables = [span.sequence.block_table for span in spans]
+    tables = [sequence.block_table for sequence in sequences]
     held = np.array([len(table) for table in tables])
     # Filled up with blocks of the sequence's own: a backend may read, and mask, what lies there.
-    blocks = np.repeat(np.array([table[:1] for table in tables], np.int64), held.max(), axis=1)
-    blocks[np.arange(held.max()) < held[:, None]] = np.fromiter(itertools.chain.from_iterable(tables), np.int64)
+    first = np.array([table[0] for table in tables])
+    blocks = np.repeat(first[:, None], held.max(), axis=1)
+    blocks[np.arange(held.max()) < held[:, None]] = np.frombuffer(b"".join(tables), np.int64)
 
     owner = np.repeat(np.arange(len(spans)), count)
     index = np.arange(len(owner)) - np.repeat(row - start, count)
-    source = np.full(len(owner), -1)
-    unknown = np.flatnonzero(context > known)  # whose last token is still being sampled
-    source[last[unknown]] = [previous[id(spans[place].sequence)] for place in unknown]
+    ids, source = np.zeros(len(owner), np.int64), np.full(len(owner), -1)
+    unknown = context > known  # whose only token is still being sampled
+    source[row[unknown]] = [previous[id(sequences[place])] for place in np.flatnonzero(unknown).tolist()]
+    for place in np.flatnonzero(~unknown).tolist():
+        ids[row[place] : last[place] + 1] = sequences[place].ids[spans[place].start : spans[place].end]
+    reading = [(spans[place], int(row[place])) for place in np.flatnonzero(start < prompt).tolist()]
     return PackedBatch(
-        ids=np.concatenate([span.sequence.ids[span.start : span.end] for span in spans]),
+        ids=ids,
         source=source,
-        positions=_positions(batch, row, owner, index),
+        positions=_given_positions(index + offset[owner], reading),
         # A prompt is rotated as a whole; what follows grows the length one by one.
         rope_lengths=np.maximum(prompt[owner], index + 1),
         slots=blocks[owner, index // block_size] * block_size + index % block_size,
@@ -77,12 +84,16 @@ def fill_in(ids: torch.Tensor, source: torch.Tensor, last_sampled: torch.Tensor)
     return torch.where(source < 0, ids, last_sampled[source.clamp(min=0)].clamp(min=0))
 
 
-def _positions(batch: ScheduledBatch, row: np.ndarray, owner: np.ndarray, index: np.ndarray) -> np.ndarray:
-    axes = max(span.sequence.position_axes for span in batch.spans)
-    offset = np.array([span.sequence.position_offset for span in batch.spans])
-    positions = np.tile(index + offset[owner], (axes, 1))
-    for span, first in zip(batch.spans, row):
-        if span.start < span.sequence.prompt_length and (given := span.sequence.request.positions) is not None:
+def _given_positions(positions: np.ndarray, reading: list[tuple[ScheduledSpan, int]]) -> np.ndarray:
+    """``positions`` [n] on one axis, or on more where a prompt was given its own, which are then put in.
+
+    ``reading``: the spans that hold some of their prompt, and where each begins.
+    """
+    positions = positions[None]
+    for span, first in reading:
+        if (given := span.sequence.request.positions) is not None:
+            if len(positions) < len(given):
+                positions = positions.repeat(len(given), axis=0)
             part = given[:, span.start : span.end]
             positions[:, first : first + part.shape[1]] = part
     return positions

@@ -18,7 +18,7 @@ from tessera.engine.attention.backend import AttentionBackend, AttentionStep
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in
 from tessera.engine.execution.sampler import greedy
 from tessera.engine.models.qwen2 import Qwen2
-from tessera.engine.transfer import to_device
+from tessera.engine.transfer import load
 
 _IDS, _SOURCE, _ROPE_LENGTHS, _SLOTS, _CONTEXT, _POSITIONS = range(6)
 
@@ -87,7 +87,7 @@ class DecodeGraphs:
         lines[_CONTEXT, :count] = packed.table.context
         lines[_POSITIONS : self._header, :count] = packed.positions
         lines[self._header :, :count] = packed.table.blocks.T
-        self._inputs[: lines.size].copy_(to_device(lines.reshape(-1), self._device))
+        load(self._inputs[: lines.size], lines.reshape(-1))
         return size
 
     def _fill_with_dummies(self, size: int) -> None:

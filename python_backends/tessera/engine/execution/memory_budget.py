@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -89,7 +90,7 @@ class MemoryBudget:
                 break
             sequence = Sequence(Request("", np.zeros(length, np.int32), none, None, none, sampling))
             count = -(-length // self.config.block_size)
-            sequence.block_table = list(range(first, first + count))
+            sequence.block_table = array("q", range(first, first + count))
             spans.append(ScheduledSpan(sequence, 0, length, True))
             left, first = left - length, first + count
         return ScheduledBatch(sorted(spans, key=lambda span: span.count > 1)), first

@@ -19,7 +19,7 @@ from tessera.engine.execution.decode_graphs import DecodeGraphs, graph_sizes
 from tessera.engine.execution.memory_budget import MemoryBudget
 from tessera.engine.execution.penalties import Histories
 from tessera.engine.execution.prompt_graphs import PromptGraphs, prompt_sizes
-from tessera.engine.execution.sampler import SampledRows, SamplingRow, sample
+from tessera.engine.execution.sampler import SampledRows, SamplingRow, greedy, sample
 from tessera.engine.models.qwen2 import Qwen2
 from tessera.engine.models.registry import model_class
 from tessera.engine.quantization.config import scheme_selector, stored_modules
@@ -120,28 +120,30 @@ class ModelRunner:
         with torch.inference_mode():
             started = Moment(self._last_sampled.device)
             packed = self._pack(batch)
-            rows = [SamplingRow.of(sequence) for sequence in batch.sampling]
             graphs = self._graphs if self._graphs is not None and self._graphs.fits(packed) else None
+            plain = all(sequence.plain for sequence in batch.sampling)
             if graphs is None or not packed.decodes:
-                sampled = self._sample(self._forward(packed, batch), batch, rows, started)
-            elif all(row.plain for row in rows):
+                sampled = self._sample(self._forward(packed, batch), batch, plain, started)
+            elif plain:
                 self._histories.forget()
                 sampled = SampledRows(graphs.greedy(packed), started)
                 self.graph_steps += 1
             else:
-                sampled = self._sample(self._model.logits(graphs.hidden(packed)), batch, rows, started)
+                sampled = self._sample(self._model.logits(graphs.hidden(packed)), batch, plain, started)
                 self.graph_steps += 1
         self._previous = {id(sequence): place for place, sequence in enumerate(batch.sampling)}
         return sampled
 
-    def _sample(
-        self, logits: torch.Tensor, batch: ScheduledBatch, rows: list[SamplingRow], started: Moment
-    ) -> SampledRows:
+    def _sample(self, logits: torch.Tensor, batch: ScheduledBatch, plain: bool, started: Moment) -> SampledRows:
         penalties = self._histories.select(batch.sampling)
-        sampled = sample(logits, rows, started, penalties)
+        if plain:
+            sampled = SampledRows(greedy(logits), started)
+        else:
+            rows = [SamplingRow.of(sequence) for sequence in batch.sampling]
+            sampled = sample(logits, rows, started, penalties)
         if penalties is not None:
             penalties.append(sampled.ids)
-        self._last_sampled[: len(rows)].copy_(sampled.ids)
+        self._last_sampled[: len(logits)].copy_(sampled.ids)
         return sampled
 
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:

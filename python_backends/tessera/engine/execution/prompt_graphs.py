@@ -19,7 +19,7 @@ from tessera.cuda_graphs import record
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep
 from tessera.engine.execution.batch_inputs import PackedBatch
 from tessera.engine.models.qwen2 import Qwen2
-from tessera.engine.transfer import to_device
+from tessera.engine.transfer import load
 
 _MOST_CONTEXT = 4096  # each query block reads a context alone here, which is slow for long ones
 _MOST_PRODUCTS = 17e12  # multiplications of a step; from there on the GPU takes longer than the host
@@ -68,7 +68,7 @@ class PromptGraphs:
         lines[_SLOTS, :count] = packed.slots
         lines[_ROPE_LENGTHS, :count] = packed.rope_lengths
         lines[_POSITIONS:, :count] = packed.positions
-        self._view(size).copy_(to_device(lines, self._device))
+        load(self._view(size), lines)
         self._pieces.load(packed.table)
         self._x[:count].copy_(x)
         self._replays[size]()

@@ -15,7 +15,7 @@ import torch
 
 from tessera.engine.execution.penalties import Penalties
 from tessera.engine.request import SamplingParameters
-from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
+from tessera.engine.sequence import NOT_FINITE, Report, SampledToken, Sequence
 from tessera.engine.transfer import Moment, to_device, to_host
 
 
@@ -41,13 +41,6 @@ class SamplingRow(NamedTuple):
         short = place < parameters.min_tokens and mask is None
         forbidden = sequence.stop_ids if short else frozenset()
         return cls(parameters, sequence.seed, place, forbidden, sequence.children, mask)
-
-    @property
-    def plain(self) -> bool:
-        """Whether the likeliest token is all that is asked for."""
-        asked = self.parameters
-        wants = asked.temperature > 0 or asked.logprobs is not None or asked.penalized
-        return not (wants or self.forbidden or self.children or self.mask is not None)
 
 
 class SampledRows:
@@ -76,9 +69,9 @@ class SampledRows:
         """Waits until the tokens are there."""
         self._arrived.wait()
         ids, *details = (tensor.tolist() for tensor in self._on_host)
-        chosen = [SampledToken(token) for token in ids]
+        chosen: list[SampledToken] = [(token, None) for token in ids]
         for (row, count), own, values, wanted in zip(self._reported, *details):
-            chosen[row] = SampledToken(ids[row], own, tuple(zip(wanted[:count], values[:count])))
+            chosen[row] = ids[row], Report(own, tuple(zip(wanted[:count], values[:count])))
         return chosen
 
     def device_ns(self) -> int:

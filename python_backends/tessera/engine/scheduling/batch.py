@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from tessera.engine.sequence import Sequence
 
@@ -31,7 +32,7 @@ class ScheduledBatch:
     def tokens(self) -> int:
         return sum(span.count for span in self.spans)
 
-    @property
+    @cached_property
     def sampling(self) -> list[Sequence]:
         """The sequences that get a token, in the batch's order."""
         return [span.sequence for span in self.spans if span.samples]

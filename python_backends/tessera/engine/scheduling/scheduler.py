@@ -13,12 +13,13 @@ the last of them gives way.
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Sequence as SequenceType
 
 from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
-from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
+from tessera.engine.sequence import NOT_FINITE, Report, SampledToken, Sequence
 from tessera.ranking import Expected
 
 # As long as no request is this far behind the one before, they are taken to be of one burst. Where answers are short,
@@ -88,19 +89,20 @@ class Scheduler:
 
     def apply(
         self, batch: ScheduledBatch, sampled: SequenceType[SampledToken]
-    ) -> list[tuple[Sequence, SampledToken | None]]:
+    ) -> list[tuple[Sequence, int | None, Report | None]]:
         """Gives the batch's sampling sequences their tokens, and releases the sequences that ended by them.
 
-        Returns the sequences that took theirs, and what it adds to the answer: one that ended meanwhile takes none.
+        Returns the sequences that took theirs, what it adds to the answer, and its report: one that ended meanwhile
+        takes none.
         """
         taken = []
-        for sequence, token in zip(batch.sampling, sampled, strict=True):
+        for sequence, (token, report) in zip(batch.sampling, sampled, strict=True):
             sequence.in_flight -= 1
-            if token.token_id == NOT_FINITE:
+            if token == NOT_FINITE:
                 self.blocks.spoil(sequence.block_keys)
             if sequence.finished:
                 continue
-            taken.append((sequence, sequence.take(token)))
+            taken.append((sequence, token if sequence.take(token, report) else None, report))
             if sequence.finished:
                 self._remove(sequence)
             elif sequence.rewinds:
@@ -117,7 +119,7 @@ class Scheduler:
     def drop_all(self) -> None:
         """Forgets every sequence and everything cached, whatever state a failed step left behind."""
         for sequence in (*self.waiting, *self.running):
-            sequence.block_table = []
+            sequence.block_table = array("q")
         self.waiting, self.running = deque(), []
         self.blocks.reset()
 
@@ -151,23 +153,20 @@ class Scheduler:
             return None
         return next((sequence for sequence in reversed(self.running) if head.passes(sequence)), None)
 
-    def _share(self, sequence: Sequence, budget: int) -> int:
-        """How many of its tokens the step takes, of which so many may be left."""
-        pending = sequence.pending
+    def _share(self, sequence: Sequence, pending: int, budget: int) -> int:
+        """How many of its pending tokens a step takes that has so many left."""
         if pending > 1 and self._expected.above(sequence.request.sampling.priority):
             budget -= self._max_batched_tokens - self._background_tokens
         return max(0, min(pending, budget))
 
     def _plan_running(self, spans: list[ScheduledSpan], budget: int) -> int:
         """Returns what is left of the budget."""
-        place = 0
-        while place < len(self.running):  # which shrinks from its end when blocks run out
-            sequence = self.running[place]
-            count = self._share(sequence, budget)
+        for sequence in self.running:  # which shrinks from its end when blocks run out
+            pending = sequence.pending
+            count = self._share(sequence, pending, budget)
             if count and self._make_room(sequence, sequence.computed + count):
-                spans.append(self._plan(sequence, count))
+                spans.append(self._plan(sequence, count, count == pending))
                 budget -= count
-            place += 1
         return budget
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
@@ -187,13 +186,14 @@ class Scheduler:
             # A preempted sequence may still await a token; and each running one may soon want a block.
             if (
                 sequence.in_flight
-                or not self._share(sequence, budget)
+                or not self._share(sequence, sequence.pending, budget)
                 or not self.blocks.admit(sequence, reserve=len(self.running))
             ):
                 return
             self.running.append(self.waiting.popleft())
-            count, pending = self._share(sequence, budget), sequence.pending
-            spans.append(self._plan(sequence, count))
+            pending = sequence.pending
+            count = self._share(sequence, pending, budget)
+            spans.append(self._plan(sequence, count, count == pending))
             budget -= count
             if count < pending:
                 return
@@ -221,14 +221,13 @@ class Scheduler:
                 return False
         return True
 
-    def _plan(self, sequence: Sequence, count: int) -> ScheduledSpan:
+    def _plan(self, sequence: Sequence, count: int, samples: bool) -> ScheduledSpan:
         start = sequence.computed
-        sequence.computed += count
-        samples = sequence.computed == sequence.length
+        sequence.computed = end = start + count
         self.blocks.commit(sequence)
         if samples:
             sequence.expect()
-        return ScheduledSpan(sequence, start, start + count, samples)
+        return ScheduledSpan(sequence, start, end, samples)
 
     def _preempt(self, victim: Sequence) -> None:
         """It waits as the first of its priority."""

@@ -1,0 +1,388 @@
+"""Where the joules of a request go, on one GPU, in this process (`make bench NAME=joules`): InternVL3-8B's shape.
+
+A step of 8,192 prompt tokens and a forward of 32 tiles run once while every kind of call that they make is recorded.
+Each kind then runs alone in a loop, with all layers' weights and the step's own activations, long enough for the
+counter of joules; so does the whole. The account is the sum of the parts beside the whole: of a step, of a forward, and
+of W1's and W2's requests, beside what these cost through the server. Beside it: attention against torch's kernels,
+and the gate-up product with its activation in its epilogue.
+
+    PYTHONPATH=python_backends:clients:loadtest python3 loadtest/bench_joules.py [--quantization fp8]
+    PYTHONPATH=python_backends:clients:loadtest python3 loadtest/bench_joules.py --accounts algorithms
+
+Less than 280 s with all but the algorithms (cuBLASLt's, for each product by joules and by time), those less than 90 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import bench_attention
+import cublaslt
+import figures
+import gate_up_epilogue
+import torch
+import torch.nn.functional as F
+from energy import Cost, Lap, Repeater
+from engine_load import Prompts
+from gpu_power import GpuPower
+from recorded_calls import RecordedCalls
+from report import newest
+
+from tessera.checkpoint.config import CheckpointConfig, read_config
+from tessera.engine.config import EngineConfig
+from tessera.engine.execution.model_runner import ModelRunner, load_model
+from tessera.engine.kernels.selection import layer_kernels
+from tessera.engine.models.qwen2 import Qwen2
+from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
+from tessera.engine.sequence import Sequence
+from tessera.fp8.rows import Fp8Sums
+from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
+from tessera.vision.kernels.tower_kernels import PLAIN, TowerKernels
+from tessera.vision.runners.fp8_tower import serving_tower
+from tessera.vision.runners.graph_runner import GraphRunner
+from tessera.vision.settings import VisionSettings
+from tessera.vision.towers.intern_vit import InternViT
+
+SHAPE = figures.ROOT / "loadtest" / "shapes" / "internvl3-8b-shape"
+ACCOUNTS = ("prefill", "vision", "attention", "gate_up", "algorithms")
+INTERVAL_S = 0.005
+CONTEXT = 8192
+CACHE_BYTES = 1 << 30  # two steps of this context
+GATE_UP_ROWS = (8192, 2528)  # a full step, and eight prompts of W1
+ATTENTIONS = (bench_attention.Case(26, 316, 316), bench_attention.Case(3, 2364, 2364))
+LAST = "last_layer"
+ALONE = ("embedding", "qkv", "output", "down", "fc2", LAST, "head")
+"""Parts of which nothing within is measured: most are a product and nothing else."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A workload's request: its pictures' tiles, and the tokens it brings to steps, the answer's but the last too."""
+
+    tiles: int
+    prompt: int
+    decoded: int = 3
+
+    @property
+    def picture_rows(self) -> int:
+        return 256 * self.tiles
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.decoded
+
+
+ASKS = {"W1": Ask(1, 316), "W2": Ask(7, 1852)}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the step and the forward."""
+
+    tokens: int = 8192
+    tiles: int = 32
+
+
+@dataclass(frozen=True)
+class Report:
+    """Prints each cost as a row, and emits it for the record or for trial."""
+
+    prefix: str
+    command: str
+
+    def title(self, text: str) -> None:
+        columns = f"{'calls':>6} {'us a call':>10} {'mJ a call':>10} {'ms':>9} {'J':>9} {'W':>6} {'MHz':>6}"
+        print(f"\n{text:42} {columns}", flush=True)
+
+    def row(self, name: str, cost: Cost, of: Cost | None = None) -> None:
+        """``of``: the whole that it is a part of."""
+        one = f"{cost.us_a_call:10.1f} {1e3 * cost.of_a_call.joules:10.3f}"
+        lap = f"{1e3 * cost.seconds:9.3f} {cost.joules:9.4f} {cost.watts:6.0f} {cost.mhz:6.0f}"
+        share = f" {cost.joules / of.joules:6.1%}" if of else ""
+        print(f"{name:42} {cost.calls:6} {one} {lap}{share}", flush=True)
+
+    def figure(self, name: str, value: float, unit: str, **notes: object) -> None:
+        """Nothing without a counter of joules."""
+        if math.isnan(value):
+            return
+        figures.emit(f"{self.prefix}.{name}", float(f"{value:.5g}"), unit, self.command, **notes)
+
+    def cost(self, name: str, cost: Cost, unit: str) -> None:
+        notes = {"us_a_call": round(cost.us_a_call, 1), "calls": cost.calls}
+        self.figure(name, cost.joules, unit, **notes, watts=round(cost.watts, 1), mhz=round(cost.mhz, 1))
+
+
+@dataclass(frozen=True)
+class Account:
+    """The parts of a whole, what is ``within`` them (by "part/name"), and the whole."""
+
+    parts: Mapping[str, Cost]
+    within: Mapping[str, Cost]
+    whole: Cost
+
+    @property
+    def joules(self) -> float:
+        return sum(cost.joules for cost in self.parts.values())
+
+    @property
+    def seconds(self) -> float:
+        return sum(cost.seconds for cost in self.parts.values())
+
+
+# --- the language model
+
+
+def step_of(prompts: Prompts, length: int, tokens: int, block_size: int) -> ScheduledBatch:
+    """As many whole prompts as a step has room for, and the beginning of one more."""
+    spans: list[ScheduledSpan] = []
+    first = 0
+    while tokens:
+        sequence, count = Sequence(prompts.request(max_tokens=1)), min(length, tokens)
+        blocks = -(-length // block_size)
+        sequence.block_table = list(range(first, first + blocks))
+        spans.append(ScheduledSpan(sequence, 0, count, count == length))
+        first, tokens = first + blocks, tokens - count
+    return ScheduledBatch(spans)
+
+
+def completed(argument: Any) -> Any:
+    """The sums of an FP8 product as the product: who is given them completes them in place, and so only once."""
+    return argument._replace(sums=argument.sums.clone()).product() if isinstance(argument, Fp8Sums) else argument
+
+
+def watch_step(recorded: RecordedCalls, model: Qwen2, attention: Any) -> None:
+    """The parts of a step. What the last layer does for the rows that are sampled is a part of its own."""
+    recorded.watch(model.embedding, "forward", "embedding")
+    last = len(model.layers) - 1
+    for number, layer in enumerate(model.layers):
+        recorded.watch(layer.input_norm, "forward", "norm")
+        recorded.watch(layer.qkv, "unscaled", "qkv")
+        recorded.watch(layer.output, "unscaled", LAST if number == last else "output")
+        recorded.watch(layer.post_norm, "forward", LAST if number == last else "norm")
+        recorded.watch(layer.gate_up, "gated", LAST if number == last else "gate_up")
+        recorded.watch(layer.down, "unscaled", LAST if number == last else "down")
+    recorded.watch(attention, "attend", lambda layer, *_: LAST if layer == last else "attention", completed)
+    recorded.watch(model.norm, "forward", LAST)
+    recorded.watch(model, "logits", "head")
+    for owner, function in ((F, "linear"), (torch, "_scaled_mm")):
+        recorded.watch(owner, function, "product")
+    recorded.watch(F, "scaled_dot_product_attention", "sdpa")  # of long prompts
+    recorded.watch(layer_kernels(model.norm.get_buffer("weight").device.type), "silu_and_multiply", "silu_multiply")
+    kernels = sys.modules[type(attention).__module__]
+    for name, function in (("rotate_store", "rotate_and_store"), ("kernel", "prefill_attention")):
+        if hasattr(kernels, function):
+            recorded.watch(kernels, function, name, completed)
+
+
+class Language:
+    """The language model, and its steps."""
+
+    def __init__(self, config: CheckpointConfig, device: str, quantization: str, sizes: Sizes) -> None:
+        settings = EngineConfig(
+            device=device, weights="random", quantization=quantization, max_model_len=CONTEXT,
+            kv_cache_bytes=CACHE_BYTES, graph_batch_size=0, max_batched_tokens=sizes.tokens,
+            max_sequences=min(256, sizes.tokens - 1),
+        )  # fmt: skip
+        self.text, self._device, self._sizes, self._block = config.text, device, sizes, settings.block_size
+        self.model = load_model(config, settings)
+        self.runner = ModelRunner.of_model(self.model, settings, CONTEXT)
+
+    def step(self, ask: Ask) -> ScheduledBatch:
+        sizes = {"tokens": ask.prompt, "picture_rows": ask.picture_rows}
+        prompts = Prompts(self.text.hidden_size, self.text.vocab_size, self._device, **sizes)
+        return step_of(prompts, ask.prompt, self._sizes.tokens, self._block)
+
+    def recorded(self, batch: ScheduledBatch) -> RecordedCalls:
+        self.runner.launch(batch)  # compiles
+        with RecordedCalls() as calls:
+            watch_step(calls, self.model, self.runner._attention)
+            self.runner.launch(batch)
+        return calls
+
+
+def account_of(
+    calls: RecordedCalls, whole: Cost, repeater: Repeater, report: Report, known: Mapping[str, Cost]
+) -> Account:
+    """Measures the parts that are not ``known``, and prints all, with what is within them."""
+    parts: dict[str, Cost] = {}
+    within: dict[str, Cost] = {}
+    for part, made in calls.parts().items():
+        parts[part] = known.get(part) or repeater.recorded(made)
+        report.row(part, parts[part], whole)
+        inner = {} if part in known or part in ALONE else calls.within(part)
+        for name, inside in inner.items():
+            within[f"{part}/{name}"] = repeater.recorded(inside)
+            report.row(f"  {part}/{name}", within[f"{part}/{name}"], whole)
+    account = Account(parts, within, whole)
+    report.row("whole", whole)
+    joules, seconds = account.joules / whole.joules, account.seconds / whole.seconds
+    print(f"the parts' sum is {joules:.1%} of its joules and {seconds:.1%} of its time")
+    return account
+
+
+def prefill(language: Language, repeater: Repeater, report: Report) -> dict[str, Account]:
+    """By workload. Its requests differ in their attention; the rest of a step is measured once."""
+    accounts: dict[str, Account] = {}
+    for name, ask in ASKS.items():
+        batch = language.step(ask)
+        whole = repeater.cost(partial(language.runner.launch, batch))
+        calls = language.recorded(batch)
+        known = {part: cost for part, cost in accounts["W1"].parts.items() if part != "attention"} if accounts else {}
+        prompts = f"{len(batch.sampling)} prompts of {ask.prompt} and {batch.tokens - len(batch.sampling) * ask.prompt}"
+        report.title(f"step of {prompts} tokens")
+        accounts[name] = account_of(calls, whole, repeater, report, known)
+        calls.forget()
+    for part, cost in {**accounts["W1"].parts, **accounts["W1"].within}.items():
+        report.cost(f"prefill.{part}", cost, "J/step")
+    report.cost("prefill.attention_W2", accounts["W2"].parts["attention"], "J/step")
+    for name, account in accounts.items():
+        report.cost(f"prefill.whole_{name}", account.whole, "J/step")
+        report.figure(f"prefill.explained_{name}", account.joules / account.whole.joules, "share")
+    return accounts
+
+
+# --- the vision tower
+
+
+@torch.inference_mode()
+def recorded_forward(tower: InternViT, kernels: TowerKernels, tiles: torch.Tensor) -> RecordedCalls:
+    """The parts of a forward; the addition and the norm between the last layer and the projector are none."""
+    with RecordedCalls() as calls:
+        calls.watch(tower, "embed", "embedding")
+        for layer in tower.blocks[: tower.depth]:
+            calls.watch(layer.attention.qkv, "forward", "qkv")
+            calls.watch(layer.attention.output, "forward", "output")
+            calls.watch(layer.mlp.linear2, "forward", "fc2")
+        calls.watch(tower.projector, "forward", "projector")
+        for owner, function in ((F, "linear"), (torch, "_scaled_mm"), (torch, "_addmm_activation")):
+            calls.watch(owner, function, "product")
+        names = {"attend": "attention", "add_and_norm": "norm", "linear_and_activate": "fc1_gelu"}
+        wrapped = {function: calls.wrapped(getattr(kernels, function), name) for function, name in names.items()}
+        tower(tiles, kernels=replace(kernels, **wrapped))
+    return calls
+
+
+def vision(
+    config: CheckpointConfig, device: str, quantization: str, sizes: Sizes, repeater: Repeater, report: Report
+) -> Account:
+    """A forward of tiles on the device."""
+    gpu = device == "cuda"
+    kind, dtype = ("graph", "bfloat16") if gpu else ("torch", "float32")
+    settings = VisionSettings(
+        kind, sizes.tiles, dtype=dtype, device=device, quantization=quantization, random_weights=True
+    )
+    tower: Any = serving_tower(config, settings)
+    tiles = torch.randint(0, 256, (sizes.tiles, *tower.unit_shape), dtype=torch.uint8, device=device)
+    forward = tower.tuned(sizes.tiles, MeasuredChoices(choices_path(), graph_milliseconds)) if gpu else tower
+    runner = GraphRunner(tower, [sizes.tiles], lambda _: forward)
+    whole = repeater.cost(partial(runner.run, tiles))
+    del runner
+    calls = recorded_forward(tower, forward.keywords["kernels"] if gpu else PLAIN, tiles)
+    report.title(f"forward of {sizes.tiles} tiles")
+    account = account_of(calls, whole, repeater, report, {})
+    calls.forget()
+    for part, cost in account.parts.items():
+        report.cost(f"vision.{part}", cost, "J/forward")
+    report.cost("vision.whole", whole, "J/forward")
+    report.figure("vision.explained", account.joules / whole.joules, "share")
+    return account
+
+
+# --- requests
+
+
+def requests(steps: Mapping[str, Account], forward: Account, sizes: Sizes, kind: str, report: Report) -> None:
+    """What a workload's request costs by its parts, by wholes that run alone, and through the server."""
+    print("\nJ a request: parts, wholes alone, through the server (as recorded)")
+    for name, ask in ASKS.items():
+        tiles, tokens = ask.tiles / sizes.tiles, ask.tokens / sizes.tokens
+        parts = tiles * forward.joules + tokens * steps[name].joules
+        wholes = tiles * forward.whole.joules + tokens * steps[name].whole.joules
+        served = newest().get(f"serve.{name}.{kind}.joules", {}).get("value")
+        left = "not recorded" if served is None else f"{served:.2f}, of which the parts are {parts / served:.1%}"
+        print(f"{name} {parts:8.3f} {wholes:8.3f}   {left}", flush=True)
+        notes = {"parts": round(parts, 3), "served": served, "vision": round(tiles * forward.whole.joules, 3)}
+        report.figure(f"{name}.alone", wholes, "J/request", **notes)
+
+
+# --- beside the account
+
+
+def attention(repeater: Repeater, report: Report) -> None:
+    """Our prefill kernel and torch's on equal prompts."""
+    for case in ATTENTIONS:
+        data = bench_attention.Paged(case, bench_attention.copies_of(case))
+        plan = bench_attention.default_plan(bench_attention.HEAD_DIM, bench_attention.DTYPE)
+        report.title(f"attention, {case} tokens, a layer")
+        ways: dict[str, list[Lap]] = {"ours": data.prefill(plan)} | dict(bench_attention.rivals(case))
+        for name, laps in ways.items():
+            try:
+                cost = repeater.recorded(laps)
+            except RuntimeError as refusal:
+                print(f"{name}: refused, {str(refusal)[:80]!r}")
+                continue
+            report.row(name, cost)
+            if name in ("ours", "sdpa cudnn"):
+                report.cost(f"attention.{case}.{name.replace(' ', '_')}", cost.of_a_call, "J/layer")
+
+
+def measure(options: argparse.Namespace, sizes: Sizes, repeater: Repeater, report: Report) -> None:
+    """All that was asked for."""
+    config, fp8 = read_config(options.checkpoint), options.quantization == "fp8"
+    whose = config, options.device, options.quantization, sizes
+    chosen = options.accounts
+    forward = steps = None
+    if "attention" in chosen and not fp8:
+        attention(repeater, report)
+    if "gate_up" in chosen and not fp8:
+        shape = config.text.intermediate_size, config.text.hidden_size
+        gate_up_epilogue.compare(*shape, GATE_UP_ROWS, repeater, report)
+    if "vision" in chosen:
+        forward = vision(*whose, repeater, report)
+    if "prefill" in chosen:
+        steps = prefill(Language(*whose), repeater, report)
+    if forward and steps:
+        requests(steps, forward, sizes, "fp8" if fp8 else "bf16", report)
+    if "algorithms" in chosen:
+        cublaslt.compare(cublaslt.shapes(config, sizes), fp8, torch.bfloat16, None, repeater, report)
+
+
+def main(given: list[str] | None = None, sizes: Sizes = Sizes()) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--accounts", nargs="+", choices=ACCOUNTS, default=ACCOUNTS[:-1])
+    parser.add_argument("--quantization", choices=("checkpoint", "fp8"), default="checkpoint")
+    parser.add_argument("--checkpoint", type=Path, default=SHAPE, help="another model; no figures for the record")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--seconds", type=float, default=1.2, help="that each part is measured for")
+    parser.add_argument("--settle", type=float, default=0.5, help="that each part runs before")
+    options = parser.parse_args(given)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("bench_joules: needs a GPU, and this machine has none; a trial without: --device cpu")
+    logging.basicConfig(level=logging.INFO, format="  %(message)s", stream=sys.stderr)  # what was chosen
+    torch.manual_seed(4)
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    standard = options.checkpoint.resolve() == SHAPE and options.device == "cuda"
+    prefix = f"{'' if standard else 'trial.'}joules{'.fp8' * (options.quantization == 'fp8')}"
+    arguments = shlex.join(sys.argv[1:] if given is None else given)
+    report = Report(prefix, "make bench NAME=joules" + f' ARGS="{arguments}"' * bool(arguments))
+    began = time.monotonic()
+    with GpuPower([gpu] if options.device == "cuda" else [], INTERVAL_S) as power:
+        repeater = Repeater(power, torch.device(options.device), options.seconds, options.settle)
+        measure(options, sizes, repeater, report)
+    print(f"{time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
