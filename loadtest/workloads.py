@@ -49,6 +49,7 @@ class Workload:
     text_first: bool = False
     """The prompt stands before the picture."""
     always_streamed: bool = False
+    priority: int = 0
 
     @property
     def streamed(self) -> bool:
@@ -59,7 +60,8 @@ class Workload:
     def sampling(self) -> dict[str, Any]:
         """Keyword arguments for the client's ``ask`` and ``stream``."""
         tiles = {} if self.max_tiles is None else {"max_tiles": self.max_tiles}
-        return {"temperature": 0, "ignore_eos": True, "max_tokens": self.tokens, **tiles}
+        rank = {"priority": self.priority} if self.priority else {}
+        return {"temperature": 0, "ignore_eos": True, "max_tokens": self.tokens, **tiles, **rank}
 
     def question(self, prompt: str) -> str:
         """The prompt for the client's ``ask`` and ``stream``, with the place of the picture where it is not before."""

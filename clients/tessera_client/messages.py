@@ -169,6 +169,16 @@ class Request:
             except UnicodeEncodeError as error:
                 raise InvalidRequest(f"half a surrogate pair cannot be sent as text: {error}") from None
 
+    @property
+    def priority(self) -> int:
+        """As its sampling parameters say; 0 where they do not."""
+        if self.sampling is None or '"priority"' not in self.sampling:
+            return 0
+        try:
+            return int(json.loads(self.sampling)["priority"])
+        except (ValueError, TypeError, KeyError, OverflowError):  # the server says what is wrong
+            return 0
+
 
 def question_request(images: Image | Sequence[Image] | None, question: str, **options: Any) -> Request:
     """The request of ``ask``: zero, one or several pictures and one question. For ``options`` see :func:`sampling`."""

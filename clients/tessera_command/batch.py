@@ -27,7 +27,8 @@ def add(commands: Any) -> None:
     sampling(add)
     add("--choices", type=labels, metavar="A,B,...", help="answer with the likeliest of these")
     add("--concurrency", type=positive, default=64, metavar="N", help="requests at a time (%(default)s)")
-    add("--priority", type=int, metavar="N", help="lower is served earlier (0, as all other requests)")
+    lower = "lower is served earlier (%(default)s: behind people's questions, which have 0)"
+    add("--priority", type=int, default=10, metavar="N", help=lower)
     add("--in-order", action="store_true", help="results in the order of the rows, not as they come")
     add("--again", action="store_true", help="ask rows again that failed in an earlier run")
     add("--patience", type=float, default=600.0, metavar="S", help="seconds that servers may be away (%(default)g)")

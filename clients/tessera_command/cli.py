@@ -115,7 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--concurrency", type=positive, default=64, metavar="N", help="requests at a time (%(default)s)")
     longest = "longest answer to a layout or a crop, in tokens (as many as fit)"
     add("--max-tokens", type=positive, metavar="N", help=longest)
-    add("--priority", type=int, metavar="N", help="lower is served earlier (0, as all other requests)")
+    lower = "lower is served earlier (%(default)s: behind people's questions, which have 0)"
+    add("--priority", type=int, default=10, metavar="N", help=lower)
 
     add = command(commands, "recall", _recall, "measure how often the served model is right")
     add("--folder", type=Path, help="your own pictures: a folder with labels.csv (file,question,...)")

@@ -97,6 +97,8 @@ def numbers(page: str) -> dict[str, Any]:
         return dict(found)
 
     pending = by("nv_inference_pending_request_count", "model")
+    if "vision_encoder" in pending:  # most of its requests wait in the stage itself
+        pending["vision_encoder"] += total("tessera_vision_requests_waiting") or 0.0
     return {
         "requests": {
             "in_flight": total("tessera_requests_in_flight"),

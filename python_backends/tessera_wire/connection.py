@@ -25,6 +25,7 @@ KEEP_ALIVE = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
+BETTER, WORSE = 1, 3  # levels of tritonserver's queues; 2 is the default
 
 
 class Connection:
@@ -76,8 +77,12 @@ class Connection:
         tensors: Iterable[Tensor],
         timeout: float | None = None,
         outputs: Iterable[str] = (),
+        priority: int = 0,
     ) -> Any:
-        """A request to a model; ``timeout`` in seconds. ``outputs``: those that are wanted, where not all are."""
+        """A request to a model; ``timeout`` in seconds. ``outputs``: those that are wanted, where not all are.
+
+        ``priority``: as in sampling_parameters, whose bearer stands in tritonserver's queues as it does in ours.
+        """
         message = self._messages.ModelInferRequest(model_name=model, id=request_id)
         for tensor in tensors:
             message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
@@ -86,6 +91,8 @@ class Connection:
             message.outputs.add(name=name)
         if timeout is not None:
             message.parameters["timeout"].int64_param = max(1, int(timeout * 1e6))
+        if priority:  # the levels of preprocess's config.pbtxt
+            message.parameters["priority"].uint64_param = BETTER if priority < 0 else WORSE
         return message
 
     def mapped(self, error: BaseException) -> errors.TesseraClientError:

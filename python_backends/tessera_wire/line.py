@@ -52,11 +52,14 @@ class Line:
         deliver: Deliver,
         timeout: float | None = None,
         outputs: Iterable[str] = (),
+        priority: int = 0,
     ) -> Callable[[], None]:
         """Starts a request for ``outputs`` (all of them if empty); the server gives it ``timeout`` seconds.
 
+        ``priority``: lower goes first.
+
         Returns what ends the listening to it."""
-        message = self.connection.infer_message(model, request_id, tensors, timeout, outputs)
+        message = self.connection.infer_message(model, request_id, tensors, timeout, outputs, priority)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         with self._lock:
             if self._closed:

@@ -31,6 +31,7 @@ from tessera_client import (
     TesseraClientError,
     Unavailable,
 )
+from tessera_client.messages import Request
 from tessera_wire import line
 from tessera_wire.connection import Connection
 
@@ -332,3 +333,14 @@ def test_asyncio_idle_line_and_lost_server(server: Server, monkeypatch: pytest.M
                 await client.ask(None, "three")
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("sampling", "level"),
+    [(None, 0), ('{"seed": 1}', 0), ('{"priority": 0}', 0), ('{"priority": -3}', 1), ('{"priority": "10"}', 3),
+     ('{"priority": "soon"}', 0), ('["priority"]', 0)],
+)  # fmt: skip
+def test_a_priority_is_a_level_of_the_servers_own_queues(sampling, level):
+    priority = Request(text="?", sampling=sampling).priority
+    message = Connection("127.0.0.1:9").infer_message("vlm", "seven", [], priority=priority)
+    assert message.parameters["priority"].uint64_param == level

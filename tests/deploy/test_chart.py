@@ -218,7 +218,8 @@ def test_servers_are_added_by_metrics_that_they_have() -> None:
     scaled = rendered(EVERYTHING)["ScaledObject", "server"]
     (trigger,) = scaled["spec"]["triggers"]
     named = set(re.findall(r"\b(?:tessera|nv)_\w+", trigger["metadata"]["query"]))
-    assert named == {"tessera_requests_waiting", "nv_inference_pending_request_count"}
+    waiting = {"tessera_requests_waiting", "tessera_vision_requests_waiting"}
+    assert named == waiting | {"nv_inference_pending_request_count"}
     assert "requests_waiting" in metrics_page._GAUGES
     # The gateway's status reads the other one, of the same stages.
     assert '"nv_inference_pending_request_count"' in Path(status.__file__).read_text()

@@ -108,7 +108,7 @@ def begun(runner):
 
 def test_those_that_wait_go_by_priority_then_by_arrival():
     engine, runner = make_engine(max_sequences=1)
-    engine.submit(make_request([1], "running", max_tokens=5, ignore_eos=True, priority=9))
+    engine.submit(make_request([1], "running", max_tokens=5, ignore_eos=True, priority=-9))
     engine.step()
     for name, priority in (("a", 0), ("b", 3), ("c", -1), ("d", 0), ("e", -1), ("f", 3)):
         engine.submit(make_request([1], name, max_tokens=1, priority=priority))
@@ -117,7 +117,7 @@ def test_those_that_wait_go_by_priority_then_by_arrival():
     assert begun(runner) == ["running", "c", "e", "a", "d", "b", "f"]
 
 
-def test_priority_preempts_nobody_and_passes_no_preempted_sequence():
+def test_a_preempted_sequence_is_passed_by_a_better_priority_only():
     engine, runner = make_engine(num_blocks=9, prefix_cache="off")
     for name in ("first", "second"):
         engine.submit(make_request([1] * 12, name, max_tokens=12, ignore_eos=True))
@@ -128,8 +128,66 @@ def test_priority_preempts_nobody_and_passes_no_preempted_sequence():
     engine.submit(make_request([2] * 12, "late", max_tokens=1))
     engine.submit(make_request([2] * 12, "urgent", max_tokens=1, priority=-5))
     run(engine)
-    assert engine.metrics.preemptions == 1
-    assert begun(runner) == ["first", "second", "second", "urgent", "late"]
+    assert begun(runner) == ["first", "second", "urgent", "first", "second", "late"]
+
+
+@pytest.mark.parametrize("short_of", [{"max_sequences": 4}, {"num_blocks": 30}])
+def test_in_a_full_house_the_last_of_a_worse_priority_gives_way(short_of):
+    engine, runner = make_engine(**({"num_blocks": 200, "prefix_cache": "off", "max_sequences": 8} | short_of))
+    job = [make_request([n] * 12, f"{n}", max_tokens=16, ignore_eos=True, priority=10) for n in range(8)]
+    for request in job:
+        engine.submit(request)
+    events = engine.step()
+    assert len(engine.scheduler.running) < 8
+    engine.submit(make_request([9] * 30, "question", max_tokens=2))
+    events += engine.step()
+    engine.scheduler.check()
+    assert "question" in {name for name, *_ in spans_of(runner, -1)}
+    assert engine.metrics.preemptions > 0
+    events += run(engine)
+    for request in job:
+        assert tokens_of(events, request.request_id) == expected_answer(contents_of(request), 16, ())
+
+
+def test_beside_questions_a_job_makes_short_steps_and_alone_full_ones():
+    def steps(*priorities):
+        engine, runner = make_engine(num_blocks=400, max_batched_tokens=64, max_sequences=4)
+        for priority in priorities:
+            engine.submit(make_request([1], max_tokens=1, priority=priority))
+            run(engine)
+        before = len(runner.batches)
+        for number in range(4):
+            engine.submit(make_request([2 + number] * 40, max_tokens=1, priority=10))
+        run(engine)
+        return [sum(end - start for _, start, end, _ in batch) for batch in runner.batches[before:]]
+
+    assert steps() == steps(10) == steps(11) == [64, 64, 32]
+    assert steps(0) == [16] * 10
+
+
+def test_a_question_passes_a_long_prompt_that_is_half_read():
+    engine, runner = make_engine(num_blocks=400, max_batched_tokens=64, max_sequences=4)
+    engine.submit(make_request(list(range(180)), "page", max_tokens=1, priority=10))
+    engine.submit(make_request(list(range(50, 230)), "next page", max_tokens=1, priority=10))
+    engine.step()
+    engine.submit(make_request([7] * 50, "question", max_tokens=1))
+    events = engine.step()
+    engine.scheduler.check()
+    assert spans_of(runner, 1) == [("question", 0, 50)]
+    events += run(engine)
+    assert spans_of(runner, 2)[0] == ("page", 64, 80)  # from where it was
+    assert ends(events) == dict.fromkeys(["question", "page", "next page"], "length")
+
+
+def test_nothing_of_a_long_prompt_is_lost_for_a_question():
+    """Where nothing read is found again, the prompt is read to its end first."""
+    engine, runner = make_engine(num_blocks=400, max_batched_tokens=64, max_sequences=4, prefix_cache="off")
+    engine.submit(make_request(list(range(150)), "page", max_tokens=1, priority=10))
+    engine.step()
+    engine.submit(make_request([7] * 50, "question", max_tokens=1))
+    run(engine)
+    assert engine.metrics.preemptions == 0
+    assert begun(runner) == ["page", "question"]
 
 
 def test_a_preempted_sequence_waits_for_the_tokens_it_was_promised():
@@ -183,15 +241,14 @@ class Gathering:
         return [span.sequence.request.request_id for span in batch.spans if span.sequence not in running]
 
 
-def test_a_burst_is_gathered_whatever_its_order(monkeypatch):
+def test_a_better_priority_waits_for_no_burst(monkeypatch):
     gathering = Gathering(monkeypatch)
-    gathering.add("first", 0)
+    gathering.add("first", 0, priority=1)
     assert gathering.started(0) == ["first"]
-    for number in range(3):
-        gathering.add(f"{number}", 10 + 2 * number, priority=-number)
-        assert gathering.started(12 + 2 * number) == []
-    assert gathering.started(26) == []
-    assert gathering.started(27) == ["2", "1", "0"]
+    gathering.add("burst", 10, priority=1)
+    assert gathering.started(10) == []
+    gathering.add("question", 11)
+    assert gathering.started(11) == ["question", "burst"]
 
 
 def test_a_burst_is_read_in_one_step_while_others_run(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import replace
 
 from engine_fakes import (
     EOS,
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.scheduling.scheduler import Scheduler
 from tessera.engine.sequence import Sequence
+from tessera.ranking import STEP_NS
 
 TOKENS = range(240, 262)  # few, so that <eos> comes up
 
@@ -73,7 +75,7 @@ def test_engine_under_random_load(script, policy, num_blocks, budget, sequences,
     for action, value in script:
         if action == "submit":
             ids, pictures, max_tokens, choices = value
-            sampling = dict(max_tokens=max_tokens, choices=choices, priority=max_tokens % 3)
+            sampling = dict(max_tokens=max_tokens, choices=choices, priority=10 * (max_tokens % 3))
             request = make_request(ids, f"{len(submitted)}", pictures, **sampling)
             submitted.append(engine.submit(request))
         elif action == "cancel" and submitted:
@@ -122,7 +124,7 @@ def test_steps_may_be_planned_ahead(requests, cancels, num_blocks, depth):
     runner = BookkeepingRunner(num_blocks, 4, tokens=TOKENS)
     sequences = []
     for number, (ids, pictures, max_tokens, _) in enumerate(requests):
-        request = make_request(ids, str(number), pictures, max_tokens=max_tokens, priority=max_tokens % 3)
+        request = make_request(ids, str(number), pictures, max_tokens=max_tokens, priority=10 * (max_tokens % 3))
         keys = [pictures[i][2] * 100 + row for i in range(len(pictures)) for row in range(pictures[i][1])]
         sequences.append(Sequence(request, image_cache_ids=keys or None, stop_ids=(EOS,)))
         scheduler.add(sequences[-1])
@@ -147,3 +149,23 @@ def test_steps_may_be_planned_ahead(requests, cancels, num_blocks, depth):
         if sequence.finish_reason == "cancelled":
             answer = answer[: len(sequence.outputs)]
         assert sequence.outputs == answer
+
+
+@settings(max_examples=80)
+@given(st.lists(st.tuples(st.integers(-2, 12), st.integers(0, 3 * STEP_NS)), min_size=2, max_size=12))
+def test_nobody_is_passed_by_one_who_came_too_much_later(arrivals):
+    """However many of a better priority go on coming: each step of priority is worth so much waiting and no more."""
+    engine, runner = make_engine(max_sequences=1)
+    now, sequences = 0, []
+    for priority, gap in arrivals:
+        now += gap
+        request = make_request([1], f"{len(sequences)}", max_tokens=1, priority=priority)
+        sequences.append(engine.submit(replace(request, arrival_ns=now)))
+    run(engine)
+    begun = [sequence for batch in runner.batches for sequence, start, *_ in batch if not start]
+    assert sorted(begun, key=sequences.index) == sequences
+    for place, later in enumerate(begun):
+        for first in begun[:place]:
+            behind = first.request.arrival_ns - later.request.arrival_ns
+            better = later.request.sampling.priority - first.request.sampling.priority
+            assert behind <= max(0, better * STEP_NS)

@@ -164,7 +164,7 @@ def test_pixels_that_do_not_fit_their_plan_leave_other_pictures_alone(server: Se
     wrong = [pixels, values("PLAN", plan, "INT32"), values("DIGEST", digest, "INT64")]
     asker = GrpcAsker(server.grpc_url, "vision_encoder")
     with Crowd([grpc_asker(server) for _ in range(3)], GOOD) as crowd:
-        for stamps in (np.zeros((1, 3), np.int64), np.zeros((1, 1), np.int64), None):
+        for stamps in (np.zeros((1, 4), np.int64), np.zeros((1, 1), np.int64), None):
             more = [] if stamps is None else [values("STAMPS", stamps, "INT64")]
             outcome = asker.send(wrong + more)
             assert outcome.status == "INVALID_ARGUMENT", outcome

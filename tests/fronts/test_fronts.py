@@ -44,11 +44,15 @@ class Ensemble:
     def __init__(self, answer: Callable[[str], Iterable[Any]]) -> None:
         self.answer = answer
         self.requests: dict[str, dict[str, Sent]] = {}
+        self.priorities: list[int] = []
         self.cancelled: list[str] = []
         self.threads: list[threading.Thread] = []
 
-    def send(self, model: str, request_id: str, inputs: list[Sent], deliver: Callable[[Any], None]) -> None:
+    def send(
+        self, model: str, request_id: str, inputs: list[Sent], deliver: Callable[[Any], None], priority: int
+    ) -> None:
         assert model == "vlm"
+        self.priorities.append(priority)
         self.requests[request_id] = {tensor.name: tensor for tensor in inputs}
         self.threads.append(threading.Thread(target=self.work, args=(request_id, deliver)))
         self.threads[-1].start()
@@ -87,7 +91,7 @@ def test_unary_asks_for_one_response_and_hands_all_of_it_on(backend, monkeypatch
     given = [
         strings("text_input", b"?"),
         strings("image", b"one", b"two"),
-        strings("sampling_parameters", b'{"seed": 1}'),
+        strings("sampling_parameters", b'{"seed": 1, "priority": 7}'),
         Tensor("stream", np.array([True])),
         Tensor("exclude_input_in_output", np.array([True])),
     ]
@@ -99,7 +103,8 @@ def test_unary_asks_for_one_response_and_hands_all_of_it_on(backend, monkeypatch
     assert set(sent) == {"text_input", "image", "sampling_parameters", "stream", "exclude_input_in_output"}
     assert list(elements(sent["image"].data)) == [b"one", b"two"] and sent["image"].shape == (2,)
     assert list(elements(sent["text_input"].data)) == [b"?"]
-    assert list(elements(sent["sampling_parameters"].data)) == [b'{"seed": 1}']
+    assert list(elements(sent["sampling_parameters"].data)) == [b'{"seed": 1, "priority": 7}']
+    assert ensemble.priorities == [7]
     assert sent["stream"] == Sent("stream", "BOOL", (1,), b"\0")
     assert sent["exclude_input_in_output"] == Sent("exclude_input_in_output", "BOOL", (1,), b"\1")
     (response,) = request.sender.responses

@@ -39,8 +39,11 @@ def encoder(**settings) -> VisionEncoder:
 class Job:
     deadline_ns = 0
 
-    def __init__(self, item: VisionItem) -> None:
-        self.item, self.outcome = item, None
+    def __init__(self, item: VisionItem, priority: int = 0) -> None:
+        self.item, self.outcome, self.priority = item, None, priority
+
+    def begin(self):
+        pass
 
     def answer(self, rows):
         # As the Python backend does: a copy on the default stream, not waited for.
@@ -69,7 +72,7 @@ def test_a_mark_waits_for_its_own_forward_and_two_are_under_way_at_most():
 def test_rows_of_many_requests_are_those_of_each_alone(infer, send):
     stage = encoder(infer_batch_size=infer, cache_bytes=1 << 20)
     items = [item(seed, 1 + seed % 5) for seed in range(40)]
-    jobs = [Job(each) for each in items]
+    jobs = [Job(each, priority=-number % 4) for number, each in enumerate(items)]
     dispatcher = LocalDispatcher(stage, send)
     for start in range(0, len(jobs), 10):
         dispatcher.encode(jobs[start : start + 10])
@@ -106,7 +109,9 @@ def test_the_stage_stays_within_its_share():
     share, cache = 192 << 20, 16 << 20
     before = torch.cuda.memory_allocated()
     stage = encoder(infer_batch_size=8, cache_bytes=cache, memory_bytes=share)
-    stage.encode([item(1000, 8)])
+    warm_up = LocalDispatcher(stage, 8)  # on a thread as below, for the matrix library has a workspace for each
+    warm_up.encode([Job(item(1000, 8))])
+    warm_up.close()
     torch.cuda.synchronize()
     # Workspaces of the matrix library count as the process's own, not the stage's.
     weights = weight_bytes(read_config(CHECKPOINT), VisionSettings(runner="torch", device="cuda", dtype="bfloat16"))

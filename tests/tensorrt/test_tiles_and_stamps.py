@@ -80,10 +80,10 @@ def stamps(*values: int) -> InferenceRequest:
 
 
 def test_without_the_vision_stages_own_times_all_the_time_is_its(backend: Any) -> None:
-    assert read_stamps(stamps(1, 2, 3, 4, 5)) == [1, 2, 3, 4, 5]
-    assert read_stamps(stamps()) == [0] * 5
+    assert read_stamps(stamps(1, 2, 3, 4, 5, 6)) == [1, 2, 3, 4, 5, 6]
+    assert read_stamps(stamps()) == [0] * 6
     before = time.monotonic_ns()
-    *given, began, ended = read_stamps(stamps(1, 2, 3))
-    assert given == [1, 2, 3] and began == 3 and before <= ended <= time.monotonic_ns()
-    with pytest.raises(InvalidRequest, match="4 values"):
-        read_stamps(stamps(1, 2, 3, 4))
+    *given, began, ended = read_stamps(stamps(1, 2, 3, 4))
+    assert given == [1, 2, 3, 4] and began == 4 and before <= ended <= time.monotonic_ns()
+    with pytest.raises(InvalidRequest, match="5 values"):
+        read_stamps(stamps(1, 2, 3, 4, 5))

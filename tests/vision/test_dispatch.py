@@ -6,6 +6,7 @@ import gc
 import threading
 
 import pytest
+from fakes.backend import wait_until
 from test_encoder import TOKENS, CountingRunner, TileFamily, item, tiles_of
 
 from tessera.errors import ConfigError, InvalidRequest
@@ -26,8 +27,11 @@ class Job:
 
     deadline_ns = 0
 
-    def __init__(self, number, pictures, answers):
-        self.number, self.item, self.answers = number, item(*pictures), answers
+    def __init__(self, number, pictures, answers, priority=0):
+        self.number, self.item, self.answers, self.priority = number, item(*pictures), answers, priority
+
+    def begin(self):
+        pass
 
     def answer(self, rows):
         self.answers.append((self.number, None if rows is None else tiles_of(rows)))
@@ -152,7 +156,8 @@ def test_the_next_batch_is_computed_while_answers_are_being_sent():
     dispatcher.encode([Slow(0, [[1]], answers)])
     assert entered.wait(5)
     dispatcher.encode([Job(1, [[2]], answers)])
-    assert runner.batches == [1, 1] and answers == []
+    wait_until(lambda: runner.batches == [1, 1], 5)
+    assert answers == []
     release.set()
     dispatcher.close()
     assert answers == [(0, [1]), (1, [2])]
@@ -205,7 +210,93 @@ def test_rows_are_independent_of_the_pixels_memory():
     answers = []
     dispatcher = LocalDispatcher(VisionEncoder(CountingRunner(), TileFamily()), 1)
     job = Job(0, [[7]], answers)
+    pixels = job.item.pixels
     dispatcher.encode([job])
-    job.item.pixels[:] = 0
+    pixels[:] = 0
     dispatcher.close()
     assert answers == [(0, [7])]
+
+
+class HeldRunner(CountingRunner):
+    """Notes the tiles of each forward, and calls ``during`` with its number while it runs."""
+
+    def __init__(self, during):
+        super().__init__()
+        self.during, self.forwards = during, []
+
+    def run(self, tiles, wires=()):
+        self.forwards.append(tiles[:, 0, 0, 0].tolist())
+        self.during(len(self.forwards))
+        return super().run(tiles)
+
+
+def passed(coming, **more):
+    """The forwards of a job of 24 tiles, while whose n-th forward ``coming[n]`` is asked: {n: jobs}."""
+    answers = []
+    runner = HeldRunner(lambda number: dispatcher.encode(coming(answers).get(number, [])))
+    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily(), 8, **more), 1)
+    dispatcher.encode([Job(number, [[3 * number + tile for tile in range(1, 4)]], answers, 10) for number in range(8)])
+    wait_until(lambda: len(answers) >= 8, 5)
+    dispatcher.close()
+    return runner.forwards, [number for number, _ in answers]
+
+
+def test_a_better_priority_passes_between_two_forwards():
+    def coming(answers):
+        return {1: [Job("question", [[40]], answers), Job("next", [[41]], answers), Job("late", [[42]], answers, 10)]}
+
+    forwards, order = passed(coming)
+    # The job's own forwards are as large as ever within the batch that was begun.
+    assert forwards == [list(range(1, 9)), [40, 41], list(range(9, 17)), list(range(17, 25)), [42]]
+    assert order == [0, 1, "question", "next", 2, 3, 4, 5, 6, 7, "late"]
+
+
+def test_forwards_of_others_are_smaller_while_a_better_priority_is_expected():
+    runner, answers = HeldRunner(lambda number: None), []
+    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily(), 8), 1)
+    dispatcher.encode([Job(0, [[1]], answers)])
+    dispatcher.encode([Job(1, [list(range(2, 12))], answers, 10)])
+    dispatcher.encode([Job(2, [list(range(20, 30))], answers)])
+    dispatcher.close()
+    assert [len(tiles) for tiles in runner.forwards if 2 <= tiles[0] < 12] == [4, 4, 2]
+    assert max(runner.batches) == 8
+
+
+def test_who_passes_must_fit_beside_those_that_wait():
+    def coming(answers):
+        return {1: [Job("question", [list(range(30, 54))], answers)]}
+
+    forwards, order = passed(coming, budget=RowBudget(BYTES, 24 * BYTES))
+    assert [tile for tiles in forwards for tile in tiles] == [*range(1, 25), *range(30, 54)]
+    assert order == [*range(8), "question"]
+
+
+def test_a_ping_passes_everyone_and_goes_by_both_threads():
+    forwards_before = []
+
+    class Ping(Job):
+        def answer(self, rows):
+            forwards_before.append(threading.current_thread().name)
+            super().answer(rows)
+
+    def during(number):
+        if number == 1:
+            dispatcher.ping(Ping("ping", [], answers))
+
+    answers = []
+    runner = HeldRunner(during)
+    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily(), 1), 1)
+    dispatcher.encode([Job(number, [[number]], answers, -7) for number in range(1, 5)])
+    dispatcher.close()
+    assert [number for number, _ in answers] == [1, "ping", 2, 3, 4]
+    assert forwards_before == ["vision_encoder-send-0"]
+
+
+def test_a_job_whose_time_ran_out_in_the_queue_costs_no_forward():
+    runner, answers = CountingRunner(), []
+    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily()), 1)
+    late = Job(0, [[1]], answers)
+    late.deadline_ns = 7
+    dispatcher.encode([late, Job(1, [[2]], answers)])
+    dispatcher.close()
+    assert [type(outcome) for _, outcome in answers] == [TimeoutError, list] and runner.batches == [1]

@@ -23,7 +23,7 @@ ROWS = torch.arange(6, dtype=torch.bfloat16).view(3, 2)
 
 
 class Job:
-    item = ITEM
+    item, priority = ITEM, -3
 
     def __init__(self, deadline_ns=0):
         self.deadline_ns, self.outcomes, self.done = deadline_ns, [], threading.Event()
@@ -92,8 +92,10 @@ def test_tensors_travel_and_rows_come_back(ways):
     assert message.model_name == "vision_encoder"
     assert [(i.name, i.datatype, list(i.shape)) for i in message.inputs] == [
         ("PIXELS", "UINT8", [1, 12]), ("PLAN", "INT32", [1, 4]), ("DIGEST", "INT64", [1, 2]),
+        ("STAMPS", "INT64", [1, 4]),
     ]  # fmt: skip
     assert message.raw_input_contents[2] == ITEM.digest.tobytes()
+    assert np.frombuffer(message.raw_input_contents[3], np.int64).tolist() == [0, -3, 0, 0]
 
 
 def test_many_jobs_are_under_way_on_one_connection(ways):

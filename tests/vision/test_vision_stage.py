@@ -80,12 +80,12 @@ def test_forwards_of_whole_pictures_stand_below_the_language_model(model, priori
         tritonserver_model.local_dispatcher(ROOT / "build" / model / "checkpoint", VisionSettings())
 
 
-def request(tiles, digest=1, deadline=0, **change):
+def request(tiles, digest=1, deadline=0, priority=0, **change):
     tensors = {
         "PIXELS": np.full((1, tiles * SIDE * SIDE * 3), digest, np.uint8),
         "PLAN": np.array([[0, tiles, 1, tiles] if tiles else []], np.int32),
         "DIGEST": np.array([[digest, 0] if tiles else []], np.int64),
-        "STAMPS": np.array([[deadline, 5, 6]], np.int64),
+        "STAMPS": np.array([[deadline, priority, 5, 6]], np.int64),
     } | change
     return InferenceRequest([Tensor(name, values) for name, values in tensors.items() if values is not None])
 
@@ -111,9 +111,9 @@ def test_a_batch_is_answered_one_by_one(stage):
     )  # fmt: skip
     assert first["EMBEDDINGS"].shape == (2 * TOKENS, 2 * 128)  # of float32 rows, each number in two halves
     assert np.array_equal(first["EMBEDDINGS"], again["EMBEDDINGS"], equal_nan=True)
-    began, ended = first["STAMPS"][0, 3:]
-    assert first["STAMPS"][0, :3].tolist() == [0, 5, 6] and 0 < began < ended <= time.monotonic_ns()
-    assert set(prompt_alone) == {"STAMPS"} and prompt_alone["STAMPS"].size == 5
+    began, ended = first["STAMPS"][0, 4:]
+    assert first["STAMPS"][0, :4].tolist() == [0, 0, 5, 6] and 0 < began < ended <= time.monotonic_ns()
+    assert set(prompt_alone) == {"STAMPS"} and prompt_alone["STAMPS"].size == 6
     assert late.startswith("UNAVAILABLE: deadline exceeded after")
     assert wrong == "INVALID_ARGUMENT: PIXELS has 9 bytes; the plan needs 602112"
     assert set(pong) == {"STAMPS"}

@@ -33,7 +33,8 @@ class GrpcTransport:
                     item = error
             deliver(item)
 
-        stop = self._line.send(self._model, request_id, contract.request_tensors(request), hand_on, timeout)
+        tensors, priority = contract.request_tensors(request), request.priority
+        stop = self._line.send(self._model, request_id, tensors, hand_on, timeout, priority=priority)
         return Sent(stop, partial(self._cancel, request_id))
 
     def plan(self, request: Request, timeout: float | None) -> tuple[PicturePlan, ...]:

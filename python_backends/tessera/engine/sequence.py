@@ -12,6 +12,7 @@ import numpy as np
 
 from tessera.engine.labels import LabelAnswer
 from tessera.engine.request import Request
+from tessera.ranking import rank
 
 _PLACES = 64  # made at a time for an answer's tokens, at first
 NOT_FINITE = -1
@@ -62,6 +63,7 @@ class Sequence:
         prompt = np.asarray(request.input_ids)
         spans = np.asarray(request.spans).reshape(-1, 2)
         self.request = request
+        self.rank = rank(request.sampling.priority, request.arrival_ns)
         self.prompt_length = len(prompt)
         most = max_tokens or request.sampling.max_tokens
         assert most is not None, "nothing says how long the answer may be"
@@ -92,7 +94,6 @@ class Sequence:
         self.outputs: list[int] = []
         self.in_flight = 0
         self.computed = 0
-        self.preempted = False  # whether it ever gave its blocks back
         self.block_table = array("q")  # int64, which numpy reads as it is
         self.block_keys: list[bytes] = []  # chain hashes of the full blocks at the front, filled as needed
         self.committed = 0  # blocks at the front of the table that were offered to the prefix index
@@ -150,6 +151,10 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def passes(self, other: Sequence) -> bool:
+        """Whether it goes before one that came earlier."""
+        return self.request.sampling.priority < other.request.sampling.priority and self.rank < other.rank
 
     def take(self, token: int, report: Report | None = None) -> bool:
         """Takes what a step sampled, and ends the sequence if it was the last one or none.

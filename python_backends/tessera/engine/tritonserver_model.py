@@ -36,8 +36,8 @@ _LOG = logging.getLogger(__name__)
 
 SENDER_THREADS = 2
 SWITCH_S = 0.0005  # for whoever waits for the interpreter while text is made
-STAMPS = 5  # deadline, and when preprocess received and ended, vision began and ended
-STAMPS_OF_PREPROCESS = 3  # as they come past a vision stage that keeps no time (a TensorRT plan)
+STAMPS = 6  # deadline, priority, and when preprocess received and ended, vision began and ended
+STAMPS_OF_PREPROCESS = 4  # as they come past a vision stage that keeps no time (a TensorRT plan)
 
 
 def meter_of(device: str) -> GpuMeter | None:
@@ -126,7 +126,7 @@ def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[R
 
 
 def read_stamps(request: Any) -> list[int]:
-    """Deadline and times as the earlier stages gave them; zeros without any.
+    """Deadline, priority and times as the earlier stages gave them; zeros without any.
 
     Where the vision stage gave none, all that passed since preprocess ended is its own.
     """
@@ -150,7 +150,7 @@ class Reply:
         self.stream = tensors.flag(request, "stream", True)
         echo = not tensors.flag(request, "exclude_input_in_output", False)
         self._prefix = (tensors.text(request, "text_input") or "") if echo else ""
-        deadline, *self._stamps = read_stamps(request)
+        deadline, _priority, *self._stamps = read_stamps(request)
         self.deadline_ns = deadline or None
         self.channel: Channel[TokenEvent] = Channel(self._deliver)
 

@@ -109,7 +109,8 @@ class Front(ABC):
         if tensors.text(request, "PING") is not None:
             self.pong(responder)
             return
-        inputs = self._inputs(request)
+        sampling = tensors.sampling(request, "sampling_parameters")
+        inputs, priority = self._inputs(request, sampling), sampling.get("priority")
         with self._changed:
             # An id of our own where the client gave none, or one that is under way: it is what a control request
             # names, and what tells the answers apart.
@@ -119,11 +120,13 @@ class Front(ABC):
             self._watched[responder] = Watched(request_id)
             self._changed.notify()
         channel: Channel[Any] = Channel(partial(self._answer, responder))
-        self._line.send(ENSEMBLE, request_id, inputs, partial(self._outbox.post, channel))
+        self._line.send(
+            *(ENSEMBLE, request_id, inputs, partial(self._outbox.post, channel)),
+            priority=priority if isinstance(priority, int) else 0,
+        )
 
-    def _inputs(self, request: Any) -> list[Tensor]:
+    def _inputs(self, request: Any, sampling: dict[str, Any]) -> list[Tensor]:
         """The client's tensors, unchecked, but for those that a front decides or that request parameters add to."""
-        sampling = tensors.sampling(request, "sampling_parameters")
         if request.timeout() > 0:  # ends the request on the server, not here
             sampling.setdefault(TIMEOUT_KEY, request.timeout())
         flags = {

@@ -51,7 +51,7 @@ class TritonPythonModel:
             self._check_room(len(prepared.input_ids), parameters.least_room)
         except Exception as error:
             return error_response("preprocess", error)
-        outputs = self._outputs(prepared, deadline, received)
+        outputs = self._outputs(prepared, deadline, parameters.priority, received)
         if "CUT" in request.requested_output_names():  # the ensemble does not
             outputs.append(tensors.text_output("CUT", cut_json(self._preprocessor.family, prepared.plans)))
         return _response(outputs)
@@ -64,8 +64,8 @@ class TritonPythonModel:
                 "shorten the prompt, use fewer or smaller images or lower max_tokens"
             )
 
-    def _outputs(self, prepared: Prepared, deadline: int, received: int) -> list[Any]:
-        stamps = np.array([[deadline, received, time.monotonic_ns()]], dtype=np.int64)
+    def _outputs(self, prepared: Prepared, deadline: int, priority: int, received: int) -> list[Any]:
+        stamps = np.array([[deadline, priority, received, time.monotonic_ns()]], dtype=np.int64)
         outputs = [
             *self._pictures(prepared),
             # A leading 1: the vision stage batches requests along it.

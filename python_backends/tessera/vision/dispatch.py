@@ -1,46 +1,33 @@
 """From requests to the encoder and from its groups to the responses, which a thread of its own sends.
 
 A send is a handshake with the server and waits for the rows. While it lasts the encoder goes on, with this batch and
-with the next; the rows' budget and the lane bound how far.
+with the next; the rows' budget and the lane bound how far. Between two forwards of a batch those of a better priority
+pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
-import torch
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from tessera.lost_device import end_process_if_lost
+from tessera.tritonserver.deadline import is_over
 from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.vision.encoding.encoder import PendingRows, VisionEncoder
 from tessera.vision.encoding.pictures import VisionItem
+from tessera.vision.job_queue import Entry, Job, JobQueue
 
-
-class Job(Protocol):
-    """One request, which is answered exactly once, by any thread."""
-
-    item: VisionItem
-
-    @property
-    def deadline_ns(self) -> int:
-        """On time.monotonic_ns's clock; 0 is none."""
-        ...
-
-    def answer(self, rows: torch.Tensor | None) -> None:
-        """Sends rows [tokens, hidden]; they may be dropped when it returns."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """Sends the error (TimeoutError: its deadline has passed) unless the request was answered. Never raises."""
-        ...
+# While a better priority is expected, the others' forwards are this part of a full one: it waits for the two under way.
+BACKGROUND_PART = 2
 
 
 class LocalDispatcher:
     """Jobs through an encoder of this process; remote.py has those of another.
 
     Args:
-        encoder: used by the thread that calls :meth:`encode` only.
+        encoder: used by a thread of this dispatcher only, but for :meth:`check`.
         send_batch_size: pictures whose rows are held to go out together.
     """
 
@@ -49,26 +36,60 @@ class LocalDispatcher:
         self._send_batch_size = send_batch_size
         self._outbox = Outbox("vision_encoder", threads=1)
         self._channel: Channel[list[tuple[Job, PendingRows]]] = Channel(self._send)
+        self.queue = JobQueue()
+        self._thread = threading.Thread(target=self._run, name="vision_encoder-encode", daemon=True)
+        self._thread.start()
 
     def check(self, item: VisionItem) -> None:
         """Raises InvalidRequest for what can never be done."""
         self._encoder.pictures(item)
 
     def encode(self, jobs: Sequence[Job]) -> None:
-        """Sees to it that every job is answered, now or later. Their items are read before it returns."""
-        waiting = dict(enumerate(jobs))
-        try:
-            for group in self._encoder.encode_in_groups([job.item for job in jobs], self._send_batch_size):
-                self._outbox.post(self._channel, [(waiting.pop(pending.index), pending) for pending in group])
-                del group  # its rows end with their sending
-        except Exception as error:
-            end_process_if_lost()
-            for job in waiting.values():
-                job.fail(error)
+        """Sees to it that every job is answered, now or later. Their items are copied before it returns."""
+        for job in jobs:
+            job.item = replace(job.item, **{name: values.copy() for name, values in vars(job.item).items()})
+        self.queue.put(jobs)
+
+    def ping(self, job: Job) -> None:
+        """Answers a job without pictures by way of both threads, as soon as the forwards under way allow."""
+        self.queue.put_first(job)
 
     def close(self) -> None:
         """Returns when all jobs are answered."""
+        self.queue.close()
+        self._thread.join()
         self._outbox.close()
+
+    def _run(self) -> None:
+        while entries := self.queue.take():
+            self._encode(entries)
+            del entries  # and their pixels
+
+    def _encode(self, entries: Iterable[Entry], passing: bool = False) -> None:
+        """Works off jobs of one priority; those of a better one pass, unless these pass others themselves."""
+        waiting = dict(enumerate(_in_time(entries)))
+        if not waiting:
+            return
+        try:
+            items, largest = [entry.job.item for entry in waiting.values()], self._encoder.infer_batch_size
+            if self.queue.expects_better(waiting[0]):
+                largest = max(1, largest // BACKGROUND_PART)
+            before = partial(self._let_pass, {} if passing else waiting)
+            for group in self._encoder.encode_in_groups(items, self._send_batch_size, largest, before):
+                self._outbox.post(self._channel, [(waiting.pop(pending.index).job, pending) for pending in group])
+                del group  # its rows end with their sending
+        except Exception as error:
+            end_process_if_lost()
+            for entry in waiting.values():
+                entry.job.fail(error)
+
+    def _let_pass(self, waiting: dict[int, Entry]) -> None:
+        """Between two forwards: works off those that go before all of ``waiting``, and whose rows fit beside theirs."""
+        while waiting and (better := self.queue.take_before(next(iter(waiting.values())))):
+            if not self._encoder.has_room([entry.job.item for entry in better]):
+                self.queue.put_back(better)
+                return
+            self._encode(better, passing=True)
 
     def _send(self, groups: list[list[tuple[Job, PendingRows]]]) -> None:
         for group in groups:
@@ -83,3 +104,15 @@ def _answer(job: Job, pending: PendingRows) -> None:
     except Exception as error:
         end_process_if_lost()
         job.fail(error)
+
+
+def _in_time(entries: Iterable[Entry]) -> list[Entry]:
+    """Those whose time did not run out while they waited; the others fail."""
+    found = []
+    for entry in entries:
+        if is_over(entry.job.deadline_ns):
+            entry.job.fail(TimeoutError())
+        else:
+            entry.job.begin()
+            found.append(entry)
+    return found

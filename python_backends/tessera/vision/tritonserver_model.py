@@ -30,7 +30,9 @@ from tessera.vision.remote import RemoteDispatcher
 from tessera.vision.settings import VisionSettings
 from tessera.vision.towers.tower import tower_class
 
-STAMPS = 3  # deadline, and when preprocess received and ended
+WAITING = "tessera_vision_requests_waiting"
+STAMPS = 4  # deadline, priority, and when preprocess received and ended
+RECEIVED = 2  # place of that time
 
 
 class TritonPythonModel:
@@ -49,7 +51,10 @@ class TritonPythonModel:
         for request in requests:
             job = StageJob(request)
             try:
-                if job.read(request):
+                if tensors.text(request, "PING") is not None:
+                    end_process_if_lost()
+                    self._dispatcher.ping(job)
+                elif job.read(request):
                     self._dispatcher.check(job.item)
                     jobs.append(job)
             except Exception as error:
@@ -71,13 +76,15 @@ def local_dispatcher(checkpoint: Path, settings: VisionSettings) -> LocalDispatc
     gauge = Gauge("tessera_vision_row_bytes", "Rows of pictures reserved or held for requests that are not answered")
     encoder.budget.show_bytes = gauge.set
     show_weights("vision_encoder", *encoder.weights)
-    return LocalDispatcher(encoder, settings.send_batch_size)
+    dispatcher = LocalDispatcher(encoder, settings.send_batch_size)
+    dispatcher.queue.show_length = Gauge(WAITING, "Requests that wait for the vision stage's encoder").set
+    return dispatcher
 
 
 class StageJob:
-    """One request and the way back to it; see :class:`tessera.vision.dispatch.Job`."""
+    """One request and the way back to it; see :class:`tessera.vision.job_queue.Job`."""
 
-    item: VisionItem
+    item = VisionItem(np.empty(0, np.uint8), np.empty(0, np.int32), np.empty(0, np.int64))
 
     def __init__(self, request: Any) -> None:
         self._responder = Responder(request)
@@ -89,15 +96,20 @@ class StageJob:
         """On time.monotonic_ns's clock; 0 is none."""
         return self._stamps[0] if self._stamps else 0
 
+    @property
+    def priority(self) -> int:
+        """Lower goes first; 0 where preprocess said nothing."""
+        return self._stamps[1] if self._stamps else 0
+
+    def begin(self) -> None:
+        """It waits no longer."""
+        self._started = time.monotonic_ns()
+
     def read(self, request: Any) -> bool:
         """Reads the request's tensors; False if it needed no work and is answered."""
-        if tensors.text(request, "PING") is not None:
-            end_process_if_lost()
-            self.answer(None)
-            return False
         self._stamps = read_stamps(request)
         if is_over(self.deadline_ns):  # its time ran out while it waited here: no work goes into it
-            self._responder.send(deadline_exceeded(self._stamps[1]), final=True)
+            self._responder.send(deadline_exceeded(self._stamps[RECEIVED]), final=True)
             return False
         self.item = read_item(request)
         if not (self.item.plan.size or self.item.pixels.size or self.item.digest.size):  # a prompt alone
@@ -111,14 +123,14 @@ class StageJob:
     def fail(self, error: BaseException) -> None:
         late = isinstance(error, TimeoutError) and self._stamps
         try:
-            response = deadline_exceeded(self._stamps[1]) if late else error_response("vision_encoder", error)
+            response = deadline_exceeded(self._stamps[RECEIVED]) if late else error_response("vision_encoder", error)
             self._responder.send(response, final=True)
         except Exception as unsent:
             log_exception("vision_encoder", unsent)
 
 
 def read_stamps(request: Any) -> list[int]:
-    """Deadline and times as preprocess gave them; none in a ping or in a request from another server."""
+    """Deadline, priority and times as preprocess gave them; none in a ping or in a request from another server."""
     stamps = tensors.array(request, "STAMPS")
     if stamps is None:
         return []

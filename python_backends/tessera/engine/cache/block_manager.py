@@ -38,9 +38,7 @@ class BlockManager:
         changes nothing, unless ``reserve`` blocks would stay free.
         """
         reused = self._match(sequence)
-        fresh = self.blocks_for(sequence.length) - len(reused)
-        revived = sum(self._holders[block] == 0 for block in reused)
-        if fresh + revived + reserve > len(self._free):
+        if not self._fits(sequence, reused, reserve):
             return False
         for block in reused:
             self._hold(block)
@@ -48,6 +46,14 @@ class BlockManager:
         sequence.computed = len(reused) * self.block_size
         sequence.committed = len(reused)
         return self.grow(sequence, sequence.length)
+
+    def fits(self, sequence: Sequence, reserve: int = 0) -> bool:
+        """Whether :meth:`admit` would take it."""
+        return self._fits(sequence, self._match(sequence), reserve)
+
+    def keeps(self, sequence: Sequence) -> bool:
+        """Whether all full blocks that a sequence has computed are found again once it has given them back."""
+        return sequence.computed // self.block_size <= sequence.committed
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         """Makes the sequence's blocks reach ``tokens`` positions; False, changing nothing, if too few are free."""
@@ -116,6 +122,11 @@ class BlockManager:
             # Only what is complete and never written again may have several holders.
             assert all(held[block] == 1 for block in table[sequence.committed :]), f"{name} shares an open block"
         self._index.check()
+
+    def _fits(self, sequence: Sequence, reused: array[int], reserve: int) -> bool:
+        fresh = self.blocks_for(sequence.length) - len(reused)
+        revived = sum(self._holders[block] == 0 for block in reused)
+        return fresh + revived + reserve <= len(self._free)
 
     def _match(self, sequence: Sequence) -> array[int]:
         blocks = array("q")

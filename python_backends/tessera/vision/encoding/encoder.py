@@ -8,7 +8,7 @@ plan) is not computed again. Items go out in groups that are cut by pictures, wh
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -150,8 +150,17 @@ class VisionEncoder:
                     found[pending.index] = rows
         return [found[index] for index in range(len(items))]
 
-    def encode_in_groups(self, items: Sequence[VisionItem], size: int = 1) -> Iterator[list[PendingRows]]:
+    def encode_in_groups(
+        self,
+        items: Sequence[VisionItem],
+        size: int = 1,
+        largest: int = 0,
+        before_forward: Callable[[], None] = lambda: None,
+    ) -> Iterator[list[PendingRows]]:
         """The same one by one, each as soon as the forwards that it needs are launched, in groups of ``size`` pictures.
+
+        A forward costs at most ``largest`` (0: ``infer_batch_size``). ``before_forward`` may have other items encoded:
+        it is called when the device would take the next forward.
 
         Where rows would not fit the budget together, items are worked off in waves: the next begins when enough of
         what was given out has been entered and left. If a forward fails, what is done is given out before it raises.
@@ -164,7 +173,8 @@ class VisionEncoder:
             for index in wave:  # their rows must be gone when their bytes are given to the next wave
                 pictures[index] = []
             self.budget.reserve(sum(costs[index] for index in wave))
-            yield from in_groups(self._encode(waiting), size)
+            batches = partial(_batches, size=largest or self.infer_batch_size, splits=self.runner.tower.splits)
+            yield from in_groups(self._encode(waiting, batches, before_forward), size)
 
     def pictures(self, item: VisionItem) -> list[Picture]:
         """Raises InvalidRequest when an item's pixels, plan and digest do not agree or it can never fit."""
@@ -179,7 +189,16 @@ class VisionEncoder:
                 )
         return pictures
 
-    def _encode(self, waiting: Waiting) -> Iterator[PendingRows]:
+    def has_room(self, items: Sequence[VisionItem]) -> bool:
+        """Whether the rows of these items fit beside those that are reserved."""
+        return self.budget.has_room(sum(_cost(self.pictures(item)) for item in items))
+
+    def _encode(
+        self,
+        waiting: Waiting,
+        batches: Callable[[list[Picture]], Iterator[Batch]],
+        before_forward: Callable[[], None],
+    ) -> Iterator[PendingRows]:
         """Takes items, whose rows are reserved, out of ``waiting`` as they are done."""
         try:
             known: dict[Hashable, Picture] = {}
@@ -187,7 +206,9 @@ class VisionEncoder:
                 known.setdefault(picture.key, picture)
             yield from self._take(waiting, *self.lane.launch(partial(self._recall, waiting, known)))
             unknown = [picture for picture in known.values() if picture.rows is None]
-            for batch in _batches(unknown, self.infer_batch_size, self.runner.tower.splits):
+            for batch in batches(unknown):
+                self.lane.make_room()
+                before_forward()
                 # What finishes an item's rows is launched with its forward: after the next one it would wait for that.
                 step = partial(self._step, batch, waiting, known)
                 yield from self._take(waiting, *self.lane.forward(step))

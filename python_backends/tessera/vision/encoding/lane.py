@@ -40,10 +40,14 @@ class Lane:
         self._stream = torch.cuda.Stream(device) if device != "cpu" else None
         self._forwards: deque[LaunchedWork] = deque()
 
-    def forward(self, work: Callable[[], Result]) -> tuple[Result, LaunchedWork]:
-        """Runs ``work``, which launches a forward, once no more than ``AHEAD`` others are under way."""
+    def make_room(self) -> None:
+        """Waits until no more than ``AHEAD`` forwards are under way."""
         while len(self._forwards) > AHEAD:
             self._forwards.popleft().wait()
+
+    def forward(self, work: Callable[[], Result]) -> tuple[Result, LaunchedWork]:
+        """Runs ``work``, which launches a forward, once no more than ``AHEAD`` others are under way."""
+        self.make_room()
         result, launched = self.launch(work)
         self._forwards.append(launched)
         return result, launched

@@ -61,6 +61,11 @@ class RowBudget:
             self._changed.wait_for(lambda: self._fits(cost, self.used_bytes))
             self._add(cost)
 
+    def has_room(self, cost: int) -> bool:
+        """Whether :meth:`reserve` would not wait."""
+        with self._changed:
+            return self._fits(cost, self.used_bytes)
+
     def give_back(self, cost: int) -> None:
         with self._changed:
             self._add(-cost)

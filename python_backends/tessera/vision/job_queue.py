@@ -1,0 +1,128 @@
+"""Requests that wait for the encoder, by rank (ranking.py).
+
+They wait here and not in tritonserver, whose queue nobody could look into between two forwards.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from tessera.ranking import Expected, rank
+from tessera.vision.encoding.pictures import VisionItem
+
+# Requests worked off together. More would hold up whoever comes with no better priority but a small picture.
+MOST = 64
+
+
+class Job(Protocol):
+    """One request, which is answered exactly once, by any thread."""
+
+    item: VisionItem
+
+    @property
+    def deadline_ns(self) -> int:
+        """On time.monotonic_ns's clock; 0 is none."""
+        ...
+
+    @property
+    def priority(self) -> int:
+        """Lower goes first."""
+        ...
+
+    def begin(self) -> None:
+        """It waits no longer."""
+        ...
+
+    def answer(self, rows: torch.Tensor | None) -> None:
+        """Sends rows [tokens, hidden]; they may be dropped when it returns."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Sends the error (TimeoutError: its deadline has passed) unless the request was answered. Never raises."""
+        ...
+
+
+class Entry(NamedTuple):
+    """A job in the queue; of two with one rank the first that was put in goes first."""
+
+    rank: float
+    number: int
+    job: Job
+
+
+class JobQueue:
+    """Any thread puts jobs in; one takes them out."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []  # a heap
+        self._numbers = itertools.count()
+        self._expected = Expected()
+        self._changed = threading.Condition()
+        self._closed = False
+        self.show_length: Callable[[int], None] = lambda length: None  # told whenever it changes, in that order
+
+    def put(self, jobs: Iterable[Job]) -> None:
+        """Adds requests, all at once."""
+        now = time.monotonic_ns()
+        with self._changed:
+            for job in jobs:
+                self._expected.saw(job.priority, now)
+                heapq.heappush(self._entries, Entry(rank(job.priority, now), next(self._numbers), job))
+            self._notify()
+
+    def put_first(self, job: Job) -> None:
+        """Adds what goes before every request."""
+        with self._changed:
+            heapq.heappush(self._entries, Entry(float("-inf"), next(self._numbers), job))
+            self._notify()
+
+    def put_back(self, entries: Iterable[Entry]) -> None:
+        """As if they had not been taken."""
+        with self._changed:
+            for entry in entries:
+                heapq.heappush(self._entries, entry)
+            self._notify()
+
+    def take(self) -> list[Entry]:
+        """Waits for jobs; up to MOST of one priority, the first first. None are left once it is closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._entries or self._closed)
+            return self._taken()
+
+    def take_before(self, entry: Entry) -> list[Entry]:
+        """Those of a better priority that go before this one, if there are any now."""
+        with self._changed:
+            return self._taken(entry.rank)
+
+    def expects_better(self, entry: Entry) -> bool:
+        """Whether a request that goes before this one may come at any time."""
+        with self._changed:
+            return self._expected.above(entry.job.priority)
+
+    def close(self) -> None:
+        """No more jobs come."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        self.show_length(len(self._entries))
+
+    def _taken(self, before: float = float("inf")) -> list[Entry]:
+        taken: list[Entry] = []
+        while self._entries and len(taken) < MOST:
+            first = self._entries[0]
+            if first.rank >= before or (taken and first.job.priority != taken[0].job.priority):
+                break
+            taken.append(heapq.heappop(self._entries))
+        if taken:
+            self.show_length(len(self._entries))
+        return taken

@@ -1,0 +1,88 @@
+"""Who is taken out of the queue, and when."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tessera.ranking import STEP_NS
+from tessera.vision import job_queue
+from tessera.vision.job_queue import MOST, JobQueue
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that a test sets."""
+    now = SimpleNamespace(steps=0.0)
+    monkeypatch.setattr(job_queue.time, "monotonic_ns", lambda: int(now.steps * STEP_NS))
+    return now
+
+
+def put(queue, *priorities):
+    queue.put([SimpleNamespace(priority=priority) for priority in priorities])
+
+
+def priorities(entries):
+    return [entry.job.priority for entry in entries]
+
+
+def test_one_priority_at_a_time_the_better_first():
+    queue = JobQueue()
+    put(queue, 1, 0, 1, -2, 0)
+    queue.close()
+    assert [priorities(queue.take()) for _ in range(4)] == [[-2], [0, 0], [1, 1], []]
+
+
+def test_equal_ones_go_in_order_a_batch_at_a_time(clock):
+    queue, jobs = JobQueue(), [SimpleNamespace(priority=3, number=number) for number in range(MOST + 5)]
+    queue.put(jobs)
+    assert [entry.job.number for _ in range(2) for entry in queue.take()] == list(range(MOST + 5))
+
+
+def test_nobody_is_passed_for_ever(clock):
+    queue = JobQueue()
+    put(queue, 2)
+    found = []
+    for clock.steps in (1.0, 1.9, 2.1, 2.2):
+        put(queue, 0)
+        found += priorities(queue.take())
+    assert found == [0, 0, 2, 0, 0]
+
+
+def test_only_what_is_better_and_first_passes(clock):
+    queue = JobQueue()
+    put(queue, 5)
+    (entry,) = queue.take()
+    put(queue, 5, 6)
+    assert queue.take_before(entry) == []
+    put(queue, 4, 4)
+    found = queue.take_before(entry)
+    assert priorities(found) == [4, 4]
+    queue.put_back(found)
+    assert queue.take_before(entry) == found
+    clock.steps = 1.1
+    put(queue, 4)
+    assert queue.take_before(entry) == []
+
+
+def test_nobody_passes_along_with_a_ping():
+    queue = JobQueue()
+    put(queue, -7)
+    (entry,) = queue.take()
+    put(queue, 0)
+    queue.put_first(SimpleNamespace(priority=0))
+    assert len(queue.take_before(entry)) == 1 and len(queue.take()) == 1
+
+
+def test_a_better_one_is_expected_for_a_while(clock):
+    queue = JobQueue()
+    put(queue, 10, 0)
+    (question,), (job,) = queue.take(), queue.take()
+    assert queue.expects_better(job) and not queue.expects_better(question)
+    clock.steps = 0.4
+    put(queue, 10)
+    assert queue.expects_better(job)
+    clock.steps = 0.6
+    put(queue, 10)
+    assert not queue.expects_better(job)
