@@ -21,6 +21,7 @@ import os
 import shlex
 import sys
 import time
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -150,7 +151,7 @@ def step_of(prompts: Prompts, length: int, tokens: int, block_size: int) -> Sche
     while tokens:
         sequence, count = Sequence(prompts.request(max_tokens=1)), min(length, tokens)
         blocks = -(-length // block_size)
-        sequence.block_table = list(range(first, first + blocks))
+        sequence.block_table = array("q", range(first, first + blocks))
         spans.append(ScheduledSpan(sequence, 0, count, count == length))
         first, tokens = first + blocks, tokens - count
     return ScheduledBatch(spans)

@@ -124,7 +124,7 @@ def test_what_a_prompt_wrote_that_never_samples_hurts_nobody(steps, preempted):
     for _ in range(steps):  # of 8 tokens each
         engine.step()
     if preempted:
-        engine.scheduler._preempt_last()
+        engine.scheduler._preempt(engine.scheduler.running[-1])
     engine.cancel(sick.number)
     assert ends(run(engine)) == {"sick": "cancelled"}
     events = _served(engine, healthy, *later)

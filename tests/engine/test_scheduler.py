@@ -149,20 +149,50 @@ def test_in_a_full_house_the_last_of_a_worse_priority_gives_way(short_of):
         assert tokens_of(events, request.request_id) == expected_answer(contents_of(request), 16, ())
 
 
-def test_beside_questions_a_job_makes_short_steps_and_alone_full_ones():
-    def steps(*priorities):
-        engine, runner = make_engine(num_blocks=400, max_batched_tokens=64, max_sequences=4)
-        for priority in priorities:
-            engine.submit(make_request([1], max_tokens=1, priority=priority))
-            run(engine)
-        before = len(runner.batches)
-        for number in range(4):
-            engine.submit(make_request([2 + number] * 40, max_tokens=1, priority=10))
+def steps_of_a_job(beside=None, tokens=1, before=None):
+    """Tokens of each step of four prompts of 40 at priority 10, and how many steps were launched behind one under way.
+    ``beside``: the priority of a question that comes with them; ``before``: of one that was answered already."""
+    engine, runner = make_engine(num_blocks=400, max_batched_tokens=64, max_sequences=6, overlaps=True)
+    if before is not None:
+        engine.submit(make_request([1], max_tokens=1, priority=before))
         run(engine)
-        return [sum(end - start for _, start, end, _ in batch) for batch in runner.batches[before:]]
+    begun, ahead = len(runner.batches), 0
+    for number in range(4):
+        engine.submit(make_request([2 + number] * 40, max_tokens=1, priority=10))
+    if beside is not None:
+        engine.submit(make_request([9] * 4, max_tokens=tokens, ignore_eos=True, priority=beside))
+    while engine.has_work():
+        launched = len(runner.batches)
+        behind_one = bool(engine._under_way) and not engine.scheduler.delays(engine._under_way[-1][0])
+        engine.step()
+        ahead += behind_one and len(runner.batches) > launched
+    return [sum(end - start for _, start, end, _ in batch) for batch in runner.batches[begun:]], ahead
 
-    assert steps() == steps(10) == steps(11) == [64, 64, 32]
-    assert steps(0) == [16] * 10
+
+def test_beside_questions_no_step_is_launched_behind_a_long_one():
+    alone = steps_of_a_job()
+    assert alone == steps_of_a_job(before=10) == steps_of_a_job(before=11)
+    assert alone[0] == [64, 64, 32] and alone[1] > 0
+    assert steps_of_a_job(before=0) == ([64, 64, 32], 0)
+
+
+def test_the_step_that_reads_a_question_has_few_tokens_of_a_job():
+    first, *rest = steps_of_a_job(beside=0, tokens=3)[0]
+    assert first == 12  # twice the most sequences: an eighth of 64 would be less
+    assert rest[0] == 64 and sum(rest) == 4 + 160 + 2 - first
+
+
+def test_beside_an_answer_that_is_read_as_it_comes_steps_are_short():
+    steps, _ = steps_of_a_job(beside=0, tokens=24)
+    assert steps[1:3] == [64, 64] and max(steps[3:]) <= 64
+    engine, runner = make_engine(num_blocks=400, max_batched_tokens=64, max_sequences=4)
+    engine.submit(make_request([9] * 4, max_tokens=40, ignore_eos=True))
+    for _ in range(20):
+        engine.step()
+    begun = len(runner.batches)
+    engine.submit(make_request([2] * 40, max_tokens=1, priority=10))
+    run(engine)
+    assert [sum(end - start for _, start, end, _ in batch) for batch in runner.batches[begun : begun + 4]] == [8] * 4
 
 
 def test_a_question_passes_a_long_prompt_that_is_half_read():
@@ -175,7 +205,7 @@ def test_a_question_passes_a_long_prompt_that_is_half_read():
     engine.scheduler.check()
     assert spans_of(runner, 1) == [("question", 0, 50)]
     events += run(engine)
-    assert spans_of(runner, 2)[0] == ("page", 64, 80)  # from where it was
+    assert spans_of(runner, 2)[0] == ("page", 64, 128)  # from where it was
     assert ends(events) == dict.fromkeys(["question", "page", "next page"], "length")
 
 

@@ -32,7 +32,7 @@ class Power(GpuPower):
         super().__init__([])
 
     def between_changes(self, began: float, ended: float) -> Draw:
-        return Draw(WATTS, MHZ, 60)
+        return Draw(WATTS, MHZ, 60, 1.0)
 
 
 @pytest.fixture

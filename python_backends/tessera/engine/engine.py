@@ -101,18 +101,19 @@ class Engine:
     def step(self) -> Progress:
         """Plans and runs a step, applies what is done and tells what came of it.
 
-        Where the runner overlaps, a step is launched before the one before it is applied. Rows of pictures may be
-        reused when their request's end is told: every step that reads them has been applied by then. If this raises,
-        call :meth:`fail_all`.
+        Where the runner overlaps, a step is launched before the one before it is applied, unless that would hold up a
+        better priority. Rows of pictures may be reused when their request's end is told: every step that reads them has
+        been applied by then. If this raises, call :meth:`fail_all`.
         """
+        if self._under_way and self.scheduler.delays(self._under_way[-1][0]):
+            self._apply_until(0)
         began = _waited_ns()
         batch = self._plan()
         if batch.spans:
             self._mark_scheduled(batch)
             self._under_way.append((batch, self._runner.launch(batch)))
         self.metrics.held_up_ns += _waited_ns() - began
-        while len(self._under_way) > bool(batch.spans and self._runner.overlaps):
-            self._apply(*self._under_way.popleft())
+        self._apply_until(int(bool(batch.spans) and self._runner.overlaps))
         return self._emit(batch)
 
     def has_work(self) -> bool:
@@ -240,6 +241,11 @@ class Engine:
             self.metrics.cached_tokens += span.sequence.cached_tokens
         self.metrics.prompts += len(begun)
         self.metrics.prefill_steps += bool(begun)
+
+    def _apply_until(self, under_way: int) -> None:
+        """Waits for the oldest steps until no more than so many are under way."""
+        while len(self._under_way) > under_way:
+            self._apply(*self._under_way.popleft())
 
     def _apply(self, batch: ScheduledBatch, result: SampledRows) -> None:
         taken = self.scheduler.apply(batch, result.tokens())

@@ -5,9 +5,9 @@ by rank (ranking.py). Nothing overtakes the head of that queue, so of the runnin
 reading its prompt, and a long prompt takes only what decoding leaves. When blocks run out, the last running sequence
 gives its own back and waits to be computed again: the first one always gets on, so every sequence gets its turn.
 
-Where sequences of several priorities come, the better one waits for the steps under way and no more: while it is
-expected the others' prompts make short steps; and where they fill the house, or a long prompt of theirs is half read,
-the last of them gives way.
+Where sequences of several priorities come, the better one waits for the step under way and no more: while it is
+expected no step is launched behind a long one, and the step that reads its prompt has few of the others'; where they
+fill the house, or a long prompt of theirs is half read, the last of them gives way.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ _QUIET_BESIDE_LONG_ANSWERS_NS = 3_000_000
 _SHORT = 16  # tokens of an answer
 # But none waits for the others longer than that.
 _LONGEST_WAIT_NS = 100_000_000
-# While a sequence of a better priority is expected, the others' prompts fill steps only to this part. Two steps are
-# under way when it comes, and it waits for one and a half of them: with 8,192 tokens of InternVL3-8B's shape about
-# 250 ms on an H200, with 2,048 a quarter of that. These are still bound by arithmetic, not by reading the weights.
-_BACKGROUND_PART = 4
+# The others' prompts fill a step only to this part where a better priority waits for what the step gives it: its first
+# token, or the next one of an answer that is long enough to be read as it comes.
+_BACKGROUND_PART = 8
 
 
 class Scheduler:
@@ -60,7 +59,9 @@ class Scheduler:
             max_batched_tokens, max(max_batched_tokens // _BACKGROUND_PART, 2 * max_sequences)
         )
         self._expected = Expected()
-        self._worst = -(2**63)  # priority of all so far
+        self._worst = self._hurried = -(
+            2**63
+        )  # priorities: of all so far, and of those that the next step is short for
         self._short_share = 1.0  # of the answers of late
 
     @property
@@ -81,11 +82,18 @@ class Scheduler:
         """Plans the next step; it is empty when nothing can run before a batch in flight is applied."""
         spans: list[ScheduledSpan] = []
         self._make_way()
+        self._hurried = self._in_a_hurry()
         budget = self._plan_running(spans, self._max_batched_tokens)
         if not self._more_follow():
             self._plan_waiting(spans, budget)
         spans.sort(key=lambda span: span.count > 1)
         return ScheduledBatch(spans)
+
+    def delays(self, batch: ScheduledBatch) -> bool:
+        """Whether a step behind this one would only delay a better priority that is expected: this one is long."""
+        if batch.tokens <= self._background_tokens:
+            return False
+        return self._expected.above(max(span.sequence.request.sampling.priority for span in batch.spans))
 
     def apply(
         self, batch: ScheduledBatch, sampled: SequenceType[SampledToken]
@@ -153,9 +161,18 @@ class Scheduler:
             return None
         return next((sequence for sequence in reversed(self.running) if head.passes(sequence)), None)
 
+    def _in_a_hurry(self) -> int:
+        """The best priority of those that a long step would hold up; the worst there is where nobody differs."""
+        if not self._expected.above(self._worst):
+            return self._worst
+        held_up = [each for each in self.running if each.pending > 1 or len(each.outputs) > _SHORT]
+        return min(
+            (each.request.sampling.priority for each in (*held_up, *list(self.waiting)[:1])), default=self._worst
+        )
+
     def _share(self, sequence: Sequence, pending: int, budget: int) -> int:
         """How many of its pending tokens a step takes that has so many left."""
-        if pending > 1 and self._expected.above(sequence.request.sampling.priority):
+        if pending > 1 and self._hurried < sequence.request.sampling.priority:
             budget -= self._max_batched_tokens - self._background_tokens
         return max(0, min(pending, budget))
 
@@ -207,9 +224,7 @@ class Scheduler:
         head = self.waiting[0]
         if head.passes(self.waiting[-1]) or self._outranked(head):
             return False
-        now, tokens, enough = time.monotonic_ns(), 0, self._background_tokens
-        if not self._expected.above(head.request.sampling.priority):
-            enough = self._max_batched_tokens
+        now, tokens = time.monotonic_ns(), 0
         arrivals = [sequence.request.arrival_ns for sequence in self.waiting]
         newest, oldest = max(arrivals), min(arrivals)
         quiet = _QUIET_NS if self._short_share > 0.5 else _QUIET_BESIDE_LONG_ANSWERS_NS
@@ -217,7 +232,7 @@ class Scheduler:
             return False
         for sequence in self.waiting:
             tokens += sequence.pending
-            if tokens >= enough:
+            if tokens >= self._max_batched_tokens:
                 return False
         return True
 
