@@ -40,9 +40,9 @@ class Lane:
         self._stream = torch.cuda.Stream(device) if device != "cpu" else None
         self._forwards: deque[LaunchedWork] = deque()
 
-    def make_room(self) -> None:
-        """Waits until no more than ``AHEAD`` forwards are under way."""
-        while len(self._forwards) > AHEAD:
+    def make_room(self, under_way: int = AHEAD) -> None:
+        """Waits until no more than so many forwards are under way."""
+        while len(self._forwards) > under_way:
             self._forwards.popleft().wait()
 
     def forward(self, work: Callable[[], Result]) -> tuple[Result, LaunchedWork]:
