@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# For a machine without a package registry (our H200): builds an environment from a carried archive and runs a command
-# in it. The archive holds site-packages for that machine's Python: nvidia-pytriton, numpy 1.26.4 (the stub needs
-# numpy 1), tritonclient and python-rapidjson; everything else comes from the machine's own Python.
+# For a machine without a package registry (our H200): builds an environment from a carried archive, which carried_env.sh
+# makes, and runs a command in it. numpy is 1.26.4 there (the stub needs numpy 1); what the archive does not hold comes
+# from the machine's own Python.
 #   bash loadtest/carried_server.sh ARCHIVE.tar.xz COMMAND...
 set -euo pipefail
 archive=$1
