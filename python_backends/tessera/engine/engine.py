@@ -249,7 +249,9 @@ class Engine:
 
     def _apply(self, batch: ScheduledBatch, result: SampledRows) -> None:
         taken = self.scheduler.apply(batch, result.tokens())
-        self.metrics.busy_ns += result.device_ns()
+        device_ns = result.device_ns()
+        self.scheduler.took(batch, device_ns)
+        self.metrics.busy_ns += device_ns
         now = time.monotonic_ns()
         for sequence, token, report in taken:
             sequence.first_token_ns = sequence.first_token_ns or now
