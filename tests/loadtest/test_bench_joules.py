@@ -139,12 +139,19 @@ def test_attention_stands_beside_torchs(capsys, monkeypatch):
     assert "trial.joules.attention.2x20.ours" in printed and "sdpa cudnn" in printed
 
 
+def test_the_gate_up_that_is_one_kernel_stands_beside_the_library(checkpoint, power, capsys, monkeypatch):
+    monkeypatch.setattr(bench_joules, "GATE_UP_ROWS", (40,))
+    given = ["--device", "cpu", "--checkpoint", str(checkpoint), "--seconds", "0", "--settle", "0"]
+    bench_joules.main([*given, "--accounts", "gate_up"])
+    printed = capsys.readouterr().out
+    assert all(f'"trial.joules.gate_up.m40.{name}"' in printed for name in ("library", "epilogue"))
+
+
 def test_accounts_are_chosen_and_fp8_has_no_candidates_of_bf16(checkpoint, monkeypatch):
     done: list[str] = []
-    places = {"attention": bench_joules, "gate_up": bench_joules.gate_up_epilogue, "algorithms": bench_joules.cublaslt}
-    for name, place in places.items():
-        function = "attention" if name == "attention" else "compare"
-        monkeypatch.setattr(place, function, lambda *_, name=name: done.append(name))
+    places = {"attention": "attention", "gate_up": "gate_up", "algorithms": "cublaslt.compare"}
+    for name, function in places.items():
+        monkeypatch.setattr(f"bench_joules.{function}", lambda *_, name=name: done.append(name))
     given = ["--device", "cpu", "--checkpoint", str(checkpoint), "--accounts", *places]
     bench_joules.main(given)
     bench_joules.main([*given, "--quantization", "fp8"])
