@@ -83,6 +83,15 @@ def test_kernels_of_ours_are_found_within_the_attention(checkpoint, monkeypatch)
                 call()
 
 
+def test_a_gate_up_that_ends_in_the_activation_is_a_part_with_none_behind_it(checkpoint):
+    language = Language(read_config(checkpoint), "cpu", "checkpoint", Sizes(tokens=40))
+    for layer in language.model.layers:
+        layer.gate_up.scheme.fused_rows = 40
+    calls = language.recorded(language.step(SimpleNamespace(prompt=30, picture_rows=8)))
+    assert len(calls.parts()["gate_up"]) == len(language.model.layers) - 1
+    assert "silu_multiply" not in calls.within("gate_up") and "silu_multiply" in calls.within("last_layer")
+
+
 def test_every_figure_of_the_account(checkpoint, power, capsys):
     given = ["--device", "cpu", "--checkpoint", str(checkpoint), "--seconds", "0", "--settle", "0"]
     bench_joules.main([*given, "--accounts", "prefill", "vision"], SIZES)
