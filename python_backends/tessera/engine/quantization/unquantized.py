@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tessera.measured_choices import MeasuredChoices
 
 _FUSED_ROWS = (8192, 4096, 2048, 1024)  # where the fused product is measured, the largest first
-_MARGIN = 0.01  # by which it must be faster: times of so much work differ by less, and a tie is cuBLAS's
+_MARGIN = 0.01  # by which it must be faster: a tie is cuBLAS's
 
 
 class Unquantized(LinearScheme):
