@@ -4,7 +4,7 @@ A step of 8,192 prompt tokens and a forward of 32 tiles run once while every kin
 Each kind then runs alone in a loop, with all layers' weights and the step's own activations, long enough for the
 counter of joules; so does the whole. The account is the sum of the parts beside the whole: of a step, of a forward, and
 of W1's and W2's requests, beside what these cost through the server. Beside it: attention against torch's kernels,
-and the gate-up product with its activation in its epilogue.
+and the gate-up product with the activation behind it or in it.
 
     PYTHONPATH=python_backends:clients:loadtest python3 loadtest/bench_joules.py [--quantization fp8]
     PYTHONPATH=python_backends:clients:loadtest python3 loadtest/bench_joules.py --accounts algorithms
@@ -31,16 +31,16 @@ from typing import Any
 import bench_attention
 import cublaslt
 import figures
-import gate_up_epilogue
 import torch
 import torch.nn.functional as F
 from energy import Cost, Lap, Repeater
 from engine_load import Prompts
 from gpu_power import GpuPower
+from gpu_standins import Place
 from recorded_calls import RecordedCalls
 from report import newest
 
-from tessera.checkpoint.config import CheckpointConfig, read_config
+from tessera.checkpoint.config import CheckpointConfig, TextConfig, read_config
 from tessera.engine.config import EngineConfig
 from tessera.engine.execution.model_runner import ModelRunner, load_model
 from tessera.engine.kernels.selection import layer_kernels
@@ -338,6 +338,21 @@ def attention(repeater: Repeater, report: Report) -> None:
                 report.cost(f"attention.{case}.{name.replace(' ', '_')}", cost.of_a_call, "J/layer")
 
 
+def gate_up(text: TextConfig, repeater: Repeater, report: Report) -> None:
+    """A layer's product and activation by the library and a kernel, and by the one that is both."""
+    place = Place(repeater.device.type, torch.bfloat16 if repeater.device.type == "cuda" else torch.float32)
+    kernels = layer_kernels(place.device)
+    ways = {"library": lambda x, w: kernels.silu_and_multiply(F.linear(x, w)), "epilogue": kernels.gate_up_silu}
+    weights = [place.weight(2 * text.intermediate_size, text.hidden_size) for _ in range(2)]  # no cache holds one
+    for m in GATE_UP_ROWS:
+        inputs = [place.rows(m, text.hidden_size) for _ in weights]
+        report.title(f"gate_up and silu, {m} rows, a layer")
+        for name, way in ways.items():
+            cost = repeater.recorded([partial(way, *operands) for operands in zip(inputs, weights)])
+            report.row(name, cost)
+            report.cost(f"gate_up.m{m}.{name}", cost.of_a_call, "J/layer")
+
+
 def measure(options: argparse.Namespace, sizes: Sizes, repeater: Repeater, report: Report) -> None:
     """All that was asked for."""
     config, fp8 = read_config(options.checkpoint), options.quantization == "fp8"
@@ -347,8 +362,7 @@ def measure(options: argparse.Namespace, sizes: Sizes, repeater: Repeater, repor
     if "attention" in chosen and not fp8:
         attention(repeater, report)
     if "gate_up" in chosen and not fp8:
-        shape = config.text.intermediate_size, config.text.hidden_size
-        gate_up_epilogue.compare(*shape, GATE_UP_ROWS, repeater, report)
+        gate_up(config.text, repeater, report)
     if "vision" in chosen:
         forward = vision(*whose, repeater, report)
     if "prefill" in chosen:

@@ -83,6 +83,15 @@ def test_kernels_of_ours_are_found_within_the_attention(checkpoint, monkeypatch)
                 call()
 
 
+def test_a_gate_up_that_ends_in_the_activation_is_a_part_with_none_behind_it(checkpoint):
+    language = Language(read_config(checkpoint), "cpu", "checkpoint", Sizes(tokens=40))
+    for layer in language.model.layers:
+        layer.gate_up.scheme.fused_rows = 40
+    calls = language.recorded(language.step(SimpleNamespace(prompt=30, picture_rows=8)))
+    assert len(calls.parts()["gate_up"]) == len(language.model.layers) - 1
+    assert "silu_multiply" not in calls.within("gate_up") and "silu_multiply" in calls.within("last_layer")
+
+
 def test_every_figure_of_the_account(checkpoint, power, capsys):
     given = ["--device", "cpu", "--checkpoint", str(checkpoint), "--seconds", "0", "--settle", "0"]
     bench_joules.main([*given, "--accounts", "prefill", "vision"], SIZES)
@@ -139,12 +148,19 @@ def test_attention_stands_beside_torchs(capsys, monkeypatch):
     assert "trial.joules.attention.2x20.ours" in printed and "sdpa cudnn" in printed
 
 
+def test_the_gate_up_that_is_one_kernel_stands_beside_the_library(checkpoint, power, capsys, monkeypatch):
+    monkeypatch.setattr(bench_joules, "GATE_UP_ROWS", (40,))
+    given = ["--device", "cpu", "--checkpoint", str(checkpoint), "--seconds", "0", "--settle", "0"]
+    bench_joules.main([*given, "--accounts", "gate_up"])
+    printed = capsys.readouterr().out
+    assert all(f'"trial.joules.gate_up.m40.{name}"' in printed for name in ("library", "epilogue"))
+
+
 def test_accounts_are_chosen_and_fp8_has_no_candidates_of_bf16(checkpoint, monkeypatch):
     done: list[str] = []
-    places = {"attention": bench_joules, "gate_up": bench_joules.gate_up_epilogue, "algorithms": bench_joules.cublaslt}
-    for name, place in places.items():
-        function = "attention" if name == "attention" else "compare"
-        monkeypatch.setattr(place, function, lambda *_, name=name: done.append(name))
+    places = {"attention": "attention", "gate_up": "gate_up", "algorithms": "cublaslt.compare"}
+    for name, function in places.items():
+        monkeypatch.setattr(f"bench_joules.{function}", lambda *_, name=name: done.append(name))
     given = ["--device", "cpu", "--checkpoint", str(checkpoint), "--accounts", *places]
     bench_joules.main(given)
     bench_joules.main([*given, "--quantization", "fp8"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,12 +29,15 @@ _LENGTHS = (512, 1024, 2048, 4096)
 _STEP_TOKENS = 8192
 
 
-def tune(model: Qwen2, attention: AttentionBackend, device: torch.device) -> None:
-    """Lets the layers' schemes choose and sets the triton backend's ``whole_from``, on a GPU."""
+def tune(model: Qwen2, attention: AttentionBackend, device: torch.device, most_rows: int) -> None:
+    """Lets the layers' schemes choose and sets the triton backend's ``whole_from``, on a GPU.
+
+    ``most_rows``: of a step. The cache has left the memory of such a step free, and no layer takes more by itself.
+    """
     choices = MeasuredChoices(choices_path(), graph_milliseconds)
     machine = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, kernels {kernels_version()}"
     for shape, layers in layers_alike(model):
-        layers[0].scheme.tune(layers, shape, choices, machine)
+        layers[0].scheme.tune(layers, replace(shape, most_rows=most_rows), choices, machine)
     if isinstance(attention, TritonBackend) and not attention.storage.fp8:
         tune_prefill(attention, choices, machine)
 

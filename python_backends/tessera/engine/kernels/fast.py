@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tessera.engine.kernels.add_rms_norm import add_rms_norm
+from tessera.engine.kernels.gate_up_silu import gate_up_silu
 from tessera.engine.kernels.norm_heads import norm_heads
 from tessera.engine.kernels.rotate_and_store import rotate_and_store
 from tessera.engine.kernels.silu_multiply import silu_and_multiply
@@ -13,6 +14,7 @@ from tessera.engine.kernels.widen_w4 import widen_w4
 
 __all__ = [
     "add_rms_norm",
+    "gate_up_silu",
     "norm_heads",
     "rotate_and_store",
     "silu_and_multiply",

@@ -92,10 +92,14 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return F.linear(x, weight, bias)
 
 
-def skinny_gate_up(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def gate_up_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [m, k], weight [2 * size, k], gate first -> silu(gate) * up [m, size]."""
     gate, up = F.linear(x, weight).chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+#: the same for few rows
+skinny_gate_up = gate_up_silu
 
 
 #: x of few rows e4m3, weight e4m3 [n, k], scales float32 [n], bias [n], dtype -> [m, n]

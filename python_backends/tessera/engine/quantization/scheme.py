@@ -38,13 +38,14 @@ Place = Literal["qkv", "output", "gate_up", "down", "alone"]
 
 @dataclass(frozen=True)
 class LinearShape:
-    """What the speed of a linear layer depends on."""
+    """What the speed of a linear layer depends on; ``most_rows``: of a step, if known, for which there is memory."""
 
     outputs: int
     inputs: int
     bias: bool
     place: Place
     dtype: torch.dtype
+    most_rows: int = 0
 
     def __str__(self) -> str:
         return f"linear {self.place}{' + bias' * self.bias} {self.outputs} x {self.inputs}"

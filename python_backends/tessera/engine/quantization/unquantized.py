@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -18,15 +19,20 @@ from tessera.fp8.rows import Fp8Rows
 if TYPE_CHECKING:
     from tessera.measured_choices import MeasuredChoices
 
+_FUSED_ROWS = (8192, 4096, 2048, 1024)  # where the fused product is measured, the largest first
+_MARGIN = 0.01  # by which it must be faster: a tie is cuBLAS's
+
 
 class Unquantized(LinearScheme):
     """``weight`` [out, in] and, where the layer has one, ``bias`` [out].
 
-    ``skinny_rows``: up to so many rows a product for few rows is the fastest, which only measuring tells.
+    ``skinny_rows``: up to so many rows a product for few rows is the fastest; ``fused_rows``: from so many on, if any,
+    one that ends in the gated activation. Only measuring tells.
     """
 
     def __init__(self) -> None:
         self.skinny_rows = 0
+        self.fused_rows: int | None = None
 
     def stored(self, has_bias: bool) -> Stored:
         return Stored(frozenset({"weight", "bias"} if has_bias else {"weight"}))
@@ -57,33 +63,43 @@ class Unquantized(LinearScheme):
         return F.linear(x, weight, bias)
 
     def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
-        if isinstance(x, torch.Tensor) and 0 < x.shape[0] <= self.skinny_rows and not fp8:
-            return layer_kernels(x.device.type).skinny_gate_up(x, layer.get_buffer("weight"))
+        if isinstance(x, torch.Tensor) and not fp8:
+            kernels, weight = layer_kernels(x.device.type), layer.get_buffer("weight")
+            if 0 < len(x) <= self.skinny_rows:
+                return kernels.skinny_gate_up(x, weight)
+            if self.fused_rows is not None and len(x) >= self.fused_rows:
+                return kernels.gate_up_silu(x, weight)
         return super().apply_gated(layer, x, fp8)
 
     def tune(self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:
-        """Finds the most rows up to which the skinny product wins; there it begins, at zero."""
+        """Finds the most rows up to which the skinny product wins, and the fewest from which on the fused one does."""
+        from tessera.engine.kernels.gate_up_silu import MULTIPLE
         from tessera.engine.kernels.skinny_linear import K_MULTIPLE, MAX_ROWS
 
         gated = shape.place == "gate_up"
-        # The kernel's own limits; it has no bias where it ends in the activation.
-        if shape.dtype.itemsize != 2 or shape.inputs % K_MULTIPLE or (gated and shape.bias):
+        if shape.dtype.itemsize != 2 or (gated and shape.bias):  # no kernel adds one before the activation
             return
         schemes = [cast("Unquantized", layer.scheme) for layer in layers]
         measured = list(zip(taking_turns(layers, shape), schemes))
 
-        def run(x: torch.Tensor, skinny_rows: int) -> None:
+        def run(x: torch.Tensor, limits: tuple[int, int | None]) -> None:
             for layer, scheme in measured:
-                scheme.skinny_rows = skinny_rows
+                scheme.skinny_rows, scheme.fused_rows = limits
                 layer.gated(x) if gated else layer(x)
 
-        best = 0
-        for rows in (16, 32, MAX_ROWS):  # the kernel pads to these, so no other number needs an answer
+        def wins(rows: int, name: str, limits: tuple[int, int | None], margin: float = 0.0) -> bool:
             x = torch.randn(rows, shape.inputs, dtype=shape.dtype, device=layers[0].device)
             question = f"{shape}, {rows} rows, {shape.dtype}, {len(measured)} layers, {machine}"
-            ways = {"cublas": partial(run, x, 0), "skinny": partial(run, x, rows)}
-            if choices.fastest(question, ways) != "skinny":
-                break
-            best = rows
+            ways = {"cublas": partial(run, x, (0, None)), name: partial(run, x, limits)}
+            return choices.fastest(question, ways, margin) == name
+
+        few: tuple[int, ...] = ()
+        many: tuple[int, ...] = ()
+        if shape.inputs % K_MULTIPLE == 0:
+            few = 16, 32, MAX_ROWS  # the kernel pads to these, so no other number needs an answer
+        if gated and shape.inputs % MULTIPLE == 0 and shape.outputs % (2 * MULTIPLE) == 0:
+            many = tuple(rows for rows in _FUSED_ROWS if rows <= shape.most_rows)
+        skinny = list(takewhile(lambda rows: wins(rows, "skinny", (rows, None)), few))
+        fused = list(takewhile(lambda rows: wins(rows, "fused", (0, rows), _MARGIN), many))
         for scheme in schemes:
-            scheme.skinny_rows = best
+            scheme.skinny_rows, scheme.fused_rows = max(skinny, default=0), min(fused, default=None)

@@ -1,21 +1,21 @@
-"""Compiles the candidate for a Hopper GPU, on any machine: a script, as an interpreted process cannot compile."""
+"""Compiles the gate-up product for a Hopper GPU, on any machine: a script, as an interpreted process cannot compile."""
 
 from __future__ import annotations
 
 import triton
-from gate_up_epilogue import PLANS, Plan, _gate_up_silu
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from tessera.engine.kernels.gate_up_silu import GateUpPlan, _gate_up_silu
 
 SHARED_MEMORY = 227 * 1024
 
 
-def compile_for_hopper(plan: Plan) -> None:
+def compile_for_hopper(plan: GateUpPlan) -> None:
     """Raises what the compiler raises; AssertionError if the tensor cores are not used or the memory does not do."""
-    columns = plan.columns * (1 + plan.interleaved)
     signature = {
         "x": f"tensordesc<bf16[{plan.rows}, {plan.depth}]>",
-        "weight": f"tensordesc<bf16[{columns}, {plan.depth}]>",
+        "weight": f"tensordesc<bf16[{plan.columns}, {plan.depth}]>",
         "out": f"tensordesc<bf16[{plan.rows}, {plan.columns}]>",
         **dict.fromkeys(("m", "size", "k"), "i32"),
     }
@@ -24,14 +24,13 @@ def compile_for_hopper(plan: Plan) -> None:
     source = ASTSource(
         _gate_up_silu,
         {name: signature.get(name, "constexpr") for name in names},
-        {(names.index(name),): value for name, value in (constants | {"INTERLEAVED": plan.interleaved}).items()},
+        {(names.index(name),): value for name, value in constants.items()},
     )
     options = {"num_warps": plan.warps, "num_stages": plan.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert f"wgmma.mma_async.sync.aligned.m64n{columns}k16" in compiled.asm["ptx"], plan
-    assert compiled.metadata.shared <= SHARED_MEMORY, plan
+    assert f"wgmma.mma_async.sync.aligned.m64n{plan.columns}k16" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= SHARED_MEMORY
 
 
 if __name__ == "__main__":
-    for plan in PLANS:
-        compile_for_hopper(plan)
+    compile_for_hopper(GateUpPlan())
