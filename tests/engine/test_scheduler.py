@@ -173,13 +173,13 @@ def test_beside_questions_no_step_is_launched_behind_a_long_one():
     alone = steps_of_a_job()
     assert alone == steps_of_a_job(before=10) == steps_of_a_job(before=11)
     assert alone[0] == [64, 64, 32] and alone[1] > 0
-    assert steps_of_a_job(before=0) == ([32] * 5, 0)  # half steps
+    assert steps_of_a_job(before=0) == ([48, 48, 48, 16], 0)  # three quarters of a step
 
 
 def test_the_step_that_reads_a_question_has_few_tokens_of_a_job():
     first, *rest = steps_of_a_job(beside=0, tokens=3)[0]
     assert first == 12  # twice the most sequences: an eighth of 64 would be less
-    assert 32 <= max(rest) <= 33 and sum(rest) == 4 + 160 + 2 - first  # half steps, and the answer's next token
+    assert 48 <= max(rest) <= 49 and sum(rest) == 4 + 160 + 2 - first  # and the answer's next token
 
 
 def test_beside_an_answer_that_is_read_as_it_comes_steps_are_short():

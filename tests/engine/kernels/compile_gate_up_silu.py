@@ -15,7 +15,7 @@ def compile_for_hopper(plan: GateUpPlan) -> None:
     """Raises what the compiler raises; AssertionError if the tensor cores are not used or the memory does not do."""
     signature = {
         "x": f"tensordesc<bf16[{plan.rows}, {plan.depth}]>",
-        "weight": f"tensordesc<bf16[{plan.columns}, {plan.depth}]>",
+        "weight": f"tensordesc<bf16[2, {plan.columns}, {plan.depth}]>",
         "out": f"tensordesc<bf16[{plan.rows}, {plan.columns}]>",
         **dict.fromkeys(("m", "size", "k"), "i32"),
     }
@@ -28,7 +28,7 @@ def compile_for_hopper(plan: GateUpPlan) -> None:
     )
     options = {"num_warps": plan.warps, "num_stages": plan.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert f"wgmma.mma_async.sync.aligned.m64n{plan.columns}k16" in compiled.asm["ptx"]
+    assert f"wgmma.mma_async.sync.aligned.m64n{2 * plan.columns}k16" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= SHARED_MEMORY
 
 

@@ -1,7 +1,8 @@
 """The gate-up product of many rows, which ends in silu(gate) * up: what it gives is never written and read again.
 
-That would be two values of ``size`` a row where one is wanted. A program goes from tile to tile of the result and keeps
-its gates and ups in two sums, whose rows of the weights are fetched apart by the tensor memory accelerator (TMA).
+That would be two values of ``size`` a row where one is wanted. A program goes from tile to tile of the result and sums
+up its gates and ups together: the tensor memory accelerator (TMA), to which the weights are [2, size, k], fetches the
+rows of both as one block.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def gate_up_silu(x: torch.Tensor, weight: torch.Tensor, plan: GateUpPlan | None 
         programs = min(multiprocessors(x.device), triton.cdiv(m, plan.rows) * triton.cdiv(size, plan.columns))
         _gate_up_silu[(programs,)](
             TensorDescriptor.from_tensor(x, [plan.rows, plan.depth]),
-            TensorDescriptor.from_tensor(weight, [plan.columns, plan.depth]),
+            TensorDescriptor.from_tensor(weight.view(2, size, k), [2, plan.columns, plan.depth]),
             TensorDescriptor.from_tensor(out, [plan.rows, plan.columns]),
             m, size, k,
             ROWS=plan.rows, COLUMNS=plan.columns, DEPTH=plan.depth, GROUP=plan.group,
@@ -76,19 +77,18 @@ def _gate_up_silu(
 ):  # fmt: skip
     """Tiles in groups of GROUP rows of them, in a group column by column.
 
-    Past the end of a tensor zeros are read and nothing is written. The gates of a last tile may reach into the rows of
-    the ups, which only gives columns that nobody stores.
+    Past the end of a tensor zeros are read and nothing is written. Flattened, the loops fetch a tile's first blocks while
+    the last one is finished.
     """
     tall, wide = tl.cdiv(m, ROWS), tl.cdiv(size, COLUMNS)
-    for tile in range(tl.program_id(0), tall * wide, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tall * wide, tl.num_programs(0), flatten=True):
         first = tile // (GROUP * wide) * GROUP
         height = tl.minimum(tall - first, GROUP)
         row = (first + tile % height) * ROWS
         column = tile % (GROUP * wide) // height * COLUMNS
-        gates = tl.zeros((ROWS, COLUMNS), tl.float32)
-        ups = tl.zeros((ROWS, COLUMNS), tl.float32)
+        both = tl.zeros((ROWS, 2 * COLUMNS), tl.float32)
         for depth in range(0, k, DEPTH):
-            given = x.load([row, depth])
-            gates = tl.dot(given, weight.load([column, depth]).T, gates)
-            ups = tl.dot(given, weight.load([size + column, depth]).T, ups)
-        out.store([row, column], gated(gates.to(out.dtype), ups.to(out.dtype)))
+            rows = weight.load([0, column, depth]).reshape(2 * COLUMNS, DEPTH)
+            both = tl.dot(x.load([row, depth]), rows.T, both)
+        gate, up = both.to(out.dtype).reshape(ROWS, 2, COLUMNS).permute(0, 2, 1).split()
+        out.store([row, column], gated(gate, up))

@@ -30,12 +30,11 @@ _QUIET_BESIDE_LONG_ANSWERS_NS = 3_000_000
 _SHORT = 16  # tokens of an answer
 # But none waits for the others longer than that.
 _LONGEST_WAIT_NS = 100_000_000
-# While a better priority is expected the others' prompts fill steps only to this part. Beside two questions a second W1
-# lost 0.2 % on an H200 with whole steps, for which they waited 480 ms, and 5.7 % with a quarter (247 ms).
-_EXPECTED_PART = 2
-# And only to this part where one waits for what the step gives it: its first token, or the next one of an answer that
+# While a better priority is expected the others' prompts fill steps only to this share.
+_EXPECTED_SHARE = 0.75
+# And only to this share where one waits for what the step gives it: its first token, or the next one of an answer that
 # is long enough to be read as it comes.
-_HURRIED_PART = 8
+_HURRIED_SHARE = 0.125
 # Where answers are long, steps with prompts take about so long: all that run wait for each. And prompts that share a
 # step are answered together, so that their callers' next ones come together again, and the first waits for the last.
 _BESIDE_LONG_ANSWERS_NS = 25_000_000
@@ -64,13 +63,12 @@ class Scheduler:
         # Never so few that decodes could keep every prompt out.
         self._fewest_tokens = min(max_batched_tokens, 2 * max_sequences)
         self._expected_tokens, self._hurried_tokens = (
-            max(max_batched_tokens // part, self._fewest_tokens) for part in (_EXPECTED_PART, _HURRIED_PART)
+            max(int(share * max_batched_tokens), self._fewest_tokens) for share in (_EXPECTED_SHARE, _HURRIED_SHARE)
         )
         self._ns_a_token = 0.0  # in steps of late
         self._expected = Expected()
-        self._worst = self._hurried = -(
-            2**63
-        )  # priorities: of all so far, and of those that the next step is short for
+        # Priorities: of all so far, and of those that the next step is short for.
+        self._worst = self._hurried = -(2**63)
         self._short_share = 1.0  # of the answers of late
 
     @property
