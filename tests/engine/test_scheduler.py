@@ -163,7 +163,7 @@ def steps_of_a_job(beside=None, tokens=1, before=None):
         engine.submit(make_request([9] * 4, max_tokens=tokens, ignore_eos=True, priority=beside))
     while engine.has_work():
         launched = len(runner.batches)
-        behind_one = bool(engine._under_way) and not engine.scheduler.delays(engine._under_way[-1][0])
+        behind_one = bool(engine._under_way) and not engine.scheduler.is_long(engine._under_way[-1][0])
         engine.step()
         ahead += behind_one and len(runner.batches) > launched
     return [sum(end - start for _, start, end, _ in batch) for batch in runner.batches[begun:]], ahead

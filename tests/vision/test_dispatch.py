@@ -12,7 +12,7 @@ from test_encoder import TOKENS, CountingRunner, TileFamily, item, tiles_of
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.vision.dispatch import LocalDispatcher
 from tessera.vision.encoding.encoder import VisionEncoder, in_groups
-from tessera.vision.encoding.lane import AHEAD, Lane
+from tessera.vision.encoding.lane import Lane
 from tessera.vision.encoding.memory import RowBudget
 from tessera.vision.encoding.pictures import Picture
 from tessera.vision.settings import VisionSettings
@@ -261,24 +261,6 @@ def test_forwards_of_others_are_smaller_while_a_better_priority_is_expected():
     dispatcher.close()
     assert [len(tiles) for tiles in runner.forwards if 2 <= tiles[0] < 12] == [4, 4, 2]
     assert max(runner.batches) == 8
-
-
-def test_no_forward_of_others_is_launched_behind_one_while_a_better_priority_is_expected():
-    class Watched(Lane):
-        def make_room(self, under_way=AHEAD):
-            allowed.append(under_way)
-
-    def allowed_for(*priorities):
-        allowed.clear()
-        dispatcher = LocalDispatcher(VisionEncoder(HeldRunner(lambda number: None), TileFamily(), 8, lane=Watched()), 1)
-        for number, priority in enumerate(priorities):
-            dispatcher.encode([Job(number, [[number]], [], priority)])
-        dispatcher.close()
-        return set(allowed)
-
-    allowed = []
-    assert allowed_for(0, 0) == allowed_for(10, 10) == {AHEAD}
-    assert allowed_for(0, 10) == {AHEAD, 0}
 
 
 def test_who_passes_must_fit_beside_those_that_wait():

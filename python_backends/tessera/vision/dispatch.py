@@ -19,7 +19,7 @@ from tessera.vision.encoding.encoder import PendingRows, VisionEncoder
 from tessera.vision.encoding.pictures import VisionItem
 from tessera.vision.job_queue import Entry, Job, JobQueue
 
-# While a better priority is expected, the others' forwards are this part of a full one, and none is launched behind it.
+# While a better priority is expected, the others' forwards are this part of a full one.
 BACKGROUND_PART = 2
 
 
@@ -85,8 +85,6 @@ class LocalDispatcher:
 
     def _let_pass(self, waiting: dict[int, Entry]) -> None:
         """Between two forwards: works off those that go before all of ``waiting``, and whose rows fit beside theirs."""
-        if waiting and self.queue.expects_better(next(iter(waiting.values()))):
-            self._encoder.lane.make_room(under_way=0)
         while waiting and (better := self.queue.take_before(next(iter(waiting.values())))):
             if not self._encoder.has_room([entry.job.item for entry in better]):
                 self.queue.put_back(better)

@@ -31,7 +31,7 @@ class VisionSettings:
     """
 
     runner: str = setting("onnx", cuda="graph", settable=False, choices=("onnx", "torch", "graph"))
-    infer_batch_size: int = setting(4, cuda=32, name="visual_infer_batch_size", least=1)
+    infer_batch_size: int = setting(4, cuda=16, name="visual_infer_batch_size", least=1)
     threads: int = setting(1, common=True, least=1)
     dtype: str = setting("float32", cuda="bfloat16", common=True, choices=("float32", "bfloat16", "float16"))
     quantization: str = setting("checkpoint", common=True, choices=QUANTIZATIONS)

@@ -30,14 +30,15 @@ _QUIET_BESIDE_LONG_ANSWERS_NS = 3_000_000
 _SHORT = 16  # tokens of an answer
 # But none waits for the others longer than that.
 _LONGEST_WAIT_NS = 100_000_000
-# While a better priority is expected the others' prompts fill steps only to this share.
+# While a better priority is expected the others' prompts fill steps only to this share; and only to the least where one
+# waits for what the step gives it: its first token, or the next one of an answer that is read as it comes.
 _EXPECTED_SHARE = 0.75
-# And only to this share where one waits for what the step gives it: its first token, or the next one of an answer that
-# is long enough to be read as it comes.
-_HURRIED_SHARE = 0.125
-# Where answers are long, steps with prompts take about so long: all that run wait for each. And prompts that share a
-# step are answered together, so that their callers' next ones come together again, and the first waits for the last.
-_BESIDE_LONG_ANSWERS_NS = 25_000_000
+# No step is launched behind one of so long: the later it is planned the more it knows of, and the less it is in the way.
+_LONG_NS = 50_000_000
+# Where full steps are long and answers too, steps with prompts take only about so long: all that run wait for each. And
+# prompts that share a step are answered together, so that their callers' next ones come together again, and the first
+# waits for the last.
+_BESIDE_LONG_ANSWERS_NS = 12_000_000
 _TELLING = 256  # tokens of a step from which on its time says what a token takes
 
 
@@ -61,10 +62,8 @@ class Scheduler:
         self._max_sequences = max_sequences
         self._gathers = gathers
         # Never so few that decodes could keep every prompt out.
-        self._fewest_tokens = min(max_batched_tokens, 2 * max_sequences)
-        self._expected_tokens, self._hurried_tokens = (
-            max(int(share * max_batched_tokens), self._fewest_tokens) for share in (_EXPECTED_SHARE, _HURRIED_SHARE)
-        )
+        self._least_tokens = min(max_batched_tokens, 2 * max_sequences)
+        self._expected_tokens = max(int(_EXPECTED_SHARE * max_batched_tokens), self._least_tokens)
         self._ns_a_token = 0.0  # in steps of late
         self._expected = Expected()
         # Priorities: of all so far, and of those that the next step is short for.
@@ -96,10 +95,12 @@ class Scheduler:
         spans.sort(key=lambda span: span.count > 1)
         return ScheduledBatch(spans)
 
-    def delays(self, batch: ScheduledBatch) -> bool:
-        """Whether a step behind this one would only delay a better priority that is expected: this one is long."""
-        if batch.tokens <= self._hurried_tokens:
+    def is_long(self, batch: ScheduledBatch) -> bool:
+        """Whether no step should be launched behind this one."""
+        if batch.tokens <= self._least_tokens:
             return False
+        if batch.tokens * self._ns_a_token > _LONG_NS:
+            return True
         return self._expected.above(max(span.sequence.request.sampling.priority for span in batch.spans))
 
     def apply(
@@ -163,7 +164,7 @@ class Scheduler:
                 self.waiting[0], reserve=2 * len(self.running)
             )
             # What it has read is found again at its next turn.
-            long_prompt = victim.pending > self._hurried_tokens and self.blocks.keeps(victim)
+            long_prompt = victim.pending > self._least_tokens and self.blocks.keeps(victim)
             if not full and not long_prompt:
                 return
             self._preempt(victim)
@@ -192,13 +193,12 @@ class Scheduler:
     def _step_tokens(self, priority: int) -> int:
         """How long a step prompts of this priority may make."""
         if self._hurried < priority:
-            return self._hurried_tokens
+            return self._least_tokens
         if self._expected.above(priority):
             return self._expected_tokens
-        if self._answers_are_short or not self._ns_a_token:
+        if self._answers_are_short or self._max_batched_tokens * self._ns_a_token <= _LONG_NS:
             return self._max_batched_tokens
-        tokens = int(_BESIDE_LONG_ANSWERS_NS / self._ns_a_token)
-        return max(self._fewest_tokens, min(tokens, self._max_batched_tokens))
+        return max(self._least_tokens, int(_BESIDE_LONG_ANSWERS_NS / self._ns_a_token))
 
     @property
     def _answers_are_short(self) -> bool:

@@ -24,7 +24,7 @@ from tessera.family.family import ModelFamily
 from tessera.family.registry import family_for
 from tessera.vision.decoding.decoder import GpuDecoder
 from tessera.vision.encoding.embedding_cache import EmbeddingCache
-from tessera.vision.encoding.lane import AHEAD, Lane, LaunchedWork
+from tessera.vision.encoding.lane import Lane, LaunchedWork
 from tessera.vision.encoding.memory import COPIES_OF_ROWS, RowBudget, row_budget
 from tessera.vision.encoding.pictures import Picture, VisionItem, joined, pictures_of
 from tessera.vision.runners.fp8_tower import in_fp8
@@ -113,7 +113,7 @@ class VisionEncoder:
         parts = {
             "weights": kept,
             "activations": runner.activation_bytes(largest),
-            "pixels": (1 + AHEAD) * largest * prod(tower.unit_shape),
+            "pixels": largest * prod(tower.unit_shape),
             "cache": settings.cache_bytes,
         }
         decoder = None

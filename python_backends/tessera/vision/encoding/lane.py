@@ -1,21 +1,18 @@
-"""The order of work on the device: forwards on a stream of their own, one launched ahead of the one that runs.
+"""The order of work on the device: forwards on a stream of their own, one at a time.
 
 Handing rows to tritonserver waits for them. It must not wait for the forward after them as well, so each piece of work
-can be waited for by itself; and that next forward must be in the GPU's queue by then, or the GPU would idle meanwhile.
-torch's streams do not order themselves with the default stream, on which tritonserver's Python backend copies.
+can be waited for by itself. torch's streams do not order themselves with the default stream, on which tritonserver's
+Python backend copies.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
 Result = TypeVar("Result")
-
-AHEAD = 1  # forwards launched behind the one that runs
 
 
 class LaunchedWork:
@@ -38,19 +35,21 @@ class Lane:
 
     def __init__(self, device: str = "cpu") -> None:
         self._stream = torch.cuda.Stream(device) if device != "cpu" else None
-        self._forwards: deque[LaunchedWork] = deque()
+        self._forward = LaunchedWork()
 
-    def make_room(self, under_way: int = AHEAD) -> None:
-        """Waits until no more than so many forwards are under way."""
-        while len(self._forwards) > under_way:
-            self._forwards.popleft().wait()
+    def make_room(self) -> None:
+        """Waits until no forward is under way."""
+        self._forward.wait()
 
     def forward(self, work: Callable[[], Result]) -> tuple[Result, LaunchedWork]:
-        """Runs ``work``, which launches a forward, once no more than ``AHEAD`` others are under way."""
+        """Runs ``work``, which launches a forward, once no other is under way.
+
+        One launched ahead would keep the GPU busier beside the language model's steps, but the two then cost each other
+        more than that is worth, and whoever comes meanwhile could not pass it.
+        """
         self.make_room()
-        result, launched = self.launch(work)
-        self._forwards.append(launched)
-        return result, launched
+        result, self._forward = self.launch(work)
+        return result, self._forward
 
     def launch(self, work: Callable[[], Result]) -> tuple[Result, LaunchedWork]:
         """What ``work`` returns, and that which it put on the device."""
