@@ -98,7 +98,7 @@ class Qwen2ViT(Tower):
         self.statistics, self.frames = (vision.pixel_mean, vision.pixel_std), vision.temporal_patch_size
         self.theta, self.head_size = vision.rope_theta, size // vision.num_heads
         self.unit_shape, self.row_shape = (self.merge, self.merge, side, side, 3), (1, text_size)
-        self.batch_unit = max(1, 448 // (self.merge * side)) ** 2
+        self.batch_unit = max(1, 616 // (self.merge * side)) ** 2
         self.patch_embedding = nn.Linear(3 * side**2, size)
         nn.init.zeros_(self.patch_embedding.bias)  # normalisation alone has one
         self.layers = nn.ModuleList(
