@@ -36,6 +36,9 @@ _EXPECTED_PART = 2
 # And only to this part where one waits for what the step gives it: its first token, or the next one of an answer that
 # is long enough to be read as it comes.
 _HURRIED_PART = 8
+# Where answers are long, too: those that run wait for each step, and they end when they began, together. A burst of
+# prompts in one step would be one again when it is answered, and its first wait for its last.
+_BESIDE_LONG_ANSWERS_PART = 4
 
 
 class Scheduler:
@@ -58,9 +61,9 @@ class Scheduler:
         self._max_sequences = max_sequences
         self._gathers = gathers
         # Never so few that decodes could keep every prompt out.
-        self._expected_tokens, self._hurried_tokens = (
+        self._expected_tokens, self._hurried_tokens, self._beside_long_tokens = (
             min(max_batched_tokens, max(max_batched_tokens // part, 2 * max_sequences))
-            for part in (_EXPECTED_PART, _HURRIED_PART)
+            for part in (_EXPECTED_PART, _HURRIED_PART, _BESIDE_LONG_ANSWERS_PART)
         )
         self._expected = Expected()
         self._worst = self._hurried = -(
@@ -176,12 +179,21 @@ class Scheduler:
 
     def _share(self, sequence: Sequence, pending: int, budget: int) -> int:
         """How many of its pending tokens a step takes that has so many left."""
-        priority = sequence.request.sampling.priority
-        if pending > 1 and self._hurried < priority:
-            budget -= self._max_batched_tokens - self._hurried_tokens
-        elif pending > 1 and self._expected.above(priority):
-            budget -= self._max_batched_tokens - self._expected_tokens
+        if pending > 1:
+            budget -= self._max_batched_tokens - self._step_tokens(sequence.request.sampling.priority)
         return max(0, min(pending, budget))
+
+    def _step_tokens(self, priority: int) -> int:
+        """How long a step prompts of this priority may make."""
+        if self._hurried < priority:
+            return self._hurried_tokens
+        if self._expected.above(priority):
+            return self._expected_tokens
+        return self._max_batched_tokens if self._answers_are_short else self._beside_long_tokens
+
+    @property
+    def _answers_are_short(self) -> bool:
+        return self._short_share > 0.5
 
     def _plan_running(self, spans: list[ScheduledSpan], budget: int) -> int:
         """Returns what is left of the budget."""
@@ -231,12 +243,10 @@ class Scheduler:
         head = self.waiting[0]
         if head.passes(self.waiting[-1]) or self._outranked(head):
             return False
-        now, tokens, enough = time.monotonic_ns(), 0, self._max_batched_tokens
-        if self._expected.above(head.request.sampling.priority):
-            enough = self._expected_tokens
+        now, tokens, enough = time.monotonic_ns(), 0, self._step_tokens(head.request.sampling.priority)
         arrivals = [sequence.request.arrival_ns for sequence in self.waiting]
         newest, oldest = max(arrivals), min(arrivals)
-        quiet = _QUIET_NS if self._short_share > 0.5 else _QUIET_BESIDE_LONG_ANSWERS_NS
+        quiet = _QUIET_NS if self._answers_are_short else _QUIET_BESIDE_LONG_ANSWERS_NS
         if now - newest > quiet or now - oldest > _LONGEST_WAIT_NS:
             return False
         for sequence in self.waiting:

@@ -22,6 +22,10 @@ from tessera.vision.runners.runner import Wires
 from tessera.vision.settings import VisionSettings
 from tessera.vision.towers.tower import Forward, Tower
 
+# A forward of so few tiles is short and somebody may wait for it; beside a step of 8,192 tokens each of its kernels would
+# wait for a wave of a long one.
+_FIRST = 4
+
 
 class GraphRunner:
     """Runs a tower on the device and in the dtype its weights have; used by one thread at a time.
@@ -45,7 +49,7 @@ class GraphRunner:
             self._rows[size] = self._forwards[size](self._pixels[:size])
 
         with torch.inference_mode():
-            self._replays = record("vision graphs", self.sizes, prepare, run, self._device)
+            self._replays = record("vision graphs", self.sizes, prepare, run, self._device, _FIRST)
 
     @classmethod
     def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> GraphRunner:
