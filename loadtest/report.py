@@ -27,18 +27,16 @@ def newest() -> dict[str, dict[str, Any]]:
 
 
 def table(figures: Iterable[dict[str, Any]]) -> str:
-    """A Markdown table of the figures."""
-    lines = ["| metric | value | ceiling | machine | command | commit, date |", "|---|---|---|---|---|---|"]
+    """Markdown tables of the figures, one for each run, in the order of the runs' first figures."""
+    runs: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for figure in figures:
-        cells = (
-            f"`{figure['metric']}`",
-            f"{rounded(figure['value'])} {figure['unit']}",
-            "" if figure["ceiling"] is None else rounded(figure["ceiling"]),
-            figure["machine"],
-            f"`{figure['command']}`",
-            f"{figure['commit']}, {figure['date']}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+        runs.setdefault(tuple(figure[key] for key in ("command", "machine", "commit", "date")), []).append(figure)
+    lines = []
+    for (command, *taken), run in runs.items():
+        lines += ["", f"`{command}`", f"({', '.join(taken)})", "", "| metric | value | ceiling |", "|---|---|---|"]
+        for figure in run:
+            ceiling = "" if figure["ceiling"] is None else rounded(figure["ceiling"])
+            lines.append(f"| `{figure['metric']}` | {rounded(figure['value'])} {figure['unit']} | {ceiling} |")
     return "\n".join(lines) + "\n"
 
 
