@@ -37,7 +37,7 @@ class VisionSettings:
     quantization: str = setting("checkpoint", common=True, choices=QUANTIZATIONS)
     device: str = "cpu"
     random_weights: bool = setting(False, name="weights", common=True, choices={"checkpoint": False, "random": True})
-    cache_bytes: int = setting(256 << 20, least=0)
+    cache_bytes: int = setting(256 << 20, cuda=512 << 20, least=0)
     gpu_pixels: int = setting(0, common=True, least=0)
     decode_bytes: int = setting(2 << 30, settable=False, least=0)
     memory_bytes: int = setting(0, settable=False, least=0, share="vision")
