@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from tessera.engine.cache.kv_storage import KvStorage
 from tessera.errors import ConfigError
@@ -146,20 +145,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=out_second).addcmul_(first, sin)
     return out
-
-
-def attend_piece(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> torch.Tensor:
-    """Torch's attention of one sequence: q [n, heads, head_dim], keys and values [context, kv_heads, head_dim].
-
-    ``mask`` [n, context] is added to the scores; None where the piece is the whole context, which is then causal.
-    """
-    q, keys, values = (part.transpose(0, 1)[None] for part in (q, keys, values))
-    attended = F.scaled_dot_product_attention(
-        q, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
-    return attended[0].transpose(0, 1)
 
 
 _BACKENDS = {

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tessera.engine.attention.backend import AttentionBackend, SpanTable, attend_piece, slots_of
+from tessera.engine.attention.backend import AttentionBackend, SpanTable, slots_of
 from tessera.engine.transfer import to_device
 
 
@@ -70,7 +70,12 @@ class SdpaBackend(AttentionBackend):
             keys, values = k[piece.rows], v[piece.rows]
         else:
             keys, values = self.storage.read(layer, piece.slots)
-        return attend_piece(q, keys, values, piece.mask, self.scale)
+        heads_first = (part.transpose(0, 1)[None] for part in (q, keys, values))
+        causal = piece.mask is None
+        attended = F.scaled_dot_product_attention(
+            *heads_first, piece.mask, is_causal=causal, scale=self.scale, enable_gqa=True
+        )
+        return attended[0].transpose(0, 1)
 
     def _piece(self, row: int, count: int, context: int, blocks: np.ndarray) -> _Piece:
         rows = slice(int(row), int(row + count))

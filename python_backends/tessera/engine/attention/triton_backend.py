@@ -14,7 +14,6 @@ from tessera.engine.attention.backend import (
     HeadShape,
     SpanTable,
     StaticPieces,
-    attend_piece,
 )
 from tessera.engine.cache.kv_storage import KvStorage
 from tessera.engine.kernels.paged_decode import choose_splits, decode_attention
@@ -47,14 +46,10 @@ class _Pieces(NamedTuple):
 
 @dataclass(frozen=True)
 class _Plan:
-    """Single queries come first in the batch, pieces after them; any may be missing.
-
-    ``whole``: rows of the long prompts that begin in this step, which torch's own attention does faster.
-    """
+    """Single queries come first in the batch, pieces after them; any may be missing."""
 
     singles: _Singles | None
     pieces: _Pieces | None
-    whole: list[slice]
 
 
 class _StaticPieces(StaticPieces):
@@ -68,7 +63,7 @@ class _StaticPieces(StaticPieces):
     def plan(self, most_tokens: int) -> _Plan:
         rows, counts, contexts = self._lines[:3]
         tiles = self._tiles[: self._tile_count(most_tokens)]
-        return _Plan(None, _Pieces(rows, counts, contexts, self._lines[3:], tiles), [])
+        return _Plan(None, _Pieces(rows, counts, contexts, self._lines[3:], tiles))
 
     def last(self, most_tokens: int) -> tuple[torch.Tensor, _Plan]:
         lines = self._lines[:, : min(most_tokens, self._empty)]
@@ -93,36 +88,28 @@ class _StaticPieces(StaticPieces):
 
 
 class TritonBackend(AttentionBackend):
-    """The default on a GPU.
-
-    ``whole_from``: prompts of so many tokens or more that begin in a step go through torch's attention, None never. In
-    FP8 it stays None: torch would see keys and values as they were before they were stored, and an answer would depend
-    on how its prompt was cut up.
-    """
+    """The default on a GPU. Prompts read keys and values as they were stored, whether they begin in a step or go on: so
+    an answer does not depend on how its prompt was cut up."""
 
     def __init__(self, shape: HeadShape, storage: KvStorage) -> None:
         super().__init__(shape, storage)
         self._device = storage.keys[0].device
         plan = default_plan(shape.head_dim, storage.dtype)
         self.tile_queries = plan.rows // (shape.heads // shape.kv_heads)
-        self.whole_from: int | None = None
         self._processors = 1
         if self._device.type == "cuda":
             self._processors = torch.cuda.get_device_properties(self._device).multi_processor_count
 
     def plan(self, table: SpanTable) -> _Plan:
         single = table.count == 1  # they come first
-        whole = ~single & (table.count == table.context) & (table.count >= (self.whole_from or np.inf))
-        pieces = ~single & ~whole
         return _Plan(
             self._singles(table, single) if single.any() else None,
-            self._pieces(table, pieces) if pieces.any() else None,
-            [slice(int(row), int(row + count)) for row, count in zip(table.row[whole], table.count[whole])],
+            None if single.all() else self._pieces(table, ~single),
         )
 
     def captured_plan(self, context: torch.Tensor, blocks: torch.Tensor) -> _Plan:
         most = min(blocks.shape[0] * self.storage.block_size, _USUAL_CONTEXT)
-        return _Plan(_Singles(context, blocks, self._splits(len(context), most)), None, [])
+        return _Plan(_Singles(context, blocks, self._splits(len(context), most)), None)
 
     def static_pieces(self, most_sequences: int, most_tokens: int, most_blocks: int) -> StaticPieces:
         return _StaticPieces(self, most_sequences, most_tokens, most_blocks)
@@ -151,8 +138,6 @@ class TritonBackend(AttentionBackend):
             decode_attention(q[:first], keys, values, *tables, self.scale, singles.splits, out[:first], **scales)
         if pieces is not None:
             prefill_attention(q, keys, values, *pieces, self.scale, out, **scales)
-        for rows in plan.whole:
-            out[rows] = attend_piece(q[rows], k[rows], v[rows], None, self.scale)
         return out
 
     def _singles(self, table: SpanTable, which: np.ndarray) -> _Singles:

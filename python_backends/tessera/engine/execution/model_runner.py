@@ -89,7 +89,7 @@ class ModelRunner:
             from tessera.engine.execution.tuning import tune
 
             with torch.inference_mode():  # answers found before are read from disk
-                tune(model, whole._attention, weight.device, config.max_batched_tokens)
+                tune(model, weight.device, config.max_batched_tokens)
         largest = min(config.graph_batch_size, config.max_sequences)
         if largest and whole.overlaps:
             most_blocks = min(num_blocks, -(-max_model_len // config.block_size))
