@@ -151,8 +151,8 @@ def test_in_a_full_house_the_last_of_a_worse_priority_gives_way(short_of):
 
 def steps_of_a_job(beside=None, tokens=1, before=None):
     """Tokens of each step of four prompts of 40 at priority 10, and how many steps were launched behind one under way.
-    ``beside``: the priority of a question that comes with them; ``before``: of one that was answered already. None waits
-    for the rest of a burst: all came long ago."""
+    ``beside``: the priority of a question that comes with them; ``before``: of one that was answered already. None
+    waits for the rest of a burst: all came long ago."""
 
     def submit(ids, **sampling):
         engine.submit(replace(make_request(ids, **sampling), arrival_ns=0))
@@ -271,8 +271,7 @@ LONG_FULL_STEP = 2 * scheduling._LONG_NS // 2048  # ns a token, where a step may
 
 def test_beside_long_answers_steps_with_prompts_are_short_where_full_ones_are_long():
     first, *_ = steps = steps_with_a_prompt(LONG_FULL_STEP)
-    assert scheduling._BESIDE_LONG_ANSWERS_NS - LONG_FULL_STEP < first * LONG_FULL_STEP
-    assert first * LONG_FULL_STEP <= scheduling._BESIDE_LONG_ANSWERS_NS
+    assert first * LONG_FULL_STEP <= scheduling._BESIDE_LONG_ANSWERS_NS < (first + 1) * LONG_FULL_STEP
     assert steps == [1 + tokens for tokens in cut(2000, first - 1)]  # each with a token of the answer beside it
 
 

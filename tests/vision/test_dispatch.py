@@ -12,7 +12,6 @@ from test_encoder import TOKENS, CountingRunner, TileFamily, item, tiles_of
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.vision.dispatch import LocalDispatcher
 from tessera.vision.encoding.encoder import VisionEncoder, in_groups
-from tessera.vision.encoding.lane import Lane
 from tessera.vision.encoding.memory import RowBudget
 from tessera.vision.encoding.pictures import Picture
 from tessera.vision.settings import VisionSettings
