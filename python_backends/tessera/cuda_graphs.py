@@ -23,9 +23,9 @@ def record(
     """For each size, what repeats ``run(size)``: a graph's replay, on the CPU ``run`` itself.
 
     ``prepare(size)`` is called once before; it fills the static inputs with dummies. ``what``, for the log: "decode
-    graphs", and so on. The largest is recorded first, so that the smaller ones live in its memory. Kernels of sizes up to
-    ``first`` start before all others that wait for a multiprocessor, of other processes too under MPS; these graphs have
-    memory of their own.
+    graphs", and so on. The largest is recorded first, so that the smaller ones live in its memory. Kernels of sizes up
+    to ``first`` start before all others that wait for a multiprocessor, of other processes too under MPS; these graphs
+    have memory of their own.
     """
     replays: dict[int, Callable[[], None]] = {}
     started, before = time.perf_counter(), _reserved(device)

@@ -53,19 +53,18 @@ class Job:
         self.outcome = error
 
 
-def test_a_mark_waits_for_its_own_forward_and_two_are_under_way_at_most():
+def test_a_forward_waits_for_the_one_before_it_and_other_work_does_not():
     lane = Lane("cuda")
     sleep = partial(torch.cuda._sleep, 400_000_000)  # about a fifth of a second
     _, first = lane.forward(sleep)
+    _, beside = lane.launch(sleep)
+    assert not first._event.query()
     _, second = lane.forward(sleep)
-    assert not first._event.query()  # launched ahead
-    first.wait()
+    assert first._event.query() and not second._event.query()
+    beside.wait()  # for itself alone
     assert not second._event.query()
-    _, third = lane.forward(sleep)
-    _, fourth = lane.forward(sleep)  # waits for the second
-    assert second._event.query() and not fourth._event.query()
-    fourth.wait()
-    assert third._event.query()
+    lane.make_room()
+    assert second._event.query()
 
 
 @pytest.mark.parametrize(("infer", "send"), [(1, 8), (8, 1), (32, 8)])

@@ -94,6 +94,15 @@ def test_rows_stay_right_while_later_forwards_run(runner, tiles):
         assert torch.equal(kept.cpu(), expected)
 
 
+def test_small_graphs_and_large_ones_in_turn_give_the_rows_of_plain_torch(runner, dtype, tiles):
+    """Those of up to four tiles are recorded on a stream of a higher priority, and in memory of their own."""
+    plain = TorchRunner.from_checkpoint(read_config(CHECKPOINT), on_gpu("torch", dtype))
+    counts = (1, 16, 4, 5, 1, 4, 16, 5, 2)
+    rows = [runner.run(tiles[LARGEST - count :]) for count in counts]  # nothing waits in between
+    for count, own in zip(counts, rows, strict=True):
+        assert cosine(own, plain.run(tiles[LARGEST - count :])) >= LEAST_COSINE[dtype], count
+
+
 def test_rows_are_in_the_order_of_the_callers_stream(runner, tiles):
     """Tiles made by slow work on a stream of the caller's, rows used there at once, memory given back at once."""
     source, expected = torch.from_numpy(tiles[:4]).cuda(), runner.run(tiles[:4]).double().sum(1)

@@ -51,7 +51,7 @@ def test_where_nothing_is_set_the_dataclass_and_the_device_say_it(tmp_path, monk
     assert cpu == VisionSettings()
     monkeypatch.setattr(StageSettings, "_division", None)
     read = StageSettings(stage_args(tmp_path), {"TESSERA_DEVICE": "cuda"}).read(VisionSettings)
-    assert (read.device, read.runner, read.dtype, read.infer_batch_size) == ("cuda", "graph", "bfloat16", 32)
+    assert (read.device, read.runner, read.dtype, read.infer_batch_size) == ("cuda", "graph", "bfloat16", 16)
 
 
 def test_variables_of_others_are_let_be(tmp_path):

@@ -181,7 +181,7 @@ def test_forwards_are_filled_across_requests_by_patches(model, tmp_path):
     vision = VisionEncoder.from_checkpoint(tmp_path, settings)
     runner = vision.runner
     assert isinstance(runner, TorchRunner) and (vision.infer_batch_size, vision.largest_picture) == (256, 300)
-    held = sum(p.nbytes for p in runner.tower.parameters()) + runner.activation_bytes(300) + 2 * 300 * 4 * 3 * PATCH**2
+    held = sum(p.nbytes for p in runner.tower.parameters()) + runner.activation_bytes(300) + 300 * 4 * 3 * PATCH**2
     assert vision.budget.capacity == (1 << 30) - held
     assert vision.budget.bytes_per_unit == 2 * 48 * 4
 
@@ -213,7 +213,7 @@ def test_memory_is_held_for_the_deployment_s_largest_picture(model, tmp_path):
 
     for policy, largest in ((None, 16384), (f'{{"max_pixels": {300 * 28**2}}}', 300), ('{"max_pixels": 3136}', 256)):
         vision = start(policy)
-        assert held(vision) == vision.runner.activation_bytes(largest) + 2 * largest * 4 * 3 * PATCH**2
+        assert held(vision) == vision.runner.activation_bytes(largest) + largest * 4 * 3 * PATCH**2
         vision.pictures(item(np.zeros((28, largest * 28, 3), np.uint8)))
         with pytest.raises(
             InvalidRequest, match=f"{largest + 1} image tokens; .* at most {largest} at once: lower max"

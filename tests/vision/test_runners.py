@@ -294,7 +294,7 @@ def test_another_family_passes_without_an_edit(checkpoint, monkeypatch):
     )
     vision = VisionEncoder.from_checkpoint(config, settings)
     assert vision.infer_batch_size == 4
-    assert vision.budget.capacity == (1 << 20) - 4 - 9 * 1000 - 2 * 9 * 12
+    assert vision.budget.capacity == (1 << 20) - 4 - 9 * 1000 - 9 * 12
     plan = [(0, 1, 1, 3), (0, 1, 2, 4), (0, 1, 1, 1)]
     pixels = np.repeat(np.array([1, 5, 9], np.uint8), [3 * 12, 8 * 12, 12])
     (rows,) = vision.encode([VisionItem(pixels, np.array(plan, np.int32).ravel(), np.arange(6))])

@@ -120,7 +120,7 @@ def test_a_batch_is_answered_one_by_one(stage):
 
 
 def test_a_request_beyond_the_stages_memory_is_refused_and_others_are_not(stage):
-    model = stage(memory_bytes=20 << 20, cache_bytes=0, infer_batch_size=1)
+    model = stage(memory_bytes=19 << 20, cache_bytes=0, infer_batch_size=1)
     small, big = answers(model, request(1), request(60))
     assert big.startswith("INVALID_ARGUMENT: this request's 60 tiles need") and big.endswith("or raise gpu_memory")
     assert small["EMBEDDINGS"].shape[0] == TOKENS

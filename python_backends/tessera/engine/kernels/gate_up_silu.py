@@ -77,8 +77,8 @@ def _gate_up_silu(
 ):  # fmt: skip
     """Tiles in groups of GROUP rows of them, in a group column by column.
 
-    Past the end of a tensor zeros are read and nothing is written. Flattened, the loops fetch a tile's first blocks while
-    the last one is finished.
+    Past the end of a tensor zeros are read and nothing is written. Flattened, the loops fetch a tile's first blocks
+    while the last one is finished.
     """
     tall, wide = tl.cdiv(m, ROWS), tl.cdiv(size, COLUMNS)
     for tile in tl.range(tl.program_id(0), tall * wide, tl.num_programs(0), flatten=True):

@@ -33,7 +33,8 @@ _LONGEST_WAIT_NS = 100_000_000
 # While a better priority is expected the others' prompts fill steps only to this share; and only to the least where one
 # waits for what the step gives it: its first token, or the next one of an answer that is read as it comes.
 _EXPECTED_SHARE = 0.75
-# No step is launched behind one of so long: the later it is planned the more it knows of, and the less it is in the way.
+# No step is launched behind one of so long: the later it is planned the more it knows of, and the less it is in the
+# way.
 _LONG_NS = 50_000_000
 # Where full steps are long and answers too, steps with prompts take only about so long: all that run wait for each. And
 # prompts that share a step are answered together, so that their callers' next ones come together again, and the first

@@ -1,9 +1,8 @@
 """What the vision stage holds, known before it is held, so that nothing it takes in can run out of memory.
 
 ``memory_bytes`` is the stage's share of its device and covers, in this order: weights (and what else a runner keeps, as
-recorded graphs), the activations of one forward, the pixels of the forwards under way, the cache of rows at its full
-size, and with all that is left the rows of requests that are not answered yet. Not in it are CUDA's context and
-libraries, as with any process.
+recorded graphs), the activations and the pixels of one forward, the cache of rows at its full size, and with all that
+is left the rows of requests that are not answered yet. Not in it are CUDA's context and libraries, as with any process.
 """
 
 from __future__ import annotations

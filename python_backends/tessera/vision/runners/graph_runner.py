@@ -22,8 +22,8 @@ from tessera.vision.runners.runner import Wires
 from tessera.vision.settings import VisionSettings
 from tessera.vision.towers.tower import Forward, Tower
 
-# A forward of so few tiles is short and somebody may wait for it; beside a step of 8,192 tokens each of its kernels would
-# wait for a wave of a long one.
+# A forward of so few tiles is short and somebody may wait for it; beside a step of 8,192 tokens each of its kernels
+# would wait for a wave of a long one.
 _FIRST = 4
 
 
