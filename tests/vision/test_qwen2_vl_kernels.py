@@ -116,6 +116,6 @@ def test_a_runner_of_graphs_has_its_kernels_measured_where_there_are_none(tmp_pa
     monkeypatch.setattr(tower, "tuned", lambda cost, choices: asked.append(cost) or (lambda given, wires: given))
     settings = VisionSettings("graph", infer_batch_size=2, dtype="bfloat16", device="cuda")
     runner = TorchRunner.from_checkpoint(config, settings)
-    assert asked == [512] and torch.equal(runner.run(torch.ones(3)), torch.ones(3))
+    assert asked == [2 * 484] and torch.equal(runner.run(torch.ones(3)), torch.ones(3))
     plain = TorchRunner.from_checkpoint(config, VisionSettings("torch", dtype="bfloat16", device="cuda"))
     assert plain._forward is tower and len(asked) == 1

@@ -173,29 +173,29 @@ def item(*pixels: np.ndarray) -> VisionItem:
 
 
 def test_forwards_are_filled_across_requests_by_patches(model, tmp_path):
-    """A batch of 1 is 1024 patches, whoever's; a larger picture, which the checkpoint allows, has a forward alone."""
+    """A batch of 1 is 1936 patches, whoever's; a larger picture, which the checkpoint allows, has a forward alone."""
     save(model, tmp_path)
     config_of(tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text(f'{{"max_pixels": {300 * 28**2}}}')
+    (tmp_path / "preprocessor_config.json").write_text(f'{{"max_pixels": {500 * 28**2}}}')
     settings = VisionSettings(infer_batch_size=1, memory_bytes=1 << 30, cache_bytes=0)
     vision = VisionEncoder.from_checkpoint(tmp_path, settings)
     runner = vision.runner
-    assert isinstance(runner, TorchRunner) and (vision.infer_batch_size, vision.largest_picture) == (256, 300)
-    held = sum(p.nbytes for p in runner.tower.parameters()) + runner.activation_bytes(300) + 300 * 4 * 3 * PATCH**2
+    assert isinstance(runner, TorchRunner) and (vision.infer_batch_size, vision.largest_picture) == (484, 500)
+    held = sum(p.nbytes for p in runner.tower.parameters()) + runner.activation_bytes(500) + 500 * 4 * 3 * PATCH**2
     assert vision.budget.capacity == (1 << 30) - held
     assert vision.budget.bytes_per_unit == 2 * 48 * 4
 
-    requests = [[(38, 22)], [(6, 10), (10, 10)], [(18, 26), (2, 2), (24, 24)], [(30, 40)], [(2, 30)]]
+    requests = [[(38, 22)], [(6, 10), (10, 10)], [(18, 26), (2, 2), (24, 24)], [(40, 50)], [(2, 30)]]
     pictures = [[picture(grid, seed) for grid in grids] for seed, grids in enumerate(requests)]
     forwards = []
     runner.run = lambda pixels, wires: (forwards.append(wires), TorchRunner.run(runner, pixels, wires))[1]
     rows = vision.encode([item(*each) for each in pictures])
     sizes = [[height * width for _, height, width in wires] for wires in forwards]
-    assert sizes == [[836, 60, 100], [468, 4], [576], [1200], [60]]
+    assert sizes == [[836, 60, 100, 468, 4], [576], [2000], [60]]
     for own, each in zip(rows, pictures, strict=True):
         torch.testing.assert_close(own, expected(model, each), atol=1e-4, rtol=0)
-    with pytest.raises(InvalidRequest, match="picture 0 costs 301 image tokens; the vision tower takes at most 300"):
-        vision.encode([item(np.zeros((28, 301 * 28, 3), np.uint8))])
+    with pytest.raises(InvalidRequest, match="picture 0 costs 501 image tokens; the vision tower takes at most 500"):
+        vision.encode([item(np.zeros((28, 501 * 28, 3), np.uint8))])
 
 
 def test_memory_is_held_for_the_deployment_s_largest_picture(model, tmp_path):
@@ -211,7 +211,7 @@ def test_memory_is_held_for_the_deployment_s_largest_picture(model, tmp_path):
     def held(vision):
         return (1 << 30) - vision.budget.capacity - sum(p.nbytes for p in vision.runner.tower.parameters())
 
-    for policy, largest in ((None, 16384), (f'{{"max_pixels": {300 * 28**2}}}', 300), ('{"max_pixels": 3136}', 256)):
+    for policy, largest in ((None, 16384), (f'{{"max_pixels": {500 * 28**2}}}', 500), ('{"max_pixels": 3136}', 484)):
         vision = start(policy)
         assert held(vision) == vision.runner.activation_bytes(largest) + largest * 4 * 3 * PATCH**2
         vision.pictures(item(np.zeros((28, largest * 28, 3), np.uint8)))
@@ -220,16 +220,16 @@ def test_memory_is_held_for_the_deployment_s_largest_picture(model, tmp_path):
         ):
             vision.pictures(item(np.zeros((28, (largest + 1) * 28, 3), np.uint8)))
     with pytest.raises(ConfigError, match="forward of 16384 .*or lower max_pixels in preprocess.tile_policy$"):
-        start(None, 32 << 20)
-    start('{"max_pixels": 3136}', 32 << 20)
+        start(None, 64 << 20)
+    start('{"max_pixels": 3136}', 64 << 20)
     with pytest.raises(ConfigError, match="vision_encoder: tile policy: unknown key 'name'"):
         start("native")
 
 
 def test_square_pictures_are_cut_as_the_family_cuts(tower):
-    drawn = [picture((32, 32), seed) for seed in range(2)]
+    drawn = [picture((44, 44), seed) for seed in range(2)]
     pixels, grids = tower.squares(lambda shape: torch.from_numpy(np.stack(drawn)).view(2, *shape))
-    assert torch.equal(pixels, torch.cat([groups(each) for each in drawn])) and grids == [(1, 32, 32)] * 2
+    assert torch.equal(pixels, torch.cat([groups(each) for each in drawn])) and grids == [(1, 44, 44)] * 2
 
 
 def test_random_weights_need_none_and_repeat(tmp_path):

@@ -17,7 +17,7 @@ class VisionSettings:
 
     ``runner``: onnx on the CPU, graph (CUDA graphs) on a GPU, torch as the readable twin of both and for towers that
     these do not take; ``threads`` in one forward; ``infer_batch_size`` bounds what the pictures of one forward cost
-    (InternVL: tiles; Qwen2-VL: pictures of 448 x 448 pixels, however these are spread); ``cache_bytes`` bounds the
+    (InternVL: tiles; Qwen2-VL: pictures of 616 x 616 pixels, however these are spread); ``cache_bytes`` bounds the
     rows kept of pictures seen before; with ``gpu_pixels`` pictures may come encoded, each of which may take
     ``decode_bytes`` of the GPU to decode; ``memory_bytes`` bounds all that the stage holds (encoding/memory.py: what
     that is), 0 nothing.

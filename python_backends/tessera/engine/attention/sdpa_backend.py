@@ -70,10 +70,10 @@ class SdpaBackend(AttentionBackend):
             keys, values = k[piece.rows], v[piece.rows]
         else:
             keys, values = self.storage.read(layer, piece.slots)
-        heads_first = (part.transpose(0, 1)[None] for part in (q, keys, values))
+        q, keys, values = (part.transpose(0, 1)[None] for part in (q, keys, values))
         causal = piece.mask is None
         attended = F.scaled_dot_product_attention(
-            *heads_first, piece.mask, is_causal=causal, scale=self.scale, enable_gqa=True
+            q, keys, values, piece.mask, is_causal=causal, scale=self.scale, enable_gqa=True
         )
         return attended[0].transpose(0, 1)
 
