@@ -247,20 +247,21 @@ def test_no_step_is_launched_behind_one_that_takes_long(too_much, behind_prompts
     assert under_way == [0, 1] + [behind_prompts] * 3 + [1, 1]
 
 
-def steps_with_a_prompt(ns_a_token, answers=scheduling._SHORT + 1, tokens=2000):
+def steps_with_a_prompt(ns_a_token, answers=scheduling._SHORT + 1, tokens=2000, before=10):
     """Tokens of each step of up to 2048 that reads of a prompt of so many, beside one that decodes and after others of
-    ``answers`` tokens, which told how long a token takes."""
+    ``answers`` tokens, which told how long a token takes, all of priority 10; ``before`` is that of the first one."""
     engine, runner = make_engine(
         num_blocks=3000, max_model_len=4000, max_batched_tokens=2048, max_sequences=8, prefix_cache="off"
     )
     runner.ns_a_token = ns_a_token
     for number in range(16):
-        engine.submit(make_request([number] * 300, max_tokens=answers, ignore_eos=True))
+        priority = 10 if number else before
+        engine.submit(make_request([number] * 300, max_tokens=answers, ignore_eos=True, priority=priority))
     run(engine)
-    engine.submit(make_request([1] * 10, max_tokens=1000, ignore_eos=True))
+    engine.submit(make_request([1] * 10, max_tokens=1000, ignore_eos=True, priority=10))
     engine.step()
     begun = len(runner.batches)
-    engine.submit(make_request([2] * tokens, "prompt", max_tokens=1))
+    engine.submit(make_request([2] * tokens, "prompt", max_tokens=1, priority=10))
     while "prompt" not in ends(engine.step()):
         engine.scheduler.check()
     return [sum(end - start for _, start, end, _ in batch) for batch in runner.batches[begun:]]
@@ -273,6 +274,7 @@ def test_beside_long_answers_steps_with_prompts_are_short_where_full_ones_are_lo
     first, *_ = steps = steps_with_a_prompt(LONG_FULL_STEP)
     assert first * LONG_FULL_STEP <= scheduling._BESIDE_LONG_ANSWERS_NS < (first + 1) * LONG_FULL_STEP
     assert steps == [1 + tokens for tokens in cut(2000, first - 1)]  # each with a token of the answer beside it
+    assert steps == steps_with_a_prompt(LONG_FULL_STEP, before=0)  # nor longer while a question is expected
 
 
 def test_beside_long_answers_steps_have_room_for_some_of_a_prompt_however_long_a_token_takes():

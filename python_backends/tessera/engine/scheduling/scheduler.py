@@ -195,11 +195,9 @@ class Scheduler:
         """How long a step prompts of this priority may make."""
         if self._hurried < priority:
             return self._least_tokens
-        if self._expected.above(priority):
-            return self._expected_tokens
-        if self._answers_are_short or self._max_batched_tokens * self._ns_a_token <= _LONG_NS:
-            return self._max_batched_tokens
-        return max(self._least_tokens, int(_BESIDE_LONG_ANSWERS_NS / self._ns_a_token))
+        if not self._answers_are_short and self._max_batched_tokens * self._ns_a_token > _LONG_NS:
+            return max(self._least_tokens, int(_BESIDE_LONG_ANSWERS_NS / self._ns_a_token))
+        return self._expected_tokens if self._expected.above(priority) else self._max_batched_tokens
 
     @property
     def _answers_are_short(self) -> bool:
