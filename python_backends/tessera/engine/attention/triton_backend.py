@@ -88,8 +88,8 @@ class _StaticPieces(StaticPieces):
 
 
 class TritonBackend(AttentionBackend):
-    """The default on a GPU. Prompts read keys and values as they were stored, whether they begin in a step or go on: so
-    an answer does not depend on how its prompt was cut up."""
+    """The default on a GPU. A prompt reads keys and values as they were stored, by one kernel, whether it begins in a step
+    or goes on."""
 
     def __init__(self, shape: HeadShape, storage: KvStorage) -> None:
         super().__init__(shape, storage)
