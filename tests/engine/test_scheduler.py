@@ -168,7 +168,7 @@ def steps_of_a_job(beside=None, tokens=1, before=None):
         submit([9] * 4, max_tokens=tokens, ignore_eos=True, priority=beside)
     while engine.has_work():
         launched = len(runner.batches)
-        behind_one = bool(engine._under_way) and not engine.scheduler.is_long(engine._under_way[-1][0])
+        behind_one = bool(engine._under_way) and not engine.scheduler.ends_first(engine._under_way[-1][0])
         engine.step()
         ahead += behind_one and len(runner.batches) > launched
     return [sum(end - start for _, start, end, _ in batch) for batch in runner.batches[begun:]], ahead
@@ -237,7 +237,7 @@ def test_no_step_is_launched_behind_one_that_takes_long(too_much, behind_prompts
     engine, runner = make_engine(
         num_blocks=600, max_model_len=2100, max_batched_tokens=512, max_sequences=4, overlaps=True
     )
-    runner.ns_a_token = scheduling._LONG_NS // 512 + too_much
+    runner.device_ns = lambda number, tokens: (scheduling._LONG_NS // 512 + too_much) * tokens
     under_way, launch = [], runner.launch
     runner.launch = lambda batch: (under_way.append(len(engine._under_way)), launch(batch))[1]
     engine.submit(make_request([7] * 2048, max_tokens=4, ignore_eos=True))
@@ -247,13 +247,13 @@ def test_no_step_is_launched_behind_one_that_takes_long(too_much, behind_prompts
     assert under_way == [0, 1] + [behind_prompts] * 3 + [1, 1]
 
 
-def steps_with_a_prompt(ns_a_token, answers=scheduling._SHORT + 1, tokens=2000, before=10):
+def steps_with_a_prompt(device_ns, tokens=480, answers=scheduling._SHORT + 1, before=10):
     """Tokens of each step of up to 2048 that reads of a prompt of so many, beside one that decodes and after others of
     ``answers`` tokens, which told how long a token takes, all of priority 10; ``before`` is that of the first one."""
     engine, runner = make_engine(
         num_blocks=3000, max_model_len=4000, max_batched_tokens=2048, max_sequences=8, prefix_cache="off"
     )
-    runner.ns_a_token = ns_a_token
+    runner.device_ns = device_ns
     for number in range(16):
         priority = 10 if number else before
         engine.submit(make_request([number] * 300, max_tokens=answers, ignore_eos=True, priority=priority))
@@ -270,26 +270,44 @@ def steps_with_a_prompt(ns_a_token, answers=scheduling._SHORT + 1, tokens=2000, 
 LONG_FULL_STEP = 2 * scheduling._LONG_NS // 2048  # ns a token, where a step may have 2048 tokens
 
 
+def a_token_takes(ns):
+    return lambda number, tokens: ns * tokens
+
+
 def test_beside_long_answers_steps_with_prompts_are_short_where_full_ones_are_long():
-    first, *_ = steps = steps_with_a_prompt(LONG_FULL_STEP)
+    first, *_ = steps = steps_with_a_prompt(a_token_takes(LONG_FULL_STEP))
     assert first * LONG_FULL_STEP <= scheduling._BESIDE_LONG_ANSWERS_NS < (first + 1) * LONG_FULL_STEP
-    assert steps == [1 + tokens for tokens in cut(2000, first - 1)]  # each with a token of the answer beside it
-    assert steps == steps_with_a_prompt(LONG_FULL_STEP, before=0)  # nor longer while a question is expected
+    assert steps == [1 + tokens for tokens in cut(480, first - 1)]  # each with a token of the answer beside it
+    assert steps == steps_with_a_prompt(a_token_takes(LONG_FULL_STEP), before=0)  # nor longer beside questions
+
+
+def test_beside_long_answers_the_more_is_unread_the_longer_a_step_is():
+    steps, left = steps_with_a_prompt(a_token_takes(LONG_FULL_STEP), 2000), 2000
+    for decoding_and_reading, step in zip((1, *[2] * 99), steps):
+        least = min(left, decoding_and_reading + left // scheduling._SPREAD - 1)
+        assert least <= step - 1
+        left -= step - 1
+    assert left == 0 and steps[0] > 2000 // scheduling._SPREAD
 
 
 def test_beside_long_answers_steps_have_room_for_some_of_a_prompt_however_long_a_token_takes():
     """Twice the most sequences, so that those who decode never keep a prompt out."""
     a_token = scheduling._BESIDE_LONG_ANSWERS_NS
-    assert steps_with_a_prompt(a_token, tokens=100) == [1 + tokens for tokens in cut(100, 15)]
+    assert steps_with_a_prompt(a_token_takes(a_token), 40) == [1 + tokens for tokens in cut(40, 15)]
 
 
 @pytest.mark.parametrize(
-    ("ns_a_token", "answers"),
-    [(LONG_FULL_STEP, scheduling._SHORT), (scheduling._LONG_NS // 2048, scheduling._SHORT + 1)],
-    ids=["short answers", "short steps"],
+    ("device_ns", "answers"),
+    [
+        (a_token_takes(LONG_FULL_STEP), scheduling._SHORT),
+        (a_token_takes(scheduling._LONG_NS // 2048), scheduling._SHORT + 1),
+        (lambda number, tokens: scheduling._LONG_NS // 2, scheduling._SHORT + 1),
+        (lambda number, tokens: 0 if number else 10**11, scheduling._SHORT + 1),
+    ],
+    ids=["short answers", "short full steps", "steps of few tokens that take as long", "one that compiled"],
 )
-def test_prompts_are_not_cut_where_answers_or_full_steps_are_short(ns_a_token, answers):
-    assert steps_with_a_prompt(ns_a_token, answers) == [2001]
+def test_prompts_are_not_cut_where_answers_or_full_steps_are_short(device_ns, answers):
+    assert steps_with_a_prompt(device_ns, 2000, answers) == [2001]
 
 
 def test_a_preempted_sequence_waits_for_the_tokens_it_was_promised():

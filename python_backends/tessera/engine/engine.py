@@ -101,11 +101,11 @@ class Engine:
     def step(self) -> Progress:
         """Plans and runs a step, applies what is done and tells what came of it.
 
-        Where the runner overlaps, a step is launched before the one before it is applied, unless that is long. Rows of
-        pictures may be reused when their request's end is told: every step that reads them has been applied by then. If
-        this raises, call :meth:`fail_all`.
+        Where the runner overlaps, a step is launched before the one before it is applied, unless that should end first.
+        Rows of pictures may be reused when their request's end is told: every step that reads them has been applied by
+        then. If this raises, call :meth:`fail_all`.
         """
-        if self._under_way and self.scheduler.is_long(self._under_way[-1][0]):
+        if self._under_way and self.scheduler.ends_first(self._under_way[-1][0]):
             self._apply_until(0)
         began = _waited_ns()
         batch = self._plan()

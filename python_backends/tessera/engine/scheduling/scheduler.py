@@ -6,8 +6,8 @@ reading its prompt, and a long prompt takes only what decoding leaves. When bloc
 gives its own back and waits to be computed again: the first one always gets on, so every sequence gets its turn.
 
 Where sequences of several priorities come, the better one waits for the step under way and no more: while it is
-expected steps are shorter, none is launched behind a long one, and that which reads its prompt is short; where they
-fill the house, or a long prompt of theirs is half read, the last of them gives way.
+expected steps are shorter, and that which reads its prompt is short; where they fill the house, or a long prompt of
+theirs is half read, the last of them gives way. Where answers are long, prompts are read in short steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ _LONG_NS = 50_000_000
 # prompts that share a step are answered together, so that their callers' next ones come together again, and the first
 # waits for the last.
 _BESIDE_LONG_ANSWERS_NS = 12_000_000
-_TELLING = 256  # tokens of a step from which on its time says what a token takes
+# But what waits to be read is read within so many steps: else prompts could come faster than they are read.
+_SPREAD = 4
+# Prompts that fill this part of a step say what a token takes; less would mostly say what a step costs anyway.
+_TELLING_PART = 8
 
 
 class Scheduler:
@@ -65,7 +68,8 @@ class Scheduler:
         # Never so few that decodes could keep every prompt out.
         self._least_tokens = min(max_batched_tokens, 2 * max_sequences)
         self._expected_tokens = max(int(_EXPECTED_SHARE * max_batched_tokens), self._least_tokens)
-        self._ns_a_token = 0.0  # in steps of late
+        self._ns_a_token: deque[float] = deque(maxlen=8)  # in the steps of late that tell
+        self._full_tokens = max_batched_tokens  # of the next step, for prompts that nobody is waiting for
         self._expected = Expected()
         # Priorities: of all so far, and of those that the next step is short for.
         self._worst = self._hurried = -(2**63)
@@ -89,18 +93,18 @@ class Scheduler:
         """Plans the next step; it is empty when nothing can run before a batch in flight is applied."""
         spans: list[ScheduledSpan] = []
         self._make_way()
-        self._hurried = self._in_a_hurry()
+        self._hurried, self._full_tokens = self._in_a_hurry(), self._full_step()
         budget = self._plan_running(spans, self._max_batched_tokens)
         if not self._more_follow():
             self._plan_waiting(spans, budget)
         spans.sort(key=lambda span: span.count > 1)
         return ScheduledBatch(spans)
 
-    def is_long(self, batch: ScheduledBatch) -> bool:
-        """Whether no step should be launched behind this one."""
+    def ends_first(self, batch: ScheduledBatch) -> bool:
+        """Whether this one should have ended before the next is planned."""
         if batch.tokens <= self._least_tokens:
             return False
-        if batch.tokens * self._ns_a_token > _LONG_NS:
+        if self._is_long(batch.tokens):
             return True
         return self._expected.above(max(span.sequence.request.sampling.priority for span in batch.spans))
 
@@ -128,9 +132,9 @@ class Scheduler:
 
     def took(self, batch: ScheduledBatch, device_ns: int) -> None:
         """How long a planned batch ran."""
-        if batch.tokens >= _TELLING:
-            a_token = device_ns / batch.tokens
-            self._ns_a_token += (a_token - self._ns_a_token) / (8 if self._ns_a_token else 1)
+        read = sum(span.count for span in batch.spans if span.count > 1)
+        if read >= max(batch.tokens // 2, self._max_batched_tokens // _TELLING_PART):
+            self._ns_a_token.append(device_ns / batch.tokens)
 
     def cancel(self, sequence: Sequence, reason: str) -> None:
         """Ends a sequence early that has not ended, wherever it is."""
@@ -192,12 +196,24 @@ class Scheduler:
         return max(0, min(pending, budget))
 
     def _step_tokens(self, priority: int) -> int:
-        """How long a step prompts of this priority may make."""
+        """How many tokens a step may have for prompts of this priority."""
         if self._hurried < priority:
             return self._least_tokens
-        if not self._answers_are_short and self._max_batched_tokens * self._ns_a_token > _LONG_NS:
-            return max(self._least_tokens, int(_BESIDE_LONG_ANSWERS_NS / self._ns_a_token))
-        return self._expected_tokens if self._expected.above(priority) else self._max_batched_tokens
+        return min(self._full_tokens, self._expected_tokens) if self._expected.above(priority) else self._full_tokens
+
+    def _full_step(self) -> int:
+        """The same where nobody is waiting for the step."""
+        if self._answers_are_short or not self._is_long(self._max_batched_tokens):
+            return self._max_batched_tokens
+        reading = [sequence for sequence in self.running[-1:] if sequence.pending > 1]
+        unread = sum(sequence.pending for sequence in (*reading, *self.waiting))
+        short = int(_BESIDE_LONG_ANSWERS_NS / min(self._ns_a_token))
+        wanted = max(self._least_tokens, short, len(self.running) + unread // _SPREAD)
+        return min(wanted, self._max_batched_tokens)
+
+    def _is_long(self, tokens: int) -> bool:
+        """Whether a step of so many tokens takes long, by the fastest of late: others had company on the GPU."""
+        return bool(self._ns_a_token) and tokens * min(self._ns_a_token) > _LONG_NS
 
     @property
     def _answers_are_short(self) -> bool:
