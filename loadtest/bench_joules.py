@@ -178,7 +178,7 @@ def watch_step(recorded: RecordedCalls, model: Qwen2, attention: Any) -> None:
     recorded.watch(model, "logits", "head")
     for owner, function in ((F, "linear"), (torch, "_scaled_mm")):
         recorded.watch(owner, function, "product")
-    recorded.watch(F, "scaled_dot_product_attention", "sdpa")  # of long prompts
+    recorded.watch(F, "scaled_dot_product_attention", "sdpa")  # on the CPU
     recorded.watch(layer_kernels(model.norm.get_buffer("weight").device.type), "silu_and_multiply", "silu_multiply")
     kernels = sys.modules[type(attention).__module__]
     for name, function in (("rotate_store", "rotate_and_store"), ("kernel", "prefill_attention")):

@@ -142,7 +142,7 @@ HEAD = (
     "times batch 1",
     "times best batch",
     "recall (95 %)",
-    "the seed's own",
+    "that report's own",
 )
 
 
@@ -236,7 +236,7 @@ def picture(ladder: Ladder) -> str:
                 parts.append(text(x(value) + 4, y + BAR - 2, f"{value:.2f}", size=10))
     seed = f"{x(SEED):.1f}"
     parts.append(f'<path d="M{seed} {TOP - 8}V{bottom}" stroke="#888" stroke-dasharray="4 4"/>')
-    parts.append(text(x(SEED), TOP - 12, f"the seed's own ladder as a whole: {SEED}", anchor="middle", size=10))
+    parts.append(text(x(SEED), TOP - 12, f"that report's ladder as a whole: {SEED}", anchor="middle", size=10))
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -66,7 +66,7 @@ def joules(figures: Mapping[str, dict[str, Any]]) -> str:
     found = {name: figure for name, figure in figures.items() if name.startswith("joules.")}
     if not found:
         return "Not measured yet.\n"
-    lines = ["| | | of the whole | us a call | W | MHz | commit |", "|---|---|---|---|---|---|---|"]
+    lines = ["| part | joules | of the whole | us x calls | W | MHz | commit |", "|---|---|---|---|---|---|---|"]
     for name, figure in found.items():
         whole = next((found[each] for each in _wholes(name) if each in found), None)
         alike = whole and whole["unit"] == figure["unit"]

@@ -18,19 +18,19 @@ def record(
     prepare: Callable[[int], None],
     run: Callable[[int], None],
     device: torch.device,
-    first: int = 0,
+    urgent_up_to: int = 0,
 ) -> dict[int, Callable[[], None]]:
     """For each size, what repeats ``run(size)``: a graph's replay, on the CPU ``run`` itself.
 
     ``prepare(size)`` is called once before; it fills the static inputs with dummies. ``what``, for the log: "decode
     graphs", and so on. The largest is recorded first, so that the smaller ones live in its memory. Kernels of sizes up
-    to ``first`` start before all others that wait for a multiprocessor, of other processes too under MPS; these graphs
-    have memory of their own.
+    to ``urgent_up_to`` start before all others that wait for a multiprocessor, of other processes too under MPS; these
+    graphs have memory of their own.
     """
     replays: dict[int, Callable[[], None]] = {}
     started, before = time.perf_counter(), _reserved(device)
     pool = None
-    ahead = torch.cuda.Stream(device, priority=-1) if first and device.type == "cuda" else None
+    ahead = torch.cuda.Stream(device, priority=-1) if urgent_up_to and device.type == "cuda" else None
     for size in sorted(sizes, reverse=True):
         prepare(size)
         run(size)  # compiles kernels and makes workspaces, which must not happen while recording
@@ -39,7 +39,7 @@ def record(
             continue
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=ahead if size <= first else None):
+        with torch.cuda.graph(graph, pool=pool, stream=ahead if size <= urgent_up_to else None):
             run(size)
         pool = graph.pool()
         replays[size] = graph.replay

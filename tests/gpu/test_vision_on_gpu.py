@@ -95,7 +95,7 @@ def test_rows_stay_right_while_later_forwards_run(runner, tiles):
 
 
 def test_small_graphs_and_large_ones_in_turn_give_the_rows_of_plain_torch(runner, dtype, tiles):
-    """Those of up to four tiles are recorded on a stream of a higher priority, and in memory of their own."""
+    """Whatever memory those of up to four tiles share with the others, which are recorded on another stream."""
     plain = TorchRunner.from_checkpoint(read_config(CHECKPOINT), on_gpu("torch", dtype))
     counts = (1, 16, 4, 5, 1, 4, 16, 5, 2)
     rows = [runner.run(tiles[LARGEST - count :]) for count in counts]  # nothing waits in between

@@ -12,6 +12,7 @@ from test_encoder import TOKENS, CountingRunner, TileFamily, item, tiles_of
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.vision.dispatch import LocalDispatcher
 from tessera.vision.encoding.encoder import VisionEncoder, in_groups
+from tessera.vision.encoding.lane import Lane
 from tessera.vision.encoding.memory import RowBudget
 from tessera.vision.encoding.pictures import Picture
 from tessera.vision.settings import VisionSettings
@@ -260,6 +261,23 @@ def test_forwards_of_others_are_smaller_while_a_better_priority_is_expected():
     dispatcher.close()
     assert [len(tiles) for tiles in runner.forwards if 2 <= tiles[0] < 12] == [4, 4, 2]
     assert max(runner.batches) == 8
+
+
+def test_who_comes_while_a_forward_runs_passes_before_the_next_is_launched():
+    class Watched(Lane):
+        def make_room(self):
+            order.append("room")
+
+        def forward(self, work):
+            order.append("forward")
+            return self.launch(work)
+
+    order = []
+    encoder = VisionEncoder(HeldRunner(lambda number: None), TileFamily(), 1, lane=Watched())
+    items = [Job(0, [[1], [2]], []).item]
+    for _ in encoder.encode_in_groups(items, before_forward=lambda: order.append("pass")):
+        pass
+    assert order == ["room", "pass", "forward"] * 2
 
 
 def test_who_passes_must_fit_beside_those_that_wait():

@@ -88,8 +88,8 @@ class _StaticPieces(StaticPieces):
 
 
 class TritonBackend(AttentionBackend):
-    """The default on a GPU. A prompt reads keys and values as they were stored, by one kernel, whether it begins in a step
-    or goes on."""
+    """The default on a GPU. Pieces of prompts read keys and values as they were stored, whether they begin a prompt or
+    not; single queries have a kernel of their own."""
 
     def __init__(self, shape: HeadShape, storage: KvStorage) -> None:
         super().__init__(shape, storage)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _FUSED_ROWS = (8192, 4096, 2048, 1024)  # where the fused product is measured, the largest first
 _MARGIN = 0.01  # by which it must be faster: a tie is cuBLAS's
+_LARGE = ((9, 0), (10, 0), (10, 3))  # compute capabilities with more than 180 KB of shared memory
 
 
 class Unquantized(LinearScheme):
@@ -97,9 +98,14 @@ class Unquantized(LinearScheme):
         many: tuple[int, ...] = ()
         if shape.inputs % K_MULTIPLE == 0:
             few = 16, 32, MAX_ROWS  # the kernel pads to these, so no other number needs an answer
-        if gated and shape.inputs % MULTIPLE == 0 and shape.outputs % (2 * MULTIPLE) == 0:
+        if gated and shape.inputs % MULTIPLE == 0 and shape.outputs % (2 * MULTIPLE) == 0 and _fits(layers[0].device):
             many = tuple(rows for rows in _FUSED_ROWS if rows <= shape.most_rows)
         skinny = list(takewhile(lambda rows: wins(rows, "skinny", (rows, None)), few))
         fused = list(takewhile(lambda rows: wins(rows, "fused", (0, rows), _MARGIN), many))
         for scheme in schemes:
             scheme.skinny_rows, scheme.fused_rows = max(skinny, default=0), min(fused, default=None)
+
+
+def _fits(device: torch.device) -> bool:
+    """Whether a GPU has the shared memory that the fused product takes."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) in _LARGE

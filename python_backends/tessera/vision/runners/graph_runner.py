@@ -1,8 +1,8 @@
 """A vision tower as CUDA graphs: one recorded launch instead of hundreds. For towers whose units are independent.
 
 A graph is recorded for each of some costs (numbers of tiles); a smaller forward is filled up with whatever the input
-buffer held before, whose rows nobody reads. All graphs share one pool of memory, so together they take little more than
-the largest, and a forward allocates nothing but the rows that it gives away.
+buffer held before, whose rows nobody reads. The graphs share one pool of memory, so together they take little more than
+the largest and the few that go first, and a forward allocates nothing but the rows that it gives away.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tessera.vision.towers.tower import Forward, Tower
 
 # A forward of so few tiles is short and somebody may wait for it; beside a step of 8,192 tokens each of its kernels
 # would wait for a wave of a long one.
-_FIRST = 4
+_URGENT_UP_TO = 4
 
 
 class GraphRunner:
@@ -40,7 +40,7 @@ class GraphRunner:
         self._device, self._dtype = weight.device, weight.dtype
         self._pixels = torch.zeros((self.sizes[-1], *tower.unit_shape), dtype=torch.uint8, device=self._device)
         self._forwards: dict[int, Forward] = {}
-        self._rows: dict[int, torch.Tensor] = {}  # of the last forward: in memory that all graphs share
+        self._rows: dict[int, torch.Tensor] = {}  # of the last forward: in memory that graphs share
 
         def prepare(size: int) -> None:
             self._forwards[size] = forward_for(size) if forward_for else tower
@@ -49,7 +49,7 @@ class GraphRunner:
             self._rows[size] = self._forwards[size](self._pixels[:size])
 
         with torch.inference_mode():
-            self._replays = record("vision graphs", self.sizes, prepare, run, self._device, _FIRST)
+            self._replays = record("vision graphs", self.sizes, prepare, run, self._device, _URGENT_UP_TO)
 
     @classmethod
     def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> GraphRunner:
