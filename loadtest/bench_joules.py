@@ -1,10 +1,11 @@
 """Where the joules of a request go, on one GPU, in this process (`make bench NAME=joules`): InternVL3-8B's shape.
 
-A step of 8,192 prompt tokens and a forward of 32 tiles run once while every kind of call that they make is recorded.
+A step of 8,192 prompt tokens, decode steps of 10 and of 64 sequences and a forward of 32 tiles run once while every
+kind of call that they make is recorded.
 Each kind then runs alone in a loop, with all layers' weights and the step's own activations, long enough for the
 counter of joules; so does the whole. The account is the sum of the parts beside the whole: of a step, of a forward, and
-of W1's and W2's requests, beside what these cost through the server. Beside it: attention against torch's kernels,
-and the gate-up product with the activation behind it or in it.
+of the requests of W1, W2, W4a and W4b, beside what these cost through the server. Beside it: attention against torch's
+kernels, and the gate-up product with the activation behind it or in it.
 
     PYTHONPATH=python_backends:clients:loadtest python3 loadtest/bench_joules.py [--quantization fp8]
     PYTHONPATH=python_backends:clients:loadtest python3 loadtest/bench_joules.py --accounts algorithms
@@ -42,6 +43,7 @@ from report import newest
 
 from tessera.checkpoint.config import CheckpointConfig, TextConfig, read_config
 from tessera.engine.config import EngineConfig
+from tessera.engine.execution.decode_graphs import DecodeGraphs
 from tessera.engine.execution.model_runner import ModelRunner, load_model
 from tessera.engine.kernels.selection import layer_kernels
 from tessera.engine.models.qwen2 import Qwen2
@@ -56,10 +58,10 @@ from tessera.vision.settings import VisionSettings
 from tessera.vision.towers.intern_vit import InternViT
 
 SHAPE = figures.ROOT / "loadtest" / "shapes" / "internvl3-8b-shape"
-ACCOUNTS = ("prefill", "vision", "attention", "gate_up", "algorithms")
+ACCOUNTS = ("prefill", "decode", "vision", "attention", "gate_up", "algorithms")
 INTERVAL_S = 0.005
 CONTEXT = 8192
-CACHE_BYTES = 1 << 30  # two steps of this context
+CACHE_BYTES = 2 << 30  # four steps of this context
 GATE_UP_ROWS = (8192, 2528)  # a full step, and eight prompts of W1
 ATTENTIONS = (bench_attention.Case(26, 316, 316), bench_attention.Case(3, 2364, 2364))
 LAST = "last_layer"
@@ -69,11 +71,15 @@ ALONE = ("embedding", "qkv", "output", "down", "fc2", LAST, "head")
 
 @dataclass(frozen=True)
 class Ask:
-    """A workload's request: its pictures' tiles, and the tokens it brings to steps, the answer's but the last too."""
+    """A workload's request: its pictures' tiles, and the tokens it brings to steps, the answer's but the last too.
+
+    ``together``: as many are in flight, where answers are so long that most steps read no prompt.
+    """
 
     tiles: int
     prompt: int
     decoded: int = 3
+    together: int = 0
 
     @property
     def picture_rows(self) -> int:
@@ -85,6 +91,7 @@ class Ask:
 
 
 ASKS = {"W1": Ask(1, 316), "W2": Ask(7, 1852)}
+WRITERS = {"W4a": Ask(1, 316, 255, 64), "W4b": Ask(1, 316, 255, 10)}
 
 
 @dataclass(frozen=True)
@@ -157,15 +164,27 @@ def step_of(prompts: Prompts, length: int, tokens: int, block_size: int) -> Sche
     return ScheduledBatch(spans)
 
 
+def decode_of(prompts: Prompts, ask: Ask, block_size: int) -> ScheduledBatch:
+    """A step that continues as many answers as are in flight, as if what is there of them were prompt."""
+    spans: list[ScheduledSpan] = []
+    for number in range(ask.together):
+        sequence = Sequence(prompts.request(max_tokens=1))
+        blocks = -(-sequence.known // block_size)
+        sequence.block_table = array("q", range(number * blocks, (number + 1) * blocks))
+        spans.append(ScheduledSpan(sequence, sequence.known - 1, sequence.known, True))
+    return ScheduledBatch(spans)
+
+
 def completed(argument: Any) -> Any:
     """The sums of an FP8 product as the product: who is given them completes them in place, and so only once."""
     return argument._replace(sums=argument.sums.clone()).product() if isinstance(argument, Fp8Sums) else argument
 
 
-def watch_step(recorded: RecordedCalls, model: Qwen2, attention: Any) -> None:
-    """The parts of a step. What the last layer does for the rows that are sampled is a part of its own."""
+def watch_step(recorded: RecordedCalls, model: Qwen2, attention: Any, decodes: bool = False) -> None:
+    """The parts of a step. What the last layer does for the rows that are sampled is a part of its own, where others
+    are not."""
     recorded.watch(model.embedding, "forward", "embedding")
-    last = len(model.layers) - 1
+    last = -1 if decodes else len(model.layers) - 1
     for number, layer in enumerate(model.layers):
         recorded.watch(layer.input_norm, "forward", "norm")
         recorded.watch(layer.qkv, "unscaled", "qkv")
@@ -174,14 +193,16 @@ def watch_step(recorded: RecordedCalls, model: Qwen2, attention: Any) -> None:
         recorded.watch(layer.gate_up, "gated", LAST if number == last else "gate_up")
         recorded.watch(layer.down, "unscaled", LAST if number == last else "down")
     recorded.watch(attention, "attend", lambda layer, *_: LAST if layer == last else "attention", completed)
-    recorded.watch(model.norm, "forward", LAST)
+    recorded.watch(model.norm, "forward", "norm" if decodes else LAST)
     recorded.watch(model, "logits", "head")
     for owner, function in ((F, "linear"), (torch, "_scaled_mm")):
         recorded.watch(owner, function, "product")
     recorded.watch(F, "scaled_dot_product_attention", "sdpa")  # on the CPU
     recorded.watch(layer_kernels(model.norm.get_buffer("weight").device.type), "silu_and_multiply", "silu_multiply")
     kernels = sys.modules[type(attention).__module__]
-    for name, function in (("rotate_store", "rotate_and_store"), ("kernel", "prefill_attention")):
+    for name, function in (
+        ("rotate_store", "rotate_and_store"), ("kernel", "decode_attention" if decodes else "prefill_attention"),
+    ):  # fmt: skip
         if hasattr(kernels, function):
             recorded.watch(kernels, function, name, completed)
 
@@ -200,9 +221,26 @@ class Language:
         self.runner = ModelRunner.of_model(self.model, settings, CONTEXT)
 
     def step(self, ask: Ask) -> ScheduledBatch:
-        sizes = {"tokens": ask.prompt, "picture_rows": ask.picture_rows}
-        prompts = Prompts(self.text.hidden_size, self.text.vocab_size, self._device, **sizes)
-        return step_of(prompts, ask.prompt, self._sizes.tokens, self._block)
+        return step_of(self._prompts(ask, ask.prompt), ask.prompt, self._sizes.tokens, self._block)
+
+    def _prompts(self, ask: Ask, tokens: int) -> Prompts:
+        sizes = {"tokens": tokens, "picture_rows": ask.picture_rows}
+        return Prompts(self.text.hidden_size, self.text.vocab_size, self._device, **sizes)
+
+    def decode(self, ask: Ask) -> tuple[Lap, RecordedCalls]:
+        """A decode step of answers that are half written as its graph, and the calls of the same."""
+        batch = decode_of(self._prompts(ask, ask.prompt + ask.decoded // 2), ask, self._block)
+        packed = self.runner._pack(batch)
+        most_blocks = packed.table.blocks.shape[1]
+        attention, sampled = self.runner._attention, self.runner._last_sampled
+        graphs = DecodeGraphs(self.model, attention, [ask.together], most_blocks, sampled)
+        with torch.inference_mode():
+            graphs.capture()
+            graphs.greedy(packed)  # its inputs stay
+            with RecordedCalls() as calls:
+                watch_step(calls, self.model, attention, decodes=True)
+                graphs._run_greedy(ask.together)
+        return partial(graphs.greedy, packed), calls
 
     def recorded(self, batch: ScheduledBatch) -> RecordedCalls:
         self.runner.launch(batch)  # compiles
@@ -253,6 +291,24 @@ def prefill(language: Language, repeater: Repeater, report: Report) -> dict[str,
     return accounts
 
 
+def decode(language: Language, repeater: Repeater, report: Report) -> dict[str, Cost]:
+    """Whole decode steps, by workload."""
+    wholes: dict[str, Cost] = {}
+    for name, ask in WRITERS.items():
+        lap, calls = language.decode(ask)
+        wholes[name] = repeater.cost(lap)
+        report.title(f"decode step of {ask.together} sequences")
+        account = account_of(calls, wholes[name], repeater, report, {})
+        calls.forget()
+        group = f"decode.b{ask.together}"
+        for part, cost in {**account.parts, **account.within}.items():
+            report.cost(f"{group}.{part}", cost, "J/step")
+        report.cost(f"{group}.whole", wholes[name], "J/step")
+        report.figure(f"{group}.explained", account.joules / wholes[name].joules, "share")
+        report.figure(f"{group}.explained_time", account.seconds / wholes[name].seconds, "share")
+    return wholes
+
+
 # --- the vision tower
 
 
@@ -301,6 +357,18 @@ def vision(
 
 
 # --- requests
+
+
+def writers(decodes: Mapping[str, Cost], step: Account, forward: Account, sizes: Sizes, report: Report) -> None:
+    """The same of long answers, and how many tokens a second there are if forwards, steps that read prompts and decode
+    steps take turns, each alone on the GPU."""
+    for name, ask in WRITERS.items():
+        laps = ask.tiles / sizes.tiles, ask.prompt / sizes.tokens, ask.decoded / ask.together
+        wholes = list(zip(laps, (forward.whole, step.whole, decodes[name])))
+        seconds, joules = (sum(laps * getattr(cost, of) for laps, cost in wholes) for of in ("seconds", "joules"))
+        rate = (ask.decoded + 1) / seconds
+        print(f"{name} {joules:.3f} J a request, {rate:.0f} tok/s by wholes that take turns")
+        report.figure(f"{name}.alone", joules, "J/request", tok_s=round(rate, 1))
 
 
 def requests(steps: Mapping[str, Account], forward: Account, sizes: Sizes, kind: str, report: Report) -> None:
@@ -358,17 +426,22 @@ def measure(options: argparse.Namespace, sizes: Sizes, repeater: Repeater, repor
     config, fp8 = read_config(options.checkpoint), options.quantization == "fp8"
     whose = config, options.device, options.quantization, sizes
     chosen = options.accounts
-    forward = steps = None
+    forward = steps = decodes = None
+    language = Language(*whose) if {"prefill", "decode"} & set(chosen) else None
     if "attention" in chosen and not fp8:
         attention(repeater, report)
     if "gate_up" in chosen and not fp8:
         gate_up(config.text, repeater, report)
     if "vision" in chosen:
         forward = vision(*whose, repeater, report)
-    if "prefill" in chosen:
-        steps = prefill(Language(*whose), repeater, report)
+    if language and "prefill" in chosen:
+        steps = prefill(language, repeater, report)
+    if language and "decode" in chosen:
+        decodes = decode(language, repeater, report)
     if forward and steps:
         requests(steps, forward, sizes, "fp8" if fp8 else "bf16", report)
+    if forward and steps and decodes:
+        writers(decodes, steps["W1"], forward, sizes, report)
     if "algorithms" in chosen:
         cublaslt.compare(cublaslt.shapes(config, sizes), fp8, torch.bfloat16, None, repeater, report)
 

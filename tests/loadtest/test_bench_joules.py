@@ -10,8 +10,8 @@ import bench_attention
 import bench_joules
 import pytest
 import torch
-from bench_joules import ASKS, Language, Sizes
-from energy import Repeater
+from bench_joules import ASKS, Account, Ask, Language, Report, Sizes
+from energy import Cost, Repeater
 from gpu_power import Draw, GpuPower
 from tiny_checkpoints import Shape, hf_native
 from torch.utils.flop_counter import FlopCounterMode
@@ -171,3 +171,27 @@ def test_it_says_that_it_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="needs a GPU"):
         bench_joules.main([])
+
+
+def test_a_decode_step_and_what_long_answers_cost(checkpoint, monkeypatch, capsys):
+    pytest.importorskip("triton", reason="the attention that graphs can hold is written in it")
+    monkeypatch.setattr(bench_joules, "EngineConfig", partial(EngineConfig, attention="triton"))
+    monkeypatch.setattr(bench_joules, "WRITERS", {"W4b": Ask(0, 30, decoded=8, together=4)})
+    sizes = Sizes(tokens=60, tiles=2)
+    language = Language(read_config(checkpoint), "cpu", "checkpoint", sizes)
+    report = Report("trial.joules", "")
+    decodes = bench_joules.decode(language, Repeater(Power([], 0.0), torch.device("cpu"), 0.0, 0.0), report)
+    layers = len(language.model.layers)
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    lines = {line["metric"].removeprefix("trial.joules.decode.b4."): line for line in found}
+    assert {name: line["calls"] for name, line in lines.items() if "calls" in line} == {
+        "embedding": 1, "norm": 2 * layers + 1, "qkv": layers, "attention": layers, "output": layers,
+        "gate_up": layers, "down": layers, "head": 1, "attention/rotate_store": layers, "attention/kernel": layers,
+        "gate_up/product": layers, "gate_up/silu_multiply": layers, "whole": 1,
+    }  # fmt: skip
+    whole = Cost(0.5, 100.0, MHZ)
+    account = Account({}, {}, whole)
+    bench_joules.writers(decodes, account, account, sizes, report)
+    alone = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert alone["value"] == pytest.approx(100 * 30 / 60 + decodes["W4b"].joules * 8 / 4, rel=1e-3)
+    assert alone["tok_s"] == pytest.approx(9 / (0.25 + decodes["W4b"].seconds * 2), rel=1e-2)
