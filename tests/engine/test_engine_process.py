@@ -93,15 +93,16 @@ def test_the_same_answers_as_in_one_loop(parts):
 def test_refusals_and_cancelling(parts):
     process, ends = parts
     with pytest.raises(InvalidRequest, match="exceed the context"):
-        process.submit(make_request("long", max_tokens=10**6), ends)
+        process.submit(make_request("long", max_tokens=10**6), ends).result(PATIENCE_S)
     endless = {"allOf": [{"type": "integer", "multipleOf": n} for n in (2, 3, 5, 7, 11, 13, 17, 19, 23)]}
     with pytest.raises(InvalidRequest, match="json_schema is too complex"):  # it would listen to nobody for minutes
-        process.submit(make_request("endless", json_schema=endless, ignore_eos=False), ends)
-    running = [make_request(f"{n}", max_tokens=3000) for n in range(4)]
+        process.submit(make_request("endless", json_schema=endless, ignore_eos=False), ends).result(PATIENCE_S)
+    running = [make_request(f"{n}", rows=9, max_tokens=3000) for n in range(4)]
     for request in running:
-        process.submit(request, ends)
+        process.submit(request, ends, picture_rows(9))
     with pytest.raises(Unavailable, match="4 requests are in flight"):
-        process.submit(make_request("one too many"), ends)
+        process.submit(make_request("one too many", rows=9), ends, picture_rows(9)).result(PATIENCE_S)
+    assert process._rows.keys() == {request.number for request in running}
     for request in running:
         process.cancel(request.number)
     assert [ends.wait(request)[-1].finish_reason for request in running] == ["cancelled"] * 4
@@ -112,28 +113,21 @@ def test_refusals_and_cancelling(parts):
     assert process.counts()["kv_blocks_total"] > 0
 
 
-def test_events_may_come_before_the_word_that_a_request_was_taken(parts):
-    """As they do where a request ends at once: here its end is delivered by hand before submit() hears anything."""
+def test_nobody_waits_until_a_request_is_taken_and_events_may_come_before(parts):
+    """As they do where a request ends at once: here the word that it was taken is held back."""
     process, ends = parts
     request = make_request("early")
-    answer, heard = process._answer, threading.Event()
-
-    def late(taken):
-        assert heard.wait(PATIENCE_S)
-        answer(taken)
-
-    process._answer = lambda taken: threading.Thread(target=late, args=(taken,)).start()
+    settle, held_back = process._settle, []
+    process._settle = lambda *word: held_back.append(word)
     try:
-        submitting = threading.Thread(target=process.submit, args=(request, ends))
-        submitting.start()
-        assert ends.wait(request)[-1].finish_reason == "length"
-        heard.set()
-        submitting.join(PATIENCE_S)
-        assert not submitting.is_alive()
+        taken = process.submit(request, ends)
+        assert ends.wait(request)[-1].finish_reason == "length" and not taken.done()
     finally:
-        process._answer = answer
+        process._settle = settle
+    settle(*held_back[0])
+    assert taken.result(0) is None
     again = make_request("again")
-    process.submit(again, ends)
+    process.submit(again, ends).result(PATIENCE_S)
     assert ends.wait(again)[-1].finish_reason == "length"
 
 
@@ -149,5 +143,5 @@ def test_a_death_is_noticed_and_nobody_waits_forever():
     os.kill(process._process.pid, signal.SIGKILL)
     assert died.wait(PATIENCE_S)
     with pytest.raises(Unavailable, match="gone"):
-        process.submit(make_request("late"), ends)
+        process.submit(make_request("late"), ends).result(PATIENCE_S)
     process.stop()

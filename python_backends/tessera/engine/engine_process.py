@@ -36,7 +36,8 @@ class EngineProcess:
     """Takes requests and delivers their events.
 
     Whoever submits or cancels may have to wait until the engine listens. So one thread reads and never sends, and
-    another makes text, delivers it, and cancels what a stop string ended.
+    another makes text, delivers it, and cancels what a stop string ended. Nobody waits until the engine has taken a
+    request: while it steps that takes a millisecond, and the next request would wait as long.
 
     ``on_death`` is called once, on the thread that reads, when the engine's process has died.
     """
@@ -48,7 +49,7 @@ class EngineProcess:
         self._on_death = on_death
         self._stopping = False
         self._rows: dict[int, torch.Tensor] = {}  # the pool's, until the engine has ended their request
-        self._taken: dict[int, Future[TesseraError | None]] = {}
+        self._taken: dict[int, Future[None]] = {}
         try:
             self._pool = EmbeddingPool(torch.device(config.device), config.embedding_pool_bytes)
             self._wire.send(Start(Path(folder), config, _shared(self._pool.slab)))
@@ -67,31 +68,26 @@ class EngineProcess:
         self._reader = threading.Thread(target=self._read, name="engine-process", daemon=True)
         self._reader.start()
 
-    def submit(self, request: Request, deliver: Callable[[TokenEvent], None], rows: torch.Tensor | None = None) -> None:
+    def submit(
+        self, request: Request, deliver: Callable[[TokenEvent], None], rows: torch.Tensor | None = None
+    ) -> Future[None]:
         """Queues a request without ``embeddings``; its ``rows`` may be reused when this returns.
 
-        ``deliver`` gets its events, maybe before that, and must be quick. Raises InvalidRequest when it is malformed or
-        can never fit, Unavailable when too many are in flight.
+        ``deliver`` gets its events and must be quick. The future ends when the engine has taken the request, maybe
+        after some of them: with InvalidRequest where it is malformed or can never fit, with Unavailable where too many
+        are in flight or the engine is gone. What is to be done then runs on the thread that reads, and must be quick.
         """
-        number, taken = request.number, Future[TesseraError | None]()
-        message = None
+        number, taken = request.number, Future[None]()
         if rows is not None:
             self._rows[number] = self._pool.take(rows)
+        self._taken[number] = taken
+        self._answers.add(request, deliver)
         try:
-            if rows is not None:
-                message = self._row_message(self._rows[number])
-            self._taken[number] = taken
-            self._answers.add(request, deliver)
-            self._wire.send(Submit(request, message))
-            if (refused := taken.result()) is not None:
-                raise refused
+            self._wire.send(Submit(request, None if rows is None else self._row_message(self._rows[number])))
         except Exception as error:
-            self._taken.pop(number, None)
-            self._answers.drop(number)
-            self._give_back(number)
-            if isinstance(error, TesseraError):
-                raise
-            raise Unavailable("the engine's process is gone; the server starts anew") from error
+            _LOG.error("a request did not reach the engine's process: %r", error)
+            self._settle(number, _gone())
+        return taken
 
     def cancel(self, number: int, reason: str = "cancelled") -> None:
         """Ends a request early: its last event, with this reason, follows. Too late does no harm."""
@@ -139,8 +135,7 @@ class EngineProcess:
             _LOG.exception("a message of the engine's process could not be understood")
             self._process.kill()
         for number in list(self._taken):
-            if (taken := self._taken.pop(number, None)) is not None:
-                taken.set_exception(EOFError())
+            self._settle(number, _gone())
         if not self._stopping:
             _LOG.error("the engine's process died with exit code %s", self._process.wait())
             self._on_death()
@@ -166,20 +161,30 @@ class EngineProcess:
                 self._give_back(end.number)
             self._progress.put(message)
         elif isinstance(message, Taken):
-            self._answer(message)
+            self._settle(message.number, message.error)
         elif isinstance(message, Counts):
             self._counts = message.values
         else:
             raise TypeError(f"{type(message).__name__} is no message for the stage")
 
-    def _answer(self, message: Taken) -> None:
+    def _settle(self, number: int, refusal: TesseraError | None) -> None:
         """A request was taken or refused; its progress, the last one too, may have come before."""
-        if (taken := self._taken.pop(message.number, None)) is not None:
-            taken.set_result(message.error)
+        if (taken := self._taken.pop(number, None)) is None:
+            return
+        if refusal is None:
+            taken.set_result(None)
+            return
+        self._answers.drop(number)
+        self._give_back(number)
+        taken.set_exception(refusal)
 
     def _give_back(self, number: int) -> None:
         if (rows := self._rows.pop(number, None)) is not None:
             self._pool.give_back(rows)
+
+
+def _gone() -> Unavailable:
+    return Unavailable("the engine's process is gone; the server starts anew")
 
 
 def _shared(slab: torch.Tensor | None) -> tuple[Callable[..., torch.Tensor], Any] | None:

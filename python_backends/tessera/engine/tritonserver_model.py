@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -94,9 +95,15 @@ class TritonPythonModel:
         reply = Reply(request, responder, self._page)
         whole, rows = read_request(request, reply.stream, reply.deadline_ns)
         rows = None if rows is None else unpacked(rows, self._hidden)
-        self._engine.submit(whole, partial(self._outbox.post, reply.channel), rows)
+        taken = self._engine.submit(whole, partial(self._outbox.post, reply.channel), rows)
+        taken.add_done_callback(partial(self._tell_refusal, responder))
         if responder.is_cancelled():  # its client left while an earlier stage ran
             self._engine.cancel(whole.number)
+
+    def _tell_refusal(self, responder: Responder, taken: Future[None]) -> None:
+        if (refusal := taken.exception()) is not None:
+            response = error_response("language_model", refusal)
+            self._outbox.post(Channel(lambda responses: responder.send(responses[0], final=True)), response)
 
 
 def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[Request, torch.Tensor | None]:

@@ -26,7 +26,8 @@ class EmbeddingPool:
         self._lock = threading.Lock()
         if device.type == "cuda":
             self.slab = torch.empty(capacity_bytes, dtype=torch.uint8, device=device)
-            self._stream = torch.cuda.Stream(device)
+            # Before the engine's steps: the copy is short, and the next request waits for it.
+            self._stream = torch.cuda.Stream(device, priority=-1)
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         """A copy of ``rows`` [n, hidden], complete when this returns: their owner may reuse them."""
@@ -42,7 +43,7 @@ class EmbeddingPool:
         else:
             kept = rows_at(self.slab, place, rows.shape, rows.dtype)
         try:
-            with torch.cuda.stream(self._stream):  # beside the engine's steps
+            with torch.cuda.stream(self._stream):
                 kept.copy_(rows, non_blocking=True)
                 self._stream.synchronize()
         except BaseException:
