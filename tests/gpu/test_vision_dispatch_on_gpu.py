@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from functools import partial
 
 import numpy as np
@@ -40,7 +41,7 @@ class Job:
     deadline_ns = 0
 
     def __init__(self, item: VisionItem, priority: int = 0) -> None:
-        self.item, self.outcome, self.priority = item, None, priority
+        self.item, self.outcome, self.priority, self.ended = item, None, priority, threading.Event()
 
     def begin(self):
         pass
@@ -48,9 +49,11 @@ class Job:
     def answer(self, rows):
         # As the Python backend does: a copy on the default stream, not waited for.
         self.outcome = rows.clone()
+        self.ended.set()
 
     def fail(self, error):
         self.outcome = error
+        self.ended.set()
 
 
 def test_a_forward_waits_for_the_one_before_it_and_other_work_does_not():
@@ -97,6 +100,8 @@ def test_rows_from_a_small_cache_are_those_that_were_computed():
     dispatcher = LocalDispatcher(stage, 2)
     for start in range(0, len(jobs), 5):
         dispatcher.encode(jobs[start : start + 5])
+        for job in jobs[start : start + 5]:  # those that wait together ask the cache once
+            assert job.ended.wait(30)
     dispatcher.close()
     assert found.count(True) > 20 and found.count(False) > 20
     for number, job in zip(numbers, jobs, strict=True):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tessera.errors import ConfigError, InvalidRequest
+from tessera.vision.encoding import encoder as encoding
 from tessera.vision.encoding.embedding_cache import EmbeddingCache
 from tessera.vision.encoding.encoder import VisionEncoder
 from tessera.vision.encoding.pictures import VisionItem
@@ -120,6 +121,20 @@ def test_a_request_is_answered_before_later_forwards_run():
     groups = vision.encode_in_groups([item([1, 2, 3]), item([4]), item(), item([5])])
     seen = [([encoded.index for encoded in group], len(vision.runner.batches)) for group in groups]
     assert seen == [([2], 0), ([0], 2), ([1], 2), ([3], 3)]
+
+
+def test_pixels_are_joined_while_the_forward_before_is_under_way(monkeypatch):
+    vision, order = encoder(batch=2), []
+    joined, run = encoding.joined, vision.runner.run
+    monkeypatch.setattr(
+        encoding, "joined", lambda *args, **options: (order.append("join"), joined(*args, **options))[1]
+    )
+    monkeypatch.setattr(vision.lane, "make_room", lambda: order.append("wait"))
+    vision.runner.run = lambda *args: (order.append("run"), run(*args))[1]
+    for _ in vision.encode_in_groups([item([1, 2, 3]), item([4])], before_forward=lambda: order.append("pass")):
+        pass
+    # The lane waits as well, before it launches.
+    assert order == ["join", "wait", "pass", "wait", "run"] * 2
 
 
 def test_equal_pictures_of_one_call_are_computed_once():

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -97,13 +97,20 @@ class TritonPythonModel:
         rows = None if rows is None else unpacked(rows, self._hidden)
         taken = self._engine.submit(whole, partial(self._outbox.post, reply.channel), rows)
         taken.add_done_callback(partial(self._tell_refusal, responder))
-        if responder.is_cancelled():  # its client left while an earlier stage ran
-            self._engine.cancel(whole.number)
+        self._later(partial(self._cancel_if_left, responder, whole.number))
 
     def _tell_refusal(self, responder: Responder, taken: Future[None]) -> None:
         if (refusal := taken.exception()) is not None:
-            response = error_response("language_model", refusal)
-            self._outbox.post(Channel(lambda responses: responder.send(responses[0], final=True)), response)
+            self._later(partial(responder.send, error_response("language_model", refusal), final=True))
+
+    def _cancel_if_left(self, responder: Responder, number: int) -> None:
+        """For a client that left while an earlier stage ran, of which nobody else tells."""
+        if responder.is_cancelled():
+            self._engine.cancel(number)
+
+    def _later(self, call: Callable[[], Any]) -> None:
+        """On a sender's thread: what asks the server or tells it something waits for it."""
+        self._outbox.post(Channel(lambda calls: calls[0]()), call)
 
 
 def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[Request, torch.Tensor | None]:

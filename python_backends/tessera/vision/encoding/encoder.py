@@ -16,6 +16,7 @@ from itertools import chain
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig, read_config
@@ -26,7 +27,7 @@ from tessera.vision.decoding.decoder import GpuDecoder
 from tessera.vision.encoding.embedding_cache import EmbeddingCache
 from tessera.vision.encoding.lane import Lane, LaunchedWork
 from tessera.vision.encoding.memory import COPIES_OF_ROWS, RowBudget, row_budget
-from tessera.vision.encoding.pictures import Picture, VisionItem, joined, pictures_of
+from tessera.vision.encoding.pictures import Picture, Pixels, VisionItem, joined, pictures_of
 from tessera.vision.runners.fp8_tower import in_fp8
 from tessera.vision.runners.loading import load_runner
 from tessera.vision.runners.runner import Runner
@@ -207,10 +208,11 @@ class VisionEncoder:
             yield from self._take(waiting, *self.lane.launch(partial(self._recall, waiting, known)))
             unknown = [picture for picture in known.values() if picture.rows is None]
             for batch in batches(unknown):
+                pixels = self._host_pixels(batch)  # while the forward before is under way
                 self.lane.make_room()
                 before_forward()
                 # What finishes an item's rows is launched with its forward: after the next one it would wait for that.
-                step = partial(self._step, batch, waiting, known)
+                step = partial(self._step, batch, pixels, waiting, known)
                 yield from self._take(waiting, *self.lane.forward(step))
         finally:
             self.budget.give_back(sum(map(_cost, waiting.values())))
@@ -226,14 +228,26 @@ class VisionEncoder:
             picture.rows = self.cache.get(key)
         return _finished(waiting, known)
 
-    def _step(self, batch: Batch, waiting: Waiting, known: Mapping[Hashable, Picture]) -> Rows:
-        """Runs some pictures' units; a picture whose last one is among them gets its rows."""
+    def _host_pixels(self, batch: Batch) -> Pixels | None:
+        """Those of a forward; None where some are on the device, or will be."""
+        if not all(isinstance(picture.pixels, np.ndarray) for picture, _ in batch):
+            return None
+        return self._joined(batch)
+
+    def _joined(self, batch: Batch) -> Pixels:
+        parts = [picture.pixels[units] for picture, units in batch if picture.pixels is not None]
+        return joined(parts, pinned=self.lane.on_gpu)
+
+    def _step(self, batch: Batch, pixels: Pixels | None, waiting: Waiting, known: Mapping[Hashable, Picture]) -> Rows:
+        """Runs some pictures' units, with their ``pixels`` if they are together; a picture whose last unit is among
+        them gets its rows."""
         while any(picture.undecoded for picture, _ in batch):
             self._decode([picture for picture in known.values() if picture.undecoded])
         readable = [(picture, units) for picture, units in batch if picture.pixels is not None]
         if not readable:
             return _finished(waiting, known)
-        pixels = joined([picture.pixels[units] for picture, units in batch if picture.pixels is not None])
+        if pixels is None:
+            pixels = self._joined(readable)
         rows = self.runner.run(pixels, () if self.runner.tower.splits else [picture.wire for picture, _ in readable])
         pieces = rows.split([picture.rows_of(units) for picture, units in readable])
         for (picture, units), piece in zip(readable, pieces, strict=True):

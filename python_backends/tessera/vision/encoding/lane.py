@@ -34,7 +34,8 @@ class Lane:
     """Launches work on ``device``. One thread launches; any may wait for what was launched."""
 
     def __init__(self, device: str = "cpu") -> None:
-        self._stream = torch.cuda.Stream(device) if device != "cpu" else None
+        self.on_gpu = device != "cpu"
+        self._stream = torch.cuda.Stream(device) if self.on_gpu else None
         self._forward = LaunchedWork()
 
     def make_room(self) -> None:

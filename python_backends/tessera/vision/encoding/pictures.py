@@ -14,6 +14,7 @@ from tessera.family.family import ImagePlan, ModelFamily
 from tessera.vision.decoding.decoder import GpuDecoder, Undecoded
 
 _PLAN_LENGTH = 4  # kind and t, h, w
+Pixels = np.ndarray | torch.Tensor  # uint8 [cost, *unit_shape], on the host or on a device
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class VisionItem:
 
 @dataclass
 class Picture:
-    """One picture on its way, with its ``pixels``, uint8 [cost, *unit_shape], or ``encoded`` until they are needed.
+    """One picture on its way, with its ``pixels``, or ``encoded`` until they are needed.
 
     ``rows`` [tokens, hidden] once they are known, until then in ``parts`` of several forwards, or the ``error`` why
     they never will be: InvalidRequest where the file is at fault.
@@ -39,7 +40,7 @@ class Picture:
     key: Hashable
     wire: tuple[int, int, int]
     plan: ImagePlan
-    pixels: np.ndarray | torch.Tensor | None = None
+    pixels: Pixels | None = None
     encoded: Undecoded | None = None
     parts: list[torch.Tensor] = field(default_factory=list)
     rows: torch.Tensor | None = None
@@ -64,9 +65,14 @@ class Picture:
         return (units.stop - units.start) * self.plan.tokens // self.plan.cost
 
 
-def joined(parts: Sequence[np.ndarray | torch.Tensor]) -> np.ndarray | torch.Tensor:
-    """Pixels one after the other: an array, or where one part is on a device already, a tensor there."""
+def joined(parts: Sequence[Pixels], pinned: bool = False) -> Pixels:
+    """Pixels one after the other: an array, or, ``pinned``, a tensor that a GPU can fetch by itself; where one part is
+    on a device already, a tensor there."""
     device = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
+    if device is None and pinned:
+        whole = torch.empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=torch.uint8, pin_memory=True)
+        np.concatenate(parts, out=whole.numpy())
+        return whole
     if len(parts) == 1:
         return parts[0]
     if device is None:
