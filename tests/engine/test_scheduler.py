@@ -281,7 +281,8 @@ def test_beside_long_answers_steps_with_prompts_are_short_where_full_ones_are_lo
     assert steps == steps_with_a_prompt(a_token_takes(LONG_FULL_STEP), before=0)  # nor longer beside questions
 
 
-def test_beside_long_answers_the_more_is_unread_the_longer_a_step_is():
+def test_beside_long_answers_the_more_is_unread_the_longer_a_step_is(monkeypatch):
+    monkeypatch.setattr(scheduling, "_BESIDE_LONG_ANSWERS", 32)
     steps, left = steps_with_a_prompt(a_token_takes(LONG_FULL_STEP), 2000), 2000
     for decoding_and_reading, step in zip((1, *[2] * 99), steps):
         least = min(left, decoding_and_reading + left // scheduling._SPREAD - 1)
@@ -383,20 +384,19 @@ def test_a_burst_is_read_in_one_step_while_others_run(monkeypatch):
 
 
 @pytest.mark.parametrize("ended_by", ["length", "stop string"])
-def test_no_burst_is_waited_for_beside_long_answers(monkeypatch, ended_by):
+def test_a_burst_is_waited_for_less_beside_long_answers(monkeypatch, ended_by):
     gathering = Gathering(monkeypatch)
     gathering.add("first", 0, max_tokens=400, ignore_eos=True)
     gathering.started(0)
-    for number in range(11):  # which end after 17 tokens, more than a short answer has
-        arrived = 100 * number
+    for number in range(12):  # which end after 17 tokens, more than a short answer has
+        arrived, quiet_ms = 100 * number, 12 if number < 11 else 3
         gathering.add(f"{number}", arrived, max_tokens=17 + (ended_by != "length"), ignore_eos=True)
-        assert gathering.started(arrived + 12) == []
-        for _ in range(17):
-            gathering.started(arrived + 13)
+        assert gathering.started(arrived + quiet_ms) == []
+        assert gathering.started(arrived + quiet_ms + 1) == [f"{number}"]
+        for _ in range(16):
+            gathering.started(arrived + quiet_ms + 1)
         if ended_by != "length":  # which is found where the text is made, and cancels the rest
             gathering.scheduler.cancel(gathering.scheduler.running[-1], "stop")
-    gathering.add("last", 2000)
-    assert gathering.started(2000) == ["last"]
 
 
 def test_a_burst_waits_no_longer_than_for_a_full_step(monkeypatch):

@@ -22,9 +22,11 @@ from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
 from tessera.engine.sequence import NOT_FINITE, Report, SampledToken, Sequence
 from tessera.ranking import Expected
 
-# As long as no request is this far behind the one before, they are taken to be of one burst: where answers are short,
-# steps run for the prompts' sake, and the fewer the better.
+# As long as no request is this far behind the one before, they are taken to be of one burst. Where answers are short,
+# steps run for the prompts' sake, and the fewer the better; where they are long, steps run anyway, and a prompt that
+# waits only holds up its own answer.
 _QUIET_NS = 12_000_000
+_QUIET_BESIDE_LONG_ANSWERS_NS = 3_000_000
 _SHORT = 16  # tokens of an answer
 # But none waits for the others longer than that.
 _LONGEST_WAIT_NS = 100_000_000
@@ -38,8 +40,9 @@ _LONG_NS = 50_000_000
 # weights anyway, which takes the GPU longer than it multiplies by so few. And prompts that share a step are answered
 # together, so that their callers' next ones come together again, and the first waits for the last.
 _BESIDE_LONG_ANSWERS = 256
-# But a step reads this part of what waits to be read: else prompts could come faster than they are read.
-_SPREAD = 4
+# But what waits to be read is read within about so many: else prompts could come faster than they are read. In few
+# steps, those that came together would go on together.
+_SPREAD = 16
 # Prompts that fill this part of a step say what a token takes; less would mostly say what a step costs anyway.
 _TELLING_PART = 8
 
@@ -47,8 +50,8 @@ _TELLING_PART = 8
 class Scheduler:
     """Plans steps of at most ``max_batched_tokens`` tokens over at most ``max_sequences`` running sequences.
 
-    ``gathers``: where answers are short, prompts that come in quick succession while others run wait for the rest of
-    them, so that they share a step: a GPU reads all weights for each step, however few its tokens.
+    ``gathers``: prompts that come in quick succession while others run wait for the rest of them, so that they share a
+    step: a GPU reads all weights for each step, however few its tokens.
 
     Each planned batch must run, in order, and be given to :meth:`apply`; the next may be planned before that.
     """
@@ -257,7 +260,7 @@ class Scheduler:
 
     def _more_follow(self) -> bool:
         """Whether prompts that wait should go on waiting for others."""
-        if not (self._gathers and self._answers_are_short and self.running and self.waiting):
+        if not (self._gathers and self.running and self.waiting):
             return False
         if len(self.running) + len(self.waiting) >= self._max_sequences:  # there is no room for others
             return False
@@ -267,7 +270,8 @@ class Scheduler:
         now, tokens, enough = time.monotonic_ns(), 0, self._step_tokens(head.request.sampling.priority)
         arrivals = [sequence.request.arrival_ns for sequence in self.waiting]
         newest, oldest = max(arrivals), min(arrivals)
-        if now - newest > _QUIET_NS or now - oldest > _LONGEST_WAIT_NS:
+        quiet = _QUIET_NS if self._answers_are_short else _QUIET_BESIDE_LONG_ANSWERS_NS
+        if now - newest > quiet or now - oldest > _LONGEST_WAIT_NS:
             return False
         for sequence in self.waiting:
             tokens += sequence.pending
