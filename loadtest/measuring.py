@@ -37,7 +37,7 @@ def stage_milliseconds(run: counting.Run) -> dict[str, float]:
 
 
 def report(workload: Workload, run: counting.Run, power: Draw | None, name: str, **notes: object) -> None:
-    """Emits the figures of a run; ``name`` is what their names begin with."""
+    """Emits the figures of a run; ``name`` is what their names begin with. The notes stand with its rate alone."""
     streamed = run.first_token_p50 is not None
     notes |= {"requests": run.count, "concurrency": workload.concurrency}
     spent: dict[str, object] = {"p50_ms": round(1e3 * run.p50, 1), "p99_ms": round(1e3 * run.p99, 1)}
@@ -45,17 +45,17 @@ def report(workload: Workload, run: counting.Run, power: Draw | None, name: str,
         spent["stages_p50"] = stage_milliseconds(run)
 
     def emit(what: str, value: float, unit: str, **more: object) -> None:
-        figures.emit(f"{name}.{what}", value, unit, command(), **notes, **more)
+        figures.emit(f"{name}.{what}", value, unit, command(), **more)
 
     if streamed:
         spent |= {"responses_s": round(run.parts_s, 1), "ci95": round(run.margin * run.tokens_s, 1)}
-        emit("tok_s", round(run.tokens_s, 1), "tok/s", **spent)
+        emit("tok_s", round(run.tokens_s, 1), "tok/s", **notes, **spent)
         emit("whole", round(run.whole_tokens_s, 1), "tok/s")
         ttft_p99_ms = round(1e3 * run.first_token_p99, 1)
         emit("ttft_p50_ms", round(1e3 * run.first_token_p50, 1), "ms", ttft_p99_ms=ttft_p99_ms)
     else:
         spent |= {"qpm": round(60 * run.requests_s), "ci95": round(run.margin * run.requests_s, 2)}
-        emit("req_s", round(run.requests_s, 2), "req/s", **spent)
+        emit("req_s", round(run.requests_s, 2), "req/s", **notes, **spent)
         emit("whole", round(run.whole_requests_s, 2), "req/s")
     emit("p99_over_p50", round(run.p99 / run.p50, 3), "ratio")
     if power:

@@ -37,7 +37,7 @@ def main() -> int:
     for line in sys.stdin:
         print(line, end="", flush=True)
         if figure := parse(line):
-            figures[figure["metric"]] = json.dumps(figure)
+            figures[figure["metric"]] = json.dumps(figure, separators=(",", ":"))
     if figures:
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         kept = RESULTS.read_text().splitlines() if RESULTS.exists() else []

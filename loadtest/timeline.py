@@ -63,8 +63,8 @@ def picture(answers: Sequence[Answered], title: str) -> str:
     for number, answer in enumerate(shown):
         x, y = LEFT + scale * (began(answer) - first), TOP + BAR * (number + 0.5)
         for name, ms in spent(answer).items():
-            if width := round(scale * ms / 1e3, 2):
-                paths[name].append(f"M{x:.2f} {y:.1f}h{width:g}")
+            if width := round(scale * ms / 1e3, 1):
+                paths[name].append(f"M{x:.1f} {y:.1f}h{width:g}")
             x += scale * ms / 1e3
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 40:.0f}" font-family="sans-serif" '
