@@ -276,25 +276,44 @@ def a_token_takes(ns):
 
 def test_beside_long_answers_steps_with_prompts_are_short_where_full_ones_are_long():
     steps = steps_with_a_prompt(a_token_takes(LONG_FULL_STEP))
-    few = scheduling._BESIDE_LONG_ANSWERS
-    assert steps == [1 + tokens for tokens in cut(480, few - 1)]  # each with a token of the answer beside it
+    assert steps == [1 + tokens for tokens in cut(480, scheduling._BESIDE_LONG_ANSWERS)]  # 1 is the answer's
     assert steps == steps_with_a_prompt(a_token_takes(LONG_FULL_STEP), before=0)  # nor longer beside questions
 
 
 def test_beside_long_answers_the_more_is_unread_the_longer_a_step_is(monkeypatch):
     monkeypatch.setattr(scheduling, "_BESIDE_LONG_ANSWERS", 32)
     steps, left = steps_with_a_prompt(a_token_takes(LONG_FULL_STEP), 2000), 2000
-    for decoding_and_reading, step in zip((1, *[2] * 99), steps):
-        least = min(left, decoding_and_reading + left // scheduling._SPREAD - 1)
-        assert least <= step - 1
+    for step in steps:
+        assert step - 1 == min(left, max(32, left // scheduling._SPREAD))
         left -= step - 1
     assert left == 0 and steps[0] > 2000 // scheduling._SPREAD
 
 
-def test_beside_long_answers_a_step_has_room_for_a_prompt_however_many_decode(monkeypatch):
-    monkeypatch.setattr(scheduling, "_BESIDE_LONG_ANSWERS", 1)
-    steps = steps_with_a_prompt(a_token_takes(LONG_FULL_STEP), 40)
-    assert min(steps) > 1 and len(steps) < 40  # a token of the answer in each, and some of the prompt
+def test_beside_long_answers_steps_read_as_much_of_a_prompt_however_many_decode(monkeypatch):
+    decoding = scheduling._BESIDE_LONG_ANSWERS + 100
+    engine, runner = make_engine(
+        num_blocks=9000, max_model_len=2000, max_batched_tokens=2048, max_sequences=decoding + 1
+    )
+    engine.scheduler._short_share = 0.0
+    monkeypatch.setattr(engine.scheduler, "_is_long", lambda tokens: tokens == 2048)
+    for number in range(decoding):
+        engine.submit(make_request([number], max_tokens=100, ignore_eos=True))
+    while len(engine.scheduler.running) < decoding:
+        engine.step()
+    begun = len(runner.batches)
+    engine.submit(make_request([1] * 480, "prompt", max_tokens=1))
+    while "prompt" not in ends(engine.step()):
+        pass
+    steps = [sum(end - start for _, start, end, _ in batch) for batch in runner.batches[begun:]]
+    assert steps == [decoding + tokens for tokens in cut(480, scheduling._BESIDE_LONG_ANSWERS)]
+
+
+def test_steps_that_somebody_waits_for_are_no_longer_than_others(monkeypatch):
+    engine, _ = make_engine(num_blocks=600, max_model_len=1100, max_batched_tokens=1024, max_sequences=400)
+    scheduler = engine.scheduler
+    monkeypatch.setattr(scheduler, "_full_tokens", 193)
+    monkeypatch.setattr(scheduler, "_hurried", 0)
+    assert scheduler._step_tokens(10) == scheduler._step_tokens(0) == 193
 
 
 @pytest.mark.parametrize(

@@ -178,17 +178,15 @@ def test_rows_are_gone_when_their_bytes_are_given_to_the_next_wave():
 
 def test_rows_that_exceed_the_budget_together_go_in_waves():
     held, peaks = RowBudget(BYTES, 5 * BYTES), []
-    shown = []
     runner = CountingRunner()
     run = runner.run
     runner.run = lambda tiles, wires: peaks.append(held.used_bytes) or run(tiles)
     answers = []
-    held.show_bytes = shown.append
     dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily(), 4, budget=held), 8)
     dispatcher.encode([Job(number, pictures, answers) for number, pictures in enumerate(REQUESTS)])
     dispatcher.close()
     assert len(answers) == len(REQUESTS) and not any(isinstance(outcome, Exception) for _, outcome in answers)
-    assert max(peaks) == 5 * BYTES and held.used_bytes == 0 and shown[-1] == 0
+    assert max(peaks) == 5 * BYTES and dispatcher.used_bytes == 0
     # Waves of 5, 4, 5 and 4 tiles; no forward is cut across two of them.
     assert runner.batches == [4, 1, 4, 4, 1, 4]
 

@@ -81,12 +81,16 @@ class EngineProcess:
         if rows is not None:
             self._rows[number] = self._pool.take(rows)
         self._taken[number] = taken
-        self._answers.add(request, deliver)
         try:
+            self._answers.add(request, deliver)
             self._wire.send(Submit(request, None if rows is None else self._row_message(self._rows[number])))
-        except Exception as error:
-            _LOG.error("a request did not reach the engine's process: %r", error)
+        except OSError:
             self._settle(number, _gone())
+        except Exception:
+            _LOG.exception("a request could not be handed to the engine's process")
+            self._settle(
+                number, Unavailable("the language model could not take the request; the server's log says why")
+            )
         return taken
 
     def cancel(self, number: int, reason: str = "cancelled") -> None:

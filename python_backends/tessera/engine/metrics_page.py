@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
 from tessera.engine.metrics import ENDED
 from tessera.engine.request import TokenEvent
 from tessera.gpu_meter import GpuMeter
-from tessera.tritonserver.metrics import Counter, Gauge, Histogram
+from tessera.tritonserver.metrics import Counter, Gauge, Histogram, Renewed
 
-RENEW_SECONDS = 0.25
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 
@@ -64,30 +63,26 @@ class MetricsPage:
         self._per_token = Histogram(
             "tessera_time_per_output_token_seconds", "Mean time between the tokens of one answer", TOKEN_BUCKETS
         )
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
-        self._thread.start()
+        self._observed: deque[tuple[Histogram, float]] = deque()
+        self._renewed = Renewed(self._renew)
 
     def observe(self, event: TokenEvent) -> None:
-        """Takes the times of a request from its last event."""
+        """Takes the times of a request from its last event. They are told later: each asks the server, and the answer
+        waits to be sent."""
         if not event.first_token_ns:
             return
-        self._first_token.observe((event.first_token_ns - event.request.arrival_ns) / 1e9)
+        self._observed.append((self._first_token, (event.first_token_ns - event.request.arrival_ns) / 1e9))
         if event.usage.completion_tokens > 1:
             spent = (event.emitted_ns - event.first_token_ns) / 1e9
-            self._per_token.observe(spent / (event.usage.completion_tokens - 1))
+            self._observed.append((self._per_token, spent / (event.usage.completion_tokens - 1)))
 
     def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            self._renew()
-            if self._stop.wait(RENEW_SECONDS):
-                return
+        self._renewed.close()
 
     def _renew(self) -> None:
+        while self._observed:
+            histogram, value = self._observed.popleft()
+            histogram.observe(value)
         now = self._counts()
         ended = {name.removeprefix(ENDED): count for name, count in now.items() if name.startswith(ENDED)}
         values = now | {

@@ -40,6 +40,11 @@ class LocalDispatcher:
         self._thread = threading.Thread(target=self._run, name="vision_encoder-encode", daemon=True)
         self._thread.start()
 
+    @property
+    def used_bytes(self) -> int:
+        """Of rows reserved, or not sent yet."""
+        return self._encoder.budget.used_bytes
+
     def check(self, item: VisionItem) -> None:
         """Raises InvalidRequest for what can never be done."""
         self._encoder.pictures(item)

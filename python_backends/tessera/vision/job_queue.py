@@ -9,7 +9,7 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -66,7 +66,9 @@ class JobQueue:
         self._expected = Expected()
         self._changed = threading.Condition()
         self._closed = False
-        self.show_length: Callable[[int], None] = lambda length: None  # told whenever it changes, in that order
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def put(self, jobs: Iterable[Job]) -> None:
         """Adds requests, all at once."""
@@ -75,20 +77,20 @@ class JobQueue:
             for job in jobs:
                 self._expected.saw(job.priority, now)
                 heapq.heappush(self._entries, Entry(rank(job.priority, now), next(self._numbers), job))
-            self._notify()
+            self._changed.notify_all()
 
     def put_first(self, job: Job) -> None:
         """Adds what goes before every request."""
         with self._changed:
             heapq.heappush(self._entries, Entry(float("-inf"), next(self._numbers), job))
-            self._notify()
+            self._changed.notify_all()
 
     def put_back(self, entries: Iterable[Entry]) -> None:
         """As if they had not been taken."""
         with self._changed:
             for entry in entries:
                 heapq.heappush(self._entries, entry)
-            self._notify()
+            self._changed.notify_all()
 
     def take(self) -> list[Entry]:
         """Waits for jobs; up to MOST of one priority, the first first. None are left once it is closed and empty."""
@@ -112,10 +114,6 @@ class JobQueue:
             self._closed = True
             self._changed.notify_all()
 
-    def _notify(self) -> None:
-        self._changed.notify_all()
-        self.show_length(len(self._entries))
-
     def _taken(self, before: float = float("inf")) -> list[Entry]:
         taken: list[Entry] = []
         while self._entries and len(taken) < MOST:
@@ -123,6 +121,4 @@ class JobQueue:
             if first.rank >= before or (taken and first.job.priority != taken[0].job.priority):
                 break
             taken.append(heapq.heappop(self._entries))
-        if taken:
-            self.show_length(len(self._entries))
         return taken

@@ -18,7 +18,7 @@ from tessera.lost_device import end_process_if_lost
 from tessera.tritonserver import heaps, tensors
 from tessera.tritonserver.deadline import deadline_exceeded, is_over
 from tessera.tritonserver.failures import error_response, log_exception
-from tessera.tritonserver.metrics import Gauge, show_weights
+from tessera.tritonserver.metrics import Gauge, Renewed, show_weights
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.rows import packed
 from tessera.tritonserver.server_log import write_to_server_log
@@ -30,7 +30,6 @@ from tessera.vision.remote import RemoteDispatcher
 from tessera.vision.settings import VisionSettings
 from tessera.vision.towers.tower import tower_class
 
-WAITING = "tessera_vision_requests_waiting"
 STAMPS = 4  # deadline, priority, and when preprocess received and ended
 RECEIVED = 2  # place of that time
 
@@ -45,6 +44,7 @@ class TritonPythonModel:
         settings = replace(stage.read(VisionSettings), tile_policy=stage.tile_policy)
         url = settings.vision_url
         self._dispatcher = RemoteDispatcher(url) if url else local_dispatcher(stage.checkpoint, settings)
+        self._page = page_of(self._dispatcher) if isinstance(self._dispatcher, LocalDispatcher) else None
 
     def execute(self, requests: list[Any]) -> None:
         jobs = []
@@ -63,6 +63,8 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._dispatcher.close()
+        if self._page:
+            self._page.close()
 
 
 def local_dispatcher(checkpoint: Path, settings: VisionSettings) -> LocalDispatcher:
@@ -73,12 +75,20 @@ def local_dispatcher(checkpoint: Path, settings: VisionSettings) -> LocalDispatc
         # first. For tiles this would even out no load, and make some requests wait much longer than others.
         os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")
     encoder = VisionEncoder.from_checkpoint(config, settings)
-    gauge = Gauge("tessera_vision_row_bytes", "Rows of pictures reserved or held for requests that are not answered")
-    encoder.budget.show_bytes = gauge.set
     show_weights("vision_encoder", *encoder.weights)
-    dispatcher = LocalDispatcher(encoder, settings.send_batch_size)
-    dispatcher.queue.show_length = Gauge(WAITING, "Requests that wait for the vision stage's encoder").set
-    return dispatcher
+    return LocalDispatcher(encoder, settings.send_batch_size)
+
+
+def page_of(dispatcher: LocalDispatcher) -> Renewed:
+    """The dispatcher's numbers on the server's metrics page."""
+    rows = Gauge("tessera_vision_row_bytes", "Rows of pictures reserved or held for requests that are not answered")
+    waiting = Gauge("tessera_vision_requests_waiting", "Requests that wait for the vision stage's encoder")
+
+    def renew() -> None:
+        rows.set(dispatcher.used_bytes)
+        waiting.set(len(dispatcher.queue))
+
+    return Renewed(renew)
 
 
 class StageJob:

@@ -16,6 +16,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence as SequenceType
+from itertools import islice
 
 from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
@@ -36,12 +37,12 @@ _EXPECTED_SHARE = 0.75
 # No step is launched behind one of so long: the later it is planned the more it knows of, and the less it is in the
 # way.
 _LONG_NS = 50_000_000
-# Where full steps are long and answers too, steps with prompts have only so many tokens: those that decode read the
-# weights anyway, which takes the GPU longer than it multiplies by so few. And prompts that share a step are answered
-# together, so that their callers' next ones come together again, and the first waits for the last.
-_BESIDE_LONG_ANSWERS = 256
-# But what waits to be read is read within about so many: else prompts could come faster than they are read. In few
-# steps, those that came together would go on together.
+# Where full steps are long and answers too, steps read only so many tokens of prompts: the weights are read for those
+# that decode anyway, which takes about as long. And prompts that share a step are answered together, so that their
+# callers' next ones come together again, and the first waits for the last.
+_BESIDE_LONG_ANSWERS = 192
+# But at least this part of what could be read now: else prompts could come faster than they are read. Were it more,
+# those that came together would go on together.
 _SPREAD = 16
 # Prompts that fill this part of a step say what a token takes; less would mostly say what a step costs anyway.
 _TELLING_PART = 8
@@ -199,7 +200,7 @@ class Scheduler:
     def _step_tokens(self, priority: int) -> int:
         """How many tokens a step may have for prompts of this priority."""
         if self._hurried < priority:
-            return self._least_tokens
+            return min(self._least_tokens, self._full_tokens)
         return min(self._full_tokens, self._expected_tokens) if self._expected.above(priority) else self._full_tokens
 
     def _full_step(self) -> int:
@@ -207,9 +208,10 @@ class Scheduler:
         if self._answers_are_short or not self._is_long(self._max_batched_tokens):
             return self._max_batched_tokens
         reading = [sequence for sequence in self.running[-1:] if sequence.pending > 1]
-        unread = sum(sequence.pending for sequence in (*reading, *self.waiting))
-        wanted = max(_BESIDE_LONG_ANSWERS, len(self.running) + -(-unread // _SPREAD))
-        return min(wanted, self._max_batched_tokens)
+        admissible = islice(self.waiting, self._max_sequences - len(self.running))
+        unread = sum(sequence.pending for sequence in (*reading, *admissible))
+        read = max(_BESIDE_LONG_ANSWERS, unread // _SPREAD)
+        return min(len(self.running) - len(reading) + read, self._max_batched_tokens)
 
     def _is_long(self, tokens: int) -> bool:
         """Whether a step of so many tokens takes long, by the fastest of late: others had company on the GPU."""

@@ -212,8 +212,9 @@ class VisionEncoder:
                 self.lane.make_room()
                 before_forward()
                 # What finishes an item's rows is launched with its forward: after the next one it would wait for that.
-                step = partial(self._step, batch, pixels, waiting, known)
-                yield from self._take(waiting, *self.lane.forward(step))
+                done = self.lane.forward(partial(self._step, batch, pixels, waiting, known))
+                del pixels  # of the batch after it there are others soon
+                yield from self._take(waiting, *done)
         finally:
             self.budget.give_back(sum(map(_cost, waiting.values())))
 

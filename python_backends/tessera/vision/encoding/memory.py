@@ -8,7 +8,7 @@ is left the rows of requests that are not answered yet. Not in it are CUDA's con
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tessera.errors import ConfigError, InvalidRequest
 
@@ -30,7 +30,6 @@ class RowBudget:
         self.capacity = capacity
         self.unit = unit
         self.used_bytes = 0
-        self.show_bytes: Callable[[int], None] = lambda size: None  # told whenever they change, in that order
         self._changed = threading.Condition()
 
     def check(self, cost: int) -> None:
@@ -73,7 +72,6 @@ class RowBudget:
     def _add(self, cost: int) -> None:
         """Call it under the lock."""
         self.used_bytes += cost * self.bytes_per_unit
-        self.show_bytes(self.used_bytes)
 
     def _fits(self, cost: int, beside: int = 0) -> bool:
         return self.capacity is None or beside + cost * self.bytes_per_unit <= self.capacity
