@@ -64,7 +64,7 @@ class Results:
         short = {name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in line.items()}
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with self._file.open("a") as stream:
-            stream.write(json.dumps(short | self._about) + "\n")
+            stream.write(json.dumps(short | self._about, separators=(",", ":")) + "\n")
         say({name: value for name, value in short.items() if name != "wrong"})
 
 

@@ -37,7 +37,9 @@ def main() -> int:
     for line in sys.stdin:
         print(line, end="", flush=True)
         if figure := parse(line):
-            figures[figure["metric"]] = json.dumps(figure, separators=(",", ":"))
+            figures[figure["metric"]] = json.dumps(
+                {name: given for name, given in figure.items() if given is not None}, separators=(",", ":")
+            )
     if figures:
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         kept = RESULTS.read_text().splitlines() if RESULTS.exists() else []

@@ -35,7 +35,7 @@ def table(figures: Iterable[dict[str, Any]]) -> str:
     for (command, *taken), run in runs.items():
         lines += ["", f"`{command}`", f"({', '.join(taken)})", "", "| metric | value | ceiling |", "|---|---|---|"]
         for figure in run:
-            ceiling = "" if figure["ceiling"] is None else rounded(figure["ceiling"])
+            ceiling = rounded(figure["ceiling"]) if figure.get("ceiling") is not None else ""
             lines.append(f"| `{figure['metric']}` | {rounded(figure['value'])} {figure['unit']} | {ceiling} |")
     return "\n".join(lines) + "\n"
 

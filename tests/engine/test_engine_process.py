@@ -103,6 +103,7 @@ def test_refusals_and_cancelling(parts):
     with pytest.raises(Unavailable, match="4 requests are in flight"):
         process.submit(make_request("one too many", rows=9), ends, picture_rows(9)).result(PATIENCE_S)
     assert process._rows.keys() == {request.number for request in running}
+    assert process._answers.numbers_of("one too many") == []
     for request in running:
         process.cancel(request.number)
     assert [ends.wait(request)[-1].finish_reason for request in running] == ["cancelled"] * 4
@@ -139,9 +140,13 @@ def test_a_missing_checkpoint_is_told_by_name(tmp_path):
 def test_a_death_is_noticed_and_nobody_waits_forever():
     ends, died = Ends(), threading.Event()
     process = EngineProcess(CHECKPOINT, CONFIG, died.set)
-    process.submit(make_request("under way", max_tokens=3000), ends)
+    process.submit(make_request("under way", max_tokens=3000), ends).result(PATIENCE_S)
+    os.kill(process._process.pid, signal.SIGSTOP)
+    sent = process.submit(make_request("sent and not taken"), ends)
     os.kill(process._process.pid, signal.SIGKILL)
     assert died.wait(PATIENCE_S)
+    with pytest.raises(Unavailable, match="gone"):
+        sent.result(PATIENCE_S)
     with pytest.raises(Unavailable, match="gone"):
         process.submit(make_request("late"), ends).result(PATIENCE_S)
     process.stop()

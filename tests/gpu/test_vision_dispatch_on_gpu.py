@@ -15,7 +15,7 @@ from tessera.checkpoint.config import read_config
 from tessera.vision.dispatch import LocalDispatcher
 from tessera.vision.encoding.encoder import VisionEncoder
 from tessera.vision.encoding.lane import Lane
-from tessera.vision.encoding.pictures import VisionItem
+from tessera.vision.encoding.pictures import VisionItem, joined
 from tessera.vision.runners.runner import weight_bytes
 from tessera.vision.settings import VisionSettings
 
@@ -68,6 +68,12 @@ def test_a_forward_waits_for_the_one_before_it_and_other_work_does_not():
     assert not second._event.query()
     lane.make_room()
     assert second._event.query()
+
+
+def test_joined_pixels_are_where_the_gpu_fetches_them_itself():
+    parts = [np.full((2, 4, 4, 3), number, np.uint8) for number in range(3)]
+    whole = joined(parts, pinned=True)
+    assert whole.is_pinned() and np.array_equal(whole.numpy(), np.concatenate(parts))
 
 
 @pytest.mark.parametrize(("infer", "send"), [(1, 8), (8, 1), (32, 8)])

@@ -240,8 +240,8 @@ class VisionEncoder:
         return joined(parts, pinned=self.lane.on_gpu)
 
     def _step(self, batch: Batch, pixels: Pixels | None, waiting: Waiting, known: Mapping[Hashable, Picture]) -> Rows:
-        """Runs some pictures' units, with their ``pixels`` if they are together; a picture whose last unit is among
-        them gets its rows."""
+        """Runs some pictures' units; a picture whose last one is among them gets its rows. ``pixels``: all of
+        theirs, None if they are not joined yet."""
         while any(picture.undecoded for picture, _ in batch):
             self._decode([picture for picture in known.values() if picture.undecoded])
         readable = [(picture, units) for picture, units in batch if picture.pixels is not None]

@@ -1,0 +1,78 @@
+"""What the stage tells a request that its engine refuses, or whose client has left, against a stand-in for both."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from fakes.backend import InferenceRequest, Tensor, strings, wait_until
+
+from tessera.engine.tritonserver_model import TritonPythonModel
+from tessera.errors import InvalidRequest
+from tessera.tritonserver.outbox import Outbox
+
+
+class Engine:
+    """Takes requests and says nothing of them by itself."""
+
+    def __init__(self):
+        self.taken, self.cancelled = [], []
+
+    def submit(self, request, deliver, rows):
+        assert rows is None
+        self.taken.append(Future())
+        return self.taken[-1]
+
+    def cancel(self, number):
+        self.cancelled.append(number)
+
+
+@pytest.fixture
+def stage(backend):
+    model = TritonPythonModel()
+    model._engine, model._outbox, model._hidden, model._page = Engine(), Outbox("language_model", 2), 8, None
+    yield model
+    model._outbox.close()
+
+
+def question():
+    ids, spans = Tensor("INPUT_IDS", np.arange(3, dtype=np.int32)), Tensor("SPANS", np.zeros((0, 2), np.int32))
+    return InferenceRequest([ids, spans, strings("sampling_parameters", b'{"max_tokens": 2}')], "one")
+
+
+def test_a_refusal_ends_the_request_when_it_comes(stage):
+    request = question()
+    stage.execute([request])
+    assert not request.sender.final
+    stage._engine.taken[0].set_exception(InvalidRequest("the prompt is too long"))
+    wait_until(lambda: request.sender.final)
+    (response,) = request.sender.responses
+    assert "the prompt is too long" in response.error().message()
+
+
+def test_a_request_whose_client_has_left_is_cancelled_and_no_other(stage):
+    left, stayed = question(), question()
+    left.sender.cancelled = True
+    stage.execute([left, stayed])
+    for taken in stage._engine.taken:
+        taken.set_result(None)
+    stage._outbox.close()  # when all that was asked is told
+    assert len(stage._engine.cancelled) == 1
+    assert not left.sender.final and not stayed.sender.final  # the engine's last event ends them
+
+
+def test_a_client_that_has_left_is_not_asked_after_a_refusal(stage):
+    """Which would crash the server, as the stand-in's sender knows."""
+    request = question()
+    submit = stage._engine.submit
+
+    def refuse(*arguments):
+        taken = submit(*arguments)
+        taken.set_exception(InvalidRequest("no"))
+        return taken
+
+    stage._engine.submit = refuse
+    stage.execute([request])
+    stage._outbox.close()
+    assert request.sender.final and stage._engine.cancelled == []
