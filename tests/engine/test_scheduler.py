@@ -174,9 +174,6 @@ def steps_of_a_job(beside=None, tokens=1, before=None):
     return [sum(end - start for _, start, end, _ in batch) for batch in runner.batches[begun:]], ahead
 
 
-EXPECTED = int(scheduling._EXPECTED_SHARE * 64)  # tokens of others in a step while a better priority is expected
-
-
 def cut(tokens, step):
     """So many tokens in steps of at most so many."""
     return [min(step, tokens - start) for start in range(0, tokens, step)]
@@ -186,14 +183,14 @@ def test_beside_questions_no_step_is_launched_behind_one_of_many_tokens():
     alone = steps_of_a_job()
     assert alone == steps_of_a_job(before=10) == steps_of_a_job(before=11)
     assert alone[0] == [64, 64, 32] and alone[1] > 0
-    assert steps_of_a_job(before=0) == (cut(160, EXPECTED), 0)
+    assert steps_of_a_job(before=0) == (alone[0], 0)
 
 
 def test_the_step_that_reads_a_question_has_few_tokens_of_a_job():
     first, *rest = steps_of_a_job(beside=0, tokens=3)[0]
     assert first == 12  # twice the most sequences
     # And the answer's next tokens.
-    assert EXPECTED <= max(rest) <= min(EXPECTED + 1, 64) and sum(rest) == 4 + 160 + 2 - first
+    assert max(rest) == 64 and sum(rest) == 4 + 160 + 2 - first
 
 
 def test_beside_an_answer_that_is_read_as_it_comes_steps_are_short():
@@ -217,7 +214,7 @@ def test_a_question_passes_a_long_prompt_that_is_half_read():
     engine.scheduler.check()
     assert spans_of(runner, 1) == [("question", 0, 50)]
     events += run(engine)
-    assert spans_of(runner, 2)[0] == ("page", 64, 64 + EXPECTED)  # from where it was
+    assert spans_of(runner, 2)[0] == ("page", 64, 128)  # from where it was
     assert ends(events) == dict.fromkeys(["question", "page", "next page"], "length")
 
 

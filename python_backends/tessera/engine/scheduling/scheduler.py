@@ -6,8 +6,8 @@ reading its prompt, and a long prompt takes only what decoding leaves. When bloc
 gives its own back and waits to be computed again: the first one always gets on, so every sequence gets its turn.
 
 Where sequences of several priorities come, the better one waits for the step under way and no more: while it is
-expected steps are shorter, and that which reads its prompt is short; where they fill the house, or a long prompt of
-theirs is half read, the last of them gives way. Where answers are long, prompts are read in short steps.
+expected none is launched behind it, and that which reads its prompt is short; where they fill the house, or a long
+prompt of theirs is half read, the last of them gives way. Where answers are long, prompts are read in short steps.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ _QUIET_BESIDE_LONG_ANSWERS_NS = 3_000_000
 _SHORT = 16  # tokens of an answer
 # But none waits for the others longer than that.
 _LONGEST_WAIT_NS = 100_000_000
-# While a better priority is expected the others' prompts fill steps only to this share; and only to the least where one
-# waits for what the step gives it: its first token, or the next one of an answer that is read as it comes.
-_EXPECTED_SHARE = 0.75
 # No step is launched behind one of so long: the later it is planned the more it knows of, and the less it is in the
 # way.
 _LONG_NS = 50_000_000
@@ -69,7 +66,6 @@ class Scheduler:
         self._gathers = gathers
         # Never so few that decodes could keep every prompt out.
         self._least_tokens = min(max_batched_tokens, 2 * max_sequences)
-        self._expected_tokens = max(int(_EXPECTED_SHARE * max_batched_tokens), self._least_tokens)
         self._ns_a_token: deque[float] = deque(maxlen=8)  # in the steps of late that tell
         self._full_tokens = max_batched_tokens  # of the next step, for prompts that nobody is waiting for
         self._expected = Expected()
@@ -198,10 +194,11 @@ class Scheduler:
         return max(0, min(pending, budget))
 
     def _step_tokens(self, priority: int) -> int:
-        """How many tokens a step may have for prompts of this priority."""
+        """How many tokens a step may have for prompts of this priority: few where a better one waits for what the step
+        gives it, its first token, or the next one of an answer that is read as it comes."""
         if self._hurried < priority:
             return min(self._least_tokens, self._full_tokens)
-        return min(self._full_tokens, self._expected_tokens) if self._expected.above(priority) else self._full_tokens
+        return self._full_tokens
 
     def _full_step(self) -> int:
         """The same where nobody is waiting for the step."""
