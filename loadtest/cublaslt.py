@@ -23,7 +23,7 @@ from tessera.checkpoint.config import CheckpointConfig
 from tessera.fp8.rows import E4M3, fp8_sums, quantize_rows
 
 if TYPE_CHECKING:
-    from bench_joules import Report, Sizes
+    from joules_account import Report, Sizes
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 14, E4M3: 28}
 COMPUTE_32F, R_32F, TRANSPOSE, WITH_BIAS = 68, 0, 1, 4

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import bench_attention
 import bench_joules
+import joules_account
 import pytest
 import torch
-from bench_joules import ASKS, Account, Ask, Language, Report, Sizes
 from energy import Cost, Repeater
 from gpu_power import Draw, GpuPower
+from joules_account import ASKS, Account, Ask, Language, Report, Sizes
 from tiny_checkpoints import Shape, hf_native
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -69,7 +70,7 @@ def test_the_parts_of_a_step_are_the_step(checkpoint, name, quantization):
 
 def test_kernels_of_ours_are_found_within_the_attention(checkpoint, monkeypatch):
     pytest.importorskip("triton", reason="they are written in triton, which is not installed")
-    monkeypatch.setattr(bench_joules, "EngineConfig", partial(EngineConfig, attention="triton"))
+    monkeypatch.setattr(joules_account, "EngineConfig", partial(EngineConfig, attention="triton"))
     language = Language(read_config(checkpoint), "cpu", "checkpoint", Sizes(tokens=40))
     calls = language.recorded(language.step(SimpleNamespace(prompt=30, picture_rows=8)))
     layers = len(language.model.layers)
@@ -175,7 +176,7 @@ def test_it_says_that_it_needs_a_gpu(monkeypatch):
 
 def test_a_decode_step_and_what_long_answers_cost(checkpoint, monkeypatch, capsys):
     pytest.importorskip("triton", reason="the attention that graphs can hold is written in it")
-    monkeypatch.setattr(bench_joules, "EngineConfig", partial(EngineConfig, attention="triton"))
+    monkeypatch.setattr(joules_account, "EngineConfig", partial(EngineConfig, attention="triton"))
     monkeypatch.setattr(bench_joules, "WRITERS", {"W4b": Ask(0, 30, decoded=8, together=4)})
     sizes = Sizes(tokens=60, tiles=2)
     language = Language(read_config(checkpoint), "cpu", "checkpoint", sizes)
