@@ -14,6 +14,8 @@ import argparse
 import heapq
 import itertools
 import random
+import shlex
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -141,13 +143,15 @@ def main() -> int:
     parser.add_argument("--answer", type=int, default=256, help="tokens")
     parser.add_argument("--seconds", type=float, default=30.0)
     options = parser.parse_args()
+    if options.seconds <= SKIPPED_MS / 1e3:
+        parser.error(f"the first {SKIPPED_MS / 1e3:g} s do not count; give more --seconds")
     simulation = Simulation(options.concurrency, options.tiles, options.prompt, options.answer, seed=1)
     scheduling.time = simulation  # type: ignore[assignment]  # its clock
     simulation.run(1e3 * options.seconds)
     rate = simulation.tokens / (options.seconds - SKIPPED_MS / 1e3)
     first = counting.percentile(sorted(simulation.first_tokens), 0.5)
     name = f"simulated.{options.prompt}to{options.answer}.c{options.concurrency}"
-    command = f'make bench NAME=scheduler ARGS="--concurrency {options.concurrency} ..."'
+    command = f'make bench NAME=scheduler ARGS="{shlex.join(sys.argv[1:])}"'
     figures.emit(f"{name}.tok_s", round(rate), "tok/s", command, ttft_p50_ms=round(first))
     return 0
 

@@ -305,6 +305,19 @@ def test_beside_long_answers_steps_read_as_much_of_a_prompt_however_many_decode(
     assert steps == [decoding + tokens for tokens in cut(480, scheduling._BESIDE_LONG_ANSWERS)]
 
 
+def test_beside_long_answers_what_could_not_begin_makes_no_step_longer(monkeypatch):
+    engine, runner = make_engine(num_blocks=9000, max_model_len=2000, max_batched_tokens=2048, max_sequences=4)
+    engine.scheduler._short_share = 0.0
+    monkeypatch.setattr(engine.scheduler, "_is_long", lambda tokens: tokens == 2048)
+    for number in range(3):
+        engine.submit(make_request([number], max_tokens=100, ignore_eos=True))
+    engine.step()
+    for number in range(40):  # 16,000 tokens, of which one prompt's could be read now
+        engine.submit(make_request([number] * 400, max_tokens=100, ignore_eos=True))
+    engine.step()
+    assert sum(end - start for _, start, end, _ in runner.batches[-1]) == 3 + scheduling._BESIDE_LONG_ANSWERS
+
+
 def test_steps_that_somebody_waits_for_are_no_longer_than_others(monkeypatch):
     engine, _ = make_engine(num_blocks=600, max_model_len=1100, max_batched_tokens=1024, max_sequences=400)
     scheduler = engine.scheduler

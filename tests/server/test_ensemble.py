@@ -275,19 +275,15 @@ def test_the_metrics_page_shows_the_engine(server, client, picture):
     answer = client.ask(picture, QUESTION, max_tokens=3, ignore_eos=True)
     deadline = time.monotonic() + 10
     # Requests of the tests before may still come to the page: this one's own tokens are waited for.
-    first_tokens = "tessera_time_to_first_token_seconds_count"
-    expected = total(before, "tessera_prompt_tokens_total") + answer.usage.prompt_tokens
-    while total(after := page(), "tessera_prompt_tokens_total") < expected or (
-        total(after, first_tokens) <= total(before, first_tokens)
-    ):
+    least = {
+        "tessera_time_to_first_token_seconds_count": 1,
+        "tessera_prompt_tokens_total": answer.usage.prompt_tokens,
+        "tessera_generated_tokens_total": 3,
+    }
+    while any(total(after, name) - total(before, name) < count for after in [page()] for name, count in least.items()):
         assert time.monotonic() < deadline, "the page is renewed four times a second"
         time.sleep(0.2)
-    grown = {
-        f: total(after, f) - total(before, f) for f in ("tessera_prompt_tokens_total", "tessera_generated_tokens_total")
-    }
-    assert grown["tessera_prompt_tokens_total"] >= answer.usage.prompt_tokens
-    assert grown["tessera_generated_tokens_total"] >= 3
-    assert total(after, "tessera_kv_blocks_total") > 0
+    assert total(page(), "tessera_kv_blocks_total") > 0
 
 
 def test_a_deadline_is_named_with_or_without_tokens(server, picture):

@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -129,3 +130,21 @@ def test_a_request_beyond_the_stages_memory_is_refused_and_others_are_not(stage)
 def test_a_stage_whose_forward_cannot_fit_does_not_start(stage):
     with pytest.raises(ConfigError, match="a forward of 64 tiles needs .* lower visual_infer_batch_size"):
         stage(memory_bytes=100 << 20, infer_batch_size=64)
+
+
+def test_the_page_has_what_is_held_and_what_waits(backend, monkeypatch):
+    gauges = {}
+
+    class Family(backend.MetricFamily):
+        def __init__(self, name, **about):
+            super().__init__(name, **about)
+            gauges[name] = self.values
+
+    monkeypatch.setattr(backend, "MetricFamily", Family)
+    page = tritonserver_model.page_of(SimpleNamespace(used_bytes=7, queue=[None] * 3))
+    wait_until(lambda: all(gauges.values()))
+    page.close()
+    assert {name: values[0] for name, values in gauges.items()} == {
+        "tessera_vision_row_bytes": 7.0,
+        "tessera_vision_requests_waiting": 3.0,
+    }

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tessera.tritonserver.failures import log_exception
+
 RENEW_SECONDS = 0.25
 _LOCK = threading.Lock()
 _FOR_GOOD: list[Any] = []  # a family leaves the page with its last reference
@@ -95,7 +97,10 @@ class Renewed:
 
     def _run(self) -> None:
         while True:
-            self._renew()
+            try:
+                self._renew()
+            except Exception as error:  # what the page lacks now it may have the next time
+                log_exception("metrics", error)
             if self._stop.wait(RENEW_SECONDS):
                 return
 

@@ -5,9 +5,10 @@ by rank (ranking.py). Nothing overtakes the head of that queue, so of the runnin
 reading its prompt, and a long prompt takes only what decoding leaves. When blocks run out, the last running sequence
 gives its own back and waits to be computed again: the first one always gets on, so every sequence gets its turn.
 
-Where sequences of several priorities come, the better one waits for the step under way and no more: while it is
-expected none is launched behind it, and that which reads its prompt is short; where they fill the house, or a long
-prompt of theirs is half read, the last of them gives way. Where answers are long, prompts are read in short steps.
+Where sequences of several priorities come, the better one waits for the step under way and no more: while such a one
+is expected no step is launched behind a long one, and that which reads its prompt is short; where the others fill the
+house, or a long prompt of theirs is half read, the last of them gives way. Where answers are long, prompts are read in
+short steps.
 """
 
 from __future__ import annotations
@@ -211,7 +212,8 @@ class Scheduler:
         return min(len(self.running) - len(reading) + read, self._max_batched_tokens)
 
     def _is_long(self, tokens: int) -> bool:
-        """Whether a step of so many tokens takes long, by the fastest of late: others had company on the GPU."""
+        """Whether a step of so many tokens takes long, by the fastest of the last that told: others had company on the
+        GPU."""
         return bool(self._ns_a_token) and tokens * min(self._ns_a_token) > _LONG_NS
 
     @property
