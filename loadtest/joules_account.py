@@ -152,11 +152,11 @@ def watch_step(recorded: RecordedCalls, model: Qwen2, attention: Any, decodes: b
     last = -1 if decodes else len(model.layers) - 1
     for number, layer in enumerate(model.layers):
         recorded.watch(layer.input_norm, "forward", "norm")
-        recorded.watch(layer.qkv, "unscaled", "qkv")
-        recorded.watch(layer.output, "unscaled", LAST if number == last else "output")
+        recorded.watch(layer.qkv, "unfinished", "qkv")
+        recorded.watch(layer.output, "unfinished", LAST if number == last else "output")
         recorded.watch(layer.post_norm, "forward", LAST if number == last else "norm")
         recorded.watch(layer.gate_up, "gated", LAST if number == last else "gate_up")
-        recorded.watch(layer.down, "unscaled", LAST if number == last else "down")
+        recorded.watch(layer.down, "unfinished", LAST if number == last else "down")
     recorded.watch(attention, "attend", lambda layer, *_: LAST if layer == last else "attention", completed)
     recorded.watch(model.norm, "forward", "norm" if decodes else LAST)
     recorded.watch(model, "logits", "head")

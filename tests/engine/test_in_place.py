@@ -36,20 +36,20 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def add_rms_norm(self, x, residual, weight, eps, fp8=False, scales=None):
-        self._add("norm", fp8, scales)
-        return reference.add_rms_norm(x, residual, weight, eps, fp8, scales)
+    def add_rms_norm(self, x, residual, weight, eps, fp8=False):
+        self._add("norm", fp8, isinstance(x, Fp8Sums))
+        return reference.add_rms_norm(x, residual, weight, eps, fp8)
 
     def silu_and_multiply(self, gate_up, fp8=False, scales=None):
-        self._add("activation", fp8, scales)
+        self._add("activation", fp8, scales is not None)
         return reference.silu_and_multiply(gate_up, fp8, scales)
 
     def rotate_and_store(self, qkv, *given):
-        self._add("rotation", False, None if isinstance(qkv, torch.Tensor) else qkv.scales)
-        reference.rotate_and_store(qkv, *given)
+        self._add("rotation", False, isinstance(qkv, Fp8Sums))
+        return reference.rotate_and_store(qkv, *given)
 
     def _add(self, name, fp8, scales):
-        self.calls.append(name + " fp8" * fp8 + " scales" * (scales is not None))
+        self.calls.append(name + " fp8" * fp8 + " scales" * scales)
 
     def take(self) -> list[str]:
         taken, self.calls = self.calls, []

@@ -40,6 +40,10 @@ class Fp8Sums(NamedTuple):
     scales: torch.Tensor  # float32 [n]
     bias: torch.Tensor | None = None  # [n]
 
+    @property
+    def rows(self) -> int:
+        return len(self.sums)
+
     def product(self) -> torch.Tensor:
         """[m, n]; on a GPU in the memory of the sums."""
         return rescale(*self)

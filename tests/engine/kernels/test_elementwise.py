@@ -15,6 +15,7 @@ from tessera.engine.kernels.add_rms_norm import add_rms_norm
 from tessera.engine.kernels.norm_heads import norm_heads
 from tessera.engine.kernels.rotate_and_store import rotate_and_store
 from tessera.engine.kernels.silu_multiply import silu_and_multiply
+from tessera.engine.kernels.unfinished import Partials
 from tessera.fp8.rows import E4M3, Fp8Rows, Fp8Sums, quantize_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -193,20 +194,45 @@ def test_silu_and_multiply_takes_sums_without_their_scales(fp8_equal, dtype, dev
     assert torch.equal(silu_and_multiply(sums, False, (x_scales, scales)), silu_and_multiply(rescaled))
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_add_rms_norm_takes_sums_without_their_scales(fp8_equal, dtype, device, generator, fp8):
-    sums, residual = torch.randn((2, 3, 100), dtype=dtype, device=device, generator=generator) * 50
-    weight = torch.randn(100, dtype=dtype, device=device, generator=generator)
-    x_scales = torch.rand((3, 1), device=device, generator=generator) / 10
-    scales = torch.rand(100, device=device, generator=generator)
-    rescaled = (sums.float() * (x_scales * scales)).to(dtype)
-    for kernel in (add_rms_norm, reference.add_rms_norm):
-        expected, expected_sum = kernel(rescaled, residual.clone(), weight, EPS, fp8)
-        actual, total = kernel(sums.clone(), residual.clone(), weight, EPS, fp8, (x_scales, scales))
-        same(total, expected_sum)
-        (fp8_equal if fp8 else same)(actual, expected)
+def unfinished(kind, dtype, device, generator, m, n):
+    """An unfinished product twice, for who overwrites it, and the product."""
+    bias = torch.randn(n, dtype=dtype, device=device, generator=generator) if "bias" in kind else None
+    if "parts" in kind:
+        parts = torch.randn((3, m, n), device=device, generator=generator)
+        total = parts[0] + parts[1] + parts[2]
+        product = (total if bias is None else total + bias.float()).to(dtype)
+        return [Partials(parts, bias, dtype)] * 2, product
+    sums = (torch.randn((m, n), device=device, generator=generator) * 100).to(dtype)
+    x_scales = torch.rand((m, 1), device=device, generator=generator) / 10
+    scales = torch.rand(n, device=device, generator=generator)
+    total = sums.float() * (x_scales * scales)
+    product = (total if bias is None else total + bias.float()).to(dtype)
+    return [Fp8Sums(sums.clone(), x_scales, scales, bias) for _ in range(2)], product
+
+
+UNFINISHED = pytest.mark.parametrize("kind", ["sums", "sums and bias", "parts", "parts and bias"])
+
+
+@UNFINISHED
+def test_an_unfinished_product_finishes_itself(dtype, device, generator, kind):
+    (given, _), product = unfinished(kind, dtype, device, generator, 3, 100)
+    assert given.rows == 3
+    close(given.product(), product)
+
+
+@UNFINISHED
+@pytest.mark.parametrize("fp8", [True, False])
+def test_add_rms_norm_finishes_a_product(fp8_equal, dtype, device, generator, fp8, kind):
+    given, product = unfinished(kind, dtype, device, generator, 3, 100)
+    residual = torch.randn((3, 100), dtype=dtype, device=device, generator=generator)
+    weight = torch.rand(100, dtype=dtype, device=device, generator=generator)
+    for kernel, each in zip((add_rms_norm, reference.add_rms_norm), given):
+        expected, expected_total = kernel(product, residual.clone(), weight, EPS, fp8)
+        actual, total = kernel(each, residual.clone(), weight, EPS, fp8)
+        fp8_equal(actual, expected) if fp8 else close(actual, expected)
+        close(total, expected_total)
     with pytest.raises(ValueError, match="without a residual"):
-        add_rms_norm(sums, None, weight, EPS, fp8, (x_scales, scales))
+        add_rms_norm(given[0], None, weight, EPS, fp8)
 
 
 def test_the_quantizing_twins(dtype, device, generator):
@@ -250,19 +276,16 @@ def test_rotate_and_store(dtype, device, generator, n, heads, kv_heads, size):
     assert torch.equal(values, expected_values)
 
 
-@pytest.mark.parametrize("biased", [True, False])
+@UNFINISHED
 @pytest.mark.parametrize(("n", "heads", "kv_heads", "size"), [(1, 28, 4, 128), (4, 2, 2, 80), (3, 7, 3, 64)])
-def test_rotate_and_store_completes_a_product(dtype, device, generator, n, heads, kv_heads, size, biased):
-    sums, cos, sin = rows(dtype, device, generator, n, heads, kv_heads, size)
-    x_scales = torch.rand((n, 1), device=device, generator=generator) + 0.5
-    scales = torch.rand(sums.shape[1], device=device, generator=generator) + 0.5
-    bias = torch.randn(sums.shape[1], dtype=dtype, device=device, generator=generator) if biased else None
+def test_rotate_and_store_finishes_a_product(dtype, device, generator, n, heads, kv_heads, size, kind):
+    qkv, cos, sin = rows(dtype, device, generator, n, heads, kv_heads, size)
+    given, product = unfinished(kind, dtype, device, generator, *qkv.shape)
     slots = torch.tensor([5, -1, 0, 11], device=device)[:n]
     (keys, values), twins = torch.zeros((2, 2, 3, 4, kv_heads, size), dtype=dtype, device=device)
-    expected = sums.clone()
-    reference.rotate_and_store(Fp8Sums(expected, x_scales, scales, bias), cos, sin, slots, *twins, heads)
-    rotate_and_store(Fp8Sums(sums, x_scales, scales, bias), cos, sin, slots, keys, values, heads)
-    close(sums, expected)
+    expected = reference.rotate_and_store(product, cos, sin, slots, *twins, heads)
+    close(reference.rotate_and_store(given[0], cos, sin, slots, *torch.zeros_like(twins), heads), expected)
+    close(rotate_and_store(given[1], cos, sin, slots, keys, values, heads), expected)
     close(keys, twins[0])
     close(values, twins[1])
 

@@ -11,11 +11,14 @@ pytest.importorskip("triton", reason="the kernels are written in triton, which i
 
 from tessera.engine.kernels.skinny_linear import (
     SkinnyPlan,
+    add_partials,
     plan_skinny,
     plan_skinny_gate_up,
     skinny_gate_up,
     skinny_linear,
+    skinny_unfinished,
 )
+from tessera.engine.kernels.unfinished import Partials
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SHAPES = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (151680, 3584)]
@@ -54,6 +57,16 @@ def test_linear_with_splits_and_odd_columns(half, device, generator, splits, blo
     out = skinny_linear(x, weight, bias, plan=SkinnyPlan(block_n, 64, splits))
     assert out.dtype == half
     close(out, exact(x, weight) + bias.float())
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_what_a_split_leaves_becomes_the_same_product(half, device, generator, has_bias):
+    x, weight = operands(half, device, generator, 3, 40, 320)
+    bias = torch.randn(40, dtype=half, device=device, generator=generator) if has_bias else None
+    split, whole = (skinny_unfinished(x, weight, bias, SkinnyPlan(16, 64, splits)) for splits in (3, 1))
+    assert isinstance(split, Partials) and split.rows == 3 and isinstance(whole, torch.Tensor)
+    assert torch.equal(add_partials(split), skinny_linear(x, weight, bias, SkinnyPlan(16, 64, 3)))
+    close(split.product(), whole.float())
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from tessera.engine.cache.kv_storage import KvStorage
+from tessera.engine.kernels.unfinished import Unfinished
 from tessera.errors import ConfigError
-from tessera.fp8.rows import Fp8Sums
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ class AttentionBackend(ABC):
         the storage gives it back.
         """
 
-    def attend(self, layer: int, qkv: torch.Tensor | Fp8Sums, step: AttentionStep) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor | Unfinished, step: AttentionStep) -> torch.Tensor:
         """qkv [n, (heads + 2 * kv_heads) * head_dim] -> [n or m, heads * head_dim]."""
-        if isinstance(qkv, Fp8Sums):
+        if not isinstance(qkv, torch.Tensor):
             qkv = qkv.product()
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
         split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, self.shape.head_dim)

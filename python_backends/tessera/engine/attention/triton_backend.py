@@ -18,9 +18,9 @@ from tessera.engine.attention.backend import (
 from tessera.engine.cache.kv_storage import KvStorage
 from tessera.engine.kernels.paged_decode import choose_splits, decode_attention
 from tessera.engine.kernels.rotate_and_store import rotate_and_store
+from tessera.engine.kernels.unfinished import Unfinished
 from tessera.engine.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
 from tessera.engine.transfer import load, to_device
-from tessera.fp8.rows import Fp8Sums
 
 # Contexts that the number of splits is chosen for where a CUDA graph cannot know them.
 _USUAL_CONTEXT = 4096
@@ -114,14 +114,12 @@ class TritonBackend(AttentionBackend):
     def static_pieces(self, most_sequences: int, most_tokens: int, most_blocks: int) -> StaticPieces:
         return _StaticPieces(self, most_sequences, most_tokens, most_blocks)
 
-    def attend(self, layer: int, qkv: torch.Tensor | Fp8Sums, step: AttentionStep) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor | Unfinished, step: AttentionStep) -> torch.Tensor:
         """Rotates the queries in ``qkv`` itself."""
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
         keys, values, *scales = self.storage.tensors(layer)
-        rotate_and_store(qkv, step.cos, step.sin, step.slots, keys, values, heads, *scales)
-        if isinstance(qkv, Fp8Sums):
-            qkv = qkv.sums  # which are complete now
-        q, k, v = qkv.view(qkv.shape[0], -1, self.shape.head_dim).split((heads, kv_heads, kv_heads), dim=1)
+        rotated = rotate_and_store(qkv, step.cos, step.sin, step.slots, keys, values, heads, *scales)
+        q, k, v = rotated.view(rotated.shape[0], -1, self.shape.head_dim).split((heads, kv_heads, kv_heads), dim=1)
         if step.rows is not None:
             q = q[step.rows]
         return self._attend(layer, q, k, v, step.plan).flatten(1)

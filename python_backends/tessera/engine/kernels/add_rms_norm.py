@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tessera.engine.kernels.unfinished import Partials, Unfinished
 from tessera.fp8.early_launch import early_launch, wait_for_previous
 from tessera.fp8.kernels import inverse_of, largest_of, scale_of
 from tessera.fp8.rows import Fp8Rows, empty_rows
@@ -14,36 +15,42 @@ MAX_SIZE = 8192
 
 
 def add_rms_norm(
-    x: torch.Tensor,
+    x: torch.Tensor | Unfinished,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
     fp8: bool = False,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
     """x and residual [n, size], weight [size], all contiguous, of one dtype -> (normalised [n, size], residual).
 
     ``residual += x`` happens in place and is rounded to the dtype, as ``residual.add_(x)``; without a residual, x is
     the one returned. Statistics are float32; the normalised value is rounded to the dtype before it meets the weight.
     ``fp8``: the normalised rows leave quantized, as by :func:`tessera.fp8.rows.quantize_rows` after the rounding.
-    ``scales``: x still lacks those of its rows [n, 1] and columns [size] (:func:`tessera.fp8.rows.fp8_sums`); it is
-    rescaled and rounded first. ValueError for a size over 8192, tensors that are not contiguous, or scales without a
-    residual, as the sum would have no place.
+    An unfinished product is finished and rounded first. ValueError for a size over 8192, tensors that are not
+    contiguous, or an unfinished product without a residual, as the sum would have no place.
     """
-    n, size = x.shape
+    x_scales = scales = bias = None
+    parts = 0
+    if not isinstance(x, torch.Tensor):
+        if residual is None:
+            raise ValueError("add_rms_norm: an unfinished product without a residual")
+        if isinstance(x, Partials):
+            bias, x = x.bias, x.parts
+            parts = len(x)
+        else:
+            x, x_scales, scales, bias = x
+    n, size = x.shape[-2:]
     if size > MAX_SIZE:
         raise ValueError(f"add_rms_norm: rows of at most {MAX_SIZE} values, not {size}")
     if not (x.is_contiguous() and (residual is None or residual.is_contiguous())):
         raise ValueError("add_rms_norm: x and residual must be contiguous")
-    if scales is not None and residual is None:
-        raise ValueError("add_rms_norm: scales without a residual")
     rows = empty_rows(n, size, x.device) if fp8 else None
-    out = torch.empty_like(x) if rows is None else rows.values
+    out = torch.empty((n, size), dtype=weight.dtype, device=x.device) if rows is None else rows.values
     block = triton.next_power_of_2(size)
     if n:
-        given, made = scales or (None, None), None if rows is None else rows.scales
-        options = {"BLOCK": block, "num_warps": _warps(n, block), **early_launch(x.device)}
-        _add_rms_norm[(n,)](x, *given, residual, weight, out, made, size, eps, **options)
+        given, made = (x, x_scales, scales, bias), None if rows is None else rows.scales
+        options = {"PARTS": parts, "BLOCK": block, "num_warps": _warps(n, block), **early_launch(x.device)}
+        _add_rms_norm[(n,)](*given, residual, weight, out, made, size, eps, **options)
     return out if rows is None else rows, x if residual is None else residual
 
 
@@ -55,20 +62,26 @@ def _warps(n: int, block: int) -> int:
 
 @triton.jit
 def _add_rms_norm(
-    x, x_scales, x_column_scales, residual, weight, out, scales, size, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    x, x_scales, x_column_scales, bias, residual, weight, out, scales, size, eps,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a row; ``out`` is e4m3 where there are ``scales``."""
+    """One program a row; ``out`` is e4m3 where there are ``scales``, x [PARTS, n, size] where it comes in parts."""
     wait_for_previous(EARLY)
     start = tl.program_id(0).to(tl.int64) * size
     column = tl.arange(0, BLOCK)
     inside = column < size
-    dtype = x.dtype.element_ty
+    dtype = weight.dtype.element_ty
     # Asked for before the reduction, so that its way from the cache hides behind the row's.
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     row = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
     if x_scales is not None:
         columns = tl.load(x_column_scales + column, mask=inside, other=0.0)
-        row = (row * (tl.load(x_scales + tl.program_id(0)) * columns)).to(dtype).to(tl.float32)
+        row *= tl.load(x_scales + tl.program_id(0)) * columns
+    for part in tl.static_range(1, PARTS):
+        row += tl.load(x + part * tl.num_programs(0) * size + start + column, mask=inside, other=0.0)
+    if bias is not None:
+        row += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    row = row.to(dtype).to(tl.float32)
     if residual is not None:
         row += tl.load(residual + start + column, mask=inside, other=0.0).to(tl.float32)
         rounded = row.to(dtype)

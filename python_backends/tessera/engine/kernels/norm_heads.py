@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tessera.fp8.early_launch import early_launch, wait_for_previous
+
 
 def norm_heads(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, kv_heads: int, eps: float) -> None:
     """Normalises each head of q and k in place in qkv [n, (heads + 2 * kv_heads) * d]; the weights are [d].
@@ -34,6 +36,7 @@ def norm_heads(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor
             HEAD_BLOCK=head_block,
             BLOCK=block,
             num_warps=min(max(head_block * block // 2048, 1), 16),  # 64 values a thread
+            **early_launch(qkv.device),
         )
 
 
@@ -49,8 +52,10 @@ def _norm_heads(
     SIZE: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program a token: its heads are neighbours in memory."""
+    wait_for_previous(EARLY)
     row = qkv + tl.program_id(0).to(tl.int64) * width
     head = tl.arange(0, HEAD_BLOCK)[:, None]
     column = tl.arange(0, BLOCK)[None, :]

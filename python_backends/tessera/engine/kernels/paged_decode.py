@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tessera.fp8.early_launch import early_launch, wait_for_previous
+
 MAX_SPLITS = 32
 _TOKENS_A_SPLIT = 128
 _WAVES = 2
@@ -137,6 +139,7 @@ def decode_attention(
         SPLITS=splits,
         num_warps=plan.warps,
         num_stages=plan.stages,
+        **early_launch(q.device),
     )
     if splits > 1:
         _merge_kernel[(heads, sequences)](
@@ -149,6 +152,7 @@ def decode_attention(
             COLUMNS=triton.next_power_of_2(head_dim),
             SPLITS=splits,
             num_warps=1,
+            **early_launch(q.device),
         )
     return out
 
@@ -181,8 +185,10 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One split of one sequence's context for the query heads of one key head."""
+    wait_for_previous(EARLY)
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -259,8 +265,10 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The mean of one head's splits, weighted by the sums of their exponentials (log2 in ``weights``)."""
+    wait_for_previous(EARLY)
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     part = (sequence * HEADS + head) * SPLITS + tl.arange(0, SPLITS)

@@ -5,25 +5,24 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tessera.engine.kernels.unfinished import Partials, Unfinished
 from tessera.engine.kernels.w4_layout import PackedW4, unpack
-from tessera.fp8.rows import Fp8Rows, Fp8Sums, fp8_linear, quantize_rows, rescale
+from tessera.fp8.rows import Fp8Rows, fp8_linear, quantize_rows, rescale
 
 
 def add_rms_norm(
-    x: torch.Tensor,
+    x: torch.Tensor | Unfinished,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
     fp8: bool = False,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
     """x, residual [n, size], weight [size] -> (normalised, residual); residual is changed in place, None means x.
 
-    ``fp8``: the normalised rows leave quantized. ``scales``: x is a product of e4m3 values that still lacks those of
-    its rows [n, 1] and columns [size].
+    ``fp8``: the normalised rows leave quantized.
     """
-    if scales is not None:
-        x = rescale(x, *scales, None)
+    if not isinstance(x, torch.Tensor):
+        x = x.product()
     residual = x if residual is None else residual.add_(x)
     normalised = F.rms_norm(residual.float(), (x.shape[-1],), None, eps).to(x.dtype)
     scaled = weight * normalised
@@ -54,7 +53,7 @@ def silu_and_multiply(
 
 
 def rotate_and_store(
-    qkv: torch.Tensor | Fp8Sums,
+    qkv: torch.Tensor | Unfinished,
     cos: torch.Tensor,
     sin: torch.Tensor,
     slots: torch.Tensor,
@@ -63,14 +62,14 @@ def rotate_and_store(
     heads: int,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
-) -> None:
+) -> torch.Tensor:
     """Rotates q and k inside qkv [n, (heads + 2 * kv_heads) * d], stores k and v at slots int64 [n] unless negative.
 
     cos, sin float32 [n, d / 2]; keys, values [blocks, block_size, kv_heads, d], in e4m3 with scales float32
-    [blocks, block_size, kv_heads]. A product that lacks its scales is completed first, in its own memory.
+    [blocks, block_size, kv_heads]. An unfinished product is finished first. Returns qkv.
     """
-    if isinstance(qkv, Fp8Sums):
-        qkv = qkv.sums.copy_(qkv.product())
+    if not isinstance(qkv, torch.Tensor):
+        qkv = qkv.product()
     kv_heads, size = keys.shape[2:]
     split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, size)
     rotated = split[:, : heads + kv_heads]
@@ -85,10 +84,18 @@ def rotate_and_store(
             scales.view(-1, kv_heads)[slots[stored]] = rows.scales.view(-1, kv_heads)
             cache, new = cache.view(torch.uint8), rows.values.view(torch.uint8).view(new.shape)
         cache.view(-1, kv_heads, size)[slots[stored]] = new
+    return qkv
 
 
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [m, k], weight [n, k], bias [n] -> [m, n]."""
+    return F.linear(x, weight, bias)
+
+
+def skinny_unfinished(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor | Partials:
+    """The same; here it is finished."""
     return F.linear(x, weight, bias)
 
 

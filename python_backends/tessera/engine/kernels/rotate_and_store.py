@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tessera.fp8.rows import Fp8Sums
+from tessera.engine.kernels.unfinished import Partials, Unfinished
+from tessera.fp8.early_launch import early_launch, wait_for_previous
 
 # As in tessera/fp8/rows.py.
 _LARGEST = tl.constexpr(448.0)
@@ -14,7 +15,7 @@ _SMALLEST_SCALE = tl.constexpr(1e-12)
 
 
 def rotate_and_store(
-    qkv: torch.Tensor | Fp8Sums,
+    qkv: torch.Tensor | Unfinished,
     cos: torch.Tensor,
     sin: torch.Tensor,
     slots: torch.Tensor,
@@ -23,8 +24,8 @@ def rotate_and_store(
     heads: int,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
-) -> None:
-    """Rotates q and k in place in qkv, and copies the rotated k and the v to their slots of the cache.
+) -> torch.Tensor:
+    """Rotates q and k in place in qkv, and copies the rotated k and the v to their slots of the cache. Returns qkv.
 
     qkv [n, (heads + 2 * kv_heads) * d]; cos, sin float32 [n, d / 2] rotate the first half of a head against its
     second; slots int64 [n], each ``block * block_size + offset``, negative where nothing is to be stored (a padded
@@ -32,16 +33,18 @@ def rotate_and_store(
     [blocks, block_size, kv_heads], which are set as :func:`tessera.fp8.rows.quantize_rows` does for a head. All are
     contiguous, else ValueError, as for a qkv of another width. The rotation is float32 and rounded once.
 
-    Of a product that lacks its scales the sums become qkv, rounded as :func:`tessera.fp8.rows.rescale` rounds, and are
-    then rotated: a launch is saved.
+    An unfinished product is finished and rounded first: an FP8 product's sums become qkv, and parts get a new one.
     """
-    x_scales = scales = bias = None
-    if isinstance(qkv, Fp8Sums):
+    parts = x_scales = scales = bias = None
+    if isinstance(qkv, Partials):
+        parts, bias, dtype = qkv
+        qkv = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    elif not isinstance(qkv, torch.Tensor):
         qkv, x_scales, scales, bias = qkv
     n, (kv_heads, size) = len(qkv), keys.shape[2:]
     if qkv.shape[1] != (heads + 2 * kv_heads) * size:
         raise ValueError(f"rotate_and_store: {qkv.shape[1]} values a row are not {heads} + 2 * {kv_heads} of {size}")
-    given = (qkv, cos, sin, slots, keys, values, key_scales, value_scales, x_scales, scales, bias)
+    given = (qkv, cos, sin, slots, keys, values, key_scales, value_scales, parts, x_scales, scales, bias)
     if not all(tensor.is_contiguous() for tensor in given if tensor is not None):
         raise ValueError("rotate_and_store: every tensor must be contiguous")
     if n:
@@ -54,9 +57,11 @@ def rotate_and_store(
             values,
             key_scales,
             value_scales,
+            parts,
             x_scales,
             scales,
             bias,
+            PARTS=0 if parts is None else len(parts),
             HEADS=heads,
             KV_HEADS=kv_heads,
             HALF=size // 2,
@@ -64,7 +69,9 @@ def rotate_and_store(
             KV_BLOCK=triton.next_power_of_2(kv_heads),
             HALF_BLOCK=triton.next_power_of_2(size // 2),
             num_warps=4,
+            **early_launch(qkv.device),
         )
+    return qkv
 
 
 @triton.jit
@@ -77,19 +84,24 @@ def _rotate_and_store(
     values,
     key_scales,
     value_scales,
+    parts,
     x_scales,
     scales,
     bias,
+    PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     ROTATED_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program a token: its angles are read once, and q, k and v are neighbours in memory."""
+    wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
-    row = qkv + token * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
+    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * 2 * HALF
+    row = qkv + token * WIDTH
     slot = tl.load(slots + token)
     stored = slot >= 0
     cache_row = slot * (KV_HEADS * 2 * HALF)
@@ -101,25 +113,18 @@ def _rotate_and_store(
     head = tl.arange(0, ROTATED_BLOCK)[:, None]
     inside = (head < HEADS + KV_HEADS) & (angle < HALF)[None, :]
     at = head * (2 * HALF) + angle[None, :]
-    first = tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(row + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    first = _finished(qkv, parts, x_scales, scales, bias, token, at, inside, PARTS, WIDTH)
+    second = _finished(qkv, parts, x_scales, scales, bias, token, at + HALF, inside, PARTS, WIDTH)
 
     kv_head = tl.arange(0, KV_BLOCK)[:, None]
     v_inside = (kv_head < KV_HEADS) & (angle < HALF)[None, :]
     v_at = kv_head * (2 * HALF) + angle[None, :]
-    v_row = row + (HEADS + KV_HEADS) * 2 * HALF
-    v_first = tl.load(v_row + v_at, mask=v_inside, other=0.0)
-    v_second = tl.load(v_row + v_at + HALF, mask=v_inside, other=0.0)
-
-    if x_scales is not None:
-        x_scale = tl.load(x_scales + token)
-        v_column = (HEADS + KV_HEADS) * 2 * HALF + v_at
-        first = _finished(first, x_scale, scales, bias, at, inside, qkv)
-        second = _finished(second, x_scale, scales, bias, at + HALF, inside, qkv)
-        v_first = _finished(v_first, x_scale, scales, bias, v_column, v_inside, qkv).to(qkv.dtype.element_ty)
-        v_second = _finished(v_second, x_scale, scales, bias, v_column + HALF, v_inside, qkv).to(qkv.dtype.element_ty)
-        tl.store(v_row + v_at, v_first, mask=v_inside)
-        tl.store(v_row + v_at + HALF, v_second, mask=v_inside)
+    v_column = (HEADS + KV_HEADS) * 2 * HALF + v_at
+    v_first = _finished(qkv, parts, x_scales, scales, bias, token, v_column, v_inside, PARTS, WIDTH)
+    v_second = _finished(qkv, parts, x_scales, scales, bias, token, v_column + HALF, v_inside, PARTS, WIDTH)
+    if PARTS > 0 or x_scales is not None:
+        tl.store(row + v_column, v_first.to(qkv.dtype.element_ty), mask=v_inside)
+        tl.store(row + v_column + HALF, v_second.to(qkv.dtype.element_ty), mask=v_inside)
 
     rotated_first = (first * cosine - second * sine).to(qkv.dtype.element_ty)
     rotated_second = (second * cosine + first * sine).to(qkv.dtype.element_ty)
@@ -137,8 +142,7 @@ def _rotate_and_store(
         k_inverse, v_inverse = tl.div_rn(1.0, k_scale), tl.div_rn(1.0, v_scale)
         rotated_first = rotated_first.to(tl.float32) * k_inverse
         rotated_second = rotated_second.to(tl.float32) * k_inverse
-        v_first = v_first.to(tl.float32) * v_inverse
-        v_second = v_second.to(tl.float32) * v_inverse
+        v_first, v_second = v_first * v_inverse, v_second * v_inverse
     tl.store(k_at, rotated_first.to(keys.dtype.element_ty), mask=k_inside)
     tl.store(k_at + HALF, rotated_second.to(keys.dtype.element_ty), mask=k_inside)
     v_cache = values + cache_row + v_at
@@ -147,9 +151,16 @@ def _rotate_and_store(
 
 
 @triton.jit
-def _finished(sums, x_scale, scales, bias, column, inside, qkv):
-    """A product's sums and their columns -> the product, rounded to qkv's dtype, as float32."""
-    value = sums.to(tl.float32) * (x_scale * tl.load(scales + column, mask=inside, other=0.0))
+def _finished(
+    qkv, parts, x_scales, scales, bias, token, column, inside, PARTS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Columns of a token's q, k and v, rounded to qkv's dtype, as float32."""
+    at = token * WIDTH + column
+    value = tl.load((qkv if PARTS == 0 else parts) + at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(parts + part * tl.num_programs(0) * WIDTH + at, mask=inside, other=0.0)
+    if x_scales is not None:
+        value *= tl.load(x_scales + token) * tl.load(scales + column, mask=inside, other=0.0)
     if bias is not None:
         value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     return value.to(qkv.dtype.element_ty).to(tl.float32)

@@ -12,6 +12,7 @@ import triton
 
 from tessera.engine.kernels.skinny_linear import (
     SkinnyPlan,
+    add_partials,
     check_plan,
     multiply,
     multiprocessors,
@@ -69,6 +70,5 @@ def skinny_fp8(
         raise ValueError("skinny_fp8: x and weight must be contiguous and of float8_e4m3fn")
     plan = plan or plan_skinny_fp8(m, n, k, multiprocessors(weight.device))
     check_plan(plan, k)
-    out = torch.empty((m, n), dtype=dtype, device=weight.device)
-    multiply(x.values, weight, x.scales, scales, bias, out, plan)
-    return out
+    product = multiply(x.values, weight, x.scales, scales, bias, dtype, plan)
+    return product if isinstance(product, torch.Tensor) else add_partials(product)

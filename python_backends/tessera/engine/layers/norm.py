@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from tessera.engine.kernels.selection import layer_kernels
-from tessera.fp8.rows import Fp8Rows, Fp8Sums
+from tessera.engine.kernels.unfinished import Unfinished
+from tessera.fp8.rows import Fp8Rows
 
 
 class RmsNorm(nn.Module):
@@ -19,13 +20,10 @@ class RmsNorm(nn.Module):
         self._add_and_normalise = layer_kernels(device.type).add_rms_norm
 
     def forward(
-        self, x: torch.Tensor | Fp8Sums, residual: torch.Tensor | None, fp8: bool = False
+        self, x: torch.Tensor | Unfinished, residual: torch.Tensor | None, fp8: bool = False
     ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
         """x [n, size] and residual [n, size] or None -> (normalised sum, sum); residual may be overwritten.
 
         ``fp8``: the normalised sum is quantized, a row at a time.
         """
-        weight = self.get_buffer("weight")
-        if isinstance(x, Fp8Sums):
-            return self._add_and_normalise(x.sums, residual, weight, self._eps, fp8, (x.x_scales, x.scales))
-        return self._add_and_normalise(x, residual, weight, self._eps, fp8)
+        return self._add_and_normalise(x, residual, self.get_buffer("weight"), self._eps, fp8)

@@ -16,12 +16,12 @@ from torch import nn
 
 from tessera.checkpoint.weights import Target, copy_whole
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, HeadShape
+from tessera.engine.kernels.unfinished import Unfinished
 from tessera.engine.layers.embedding import Embedding
 from tessera.engine.layers.norm import RmsNorm
 from tessera.engine.layers.rotary import Rotary
 from tessera.engine.quantization.scheme import Linear, Rows, SchemeSelector, stacked
 from tessera.errors import CheckpointError
-from tessera.fp8.rows import Fp8Sums
 
 if TYPE_CHECKING:
     from tessera.checkpoint.config import TextConfig
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _HEAD_MULTIPLE = 16
 
-#: x and residual [n, hidden] between two layers; x may still lack an FP8 product's scales; no residual yet: None
-Stream = tuple["torch.Tensor | Fp8Sums", "torch.Tensor | None"]
+#: x and residual [n, hidden] between two layers; x may be unfinished; no residual yet: None
+Stream = tuple["torch.Tensor | Unfinished", "torch.Tensor | None"]
 
 
 @dataclass(frozen=True)
@@ -79,22 +79,22 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor | Fp8Sums,
+        x: torch.Tensor | Unfinished,
         residual: torch.Tensor | None,
         attention: AttentionBackend,
         step: AttentionStep,
-    ) -> tuple[torch.Tensor | Fp8Sums, torch.Tensor]:
-        """x and residual [n, hidden] -> the same behind this layer; x may still lack an FP8 product's scales."""
-        rows = len(x.sums if isinstance(x, Fp8Sums) else x)
+    ) -> tuple[torch.Tensor | Unfinished, torch.Tensor]:
+        """x and residual [n, hidden] -> the same behind this layer; x may be unfinished."""
+        rows = len(x) if isinstance(x, torch.Tensor) else x.rows
         normal, residual = self.input_norm(x, residual, self.qkv.takes_fp8(rows))
-        attended = attention.attend(self.index, self.heads(self.qkv.unscaled(normal, with_bias=True)), step)
+        attended = attention.attend(self.index, self.heads(self.qkv.unfinished(normal)), step)
         if step.rows is not None:
             residual = residual[step.rows]
         rows = len(residual)
-        normal, residual = self.post_norm(self.output.unscaled(attended), residual, self.gate_up.takes_fp8(rows))
-        return self.down.unscaled(self.gate_up.gated(normal, self.down.takes_fp8(rows))), residual
+        normal, residual = self.post_norm(self.output.unfinished(attended), residual, self.gate_up.takes_fp8(rows))
+        return self.down.unfinished(self.gate_up.gated(normal, self.down.takes_fp8(rows))), residual
 
-    def heads(self, qkv: torch.Tensor | Fp8Sums) -> torch.Tensor | Fp8Sums:
+    def heads(self, qkv: torch.Tensor | Unfinished) -> torch.Tensor | Unfinished:
         """What becomes of q, k and v [n, (heads + 2 * kv_heads) * head_dim] before their rotation: here nothing."""
         return qkv
 

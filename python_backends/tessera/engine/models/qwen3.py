@@ -12,10 +12,10 @@ import torch
 
 from tessera.checkpoint.weights import Target
 from tessera.engine.kernels.selection import layer_kernels
+from tessera.engine.kernels.unfinished import Unfinished
 from tessera.engine.layers.norm import RmsNorm
 from tessera.engine.models.qwen2 import DecoderLayer, Qwen2, norm_targets
 from tessera.engine.quantization.scheme import SchemeSelector
-from tessera.fp8.rows import Fp8Sums
 
 if TYPE_CHECKING:
     from tessera.checkpoint.config import TextConfig
@@ -32,9 +32,9 @@ class Qwen3Layer(DecoderLayer):
         self.k_norm = RmsNorm(config.head_dim, config.rms_norm_eps, dtype, device)
         self._kv_heads, self._eps = config.num_key_value_heads, config.rms_norm_eps
 
-    def heads(self, qkv: torch.Tensor | Fp8Sums) -> torch.Tensor:
+    def heads(self, qkv: torch.Tensor | Unfinished) -> torch.Tensor:
         """Normalises the heads of q and k in ``qkv`` itself."""
-        if isinstance(qkv, Fp8Sums):
+        if not isinstance(qkv, torch.Tensor):
             qkv = qkv.product()
         weights = self.q_norm.get_buffer("weight"), self.k_norm.get_buffer("weight")
         layer_kernels(qkv.device.type).norm_heads(qkv, *weights, self._kv_heads, self._eps)

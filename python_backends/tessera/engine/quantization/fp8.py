@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from tessera.checkpoint.weights import plain
+from tessera.engine.kernels.unfinished import Unfinished
 from tessera.engine.quantization.measured import MeasuredScheme, Ways, has_units, products_for, rows_of
 from tessera.engine.quantization.scheme import Linear, Stored
 from tessera.errors import CheckpointError
-from tessera.fp8.rows import E4M3, Fp8Rows, Fp8Sums, quantize_rows, quantize_weight
+from tessera.fp8.rows import E4M3, Fp8Rows, quantize_rows, quantize_weight
 
 BLOCK = 128
 
@@ -102,10 +103,8 @@ class Fp8(MeasuredScheme):
             return self._apply_dequantized(layer, x)
         return self.multiply(layer, x, self.way(layer, rows_of(x)))
 
-    def apply_unscaled(
-        self, layer: Linear, x: torch.Tensor | Fp8Rows, with_bias: bool = False
-    ) -> torch.Tensor | Fp8Sums:
-        return self.apply(layer, x) if layer.scales is None else super().apply_unscaled(layer, x, with_bias)
+    def apply_unfinished(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
+        return self.apply(layer, x) if layer.scales is None else super().apply_unfinished(layer, x)
 
     def quantized(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> Fp8Rows:
         return x if isinstance(x, Fp8Rows) else quantize_rows(x.contiguous(), layer.input_scale)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -39,15 +40,13 @@ class InPlace:
     """
 
     def __init__(self, shape: LinearShape, rows: int, device: torch.device) -> None:
-        self._place, self._rows = shape.place, rows
-
-        def normal(*sizes: int) -> torch.Tensor:
-            return torch.randn(sizes, dtype=shape.dtype, device=device)
+        self._shape, self._rows, self._device = shape, rows, device
+        self._place = shape.place
+        normal = self._normal
 
         hidden = shape.outputs if shape.place in ("output", "down") else shape.inputs
         self._residual = normal(rows, hidden)
         self._x = normal(rows, 2 * shape.inputs if shape.place == "down" else shape.inputs)
-        self._y = normal(rows, 0 if shape.place == "alone" else shape.outputs)  # for what is behind
         self._norm = RmsNorm(hidden, 1e-6, shape.dtype, device)
         self._norm.get_buffer("weight").fill_(1)
         self._activation = layer_kernels(device.type).silu_and_multiply
@@ -61,6 +60,14 @@ class InPlace:
             rotated = angles, angles, slots, cache, torch.empty_like(cache), shape.outputs // head - 2
             self._rotate = lambda qkv: layer_kernels(device.type).rotate_and_store(qkv, *rotated)
 
+    @cached_property
+    def _y(self) -> torch.Tensor:
+        """For what is behind a layer. As large as gate_up's outputs, it is not there unless it is asked for."""
+        return self._normal(self._rows, 0 if self._place == "alone" else self._shape.outputs)
+
+    def _normal(self, *sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, dtype=self._shape.dtype, device=self._device)
+
     def run(self, layer: Linear) -> object:
         """The kernel before the layer, the layer, and the kernel behind it."""
         fp8 = layer.takes_fp8(self._rows)
@@ -68,9 +75,9 @@ class InPlace:
         if self._place == "gate_up":
             return layer.gated(x, fp8)
         if self._place in ("output", "down"):
-            return self._norm(layer.unscaled(x), self._residual)
+            return self._norm(layer.unfinished(x), self._residual)
         if self._place == "qkv":
-            return self._rotate(layer.unscaled(x, with_bias=True))
+            return self._rotate(layer.unfinished(x))
         return layer(x)
 
     def without(self, fp8: bool) -> object:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from tessera.engine.kernels.selection import layer_kernels
+from tessera.engine.kernels.unfinished import Unfinished
 from tessera.engine.quantization.in_place import InPlace, taking_turns
 from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape
 from tessera.fp8.rows import MULTIPLE, Fp8Rows, Fp8Sums, fp8_linear, fp8_sums, quantize_rows, rescale
@@ -82,23 +83,21 @@ class MeasuredScheme(LinearScheme):
         """One of PRODUCTS."""
         return PRODUCTS[way](self.quantized(layer, x), layer.weight, layer.scales, layer.bias, layer.dtype)
 
-    def apply_unscaled(
-        self, layer: Linear, x: torch.Tensor | Fp8Rows, with_bias: bool = False
-    ) -> torch.Tensor | Fp8Sums:
-        if not self._can_wait(layer, x, with_bias):
+    def apply_unfinished(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
+        if not self._can_wait(layer, x):
             return self.apply(layer, x)
         rows = self.quantized(layer, x)
         return Fp8Sums(fp8_sums(rows, layer.weight, layer.dtype), rows.scales, layer.scales, layer.bias)
 
     def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
-        if isinstance(x, Fp8Rows) and self._can_wait(layer, x):
+        if isinstance(x, Fp8Rows) and layer.bias is None and self._can_wait(layer, x):
             sums = fp8_sums(x, layer.weight, layer.dtype)
             return layer_kernels(sums.device.type).silu_and_multiply(sums, fp8, (x.scales, layer.scales))
         return super().apply_gated(layer, x, fp8)
 
-    def _can_wait(self, layer: Linear, x: torch.Tensor | Fp8Rows, with_bias: bool = False) -> bool:
-        """Whether the product's scales are applied after it, and by whoever comes next, ``with_bias`` or without."""
-        return (with_bias or layer.bias is None) and self.way(layer, rows_of(x)) == "rescaled"
+    def _can_wait(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> bool:
+        """Whether the product's scales are applied after it, and by whoever comes next."""
+        return self.way(layer, rows_of(x)) == "rescaled"
 
     def tune(self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:
         """Finds the fastest way for each of some numbers of rows, with its neighbours in the decoder layer."""

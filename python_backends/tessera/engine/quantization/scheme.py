@@ -18,8 +18,9 @@ from torch import nn
 
 from tessera.checkpoint.weights import Target, plain
 from tessera.engine.kernels.selection import layer_kernels
+from tessera.engine.kernels.unfinished import Unfinished
 from tessera.errors import CheckpointError
-from tessera.fp8.rows import Fp8Rows, Fp8Sums
+from tessera.fp8.rows import Fp8Rows
 
 if TYPE_CHECKING:
     from tessera.measured_choices import MeasuredChoices
@@ -85,10 +86,8 @@ class LinearScheme(ABC):
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """x [n, in_features] -> [n, out_features]. Only a scheme that ``takes_fp8`` is given Fp8Rows."""
 
-    def apply_unscaled(
-        self, layer: Linear, x: torch.Tensor | Fp8Rows, with_bias: bool = False
-    ) -> torch.Tensor | Fp8Sums:
-        """As ``apply``; an FP8 product's scales may be left to what comes next, ``with_bias`` the bias too."""
+    def apply_unfinished(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
+        """As ``apply``; the end of the product may be left to what comes next."""
         return self.apply(layer, x)
 
     def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
@@ -164,9 +163,9 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         return self.scheme.apply(self, x)
 
-    def unscaled(self, x: torch.Tensor | Fp8Rows, with_bias: bool = False) -> torch.Tensor | Fp8Sums:
-        """The outputs for who may have to apply an FP8 product's scales, and adds the bias if it says so."""
-        return self.scheme.apply_unscaled(self, x, with_bias)
+    def unfinished(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
+        """The outputs for who can finish them."""
+        return self.scheme.apply_unfinished(self, x)
 
     def gated(self, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
         """Of a layer whose halves are gate and up: silu(gate) * up [n, out_features / 2]."""

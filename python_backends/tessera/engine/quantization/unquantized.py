@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 from tessera.checkpoint.weights import plain
 from tessera.engine.kernels.selection import layer_kernels
-from tessera.engine.quantization.in_place import taking_turns
+from tessera.engine.kernels.unfinished import Unfinished
+from tessera.engine.quantization.in_place import InPlace, taking_turns
 from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape, Stored
 from tessera.fp8.rows import Fp8Rows
 
@@ -63,6 +64,12 @@ class Unquantized(LinearScheme):
             return layer_kernels(x.device.type).skinny_linear(x, weight, bias)
         return F.linear(x, weight, bias)
 
+    def apply_unfinished(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
+        assert isinstance(x, torch.Tensor)
+        if 0 < len(x) <= self.skinny_rows:
+            return layer_kernels(x.device.type).skinny_unfinished(x, layer.get_buffer("weight"), layer.bias)
+        return self.apply(layer, x)
+
     def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
         if isinstance(x, torch.Tensor) and not fp8:
             kernels, weight = layer_kernels(x.device.type), layer.get_buffer("weight")
@@ -73,7 +80,8 @@ class Unquantized(LinearScheme):
         return super().apply_gated(layer, x, fp8)
 
     def tune(self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:
-        """Finds the most rows up to which the skinny product wins, and the fewest from which on the fused one does."""
+        """Finds the most rows up to which the skinny product wins, and the fewest from which on the fused one does,
+        with their neighbours in the decoder layer."""
         from tessera.engine.kernels.gate_up_silu import MULTIPLE
         from tessera.engine.kernels.skinny_linear import K_MULTIPLE, MAX_ROWS
 
@@ -83,15 +91,15 @@ class Unquantized(LinearScheme):
         schemes = [cast("Unquantized", layer.scheme) for layer in layers]
         measured = list(zip(taking_turns(layers, shape), schemes))
 
-        def run(x: torch.Tensor, limits: tuple[int, int | None]) -> None:
+        def run(place: InPlace, limits: tuple[int, int | None]) -> None:
             for layer, scheme in measured:
                 scheme.skinny_rows, scheme.fused_rows = limits
-                layer.gated(x) if gated else layer(x)
+                place.run(layer)
 
         def wins(rows: int, name: str, limits: tuple[int, int | None], margin: float = 0.0) -> bool:
-            x = torch.randn(rows, shape.inputs, dtype=shape.dtype, device=layers[0].device)
+            place = InPlace(shape, rows, layers[0].device)
             question = f"{shape}, {rows} rows, {shape.dtype}, {len(measured)} layers, {machine}"
-            ways = {"cublas": partial(run, x, (0, None)), name: partial(run, x, limits)}
+            ways = {"cublas": partial(run, place, (0, None)), name: partial(run, place, limits)}
             return choices.fastest(question, ways, margin) == name
 
         few: tuple[int, ...] = ()

@@ -1,0 +1,33 @@
+"""Products that the kernel behind them finishes, which saves a launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tessera.fp8.rows import Fp8Sums
+
+
+class Partials(NamedTuple):
+    """A product whose k was shared out among programs: it is the sum of ``parts``, in their order, plus ``bias``."""
+
+    parts: torch.Tensor  # float32 [splits, m, n]
+    bias: torch.Tensor | None  # [n]
+    dtype: torch.dtype  # of the product
+
+    @property
+    def rows(self) -> int:
+        return self.parts.shape[1]
+
+    def product(self) -> torch.Tensor:
+        """[m, n]."""
+        if self.parts.is_cuda:
+            from tessera.engine.kernels.skinny_linear import add_partials
+
+            return add_partials(self)
+        total = sum(self.parts[1:], self.parts[0])
+        return (total if self.bias is None else total + self.bias).to(self.dtype)
+
+
+Unfinished = Fp8Sums | Partials
