@@ -2,10 +2,12 @@
 they were measured to take (`make bench NAME=scheduler`).
 
     python loadtest/bench_scheduler.py --concurrency 64 --prompt 316 --answer 256
+    python loadtest/bench_scheduler.py --concurrency 256 --answer 4 --questions 4
 
 Steps' times are InternVL3-8B's shape in bf16 on one H200 (2026-11-23). A forward of vision takes its time from the
-language model's steps. What is not known here: how the two processes slow each other, and the host. Simulated rates
-were 2 to 7 % above measured ones.
+language model's steps. Questions about one picture come one after the other; from the second on the picture has its
+rows and its keys and values. What is not known here: how the two processes slow each other, and the host. Simulated
+rates were 2 to 7 % above measured ones.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import shlex
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import counting
@@ -39,23 +41,48 @@ TILE_MS = 1.45  # of the GPU's time
 FORWARD_TILES = 16
 PREPROCESS_MS = 5.0
 HAND_OVER_MS = 1.5  # from vision to the language model, one request at a time
+OWN_TOKENS = 21  # at the end of a prompt, of which a picture's next question has others
 SKIPPED_MS = 10_000.0
 
 
-class Simulation:
-    """A closed loop of ``concurrency`` requests, each of ``tiles``, ``prompt`` and ``answer`` tokens."""
+@dataclass(eq=False)
+class Question:
+    """One request: which ``number`` it has among its picture's, when it was ``asked`` and left the vision stage."""
 
-    def __init__(self, concurrency: int, tiles: int, prompt: int, answer: int, seed: int) -> None:
+    ids: np.ndarray
+    number: int
+    asked: float
+    seen: float = 0.0
+
+
+class Simulation:
+    """A closed loop of ``concurrency`` requests, each of ``tiles``, ``prompt`` and ``answer`` tokens, so many
+    ``questions`` about each picture. ``slowness``: of the GPU, beside bf16's."""
+
+    def __init__(
+        self,
+        concurrency: int,
+        tiles: int,
+        prompt: int,
+        answer: int,
+        seed: int,
+        questions: int = 1,
+        slowness: float = 1.0,
+        hand_over_ms: float = HAND_OVER_MS,
+    ) -> None:
         self.now = 0.0  # ms
         self.first_tokens: list[float] = []
-        self.tokens = 0
+        self.queued: list[float] = []  # from vision to the step that reads the prompt
+        self.tokens = self.steps = 0
+        self.idle = 0.0  # ms of the GPU
         self._scheduler = scheduling.Scheduler(BlockManager(400_000, 16), 8192, 256, gathers=True)
-        self._sizes, self._random = (tiles, prompt, answer), random.Random(seed)
+        self._sizes, self._questions, self._random = (tiles, prompt, answer), questions, random.Random(seed)
+        self._slowness, self._hand_over_ms = slowness, hand_over_ms
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
-        self._vision: deque[float] = deque()  # when those that wait there were asked
-        self._forward_runs, self._owed, self._handed_over = False, 0.0, 0.0
-        self._asked: dict[Sequence, float] = {}
+        self._vision: deque[Question] = deque()  # those that wait there for a forward
+        self._forward_ends, self._owed, self._handed_over = 0.0, 0.0, 0.0
+        self._asked: dict[Sequence, Question] = {}
         for _ in range(concurrency):
             self._ask()
 
@@ -71,16 +98,33 @@ class Simulation:
             ends_first = bool(under_way) and self._scheduler.ends_first(under_way[-1][0])
             batch = ScheduledBatch([]) if ends_first else self._scheduler.schedule()
             if batch.spans:
-                took = float(np.interp(batch.tokens, TOKENS, STEP_MS))
+                self._scheduled(batch)
+                took = self._slowness * float(np.interp(batch.tokens, TOKENS, STEP_MS))
                 self._scheduler.took(batch, int(took * 1e6))
-                vision = min(self._owed, took)
-                self._owed -= vision
-                free = max(free, self.now + 0.3) + took + vision
+                begins = max(free, self.now + 0.3)
+                self.idle += begins - free - self._see(begins - free)
+                free = begins + took + self._see(took)
                 under_way.append((batch, free))
             if len(under_way) > bool(batch.spans):
                 self._apply(*under_way.popleft())
             elif not under_way:
                 self._advance(self.now + 0.5)
+
+    def _scheduled(self, batch: ScheduledBatch) -> None:
+        if self.now < SKIPPED_MS:
+            self.idle = 0.0
+            return
+        self.steps += 1
+        for sequence in (span.sequence for span in batch.spans):
+            if not sequence.scheduled_ns:
+                sequence.scheduled_ns = self.monotonic_ns()
+                self.queued.append(self.now - self._asked[sequence].seen)
+
+    def _see(self, most: float) -> float:
+        """What forwards take of the GPU's time in so long."""
+        vision = min(self._owed, most)
+        self._owed -= vision
+        return vision
 
     def _apply(self, batch: ScheduledBatch, ended: float) -> None:
         self._advance(ended)
@@ -88,10 +132,9 @@ class Simulation:
             counts = self.now > SKIPPED_MS
             self.tokens += counts
             if len(sequence.outputs) == 1 and counts:
-                self.first_tokens.append(self.now - self._asked[sequence])
+                self.first_tokens.append(self.now - self._asked[sequence].asked)
             if sequence.finished:
-                del self._asked[sequence]
-                self._ask()
+                self._ask(self._asked.pop(sequence))
 
     def _advance(self, to: float) -> None:
         while self._events and self._events[0][0] <= to:
@@ -103,35 +146,48 @@ class Simulation:
     def _at(self, when: float, act: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), act, arguments))
 
-    def _ask(self) -> None:
-        self._at(self.now + PREPROCESS_MS * self._random.uniform(0.7, 1.5), self._arrive, self.now)
+    def _ask(self, before: Question | None = None) -> None:
+        ids, number = self._random_ids(self._sizes[1]), 0
+        if before and before.number + 1 < self._questions:
+            ids[:-OWN_TOKENS], number = before.ids[:-OWN_TOKENS], before.number + 1
+        question = Question(ids, number, self.now)
+        self._at(self.now + PREPROCESS_MS * self._random.uniform(0.7, 1.5), self._arrive, question)
 
-    def _arrive(self, asked: float) -> None:
-        self._vision.append(asked)
-        self._forward()
+    def _random_ids(self, count: int) -> np.ndarray:
+        return np.array([self._random.randrange(1 << 30) for _ in range(count)], np.int32)
 
-    def _forward(self, ended: bool = False) -> None:
-        self._forward_runs &= not ended
-        if self._forward_runs or not self._vision:
+    def _arrive(self, question: Question) -> None:
+        if question.number:  # its rows are copied behind the forward under way
+            self._hand_over(question, max(self.now, self._forward_ends))
+        else:
+            self._vision.append(question)
+            self._forward()
+
+    def _forward(self) -> None:
+        if self.now < self._forward_ends or not self._vision:
             return
         tiles = self._sizes[0]
         group = [self._vision.popleft() for _ in range(min(len(self._vision), max(1, FORWARD_TILES // tiles)))]
-        work = TILE_MS * tiles * len(group)
-        self._owed, self._forward_runs = self._owed + work, True
-        ends = self.now + 1 + 1.6 * work  # beside steps
-        for asked in group:
-            self._handed_over = max(self._handed_over, ends) + HAND_OVER_MS
-            self._at(self._handed_over, self._submit, asked)
-        self._at(ends, self._forward, True)
+        work = self._slowness * TILE_MS * tiles * len(group)
+        self._owed += work
+        self._forward_ends = self.now + 1 + 1.6 * work  # beside steps
+        for question in group:
+            self._hand_over(question, self._forward_ends)
+        self._at(self._forward_ends, self._forward)
 
-    def _submit(self, asked: float) -> None:
-        _, prompt, answer = self._sizes
-        sampling = SamplingParameters(max_tokens=answer, ignore_eos=True)
-        ids = np.array([self._random.randrange(1 << 30) for _ in range(prompt)], np.int32)
+    def _hand_over(self, question: Question, seen: float) -> None:
+        question.seen = seen
+        self._handed_over = max(self._handed_over, seen) + self._hand_over_ms
+        self._at(self._handed_over, self._submit, question)
+
+    def _submit(self, question: Question) -> None:
+        sampling = SamplingParameters(max_tokens=self._sizes[2], ignore_eos=True)
         spans, digest = np.array([[PICTURE_START, 0]], np.int32), np.zeros(2, np.int64)
-        request = Request("", ids, spans, None, digest, sampling)
-        sequence = Sequence(replace(request, arrival_ns=self.monotonic_ns()), cache_limit=0)
-        self._asked[sequence] = asked
+        request = Request("", question.ids, spans, None, digest, sampling)
+        sequence = Sequence(
+            replace(request, arrival_ns=self.monotonic_ns()), cache_limit=None if self._questions > 1 else 0
+        )
+        self._asked[sequence] = question
         self._scheduler.add(sequence)
 
 
@@ -141,18 +197,44 @@ def main() -> int:
     parser.add_argument("--tiles", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=316, help="tokens")
     parser.add_argument("--answer", type=int, default=256, help="tokens")
+    parser.add_argument("--questions", type=int, default=1, help="about each picture, one after the other")
+    parser.add_argument("--slowness", type=float, default=1.0, help="of the GPU beside bf16's; FP8 has about 0.6")
+    parser.add_argument("--hand-over-ms", type=float, default=HAND_OVER_MS, help="from vision to the language model")
     parser.add_argument("--seconds", type=float, default=30.0)
     options = parser.parse_args()
     if options.seconds <= SKIPPED_MS / 1e3:
         parser.error(f"the first {SKIPPED_MS / 1e3:g} s do not count; give more --seconds")
-    simulation = Simulation(options.concurrency, options.tiles, options.prompt, options.answer, seed=1)
+    simulation = Simulation(
+        options.concurrency,
+        options.tiles,
+        options.prompt,
+        options.answer,
+        1,
+        options.questions,
+        options.slowness,
+        options.hand_over_ms,
+    )
     scheduling.time = simulation  # type: ignore[assignment]  # its clock
     simulation.run(1e3 * options.seconds)
-    rate = simulation.tokens / (options.seconds - SKIPPED_MS / 1e3)
-    first = counting.percentile(sorted(simulation.first_tokens), 0.5)
+    counted = options.seconds - SKIPPED_MS / 1e3
+    first, queued = (
+        round(counting.percentile(sorted(each), 0.5)) for each in (simulation.first_tokens, simulation.queued)
+    )
     name = f"simulated.{options.prompt}to{options.answer}.c{options.concurrency}"
+    if options.questions > 1:
+        name += f".q{options.questions}"
     command = f'make bench NAME=scheduler ARGS="{shlex.join(sys.argv[1:])}"'
-    figures.emit(f"{name}.tok_s", round(rate), "tok/s", command, ttft_p50_ms=round(first))
+    figures.emit(
+        f"{name}.tok_s",
+        round(simulation.tokens / counted),
+        "tok/s",
+        command,
+        req_s=round(simulation.tokens / counted / options.answer, 1),
+        ttft_p50_ms=first,
+        queued_p50_ms=queued,
+        steps_s=round(simulation.steps / counted, 1),
+        idle=round(simulation.idle / counted / 1e3, 3),
+    )
     return 0
 
 

@@ -69,6 +69,15 @@ def test_shared_within_one_step():
         assert tokens_of(events, name) == expected_answer(contents_of(picture_prompt(7, name)), 4, ())
 
 
+def test_what_would_be_reused_is_told_before():
+    engine, _ = make_engine()
+    blocks, again = engine.scheduler.blocks, Sequence(make_request([5] * 16, max_tokens=1))
+    assert blocks.cached(again) == 0
+    serve(engine, make_request([5] * 16, max_tokens=1, ignore_eos=True))
+    assert blocks.cached(again) == 12 and blocks.used == 0
+    assert blocks.admit(again) and again.computed == 12
+
+
 def test_policy_exclude_stops_at_the_first_picture():
     engine, _ = make_engine(prefix_cache="exclude")
     text = [[*range(30, 40)] + [0] * 8 + QUESTION] * 2

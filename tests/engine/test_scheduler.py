@@ -131,6 +131,69 @@ def test_a_preempted_sequence_is_passed_by_a_better_priority_only():
     assert begun(runner) == ["first", "second", "urgent", "first", "second", "late"]
 
 
+def a_question_waits(*others, **settings):
+    """An engine that has read the prompt of twenty 7s and now answers another, and the names of those that wait,
+    which came in this order: (name, prompt, ms after the first, priority)."""
+    engine, _ = make_engine(num_blocks=400, **({"max_sequences": 1} | settings))
+    engine.submit(make_request([7] * 20, "known", max_tokens=1))
+    run(engine)
+    engine.submit(make_request([1], "running", max_tokens=9, ignore_eos=True, priority=-9))
+    engine.step()
+    for name, prompt, ms, priority in others:
+        request = make_request(prompt, name, max_tokens=1, priority=priority)
+        engine.submit(replace(request, arrival_ns=10**12 + 1_000_000 * ms))
+        engine.step()
+    return engine, [sequence.request.request_id for sequence in engine.scheduler.waiting]
+
+
+LONGEST_PASSED_MS = scheduling._PASSED_NS // 1_000_000
+
+
+def test_a_follow_up_passes_what_came_shortly_before_and_is_to_be_read():
+    follow, other = [7] * 20 + [8, 9], [7] * 8 + [8] * 12  # of which 20 of 22 are cached, and 8 of 20
+    unread = ("other", other, 0, 0), ("new", [5] * 20, 1, 0)
+    assert a_question_waits(*unread, ("one", follow, 2, 0), ("two", follow, 3, 0))[1] == ["one", "two", "other", "new"]
+    # Nobody is passed for long.
+    late = LONGEST_PASSED_MS + 1
+    assert a_question_waits(*unread, ("one", follow, late, 0))[1] == ["other", "one", "new"]
+    assert a_question_waits(*unread, ("one", follow, late + 1, 0))[1] == ["other", "new", "one"]
+
+
+def test_a_follow_up_passes_no_better_priority_and_gives_way_to_none():
+    engine, waiting = a_question_waits(
+        ("question", [5] * 20, 0, -1), ("job", [6] * 20, 1, 1), ("follow-up", [7] * 20, 2, 0), ("other", [4] * 20, 3, 0)
+    )
+    assert waiting == ["question", "follow-up", "other", "job"]
+    assert engine.metrics.preemptions == 0
+
+
+def test_where_nothing_is_cached_nobody_is_passed():
+    _, waiting = a_question_waits(("new", [5] * 20, 0, 0), ("again", [7] * 20, 1, 0), prefix_cache="off")
+    assert waiting == ["new", "again"]
+
+
+@pytest.mark.parametrize(("ns_a_token", "answers", "most"), [(2, 1, 256), (1, 1, 512), (2, 17, 512)])
+def test_beside_follow_ups_with_short_answers_long_steps_are_half_as_long(monkeypatch, ns_a_token, answers, most):
+    monkeypatch.setattr(scheduling, "_BESIDE_LONG_ANSWERS", 10_000)  # those cut steps by a rule of their own
+    engine, runner = make_engine(num_blocks=900, max_model_len=1000, max_batched_tokens=512, max_sequences=8)
+    runner.device_ns = lambda number, tokens: scheduling._LONG_NS // 512 * ns_a_token * tokens
+    for number in range(20):
+        engine.submit(make_request([100 + number] * 400, max_tokens=answers, ignore_eos=True))
+    run(engine)
+    begun = len(runner.batches)
+    engine.submit(make_request([5] * 900, "new", max_tokens=1))
+    engine.submit(make_request([119] * 400 + [1], "follow-up", max_tokens=answers, ignore_eos=True))
+    engine.step()
+    run(engine)
+    steps = [sum(end - start for _, start, end, _ in batch) for batch in runner.batches[begun:]]
+    assert steps[0] == most and ("follow-up", 400, 401) in spans_of(runner, begun)
+    # Alone as much as fits.
+    begun = len(runner.batches)
+    engine.submit(make_request([6] * 900, max_tokens=1))
+    run(engine)
+    assert sum(end - start for _, start, end, _ in runner.batches[begun]) == 512
+
+
 @pytest.mark.parametrize("short_of", [{"max_sequences": 4}, {"num_blocks": 30}])
 def test_in_a_full_house_the_last_of_a_worse_priority_gives_way(short_of):
     engine, runner = make_engine(**({"num_blocks": 200, "prefix_cache": "off", "max_sequences": 8} | short_of))

@@ -10,8 +10,8 @@ from bench_scheduler import Simulation
 from tessera.engine.scheduling import scheduler as scheduling
 
 
-def simulated(monkeypatch: pytest.MonkeyPatch, concurrency: int, answer: int) -> Simulation:
-    simulation = Simulation(concurrency, tiles=1, prompt=64, answer=answer, seed=3)
+def simulated(monkeypatch: pytest.MonkeyPatch, concurrency: int, answer: int, questions: int = 1) -> Simulation:
+    simulation = Simulation(concurrency, tiles=1, prompt=64, answer=answer, seed=3, questions=questions)
     monkeypatch.setattr(scheduling, "time", simulation)
     monkeypatch.setattr(bench_scheduler, "SKIPPED_MS", 500.0)
     simulation.run(3000.0)
@@ -28,3 +28,18 @@ def test_one_long_answer_gets_a_token_a_step(monkeypatch):
     simulation = simulated(monkeypatch, 1, 4000)
     step = float(np.interp(1, bench_scheduler.TOKENS, bench_scheduler.STEP_MS))
     assert simulation.tokens == pytest.approx(2500 / step, rel=0.1)
+
+
+@pytest.mark.parametrize(("questions", "read"), [(1, [0]), (3, [64, 32, 32])])
+def test_what_questions_about_a_picture_have_in_common_is_read_once(monkeypatch, questions, read):
+    """``read``: tokens of each that others may find in the cache."""
+    planned, submit = {}, Simulation._submit
+
+    def submitted(simulation, question):
+        submit(simulation, question)
+        planned.setdefault(question.number, simulation._scheduler.waiting[-1])
+
+    monkeypatch.setattr(Simulation, "_submit", submitted)
+    simulated(monkeypatch, 1, 2, questions)
+    prompts = [planned[number] for number in range(questions)]
+    assert [len(each.offered) * 16 for each in prompts] == read

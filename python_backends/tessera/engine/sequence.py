@@ -99,6 +99,7 @@ class Sequence:
         self.committed = 0  # blocks at the front of the table that were offered to the prefix index
         self.offered: list[bytes] = []  # keys of those that it computed itself
         self.cached_tokens = 0  # prompt positions reused from the cache when the sequence first ran
+        self.follows = False  # most of its prompt was cached when it came
         self.finish_reason: str | None = None
         self.error: str | None = None  # why the reason is "error", in words for the client
         self.scheduled_ns = 0

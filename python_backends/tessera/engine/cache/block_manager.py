@@ -51,6 +51,10 @@ class BlockManager:
         """Whether :meth:`admit` would take it."""
         return self._fits(sequence, self._match(sequence), reserve)
 
+    def cached(self, sequence: Sequence) -> int:
+        """How many of its positions :meth:`admit` would reuse now."""
+        return len(self._match(sequence)) * self.block_size
+
     def keeps(self, sequence: Sequence) -> bool:
         """Whether all full blocks that a sequence has computed are found again once it has given them back."""
         return sequence.computed // self.block_size <= sequence.committed

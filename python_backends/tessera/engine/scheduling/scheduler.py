@@ -5,6 +5,10 @@ by rank (ranking.py). Nothing overtakes the head of that queue, so of the runnin
 reading its prompt, and a long prompt takes only what decoding leaves. When blocks run out, the last running sequence
 gives its own back and waits to be computed again: the first one always gets on, so every sequence gets its turn.
 
+A follow-up, a prompt that the cache holds for the most part, is put before those that came shortly before it and are
+none. Else whoever asks several questions about a picture waits until all others are through with their first, and then
+all ask their second together: the GPU has everybody's costly prompts at once, and later cheap ones, in small steps.
+
 Where sequences of several priorities come, the better one waits for the step under way and no more: while such a one
 is expected no step is launched behind a long one, and that which reads its prompt is short; where the others fill the
 house, or a long prompt of theirs is half read, the last of them gives way. Where answers are long, prompts are read in
@@ -42,6 +46,8 @@ _BESIDE_LONG_ANSWERS = 192
 # But at least this part of what could be read now: else prompts could come faster than they are read. Were it more,
 # those that came together would go on together.
 _SPREAD = 16
+# A follow-up passes what came at most so long before it.
+_PASSED_NS = 1_000_000_000
 # Prompts that fill this part of a step say what a token takes; less would mostly say what a step costs anyway.
 _TELLING_PART = 8
 
@@ -79,12 +85,13 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a new sequence, behind those of its priority."""
+        """Queues a new sequence, behind those of its priority, or a follow-up before those that it passes."""
         priority = sequence.request.sampling.priority
         self._expected.saw(priority, sequence.request.arrival_ns)
         self._worst = max(self._worst, priority)
+        sequence.follows = 2 * self.blocks.cached(sequence) >= sequence.prompt_length
         place = len(self.waiting)
-        while place and sequence.passes(self.waiting[place - 1]):
+        while place and (sequence.passes(self.waiting[place - 1]) or _passes_unread(sequence, self.waiting[place - 1])):
             place -= 1
         self.waiting.insert(place, sequence)
 
@@ -203,8 +210,12 @@ class Scheduler:
 
     def _full_step(self) -> int:
         """The same where nobody is waiting for the step."""
-        if self._answers_are_short or not self._is_long(self._max_batched_tokens):
+        if not self._is_long(self._max_batched_tokens):
             return self._max_batched_tokens
+        if self._answers_are_short:
+            # A follow-up takes little but waits for the whole step, and its caller's next question with it.
+            follow = any(sequence.follows for sequence in (*self.running, *self.waiting))
+            return max(self._least_tokens, self._max_batched_tokens // 2) if follow else self._max_batched_tokens
         reading = [sequence for sequence in self.running[-1:] if sequence.pending > 1]
         admissible = islice(self.waiting, self._max_sequences - len(self.running))
         unread = sum(sequence.pending for sequence in (*reading, *admissible))
@@ -303,3 +314,11 @@ class Scheduler:
             self._short_share += ((len(sequence.outputs) <= _SHORT) - self._short_share) / 16
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.blocks.release(sequence)
+
+
+def _passes_unread(sequence: Sequence, other: Sequence) -> bool:
+    """Whether a follow-up goes before one of its priority that came earlier and is none."""
+    if not sequence.follows or other.follows:
+        return False
+    of_one = sequence.request.sampling.priority == other.request.sampling.priority
+    return of_one and sequence.request.arrival_ns - other.request.arrival_ns <= _PASSED_NS
