@@ -250,6 +250,17 @@ def test_a_better_priority_passes_between_two_forwards():
     assert order == [0, 1, "question", "next", 2, 3, 4, 5, 6, 7, "late"]
 
 
+def test_forwards_of_others_are_smaller_while_a_better_priority_is_expected():
+    runner, answers = HeldRunner(lambda number: None), []
+    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily(), 8), 1)
+    dispatcher.encode([Job(0, [[1]], answers)])
+    dispatcher.encode([Job(1, [list(range(2, 12))], answers, 10)])
+    dispatcher.encode([Job(2, [list(range(20, 30))], answers)])
+    dispatcher.close()
+    assert [len(tiles) for tiles in runner.forwards if 2 <= tiles[0] < 12] == [4, 4, 2]
+    assert max(runner.batches) == 8
+
+
 def test_who_comes_while_a_forward_runs_passes_before_the_next_is_launched():
     class Watched(Lane):
         def make_room(self):

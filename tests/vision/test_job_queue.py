@@ -73,3 +73,16 @@ def test_nobody_passes_along_with_a_ping():
     put(queue, 0)
     queue.put_first(SimpleNamespace(priority=0))
     assert len(queue.take_before(entry)) == 1 and len(queue.take()) == 1
+
+
+def test_a_better_one_is_expected_for_a_while(clock):
+    queue = JobQueue()
+    put(queue, 10, 0)
+    (question,), (job,) = queue.take(), queue.take()
+    assert queue.expects_better(job) and not queue.expects_better(question)
+    clock.steps = 0.4
+    put(queue, 10)
+    assert queue.expects_better(job)
+    clock.steps = 0.6
+    put(queue, 10)
+    assert not queue.expects_better(job)

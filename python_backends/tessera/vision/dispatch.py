@@ -19,6 +19,10 @@ from tessera.vision.encoding.encoder import PendingRows, VisionEncoder
 from tessera.vision.encoding.pictures import VisionItem
 from tessera.vision.job_queue import Entry, Job, JobQueue
 
+# While a better priority is expected, the others' forwards are this part of a full one. Who comes waits for the one
+# under way; and a whole one often ends as a step of the language model begins, for which its rows then come too late.
+BACKGROUND_PART = 2
+
 
 class LocalDispatcher:
     """Jobs through an encoder of this process; remote.py has those of another.
@@ -73,9 +77,11 @@ class LocalDispatcher:
         if not waiting:
             return
         try:
-            items = [entry.job.item for entry in waiting.values()]
+            items, largest = [entry.job.item for entry in waiting.values()], self._encoder.infer_batch_size
+            if self.queue.expects_better(waiting[0]):
+                largest = max(1, largest // BACKGROUND_PART)
             before = partial(self._let_pass, {} if passing else waiting)
-            for group in self._encoder.encode_in_groups(items, self._send_batch_size, before):
+            for group in self._encoder.encode_in_groups(items, self._send_batch_size, largest, before):
                 self._outbox.post(self._channel, [(waiting.pop(pending.index).job, pending) for pending in group])
                 del group  # its rows end with their sending
         except Exception as error:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from tessera.ranking import rank
+from tessera.ranking import Expected, rank
 from tessera.vision.encoding.pictures import VisionItem
 
 # Requests worked off together. More would hold up whoever comes with no better priority but a small picture.
@@ -63,6 +63,7 @@ class JobQueue:
     def __init__(self) -> None:
         self._entries: list[Entry] = []  # a heap
         self._numbers = itertools.count()
+        self._expected = Expected()
         self._changed = threading.Condition()
         self._closed = False
 
@@ -74,6 +75,7 @@ class JobQueue:
         now = time.monotonic_ns()
         with self._changed:
             for job in jobs:
+                self._expected.saw(job.priority, now)
                 heapq.heappush(self._entries, Entry(rank(job.priority, now), next(self._numbers), job))
             self._changed.notify_all()
 
@@ -100,6 +102,11 @@ class JobQueue:
         """Those of a better priority that go before this one, if there are any now."""
         with self._changed:
             return self._taken(entry.rank)
+
+    def expects_better(self, entry: Entry) -> bool:
+        """Whether a request that goes before this one may come at any time."""
+        with self._changed:
+            return self._expected.above(entry.job.priority)
 
     def close(self) -> None:
         """No more jobs come."""

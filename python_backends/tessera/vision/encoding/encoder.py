@@ -155,11 +155,13 @@ class VisionEncoder:
         self,
         items: Sequence[VisionItem],
         size: int = 1,
+        largest: int = 0,
         before_forward: Callable[[], None] = lambda: None,
     ) -> Iterator[list[PendingRows]]:
         """The same one by one, each as soon as the forwards that it needs are launched, in groups of ``size`` pictures.
 
-        ``before_forward`` may have other items encoded: it is called when the device would take the next forward.
+        A forward costs at most ``largest`` (0: ``infer_batch_size``). ``before_forward`` may have other items encoded:
+        it is called when the device would take the next forward.
 
         Where rows would not fit the budget together, items are worked off in waves: the next begins when enough of
         what was given out has been entered and left. If a forward fails, what is done is given out before it raises.
@@ -172,7 +174,7 @@ class VisionEncoder:
             for index in wave:  # their rows must be gone when their bytes are given to the next wave
                 pictures[index] = []
             self.budget.reserve(sum(costs[index] for index in wave))
-            batches = partial(_batches, size=self.infer_batch_size, splits=self.runner.tower.splits)
+            batches = partial(_batches, size=largest or self.infer_batch_size, splits=self.runner.tower.splits)
             yield from in_groups(self._encode(waiting, batches, before_forward), size)
 
     def pictures(self, item: VisionItem) -> list[Picture]:

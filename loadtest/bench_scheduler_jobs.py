@@ -1,0 +1,249 @@
+"""What the rules do to questions beside a batch job, without a GPU: the scheduler itself, with steps and forwards that
+share a GPU (`make bench NAME=scheduler_jobs`; on one: `make bench NAME=jobs`).
+
+    python loadtest/bench_scheduler_jobs.py --forward 16
+
+Steps' times are bench_scheduler.py's. How steps and forwards slow each other, and the time between two steps, are not
+measured but fitted: to W1's rate and its stages, and to those of `jobs` with whole forwards on one H200 (2caa7eb: first
+token 292 ms, p99 460, loss 2.1 %). They say that beside a long step a forward hardly gets on, so that most end as a
+step begins: who waited for one is late for that step, and waits for the whole of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import random
+import shlex
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import counting
+import figures
+import numpy as np
+from bench_scheduler import FORWARD_TILES, SKIPPED_MS, STEP_MS, TILE_MS, TOKENS
+from engine_load import PICTURE_START
+
+from tessera.engine.cache.block_manager import BlockManager
+from tessera.engine.request import Request
+from tessera.engine.scheduling import scheduler as scheduling
+from tessera.engine.scheduling.batch import ScheduledBatch
+from tessera.engine.sequence import Sequence
+from tessera.ranking import rank
+from tessera.sampling import SamplingParameters
+from tessera.vision.dispatch import BACKGROUND_PART
+from tessera.vision.job_queue import MOST
+
+CONCURRENCY, PROMPT, ANSWER, JOB_PRIORITY = 256, 316, 4, 10  # W1
+LONG_TOKENS = 600  # a step of more
+BESIDE = {True: (0.91, 0.13), False: (0.5, 0.7)}  # long or not: speeds of a step and a forward beside each other
+QUESTION_MS = {True: 22.0, False: 7.0}  # a forward of one tile, which goes first: beside a long step or not
+GAP_MS, FORWARD_GAP_MS = 11.0, 1.0  # from a plan to its step's first kernel, between two forwards
+LAUNCH_MS = {True: 20.0, False: 2.0}  # of the host: a long step, one in a graph
+HAND_OVER_MS, ON_ITS_WAY_MS = 2.0, 1.5  # from vision to the language model: one at a time, and until it is there
+CLIENT_MS = 8.0  # what a client sees beyond the stages
+PREPROCESS_MS = (4.0, 12.0)  # and the way there from the answer before
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request on its way."""
+
+    priority: int
+    at: float
+    rank: int = 0
+
+
+@dataclass(eq=False)
+class Work:
+    """A step or a forward: milliseconds alone that are left, not begun before a time, and what it is for."""
+
+    left: float
+    begins: float
+    of: Any = field(default=None)
+
+
+class Simulation:
+    """W1 in a closed loop, and so many questions a second beside it."""
+
+    def __init__(self, questions_s: float, forward: int, seed: int) -> None:
+        self.now = 0.0  # ms
+        self.answers = 0  # of the job
+        self.first_tokens: list[float] = []  # of the questions
+        self._scheduler = scheduling.Scheduler(BlockManager(400_000, 16), 8192, 256, gathers=True)
+        self._random, self._rate, self._forward_tiles = random.Random(seed), questions_s, forward
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._numbers = itertools.count()
+        self._vision: list[tuple[int, int, Asked]] = []  # a heap
+        self._taken: deque[Asked] = deque()  # by the encoder
+        self._forward: Work | None = None
+        self._steps: deque[Work] = deque()
+        self._arrived: list[Sequence] = []
+        self._asked: dict[Sequence, Asked] = {}
+        self._sent = 0.0
+        for _ in range(CONCURRENCY):
+            self._at(self._random.uniform(0, 1000), self._ask, JOB_PRIORITY)
+        if questions_s:
+            self._at(0.0, self._question)
+
+    def monotonic_ns(self) -> int:
+        """The scheduler's clock."""
+        return int(self.now * 1e6)
+
+    def run(self, until: float) -> None:
+        """Steps as engine.py does."""
+        while self.now < until:
+            if self._steps and self._scheduler.ends_first(self._steps[-1].of):
+                self._apply(0)
+            arrived, self._arrived = self._arrived, []
+            for sequence in arrived:
+                self._scheduler.add(sequence)
+            batch = self._scheduler.schedule()
+            if batch.spans:
+                took = float(np.interp(batch.tokens, TOKENS, STEP_MS))
+                self._scheduler.took(batch, int(took * 1e6))
+                self._steps.append(Work(took, self.now + GAP_MS, batch))
+                self._pass(self.now + LAUNCH_MS[batch.tokens > LONG_TOKENS])
+            elif not self._steps:
+                self._pass(self.now + 0.5)
+            self._apply(int(bool(batch.spans)))
+
+    def _apply(self, under_way: int) -> None:
+        while len(self._steps) > under_way:
+            while self._steps[0].left:
+                self._pass(self.now + 1000, self._steps[0])
+            batch: ScheduledBatch = self._steps.popleft().of
+            for sequence, _, _ in self._scheduler.apply(batch, [(1, None)] * len(batch.sampling)):
+                asked = self._asked[sequence]
+                counts, of_job = asked.at > SKIPPED_MS, asked.priority == JOB_PRIORITY
+                if len(sequence.outputs) == 1 and counts and not of_job:
+                    self.first_tokens.append(self.now - asked.at + CLIENT_MS)
+                if sequence.finished:
+                    del self._asked[sequence]
+                    self.answers += self.now > SKIPPED_MS and of_job
+                    if of_job:
+                        self._ask(JOB_PRIORITY)
+
+    def _pass(self, until: float, awaited: Work | None = None) -> None:
+        """Lets time pass, no longer than until the awaited step ends."""
+        while self.now < until and (awaited is None or awaited.left):
+            step = next((each for each in self._steps if each.left), None)
+            runs = [step] if step and step.begins <= self.now else []
+            long = bool(runs) and runs[0].of.tokens > LONG_TOKENS
+            speeds = {each: 1.0 for each in runs}
+            if self._forward:
+                speeds[self._forward] = 1.0
+                if self._first_tile:
+                    speeds[self._forward] = QUESTION_MS[False] / QUESTION_MS[long]
+                elif runs:
+                    speeds[runs[0]], speeds[self._forward] = BESIDE[long]
+            times = [until, *(self.now + work.left / speed for work, speed in speeds.items())]
+            if step and not runs:
+                times.append(step.begins)
+            if self._events:
+                times.append(self._events[0][0])
+            passed = max(0.0, min(times) - self.now)
+            for work, speed in speeds.items():
+                work.left = max(0.0, work.left - passed * speed)
+                work.left *= work.left > 1e-9
+            self.now += passed
+            if self._forward and not self._forward.left:
+                self._hand_over(self._forward.of)
+            while self._events and self._events[0][0] <= self.now:
+                _, _, act, arguments = heapq.heappop(self._events)
+                act(*arguments)
+
+    @property
+    def _first_tile(self) -> bool:
+        """Whether the forward is a question's."""
+        return self._forward is not None and self._forward.of[0].priority < JOB_PRIORITY
+
+    def _at(self, when: float, act: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._events, (when, next(self._numbers), act, arguments))
+
+    def _question(self) -> None:
+        self._ask(0)
+        self._at(self.now + 1e3 * self._random.expovariate(self._rate), self._question)
+
+    def _ask(self, priority: int) -> None:
+        way = PREPROCESS_MS[0] if priority < JOB_PRIORITY else self._random.uniform(*PREPROCESS_MS)
+        self._at(self.now + way, self._arrive, Asked(priority, self.now))
+
+    def _arrive(self, asked: Asked) -> None:
+        asked.rank = rank(asked.priority, self.monotonic_ns())
+        heapq.heappush(self._vision, (asked.rank, next(self._numbers), asked))
+        self._begin_forward()
+
+    def _begin_forward(self) -> None:
+        """As vision/dispatch.py does: a batch of one priority, and between its forwards those that pass."""
+        if self._forward or not (self._taken or self._vision):
+            return
+        if self._taken and self._vision and self._vision[0][2].priority < self._taken[0].priority:
+            group = deque(self._of_one_priority())
+        else:
+            self._taken.extend(() if self._taken else self._of_one_priority())
+            group = self._taken
+        asked = [group.popleft() for _ in range(min(len(group), self._forward_tiles))]
+        self._forward = Work(TILE_MS * len(asked) + 0.7, self.now, asked)
+        if self._first_tile:
+            self._forward.left = QUESTION_MS[False]
+
+    def _of_one_priority(self) -> list[Asked]:
+        first, taken = self._vision[0][2], []
+        while self._vision and len(taken) < MOST and self._vision[0][2].priority == first.priority:
+            taken.append(heapq.heappop(self._vision)[2])
+        return taken
+
+    def _hand_over(self, done: list[Asked]) -> None:
+        self._forward = None
+        for asked in done:
+            self._sent = max(self._sent, self.now) + HAND_OVER_MS
+            self._at(self._sent + ON_ITS_WAY_MS, self._submit, asked)
+        self._at(self.now + FORWARD_GAP_MS, self._begin_forward)
+
+    def _submit(self, asked: Asked) -> None:
+        sampling = SamplingParameters(max_tokens=ANSWER, ignore_eos=True, priority=asked.priority)
+        ids = np.array([self._random.randrange(1 << 30) for _ in range(PROMPT)], np.int32)
+        spans, digest = np.array([[PICTURE_START, 0]], np.int32), np.zeros(2, np.int64)
+        request = replace(Request("", ids, spans, None, digest, sampling), arrival_ns=self.monotonic_ns())
+        sequence = Sequence(request, cache_limit=0)
+        self._asked[sequence] = asked
+        self._arrived.append(sequence)
+
+
+def simulated(questions_s: float, forward: int, seconds: float) -> Simulation:
+    simulation = Simulation(questions_s, forward, seed=1)
+    scheduling.time = simulation  # type: ignore[assignment]  # its clock
+    simulation.run(1e3 * seconds)
+    return simulation
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=float, default=2.0, help="questions a second")
+    parser.add_argument(
+        "--forward", type=int, default=FORWARD_TILES // BACKGROUND_PART, help="tiles of the job's while questions come"
+    )
+    parser.add_argument("--seconds", type=float, default=300.0)
+    options = parser.parse_args()
+    if options.seconds <= SKIPPED_MS / 1e3:
+        parser.error(f"the first {SKIPPED_MS / 1e3:g} s do not count; give more --seconds")
+    alone = simulated(0.0, FORWARD_TILES, options.seconds)
+    beside = simulated(options.rate, options.forward, options.seconds)
+    waited = sorted(beside.first_tokens)
+    p50, p99 = (round(counting.percentile(waited, part), 1) for part in (0.5, 0.99))
+    counted = options.seconds - SKIPPED_MS / 1e3
+    rates = {"alone_req_s": round(alone.answers / counted, 2), "beside_req_s": round(beside.answers / counted, 2)}
+    command = f'make bench NAME=scheduler_jobs ARGS="{shlex.join(sys.argv[1:])}"'
+    name = f"simulated.jobs.{options.forward}tiles"
+    figures.emit(f"{name}.ttft_p50_ms", p50, "ms", command, ttft_p99_ms=p99, questions=len(waited))
+    figures.emit(f"{name}.loss_pct", round(100 * (1 - beside.answers / alone.answers), 2), "%", command, **rates)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
