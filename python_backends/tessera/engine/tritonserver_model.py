@@ -36,7 +36,7 @@ from tessera.tritonserver.settings import StageSettings
 _LOG = logging.getLogger(__name__)
 
 SENDER_THREADS = 2
-SWITCH_S = 0.0005  # for whoever waits for the interpreter while text is made
+SWITCH_S = 0.0001  # for whoever waits for the interpreter while text is made
 STAMPS = 6  # deadline, priority, and when preprocess received and ended, vision began and ended
 STAMPS_OF_PREPROCESS = 4  # as they come past a vision stage that keeps no time (a TensorRT plan)
 

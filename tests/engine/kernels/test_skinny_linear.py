@@ -9,9 +9,9 @@ from tessera.engine.kernels import reference
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
+from tessera.engine.kernels.add_partials import add_partials
 from tessera.engine.kernels.skinny_linear import (
     SkinnyPlan,
-    add_partials,
     plan_skinny,
     plan_skinny_gate_up,
     skinny_gate_up,
@@ -65,7 +65,7 @@ def test_what_a_split_leaves_becomes_the_same_product(half, device, generator, h
     bias = torch.randn(40, dtype=half, device=device, generator=generator) if has_bias else None
     split, whole = (skinny_unfinished(x, weight, bias, SkinnyPlan(16, 64, splits)) for splits in (3, 1))
     assert isinstance(split, Partials) and split.rows == 3 and isinstance(whole, torch.Tensor)
-    assert torch.equal(add_partials(split), skinny_linear(x, weight, bias, SkinnyPlan(16, 64, 3)))
+    assert torch.equal(add_partials(*split), skinny_linear(x, weight, bias, SkinnyPlan(16, 64, 3)))
     close(split.product(), whole.float())
 
 

@@ -10,9 +10,9 @@ from functools import cache
 import torch
 import triton
 
+from tessera.engine.kernels.add_partials import add_partials
 from tessera.engine.kernels.skinny_linear import (
     SkinnyPlan,
-    add_partials,
     check_plan,
     multiply,
     multiprocessors,
@@ -71,4 +71,4 @@ def skinny_fp8(
     plan = plan or plan_skinny_fp8(m, n, k, multiprocessors(weight.device))
     check_plan(plan, k)
     product = multiply(x.values, weight, x.scales, scales, bias, dtype, plan)
-    return product if isinstance(product, torch.Tensor) else add_partials(product)
+    return product if isinstance(product, torch.Tensor) else add_partials(*product)

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tessera.engine.kernels.add_partials import add_partials
 from tessera.engine.kernels.silu_multiply import gated
 from tessera.engine.kernels.unfinished import Partials
 from tessera.fp8.early_launch import early_launch, wait_for_previous
@@ -117,7 +118,7 @@ def skinny_linear(
     other shapes, dtypes or plans that the kernel cannot take.
     """
     product = skinny_unfinished(x, weight, bias, plan)
-    return product if isinstance(product, torch.Tensor) else add_partials(product)
+    return product if isinstance(product, torch.Tensor) else add_partials(*product)
 
 
 def skinny_unfinished(
@@ -128,18 +129,6 @@ def skinny_unfinished(
     plan = plan or plan_skinny(m, n, k, multiprocessors(x.device))
     check_plan(plan, k)
     return multiply(x, weight, None, None, bias, x.dtype, plan)
-
-
-def add_partials(partials: Partials) -> torch.Tensor:
-    """The product, [m, n]."""
-    parts, bias, dtype = partials
-    splits, m, n = parts.shape
-    out = torch.empty((m, n), dtype=dtype, device=parts.device)
-    block, warps = (1024, 4) if m > MAX_ROWS else (256, 2)
-    _add_partials[(triton.cdiv(m * n, block),)](
-        parts, bias, out, m * n, n, SPLITS=splits, BLOCK=block, num_warps=warps, **early_launch(parts.device)
-    )
-    return out
 
 
 def skinny_gate_up(x: torch.Tensor, weight: torch.Tensor, plan: SkinnyPlan | None = None) -> torch.Tensor:
@@ -266,22 +255,6 @@ def _linear(
     if bias is not None:
         total += tl.load(bias + weight_rows).to(tl.float32)[:, None]
     _store(out + split * m * n, total.to(out.dtype.element_ty), m, n, row, column)
-
-
-@triton.jit
-def _add_partials(
-    partials, bias, out, size, n, SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
-    """partials [SPLITS, size] -> out [size] of rows of n, always in the order of the splits, summed in float32."""
-    wait_for_previous(EARLY)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    total = tl.load(partials + at, mask=inside).to(tl.float32)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(partials + split * size + at, mask=inside).to(tl.float32)
-    if bias is not None:
-        total += tl.load(bias + at % n, mask=inside).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["m"])

@@ -23,9 +23,9 @@ class Partials(NamedTuple):
     def product(self) -> torch.Tensor:
         """[m, n]."""
         if self.parts.is_cuda:
-            from tessera.engine.kernels.skinny_linear import add_partials
+            from tessera.engine.kernels.add_partials import add_partials
 
-            return add_partials(self)
+            return add_partials(*self)
         total = sum(self.parts[1:], self.parts[0])
         return (total if self.bias is None else total + self.bias).to(self.dtype)
 
