@@ -226,7 +226,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=2.0, help="questions a second")
     parser.add_argument(
-        "--forward", type=int, default=FORWARD_TILES // BACKGROUND_PART, help="tiles of the job's while questions come"
+        "--forward",
+        type=int,
+        default=int(BACKGROUND_PART * FORWARD_TILES),
+        help="tiles of the job's while questions come",
     )
     parser.add_argument("--seconds", type=float, default=300.0)
     options = parser.parse_args()

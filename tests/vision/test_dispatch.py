@@ -257,7 +257,7 @@ def test_forwards_of_others_are_smaller_while_a_better_priority_is_expected():
     dispatcher.encode([Job(1, [list(range(2, 12))], answers, 10)])
     dispatcher.encode([Job(2, [list(range(20, 30))], answers)])
     dispatcher.close()
-    assert [len(tiles) for tiles in runner.forwards if 2 <= tiles[0] < 12] == [4, 4, 2]
+    assert [len(tiles) for tiles in runner.forwards if 2 <= tiles[0] < 12] == [6, 4]
     assert max(runner.batches) == 8
 
 

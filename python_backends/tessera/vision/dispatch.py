@@ -21,7 +21,7 @@ from tessera.vision.job_queue import Entry, Job, JobQueue
 
 # While a better priority is expected, the others' forwards are this part of a full one. Who comes waits for the one
 # under way; and a whole one often ends as a step of the language model begins, for which its rows then come too late.
-BACKGROUND_PART = 2
+BACKGROUND_PART = 0.75
 
 
 class LocalDispatcher:
@@ -79,7 +79,7 @@ class LocalDispatcher:
         try:
             items, largest = [entry.job.item for entry in waiting.values()], self._encoder.infer_batch_size
             if self.queue.expects_better(waiting[0]):
-                largest = max(1, largest // BACKGROUND_PART)
+                largest = max(1, int(BACKGROUND_PART * largest))
             before = partial(self._let_pass, {} if passing else waiting)
             for group in self._encoder.encode_in_groups(items, self._send_batch_size, largest, before):
                 self._outbox.post(self._channel, [(waiting.pop(pending.index).job, pending) for pending in group])

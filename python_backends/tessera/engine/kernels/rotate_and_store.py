@@ -9,7 +9,6 @@ import triton.language as tl
 from tessera.engine.kernels.unfinished import Partials, Unfinished
 from tessera.fp8.early_launch import early_launch, wait_for_previous
 
-_WARPS = 4
 # As in tessera/fp8/rows.py.
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST_SCALE = tl.constexpr(1e-12)
@@ -69,7 +68,7 @@ def rotate_and_store(
             ROTATED_BLOCK=triton.next_power_of_2(heads + kv_heads),
             KV_BLOCK=triton.next_power_of_2(kv_heads),
             HALF_BLOCK=triton.next_power_of_2(size // 2),
-            num_warps=_WARPS,
+            num_warps=4 if parts is None else 16,  # which fetch the parts sooner (measured on an H200)
             **early_launch(qkv.device),
         )
     return qkv
