@@ -66,9 +66,9 @@ def compare(workload: Workload, servers: list[str], address: str, options: argpa
         both.append({way: round(getattr(run, rate), 2) for way, run in runs.items()})
         both[-1]["stages_p50_ms"] = {way: stage_milliseconds(run) for way, run in runs.items()}
         print(f"{workload.name}, pair {pair + 1}: {both[-1]}", file=sys.stderr, flush=True)
-    notes: dict[str, Any] = {"concurrency": workload.concurrency, "workers": options.workers, "pairs": both}
+    notes: dict[str, Any] = {"concurrency": workload.concurrency, "workers": options.workers}
     command = f'make bench NAME=gateway ARGS="{" ".join(sys.argv[1:])}"'
-    figures.emit(f"{name}.over_grpc", round(statistics.median(over_grpc), 3), "ratio", command, **notes)
+    figures.emit(f"{name}.over_grpc", round(statistics.median(over_grpc), 3), "ratio", command, **notes, pairs=both)
     unit, what = ("tok/s", "tok_s") if workload.streamed else ("req/s", "req_s")
     figures.emit(f"{name}.{what}", round(statistics.median(through), 2), unit, command, **notes)
     if options.alone and not workload.streamed:

@@ -61,10 +61,10 @@ def picture(answers: Sequence[Answered], title: str) -> str:
     bottom = TOP + BAR * len(shown)
     paths: dict[str, list[str]] = {name: [] for name in COLOURS}
     for number, answer in enumerate(shown):
-        x, y = LEFT + scale * (began(answer) - first), TOP + BAR * (number + 0.5)
+        x = LEFT + scale * (began(answer) - first)
         for name, ms in spent(answer).items():
             if width := round(scale * ms / 1e3, 1):
-                paths[name].append(f"M{x:.1f} {y:.1f}h{width:g}")
+                paths[name].append(f"M{x:.4g} {number}h{width:g}")
             x += scale * ms / 1e3
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 40:.0f}" font-family="sans-serif" '
@@ -81,9 +81,11 @@ def picture(answers: Sequence[Answered], title: str) -> str:
         x = LEFT + scale * second
         parts.append(f'<path d="M{x:.1f} {TOP}V{bottom:.1f}" stroke="#eeeeee"/>')
         parts.append(_text(x - 3, bottom + 18, f"{second} s"))
+    # A request a unit: half as many digits.
+    parts.append(f'<g transform="translate(0 {TOP + BAR / 2:g}) scale(1 {BAR})">')
     for name, bars in paths.items():
-        parts.append(f'<path id="{name}" d="{"".join(bars)}" stroke="{COLOURS[name]}" stroke-width="{BAR}"/>')
-    return "\n".join([*parts, "</svg>", ""])
+        parts.append(f'<path id="{name}" d="{"".join(bars)}" stroke="{COLOURS[name]}"/>')
+    return "\n".join([*parts, "</g>", "</svg>", ""])
 
 
 def write(file: Path, answers: Sequence[Answered], title: str) -> str:
