@@ -57,7 +57,7 @@ class Question:
 
 class Simulation:
     """A closed loop of ``concurrency`` requests, each of ``tiles``, ``prompt`` and ``answer`` tokens, so many
-    ``questions`` about each picture. ``slowness``: of the GPU, beside bf16's."""
+    ``questions`` about each picture. ``step_time``: times that in bf16."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Simulation:
         answer: int,
         seed: int,
         questions: int = 1,
-        slowness: float = 1.0,
+        step_time: float = 1.0,
         hand_over_ms: float = HAND_OVER_MS,
     ) -> None:
         self.now = 0.0  # ms
@@ -77,7 +77,7 @@ class Simulation:
         self.idle = 0.0  # ms of the GPU
         self._scheduler = scheduling.Scheduler(BlockManager(400_000, 16), 8192, 256, gathers=True)
         self._sizes, self._questions, self._random = (tiles, prompt, answer), questions, random.Random(seed)
-        self._slowness, self._hand_over_ms = slowness, hand_over_ms
+        self._step_time, self._hand_over_ms = step_time, hand_over_ms
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._vision: deque[Question] = deque()  # those that wait there for a forward
@@ -99,7 +99,7 @@ class Simulation:
             batch = ScheduledBatch([]) if ends_first else self._scheduler.schedule()
             if batch.spans:
                 self._scheduled(batch)
-                took = self._slowness * float(np.interp(batch.tokens, TOKENS, STEP_MS))
+                took = self._step_time * float(np.interp(batch.tokens, TOKENS, STEP_MS))
                 self._scheduler.took(batch, int(took * 1e6))
                 begins = max(free, self.now + 0.3)
                 self.idle += begins - free - self._see(begins - free)
@@ -168,7 +168,7 @@ class Simulation:
             return
         tiles = self._sizes[0]
         group = [self._vision.popleft() for _ in range(min(len(self._vision), max(1, FORWARD_TILES // tiles)))]
-        work = self._slowness * TILE_MS * tiles * len(group)
+        work = self._step_time * TILE_MS * tiles * len(group)
         self._owed += work
         self._forward_ends = self.now + 1 + 1.6 * work  # beside steps
         for question in group:
@@ -198,7 +198,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=316, help="tokens")
     parser.add_argument("--answer", type=int, default=256, help="tokens")
     parser.add_argument("--questions", type=int, default=1, help="about each picture, one after the other")
-    parser.add_argument("--slowness", type=float, default=1.0, help="of the GPU beside bf16's; FP8 has about 0.6")
+    parser.add_argument("--step-time", type=float, default=1.0, help="times that in bf16; in FP8 it is about 0.6")
     parser.add_argument("--hand-over-ms", type=float, default=HAND_OVER_MS, help="from vision to the language model")
     parser.add_argument("--seconds", type=float, default=30.0)
     options = parser.parse_args()
@@ -211,7 +211,7 @@ def main() -> int:
         options.answer,
         1,
         options.questions,
-        options.slowness,
+        options.step_time,
         options.hand_over_ms,
     )
     scheduling.time = simulation  # type: ignore[assignment]  # its clock
@@ -221,8 +221,9 @@ def main() -> int:
         round(counting.percentile(sorted(each), 0.5)) for each in (simulation.first_tokens, simulation.queued)
     )
     name = f"simulated.{options.prompt}to{options.answer}.c{options.concurrency}"
-    if options.questions > 1:
-        name += f".q{options.questions}"
+    for letter, what in (("t", "tiles"), ("q", "questions"), ("s", "step_time"), ("h", "hand_over_ms")):
+        if (given := getattr(options, what)) != parser.get_default(what):
+            name += f".{letter}{given:g}"
     command = f'make bench NAME=scheduler ARGS="{shlex.join(sys.argv[1:])}"'
     figures.emit(
         f"{name}.tok_s",

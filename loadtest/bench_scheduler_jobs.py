@@ -183,18 +183,17 @@ class Simulation:
         if self._forward or not (self._taken or self._vision):
             return
         if self._taken and self._vision and self._vision[0][2].priority < self._taken[0].priority:
-            group = deque(self._of_one_priority())
+            asked = self._of_one_priority(self._forward_tiles)
         else:
-            self._taken.extend(() if self._taken else self._of_one_priority())
-            group = self._taken
-        asked = [group.popleft() for _ in range(min(len(group), self._forward_tiles))]
+            self._taken.extend(() if self._taken else self._of_one_priority(MOST))
+            asked = [self._taken.popleft() for _ in range(min(len(self._taken), self._forward_tiles))]
         self._forward = Work(TILE_MS * len(asked) + 0.7, self.now, asked)
         if self._first_tile:
-            self._forward.left = QUESTION_MS[False]
+            self._forward.left = QUESTION_MS[False] * len(asked)
 
-    def _of_one_priority(self) -> list[Asked]:
+    def _of_one_priority(self, most: int) -> list[Asked]:
         first, taken = self._vision[0][2], []
-        while self._vision and len(taken) < MOST and self._vision[0][2].priority == first.priority:
+        while self._vision and len(taken) < most and self._vision[0][2].priority == first.priority:
             taken.append(heapq.heappop(self._vision)[2])
         return taken
 
@@ -243,6 +242,8 @@ def main() -> int:
     rates = {"alone_req_s": round(alone.answers / counted, 2), "beside_req_s": round(beside.answers / counted, 2)}
     command = f'make bench NAME=scheduler_jobs ARGS="{shlex.join(sys.argv[1:])}"'
     name = f"simulated.jobs.{options.forward}tiles"
+    if options.rate != parser.get_default("rate"):
+        name += f".r{options.rate:g}"
     figures.emit(f"{name}.ttft_p50_ms", p50, "ms", command, ttft_p99_ms=p99, questions=len(waited))
     figures.emit(f"{name}.loss_pct", round(100 * (1 - beside.answers / alone.answers), 2), "%", command, **rates)
     return 0

@@ -13,6 +13,7 @@ from tessera.engine.attention.backend import AttentionStep
 from tessera.engine.config import EngineConfig
 from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.kernels import reference
+from tessera.engine.kernels.unfinished import Partials
 from tessera.engine.models.qwen2 import DecoderLayer
 from tessera.engine.models.registry import model_class
 from tessera.engine.quantization import int4
@@ -160,7 +161,30 @@ def test_a_decoder_layer_runs_what_is_measured(kernels, monkeypatch, make, way, 
     assert isinstance(x, Fp8Sums) == (way == "rescaled")  # down's scales are left to the next layer's norm
 
 
-@pytest.mark.parametrize(
+def model_of(architecture, make_scheme):
+    """A model, and its linear layers."""
+    config = tiny_config(architecture=architecture, hidden_size=HIDDEN, intermediate_size=INNER, head_dim=32)
+    model = model_class(architecture)(config, lambda modules: make_scheme(), torch.float32, CPU)
+    model.randomize(5)
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    for linear in linears:
+        if linear.bias is not None:
+            linear.bias.mul_(20)  # of the product's size
+    return model, linears
+
+
+def logits_of(model, attention):
+    """Of a step of one token behind one of eleven."""
+    if attention == "triton":
+        pytest.importorskip("triton", reason="the kernels are written in triton")
+    sequence = Sequence(make_request(list(range(12)), max_tokens=1))
+    sequence.block_table = array("q", [0])
+    runner = ModelRunner.of_model(model, EngineConfig(block_size=16, attention=attention, max_sequences=1), 16)
+    runner.logits(ScheduledBatch([ScheduledSpan(sequence, 0, 11, False)]))
+    return runner.logits(ScheduledBatch([ScheduledSpan(sequence, 11, 12, True)]))
+
+
+EVERY_DECODER = pytest.mark.parametrize(
     ("architecture", "attention"),
     [
         ("Qwen2ForCausalLM", "sdpa"),
@@ -170,27 +194,30 @@ def test_a_decoder_layer_runs_what_is_measured(kernels, monkeypatch, make, way, 
         ("Phi3ForCausalLM", "sdpa"),
     ],
 )
-def test_layers_that_choose_otherwise_than_their_neighbours_answer_alike(monkeypatch, architecture, attention):
-    if attention == "triton":
-        pytest.importorskip("triton", reason="the kernels are written in triton")
-    config = tiny_config(architecture=architecture, hidden_size=HIDDEN, intermediate_size=INNER, head_dim=32)
-    model = model_class(architecture)(config, lambda modules: int4_with_copy(monkeypatch), torch.float32, CPU)
-    model.randomize(5)
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
+
+
+@EVERY_DECODER
+def test_what_split_products_leave_is_added_by_whoever_comes_next(monkeypatch, architecture, attention):
+    model, linears = model_of(architecture, Unquantized)
+    expected, left = logits_of(model, attention), []
+    make = Partials.__new__
+    monkeypatch.setattr(Partials, "__new__", lambda cls, *given: (left.append(cls), make(cls, *given))[1])
     for linear in linears:
-        if linear.bias is not None:
-            linear.bias.mul_(20)  # of the product's size
-    sequence = Sequence(make_request(list(range(12)), max_tokens=1))
-    sequence.block_table = array("q", [0])
-    prompt, last = ScheduledSpan(sequence, 0, 11, False), ScheduledSpan(sequence, 11, 12, True)
+        linear.scheme.skinny_rows = 64
+    torch.testing.assert_close(logits_of(model, attention), expected)
+    # q, k and v, output and down of both steps; in the first the last layer's two latter have no row to compute.
+    assert len(left) == 2 * 3 * len(model.layers) - 2
+
+
+@EVERY_DECODER
+def test_layers_that_choose_otherwise_than_their_neighbours_answer_alike(monkeypatch, architecture, attention):
+    model, linears = model_of(architecture, lambda: int4_with_copy(monkeypatch))
 
     def logits(choose):
         for index, linear in enumerate(linears):
             ways = linear.scheme.possible(linear, 11)
             linear.scheme.ways = (1, choose(ways, index)), (11, choose(ways, index + 1))
-        runner = ModelRunner.of_model(model, EngineConfig(block_size=16, attention=attention, max_sequences=1), 16)
-        runner.logits(ScheduledBatch([prompt]))
-        return runner.logits(ScheduledBatch([last]))
+        return logits_of(model, attention)
 
     expected = logits(lambda ways, index: int4.DEQUANTIZED)
     for turn in range(6):

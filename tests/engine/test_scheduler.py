@@ -159,6 +159,30 @@ def test_a_follow_up_passes_what_came_shortly_before_and_is_to_be_read():
     assert a_question_waits(*unread, ("one", follow, late + 1, 0))[1] == ["other", "new", "one"]
 
 
+@pytest.mark.parametrize(
+    ("cached", "unread", "follows"), [(20, 16, True), (20, 17, False), (8, 8, True), (8, 9, False), (0, 1, False)]
+)
+def test_of_a_follow_up_at_least_half_is_cached_and_little_is_left(cached, unread, follows):
+    engine, _ = make_engine(max_sequences=8)  # 16 tokens are little
+    engine.submit(make_request([7] * 20, max_tokens=1))
+    run(engine)
+    sequence = engine._new_sequence(make_request([7] * cached + [8] * unread))
+    engine.scheduler.add(sequence)
+    assert sequence.follows == follows
+
+
+def test_a_follow_up_passes_none_that_has_begun():
+    engine, _ = make_engine(num_blocks=9)
+    for name, token in (("first", 1), ("second", 2)):
+        engine.submit(make_request([token] * 12, name, max_tokens=12, ignore_eos=True))
+    while not engine.metrics.preemptions:
+        engine.step()
+    follow_up = engine._new_sequence(make_request([1] * 12 + [3], "follow-up"))
+    engine.scheduler.add(follow_up)
+    assert follow_up.follows
+    assert [sequence.request.request_id for sequence in engine.scheduler.waiting] == ["second", "follow-up"]
+
+
 def test_a_follow_up_passes_no_better_priority_and_gives_way_to_none():
     engine, waiting = a_question_waits(
         ("question", [5] * 20, 0, -1), ("job", [6] * 20, 1, 1), ("follow-up", [7] * 20, 2, 0), ("other", [4] * 20, 3, 0)
@@ -187,6 +211,14 @@ def test_beside_follow_ups_with_short_answers_long_steps_are_half_as_long(monkey
     run(engine)
     steps = [sum(end - start for _, start, end, _ in batch) for batch in runner.batches[begun:]]
     assert steps[0] == most and ("follow-up", 400, 401) in spans_of(runner, begun)
+    # So they are while one is answered.
+    begun = len(runner.batches)
+    engine.submit(make_request([119] * 400 + [2], "follow-up", max_tokens=answers + 1, ignore_eos=True))
+    engine.step()
+    engine.submit(make_request([8] * 900, "new", max_tokens=1))
+    engine.step()
+    assert sum(end - start for _, start, end in spans_of(runner, begun + 1)) == most
+    run(engine)
     # Alone as much as fits.
     begun = len(runner.batches)
     engine.submit(make_request([6] * 900, max_tokens=1))

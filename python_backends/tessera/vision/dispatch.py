@@ -19,8 +19,8 @@ from tessera.vision.encoding.encoder import PendingRows, VisionEncoder
 from tessera.vision.encoding.pictures import VisionItem
 from tessera.vision.job_queue import Entry, Job, JobQueue
 
-# While a better priority is expected, the others' forwards are this part of a full one. Who comes waits for the one
-# under way; and a whole one often ends as a step of the language model begins, for which its rows then come too late.
+# While a better priority is expected, the others' forwards are this part of a full one. A newcomer waits for the
+# forward under way, and a whole one often ends just as a step of the language model begins: too late for it.
 BACKGROUND_PART = 0.75
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tessera.engine.kernels import reference
+from tessera.engine.layers.norm import RmsNorm
 from tessera.engine.quantization import unquantized
 from tessera.engine.quantization.scheme import Linear, LinearShape
 from tessera.engine.quantization.unquantized import Unquantized
@@ -42,7 +43,7 @@ def ran(monkeypatch):
     def named(name):
         return lambda *given: (calls.append(name), getattr(reference, name)(*given))[1]
 
-    names = ("skinny_linear", "skinny_unfinished", "skinny_gate_up", "gate_up_silu")
+    names = ("skinny_unfinished", "skinny_gate_up", "gate_up_silu")
     kernels = SimpleNamespace(**{name: named(name) for name in names})
     monkeypatch.setattr(unquantized, "layer_kernels", lambda device: kernels)
     return calls
@@ -73,6 +74,13 @@ def test_the_fused_product_is_measured_from_the_largest_step_down(ran, won, aske
     layers = tuned(choices)
     assert choices.asked == [*((rows, "skinny") for rows in (16, 32, 64)), *((rows, "fused") for rows in asked)]
     assert all(layer.scheme.fused_rows == first and layer.scheme.skinny_rows == 32 for layer in layers)
+
+
+def test_products_are_measured_between_their_neighbours(monkeypatch, ran):
+    normalised = []
+    monkeypatch.setattr(RmsNorm, "forward", lambda norm, x, *others: (normalised.append(len(x)), (x, x))[1])
+    tuned(Choices())
+    assert normalised.count(16) == ran.count("skinny_gate_up") * 2 == 4  # two layers, ours and the library's
 
 
 def test_it_runs_from_the_found_number_of_rows_on(ran):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tessera.engine.cache.kv_storage import KvStorage
-from tessera.engine.kernels.unfinished import Unfinished
+from tessera.engine.kernels.unfinished import Unfinished, finished
 from tessera.errors import ConfigError
 
 
@@ -119,8 +119,7 @@ class AttentionBackend(ABC):
 
     def attend(self, layer: int, qkv: torch.Tensor | Unfinished, step: AttentionStep) -> torch.Tensor:
         """qkv [n, (heads + 2 * kv_heads) * head_dim] -> [n or m, heads * head_dim]."""
-        if not isinstance(qkv, torch.Tensor):
-            qkv = qkv.product()
+        qkv = finished(qkv)
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
         split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
         rotated = rotate(split[:, : heads + kv_heads], step.cos, step.sin)

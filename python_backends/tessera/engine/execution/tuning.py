@@ -16,7 +16,7 @@ from torch import nn
 from tessera import fp8
 from tessera.engine import kernels
 from tessera.engine.models.qwen2 import DecoderLayer, Qwen2
-from tessera.engine.quantization import in_place, measured
+from tessera.engine.quantization import in_place, measured, unquantized
 from tessera.engine.quantization.scheme import Linear, LinearShape, Place
 from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
 
@@ -35,7 +35,7 @@ def tune(model: Qwen2, device: torch.device, most_rows: int) -> None:
 def kernels_version() -> str:
     """Eight digits that change with the text of our kernels, and of how they are measured."""
     files = [file for package in (kernels, fp8) for file in sorted(Path(str(package.__file__)).parent.glob("*.py"))]
-    files += [Path(str(module.__file__)) for module in (in_place, measured)]
+    files += [Path(str(module.__file__)) for module in (in_place, measured, unquantized)]
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
 
 

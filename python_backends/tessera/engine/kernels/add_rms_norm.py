@@ -49,14 +49,14 @@ def add_rms_norm(
     block = triton.next_power_of_2(size)
     if n:
         given, made = (x, x_scales, scales, bias), None if rows is None else rows.scales
-        options = {"PARTS": parts, "BLOCK": block, "num_warps": _warps(n, block, parts), **early_launch(x.device)}
+        options = {"SPLITS": parts, "BLOCK": block, "num_warps": _warps(n, block, parts), **early_launch(x.device)}
         _add_rms_norm[(n,)](*given, residual, weight, out, made, size, eps, **options)
     return out if rows is None else rows, x if residual is None else residual
 
 
 def _warps(n: int, block: int, parts: int) -> int:
-    """Few rows have a multiprocessor each, where fewer warps reduce a row sooner, unless it has parts that more warps
-    fetch sooner (measured on an H200)."""
+    """Few rows have a multiprocessor each, where fewer warps reduce a row sooner; but more fetch partials sooner
+    (measured on an H200)."""
     values_a_thread = 32 if n <= 128 and not parts else 8
     return min(max(block // (32 * values_a_thread), 1), 16)
 
@@ -64,9 +64,9 @@ def _warps(n: int, block: int, parts: int) -> int:
 @triton.jit
 def _add_rms_norm(
     x, x_scales, x_column_scales, bias, residual, weight, out, scales, size, eps,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a row; ``out`` is e4m3 where there are ``scales``, x [PARTS, n, size] where it comes in parts."""
+    """One program a row; ``out`` is e4m3 where there are ``scales``, x [SPLITS, n, size] where it comes in parts."""
     wait_for_previous(EARLY)
     start = tl.program_id(0).to(tl.int64) * size
     column = tl.arange(0, BLOCK)
@@ -78,7 +78,7 @@ def _add_rms_norm(
     if x_scales is not None:
         columns = tl.load(x_column_scales + column, mask=inside, other=0.0)
         row *= tl.load(x_scales + tl.program_id(0)) * columns
-    for part in tl.static_range(1, PARTS):
+    for part in tl.static_range(1, SPLITS):
         row += tl.load(x + part * tl.num_programs(0) * size + start + column, mask=inside, other=0.0)
     if bias is not None:
         row += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)

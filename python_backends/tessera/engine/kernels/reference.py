@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tessera.engine.kernels.unfinished import Partials, Unfinished
+from tessera.engine.kernels.unfinished import Partials, Unfinished, finished
 from tessera.engine.kernels.w4_layout import PackedW4, unpack
 from tessera.fp8.rows import Fp8Rows, fp8_linear, quantize_rows, rescale
 
@@ -21,8 +21,7 @@ def add_rms_norm(
 
     ``fp8``: the normalised rows leave quantized.
     """
-    if not isinstance(x, torch.Tensor):
-        x = x.product()
+    x = finished(x)
     residual = x if residual is None else residual.add_(x)
     normalised = F.rms_norm(residual.float(), (x.shape[-1],), None, eps).to(x.dtype)
     scaled = weight * normalised
@@ -68,8 +67,7 @@ def rotate_and_store(
     cos, sin float32 [n, d / 2]; keys, values [blocks, block_size, kv_heads, d], in e4m3 with scales float32
     [blocks, block_size, kv_heads]. An unfinished product is finished first. Returns qkv.
     """
-    if not isinstance(qkv, torch.Tensor):
-        qkv = qkv.product()
+    qkv = finished(qkv)
     kv_heads, size = keys.shape[2:]
     split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, size)
     rotated = split[:, : heads + kv_heads]
@@ -92,11 +90,10 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return F.linear(x, weight, bias)
 
 
-def skinny_unfinished(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor | Partials:
-    """The same; here it is finished."""
-    return F.linear(x, weight, bias)
+def skinny_unfinished(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Partials:
+    """The same in two halves of k, still to be added."""
+    x_halves, weight_halves = x.float().chunk(2, dim=1), weight.float().chunk(2, dim=1)
+    return Partials(torch.stack([F.linear(*halves) for halves in zip(x_halves, weight_halves)]), bias, x.dtype)
 
 
 def gate_up_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,8 @@ def rotate_and_store(
     [blocks, block_size, kv_heads], which are set as :func:`tessera.fp8.rows.quantize_rows` does for a head. All are
     contiguous, else ValueError, as for a qkv of another width. The rotation is float32 and rounded once.
 
-    An unfinished product is finished and rounded first: an FP8 product's sums become qkv, and parts get a new one.
+    An unfinished product is finished and rounded first: an FP8 product's sums become qkv, partials are added into a new
+    tensor.
     """
     parts = x_scales = scales = bias = None
     if isinstance(qkv, Partials):
@@ -61,14 +62,14 @@ def rotate_and_store(
             x_scales,
             scales,
             bias,
-            PARTS=0 if parts is None else len(parts),
+            SPLITS=0 if parts is None else len(parts),
             HEADS=heads,
             KV_HEADS=kv_heads,
             HALF=size // 2,
             ROTATED_BLOCK=triton.next_power_of_2(heads + kv_heads),
             KV_BLOCK=triton.next_power_of_2(kv_heads),
             HALF_BLOCK=triton.next_power_of_2(size // 2),
-            num_warps=4 if parts is None else 16,  # which fetch the parts sooner (measured on an H200)
+            num_warps=4 if parts is None else 16,  # which fetch partials sooner (measured on an H200)
             **early_launch(qkv.device),
         )
     return qkv
@@ -88,7 +89,7 @@ def _rotate_and_store(
     x_scales,
     scales,
     bias,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -113,16 +114,16 @@ def _rotate_and_store(
     head = tl.arange(0, ROTATED_BLOCK)[:, None]
     inside = (head < HEADS + KV_HEADS) & (angle < HALF)[None, :]
     at = head * (2 * HALF) + angle[None, :]
-    first = _finished(qkv, parts, x_scales, scales, bias, token, at, inside, PARTS, WIDTH)
-    second = _finished(qkv, parts, x_scales, scales, bias, token, at + HALF, inside, PARTS, WIDTH)
+    first = _load_finished(qkv, parts, x_scales, scales, bias, token, at, inside, SPLITS, WIDTH)
+    second = _load_finished(qkv, parts, x_scales, scales, bias, token, at + HALF, inside, SPLITS, WIDTH)
 
     kv_head = tl.arange(0, KV_BLOCK)[:, None]
     v_inside = (kv_head < KV_HEADS) & (angle < HALF)[None, :]
     v_at = kv_head * (2 * HALF) + angle[None, :]
     v_column = (HEADS + KV_HEADS) * 2 * HALF + v_at
-    v_first = _finished(qkv, parts, x_scales, scales, bias, token, v_column, v_inside, PARTS, WIDTH)
-    v_second = _finished(qkv, parts, x_scales, scales, bias, token, v_column + HALF, v_inside, PARTS, WIDTH)
-    if PARTS > 0 or x_scales is not None:
+    v_first = _load_finished(qkv, parts, x_scales, scales, bias, token, v_column, v_inside, SPLITS, WIDTH)
+    v_second = _load_finished(qkv, parts, x_scales, scales, bias, token, v_column + HALF, v_inside, SPLITS, WIDTH)
+    if SPLITS > 0 or x_scales is not None:
         tl.store(row + v_column, v_first.to(qkv.dtype.element_ty), mask=v_inside)
         tl.store(row + v_column + HALF, v_second.to(qkv.dtype.element_ty), mask=v_inside)
 
@@ -151,13 +152,13 @@ def _rotate_and_store(
 
 
 @triton.jit
-def _finished(
-    qkv, parts, x_scales, scales, bias, token, column, inside, PARTS: tl.constexpr, WIDTH: tl.constexpr
+def _load_finished(
+    qkv, parts, x_scales, scales, bias, token, column, inside, SPLITS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """Columns of a token's q, k and v, rounded to qkv's dtype, as float32."""
     at = token * WIDTH + column
-    value = tl.load((qkv if PARTS == 0 else parts) + at, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
+    value = tl.load((qkv if SPLITS == 0 else parts) + at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, SPLITS):
         value += tl.load(parts + part * tl.num_programs(0) * WIDTH + at, mask=inside, other=0.0)
     if x_scales is not None:
         value *= tl.load(x_scales + token) * tl.load(scales + column, mask=inside, other=0.0)

@@ -159,7 +159,7 @@ def multiply(
 ) -> torch.Tensor | Partials:
     """x [m, k] times weight [n, k], each row of both times its scale if it has one, plus bias [n] -> [m, n].
 
-    The partials of a split are float32, and of more than 64 rows, where they are as large as the weights, as ``dtype``.
+    The partials of a split are float32; those of more than 64 rows, as large as the weights, are of ``dtype``.
     """
     (m, k), n = x.shape, len(weight)
     options = {**_options(plan, m), **early_launch(x.device)}

@@ -12,7 +12,7 @@ from tessera.fp8.rows import Fp8Sums
 class Partials(NamedTuple):
     """A product whose k was shared out among programs: it is the sum of ``parts``, in their order, plus ``bias``."""
 
-    parts: torch.Tensor  # float32 [splits, m, n]
+    parts: torch.Tensor  # [splits, m, n] float32, or of the product's dtype where m is large
     bias: torch.Tensor | None  # [n]
     dtype: torch.dtype  # of the product
 
@@ -26,8 +26,12 @@ class Partials(NamedTuple):
             from tessera.engine.kernels.add_partials import add_partials
 
             return add_partials(*self)
-        total = sum(self.parts[1:], self.parts[0])
+        total = self.parts.float().sum(0)
         return (total if self.bias is None else total + self.bias).to(self.dtype)
 
 
 Unfinished = Fp8Sums | Partials
+
+
+def finished(product: torch.Tensor | Unfinished) -> torch.Tensor:
+    return product if isinstance(product, torch.Tensor) else product.product()

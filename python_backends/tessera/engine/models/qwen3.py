@@ -12,7 +12,7 @@ import torch
 
 from tessera.checkpoint.weights import Target
 from tessera.engine.kernels.selection import layer_kernels
-from tessera.engine.kernels.unfinished import Unfinished
+from tessera.engine.kernels.unfinished import Unfinished, finished
 from tessera.engine.layers.norm import RmsNorm
 from tessera.engine.models.qwen2 import DecoderLayer, Qwen2, norm_targets
 from tessera.engine.quantization.scheme import SchemeSelector
@@ -34,8 +34,7 @@ class Qwen3Layer(DecoderLayer):
 
     def heads(self, qkv: torch.Tensor | Unfinished) -> torch.Tensor:
         """Normalises the heads of q and k in ``qkv`` itself."""
-        if not isinstance(qkv, torch.Tensor):
-            qkv = qkv.product()
+        qkv = finished(qkv)
         weights = self.q_norm.get_buffer("weight"), self.k_norm.get_buffer("weight")
         layer_kernels(qkv.device.type).norm_heads(qkv, *weights, self._kv_heads, self._eps)
         return qkv

@@ -36,8 +36,8 @@ class InPlace:
     Before qkv and gate_up stands a norm, before down the gated activation; each quantizes for a layer that wants it.
     Before output stands the attention, which cannot: the layer quantizes for itself. Behind output and down stands a
     norm, behind gate_up the activation, which quantizes for a down that is as the gate_up, and behind qkv the rotation,
-    here of heads as large as the shape allows, as many of them keys' as leave a power of two to be rotated: so models
-    have it, and other numbers would cost the rotation more.
+    here of heads as large as the shape allows, as many of them keys' as leave a power of two to be rotated, as
+    InternVL3-8B has them; other numbers cost the rotation more.
     """
 
     def __init__(self, shape: LinearShape, rows: int, device: torch.device) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from tessera.checkpoint.weights import plain
 from tessera.engine.kernels.selection import layer_kernels
-from tessera.engine.kernels.unfinished import Unfinished
+from tessera.engine.kernels.unfinished import Unfinished, finished
 from tessera.engine.quantization.in_place import InPlace, taking_turns
 from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape, Stored
 from tessera.fp8.rows import Fp8Rows
@@ -58,17 +58,14 @@ class Unquantized(LinearScheme):
         return str(layer.dtype).removeprefix("torch.")
 
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)
-        weight, bias = layer.get_buffer("weight"), layer.bias
-        if 0 < x.shape[0] <= self.skinny_rows:
-            return layer_kernels(x.device.type).skinny_linear(x, weight, bias)
-        return F.linear(x, weight, bias)
+        return finished(self.apply_unfinished(layer, x))
 
     def apply_unfinished(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
         assert isinstance(x, torch.Tensor)
+        weight, bias = layer.get_buffer("weight"), layer.bias
         if 0 < len(x) <= self.skinny_rows:
-            return layer_kernels(x.device.type).skinny_unfinished(x, layer.get_buffer("weight"), layer.bias)
-        return self.apply(layer, x)
+            return layer_kernels(x.device.type).skinny_unfinished(x, weight, bias)
+        return F.linear(x, weight, bias)
 
     def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
         if isinstance(x, torch.Tensor) and not fp8:

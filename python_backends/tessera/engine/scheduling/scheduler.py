@@ -5,9 +5,10 @@ by rank (ranking.py). Nothing overtakes the head of that queue, so of the runnin
 reading its prompt, and a long prompt takes only what decoding leaves. When blocks run out, the last running sequence
 gives its own back and waits to be computed again: the first one always gets on, so every sequence gets its turn.
 
-A follow-up, a prompt that the cache holds for the most part, is put before those that came shortly before it and are
-none. Else whoever asks several questions about a picture waits until all others are through with their first, and then
-all ask their second together: the GPU has everybody's costly prompts at once, and later cheap ones, in small steps.
+A follow-up, a prompt of which the cache leaves little to read, is put before those of its priority that came shortly
+before it and are not follow-ups themselves. Else whoever asks several questions about a picture waits until all others
+are through with their first, and then all ask their second together: the GPU has everybody's costly prompts at once,
+and later cheap ones, in small steps.
 
 Where sequences of several priorities come, the better one waits for the step under way and no more: while such a one
 is expected no step is launched behind a long one, and that which reads its prompt is short; where the others fill the
@@ -21,7 +22,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence as SequenceType
-from itertools import islice
+from itertools import chain, islice
 
 from tessera.engine.cache.block_manager import BlockManager
 from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
@@ -85,11 +86,13 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a new sequence, behind those of its priority, or a follow-up before those that it passes."""
+        """Queues a new sequence, behind those of its priority but for what it passes as a follow-up."""
         priority = sequence.request.sampling.priority
         self._expected.saw(priority, sequence.request.arrival_ns)
         self._worst = max(self._worst, priority)
-        sequence.follows = 2 * self.blocks.cached(sequence) >= sequence.prompt_length
+        cached = self.blocks.cached(sequence)
+        unread = sequence.prompt_length - cached
+        sequence.follows = unread <= min(cached, self._least_tokens)
         place = len(self.waiting)
         while place and (sequence.passes(self.waiting[place - 1]) or _passes_unread(sequence, self.waiting[place - 1])):
             place -= 1
@@ -214,7 +217,7 @@ class Scheduler:
             return self._max_batched_tokens
         if self._answers_are_short:
             # A follow-up takes little but waits for the whole step, and its caller's next question with it.
-            follow = any(sequence.follows for sequence in (*self.running, *self.waiting))
+            follow = any(sequence.follows for sequence in chain(self.running, self.waiting))
             return max(self._least_tokens, self._max_batched_tokens // 2) if follow else self._max_batched_tokens
         reading = [sequence for sequence in self.running[-1:] if sequence.pending > 1]
         admissible = islice(self.waiting, self._max_sequences - len(self.running))
@@ -317,8 +320,8 @@ class Scheduler:
 
 
 def _passes_unread(sequence: Sequence, other: Sequence) -> bool:
-    """Whether a follow-up goes before one of its priority that came earlier and is none."""
-    if not sequence.follows or other.follows:
+    """Whether a follow-up goes before one of its priority that came earlier, is not one itself and has not begun."""
+    if not sequence.follows or other.follows or other.scheduled_ns:
         return False
     of_one = sequence.request.sampling.priority == other.request.sampling.priority
     return of_one and sequence.request.arrival_ns - other.request.arrival_ns <= _PASSED_NS
