@@ -33,19 +33,17 @@ def rotate_and_store(
     [blocks, block_size, kv_heads], which are set as :func:`tessera.fp8.rows.quantize_rows` does for a head. All are
     contiguous, else ValueError, as for a qkv of another width. The rotation is float32 and rounded once.
 
-    An unfinished product is finished and rounded first: an FP8 product's sums become qkv, partials are added into a new
-    tensor.
+    An unfinished product is finished and rounded first, an FP8 product's sums in their own memory.
     """
-    parts = x_scales = scales = bias = None
+    x_scales = scales = bias = None
     if isinstance(qkv, Partials):
-        parts, bias, dtype = qkv
-        qkv = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+        qkv = qkv.product()  # by many programs: one a token would take longer to fetch them (measured on an H200)
     elif not isinstance(qkv, torch.Tensor):
         qkv, x_scales, scales, bias = qkv
     n, (kv_heads, size) = len(qkv), keys.shape[2:]
     if qkv.shape[1] != (heads + 2 * kv_heads) * size:
         raise ValueError(f"rotate_and_store: {qkv.shape[1]} values a row are not {heads} + 2 * {kv_heads} of {size}")
-    given = (qkv, cos, sin, slots, keys, values, key_scales, value_scales, parts, x_scales, scales, bias)
+    given = (qkv, cos, sin, slots, keys, values, key_scales, value_scales, x_scales, scales, bias)
     if not all(tensor.is_contiguous() for tensor in given if tensor is not None):
         raise ValueError("rotate_and_store: every tensor must be contiguous")
     if n:
@@ -58,18 +56,16 @@ def rotate_and_store(
             values,
             key_scales,
             value_scales,
-            parts,
             x_scales,
             scales,
             bias,
-            SPLITS=0 if parts is None else len(parts),
             HEADS=heads,
             KV_HEADS=kv_heads,
             HALF=size // 2,
             ROTATED_BLOCK=triton.next_power_of_2(heads + kv_heads),
             KV_BLOCK=triton.next_power_of_2(kv_heads),
             HALF_BLOCK=triton.next_power_of_2(size // 2),
-            num_warps=4 if parts is None else 16,  # which fetch partials sooner (measured on an H200)
+            num_warps=4,
             **early_launch(qkv.device),
         )
     return qkv
@@ -85,11 +81,9 @@ def _rotate_and_store(
     values,
     key_scales,
     value_scales,
-    parts,
     x_scales,
     scales,
     bias,
-    SPLITS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -114,16 +108,16 @@ def _rotate_and_store(
     head = tl.arange(0, ROTATED_BLOCK)[:, None]
     inside = (head < HEADS + KV_HEADS) & (angle < HALF)[None, :]
     at = head * (2 * HALF) + angle[None, :]
-    first = _load_finished(qkv, parts, x_scales, scales, bias, token, at, inside, SPLITS, WIDTH)
-    second = _load_finished(qkv, parts, x_scales, scales, bias, token, at + HALF, inside, SPLITS, WIDTH)
+    first = _load_finished(qkv, x_scales, scales, bias, token, at, inside, WIDTH)
+    second = _load_finished(qkv, x_scales, scales, bias, token, at + HALF, inside, WIDTH)
 
     kv_head = tl.arange(0, KV_BLOCK)[:, None]
     v_inside = (kv_head < KV_HEADS) & (angle < HALF)[None, :]
     v_at = kv_head * (2 * HALF) + angle[None, :]
     v_column = (HEADS + KV_HEADS) * 2 * HALF + v_at
-    v_first = _load_finished(qkv, parts, x_scales, scales, bias, token, v_column, v_inside, SPLITS, WIDTH)
-    v_second = _load_finished(qkv, parts, x_scales, scales, bias, token, v_column + HALF, v_inside, SPLITS, WIDTH)
-    if SPLITS > 0 or x_scales is not None:
+    v_first = _load_finished(qkv, x_scales, scales, bias, token, v_column, v_inside, WIDTH)
+    v_second = _load_finished(qkv, x_scales, scales, bias, token, v_column + HALF, v_inside, WIDTH)
+    if x_scales is not None:
         tl.store(row + v_column, v_first.to(qkv.dtype.element_ty), mask=v_inside)
         tl.store(row + v_column + HALF, v_second.to(qkv.dtype.element_ty), mask=v_inside)
 
@@ -152,14 +146,10 @@ def _rotate_and_store(
 
 
 @triton.jit
-def _load_finished(
-    qkv, parts, x_scales, scales, bias, token, column, inside, SPLITS: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
+def _load_finished(qkv, x_scales, scales, bias, token, column, inside, WIDTH: tl.constexpr):
     """Columns of a token's q, k and v, rounded to qkv's dtype, as float32."""
     at = token * WIDTH + column
-    value = tl.load((qkv if SPLITS == 0 else parts) + at, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, SPLITS):
-        value += tl.load(parts + part * tl.num_programs(0) * WIDTH + at, mask=inside, other=0.0)
+    value = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
     if x_scales is not None:
         value *= tl.load(x_scales + token) * tl.load(scales + column, mask=inside, other=0.0)
     if bias is not None:

@@ -7,7 +7,7 @@ blocks: the programs of one weight tile are neighbours and share it in the L2 ca
 the rows of the weights are too few for that, k is split: each program writes a partial, and a second small
 kernel adds the partials in a fixed order (so that equal inputs give equal outputs, which atomics would not).
 
-Better still, whoever comes next adds the partials as it reads them (`unfinished.py`).
+Better still, a norm that comes next adds the partials as it reads them (`unfinished.py`).
 
 On Hopper these kernels are launched before the one in front of them has ended, and wait for it themselves (programmatic
 dependent launch); and they let the next be launched at once: its programs, and those of the short kernels behind it,

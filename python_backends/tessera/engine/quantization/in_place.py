@@ -36,8 +36,7 @@ class InPlace:
     Before qkv and gate_up stands a norm, before down the gated activation; each quantizes for a layer that wants it.
     Before output stands the attention, which cannot: the layer quantizes for itself. Behind output and down stands a
     norm, behind gate_up the activation, which quantizes for a down that is as the gate_up, and behind qkv the rotation,
-    here of heads as large as the shape allows, as many of them keys' as leave a power of two to be rotated, as
-    InternVL3-8B has them; other numbers cost the rotation more.
+    here of heads as large as the shape allows, one of which is the keys'.
     """
 
     def __init__(self, shape: LinearShape, rows: int, device: torch.device) -> None:
@@ -57,10 +56,8 @@ class InPlace:
                 head //= 2
             angles = torch.zeros((rows, head // 2), dtype=torch.float32, device=device)
             slots = torch.arange(rows, device=device)
-            count = shape.outputs // head
-            keys = max(1, count - (1 << count.bit_length() - 1))
-            cache = normal(rows, 1, keys, head)
-            rotated = angles, angles, slots, cache, torch.empty_like(cache), count - 2 * keys
+            cache = normal(rows, 1, 1, head)
+            rotated = angles, angles, slots, cache, torch.empty_like(cache), shape.outputs // head - 2
             self._rotate = lambda qkv: layer_kernels(device.type).rotate_and_store(qkv, *rotated)
 
     @cached_property
