@@ -19,6 +19,7 @@ from tessera.checkpoint.names import split_names
 from tessera.checkpoint.weights import SafetensorsFolder, fill
 from tessera.engine.attention.backend import AttentionStep, SpanTable, create_backend
 from tessera.engine.cache.kv_storage import KvStorage
+from tessera.engine.kernels.unfinished import Unfinished
 from tessera.engine.models.qwen2 import LayerNames
 from tessera.engine.models.registry import model_class
 from tessera.engine.quantization.scheme import Linear
@@ -37,10 +38,10 @@ class Watched(Unquantized):
     see: Callable[[torch.Tensor], None] | None = None
     fp8 = False
 
-    def apply(self, layer: Linear, x: Any) -> torch.Tensor:
+    def apply_unfinished(self, layer: Linear, x: Any) -> torch.Tensor | Unfinished:
         if self.see is not None:
             self.see(x)
-        return super().apply(layer, rounded_rows(x) if self.fp8 else x)
+        return super().apply_unfinished(layer, rounded_rows(x) if self.fp8 else x)
 
 
 def _watched(modules: Collection[str]) -> Watched:

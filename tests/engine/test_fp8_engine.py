@@ -8,6 +8,7 @@ import torch
 from engine_fakes import TextEngine, make_request, run, tiny_config, tiny_engine, tiny_model, tokens_of
 
 from tessera.engine.kernels import reference
+from tessera.engine.kernels.unfinished import Unfinished
 from tessera.engine.models.qwen2 import DecoderLayer, Qwen2
 from tessera.engine.models.registry import model_class
 from tessera.engine.quantization.config import scheme_selector
@@ -26,9 +27,9 @@ class FakeQuantized(Unquantized):
         values, scales = quantize_weight(layer.weight)
         layer.weight = values.float() * scales[:, None]
 
-    def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+    def apply_unfinished(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
         assert isinstance(x, torch.Tensor)
-        return super().apply(layer, quantize_rows(x).dequantized())
+        return super().apply_unfinished(layer, quantize_rows(x).dequantized())
 
 
 def linears(model: Qwen2) -> list[Linear]:
