@@ -45,6 +45,11 @@ OWN_TOKENS = 21  # at the end of a prompt, of which a picture's next question ha
 SKIPPED_MS = 10_000.0
 
 
+def step_ms(tokens: int) -> float:
+    """Of a step of so many tokens; those of more than 64 come in graphs of multiples of that."""
+    return float(np.interp(tokens if tokens <= 64 else -(-tokens // 64) * 64, TOKENS, STEP_MS))
+
+
 @dataclass(eq=False)
 class Question:
     """One request: which ``number`` it has among its picture's, when it was ``asked`` and left the vision stage."""
@@ -99,7 +104,7 @@ class Simulation:
             batch = ScheduledBatch([]) if ends_first else self._scheduler.schedule()
             if batch.spans:
                 self._scheduled(batch)
-                took = self._step_time * float(np.interp(batch.tokens, TOKENS, STEP_MS))
+                took = self._step_time * step_ms(batch.tokens)
                 self._scheduler.took(batch, int(took * 1e6))
                 begins = max(free, self.now + 0.3)
                 self.idle += begins - free - self._see(begins - free)

@@ -25,7 +25,7 @@ from typing import Any
 import counting
 import figures
 import numpy as np
-from bench_scheduler import FORWARD_TILES, SKIPPED_MS, STEP_MS, TILE_MS, TOKENS
+from bench_scheduler import FORWARD_TILES, SKIPPED_MS, TILE_MS, step_ms
 from engine_load import PICTURE_START
 
 from tessera.engine.cache.block_manager import BlockManager
@@ -104,7 +104,7 @@ class Simulation:
                 self._scheduler.add(sequence)
             batch = self._scheduler.schedule()
             if batch.spans:
-                took = float(np.interp(batch.tokens, TOKENS, STEP_MS))
+                took = step_ms(batch.tokens)
                 self._scheduler.took(batch, int(took * 1e6))
                 self._steps.append(Work(took, self.now + GAP_MS, batch))
                 self._pass(self.now + LAUNCH_MS[batch.tokens > LONG_TOKENS])

@@ -274,6 +274,13 @@ def cut(tokens, step):
     return [min(step, tokens - start) for start in range(0, tokens, step)]
 
 
+def beside_long_answers(decoding, tokens=0):
+    """How many tokens a step has that decodes so many sequences and would read so many: the next tile's end or the
+    last one's, whichever is nearer."""
+    wanted = decoding + max(tokens, scheduling._BESIDE_LONG_ANSWERS)
+    return min(range(0, 10_000, scheduling._TILE), key=lambda ends: abs(ends - wanted))
+
+
 def test_beside_questions_no_step_is_launched_behind_one_of_many_tokens():
     alone = steps_of_a_job()
     assert alone == steps_of_a_job(before=10) == steps_of_a_job(before=11)
@@ -368,7 +375,7 @@ def a_token_takes(ns):
 
 def test_beside_long_answers_steps_with_prompts_are_short_where_full_ones_are_long():
     steps = steps_with_a_prompt(a_token_takes(LONG_FULL_STEP))
-    assert steps == [1 + tokens for tokens in cut(480, scheduling._BESIDE_LONG_ANSWERS)]  # 1 is the answer's
+    assert steps == [1 + tokens for tokens in cut(480, beside_long_answers(1) - 1)]  # 1 is the answer's
     assert steps == steps_with_a_prompt(a_token_takes(LONG_FULL_STEP), before=0)  # nor longer beside questions
 
 
@@ -376,7 +383,7 @@ def test_beside_long_answers_the_more_is_unread_the_longer_a_step_is(monkeypatch
     monkeypatch.setattr(scheduling, "_BESIDE_LONG_ANSWERS", 32)
     steps, left = steps_with_a_prompt(a_token_takes(LONG_FULL_STEP), 2000), 2000
     for step in steps:
-        assert step - 1 == min(left, max(32, left // scheduling._SPREAD))
+        assert step - 1 == min(left, beside_long_answers(1, left // scheduling._SPREAD) - 1)
         left -= step - 1
     assert left == 0 and steps[0] > 2000 // scheduling._SPREAD
 
@@ -397,7 +404,7 @@ def test_beside_long_answers_steps_read_as_much_of_a_prompt_however_many_decode(
     while "prompt" not in ends(engine.step()):
         pass
     steps = [sum(end - start for _, start, end, _ in batch) for batch in runner.batches[begun:]]
-    assert steps == [decoding + tokens for tokens in cut(480, scheduling._BESIDE_LONG_ANSWERS)]
+    assert steps == [decoding + tokens for tokens in cut(480, beside_long_answers(decoding) - decoding)]
 
 
 def test_beside_long_answers_what_could_not_begin_makes_no_step_longer(monkeypatch):
@@ -410,7 +417,7 @@ def test_beside_long_answers_what_could_not_begin_makes_no_step_longer(monkeypat
     for number in range(40):  # 16,000 tokens, of which one prompt's could be read now
         engine.submit(make_request([number] * 400, max_tokens=100, ignore_eos=True))
     engine.step()
-    assert sum(end - start for _, start, end, _ in runner.batches[-1]) == 3 + scheduling._BESIDE_LONG_ANSWERS
+    assert sum(end - start for _, start, end, _ in runner.batches[-1]) == beside_long_answers(3)
 
 
 def test_steps_that_somebody_waits_for_are_no_longer_than_others(monkeypatch):

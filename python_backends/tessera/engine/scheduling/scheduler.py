@@ -47,6 +47,9 @@ _BESIDE_LONG_ANSWERS = 192
 # But at least this part of what could be read now: else prompts could come faster than they are read. Were it more,
 # those that came together would go on together.
 _SPREAD = 16
+# And as many as fill a graph and its products' tiles: those of short steps come in so many tokens, and one of 202 costs
+# what 256 do.
+_TILE = 64
 # A follow-up passes what came at most so long before it.
 _PASSED_NS = 1_000_000_000
 # Prompts that fill this part of a step say what a token takes; less would mostly say what a step costs anyway.
@@ -222,8 +225,8 @@ class Scheduler:
         reading = [sequence for sequence in self.running[-1:] if sequence.pending > 1]
         admissible = islice(self.waiting, self._max_sequences - len(self.running))
         unread = sum(sequence.pending for sequence in (*reading, *admissible))
-        read = max(_BESIDE_LONG_ANSWERS, unread // _SPREAD)
-        return min(len(self.running) - len(reading) + read, self._max_batched_tokens)
+        tokens = len(self.running) - len(reading) + max(_BESIDE_LONG_ANSWERS, unread // _SPREAD)
+        return min((tokens + _TILE // 2) // _TILE * _TILE, self._max_batched_tokens)
 
     def _is_long(self, tokens: int) -> bool:
         """Whether a step of so many tokens takes long, by the fastest of the last that told: others had company on the
