@@ -10,8 +10,7 @@ from __future__ import annotations
 # 5 to 60 s), so that its oldest do not stand in the way of a person's question; short enough that a job at priority 10
 # gets on after ten minutes of nothing but questions.
 STEP_NS = 60_000_000_000
-# Whoever asked a question may ask the next: this long it is expected, the others' forwards are short, and no step is
-# launched behind a long one.
+# Whoever asked a question may ask the next: this long it is expected, and no step is launched behind a long one.
 EXPECTED_NS = 30_000_000_000
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -75,14 +77,26 @@ def test_nobody_passes_along_with_a_ping():
     assert len(queue.take_before(entry)) == 1 and len(queue.take()) == 1
 
 
-def test_a_better_one_is_expected_for_a_while(clock):
-    queue = JobQueue()
-    put(queue, 10, 0)
-    (question,), (job,) = queue.take(), queue.take()
-    assert queue.expects_better(job) and not queue.expects_better(question)
-    clock.steps = 0.4
-    put(queue, 10)
-    assert queue.expects_better(job)
-    clock.steps = 0.6
-    put(queue, 10)
-    assert not queue.expects_better(job)
+def test_who_waits_for_a_better_one_is_woken_or_looks_again(monkeypatch):
+    queue, asked, over = JobQueue(), threading.Event(), threading.Event()
+    put(queue, 5)
+    (entry,) = queue.take()
+
+    def until():
+        asked.set()
+        return over.is_set()
+
+    def taken_while(act):
+        asked.clear()
+        with ThreadPoolExecutor(1) as one:
+            found = one.submit(queue.take_before, entry, until)
+            assert asked.wait(5) and not found.done()
+            act()
+            return priorities(found.result(5))
+
+    monkeypatch.setattr(job_queue, "_SLICE_S", 3600.0)
+    assert taken_while(lambda: put(queue, 5, 4)) == [4]
+    assert taken_while(lambda: (over.set(), queue.wake())) == []
+    over.clear()
+    monkeypatch.setattr(job_queue, "_SLICE_S", 0.001)
+    assert taken_while(over.set) == []

@@ -1,8 +1,8 @@
 """From requests to the encoder and from its groups to the responses, which a thread of its own sends.
 
 A send is a handshake with the server and waits for the rows. While it lasts the encoder goes on, with this batch and
-with the next; the rows' budget and the lane bound how far. Between two forwards of a batch those of a better priority
-pass.
+with the next; the rows' budget and the lane bound how far. Those of a better priority pass: few tiles run beside the
+forward that is under way, where the runner can, and all others go before the next one of the batch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,6 @@ from tessera.vision.encoding.encoder import PendingRows, VisionEncoder
 from tessera.vision.encoding.pictures import VisionItem
 from tessera.vision.job_queue import Entry, Job, JobQueue
 
-# While a better priority is expected, the others' forwards are this part of a full one. A newcomer waits for the
-# forward under way, and a whole one often ends just as a step of the language model begins: too late for it.
-BACKGROUND_PART = 0.75
-
 
 class LocalDispatcher:
     """Jobs through an encoder of this process; remote.py has those of another.
@@ -35,8 +31,11 @@ class LocalDispatcher:
     def __init__(self, encoder: VisionEncoder, send_batch_size: int) -> None:
         self._encoder = encoder
         self._send_batch_size = send_batch_size
-        self._outbox = Outbox("vision_encoder", threads=1)
+        # Two channels and a thread for each: rows of those that pass are there before others that were posted earlier.
+        self._outbox = Outbox("vision_encoder", threads=2)
         self._channel: Channel[list[tuple[Job, PendingRows]]] = Channel(self._send)
+        self._passing: Channel[list[tuple[Job, PendingRows]]] = Channel(self._send)
+        self._priority = 0  # of the last batch that passed nobody, whose forward may be under way
         self.queue = JobQueue()
         self._thread = threading.Thread(target=self._run, name="vision_encoder-encode", daemon=True)
         self._thread.start()
@@ -77,12 +76,15 @@ class LocalDispatcher:
         if not waiting:
             return
         try:
-            items, largest = [entry.job.item for entry in waiting.values()], self._encoder.infer_batch_size
-            if self.queue.expects_better(waiting[0]):
-                largest = max(1, int(BACKGROUND_PART * largest))
+            items, priority = _items(waiting.values()), waiting[0].job.priority
+            beside = priority < self._priority and self._encoder.fit_beside(items) == len(items)
+            passing = passing or beside
+            if not passing:
+                self._priority = priority
+            channel = self._passing if passing else self._channel
             before = partial(self._let_pass, {} if passing else waiting)
-            for group in self._encoder.encode_in_groups(items, self._send_batch_size, largest, before):
-                self._outbox.post(self._channel, [(waiting.pop(pending.index).job, pending) for pending in group])
+            for group in self._encoder.encode_in_groups(items, self._send_batch_size, before, beside):
+                self._outbox.post(channel, [(waiting.pop(pending.index).job, pending) for pending in group])
                 del group  # its rows end with their sending
         except Exception as error:
             end_process_if_lost()
@@ -90,26 +92,41 @@ class LocalDispatcher:
                 entry.job.fail(error)
 
     def _let_pass(self, waiting: dict[int, Entry]) -> None:
-        """Between two forwards: works off those that go before all of ``waiting``, and whose rows fit beside theirs."""
-        while waiting and (better := self.queue.take_before(next(iter(waiting.values())))):
-            if not self._encoder.has_room([entry.job.item for entry in better]):
-                self.queue.put_back(better)
+        """Until the lane is free: works off those that go before all of ``waiting``, and whose rows fit beside theirs.
+
+        Those that cannot run beside the forward under way are worked off when it has ended.
+        """
+        lane = self._encoder.lane
+        while waiting and (better := self.queue.take_before(next(iter(waiting.values())), lambda: lane.free)):
+            items, free = _items(better), lane.free
+            count = len(items) if free else self._encoder.fit_beside(items)
+            if not self._encoder.has_room(items[:count]):
+                count = 0
+            self.queue.put_back(better[count:])
+            if count:
+                self._encode(better[:count], passing=True)
+            elif free:
                 return
-            self._encode(better, passing=True)
+            else:
+                lane.make_room()
 
     def _send(self, groups: list[list[tuple[Job, PendingRows]]]) -> None:
         for group in groups:
             while group:  # what is sent is let go of at once
-                _answer(*group.pop(0))
+                self._answer(*group.pop(0))
+
+    def _answer(self, job: Job, pending: PendingRows) -> None:
+        try:
+            with pending.rows() as rows:
+                self.queue.wake()  # a forward has ended: the next one may be waited with
+                job.answer(rows)
+        except Exception as error:
+            end_process_if_lost()
+            job.fail(error)
 
 
-def _answer(job: Job, pending: PendingRows) -> None:
-    try:
-        with pending.rows() as rows:
-            job.answer(rows)
-    except Exception as error:
-        end_process_if_lost()
-        job.fail(error)
+def _items(entries: Iterable[Entry]) -> list[VisionItem]:
+    return [entry.job.item for entry in entries]
 
 
 def _in_time(entries: Iterable[Entry]) -> list[Entry]:

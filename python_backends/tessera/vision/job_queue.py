@@ -9,16 +9,18 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
 
-from tessera.ranking import Expected, rank
+from tessera.ranking import rank
 from tessera.vision.encoding.pictures import VisionItem
 
 # Requests worked off together. More would hold up whoever comes with no better priority but a small picture.
 MOST = 64
+# Who waits for what the queue does not see looks again after so long, if nobody wakes it.
+_SLICE_S = 0.001
 
 
 class Job(Protocol):
@@ -63,7 +65,6 @@ class JobQueue:
     def __init__(self) -> None:
         self._entries: list[Entry] = []  # a heap
         self._numbers = itertools.count()
-        self._expected = Expected()
         self._changed = threading.Condition()
         self._closed = False
 
@@ -75,7 +76,6 @@ class JobQueue:
         now = time.monotonic_ns()
         with self._changed:
             for job in jobs:
-                self._expected.saw(job.priority, now)
                 heapq.heappush(self._entries, Entry(rank(job.priority, now), next(self._numbers), job))
             self._changed.notify_all()
 
@@ -98,15 +98,17 @@ class JobQueue:
             self._changed.wait_for(lambda: self._entries or self._closed)
             return self._taken()
 
-    def take_before(self, entry: Entry) -> list[Entry]:
-        """Those of a better priority that go before this one, if there are any now."""
+    def take_before(self, entry: Entry, until: Callable[[], bool] = lambda: True) -> list[Entry]:
+        """Those of a better priority that go before this one; waits for some, but no longer than ``until`` says."""
         with self._changed:
-            return self._taken(entry.rank)
+            while not (taken := self._taken(entry.rank)) and not until():
+                self._changed.wait(_SLICE_S)
+            return taken
 
-    def expects_better(self, entry: Entry) -> bool:
-        """Whether a request that goes before this one may come at any time."""
+    def wake(self) -> None:
+        """Has :meth:`take_before` ask at once whether it still is to wait."""
         with self._changed:
-            return self._expected.above(entry.job.priority)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """No more jobs come."""

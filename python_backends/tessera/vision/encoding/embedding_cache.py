@@ -35,6 +35,10 @@ class EmbeddingCache:
     def used_bytes(self) -> int:
         return (len(self._free) - self._left) * self._slab.shape[1] * self._slab.itemsize
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether :meth:`get` has rows; asks only the host."""
+        return key in self._places
+
     def get(self, key: Hashable) -> torch.Tensor | None:
         """A copy [n, hidden] of the rows stored under ``key``, or None."""
         place = self._places.get(key)

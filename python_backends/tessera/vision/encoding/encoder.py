@@ -3,7 +3,8 @@
 What the pictures of all items cost (tiles, or patches) is lined up whatever request they belong to, cut into forwards
 of at most ``infer_batch_size``, and the rows put back together by picture. Where a tower wants a picture's units in one
 forward, none is cut, and one that alone costs more has a forward for itself. A picture seen before (same digest, same
-plan) is not computed again. Items go out in groups that are cut by pictures, wherever the forwards were cut.
+plan) is not computed again. Items go out in groups that are cut by pictures, wherever the forwards were cut. Items that
+are asked for at once may have a small forward of their own, beside the one under way.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class VisionEncoder:
     decoder: GpuDecoder | None = None
     weights: tuple[str, int] = ("", 0)
     largest_picture: int = 0
+    _last_cost: int = field(default=0, init=False)  # of the last forward that was not beside another
 
     @classmethod
     def from_checkpoint(
@@ -155,13 +157,14 @@ class VisionEncoder:
         self,
         items: Sequence[VisionItem],
         size: int = 1,
-        largest: int = 0,
         before_forward: Callable[[], None] = lambda: None,
+        beside: bool = False,
     ) -> Iterator[list[PendingRows]]:
         """The same one by one, each as soon as the forwards that it needs are launched, in groups of ``size`` pictures.
 
-        A forward costs at most ``largest`` (0: ``infer_batch_size``). ``before_forward`` may have other items encoded:
-        it is called when the device would take the next forward.
+        ``before_forward`` is called when a forward is ready to be launched, perhaps while the one before is under way,
+        which is waited for afterwards; it may have other items encoded. ``beside``: these items are as many as
+        :meth:`fit_beside`, and their forward does not wait.
 
         Where rows would not fit the budget together, items are worked off in waves: the next begins when enough of
         what was given out has been entered and left. If a forward fails, what is done is given out before it raises.
@@ -174,8 +177,7 @@ class VisionEncoder:
             for index in wave:  # their rows must be gone when their bytes are given to the next wave
                 pictures[index] = []
             self.budget.reserve(sum(costs[index] for index in wave))
-            batches = partial(_batches, size=largest or self.infer_batch_size, splits=self.runner.tower.splits)
-            yield from in_groups(self._encode(waiting, batches, before_forward), size)
+            yield from in_groups(self._encode(waiting, before_forward, beside), size)
 
     def pictures(self, item: VisionItem) -> list[Picture]:
         """Raises InvalidRequest when an item's pixels, plan and digest do not agree or it can never fit."""
@@ -194,12 +196,26 @@ class VisionEncoder:
         """Whether the rows of these items fit beside those that are reserved."""
         return self.budget.has_room(sum(_cost(self.pictures(item)) for item in items))
 
-    def _encode(
-        self,
-        waiting: Waiting,
-        batches: Callable[[list[Picture]], Iterator[Batch]],
-        before_forward: Callable[[], None],
-    ) -> Iterator[PendingRows]:
+    def fit_beside(self, items: Sequence[VisionItem]) -> int:
+        """How many of the first items can be computed now, together, beside the forward under way; 0 if none is.
+
+        Only items with pictures, none of which is known or encoded: cache and decoder work in the order of the other
+        forwards.
+        """
+        if self.lane.free or self.runner.beside >= self._last_cost:
+            return 0
+        cost = 0
+        for number, item in enumerate(items):
+            pictures = self.pictures(item)
+            cost += _cost(pictures)
+            if not pictures or cost > self.runner.beside or not all(map(self._is_new, pictures)):
+                return number
+        return len(items)
+
+    def _is_new(self, picture: Picture) -> bool:
+        return picture.pixels is not None and picture.key not in self.cache
+
+    def _encode(self, waiting: Waiting, before_forward: Callable[[], None], beside: bool) -> Iterator[PendingRows]:
         """Takes items, whose rows are reserved, out of ``waiting`` as they are done."""
         try:
             known: dict[Hashable, Picture] = {}
@@ -207,12 +223,12 @@ class VisionEncoder:
                 known.setdefault(picture.key, picture)
             yield from self._take(waiting, *self.lane.launch(partial(self._recall, waiting, known)))
             unknown = [picture for picture in known.values() if picture.rows is None]
-            for batch in batches(unknown):
+            forward = self.lane.beside if beside else self.lane.forward
+            for batch in _batches(unknown, self.infer_batch_size, self.runner.tower.splits):
                 pixels = self._host_pixels(batch)  # while the forward before is under way
-                self.lane.make_room()
                 before_forward()
                 # What finishes an item's rows is launched with its forward: after the next one it would wait for that.
-                done = self.lane.forward(partial(self._step, batch, pixels, waiting, known))
+                done = forward(partial(self._step, batch, pixels, waiting, known, beside))
                 del pixels  # of the batch after it there are others soon
                 yield from self._take(waiting, *done)
         finally:
@@ -239,7 +255,9 @@ class VisionEncoder:
         parts = [picture.pixels[units] for picture, units in batch if picture.pixels is not None]
         return joined(parts, pinned=self.lane.on_gpu)
 
-    def _step(self, batch: Batch, pixels: Pixels | None, waiting: Waiting, known: Mapping[Hashable, Picture]) -> Rows:
+    def _step(
+        self, batch: Batch, pixels: Pixels | None, waiting: Waiting, known: Mapping[Hashable, Picture], beside: bool
+    ) -> Rows:
         """Runs some pictures' units; a picture whose last one is among them gets its rows. ``pixels``: all of
         theirs, None if they are not joined yet."""
         while any(picture.undecoded for picture, _ in batch):
@@ -249,6 +267,8 @@ class VisionEncoder:
             return _finished(waiting, known)
         if pixels is None:
             pixels = self._joined(readable)
+        if not beside:
+            self._last_cost = len(pixels)
         rows = self.runner.run(pixels, () if self.runner.tower.splits else [picture.wire for picture, _ in readable])
         pieces = rows.split([picture.rows_of(units) for picture, units in readable])
         for (picture, units), piece in zip(readable, pieces, strict=True):
@@ -256,7 +276,7 @@ class VisionEncoder:
             if units.stop == picture.plan.cost:
                 picture.rows = _whole(picture.parts)
                 picture.parts, picture.pixels = [], None
-                self.cache.put(picture.key, picture.rows)
+                self.lane.in_order(partial(self.cache.put, picture.key, picture.rows), picture.rows)
         return _finished(waiting, known)
 
     def _decode(self, line: list[Picture]) -> None:

@@ -2,7 +2,8 @@
 
 A graph is recorded for each of some costs (numbers of tiles); a smaller forward is filled up with whatever the input
 buffer held before, whose rows nobody reads. The graphs share one pool of memory, so together they take little more than
-the largest and the few that go first, and a forward allocates nothing but the rows that it gives away.
+the largest and the few that go first, and a forward allocates nothing but the rows that it gives away. Those few share
+nothing with the larger ones that either writes, so that one of them may run beside a larger one.
 """
 
 from __future__ import annotations
@@ -38,15 +39,23 @@ class GraphRunner:
         self.sizes = sorted(sizes)
         weight = next(tower.parameters())
         self._device, self._dtype = weight.device, weight.dtype
-        self._pixels = torch.zeros((self.sizes[-1], *tower.unit_shape), dtype=torch.uint8, device=self._device)
+        urgent = [size for size in self.sizes if size <= _URGENT_UP_TO]
+        larger = self.sizes[len(urgent) :]
+        self.beside = urgent[-1] if urgent and larger else 0
+        self._pixels: dict[int, torch.Tensor] = {}
+        for sizes_together in filter(None, (urgent, larger)):
+            shape = (sizes_together[-1], *tower.unit_shape)
+            buffer = torch.zeros(shape, dtype=torch.uint8, device=self._device)
+            self._pixels |= {size: buffer[:size] for size in sizes_together}
         self._forwards: dict[int, Forward] = {}
-        self._rows: dict[int, torch.Tensor] = {}  # of the last forward: in memory that graphs share
+        self._rows: dict[int, torch.Tensor] = {}  # of the last forward: in memory that graphs share; those of up to
+        # _URGENT_UP_TO share theirs among themselves, for they are recorded on another stream
 
         def prepare(size: int) -> None:
             self._forwards[size] = forward_for(size) if forward_for else tower
 
         def run(size: int) -> None:
-            self._rows[size] = self._forwards[size](self._pixels[:size])
+            self._rows[size] = self._forwards[size](self._pixels[size])
 
         with torch.inference_mode():
             self._replays = record("vision graphs", self.sizes, prepare, run, self._device, _URGENT_UP_TO)
@@ -86,7 +95,7 @@ class GraphRunner:
     def _forward(self, pixels: np.ndarray | torch.Tensor) -> torch.Tensor:
         source = uploadable(pixels, self._device)
         size = next(size for size in self.sizes if size >= len(source))
-        self._pixels[: len(source)].copy_(source, non_blocking=True)
+        self._pixels[size][: len(source)].copy_(source, non_blocking=True)
         self._replays[size]()
         return self._rows[size][: len(source) * self.tower.row_shape[0]].clone()
 

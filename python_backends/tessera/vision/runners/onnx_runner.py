@@ -25,6 +25,8 @@ MOST_BYTES = (1 << 31) - (1 << 24)  # of weights in one protobuf message
 class OnnxRunner:
     """Runs a graph of one input, the pixels, and one output, the rows; ``tower`` is the one it was written from."""
 
+    beside = 0
+
     def __init__(self, model: Path | bytes, threads: int = 1, tower: Tower | None = None) -> None:
         self.tower: Any = tower
         options = onnxruntime.SessionOptions()

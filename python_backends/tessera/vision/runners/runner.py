@@ -19,6 +19,9 @@ class Runner(Protocol):
 
     #: what it runs, perhaps without its weights
     tower: Tower
+    #: a forward that costs at most this may run beside one that costs more, on another stream, but not beside another
+    #: such; 0: none may
+    beside: int
 
     def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
         """What the tower's ``forward`` makes of them, the caller's to keep."""

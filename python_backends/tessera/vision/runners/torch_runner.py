@@ -18,6 +18,8 @@ from tessera.vision.towers.tower import Forward, Tower
 class TorchRunner:
     """Runs the tower in the dtype and on the device its weights have, by ``forward`` or the tower's own."""
 
+    beside = 0
+
     def __init__(self, tower: Tower, forward: Forward | None = None) -> None:
         self.tower = tower
         self._forward: Forward = forward or tower
