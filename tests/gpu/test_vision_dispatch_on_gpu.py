@@ -13,6 +13,7 @@ from parity import CHECKPOINT
 
 from tessera.checkpoint.config import read_config
 from tessera.vision.dispatch import LocalDispatcher
+from tessera.vision.encoding.embedding_cache import EmbeddingCache
 from tessera.vision.encoding.encoder import VisionEncoder
 from tessera.vision.encoding.lane import Lane
 from tessera.vision.encoding.pictures import VisionItem, joined
@@ -68,6 +69,68 @@ def test_a_forward_waits_for_the_one_before_it_and_other_work_does_not():
     assert not second._event.query()
     lane.make_room()
     assert second._event.query()
+
+
+def test_a_forward_beside_another_waits_for_none_but_its_own_kind():
+    lane = Lane("cuda")
+    sleep = partial(torch.cuda._sleep, 400_000_000)
+    _, first = lane.forward(sleep)
+    rows, beside = lane.beside(lambda: torch.ones(8, device="cuda"))
+    beside.wait(rows)
+    assert not first.done and not lane.free
+    _, last = lane.beside(sleep)  # begins later than the first, so it ends later
+    lane.make_room()
+    assert first.done and last.done and lane.free
+
+
+def test_what_follows_a_forward_beside_another_has_its_rows_and_their_memory():
+    """They are dropped at once, and the second stream takes new memory while the first still waits to read them."""
+    lane, kept = Lane("cuda"), torch.zeros(64, 1 << 16, device="cuda")
+    torch.cuda.synchronize()
+    lane.forward(partial(torch.cuda._sleep, 400_000_000))
+
+    def forward(number: int) -> None:
+        torch.cuda._sleep(1_000_000)
+        rows = torch.full((1 << 16,), float(number), device="cuda")
+        lane.in_order(partial(kept[number].copy_, rows), rows)
+
+    for number in range(len(kept)):
+        lane.beside(partial(forward, number))
+    assert not lane.free
+    _, last = lane.launch(lambda: None)
+    last.wait()
+    assert torch.equal(kept, torch.arange(64.0, device="cuda")[:, None].expand_as(kept))
+
+
+def test_small_forwards_beside_large_ones_give_the_rows_of_each_alone():
+    """Bit for bit, while a small cache takes the rows of both and gives some back."""
+    largest, rounds, dice = 48, 300, random.Random(5)
+    jobs = [item(3000 + number, largest) for number in range(3)]
+    questions = [item(4000 + number, 1 + number % 4) for number in range(24)]
+    # Rows of one job and some questions: a job's are forgotten before it comes again.
+    stage = encoder(runner="graph", infer_batch_size=largest, cache_bytes=0)
+    alone = {id(each): stage.encode([each])[0].clone() for each in [*jobs, *questions]}
+    torch.cuda.synchronize()
+    rows = alone[id(jobs[0])]
+    stage.cache = EmbeddingCache(rows.nbytes * 5 // 4, rows.shape[1], rows.dtype, "cuda")
+    wrong, beside, earlier, known = [], 0, 0, 0
+    for number in range(rounds):
+        job, asked = jobs[number % 3], dice.sample(questions, 3)
+        launched = [(job, next(stage.encode_in_groups([job]))[0])]
+        for question in asked:
+            goes = stage.fit_beside([question]) == 1
+            known += stage.pictures(question)[0].key in stage.cache
+            beside += goes
+            launched.append((question, next(stage.encode_in_groups([question], beside=goes))[0]))
+        for of, pending in reversed(launched):
+            with pending.rows() as rows:
+                earlier += of is not job and not stage.lane._forward.done
+                copy = rows.clone()
+            del rows, pending
+            wrong += [] if torch.equal(copy, alone[id(of)]) else [(number, of.digest.tolist())]
+    assert not wrong
+    assert beside > rounds // 2 and known > rounds // 20
+    assert earlier > rounds // 20  # they did run at the same time
 
 
 def test_joined_pixels_are_where_the_gpu_fetches_them_itself():
