@@ -35,7 +35,6 @@ from tessera.engine.scheduling.batch import ScheduledBatch
 from tessera.engine.sequence import Sequence
 from tessera.ranking import rank
 from tessera.sampling import SamplingParameters
-from tessera.vision.dispatch import BACKGROUND_PART
 from tessera.vision.job_queue import MOST
 
 CONCURRENCY, PROMPT, ANSWER, JOB_PRIORITY = 256, 316, 4, 10  # W1
@@ -70,17 +69,19 @@ class Work:
 class Simulation:
     """W1 in a closed loop, and so many questions a second beside it."""
 
-    def __init__(self, questions_s: float, forward: int, seed: int) -> None:
+    def __init__(self, questions_s: float, forward: int, beside: bool, seed: int) -> None:
         self.now = 0.0  # ms
         self.answers = 0  # of the job
         self.first_tokens: list[float] = []  # of the questions
         self._scheduler = scheduling.Scheduler(BlockManager(400_000, 16), 8192, 256, gathers=True)
         self._random, self._rate, self._forward_tiles = random.Random(seed), questions_s, forward
+        self._can_beside = beside
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._vision: list[tuple[int, int, Asked]] = []  # a heap
         self._taken: deque[Asked] = deque()  # by the encoder
         self._forward: Work | None = None
+        self._beside: Work | None = None  # a question's forward beside that
         self._steps: deque[Work] = deque()
         self._arrived: list[Sequence] = []
         self._asked: dict[Sequence, Asked] = {}
@@ -137,10 +138,12 @@ class Simulation:
             speeds = {each: 1.0 for each in runs}
             if self._forward:
                 speeds[self._forward] = 1.0
-                if self._first_tile:
+                if _of_question(self._forward):
                     speeds[self._forward] = QUESTION_MS[False] / QUESTION_MS[long]
                 elif runs:
                     speeds[runs[0]], speeds[self._forward] = BESIDE[long]
+            if self._beside:
+                speeds[self._beside] = QUESTION_MS[False] / QUESTION_MS[long]
             times = [until, *(self.now + work.left / speed for work, speed in speeds.items())]
             if step and not runs:
                 times.append(step.begins)
@@ -151,16 +154,12 @@ class Simulation:
                 work.left = max(0.0, work.left - passed * speed)
                 work.left *= work.left > 1e-9
             self.now += passed
-            if self._forward and not self._forward.left:
-                self._hand_over(self._forward.of)
+            for work in (self._beside, self._forward):
+                if work and not work.left:
+                    self._hand_over(work)
             while self._events and self._events[0][0] <= self.now:
                 _, _, act, arguments = heapq.heappop(self._events)
                 act(*arguments)
-
-    @property
-    def _first_tile(self) -> bool:
-        """Whether the forward is a question's."""
-        return self._forward is not None and self._forward.of[0].priority < JOB_PRIORITY
 
     def _at(self, when: float, act: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), act, arguments))
@@ -179,8 +178,13 @@ class Simulation:
         self._begin_forward()
 
     def _begin_forward(self) -> None:
-        """As vision/dispatch.py does: a batch of one priority, and between its forwards those that pass."""
-        if self._forward or not (self._taken or self._vision):
+        """As vision/dispatch.py does: a batch of one priority, and beside and between its forwards those that pass."""
+        if self._can_beside and self._forward and not self._beside and not _of_question(self._forward):
+            if self._vision and self._vision[0][2].priority < JOB_PRIORITY:
+                asked = [heapq.heappop(self._vision)[2]]
+                self._beside = Work(QUESTION_MS[False], self.now, asked)
+            return
+        if self._forward or self._beside or not (self._taken or self._vision):
             return
         if self._taken and self._vision and self._vision[0][2].priority < self._taken[0].priority:
             asked = self._of_one_priority(self._forward_tiles)
@@ -188,7 +192,7 @@ class Simulation:
             self._taken.extend(() if self._taken else self._of_one_priority(MOST))
             asked = [self._taken.popleft() for _ in range(min(len(self._taken), self._forward_tiles))]
         self._forward = Work(TILE_MS * len(asked) + 0.7, self.now, asked)
-        if self._first_tile:
+        if _of_question(self._forward):
             self._forward.left = QUESTION_MS[False] * len(asked)
 
     def _of_one_priority(self, most: int) -> list[Asked]:
@@ -197,9 +201,12 @@ class Simulation:
             taken.append(heapq.heappop(self._vision)[2])
         return taken
 
-    def _hand_over(self, done: list[Asked]) -> None:
-        self._forward = None
-        for asked in done:
+    def _hand_over(self, done: Work) -> None:
+        if done is self._beside:
+            self._beside = None
+        else:
+            self._forward = None
+        for asked in done.of:
             self._sent = max(self._sent, self.now) + HAND_OVER_MS
             self._at(self._sent + ON_ITS_WAY_MS, self._submit, asked)
         self._at(self.now + FORWARD_GAP_MS, self._begin_forward)
@@ -214,8 +221,13 @@ class Simulation:
         self._arrived.append(sequence)
 
 
-def simulated(questions_s: float, forward: int, seconds: float) -> Simulation:
-    simulation = Simulation(questions_s, forward, seed=1)
+def _of_question(forward: Work) -> bool:
+    return forward.of[0].priority < JOB_PRIORITY
+
+
+def simulated(questions_s: float, forward: int, seconds: float, beside: bool = True) -> Simulation:
+    """``beside``: a question's forward begins while one of the job is under way."""
+    simulation = Simulation(questions_s, forward, beside, seed=1)
     scheduling.time = simulation  # type: ignore[assignment]  # its clock
     simulation.run(1e3 * seconds)
     return simulation
@@ -227,21 +239,22 @@ def main() -> int:
     parser.add_argument(
         "--forward",
         type=int,
-        default=int(BACKGROUND_PART * FORWARD_TILES),
+        default=FORWARD_TILES,
         help="tiles of the job's while questions come",
     )
+    parser.add_argument("--between", action="store_true", help="questions' forwards wait for the job's")
     parser.add_argument("--seconds", type=float, default=300.0)
     options = parser.parse_args()
     if options.seconds <= SKIPPED_MS / 1e3:
         parser.error(f"the first {SKIPPED_MS / 1e3:g} s do not count; give more --seconds")
     alone = simulated(0.0, FORWARD_TILES, options.seconds)
-    beside = simulated(options.rate, options.forward, options.seconds)
+    beside = simulated(options.rate, options.forward, options.seconds, not options.between)
     waited = sorted(beside.first_tokens)
     p50, p99 = (round(counting.percentile(waited, part), 1) for part in (0.5, 0.99))
     counted = options.seconds - SKIPPED_MS / 1e3
     rates = {"alone_req_s": round(alone.answers / counted, 2), "beside_req_s": round(beside.answers / counted, 2)}
     command = f'make bench NAME=scheduler_jobs ARGS="{shlex.join(sys.argv[1:])}"'
-    name = f"simulated.jobs.{options.forward}tiles"
+    name = f"simulated.jobs.{options.forward}tiles{'.between' * options.between}"
     if options.rate != parser.get_default("rate"):
         name += f".r{options.rate:g}"
     figures.emit(f"{name}.ttft_p50_ms", p50, "ms", command, ttft_p99_ms=p99, questions=len(waited))

@@ -1,8 +1,8 @@
 """From requests to the encoder and from its groups to the responses, which a thread of its own sends.
 
 A send is a handshake with the server and waits for the rows. While it lasts the encoder goes on, with this batch and
-with the next; the rows' budget and the lane bound how far. Those of a better priority pass: few tiles run beside the
-forward that is under way, where the runner can, and all others go before the next one of the batch.
+with the next; the rows' budget and the lane bound how far. Those of a better priority pass: a few tiles
+beside the forward that is under way, where the runner can, and all others before the next one of the batch.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class LocalDispatcher:
     def __init__(self, encoder: VisionEncoder, send_batch_size: int) -> None:
         self._encoder = encoder
         self._send_batch_size = send_batch_size
-        # Two channels and a thread for each: rows of those that pass are there before others that were posted earlier.
+        # A channel and a thread more for those that pass: their rows are there before some that were posted earlier.
         self._outbox = Outbox("vision_encoder", threads=2)
         self._channel: Channel[list[tuple[Job, PendingRows]]] = Channel(self._send)
         self._passing: Channel[list[tuple[Job, PendingRows]]] = Channel(self._send)
-        self._priority = 0  # of the last batch that passed nobody, whose forward may be under way
+        self._priority = 0  # of the last batch that passed nobody: of the forward under way, or better
         self.queue = JobQueue()
         self._thread = threading.Thread(target=self._run, name="vision_encoder-encode", daemon=True)
         self._thread.start()
@@ -118,7 +118,7 @@ class LocalDispatcher:
     def _answer(self, job: Job, pending: PendingRows) -> None:
         try:
             with pending.rows() as rows:
-                self.queue.wake()  # a forward has ended: the next one may be waited with
+                self.queue.wake()  # a forward has ended, and the encoder's thread may wait for that
                 job.answer(rows)
         except Exception as error:
             end_process_if_lost()

@@ -43,13 +43,11 @@ class GraphRunner:
         larger = self.sizes[len(urgent) :]
         self.beside = urgent[-1] if urgent and larger else 0
         self._pixels: dict[int, torch.Tensor] = {}
-        for sizes_together in filter(None, (urgent, larger)):
-            shape = (sizes_together[-1], *tower.unit_shape)
-            buffer = torch.zeros(shape, dtype=torch.uint8, device=self._device)
-            self._pixels |= {size: buffer[:size] for size in sizes_together}
+        for together in filter(None, (urgent, larger)):
+            buffer = torch.zeros((together[-1], *tower.unit_shape), dtype=torch.uint8, device=self._device)
+            self._pixels |= {size: buffer[:size] for size in together}
         self._forwards: dict[int, Forward] = {}
-        self._rows: dict[int, torch.Tensor] = {}  # of the last forward: in memory that graphs share; those of up to
-        # _URGENT_UP_TO share theirs among themselves, for they are recorded on another stream
+        self._rows: dict[int, torch.Tensor] = {}  # of the last forward: in memory that graphs of one stream share
 
         def prepare(size: int) -> None:
             self._forwards[size] = forward_for(size) if forward_for else tower
