@@ -66,6 +66,16 @@ def test_the_largest_is_recorded_first_each_with_its_own_forward(tower):
     assert asked == [4, 2, 1]
 
 
+@pytest.mark.parametrize(("sizes", "beside"), [([1, 2, 4, 6], 4), ([1, 6], 1), ([1, 2, 4], 0), ([3], 0), ([6, 8], 0)])
+def test_the_smallest_may_run_beside_larger_ones_and_share_no_pixels_with_them(tower, sizes, beside):
+    runner = GraphRunner(tower, sizes)
+    assert runner.beside == beside
+    memory = {size: runner._pixels[size].untyped_storage().data_ptr() for size in sizes}
+    assert len({memory[size] for size in sizes if size <= 4}) <= 1 and len(set(memory.values())) == (2 if beside else 1)
+    for count in (1, sizes[-1], 1):
+        torch.testing.assert_close(runner.run(tiles(count)), TorchRunner(tower).run(tiles(count)), atol=1e-5, rtol=1e-5)
+
+
 def test_rows_are_the_callers_to_keep(tower):
     runner = GraphRunner(tower, [4])
     first = runner.run(tiles(4))
