@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from fakes.backend import wait_until
@@ -159,6 +161,32 @@ def test_the_next_forward_waits_for_both():
         assert len(test.lane.works) == 2
         test.end(1)
         test.begun((False, JOB), (True, [40]), (False, [9, 10, 11]))
+
+
+def test_who_could_not_go_beside_waits_for_both():
+    with held() as test:
+        test.ask("question", [40])
+        test.begun((False, JOB), (True, [40]))
+        assert waits(test, lambda: test.ask("large", [41, 42, 43]))
+        test.end(0)
+        assert not test.lane.free and len(test.lane.works) == 2
+        test.end(1)
+        test.begun((False, JOB), (True, [40]), (False, [41, 42, 43]))
+
+
+def test_a_forward_waits_for_one_beside_the_last():
+    lane, begun = HeldLane(runner := NotingRunner()), []
+    run = partial(runner.run, np.zeros((1, 2, 2, 3), np.uint8))
+    lane.forward(run)
+    lane.beside(run)
+    thread = threading.Thread(target=lambda: begun.append(lane.forward(run)))
+    thread.start()
+    lane.works[0][1].end.set()
+    thread.join(0.05)
+    assert not begun and thread.is_alive()
+    lane.works[1][1].end.set()
+    thread.join(5)
+    assert len(begun) == 1
 
 
 def test_a_second_question_waits_for_the_first():
