@@ -73,9 +73,10 @@ def test_a_forward_waits_for_the_one_before_it_and_other_work_does_not():
 
 def test_a_forward_beside_another_waits_for_none_but_its_own_kind():
     lane = Lane("cuda")
-    sleep = partial(torch.cuda._sleep, 400_000_000)
+    sleep, ones = partial(torch.cuda._sleep, 400_000_000), partial(torch.ones, 8, device="cuda")
+    lane.beside(ones)  # a kernel's first launch loads it, for which the device must be idle
     _, first = lane.forward(sleep)
-    rows, beside = lane.beside(lambda: torch.ones(8, device="cuda"))
+    rows, beside = lane.beside(ones)
     beside.wait(rows)
     assert not first.done and not lane.free
     _, last = lane.beside(sleep)  # begins later than the first, so it ends later
@@ -116,6 +117,7 @@ def test_small_forwards_beside_large_ones_give_the_rows_of_each_alone():
     wrong, beside, earlier, known = [], 0, 0, 0
     for number in range(rounds):
         job, asked = jobs[number % 3], dice.sample(questions, 3)
+        stage.lane.launch(partial(torch.cuda._sleep, 20_000_000))  # or this tower's largest forward is too soon done
         launched = [(job, next(stage.encode_in_groups([job]))[0])]
         for question in asked:
             goes = stage.fit_beside([question]) == 1
