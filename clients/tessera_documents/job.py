@@ -17,6 +17,7 @@ from loguru import logger
 from mineru_vl_utils.vlm_client.utils import gather_tasks
 from PIL import Image
 
+from tessera_documents.edges import clear_of_letters
 from tessera_documents.results import ErrorRows, PageFiles
 from tessera_documents.sources import BadDocument, Document, Source, digest, find, open_document
 from tessera_documents.vlm_client import TesseraVlmClient, mineru_client
@@ -159,7 +160,9 @@ class Job:
             warnings: list[str] = []
             try:
                 with logger.contextualize(warnings=warnings):
-                    blocks = await self._reader.aio_two_step_extract(image, self._priority, self._slots)
+                    layout = await self._reader.aio_layout_detect(image, self._priority, self._slots)
+                    await asyncio.to_thread(clear_of_letters, image, layout)
+                    blocks = await self._reader.aio_extract_with_layout(image, layout, self._priority, self._slots)
             except (ConnectionFailed, Unavailable):
                 raise
             except Exception as error:  # the server's refusal, or a fault of MinerU's on odd answers

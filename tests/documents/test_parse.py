@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -46,6 +47,19 @@ def contents(page: Path) -> list[str]:
 def answers(bars: Sequence[str]) -> list[str]:
     title, text, table = bars
     return [f"{title} words", f"{text} words", f"<table><tr><td>{table}</td><td>b</td></tr></table>"]
+
+
+def test_a_box_that_cuts_a_line_of_letters_has_all_of_it(parse: Any, tmp_path: Path) -> None:
+    """What the crop shows is what the JSON says."""
+    page = np.full((1000, 1000, 3), 255, np.uint8)
+    page[100:112, 100:500:2] = page[120:132, 100:500:2] = 0
+    Image.fromarray(page).save(tmp_path / "page.png")
+    reader = DocumentReader("<|box_start|>095 094 505 126<|box_end|><|ref_start|>text<|ref_end|><|rotate_up|>")
+    assert parse(reader, tmp_path / "page.png") == 0
+    (block,) = json.loads((tmp_path / "out" / "page.png" / "page-0001.json").read_text())["blocks"]
+    assert block["bbox"] == [0.095, 0.094, 0.505, 0.132]
+    (crop,) = [request.images[0] for request, *_ in reader.requests if "Layout" not in (request.messages or "")]
+    assert Image.open(io.BytesIO(crop)).size == (410, 38)
 
 
 def test_a_pdf_becomes_markdown_json_and_pictures(parse: Any, tmp_path: Path, capsys: Capture) -> None:

@@ -1,0 +1,117 @@
+"""Edges that cut through letters move to where those end; all others stay. And on rendered pages, where it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from document_samples import thousandths
+from mineru_vl_utils.structs import ContentBlock
+from PIL import Image
+
+import pages
+from tessera_documents import clear_of_letters
+
+SIDE = 1000  # pixels: edges are thousandths of the page
+LINES = ((100, 112), (120, 132), (160, 172))
+LETTERS = range(100, 500, 10)  # five pixels wide each
+WHOLE = (100, 100, 495, 132)
+"""The two lines that stand near to each other."""
+
+
+def page(paper: int = 255, ink: int = 0) -> np.ndarray:
+    picture = np.full((SIDE, SIDE), paper, np.uint8)
+    for top, bottom in LINES:
+        for left in LETTERS:
+            picture[top:bottom, left : left + 5] = ink
+    return picture
+
+
+def moved(picture: np.ndarray, *boxes: Sequence[int], kinds: Sequence[str] = (), angle: int | None = 0) -> list[tuple]:
+    kinds = [*kinds, *["text"] * (len(boxes) - len(kinds))]
+    blocks = [ContentBlock(kind, [edge / SIDE for edge in box], angle=angle) for kind, box in zip(kinds, boxes)]
+    clear_of_letters(Image.fromarray(picture).convert("RGB"), blocks)
+    return [tuple(round(SIDE * edge, 6) for edge in block.bbox) for block in blocks]
+
+
+@pytest.mark.parametrize(
+    ("box", "becomes"),
+    [
+        (WHOLE, WHOLE),
+        ((90, 95, 505, 140), (90, 95, 505, 140)),
+        ((95, 94, 505, 126), (95, 94, 505, 132)),
+        ((95, 106, 505, 136), (95, 100, 505, 136)),
+        ((95, 111, 505, 121), (95, 100, 505, 132)),
+        ((95, 95, 486, 135), (95, 95, 495, 135)),
+        ((113, 95, 505, 135), (100, 95, 505, 135)),
+        ((95, 95, 470, 135), (95, 95, 470, 135)),  # the line goes on beyond the reach
+        ((95, 113, 505, 119), (95, 113, 505, 119)),  # between two lines
+    ],
+)
+def test_an_edge_moves_to_the_end_of_what_it_cuts_and_no_other_does(box: tuple, becomes: tuple) -> None:
+    assert moved(page(), box) == [becomes]
+    assert moved(page(), becomes) == [becomes]
+
+
+@pytest.mark.parametrize(("paper", "ink"), [(0, 255), (200, 90), (60, 170)])
+def test_letters_of_any_color(paper: int, ink: int) -> None:
+    grain = np.random.default_rng(5).integers(-12, 13, (SIDE, SIDE))
+    picture = np.clip(page(paper, ink) + grain, 0, 255).astype(np.uint8)
+    assert moved(picture, (95, 94, 486, 126)) == [(95, 94, 495, 132)]
+
+
+def test_a_line_is_of_the_block_that_has_most_of_it() -> None:
+    above, below = (95, 90, 505, 124), (95, 124, 505, 180)
+    assert moved(page(), above, below) == [(95, 90, 505, 120), (95, 120, 505, 180)]
+    above, below = (95, 90, 505, 128), (95, 128, 505, 180)
+    assert moved(page(), below, above) == [(95, 132, 505, 180), (95, 90, 505, 132)]
+
+
+def test_blocks_beside_each_other_have_lines_of_their_own() -> None:
+    left, right = (95, 95, 297, 126), (300, 95, 505, 136)
+    assert moved(page(), left, right)[0][3] == 132
+
+
+@pytest.mark.parametrize("around", [("list", (90, 90, 510, 140)), ("code", (95, 93, 505, 140))])
+def test_a_block_around_it_is_no_rival(around: tuple[str, tuple]) -> None:
+    kind, box = around
+    assert moved(page(), box, (95, 94, 505, 126), kinds=[kind]) == [box, (95, 94, 505, 132)]
+
+
+def test_what_is_not_read_is_left_alone_and_keeps_its_own() -> None:
+    picture, cut = page(), (95, 94, 505, 126)
+    for kind in ("image", "chart", "list", "image_block", "equation_block"):
+        assert moved(picture, cut, kinds=[kind]) == [cut]
+    assert moved(picture, cut, angle=90) == moved(picture, cut, angle=270) == [cut]
+    picture[60:104, 100:495] = 0  # a figure, of which a caption has the last rows
+    picture[104:108] = 255
+    assert moved(picture, (90, 50, 505, 99), (95, 101, 505, 114), kinds=["image"])[1] == (95, 104, 505, 114)
+
+
+def test_a_table_keeps_its_frame() -> None:
+    picture = np.full((SIDE, SIDE), 255, np.uint8)
+    picture[200:300, 200:800], picture[202:298, 202:798] = 0, 255
+    assert moved(picture, (201, 205, 790, 299), kinds=["table"]) == [(200, 200, 800, 300)]
+
+
+def test_boxes_that_hold_nothing_or_everything() -> None:
+    boxes = [(0, 0, 1000, 1000), (500, 500, 500.4, 600), (999, 999, 1000, 1000), (600, 600, 700, 700)]
+    assert moved(page(), *boxes) == boxes
+    assert moved(np.full((SIDE, SIDE), 255, np.uint8), *boxes) == boxes
+
+
+def test_true_boxes_of_rendered_pages_stay_and_shifted_ones_get_their_letters_back() -> None:
+    whole, cut = 0, 0
+    for seed in range(6):
+        sample = pages.sample(seed, "heldout")
+        kinds = [block.kind for block in sample.blocks]
+        true = [thousandths(block.box, sample) for block in sample.blocks]
+        assert moved(sample.picture, *true, kinds=kinds) == true
+        for number, ((left, top, right, bottom), kind) in enumerate(zip(true, kinds)):
+            for shift in (-4, 4) if kind not in ("table", "image", "equation") else ():
+                boxes = [*true[:number], (left, top + shift, right, bottom + shift), *true[number + 1 :]]
+                above, below = moved(sample.picture, *boxes, kinds=kinds)[number][1::2]
+                cut += 1
+                whole += above <= top + 2 and below >= bottom - 2  # true boxes have a margin of that
+    assert cut > 80 and whole / cut > 0.9
