@@ -25,10 +25,12 @@ Box = tuple[int, int, int, int]
 def clear_of_letters(page: Image.Image, blocks: Sequence[Any]) -> None:
     """Moves, in place, edges of MinerU's ``blocks`` (``type``, ``angle``, ``bbox`` as fractions of the page).
 
-    What an edge cuts, a line of letters or a table's frame, is of the block that has most of it: there the edge moves
-    out to its end, and another block's moves back. Blocks around others are not asked.
+    What an edge cuts, a line of letters or a table's frame, is of the block that has half of it or more than any other:
+    there the edge moves out to its end, and another block's moves back. Blocks around others are not asked, and turned
+    ones are left alone.
     """
-    gray = np.asarray(page.convert("L"))
+    picture = page.convert("L")
+    gray = np.asarray(picture)
     height, width = gray.shape
     scale = (width, height, width, height)
     space = round(SPACE * max(gray.shape))
@@ -38,7 +40,7 @@ def clear_of_letters(page: Image.Image, blocks: Sequence[Any]) -> None:
         if block.type in NOT_READ or block.angle in (90, 270):
             continue
         others = [other for other in rivals if not _holds(other, box)]
-        is_ink = _is_ink(gray[box[1] : box[3], box[0] : box[2]])
+        is_ink = _is_ink(picture.crop(box).histogram())
         # First which lines it has; that says which letters stand at its sides.
         moved = _moved(gray, is_ink, box, others, space=0)
         moved = _turned(_moved(gray.T, is_ink, _turned(moved), [_turned(other) for other in others], space))
@@ -67,7 +69,11 @@ def _moved(gray: np.ndarray, is_ink: np.ndarray, box: Box, others: Sequence[Box]
     ``space`` between ink count as ink."""
     left, top, right, bottom = box
     reach = round(REACH * max(gray.shape))
-    rivals = [(y0, y1) for x0, y0, x1, y1 in others if x0 < right and left < x1]
+    rivals = [
+        (y0, y1)
+        for x0, y0, x1, y1 in others
+        if 2 * _shared((x0, x1), (left, right)) >= min(x1 - x0, right - left)  # above, below or around it
+    ]
 
     def clear(edge: int, outwards: bool) -> int:
         first = max(0, edge - reach)
@@ -75,18 +81,21 @@ def _moved(gray: np.ndarray, is_ink: np.ndarray, box: Box, others: Sequence[Box]
         cut = next((run for run in _runs(ink, space, first) if run[0] < edge < run[1]), None)
         if cut is None:
             return edge
-        is_mine = _shared(cut, (top, bottom)) >= max((_shared(cut, rival) for rival in rivals), default=0)
+        mine = _shared(cut, (top, bottom))
+        most = max(((_shared(cut, rival), -rival[0]) for rival in rivals), default=(0, 0))
+        is_mine = 2 * mine > cut[1] - cut[0] or (mine, -top) >= most
         end = cut[outwards == is_mine]
-        return edge if end in (first, first + len(ink)) else end  # at the rim of what is looked at it goes on
+        goes_on = end in (first, first + len(ink)) and 0 < end < len(gray)  # beyond what is looked at
+        return edge if goes_on else end
 
     above, below = clear(top, False), clear(bottom, True)
     return (left, above, right, below) if above < below else box
 
 
-def _is_ink(gray: np.ndarray) -> np.ndarray:
-    """bool [256], of each level: whether it differs from the paper of a block, gray, more than half as much as its
-    strongest ink does."""
-    levels = np.cumsum(np.bincount(gray.ravel(), minlength=256))
+def _is_ink(histogram: Sequence[int]) -> np.ndarray:
+    """bool [256], of each level: whether it differs from a block's paper more than half as much as its strongest ink
+    does. ``histogram``: how often the block has each level."""
+    levels = np.cumsum(histogram)
     low, paper, high = np.searchsorted(levels, levels[-1] * np.array([0.005, 0.5, 0.995]))
     off = np.abs(np.arange(256) - paper)
     return off > max(CONTRAST, off[low] / 2, off[high] / 2)

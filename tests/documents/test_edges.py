@@ -68,9 +68,24 @@ def test_a_line_is_of_the_block_that_has_most_of_it() -> None:
     assert moved(page(), below, above) == [(95, 132, 505, 180), (95, 90, 505, 132)]
 
 
-def test_blocks_beside_each_other_have_lines_of_their_own() -> None:
-    left, right = (95, 95, 297, 126), (300, 95, 505, 136)
-    assert moved(page(), left, right)[0][3] == 132
+@pytest.mark.parametrize("kind", ["text", "image"])
+@pytest.mark.parametrize("end", [297, 301])
+def test_blocks_beside_each_other_have_lines_of_their_own(kind: str, end: int) -> None:
+    """Even where they overlap by a little."""
+    left, right = (95, 95, end, 130), (300, 95, 505, 136)
+    assert moved(page(), left, right, kinds=["text", kind])[0][3] == 132
+
+
+def test_half_of_a_line_is_enough_and_of_equals_the_upper_one_has_it() -> None:
+    """What a figure's box reaches into is still read."""
+    assert moved(page(), (90, 20, 505, 129), (95, 124, 505, 180), kinds=["image"])[1] == (95, 120, 505, 180)
+    assert moved(page(), (95, 90, 505, 126), (95, 126, 505, 180)) == [(95, 90, 505, 132), (95, 132, 505, 180)]
+
+
+def test_letters_may_end_with_the_page() -> None:
+    picture = np.roll(page(), -100, axis=0)
+    assert moved(picture, (95, 6, 505, 40)) == [(95, 0, 505, 40)]
+    assert moved(picture[::-1], (95, 960, 505, 994)) == [(95, 960, 505, 1000)]
 
 
 @pytest.mark.parametrize("around", [("list", (90, 90, 510, 140)), ("code", (95, 93, 505, 140))])

@@ -268,6 +268,42 @@ def test_a_question_that_is_taken_when_a_batch_is_launched_goes_beside_its_last_
         assert "job" not in numbers(test)
 
 
+@contextmanager
+def held_last():
+    """The same while the last forward of a job is under way and nobody waits."""
+    with held() as test:
+        test.end(0)
+        test.begun((False, JOB), (False, [9, 10, 11]))
+        yield test
+
+
+def test_beside_the_last_forward_go_as_many_as_fit_too():
+    with held_last() as test:
+        test.dispatcher.encode([Job(number, [[number]], test.answers) for number in (40, 41, 42)])
+        test.begun((False, JOB), (False, [9, 10, 11]), (True, [40, 41]))
+        test.end(2)
+        test.begun((False, JOB), (False, [9, 10, 11]), (True, [40, 41]), (True, [42]))
+
+
+def test_after_a_ping_which_needs_no_forward_a_question_still_goes_beside_one():
+    with held_last() as test:
+        test.dispatcher.ping(Job("ping", [], test.answers))
+        wait_until(lambda: not len(test.dispatcher.queue), 5)
+        test.ask("question", [40])
+        test.begun((False, JOB), (False, [9, 10, 11]), (True, [40]))
+        assert not test.answers  # the ping's comes behind the job's
+
+
+def test_nobody_goes_beside_a_forward_of_its_own_priority_that_passes_a_job():
+    with held() as test:
+        assert waits(test, lambda: test.ask("large", [40, 41, 42]))
+        test.end(0)
+        test.begun((False, JOB), (False, [40, 41, 42]))
+        assert waits(test, lambda: test.ask("small", [43]))
+        test.end(1)
+        test.begun((False, JOB), (False, [40, 41, 42]), (False, [43]))
+
+
 def test_nothing_runs_beside_a_forward_as_small_as_itself():
     with held() as test:
         test.end(0)
@@ -284,10 +320,13 @@ def test_nothing_runs_beside_a_forward_as_small_as_itself():
 
 
 def test_where_the_runner_cannot_everyone_waits():
+    """Without looking again and again."""
     runner = NotingRunner()
     runner.beside = 0
     with held(runner=runner) as test:
-        assert waits(test, lambda: test.ask("question", [40]))
+        wait_until(lambda: test.lane.waits == 3, 5)  # twice before the first forward, now before the second
+        test.ask("question", [40])
+        assert test.lane.looks == 1
         test.end(0)
         test.begun((False, JOB), (False, [40]))
 

@@ -35,7 +35,7 @@ class LocalDispatcher:
         self._outbox = Outbox("vision_encoder", threads=2)
         self._channel: Channel[list[tuple[Job, PendingRows]]] = Channel(self._send)
         self._passing: Channel[list[tuple[Job, PendingRows]]] = Channel(self._send)
-        self._priority = 0  # of the last batch that passed nobody: of the forward under way, or better
+        self._priority = 0  # of the last forward that was not beside another
         self.queue = JobQueue()
         self._thread = threading.Thread(target=self._run, name="vision_encoder-encode", daemon=True)
         self._thread.start()
@@ -67,22 +67,32 @@ class LocalDispatcher:
 
     def _run(self) -> None:
         while entries := self.queue.take():
-            self._encode(entries)
+            if beside := self._fit_beside(entries):
+                self.queue.put_back(entries[beside:])
+                self._encode(entries[:beside], passing=True, beside=True)
+            else:
+                self._encode(entries)
             del entries  # and their pixels
 
-    def _encode(self, entries: Iterable[Entry], passing: bool = False) -> None:
-        """Works off jobs of one priority; those of a better one pass, unless these pass others themselves."""
+    def _fit_beside(self, entries: Sequence[Entry]) -> int:
+        """How many of the first can run together beside the forward under way; it must be of a worse priority."""
+        if entries[0].job.priority >= self._priority:
+            return 0
+        return self._encoder.fit_beside(_items(entries))
+
+    def _encode(self, entries: Iterable[Entry], passing: bool = False, beside: bool = False) -> None:
+        """Works off jobs of one priority; those of a better one pass, unless these are ``passing`` others themselves.
+
+        ``beside``: they are as many as :meth:`_fit_beside`.
+        """
         waiting = dict(enumerate(_in_time(entries)))
         if not waiting:
             return
+        # A ping shows that the thread is alive which most answers need.
+        channel = self._passing if passing and not waiting[0].is_ping else self._channel
+        before = partial(self._before_forward, waiting, passing, beside)
         try:
-            items, priority = _items(waiting.values()), waiting[0].job.priority
-            beside = priority < self._priority and self._encoder.fit_beside(items) == len(items)
-            passing = passing or beside
-            if not passing:
-                self._priority = priority
-            channel = self._passing if passing else self._channel
-            before = partial(self._let_pass, {} if passing else waiting)
+            items = _items(waiting.values())
             for group in self._encoder.encode_in_groups(items, self._send_batch_size, before, beside):
                 self._outbox.post(channel, [(waiting.pop(pending.index).job, pending) for pending in group])
                 del group  # its rows end with their sending
@@ -91,20 +101,29 @@ class LocalDispatcher:
             for entry in waiting.values():
                 entry.job.fail(error)
 
-    def _let_pass(self, waiting: dict[int, Entry]) -> None:
-        """Until the lane is free: works off those that go before all of ``waiting``, and whose rows fit beside theirs.
+    def _before_forward(self, waiting: dict[int, Entry], passing: bool, beside: bool) -> None:
+        first = next(iter(waiting.values()))
+        if not passing:
+            self._let_pass(first)
+        if not beside:
+            self._priority = first.job.priority
+
+    def _let_pass(self, entry: Entry) -> None:
+        """Until the lane is free: works off those that go before ``entry``, and whose rows fit beside its batch's.
 
         Those that cannot run beside the forward under way are worked off when it has ended.
         """
         lane = self._encoder.lane
-        while waiting and (better := self.queue.take_before(next(iter(waiting.values())), lambda: lane.free)):
-            items, free = _items(better), lane.free
-            count = len(items) if free else self._encoder.fit_beside(items)
-            if not self._encoder.has_room(items[:count]):
+        if not self._encoder.runner.beside:
+            lane.make_room()
+        while better := self.queue.take_before(entry, lambda: lane.free):
+            free = lane.free
+            count = len(better) if free else self._fit_beside(better)
+            if not self._encoder.has_room(_items(better[:count])):
                 count = 0
             self.queue.put_back(better[count:])
             if count:
-                self._encode(better[:count], passing=True)
+                self._encode(better[:count], passing=True, beside=not free)
             elif free:
                 return
             else:

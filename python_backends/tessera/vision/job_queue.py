@@ -19,6 +19,7 @@ from tessera.vision.encoding.pictures import VisionItem
 
 # Requests worked off together. More would hold up whoever comes with no better priority but a small picture.
 MOST = 64
+_FIRST = float("-inf")
 # Who waits for what the queue does not see looks again after so long, if nobody wakes it.
 _SLICE_S = 0.001
 
@@ -58,6 +59,10 @@ class Entry(NamedTuple):
     number: int
     job: Job
 
+    @property
+    def is_ping(self) -> bool:
+        return self.rank == _FIRST
+
 
 class JobQueue:
     """Any thread puts jobs in; one takes them out."""
@@ -80,9 +85,9 @@ class JobQueue:
             self._changed.notify_all()
 
     def put_first(self, job: Job) -> None:
-        """Adds what goes before every request."""
+        """Adds a ping, which goes before every request."""
         with self._changed:
-            heapq.heappush(self._entries, Entry(float("-inf"), next(self._numbers), job))
+            heapq.heappush(self._entries, Entry(_FIRST, next(self._numbers), job))
             self._changed.notify_all()
 
     def put_back(self, entries: Iterable[Entry]) -> None:

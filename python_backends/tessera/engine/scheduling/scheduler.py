@@ -47,8 +47,8 @@ _BESIDE_LONG_ANSWERS = 192
 # But at least this part of what could be read now: else prompts could come faster than they are read. Were it more,
 # those that came together would go on together.
 _SPREAD = 16
-# And as many as fill a graph and its products' tiles: those of short steps come in so many tokens, and one of 202 costs
-# what 256 do.
+# And as many, a few less if that is nearer, as fill a graph and its products' tiles: those of short steps come in so
+# many tokens, and one of 202 costs what 256 do.
 _TILE = 64
 # A follow-up passes what came at most so long before it.
 _PASSED_NS = 1_000_000_000
