@@ -226,6 +226,35 @@ def test_beside_follow_ups_with_short_answers_long_steps_are_half_as_long(monkey
     assert sum(end - start for _, start, end, _ in runner.batches[begun]) == 512
 
 
+@pytest.mark.parametrize(
+    ("ns_a_token", "answers", "prompt", "priority", "most"),
+    [
+        pytest.param(2, 1, 64, 0, 368, id="many"),
+        pytest.param(2, 1, 73, 0, 368, id="eight begin"),
+        pytest.param(2, 1, 74, 0, 512, id="seven begin"),
+        pytest.param(1, 1, 64, 0, 512, id="short full steps"),
+        pytest.param(2, 17, 64, 0, 512, id="long answers"),
+        pytest.param(2, 1, 64, 1, 512, id="of a job beside questions"),
+    ],
+)
+def test_long_steps_that_many_prompts_with_short_answers_share_are_shorter(
+    monkeypatch, ns_a_token, answers, prompt, priority, most
+):
+    monkeypatch.setattr(scheduling, "_BESIDE_LONG_ANSWERS", 10_000)  # those cut steps by a rule of their own
+    engine, runner = make_engine(
+        num_blocks=4000, max_model_len=1000, max_batched_tokens=512, max_sequences=32, prefix_cache="off"
+    )
+    runner.device_ns = lambda number, tokens: scheduling._LONG_NS // 512 * ns_a_token * tokens
+    for number in range(20):
+        engine.submit(make_request([number] * 400, max_tokens=answers, ignore_eos=True))
+    run(engine)
+    begun = len(runner.batches)
+    for number in range(20):
+        engine.submit(make_request([number] * prompt, max_tokens=1, priority=priority))
+    run(engine)
+    assert sum(end - start for _, start, end, _ in runner.batches[begun]) == most
+
+
 @pytest.mark.parametrize("short_of", [{"max_sequences": 4}, {"num_blocks": 30}])
 def test_in_a_full_house_the_last_of_a_worse_priority_gives_way(short_of):
     engine, runner = make_engine(**({"num_blocks": 200, "prefix_cache": "off", "max_sequences": 8} | short_of))
