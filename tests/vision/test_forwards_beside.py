@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -92,8 +93,9 @@ class HeldLane(Lane):
 
 
 @contextmanager
-def held(cache=0, runner=None, **more):
-    """A dispatcher while a forward of eight tiles of a job is under way, and another waits."""
+def held(cache=0, runner=None, expects=True, **more):
+    """A dispatcher while a forward of eight tiles of a job is under way, and another waits; it ``expects`` a question
+    where one came before."""
     runner = runner or NotingRunner()
     lane = HeldLane(runner)
     kept = EmbeddingCache(cache * BYTES, 2, torch.float32)
@@ -102,6 +104,9 @@ def held(cache=0, runner=None, **more):
 
     def ask(number, *pictures, priority=0):
         dispatcher.encode([Job(number, pictures, test.answers, priority)])
+
+    if expects:
+        dispatcher.queue._expected.saw(0, time.monotonic_ns())
 
     def begun(*forwards):
         """Waits until exactly these have begun."""
@@ -312,18 +317,17 @@ def test_nothing_runs_beside_a_forward_as_small_as_itself():
         wait_until(lambda: numbers(test) == ["job"], 5)
         test.ask("small", [20], [21], priority=10)
         test.begun((False, JOB), (False, [9, 10, 11]), (False, [20, 21]))
-        test.ask("question", [40])
-        looks_on(test)
-        assert len(test.lane.works) == 3
+        assert waits(test, lambda: test.ask("question", [40]))
         test.end(2)
         test.begun((False, JOB), (False, [9, 10, 11]), (False, [20, 21]), (False, [40]))
 
 
-def test_where_the_runner_cannot_everyone_waits():
+@pytest.mark.parametrize(("beside", "expects"), [(0, True), (2, False)])
+def test_where_the_runner_cannot_or_no_question_came_of_late_everyone_waits(beside, expects):
     """Without looking again and again."""
     runner = NotingRunner()
-    runner.beside = 0
-    with held(runner=runner) as test:
+    runner.beside = beside
+    with held(runner=runner, expects=expects) as test:
         wait_until(lambda: test.lane.waits == 3, 5)  # twice before the first forward, now before the second
         test.ask("question", [40])
         assert test.lane.looks == 1

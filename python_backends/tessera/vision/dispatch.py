@@ -114,8 +114,8 @@ class LocalDispatcher:
         Those that cannot run beside the forward under way are worked off when it has ended.
         """
         lane = self._encoder.lane
-        if not self._encoder.runner.beside:
-            lane.make_room()
+        if not (self._encoder.runner.beside and self.queue.expects_before(entry.job.priority)):
+            lane.make_room()  # which learns of its end at once
         while better := self.queue.take_before(entry, lambda: lane.free):
             free = lane.free
             count = len(better) if free else self._fit_beside(better)

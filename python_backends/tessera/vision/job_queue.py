@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from tessera.ranking import rank
+from tessera.ranking import Expected, rank
 from tessera.vision.encoding.pictures import VisionItem
 
 # Requests worked off together. More would hold up whoever comes with no better priority but a small picture.
@@ -72,6 +72,7 @@ class JobQueue:
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
+        self._expected = Expected()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -81,6 +82,7 @@ class JobQueue:
         now = time.monotonic_ns()
         with self._changed:
             for job in jobs:
+                self._expected.saw(job.priority, now)
                 heapq.heappush(self._entries, Entry(rank(job.priority, now), next(self._numbers), job))
             self._changed.notify_all()
 
@@ -96,6 +98,10 @@ class JobQueue:
             for entry in entries:
                 heapq.heappush(self._entries, entry)
             self._changed.notify_all()
+
+    def expects_before(self, priority: int) -> bool:
+        """Whether one of a better priority may come at any time."""
+        return self._expected.above(priority)
 
     def take(self) -> list[Entry]:
         """Waits for jobs; up to MOST of one priority, the first first. None are left once it is closed and empty."""
