@@ -1,7 +1,7 @@
 """What the rules do to questions beside a batch job, without a GPU: the scheduler itself, with steps and forwards that
 share a GPU (`make bench NAME=scheduler_jobs`; on one: `make bench NAME=jobs`).
 
-    python loadtest/bench_scheduler_jobs.py --forward 16
+    python loadtest/bench_scheduler_jobs.py --rate 2
 
 Steps' times are bench_scheduler.py's. How steps and forwards slow each other, and the time between two steps, are not
 measured but fitted: to W1's rate and its stages, and to those of `jobs` with whole forwards on one H200 (2caa7eb: first
@@ -69,13 +69,12 @@ class Work:
 class Simulation:
     """W1 in a closed loop, and so many questions a second beside it."""
 
-    def __init__(self, questions_s: float, forward: int, beside: bool, seed: int) -> None:
+    def __init__(self, questions_s: float, seed: int) -> None:
         self.now = 0.0  # ms
-        self.answers = 0  # of the job
+        self.answered: list[float] = []  # ms from the job's requests to their answers' ends
         self.first_tokens: list[float] = []  # of the questions
         self._scheduler = scheduling.Scheduler(BlockManager(400_000, 16), 8192, 256, gathers=True)
-        self._random, self._rate, self._forward_tiles = random.Random(seed), questions_s, forward
-        self._can_beside = beside
+        self._random, self._rate = random.Random(seed), questions_s
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._vision: list[tuple[int, int, Asked]] = []  # a heap
@@ -125,8 +124,9 @@ class Simulation:
                     self.first_tokens.append(self.now - asked.at + CLIENT_MS)
                 if sequence.finished:
                     del self._asked[sequence]
-                    self.answers += self.now > SKIPPED_MS and of_job
                     if of_job:
+                        if self.now > SKIPPED_MS:
+                            self.answered.append(self.now - asked.at)
                         self._ask(JOB_PRIORITY)
 
     def _pass(self, until: float, awaited: Work | None = None) -> None:
@@ -179,7 +179,7 @@ class Simulation:
 
     def _begin_forward(self) -> None:
         """As vision/dispatch.py does: a batch of one priority, and beside and between its forwards those that pass."""
-        if self._can_beside and self._forward and not self._beside and not _of_question(self._forward):
+        if self._forward and not self._beside and not _of_question(self._forward):
             if self._vision and self._vision[0][2].priority < JOB_PRIORITY:
                 asked = [heapq.heappop(self._vision)[2]]
                 self._beside = Work(QUESTION_MS[False], self.now, asked)
@@ -187,10 +187,10 @@ class Simulation:
         if self._forward or self._beside or not (self._taken or self._vision):
             return
         if self._taken and self._vision and self._vision[0][2].priority < self._taken[0].priority:
-            asked = self._of_one_priority(self._forward_tiles)
+            asked = self._of_one_priority(FORWARD_TILES)
         else:
             self._taken.extend(() if self._taken else self._of_one_priority(MOST))
-            asked = [self._taken.popleft() for _ in range(min(len(self._taken), self._forward_tiles))]
+            asked = [self._taken.popleft() for _ in range(min(len(self._taken), FORWARD_TILES))]
         self._forward = Work(TILE_MS * len(asked) + 0.7, self.now, asked)
         if _of_question(self._forward):
             self._forward.left = QUESTION_MS[False] * len(asked)
@@ -225,9 +225,8 @@ def _of_question(forward: Work) -> bool:
     return forward.of[0].priority < JOB_PRIORITY
 
 
-def simulated(questions_s: float, forward: int, seconds: float, beside: bool = True) -> Simulation:
-    """``beside``: a question's forward begins while one of the job is under way."""
-    simulation = Simulation(questions_s, forward, beside, seed=1)
+def simulated(questions_s: float, seconds: float) -> Simulation:
+    simulation = Simulation(questions_s, seed=1)
     scheduling.time = simulation  # type: ignore[assignment]  # its clock
     simulation.run(1e3 * seconds)
     return simulation
@@ -236,29 +235,25 @@ def simulated(questions_s: float, forward: int, seconds: float, beside: bool = T
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=2.0, help="questions a second")
-    parser.add_argument(
-        "--forward",
-        type=int,
-        default=FORWARD_TILES,
-        help="tiles of the job's while questions come",
-    )
-    parser.add_argument("--between", action="store_true", help="questions' forwards wait for the job's")
     parser.add_argument("--seconds", type=float, default=300.0)
     options = parser.parse_args()
     if options.seconds <= SKIPPED_MS / 1e3:
         parser.error(f"the first {SKIPPED_MS / 1e3:g} s do not count; give more --seconds")
-    alone = simulated(0.0, FORWARD_TILES, options.seconds)
-    beside = simulated(options.rate, options.forward, options.seconds, not options.between)
+    alone, beside = simulated(0.0, options.seconds), simulated(options.rate, options.seconds)
     waited = sorted(beside.first_tokens)
     p50, p99 = (round(counting.percentile(waited, part), 1) for part in (0.5, 0.99))
+    median, slowest = (counting.percentile(sorted(alone.answered), part) for part in (0.5, 0.99))
     counted = options.seconds - SKIPPED_MS / 1e3
-    rates = {"alone_req_s": round(alone.answers / counted, 2), "beside_req_s": round(beside.answers / counted, 2)}
+    rates = {
+        "alone_req_s": round(len(alone.answered) / counted, 2),
+        "beside_req_s": round(len(beside.answered) / counted, 2),
+        "alone_p99_over_p50": round(slowest / median, 3),
+    }
     command = f'make bench NAME=scheduler_jobs ARGS="{shlex.join(sys.argv[1:])}"'
-    name = f"simulated.jobs.{options.forward}tiles{'.between' * options.between}"
-    if options.rate != parser.get_default("rate"):
-        name += f".r{options.rate:g}"
+    name = "simulated.jobs" + f".r{options.rate:g}" * (options.rate != parser.get_default("rate"))
     figures.emit(f"{name}.ttft_p50_ms", p50, "ms", command, ttft_p99_ms=p99, questions=len(waited))
-    figures.emit(f"{name}.loss_pct", round(100 * (1 - beside.answers / alone.answers), 2), "%", command, **rates)
+    loss = 1 - len(beside.answered) / len(alone.answered)
+    figures.emit(f"{name}.loss_pct", round(100 * loss, 2), "%", command, **rates)
     return 0
 
 
