@@ -226,33 +226,69 @@ def test_beside_follow_ups_with_short_answers_long_steps_are_half_as_long(monkey
     assert sum(end - start for _, start, end, _ in runner.batches[begun]) == 512
 
 
-@pytest.mark.parametrize(
-    ("ns_a_token", "answers", "prompt", "priority", "most"),
-    [
-        pytest.param(2, 1, 64, 0, 368, id="many"),
-        pytest.param(2, 1, 73, 0, 368, id="eight begin"),
-        pytest.param(2, 1, 74, 0, 512, id="seven begin"),
-        pytest.param(1, 1, 64, 0, 512, id="short full steps"),
-        pytest.param(2, 17, 64, 0, 512, id="long answers"),
-        pytest.param(2, 1, 64, 1, 512, id="of a job beside questions"),
-    ],
-)
-def test_long_steps_that_many_prompts_with_short_answers_share_are_shorter(
-    monkeypatch, ns_a_token, answers, prompt, priority, most
-):
+def long_steps(monkeypatch, ns_a_token=2, answers=1, before=(), **config):
+    """An engine in which steps of 512 tokens take long, or not, after so many answers of so many tokens and after one
+    of each of the priorities ``before``."""
     monkeypatch.setattr(scheduling, "_BESIDE_LONG_ANSWERS", 10_000)  # those cut steps by a rule of their own
-    engine, runner = make_engine(
-        num_blocks=4000, max_model_len=1000, max_batched_tokens=512, max_sequences=32, prefix_cache="off"
-    )
+    sizes = {"num_blocks": 4000, "max_model_len": 1000, "max_batched_tokens": 512, "max_sequences": 40}
+    engine, runner = make_engine(**sizes | config, prefix_cache="off")
     runner.device_ns = lambda number, tokens: scheduling._LONG_NS // 512 * ns_a_token * tokens
     for number in range(20):
         engine.submit(make_request([number] * 400, max_tokens=answers, ignore_eos=True))
+    for priority in before:
+        engine.submit(make_request([1], max_tokens=1, priority=priority))
     run(engine)
+    return engine, runner
+
+
+def tokens_of_step(runner, number):
+    return sum(end - start for _, start, end, _ in runner.batches[number])
+
+
+EVEN = 320  # 23/32 of 512, in whole tiles
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt", "priority", "most"),
+    [
+        pytest.param({}, 24, 0, EVEN, id="many"),
+        pytest.param({}, 34, 0, EVEN, id="16 begin"),
+        pytest.param({}, 35, 0, 512, id="15 begin"),
+        pytest.param({"ns_a_token": 1}, 24, 0, 512, id="short full steps"),
+        pytest.param({"answers": 17}, 24, 0, 512, id="long answers"),
+        pytest.param({}, 24, 1, 512, id="of a job beside questions"),
+        pytest.param({"before": [1]}, 24, 0, EVEN, id="of questions after a job"),
+        pytest.param({"max_sequences": 15}, 34, 0, 510, id="15 run at most"),
+    ],
+)
+def test_long_steps_that_many_prompts_with_short_answers_share_are_shorter(monkeypatch, given, prompt, priority, most):
+    engine, runner = long_steps(monkeypatch, **given)
     begun = len(runner.batches)
-    for number in range(20):
+    for number in range(32):
         engine.submit(make_request([number] * prompt, max_tokens=1, priority=priority))
     run(engine)
-    assert sum(end - start for _, start, end, _ in runner.batches[begun]) == most
+    assert tokens_of_step(runner, begun) == most
+
+
+def test_a_step_that_ends_a_long_prompt_and_begins_few_has_all_tokens(monkeypatch):
+    engine, runner = long_steps(monkeypatch)
+    begun = len(runner.batches)
+    engine.submit(make_request([7] * 900, max_tokens=1))
+    engine.step()
+    for number in range(32):
+        engine.submit(make_request([number] * 20, max_tokens=1))
+    run(engine)
+    assert [tokens_of_step(runner, begun + number) for number in range(3)] == [512, 512, EVEN]
+
+
+def test_decodes_keep_no_prompt_out_of_shorter_steps(monkeypatch):
+    """However many may run: as many again may always be read."""
+    engine, runner = long_steps(monkeypatch, max_sequences=240)
+    begun = len(runner.batches)
+    for number in range(32):
+        engine.submit(make_request([number] * 24, max_tokens=1))
+    run(engine)
+    assert tokens_of_step(runner, begun) == 480
 
 
 @pytest.mark.parametrize("short_of", [{"max_sequences": 4}, {"num_blocks": 30}])

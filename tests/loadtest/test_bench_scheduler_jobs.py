@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 import bench_scheduler_jobs
+import counting
 import pytest
 from bench_scheduler_jobs import CONCURRENCY, simulated
 
@@ -29,3 +30,14 @@ def test_questions_wait_for_a_step_and_the_job_for_all_of_its_own():
     simulation = simulated(4.0, 20.0)
     first_token, answer = (statistics.median(times) for times in (simulation.first_tokens, simulation.answered))
     assert len(simulation.first_tokens) > 40 and 50 < first_token < 250 and 1900 < answer < 2300
+
+
+def test_the_job_alone_waits_evenly_for_as_long_as_no_step_has_all_tokens(monkeypatch):
+    def spread():
+        times = sorted(simulated(0.0, 30.0).answered)
+        return counting.percentile(times, 0.99) / statistics.median(times)
+
+    monkeypatch.setattr(bench_scheduler_jobs, "SKIPPED_MS", 10_000.0)  # until they are spread
+    even = spread()
+    monkeypatch.setattr(scheduling, "_MANY", 1000)
+    assert even < 1.03 < 1.06 < spread()

@@ -100,3 +100,15 @@ def test_who_waits_for_a_better_one_is_woken_or_looks_again(monkeypatch):
     over.clear()
     monkeypatch.setattr(job_queue, "_SLICE_S", 0.001)
     assert taken_while(over.set) == []
+
+
+def test_a_better_one_is_expected_for_30_seconds_after_the_last(clock):
+    queue = JobQueue()
+    put(queue, 10)
+    assert not queue.expects_before(10)
+    put(queue, 0)
+    put(queue, 10)
+    assert queue.expects_before(10) and not queue.expects_before(0)
+    for clock.steps, expected in ((0.49, True), (0.51, False)):  # of a minute
+        put(queue, 10)
+        assert queue.expects_before(10) == expected

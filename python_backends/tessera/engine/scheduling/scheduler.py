@@ -50,12 +50,12 @@ _SPREAD = 16
 # And as many, a few less if that is nearer, as fill a graph and its products' tiles: those of short steps come in so
 # many tokens, and one of 202 costs what 256 do.
 _TILE = 64
-# Where full steps are long and answers short, a step that at least so many prompts share has this part of its tokens.
+# Where full steps are long and answers short, a step that begins at least so many prompts has this part of its tokens.
 # They are answered together, and who just missed them is answered a step later: the shorter the steps, the more equal
-# the latencies. Of 8,192 tokens it is 5,888, at which InternVL3-8B's products fill their waves of tiles on an H200 as
-# well as with all; with 6,144 the last wave is nearly empty. A job beside questions keeps full steps: with
-# these it would lose 3.1 % instead of 1.1 (simulated).
-_MANY = 8
+# the latencies; fewer prompts are a small part of all in flight anyway. Of 8,192 tokens it is 5,888, at which
+# InternVL3-8B's products fill their waves of tiles on an H200 as well as with all. A job beside questions keeps full
+# steps: with these, questions would wait 141 ms instead of 168, but it would lose 3.1 % instead of 1.1 (simulated).
+_MANY = 16
 _EVEN_PART = 23 / 32
 # A follow-up passes what came at most so long before it.
 _PASSED_NS = 1_000_000_000
@@ -230,24 +230,25 @@ class Scheduler:
             follow = any(sequence.follows for sequence in chain(self.running, self.waiting))
             if follow:
                 return max(self._least_tokens, self._max_batched_tokens // 2)
-            even = self._many_wait() and not self._expected.above(self._worst)
-            return int(_EVEN_PART * self._max_batched_tokens) if even else self._max_batched_tokens
+            if not self._begins_many() or self._expected.above(self.waiting[-1].request.sampling.priority):
+                return self._max_batched_tokens
+            return max(self._least_tokens, int(_EVEN_PART * self._max_batched_tokens) // _TILE * _TILE)
         reading = [sequence for sequence in self.running[-1:] if sequence.pending > 1]
         admissible = islice(self.waiting, self._max_sequences - len(self.running))
         unread = sum(sequence.pending for sequence in (*reading, *admissible))
         tokens = len(self.running) - len(reading) + max(_BESIDE_LONG_ANSWERS, unread // _SPREAD)
         return min((tokens + _TILE // 2) // _TILE * _TILE, self._max_batched_tokens)
 
-    def _many_wait(self) -> bool:
-        """Whether a step of all tokens would begin many prompts."""
-        tokens = 0
-        for number, sequence in enumerate(self.waiting, start=1):
-            if number == _MANY:
-                return True
-            tokens += sequence.pending
-            if tokens >= self._max_batched_tokens:
-                return False
-        return False
+    def _begins_many(self) -> bool:
+        """Whether a step of all tokens would begin many of the prompts that wait."""
+        left = self._max_batched_tokens - sum(sequence.pending for sequence in self.running)
+        begun = 0
+        for sequence in islice(self.waiting, self._max_sequences - len(self.running)):
+            if left <= 0:
+                break
+            left -= sequence.pending
+            begun += 1
+        return begun >= _MANY
 
     def _is_long(self, tokens: int) -> bool:
         """Whether a step of so many tokens takes long, by the fastest of the last that told: others had company on the
