@@ -274,10 +274,12 @@ def _without_pictures(message: Mapping[str, Any], supplied: Any, pictures: list[
                     "the messages hold more image parts than pictures were given", "pass as many images="
                 )
             pictures.append(encode_image(image))
-            parts.append({"type": "image"})
+            parts.append({name: value for name, value in part.items() if name != "image"})
         elif kind == "image_url" and _url(part).startswith("data:"):
             pictures.append(from_data_url(_url(part)))
-            parts.append({"type": "image"})
+            target = part["image_url"]
+            detail = target.get("detail") if isinstance(target, Mapping) else None
+            parts.append({"type": "image"} if detail is None else {"type": "image", "detail": detail})
         else:
             parts.append(part)
     return {**message, "content": parts}

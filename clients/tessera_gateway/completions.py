@@ -29,7 +29,7 @@ async def complete(request: Request) -> Response:
     request.scope[MODEL] = asked.model
     conversation = translation.messages(asked, await _fetched(request, asked))
     options = translation.sampling(asked, settings.max_tokens)
-    completion = translation.Completion(asked.model)
+    completion = translation.Completion(asked)
     if asked.stream:
         return await _events(request, completion, asked, client.chat_stream(conversation, **options))
     answer = await unless_gone(request.receive, client.chat(conversation, **options))

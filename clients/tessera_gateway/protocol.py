@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from tessera_gateway.errors import ApiError
 
 NOT_SERVED = (
-    *("audio", "function_call", "functions", "logit_bias", "metadata", "modalities", "moderation", "prediction"),
-    *("parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "safety_identifier"),
-    *("service_tier", "store", "tool_choice", "tools", "user", "verbosity", "web_search_options"),
+    *("audio", "function_call", "functions", "logit_bias", "modalities", "moderation", "prediction"),
+    *("prompt_cache_retention", "reasoning_effort", "verbosity", "web_search_options"),
 )
 """Fields that OpenAI has and this server has no meaning for."""
 
 
 MOST_FIELDS = 100
+MOST_METADATA = 16  # OpenAI's
 FIRST_FAULT = Field(fail_fast=True)
 """Of a list. What pydantic notes of each of a million faults would not fit into memory."""
 
@@ -51,8 +51,8 @@ class Text(Part):
 class ImageUrl(Part):
     url: str
     """A ``data:`` URL; or ``http(s)://`` at a host that the gateway may fetch from."""
-    detail: Literal["auto", "high"] | None = None
-    """Both mean what the tile policy says. There is no ``low``: ``tessera.tile_policy`` says how finely to cut."""
+    detail: Literal["auto", "low", "high"] | None = None
+    """``low``: one tile. The others mean what the tile policy says."""
 
 
 class Picture(Part):
@@ -93,6 +93,8 @@ TilePolicy = Annotated[
 class Message(Part):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
+    name: str | None = None
+    """Without effect: no prompt shows it."""
 
 
 class StreamOptions(Part):
@@ -170,6 +172,17 @@ class ChatRequest(Part):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none"] | None = None
+
+    # Without effect on an answer. Nothing is stored, whatever `store` says: to ask for it later is 404.
+    metadata: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    store: bool | None = None
+    user: str | None = None
 
     top_k: int | None = None
     min_tokens: int | None = None
@@ -183,11 +196,27 @@ class ChatRequest(Part):
 
     tessera: Tessera | None = None
 
+    @field_validator("metadata")
+    @classmethod
+    def _check_metadata(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        if given and not (len(given) <= MOST_METADATA and all(isinstance(value, str) for value in given.values())):
+            raise ValueError(f"must be an object of at most {MOST_METADATA} strings")
+        return given
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of the answer, by either of its names."""
+        return next(iter(self._limits), None)
+
+    @property
+    def _limits(self) -> set[int]:
+        return {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+        if len(self._limits) > 1:
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")

@@ -26,7 +26,7 @@ def sampling(request: ChatRequest, max_tokens: int | None) -> dict[str, Any]:
     ``max_tokens``, if any, counts where the request does not say and its answer is no label.
     """
     options: dict[str, Any] = {name: getattr(request, name) for name in SAME_NAME}
-    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    asked = request.limit
     if asked is None and max_tokens is not None and not (request.tessera and request.tessera.choices):
         asked = max(max_tokens, request.min_tokens or 0)
     options["max_tokens"] = asked
@@ -59,10 +59,13 @@ def _message(message: Message, fetched: Mapping[str, bytes]) -> dict[str, Any]:
     for part in message.content:
         if not isinstance(part, Picture):
             parts.append({"type": "text", "text": part.text})
-        elif part.image_url.url in fetched:
-            parts.append({"type": "image", "image": fetched[part.image_url.url]})
+            continue
+        picture = part.image_url
+        detail = {"detail": picture.detail} if picture.detail else {}
+        if picture.url in fetched:
+            parts.append({"type": "image", "image": fetched[picture.url], **detail})
         else:
-            parts.append({"type": "image_url", "image_url": {"url": part.image_url.url}})
+            parts.append({"type": "image_url", "image_url": {"url": picture.url, **detail}})
     return {"role": role, "content": parts}
 
 
@@ -80,10 +83,12 @@ def urls(request: ChatRequest) -> list[tuple[str, str]]:
 class Completion:
     """What every part of one completion's answer has in common."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, asked: ChatRequest) -> None:
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._model = model
+        self._model = asked.model
+        # What became of the wish, as with OpenAI.
+        self._tier = {"service_tier": "default"} if asked.service_tier else {}
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """The answer in one object."""
@@ -113,6 +118,7 @@ class Completion:
             "model": self._model,
             "system_fingerprint": None,
             "choices": choices,
+            **self._tier,
         }
 
 

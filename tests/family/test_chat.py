@@ -40,8 +40,15 @@ def test_parts_and_urls_are_taken_in_order() -> None:
         {"role": "user", "content": [{"type": "image"}]},
     ]
     chat = parse_chat(None, messages, 2)
-    assert chat.sources == (0, url, 1)
+    assert chat.sources == (0, url, 1) and chat.low == (False, False, False)
     assert [message.role for message in chat.messages] == ["system", "user", "assistant", "user", "user"]
+
+
+def test_each_image_part_says_its_detail() -> None:
+    parts = [{"type": "image"}, {"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}}]
+    chat = parse_chat(None, user([*parts, {"type": "image", "detail": "high"}, {"type": "image", "detail": "low"}]), 3)
+    assert chat.low == (False, True, False, True)
+    assert parse_chat("<image>", None, 1).low == parse_chat("in front", None, 1).low == (False,)
 
 
 def test_markers_of_several_turns_are_taken_in_order() -> None:
@@ -101,7 +108,13 @@ def user(content: Any) -> list[dict[str, Any]]:
         (None, user(["bare"]), 0, "part 0"),
         (None, user([{"type": "image", "url": "x"}]), 1, "image_url"),
         (None, user([{"type": "image_url"}]), 0, "url"),
-        (None, user([{"type": "image_url", "image_url": {"url": "data:", "detail": "low"}}]), 0, "detail"),
+        (
+            None,
+            user([{"type": "image_url", "image_url": {"url": "data:", "detail": "less"}}]),
+            0,
+            "detail must be one of",
+        ),
+        (None, user([{"type": "image", "detail": ["low"]}]), 1, "detail must be one of"),
         (None, [{"role": "assistant", "content": [{"type": "image"}]}], 1, "user turns"),
         (None, user("a") + user("b"), 1, "2 user turns"),
         ("bad \ud800 text", None, 0, "surrogate at character 4"),

@@ -67,6 +67,17 @@ def test_a_checkpoint_s_own_bounds(tmp_path: Path) -> None:
     assert tokens(small(PreprocessRequest(text="?", images=[PAGE]))) == [13 * 19]
 
 
+def test_low_detail_is_512_by_512_pixels_at_most(ours: Preprocessor) -> None:
+    messages = [{"role": "user", "content": [{"type": "image", "detail": "low"}]}]
+    for most in (None, 64 * GROUP):
+        found = ours(PreprocessRequest(messages=messages, images=[PAGE], max_pixels=most))
+        assert (
+            found.plans[0].tokens * GROUP
+            <= min(512 * 512, most or 512 * 512)
+            < ours(PreprocessRequest(text="?", images=[PAGE])).plans[0].tokens * GROUP
+        )
+
+
 def test_other_bounds_are_other_pixels_to_every_cache(ours: Preprocessor) -> None:
     usual, again, other = (
         ours(PreprocessRequest(text="?", images=[PAGE], max_pixels=most)) for most in (None, 900 * GROUP, 256 * GROUP)

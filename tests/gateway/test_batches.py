@@ -72,7 +72,7 @@ def test_every_line_has_one_result(serve: Serve) -> None:
         line("b", "Ist das schön? 好"),
         "",
         line("c", "bad"),
-        line("d", tools=[]),
+        line("d", functions=[]),
         line("e", stream=True),
     ]
     batch = create(client, *lines, metadata={"room": "7"})

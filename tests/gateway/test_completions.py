@@ -74,6 +74,7 @@ def test_pictures_system_prompts_and_turns() -> None:
         {"type": "text", "text": "compare"},
         {"type": "image_url", "image_url": {"url": JPEG}},
         {"type": "image_url", "image_url": {"url": JPEG, "detail": "high"}},
+        {"type": "image_url", "image_url": {"url": JPEG, "detail": "low"}},
     ]
     turns = [
         {"role": "developer", "content": "be brief"},
@@ -83,17 +84,29 @@ def test_pictures_system_prompts_and_turns() -> None:
     ]
     assert door.ask(turns).status_code == 200
     request = door.fake.requests[0][0]
-    assert request.images == (b"jpeg", b"jpeg")
-    image = {"type": "image"}
+    assert request.images == (b"jpeg",) * 3
+    images = [{"type": "image"}, {"type": "image", "detail": "high"}, {"type": "image", "detail": "low"}]
     assert json.loads(request.messages) == [
         {"role": "system", "content": "be brief"},
-        {"role": "user", "content": [{"type": "text", "text": "compare"}, image, image]},
+        {"role": "user", "content": [{"type": "text", "text": "compare"}, *images]},
         {"role": "assistant", "content": "a wire"},
         {"role": "user", "content": "sure?"},
     ]
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+HARMLESS: dict[str, Any] = {
+    "user": "me",
+    "metadata": {"run": "7"},
+    "store": True,
+    "service_tier": "flex",
+    "parallel_tool_calls": False,
+    "prompt_cache_key": "rooms",
+    "safety_identifier": "me",
+    "tools": [],
+    "tool_choice": "none",
+    "messages": [{"role": "user", "content": "hello", "name": "Ann"}],
+}
 FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *[
         ({name: value}, {name: value})
@@ -121,6 +134,8 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"logprobs": True}, {"logprobs": 0}),
     ({"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}),
     ({"logprobs": False}, {}),
+    (HARMLESS, {}),
+    ({"max_tokens": 9, "max_completion_tokens": 9}, {"max_tokens": 9}),
     ({"n": 1, "stream": False, "temperature": None, "tools": None, "user": None}, {}),
     ({"vllm_xargs": {"no_repeat_ngram_size": 20, "debug": False}}, {"no_repeat_ngram_size": 20}),
     ({"mm_processor_kwargs": {"min_pixels": 784, "max_pixels": 7840}}, {"min_pixels": 784, "max_pixels": 7840}),
@@ -135,6 +150,20 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"tessera": {"tile_policy": "fast"}}, {"tile_policy": {"name": "fast"}}),
     ({"tessera": {"tile_policy": {"max_tiles": 2}}}, {"tile_policy": {"max_tiles": 2}}),
 ]
+
+
+def test_what_is_harmless_changes_nothing_but_the_tier_that_an_answer_names() -> None:
+    door = gateway([final("yes")], [final("yes")])
+    plain, harmless = door.ask().json(), door.ask(**HARMLESS).json()
+    assert [json.loads(request.messages) for request, *_ in door.fake.requests] == [HELLO] * 2
+    assert harmless.pop("service_tier") == "default" and "service_tier" not in plain
+    assert {**plain, "id": "", "created": 0} == {**harmless, "id": "", "created": 0}
+
+
+def test_either_name_of_the_longest_answer_counts_and_two_that_differ_are_refused() -> None:
+    for fields in ({"max_tokens": 1, "max_completion_tokens": 2}, {"max_tokens": 2, "max_completion_tokens": 1}):
+        refusal = gateway().ask(**fields)
+        assert refusal.status_code == 400 and "differ; send one" in refusal.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("given", "expected"), FIELDS, ids=[str(given)[:60] for given, _ in FIELDS])
@@ -152,7 +181,7 @@ def test_the_gateways_own_limit_is_for_requests_that_name_none() -> None:
 
 def test_every_field_of_a_request_is_in_the_table_above() -> None:
     shown = {name for given, _ in FIELDS for name, value in given.items() if value is not None}
-    assert set(protocol.ChatRequest.model_fields) - shown == {"model", "messages", "stream_options"}
+    assert set(protocol.ChatRequest.model_fields) - shown == {"model", "stream_options"}
     assert set(translation.SAME_NAME) < shown
 
 

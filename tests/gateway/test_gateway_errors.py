@@ -40,14 +40,14 @@ def image(**target: Any) -> list[dict[str, Any]]:
 
 
 UNKNOWN = [
-    ({"tools": []}, "tools", "unsupported_parameter"),
-    ({"user": "me"}, "user", "unsupported_parameter"),
+    ({"functions": []}, "functions", "unsupported_parameter"),
+    ({"verbosity": "low"}, "verbosity", "unsupported_parameter"),
     ({"tempratur": 1}, "tempratur", "unknown_parameter"),
     ({"best_of": 2}, "best_of", "unknown_parameter"),
     ({"stream": True, "stream_options": {"chunk": 1}}, "stream_options.chunk", "unknown_parameter"),
     ({"vllm_xargs": {"ngram": 1}}, "vllm_xargs.ngram", "unknown_parameter"),
     ({"tessera": {"tiles": 1}}, "tessera.tiles", "unknown_parameter"),
-    ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name", "unknown_parameter"),
+    ({"messages": [{"role": "user", "content": "a", "nome": "b"}]}, "messages[0].nome", "unknown_parameter"),
     ({"messages": image(url="data:", size=1)}, "messages[0].content[0].image_url.size", "unknown_parameter"),
 ]
 WRONG = [
@@ -62,7 +62,13 @@ WRONG = [
     ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]", "type is text or image_url"),
     ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages[0].content[0]", "text or image_url"),
     ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "messages[0].content[0]", "or image_url"),
-    ({"messages": image(url="data:", detail="low")}, "messages[0].content[0].image_url.detail", "'auto' or 'high'"),
+    ({"messages": image(url="data:", detail="less")}, "messages[0].content[0].image_url.detail", "'low' or 'high'"),
+    ({"messages": [{"role": "user", "content": "a", "name": 1}]}, "messages[0].name", "valid string"),
+    ({"user": 1}, "user", "valid string"),
+    ({"store": "yes"}, "store", "valid boolean"),
+    ({"service_tier": "best"}, "service_tier", "'default'"),
+    ({"metadata": {"a": 1}}, "metadata", "at most 16 strings"),
+    ({"metadata": {str(number): "" for number in range(17)}}, "metadata", "at most 16 strings"),
     ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
     ({"vllm_xargs": {"debug": True}}, "vllm_xargs.debug", "False"),
     ({"top_logprobs": 2}, None, "top_logprobs needs logprobs"),

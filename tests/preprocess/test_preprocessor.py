@@ -128,6 +128,15 @@ def test_messages_with_data_urls_and_next_images(preprocessor: Preprocessor) -> 
     assert np.array_equal(found.digest[:2], ask(preprocessor, JPEG).digest)
 
 
+def test_a_picture_in_low_detail_is_one_tile_whatever_the_policy(preprocessor: Preprocessor) -> None:
+    parts = [{"type": "image", "detail": detail} for detail in ("low", "high", "auto", "low")]
+    found = ask(preprocessor, *[JPEG] * 4, text=None, messages=[{"role": "user", "content": parts}])
+    assert found.plan.tolist() == [0, 1, 1, 1, 0, 7, 2, 3, 0, 7, 2, 3, 0, 1, 1, 1]
+    asked = {"text": None, "messages": [{"role": "user", "content": parts[:1]}]}
+    for policy in ({"name": "dense", "thumbnail": "always"}, "two-tile"):
+        assert ask(preprocessor, JPEG, tile_policy=policy, **asked).plan.tolist() == [0, 1, 1, 1]
+
+
 def test_limits_say_both_numbers(preprocessor: Preprocessor) -> None:
     small = Preprocessor.from_checkpoint(
         CHECKPOINT, PreprocessSettings(limits=Limits(max_cost=20, max_request_bytes=len(JPEG) + 100))

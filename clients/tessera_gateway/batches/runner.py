@@ -168,7 +168,7 @@ class Runner:
         conversation = translation.messages(asked, await self._fetcher.fetch(translation.urls(asked)))
         options = translation.sampling(asked, self._settings.max_tokens)
         options["priority"] = max(PRIORITY, options.get("priority", PRIORITY))
-        completion = translation.Completion(asked.model)
+        completion = translation.Completion(asked)
 
         def call(client: AsyncClient) -> Awaitable[Answer]:
             return client.chat(conversation, timeout=LONGEST_S, **options)

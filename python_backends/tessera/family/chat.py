@@ -15,8 +15,14 @@ MAX_TURNS = 1024
 MAX_PARTS = 1024
 
 
+DETAILS = ("auto", "low", "high")
+
+
+@dataclass(frozen=True)
 class ImagePlace:
-    """A content part that is an image; the chat template decides how it looks."""
+    """A content part that is an image; the chat template decides how it looks. ``low``: the least detail is enough."""
+
+    low: bool = False
 
 
 IMAGE = ImagePlace()
@@ -45,6 +51,12 @@ class Chat:
 
     messages: tuple[Message, ...]
     sources: tuple[int | str, ...]
+
+    @property
+    def low(self) -> tuple[bool, ...]:
+        """Of which of the sources the least detail is enough; only image parts can say so."""
+        parts = [part.low for message in self.messages for part in message.parts if isinstance(part, ImagePlace)]
+        return tuple(parts) or (False,) * len(self.sources)
 
 
 def parse_chat(text: str | None, messages: Any, images: int) -> Chat:
@@ -133,19 +145,25 @@ def _part(part: Any, role: str, where: str) -> tuple[str | ImagePlace, str | Non
     if role != "user":
         raise InvalidRequest(f"{where}: images belong in user turns, not in a turn of role {role}")
     if kind == "image_url":
-        return IMAGE, _url(part.get("image_url"), where)
-    if len(part) > 1:
+        target = part.get("image_url")
+        return _place(target, where), _url(target, where)
+    if set(part) - {"type", "detail"}:
         raise InvalidRequest(
-            f"{where}: an image part has no key but type; it takes the next of the request's images. "
+            f"{where}: an image part has no key but type and detail; it takes the next of the request's images. "
             "Use image_url with a data: URL to send one inside the message"
         )
-    return IMAGE, None
+    return _place(part, where), None
+
+
+def _place(part: Any, where: str) -> ImagePlace:
+    detail = part.get("detail", "auto") if isinstance(part, Mapping) else "auto"
+    if detail not in DETAILS:
+        raise InvalidRequest(f"{where}: detail must be one of {', '.join(DETAILS)}, not {detail!r:.50}")
+    return ImagePlace(detail == "low")
 
 
 def _url(value: Any, where: str) -> str:
     if isinstance(value, Mapping):
-        if value.get("detail", "auto") != "auto":
-            raise InvalidRequest(f"{where}: detail is not supported; choose the tiles with tile_policy")
         value = value.get("url")
     if not isinstance(value, str):
         raise InvalidRequest(f"{where}: image_url needs a url that is text")

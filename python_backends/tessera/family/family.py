@@ -87,6 +87,10 @@ class ModelFamily(ABC):
                 raise InvalidRequest(f"{name} means nothing to this model (what does: {known}); leave it out")
         return default
 
+    @abstractmethod
+    def low_detail(self, policy: Any) -> Any:
+        """The policy for a picture of which the least detail is enough; ``policy`` is that of the others."""
+
     @property
     def marker_text(self) -> str:
         """What an ``<image>`` marker in a text becomes: the image token, with what chat templates put around it."""

@@ -120,6 +120,9 @@ class InternVL(ModelFamily):
         policy.largest_grid(self.tokens_per_tile)
         return policy
 
+    def low_detail(self, policy: TilePolicy) -> TilePolicy:
+        return TilePolicy("low", 1, 1, "never")
+
     def plan(self, width: int, height: int, policy: TilePolicy) -> ImagePlan:
         most = policy.largest_grid(self.tokens_per_tile)
         columns, rows = GRIDS[policy.grid](self.order, width, height, self.tile, policy.min_tiles, most)

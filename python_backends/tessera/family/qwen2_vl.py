@@ -23,6 +23,7 @@ from tessera.family.tile_policy import stated_keys
 
 MOST_ASPECT = 200
 MOST_PIXELS = 2**31 - 1
+LOW_PIXELS = 512 * 512  # of a picture in low detail, as OpenAI has it
 BOUNDS = ("min_pixels", "max_pixels")
 
 
@@ -96,6 +97,9 @@ class Qwen2VL(ModelFamily):
                 f"limit is {max_cost} a request"
             )
         return limits
+
+    def low_detail(self, policy: PixelRange) -> PixelRange:
+        return PixelRange(min(policy.min_pixels, LOW_PIXELS), min(policy.max_pixels, LOW_PIXELS))
 
     def plan(self, width: int, height: int, policy: PixelRange) -> ImagePlan:
         across, down = smart_resize(width, height, self.merge * self.patch, policy)

@@ -115,7 +115,8 @@ class Preprocessor:
         """Raises InvalidRequest that names the image by its place in the prompt (from 0)."""
         chat = parse_chat(request.text, request.messages, len(request.images))
         images = self._encoded(chat, request.images)
-        pictures = self._pictures(images, self.family.policy(request.asked, self.policy, self.max_cost))
+        policy = self.family.policy(request.asked, self.policy, self.max_cost)
+        pictures = self._pictures(images, [self.family.low_detail(policy) if low else policy for low in chat.low])
         plans = tuple(picture.plan for picture in pictures)
         prompt = self.prompts.build(chat.messages, plans)
         digests = [
@@ -143,8 +144,9 @@ class Preprocessor:
             raise InvalidRequest(f"the request has {size} bytes; the limit is {self.limits.max_request_bytes}")
         return [encoded_bytes(source, f"image {index}") for index, source in enumerate(sources)]
 
-    def _pictures(self, images: Sequence[bytes], policy: Any) -> list[Picture]:
-        pictures = [self.picture(image, policy, f"image {index}") for index, image in enumerate(images)]
+    def _pictures(self, images: Sequence[bytes], policies: Sequence[Any]) -> list[Picture]:
+        asked = zip(images, policies, strict=True)
+        pictures = [self.picture(image, policy, f"image {index}") for index, (image, policy) in enumerate(asked)]
         cost = sum(picture.plan.cost for picture in pictures)
         if cost > self.max_cost:
             raise InvalidRequest(
