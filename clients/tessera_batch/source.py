@@ -10,6 +10,7 @@ from typing import Any
 
 from tessera_batch.rows import FIELDS, Asked, Mask, Row, Source, check_id, located
 from tessera_wire.errors import InvalidRequest
+from tessera_wire.nearest import missing
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 """Of the files in a folder that count."""
@@ -20,7 +21,7 @@ def open_source(path: Path, asked: Asked) -> Source:
     if path.is_dir():
         return FolderSource(path, asked)
     if not path.is_file():
-        raise InvalidRequest(f"there is no file or folder {path}")
+        raise InvalidRequest(missing(path))
     if path.suffix == ".parquet":
         from tessera_batch.table import TableSource
 

@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from tessera_client.client import Client
-from tessera_client.messages import LabelScore, ServerStatus
-from tessera_command import batch, health
-from tessera_command.arguments import command, labels, positive, sampling
+from tessera_client.messages import ServerStatus
+from tessera_command import ask, batch, health
+from tessera_command.arguments import command, positive, sampling
 from tessera_command.terminal import console, progress
 from tessera_evaluation import plan, recall
 from tessera_evaluation.datasets import Item, folder_items, heldout_items
 from tessera_wire import errors
 from tessera_wire.address import addresses, parse_url
+from tessera_wire.command_line import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +87,7 @@ def _quantize(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tessera", description="Questions about pictures, served by tritonserver.")
+    parser = Parser(prog="tessera", description="Questions about pictures, served by tritonserver.")
     names = "{serve,gateway,quantize,ask,batch,parse,recall,plan,status}"
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     commands.add_parser("serve", help="start the server; `tessera serve --help` lists its options", add_help=False)
@@ -95,16 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     quantize = "make a smaller checkpoint; `tessera quantize --help` lists its options"
     commands.add_parser("quantize", help=quantize, add_help=False)
 
-    add = command(commands, "ask", _ask, "ask one question about pictures")
-    add("picture", nargs="*", help="JPEG, PNG or WebP files; none for a question without a picture")
-    add("question")
-    add("--stream", action="store_true", help="print the answer as it is written")
-    sampling(add)
-    add("--temperature", type=float, help="0, the default, is greedy")
-    add("--seed", type=int)
-    add("--choices", type=labels, metavar="A,B,...", help="answer with the likeliest of these; shows all scores")
-    add("--json", action="store_true", help="print the whole answer with usage and timings as JSON")
-
+    ask.add(commands)
     batch.add(commands)
 
     add = command(commands, "parse", _parse, "read documents: PDFs and pictures of pages to Markdown and JSON", 600)
@@ -163,32 +155,6 @@ def _policy(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
-
-
-def _ask(options: argparse.Namespace) -> int:
-    sampling = {name: getattr(options, name) for name in ("max_tokens", "max_tiles", "temperature", "seed", "choices")}
-    question = (options.picture, options.question)
-    with Client(options.url, timeout=options.timeout) as client:
-        if options.stream and not options.json:
-            with client.stream(*question, **sampling) as stream:
-                for delta in stream:
-                    print(delta.text, end="", flush=True)
-                answer = stream.answer()
-            print()
-        else:
-            answer = client.ask(*question, **sampling)
-            print(json.dumps(asdict(answer), ensure_ascii=False) if options.json else answer.text)
-    if answer.choices and not options.json:
-        print(_table(answer.choices), file=sys.stderr)
-    return 0
-
-
-def _table(choices: Sequence[LabelScore]) -> str:
-    width = max(len("label"), *(len(score.label) for score in choices))
-    head = f"{'label':{width}}  probability  normalized"
-    return "\n".join(
-        [head, *(f"{score.label:{width}}  {score.probability:11.4f}  {score.normalized:10.4f}" for score in choices)]
-    )
 
 
 def _parse(options: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ import pypdfium2
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from tessera_wire.errors import InvalidRequest
+from tessera_wire.nearest import missing
 
 SUFFIXES = (".pdf", ".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".bmp")
 """Of the files in a folder that count. A file that is named counts whatever its name."""
@@ -57,7 +58,7 @@ def find(paths: Sequence[Path], out: Path) -> list[Source]:
     names: dict[Path, Path] = {}
     for path in paths:
         if not path.exists():
-            raise InvalidRequest(f"there is no file or folder {path}")
+            raise InvalidRequest(missing(path))
         files = list(_below(path, out.resolve())) if path.is_dir() else [path]
         if not files:
             raise InvalidRequest(f"{path} holds no documents", f"of a folder, these are parsed: {' '.join(SUFFIXES)}")

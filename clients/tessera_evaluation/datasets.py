@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tessera_wire.errors import InvalidRequest
+from tessera_wire.nearest import missing
 
 SCENE_FOLDER = Path("build", "default_model")
 
@@ -76,10 +77,10 @@ def heldout_items(
         for each in heldout
     ]
     pictures = ((each.scene_seed, item.picture) for each, item in zip(heldout, items, strict=True))
-    missing = [(seed, str(picture)) for seed, picture in pictures if not picture.exists()]
-    for done, _ in enumerate(_rendered(missing, scene_folder), 1):
+    unrendered = [(seed, str(picture)) for seed, picture in pictures if not picture.exists()]
+    for done, _ in enumerate(_rendered(unrendered, scene_folder), 1):
         if progress is not None:
-            progress(done, len(missing))
+            progress(done, len(unrendered))
     return items
 
 
@@ -141,14 +142,16 @@ def folder_items(folder: Path, limit: int | None = None) -> list[Item]:
     Questions answered by yes or no are presence questions unless ``kind`` says otherwise. With ``limit`` the items
     are picked evenly over classes and answers. Raises InvalidRequest that names the line at fault.
     """
+    if not folder.exists():
+        raise InvalidRequest(missing(folder))
     table = folder / "labels.csv"
     try:
         with open(table, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            missing = {"file", "question", "answer"} - set(reader.fieldnames or ())
-            if missing:
+            lacking = {"file", "question", "answer"} - set(reader.fieldnames or ())
+            if lacking:
                 raise InvalidRequest(
-                    f"{table} lacks the column {' and '.join(sorted(missing))}", "file,question,answer[,class][,kind]"
+                    f"{table} lacks the column {' and '.join(sorted(lacking))}", "file,question,answer[,class][,kind]"
                 )
             items = [_labelled(folder, row, f"{table}:{reader.line_num}") for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:

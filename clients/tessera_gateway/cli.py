@@ -27,6 +27,7 @@ from tessera_gateway.batches.lock import FolderLock
 from tessera_gateway.keys import read_keys
 from tessera_gateway.settings import Settings
 from tessera_wire.address import addresses, parse_url
+from tessera_wire.command_line import Parser
 from tessera_wire.errors import InvalidRequest
 
 MOST_WORKERS = 8
@@ -58,7 +59,7 @@ def gateway_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tessera gateway",
         description="An HTTP server that OpenAI's clients can ask, in front of one or several Tessera servers.",
     )

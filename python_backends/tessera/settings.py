@@ -8,13 +8,13 @@ is ``TESSERA_<NAME>`` and ``name``.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from tessera.errors import ConfigError
+from tessera_wire.nearest import nearest
 
 Settings = TypeVar("Settings")
 
@@ -198,13 +198,6 @@ def read(
 def variable(stage: str, setting: Setting) -> str:
     """Its name in the environment."""
     return f"TESSERA_{setting.name}".upper() if setting.common else f"TESSERA_{stage}_{setting.name}".upper()
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a refusal: what may have been meant, else all there is."""
-    names = list(known)
-    close = difflib.get_close_matches(name, names, 1, 0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(names))}"
 
 
 def _own(kind: Any) -> Iterator[tuple[str, Setting]]:

@@ -18,6 +18,7 @@ from tessera_evaluation.plan import parse_policy
 from tessera_quantize import report
 from tessera_quantize.layer import METHODS, Recipe
 from tessera_quantize.run import Job, finish, run
+from tessera_wire.command_line import Parser
 from tessera_wire.errors import InvalidRequest
 
 
@@ -38,7 +39,7 @@ def quantize_main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tessera quantize",
         description="Quantize a checkpoint's language model, calibrated on pictures. A run that was killed goes on "
         "where it was when the same command is given again.",

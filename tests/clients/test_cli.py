@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 import types
@@ -267,3 +268,70 @@ def test_recall_wants_a_ready_server(serve: Any, capsys: pytest.CaptureFixture[s
     serve(fake=FakeTransport(status=ConnectionFailed("refused")))
     assert main(["recall", "--limit", "2"]) == 3
     assert "refused" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["ask", "q", "--max-toks", "5"], "there is no option --max-toks; did you mean --max-tokens?"),
+        (["ask", "--max_tokns=5", "q"], "there is no option --max_tokns; did you mean --max-tokens?"),
+        (["ask", "--steram", "q"], "there is no option --steram; did you mean --stream?"),
+        (["batch", "photos", "--ouput", "o.jsonl"], "there is no option --ouput; did you mean --output?"),
+        (["batch", "photos"], "the following arguments are required: -o/--output"),
+        (["recall", "-x"], "there is no option -x ("),
+        (["recall", "photos"], "unexpected: photos"),
+        (["aks", "q"], "did you mean ask?"),
+        (["--verson"], "there is no option --verson"),
+        (["serve", "--gpu-mem=1", "--chekpoint", "x"], "there is no option --chekpoint; did you mean --checkpoint?"),
+        (["serve", "--default", "room"], "did you mean rooms?"),
+        (["gateway", "--key", "k", "--prot", "1"], "there is no option --prot; did you mean --port?"),
+        (["quantize", "a", "b", "--methode", "awq"], "there is no option --methode; did you mean --method?"),
+    ],
+)
+def test_what_was_meant_is_said_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of which `serve` takes two
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    shown = capsys.readouterr().err
+    assert caught.value.code == 2 and said in shown and shown.count("\n") == 1
+    assert shown.startswith(f"tessera {words[0]}: " if words[0] in ("ask", "batch", "serve") else "tessera")
+
+
+@pytest.mark.parametrize("question", ["-5 degrees?", "--what is this?", "-5"])
+def test_what_begins_with_a_dash_may_be_a_question(serve: Any, question: str) -> None:
+    fake = serve([final("yes")])
+    assert main(["ask", question, "--seed", "-3", "--max-tok", "5"]) == 0
+    assert fake.requests[0][0].text == question
+    serve([final("yes")])
+    assert main(["ask", "--", "--question"]) == 0
+
+
+@pytest.mark.parametrize("words", [["room.jpg"], ["a.png", "B.JPG"], ["Which?", "nowhere.webp"], ["room.jpg", " "]])
+def test_a_picture_without_a_question(
+    serve: Any, words: list[str], picture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = serve()
+    assert main(["ask", *words]) == 2
+    shown = capsys.readouterr().err
+    assert "there is no question: it is the last word" in shown and '"What is in this picture?"' in shown
+    assert main(["ask", picture]) == 2 and fake.requests == []
+
+
+def test_a_file_that_does_not_exist(
+    serve: Any, tmp_path: Path, picture: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    serve()
+    for words in (["ask", "rom.jpg", "q?"], ["batch", "rom.jpg", "-o", "out.jsonl"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err == (
+            f"tessera {words[0]}: there is no file or folder rom.jpg (looked for {tmp_path}/rom.jpg); "
+            "did you mean room.jpg?\n"
+        )
+    assert main(["ask", "no/rom.jpg", "q?"]) == 2
+    assert f"there is no folder {tmp_path}/no either" in capsys.readouterr().err
+    serve(fake=FakeTransport(status=READY))
+    assert main(["recall", "--folder", "nothing"]) == 2
+    assert "there is no file or folder nothing (looked for" in capsys.readouterr().err

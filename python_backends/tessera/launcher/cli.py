@@ -26,6 +26,7 @@ from tessera.launcher.ports import one_per_gpu
 from tessera.launcher.process import Server
 from tessera.launcher.settings import ServerSetup
 from tessera.launcher.supervisor import Supervision
+from tessera_wire.command_line import Parser
 
 COMMON = ("device", "gpu_memory", "quantization")
 DEFAULTS = vars(ServerOptions(Path())) | vars(Supervision())
@@ -84,7 +85,7 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
     What follows ``--`` goes to tritonserver as it is.
     """
     split = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tessera serve",
         description="Run tritonserver on a model repository until SIGTERM or Ctrl-C, and restart it when it dies.",
         epilog="Flags after -- are passed on to tritonserver. A port of 0 picks a free one, but for --openai-port.",

@@ -14,8 +14,9 @@ from tessera.engine.config import EngineConfig
 from tessera.errors import ConfigError
 from tessera.gpu_memory import Division, ServerSettings, card_bytes, divide_for, find_device
 from tessera.preprocess.settings import PreprocessSettings
-from tessera.settings import Effective, Sources, nearest, settings_of, variable
+from tessera.settings import Effective, Sources, settings_of, variable
 from tessera.vision.settings import VisionSettings
+from tessera_wire.nearest import nearest
 
 if TYPE_CHECKING:
     from tritonclient.grpc.model_config_pb2 import ModelConfig
