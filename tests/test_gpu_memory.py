@@ -21,6 +21,7 @@ from tessera.gpu_memory import (
     GIB,
     ServerSettings,
     card_bytes,
+    check_gpus,
     divide,
     divide_for,
     find_device,
@@ -111,6 +112,23 @@ def test_the_device_is_found_without_touching_one(monkeypatch: pytest.MonkeyPatc
     there = [("/dev", "nvidia0")]
     monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cpu")
     assert find_device({}) == "cpu"
+
+
+def test_gpus_that_are_not_here_are_refused_with_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_memory, "TRACES_OF_GPUS", ())
+    no_gpu = "^--gpus 0,1 asks for a GPU, but this machine has no NVIDIA GPU.*: leave --gpus out to serve on the CPU$"
+    with pytest.raises(ConfigError, match=no_gpu):
+        check_gpus(("0", "1"), {"CUDA_VISIBLE_DEVICES": ""})
+    monkeypatch.setattr(gpu_memory, "why_no_gpu", lambda environment: None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    check_gpus(("7",), {})  # CUDA will say
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, GPU-5ac2-11, NVIDIA H200'\necho '1, GPU-77aa-22, NVIDIA H200'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    check_gpus(("1", "GPU-5ac", "MIG-3"), {})
+    with pytest.raises(ConfigError, match="there is no GPU 2 here; .* found: 0 .NVIDIA H200, GPU-5ac2-11.; 1"):
+        check_gpus(("0", "2"), {})
 
 
 def test_the_drivers_tool_says_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -137,33 +137,59 @@ def divide_for(card: int, settings: ServerSettings, checkpoint: Path, sources: S
 
 
 def find_device(environment: Mapping[str, str]) -> str:
-    """cuda if an NVIDIA GPU is here and not hidden, and torch is built for it, else cpu.
+    """cuda if an NVIDIA GPU is here and not hidden, and torch is built for it, else cpu."""
+    return "cpu" if why_no_gpu(environment) else "cuda"
+
+
+def why_no_gpu(environment: Mapping[str, str]) -> str | None:
+    """What keeps torch from using a GPU here; None where nothing does.
 
     Looks at the driver's files only: touches no device, imports no torch. A container without a GPU sees its host's in
     /proc all the same, but has no driver library.
     """
-    if environment.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "none"):
-        return "cpu"
+    hidden = environment.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1", "none"):
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU"
     if not any(any(Path(folder).glob(name)) for folder, name in TRACES_OF_GPUS):
-        return "cpu"
+        return "this machine has no NVIDIA GPU, or its driver is not loaded"
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return "cpu"
+        return "the driver's library libcuda.so.1 is not here (a container gets it by `docker run --gpus all`)"
     try:
-        return "cpu" if metadata.version("torch").endswith("+cpu") else "cuda"
+        version = metadata.version("torch")
     except metadata.PackageNotFoundError:  # the stages' interpreter may be another
-        return "cuda"
+        return None
+    return f"torch {version} is built for the CPU alone" if version.endswith("+cpu") else None
+
+
+def check_gpus(wanted: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Raises ConfigError where one of the GPUs that `--gpus` names is not here; where the driver's tool does not say
+    what is here, CUDA will."""
+    asked = f"--gpus {','.join(wanted)}"
+    if why := why_no_gpu({**environment, "CUDA_VISIBLE_DEVICES": wanted[0]}):
+        raise ConfigError(f"{asked} asks for a GPU, but {why}: leave --gpus out to serve on the CPU")
+    here = [line.split(", ") for line in _nvidia_smi("--query-gpu=index,uuid,name", "--format=csv,noheader")]
+    for name in wanted if here else ():
+        if not name.startswith("MIG-") and not any(name == i or uuid.startswith(name) for i, uuid, *_ in here):
+            found = "; ".join(f"{i} ({', '.join(model)}, {uuid})" for i, uuid, *model in here)
+            raise ConfigError(f"{asked}: there is no GPU {name} here; name some of those that were found: {found}")
 
 
 def card_bytes(environment: Mapping[str, str]) -> int | None:
     """The memory of the first GPU that the environment shows; None if the driver's tool does not say."""
     gpu = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    asked = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    lines = _nvidia_smi(f"--id={gpu}", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    return int(lines[0]) << 20 if lines and lines[0].isdigit() else None
+
+
+def _nvidia_smi(*arguments: str) -> list[str]:
+    """The lines that the driver's tool prints; none where there is no such tool, or it fails."""
     try:
-        return int(subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout) << 20
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return None
+        asked = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return asked.stdout.strip().splitlines() if asked.returncode == 0 else []
 
 
 def _gib(size: int) -> str:

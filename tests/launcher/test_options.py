@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 from dataclasses import replace
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tessera import gpu_memory
 from tessera.errors import ConfigError
 from tessera.gpu_memory import divide, find_device
 from tessera.launcher import options as options_module
-from tessera.launcher.cli import parse
+from tessera.launcher.cli import parse, serve_main
 from tessera.launcher.installation import Installation
 from tessera.launcher.options import (
     ServerOptions,
@@ -188,6 +190,19 @@ def test_what_names_no_gpus_is_refused(text: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         parse([f"--gpus={text}"])
     assert "--gpus" in capsys.readouterr().err
+
+
+def test_gpus_without_a_gpu_are_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(gpu_memory, "TRACES_OF_GPUS", ())
+    monkeypatch.delenv("TESSERA_DEVICE", raising=False)
+    assert serve_main(["--gpus", "0", "--show-settings"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1
+    assert "--gpus 0 asks for a GPU, but this machine has no NVIDIA GPU" in shown.err
+    assert serve_main(["--gpus", "0", "--device", "cpu", "--show-settings"]) == 0  # told on purpose
 
 
 def test_a_hidden_gpu_is_none() -> None:

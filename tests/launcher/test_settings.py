@@ -57,7 +57,7 @@ def test_each_setting_says_who_set_it(tmp_path: Path) -> None:
         ({"gpu_memory": "all"}, "gpu_memory is 'all'; it must be a number"),
         ({"gpu_memory": "nan"}, "gpu_memory is nan; it must be at least 0.05"),
         ({"weights": "none"}, "weights is 'none'; it must be one of checkpoint, random"),
-        ({"device": "cuda"}, "device is cuda, but no NVIDIA GPU"),
+        ({"device": "cuda"}, "device is cuda, but (CUDA_VISIBLE_DEVICES|this machine)"),
     ],
 )
 def test_what_is_unknown_or_wrong_is_refused_before_the_start(given: dict[str, str], words: str) -> None:

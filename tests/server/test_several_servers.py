@@ -54,7 +54,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(repository: Path) -> Iterator[Launched]:
-    running = Launched(repository, repository / "server.log", "--gpus", "0,1", "--ping-interval", "0.5")
+    running = Launched(
+        repository, repository / "server.log", "--gpus", "0,1", "--device", "cpu", "--ping-interval", "0.5"
+    )
     yield running
     running.process.kill()
     running.process.communicate()
@@ -156,7 +158,7 @@ def test_a_killed_server_comes_back_and_the_other_does_its_work_meanwhile(
 
 def test_sigterm_ends_all_and_leaves_nothing(tmp_path: Path) -> None:
     add_model(tmp_path / "models", "echo", ECHO, "TYPE_STRING")
-    service = Launched(tmp_path / "models", tmp_path / "log", "--gpus", "0,1")
+    service = Launched(tmp_path / "models", tmp_path / "log", "--gpus", "0,1", "--device", "cpu")
     flags = [flag for pid in servers(service) for flag in command_line(pid) if "shm-region-prefix-name=" in flag]
     regions = [path for flag in flags for path in glob.glob(f"/dev/shm/{flag.rpartition('=')[2]}*")]
     assert sum(map(os.path.isfile, regions)) == 2 and len(service.pids) == 6  # a guard, a tritonserver and a stub each

@@ -17,7 +17,7 @@ from typing import Any
 
 import tessera
 from tessera.errors import TesseraError
-from tessera.gpu_memory import DEFAULT_MODELS
+from tessera.gpu_memory import DEFAULT_MODELS, check_gpus
 from tessera.launcher.fleet import Fleet
 from tessera.launcher.gateway import Gateway
 from tessera.launcher.health import HealthPort
@@ -45,6 +45,9 @@ def serve_main(argv: Sequence[str] | None = None) -> int:
         options, gpus, supervision, flags = parse(list(sys.argv[1:] if argv is None else argv))
         first = replace(options, environment={"CUDA_VISIBLE_DEVICES": gpus[0]}) if gpus else options
         setup = first.set_up()
+        on_purpose = any(each.name == "device" and each.origin != "device" for each in setup.effective)
+        if gpus and not (setup.device == "cpu" and on_purpose):
+            check_gpus(gpus, os.environ)
         if flags.show_settings:
             show(setup)
             return 0

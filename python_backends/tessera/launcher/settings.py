@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tessera import settings
 from tessera.engine.config import EngineConfig
 from tessera.errors import ConfigError
-from tessera.gpu_memory import Division, ServerSettings, card_bytes, divide_for, find_device
+from tessera.gpu_memory import Division, ServerSettings, card_bytes, divide_for, find_device, why_no_gpu
 from tessera.preprocess.settings import PreprocessSettings
 from tessera.settings import Effective, Sources, settings_of, variable
 from tessera.vision.settings import VisionSettings
@@ -104,7 +104,7 @@ def set_up(
     here = find_device(all_told)
     device = here if server.device == "auto" else server.device
     if (server.device, here) == ("cuda", "cpu"):
-        raise ConfigError("device is cuda, but no NVIDIA GPU that torch can use is here, or it is hidden")
+        raise ConfigError(f"device is cuda, but {why_no_gpu(all_told)}")
     checkpoint = (repository / server.checkpoint).resolve()
     division = None
     if device == "cuda" and {VISION, LANGUAGE} & kinds.keys() and (card := card_bytes(all_told)):
