@@ -75,39 +75,6 @@ def test_what_a_saver_left_out_takes_the_class_default(native):
     assert config.text.max_position_embeddings == 2048
 
 
-@pytest.mark.parametrize(
-    ("settings", "scaling"),
-    [
-        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, None),  # transformers 4
-        ({"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}, None),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2, "mrope_section": [2, 3, 3]}}, "dynamic"),
-    ],
-)
-def test_rope_of_several_axes(native, settings, scaling):
-    def change(raw):
-        del raw["text_config"]["rope_parameters"]
-        raw["text_config"] |= settings
-
-    text = read_config(edit(native, change)).text
-    assert text.mrope_section == (2, 3, 3)
-    assert (text.rope_scaling or {}).get("rope_type") == scaling
-
-
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"rope_type": "mrope"}, "mrope_section None"),
-        ({"rope_type": "default", "mrope_section": [2, 3]}, "sum to half the head size, 8"),
-        ({"rope_type": "default", "mrope_section": [4, 4.0]}, "mrope_section"),
-        ({"rope_type": "default", "mrope_section": 8}, "mrope_section 8"),
-        ({"rope_type": "default", "mrope_section": [2, 3, 3], "mrope_interleaved": True}, "mrope_interleaved"),
-    ],
-)
-def test_axes_that_do_not_fit_are_refused(native, settings, complaint):
-    with pytest.raises(CheckpointError, match=complaint):
-        read_config(edit(native, lambda raw: raw["text_config"].update(rope_parameters=settings)))
-
-
 def as_phi3(**settings):
     """Edits a Llama body into a Phi-3 one with heads of 16 and a context of 4096."""
     return lambda raw: raw["text_config"].update(
@@ -121,7 +88,7 @@ FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 @pytest.mark.parametrize(
     "settings",
     [
-        {"rope_scaling": {"type": "su", **FACTORS}},  # as the published InternVL2-4B names it
+        {"rope_scaling": {"type": "su", "original_max_position_embeddings": 4096, **FACTORS}},
         {"rope_scaling": {"rope_type": "longrope", **FACTORS}, "original_max_position_embeddings": 4096},
         {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096, **FACTORS}},
     ],

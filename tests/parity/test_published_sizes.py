@@ -28,7 +28,10 @@ def original(folder: Path, size: Size) -> CheckpointConfig:
 
 def native(folder: Path, size: Size) -> CheckpointConfig:
     tower = {NATIVE_NAMES.get(name, name): value for name, value in TOWERS[size.tower].items()}
-    sections = {"text_config": BODIES[size.body].config(), "vision_config": tower}
+    body = BODIES[size.body].config()
+    if (body.get("rope_scaling") or {}).get("type") == "su":  # of the original code alone
+        body["rope_scaling"] = body["rope_scaling"] | {"type": "longrope"}
+    sections = {"text_config": body, "vision_config": tower}
     return read(folder, {"architectures": ["InternVLForConditionalGeneration"], **sections})
 
 

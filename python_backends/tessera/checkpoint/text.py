@@ -6,13 +6,14 @@ and ``configuration_phi3.py``, and of OpenGVLab ``configuration_internlm2.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tessera.checkpoint.config import TextConfig
 from tessera.checkpoint.files import one_of
 from tessera.checkpoint.names import has_output_head
+from tessera.checkpoint.rope import read_rope
 from tessera.checkpoint.weights import SafetensorsFolder
 from tessera.errors import CheckpointError
 
@@ -58,9 +59,6 @@ _REFUSED = {
     **dict.fromkeys(("gpt_oss", "GptOssForCausalLM"), _EXPERTS),
     **dict.fromkeys(("internlm3", "InternLM3ForCausalLM"), _OWN_CODE),
 }
-_TRAINED = "original_max_position_embeddings"
-_PLAIN_ROPES = ("default", "linear", "dynamic", "llama3")
-_ROPES = {"Phi3ForCausalLM": ("default", "longrope")}
 # Whether the attention's projections have biases is one switch of the configuration, or fixed: q/k/v's, the output's.
 _BIAS_SWITCH = {
     "Qwen3ForCausalLM": ("attention_bias", False),
@@ -70,11 +68,18 @@ _BIAS_SWITCH = {
 _BIASES = {"Qwen2ForCausalLM": (True, False), "Phi3ForCausalLM": (False, False)}
 
 
-def read_text(folder: Path, section: Mapping[str, Any], tie: bool | None = None) -> TextConfig:
-    """The language model that ``section`` of the folder's config.json describes.
+def read_text(
+    folder: Path,
+    section: Mapping[str, Any],
+    root: Mapping[str, Any],
+    tie: bool | None = None,
+    mrope_section: Sequence[int] | None = None,
+) -> TextConfig:
+    """The language model that ``section`` of the folder's config.json, ``root``, describes.
 
-    ``tie`` is what config.json says of tied embeddings outside of the section. Raises CheckpointError for a body that
-    is not supported, or one that wants what the engine does not do.
+    ``tie`` is what config.json says of tied embeddings outside of the section; ``mrope_section`` what holds where the
+    section states none, None for a body whose positions have one axis. Raises CheckpointError for a body that is not
+    supported, or one that wants what the engine does not do.
     """
     where = f"{folder}/config.json"
     architecture = _architecture(section, where)
@@ -85,16 +90,17 @@ def read_text(folder: Path, section: Mapping[str, Any], tie: bool | None = None)
     if heads % values["num_key_value_heads"]:
         raise CheckpointError(f"{where}: {heads} heads do not divide over {values['num_key_value_heads']} key heads")
     values["head_dim"] = values["head_dim"] or values["hidden_size"] // heads
-    theta, scaling, axes = _rope(section, values["head_dim"], where)
-    one_of((scaling or {}).get("rope_type", "default"), _ROPES.get(architecture, _PLAIN_ROPES), f"{where}: rope type")
+    rope = read_rope(
+        section, root, architecture, values["head_dim"], values["max_position_embeddings"], where, mrope_section
+    )
     _refuse_windows(architecture, section, values["max_position_embeddings"], where)
     biases = _BIASES.get(architecture) or (bool(section.get(*_BIAS_SWITCH[architecture])),) * 2
     tied = section.get("tie_word_embeddings", False) if tie is None else tie
     return TextConfig(
         architecture=architecture,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        mrope_section=axes,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        mrope_section=rope.mrope_section,
         attention_bias=biases[0],
         output_bias=biases[1],
         mlp_bias=architecture == "LlamaForCausalLM" and bool(section.get("mlp_bias", False)),
@@ -129,31 +135,3 @@ def _refuse_windows(architecture: str, section: Mapping[str, Any], positions: in
         raise CheckpointError(
             f"{what} is not supported: the window of {window} tokens is shorter than the context of {positions}"
         )
-
-
-def _rope(
-    section: Mapping[str, Any], head_dim: int, where: str
-) -> tuple[float, dict[str, Any] | None, tuple[int, ...] | None]:
-    """``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` -> (theta, scaling, mrope_section).
-
-    Older savers call rope over several axes the type "mrope", newer ones "default" with an ``mrope_section``; older
-    ones call longrope "su", and state its trained length beside it.
-    """
-    settings = dict(section.get("rope_parameters") or section.get("rope_scaling") or {})
-    theta = float(settings.pop("rope_theta", section.get("rope_theta", 10000.0)))
-    rotated = settings.pop("partial_rotary_factor", section.get("partial_rotary_factor", 1.0))
-    one_of(rotated, (1.0,), f"{where}: partial_rotary_factor")
-    old_name = settings.pop("type", None)
-    if settings.get("rope_type", old_name) in ("su", "longrope"):
-        trained = section.get(_TRAINED, 4096)
-        one_of(settings.get(_TRAINED, trained), (trained,), f"{where}: the rope's {_TRAINED}")
-        settings |= {"rope_type": "longrope", _TRAINED: trained}
-    kind, axes = settings.setdefault("rope_type", old_name or "default"), settings.pop("mrope_section", None)
-    if kind == "mrope" or axes is not None:
-        one_of(settings.get("mrope_interleaved", False), (False,), f"{where}: mrope_interleaved")
-        if not isinstance(axes, list) or not all(type(size) is int for size in axes) or sum(axes) != head_dim // 2:
-            raise CheckpointError(
-                f"{where}: mrope_section {axes!r:.50} must be whole numbers that sum to half the head size, "
-                f"{head_dim // 2}"
-            )
-    return theta, None if kind in ("default", "mrope") else settings, None if axes is None else tuple(axes)

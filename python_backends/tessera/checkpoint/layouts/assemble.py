@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,16 @@ from tessera.checkpoint.text import read_text
 
 
 def assemble(
-    folder: Path, raw: dict[str, Any], text_section: Mapping[str, Any], tie: bool | None = None, **fields: Any
+    folder: Path,
+    raw: dict[str, Any],
+    text_section: Mapping[str, Any],
+    tie: bool | None = None,
+    mrope_section: Sequence[int] | None = None,
+    **fields: Any,
 ) -> CheckpointConfig:
-    """``text_section`` describes the language model; ``fields`` are CheckpointConfig's others, and ``vision_names``."""
-    text = read_text(folder, text_section, tie)
+    """``text_section`` describes the language model (``read_text``); ``fields`` are CheckpointConfig's others, and
+    ``vision_names``."""
+    text = read_text(folder, text_section, raw, tie, mrope_section)
     eos = read_json(folder, "generation_config.json").get("eos_token_id", text_section.get("eos_token_id"))
     return CheckpointConfig(
         folder=folder,

@@ -61,7 +61,7 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
     return assemble(
         folder,
         raw,
-        section(raw, "llm_config", where),
+        _named_as_transformers_does(section(raw, "llm_config", where)),
         vision_names=VISION_NAMES,
         layout="internvl_chat",
         vision=read_vision(_VISION_DEFAULTS | stated | renamed, f"{where}: vision_config"),
@@ -70,3 +70,12 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
         conversation=str(raw.get("template")),
         system_message=raw.get("system_message"),
     )
+
+
+def _named_as_transformers_does(llm: dict[str, Any]) -> dict[str, Any]:
+    """The language model's section; the Phi-3 code of published files calls longrope "su", and has its trained length
+    beside the section alone, where transformers wants it inside for this name."""
+    scaling = llm.get("rope_scaling")
+    if not isinstance(scaling, dict) or scaling.get("type") != "su":
+        return llm
+    return llm | {"rope_scaling": scaling | {"type": "longrope"}}

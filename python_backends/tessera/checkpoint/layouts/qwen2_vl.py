@@ -90,8 +90,6 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
     """The configuration of a folder whose config.json is ``raw``. Raises CheckpointError."""
     where, processor = f"{folder}/config.json", read_processor(folder)
     text = {**_TEXT_DEFAULTS, **(section(raw, "text_config", where) if raw.get("text_config") else raw)}
-    rope = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
-    text[rope] = {"mrope_section": _SECTIONS, **(text.get(rope) or {"type": "mrope"})}
     statistics = pixel_statistics({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **processor})
     vision = read_vision(section(raw, "vision_config", where), statistics, f"{where}: vision_config")
     _check_processor(processor, vision)
@@ -101,6 +99,7 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
         # Only what the body is counts: architectures name the whole model here.
         text | {"model_type": "qwen2", "architectures": None},
         tie=raw.get("tie_word_embeddings") or text.get("tie_word_embeddings", False),
+        mrope_section=_SECTIONS,
         vision_names=VISION_NAMES,
         module_names=MODULE_NAMES,
         layout="qwen2_vl",
@@ -109,7 +108,6 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
         image_token_id=raw.get("image_token_id", 151655),
     )
     one_of(vision.hidden_size, (config.text.hidden_size,), f"{where}: vision_config.hidden_size")
-    one_of(config.text.rope_scaling, (None,), f"{where}: beside mrope_section the rope")
     return config
 
 
@@ -119,6 +117,8 @@ def read_vision(stated: Mapping[str, Any], statistics: tuple[Channels, Channels]
     for name in ("in_channels", "in_chans"):
         one_of(values.pop(name, 3), (3,), f"{where}.{name}")
     rope = values.pop("rope_parameters", None) or {}
+    for name in rope:
+        one_of(name, ("rope_type", "rope_theta"), f"{where}.rope_parameters: key")
     one_of(rope.get("rope_type", "axial"), ("axial",), f"{where}.rope_parameters: rope_type")
     spatial = values.pop("spatial_patch_size", None)
     for name in values:
