@@ -88,7 +88,8 @@ def test_every_line_has_one_result(serve: Serve) -> None:
     refused = {row["custom_id"]: row["response"] for row in rows(client, batch.error_file_id)}
     assert {name: row["status_code"] for name, row in refused.items()} == {"c": 400, "d": 400, "e": 400}
     assert (
-        "no picture" in refused["c"]["body"]["error"]["message"] and refused["d"]["body"]["error"]["param"] == "tools"
+        "no picture" in refused["c"]["body"]["error"]["message"]
+        and refused["d"]["body"]["error"]["param"] == "functions"
     )
     assert "stream is not possible" in refused["e"]["body"]["error"]["message"]
 

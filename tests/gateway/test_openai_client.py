@@ -107,9 +107,9 @@ def test_a_conversation_goes_on_with_the_answer_as_it_came(client: openai.OpenAI
 
 
 def test_errors_are_its_own_classes(client: openai.OpenAI, play: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match="tools is not supported by this server") as refused:
-        ask(client, tools=[])
-    assert refused.value.param == "tools" and refused.value.code == "unsupported_parameter"
+    with pytest.raises(openai.BadRequestError, match="functions is not supported by this server") as refused:
+        ask(client, functions=[])
+    assert refused.value.param == "functions" and refused.value.code == "unsupported_parameter"
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-4o'"):
         client.chat.completions.create(model="gpt-4o", messages=HELLO)  # type: ignore[arg-type]
     play([Unavailable("512 requests are in flight")])

@@ -126,7 +126,7 @@ def test_a_client_that_goes_away_is_an_error(stream: bool) -> None:
 
 def test_a_refused_request_is_no_error_of_the_gateways() -> None:
     door = Traced()
-    assert door.ask(tools=[]).status_code == 400
+    assert door.ask(functions=[]).status_code == 400
     (asked,) = door.spans().values()
     assert outcome(asked) == ("UNSET", None)
     assert asked.attributes is not None and asked.attributes["http.response.status_code"] == 400
