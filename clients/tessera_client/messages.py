@@ -236,8 +236,9 @@ def _request(options: dict[str, Any], **contents: Any) -> Request:
 def sampling(options: Mapping[str, Any]) -> str | None:
     """``sampling_parameters`` as JSON, or None when all is default.
 
-    The names are vLLM's (max_tokens, min_tokens, temperature, top_p, top_k, seed, stop, ignore_eos, logprobs,
-    presence_penalty, frequency_penalty, repetition_penalty, no_repeat_ngram_size, priority) plus
+    The names are vLLM's (max_tokens, min_tokens, temperature, top_p, top_k, min_p, seed, stop,
+    stop_token_ids, ignore_eos, logprobs, logit_bias, presence_penalty, frequency_penalty, repetition_penalty,
+    no_repeat_ngram_size, priority) plus
     ``choices``, a list of labels, and ``tile_policy``, a name or a dict such as ``{"name": "reference", "max_tiles": 6,
     "thumbnail": "auto"}``; ``max_tiles``, ``min_tiles`` and ``thumbnail`` given directly are moved into it. Models of
     native resolution have ``min_pixels`` and ``max_pixels`` instead. Options that are None are left to

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 from tessera_gateway.errors import ApiError
 
 NOT_SERVED = (
-    *("audio", "function_call", "functions", "logit_bias", "modalities", "moderation", "prediction"),
+    *("audio", "function_call", "functions", "modalities", "moderation", "prediction"),
     *("prompt_cache_retention", "reasoning_effort", "verbosity", "web_search_options"),
 )
 """Fields that OpenAI has and this server has no meaning for."""
@@ -169,6 +169,7 @@ class ChatRequest(Part):
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
@@ -185,6 +186,8 @@ class ChatRequest(Part):
     user: str | None = None
 
     top_k: int | None = None
+    min_p: float | None = None
+    stop_token_ids: Annotated[list[int], FIRST_FAULT] | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None

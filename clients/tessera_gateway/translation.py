@@ -13,8 +13,9 @@ from tessera_gateway.errors import ApiError
 from tessera_gateway.protocol import ChatRequest, JsonObject, JsonSchema, Message, Picture
 
 SAME_NAME = (
-    *("temperature", "top_p", "top_k", "stop", "seed", "min_tokens", "ignore_eos", "skip_special_tokens"),
-    *("include_stop_str_in_output", "presence_penalty", "frequency_penalty", "repetition_penalty", "priority"),
+    *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "min_tokens", "ignore_eos"),
+    *("skip_special_tokens", "include_stop_str_in_output", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "priority"),
 )
 FINISHED = ("stop", "length")  # OpenAI's words too
 LEAST_LOGPROB = -9999.0  # what vLLM writes for minus infinity, which JSON has not

@@ -14,6 +14,9 @@ from tessera.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 64
+MAX_BIASED_TOKENS = 1024
+MOST_BIAS = 100.0
 MAX_CHOICES = 64
 MAX_CHOICE_CHARACTERS = 256
 MAX_REGEX_CHARACTERS = 8192
@@ -26,7 +29,10 @@ PREPROCESS_KEYS = (*POLICY_KEYS, "timeout_us")
 # What changes the logits by the tokens so far.
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "no_repeat_ngram_size")
 # What has no meaning where the answer is one of the choices.
-EXCLUDED_BY_CHOICES = ("temperature", "stop", "min_tokens", "ignore_eos", "logprobs", *PENALTIES)
+EXCLUDED_BY_CHOICES = (
+    *("temperature", "min_p", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "logprobs", "logit_bias"),
+    *PENALTIES,
+)
 # What an answer must be; one request has one of them. The last three constrain it (see tessera.grammar).
 SHAPES = ("choices", "regex", "json_schema", "json_object")
 
@@ -39,6 +45,11 @@ class SamplingParameters:
     ``temperature`` 0 is greedy. ``top_k`` 0 and -1 mean all tokens. ``seed`` None draws one. ``logprobs`` n returns,
     for every token, its own log probability and those of the n likeliest (True: 0; None: nothing). They are taken
     before temperature, top_k and top_p, and before penalties and whatever else rules tokens out.
+
+    ``min_p`` rules out, after temperature and before top_k and top_p, what is less likely than that part of the
+    likeliest token. ``stop_token_ids`` end the answer as the model's own end does, also under ``ignore_eos``.
+    ``logit_bias`` (pairs of token and bias; sent as a mapping) is added to the logits before anything else changes
+    them.
 
     ``repetition_penalty`` divides what is above 0 among the logits of all tokens of prompt and answer, and multiplies
     what is below. ``frequency_penalty`` is subtracted as often as the answer holds the token, ``presence_penalty`` once
@@ -75,6 +86,9 @@ class SamplingParameters:
     regex: str | None = None
     json_schema: str | None = None
     json_object: bool = False
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     @property
     def least_room(self) -> int:
@@ -95,7 +109,12 @@ class SamplingParameters:
     def plain(self) -> bool:
         """Whether the likeliest token is all that is asked for, once the answer has ``min_tokens``."""
         wants = self.temperature > 0 or self.logprobs is not None or self.choices is not None
-        return not (wants or self.penalized or self.constraint)
+        return not (wants or self.logit_bias or self.penalized or self.constraint)
+
+    @property
+    def named_tokens(self) -> dict[str, list[int]]:
+        """The tokens that parameters name, which a vocabulary must have."""
+        return {"stop_token_ids": [*self.stop_token_ids], "logit_bias": [token for token, _ in self.logit_bias]}
 
     @classmethod
     def parse(cls, given: str | bytes | Mapping[str, Any] | None) -> SamplingParameters:
@@ -212,6 +231,32 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
     return tuple(strings)
 
 
+def _stop_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not all(type(token) is int and 0 <= token <= LARGEST for token in value):
+        raise InvalidRequest(f"sampling_parameters: {name} must be a list of token ids")
+    if len(value) > MAX_STOP_TOKENS:
+        raise InvalidRequest(f"sampling_parameters: {name} holds {len(value)} tokens; {MAX_STOP_TOKENS} fit")
+    return tuple(value)
+
+
+def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(
+            f"sampling_parameters: {name} must be an object of token ids and biases, not {value!r:.50}"
+        )
+    if len(value) > MAX_BIASED_TOKENS:
+        raise InvalidRequest(f"sampling_parameters: {name} holds {len(value)} tokens; {MAX_BIASED_TOKENS} fit")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        token = str(key)
+        if not (token.isascii() and token.isdecimal() and len(token) < 19):
+            raise InvalidRequest(f"sampling_parameters: {name}: {token!r:.50} is no token id")
+        if int(token) in biases:
+            raise InvalidRequest(f"sampling_parameters: {name} holds the token {int(token)} twice")
+        biases[int(token)] = _real(-MOST_BIAS, MOST_BIAS)(f"{name}[{token}]", bias)
+    return tuple(biases.items())
+
+
 def _choices(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(label, str) and label for label in value):
         raise InvalidRequest(f"sampling_parameters: {name} must be a list of non-empty strings")
@@ -263,10 +308,13 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "temperature": _real(0, math.inf),
     "top_p": _real(0, 1, above=True),
     "top_k": _integer(-1),
+    "min_p": _real(0, 1),
     "seed": _integer(-(2**63)),
     "stop": _stop,
+    "stop_token_ids": _stop_token_ids,
     "ignore_eos": _flag,
     "logprobs": _logprobs,
+    "logit_bias": _logit_bias,
     "skip_special_tokens": _flag,
     "include_stop_str_in_output": _flag,
     "presence_penalty": _real(-2, 2),

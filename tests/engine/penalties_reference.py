@@ -9,8 +9,10 @@ import torch
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -28,6 +30,9 @@ def penalized(logits, prompt, answer, parameters):
     pictures = -min(0, *prompt)
     said = torch.tensor([[*prompt, *answer]])
     scores = logits.float()[None]
+    if parameters.logit_bias:
+        bias = {(token,): bias for token, bias in parameters.logit_bias}
+        scores = SequenceBiasLogitsProcessor(bias)(torch.zeros((1, 0), dtype=torch.int64), scores)
     if parameters.repetition_penalty != 1:
         scores = RepetitionPenaltyLogitsProcessor(parameters.repetition_penalty)(said[said >= 0][None], scores)
     counts = torch.tensor(answer, dtype=torch.int64).bincount(minlength=vocabulary)
@@ -45,6 +50,7 @@ def plain_answer(runner, request, stop_ids=()):
     Where transformers would draw at random, the number that the engine draws picks among the tokens by likelihood.
     """
     asked, answer = request.sampling, []
+    stop_ids = {*stop_ids, *asked.stop_token_ids}
     prompt = [int(token) for token in request.input_ids]
     for number, (start, rows) in reversed(list(enumerate(request.spans, 1))):
         prompt[start : start + rows] = [-number]
@@ -69,6 +75,7 @@ def plain_answer(runner, request, stop_ids=()):
 def _drawn(scores, number, asked):
     """The token of likelihood's order at which all before it and it have more than ``number`` of the probability."""
     wrappers = [TemperatureLogitsWarper(float(asked.temperature))]
+    wrappers += [MinPLogitsWarper(asked.min_p)] if asked.min_p else []  # in vLLM's place
     wrappers += [TopKLogitsWarper(asked.top_k)] if asked.top_k > 0 else []
     wrappers += [TopPLogitsWarper(asked.top_p)] if asked.top_p < 1 else []
     probabilities, order = LogitsProcessorList(wrappers)(None, scores[None])[0].softmax(-1).sort(descending=True)

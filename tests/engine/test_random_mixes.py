@@ -23,6 +23,8 @@ def chosen(dice):
         dict(frequency_penalty=dice.choice([-0.8, 0.4, 1.9])),
         dict(presence_penalty=dice.choice([-1.0, 0.6, 2.0])),
         dict(no_repeat_ngram_size=dice.choice([1, 2, 3])),
+        dict(logit_bias={str(dice.randrange(250)): dice.choice([-100, -2.5, 1, 4]) for _ in range(20)}),
+        dict(stop_token_ids=[dice.randrange(250) for _ in range(30)]),
         dict(temperature=dice.choice([0.7, 1.8]), seed=dice.randrange(1000)),
         dict(min_tokens=dice.choice([2, 9, 25])),
         dict(ignore_eos=True),
@@ -31,7 +33,7 @@ def chosen(dice):
     ]
     wishes = {name: value for kind in kinds if dice.random() < 0.4 for name, value in kind.items()}
     if "temperature" in wishes and dice.random() < 0.7:
-        wishes |= dice.choice([dict(top_k=4), dict(top_p=0.8), dict(top_k=12, top_p=0.9)])
+        wishes |= dice.choice([dict(top_k=4), dict(top_p=0.8), dict(top_k=12, top_p=0.9), dict(min_p=0.1, top_p=0.9)])
     return dict(max_tokens=25, ignore_eos=False) | wishes
 
 

@@ -105,7 +105,8 @@ def test_labels_that_are_no_choice(choices, message):
 
 @pytest.mark.parametrize(
     "other",
-    [{"temperature": 0.5}, {"stop": "."}, {"min_tokens": 1}, {"ignore_eos": True}, {"logprobs": 0}]
+    [{"min_p": 0.5}, {"stop_token_ids": [5]}, {"logit_bias": {"5": 1}}]
+    + [{"temperature": 0.5}, {"stop": "."}, {"min_tokens": 1}, {"ignore_eos": True}, {"logprobs": 0}]
     + [{name: 2} for name in PENALTIES],
 )
 def test_choices_exclude_what_shapes_free_text(other):
@@ -145,12 +146,43 @@ def test_choices_exclude_what_shapes_free_text(other):
         {"priority": 0.5},
         *({name: 2**63} for name in ("priority", "seed", "top_k", "max_tokens", "min_tokens", "no_repeat_ngram_size")),
         {"no_repeat_ngram_size": 2.0**63},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": ["5"]},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [True]},
+        {"stop_token_ids": [1] * 65},
+        {"logit_bias": [[5, 1]]},
+        {"logit_bias": {"5": 100.5}},
+        {"logit_bias": {"5": True}},
+        {"logit_bias": {"5": None}},
+        {"logit_bias": {"-5": 1}},
+        {"logit_bias": {"five": 1}},
+        {"logit_bias": {"5": 1, "05": 2}},
+        {"logit_bias": {"9" * 30: 1}},
+        {"logit_bias": {str(token): 1 for token in range(1025)}},
         {"beam_width": 2},
     ],
 )
 def test_wrong_values_name_their_key(given):
     with pytest.raises(InvalidRequest, match=next(iter(given))):
         SamplingParameters.parse(given)
+
+
+def test_a_bias_a_token_and_tokens_that_end_an_answer():
+    read = SamplingParameters.parse('{"logit_bias": {"5": -100, "7": "1.5"}, "stop_token_ids": [3, 9], "min_p": "0.1"}')
+    assert (read.logit_bias, read.stop_token_ids, read.min_p) == (((5, -100.0), (7, 1.5)), (3, 9), 0.1)
+    assert not read.plain and SamplingParameters.parse({"min_p": 0.1, "stop_token_ids": [3]}).plain
+
+
+@pytest.mark.parametrize("asked", [{"logit_bias": {str(VOCABULARY): 1}}, {"stop_token_ids": [1, VOCABULARY]}])
+def test_a_token_that_the_model_does_not_know_is_refused(asked):
+    name = next(iter(asked))
+    with pytest.raises(
+        InvalidRequest, match=f"{name} holds the token {VOCABULARY}; the model knows 0..{VOCABULARY - 1}"
+    ):
+        make_engine()[0].submit(make_request([1, 2], **asked))
 
 
 @pytest.mark.parametrize("given", ["{", "[]", "3", '{"max_tokens": 2, "min_tokens": 3}'])

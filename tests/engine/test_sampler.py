@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from engine_fakes import make_request
+from transformers import MinPLogitsWarper, SequenceBiasLogitsProcessor
 
 from tessera.engine.execution.sampler import SamplingRow, sample, uniform
 from tessera.engine.request import SamplingParameters
@@ -45,6 +46,43 @@ def test_top_k():
     expected = torch.zeros(5)
     expected[[1, 4]] = LOGITS[[1, 4]].softmax(0)
     torch.testing.assert_close(draw(temperature=1, top_k=2), expected, atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize(("temperature", "min_p"), [(1.0, 0.2), (2.0, 0.2), (0.5, 0.2), (1.0, 1.0), (1.0, 0.0)])
+def test_min_p_as_transformers_cuts_it(temperature, min_p):
+    warped = MinPLogitsWarper(min_p)(None, LOGITS[None] / temperature)[0] if min_p else LOGITS / temperature
+    drawn = draw(temperature=temperature, min_p=min_p)
+    assert ((drawn > 0) == warped.isfinite()).all()
+    torch.testing.assert_close(drawn, warped.softmax(0), atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_as_transformers_adds_them(dtype):
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
+    biases = [{}, {"7": 100}, {str(token): -100 for token in range(45)}, {"3": 0.123, "4": -0.1}, {}, {"49": 5}]
+    expected = [
+        SequenceBiasLogitsProcessor({(int(token),): float(bias) for token, bias in each.items()})(
+            torch.zeros((1, 0), dtype=torch.int64), line.float()[None]
+        )[0]
+        if each
+        else line.float()
+        for each, line in zip(biases, logits)
+    ]
+    rows = [row(logit_bias=bias, logprobs=1 if number % 2 else None) for number, bias in enumerate(biases)]
+    found = tokens(logits.clone(), rows)
+    assert [token for token, _ in found] == [int(scores.argmax()) for scores in expected] and found[1][0] == 7
+    assert found[1][1].logprob == pytest.approx(float(logits[1].float().log_softmax(0)[7]))  # the model's own
+
+
+def test_a_token_may_end_an_answer_though_the_models_own_end_does_not():
+    sequence = Sequence(make_request([1], max_tokens=8, min_tokens=2, stop_token_ids=[3, 4]), stop_ids=(1,))
+    assert sequence.stop_ids == ({3, 4} if sequence.request.sampling.ignore_eos else {1, 3, 4})
+    for token, reason in ((3, None), (5, None), (4, "stop")):
+        sequence.in_flight = 1
+        assert sequence.finish_reason is None
+        sequence.take(token)
+        sequence.in_flight = 0
+        assert sequence.finish_reason == reason
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it():
@@ -120,6 +158,8 @@ def test_min_tokens_forbids_the_end():
         ({"temperature": 0.1}, False),
         ({"logprobs": 0}, False),
         ({"no_repeat_ngram_size": 3}, False),
+        ({"logit_bias": {"3": 1}}, False),
+        ({"min_p": 0.5, "stop_token_ids": [3]}, True),
         ({"choices": ["a", "b"]}, False),
         ({"json_object": True}, False),
     ],

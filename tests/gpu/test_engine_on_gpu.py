@@ -82,6 +82,17 @@ def test_same_tokens_under_penalties(requests):
     assert found == plain and counted["graph_steps"] > 0
 
 
+def test_same_tokens_with_biases_and_tokens_that_end(requests):
+    asked = dict(logit_bias=tuple((token, float(token % 5 - 2)) for token in range(200)), stop_token_ids=(7, 11))
+    asking = [
+        replace(request, sampling=replace(request.sampling, **asked)) if number % 3 else request
+        for number, request in enumerate(requests)
+    ]
+    plain = answers(asking, device="cpu", attention="torch", prefix_cache="off")[0]
+    found, counted = answers(asking)
+    assert found == plain and counted["graph_steps"] > 0
+
+
 def test_same_tokens_after_preemption(requests, expected):
     longest = max(len(request.input_ids) + request.sampling.max_tokens for request in requests)
     preemptions = 0

@@ -59,6 +59,25 @@ def test_penalties_reach_the_model(server):
     assert len(said) == len(set(said)) == 12
 
 
+@pytest.mark.parametrize(("model", "door"), DOORS)
+def test_biases_tokens_that_end_and_min_p(server, model, door):
+    url, sampling = f"{server.http_url}/v2/models/{model}/{door}", {"max_tokens": 6, "ignore_eos": True}
+
+    def ask(**more):
+        body = {"text_input": TEXT, "sampling_parameters": json.dumps({**sampling, "logprobs": True, **more})}
+        events = answers(*post(url, {**body, "stream": False}))
+        said = [entry["token_id"] for event in events for entry in json.loads(event["logprobs"] or "[]")]
+        return said, events[-1]["finish_reason"]
+
+    assert ask(logit_bias={"40": 100}) == ([40] * 6, "length")
+    assert ask(logit_bias={"40": 100}, stop_token_ids=[40])[1] == "stop"
+    plain = ask()
+    assert ask(temperature=2.0, seed=1, min_p=1.0) == plain
+    for more in ({"logit_bias": {"99999999": 1}}, {"stop_token_ids": [99999999]}, {"logit_bias": {"1": 101}}):
+        status, text = post(url, {"text_input": TEXT, "sampling_parameters": json.dumps(more)})
+        assert status == 400 and next(iter(more)) in json.loads(text.removeprefix("data: "))["error"]
+
+
 def test_flags_as_parameters(server):
     more = {"parameters": {**WANTED, "exclude_input_in_output": True, "stream": False}}
     for model, door in DOORS:

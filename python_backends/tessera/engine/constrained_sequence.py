@@ -30,7 +30,7 @@ class ConstrainedSequence(Sequence):
 
     def _accept(self, token: int, report: Report | None) -> bool:
         taken = super()._accept(token, report)
-        if token in self.stop_ids:  # also where the answer is complete before min_tokens
+        if token in self.ends:  # also where the answer is complete before min_tokens
             self.finish_reason = "stop"
         if not self.finished:
             self._matcher.advance(token)

@@ -69,6 +69,12 @@ class Request:
         if wrong.any():
             where = int(wrong.argmax())
             raise InvalidRequest(f"input_ids[{where}] is {int(ids[where])}; the model knows 0..{vocab_size - 1}")
+        for name, tokens in self.sampling.named_tokens.items():
+            unknown = next((token for token in tokens if token >= vocab_size), None)
+            if unknown is not None:
+                raise InvalidRequest(
+                    f"sampling_parameters: {name} holds the token {unknown}; the model knows 0..{vocab_size - 1}"
+                )
         rows = (0, hidden_size) if self.embeddings is None else tuple(self.embeddings.shape)
         if rows != (int(lengths.sum()), hidden_size):
             raise InvalidRequest(

@@ -57,8 +57,8 @@ class Sequence:
     ) -> None:
         """``cache_limit``: positions at the front that may be reused by others; None is all. ``image_cache_ids``
         int64: one id a picture row, which stands for the row wherever prefixes are compared. ``cache_salt`` keeps
-        apart prefixes whose keys and values differ though their tokens agree. ``stop_ids``: tokens that end the
-        answer. ``max_tokens``: None is the request's, which must then say.
+        apart prefixes whose keys and values differ though their tokens agree. ``stop_ids``: tokens that end an
+        answer; the request may name others besides. ``max_tokens``: None is the request's, which must then say.
         """
         prompt = np.asarray(request.input_ids)
         spans = np.asarray(request.spans).reshape(-1, 2)
@@ -70,7 +70,8 @@ class Sequence:
         self.max_tokens = most
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else seed
-        self.stop_ids = frozenset() if request.sampling.ignore_eos else frozenset(stop_ids)
+        self.ends = frozenset() if request.sampling.ignore_eos else frozenset(stop_ids)
+        self.stop_ids = self.ends.union(request.sampling.stop_token_ids)
         self.image_positions = np.concatenate(
             [np.arange(start, start + length) for start, length in spans] or [np.zeros(0, np.int64)]
         )

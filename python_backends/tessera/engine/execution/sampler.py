@@ -7,6 +7,7 @@ answer. So a request draws the same tokens whatever else is in the batch, and ag
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence as SequenceType
 from typing import NamedTuple
 
@@ -100,8 +101,8 @@ def sample(
 ) -> SampledRows:
     """logits of any float dtype [m, vocabulary], m rows -> m tokens, NOT_FINITE for a row with any NaN or infinity.
 
-    In this order: log probabilities and the search for NaN, both of the logits as they are; penalties; tokens that may
-    not be; temperature, top_k and top_p. Tokens that may not be may be masked in ``logits`` itself.
+    In this order: log probabilities and the search for NaN, both of the logits as they are; biases; penalties; tokens
+    that may not be; temperature, min_p, top_k and top_p. ``logits`` itself may be changed.
     Indices go to the device by ``to_device``: plain lists as indices would wait for the whole step.
     """
     device = logits.device
@@ -109,6 +110,9 @@ def sample(
     where = to_device(np.array(reported, np.int64), device)
     logprobs = logits[where].float().log_softmax(dim=-1) if reported else None
     spread = _spread(logits)  # before any token is forbidden
+    biased = [(i, *pair) for i, row in enumerate(rows) for pair in row.parameters.logit_bias]
+    if biased:
+        logits = _biased(logits.float(), biased)
     if penalties is not None:
         logits = penalties.applied(logits)
     forbidden = [(i, token) for i, row in enumerate(rows) for token in row.forbidden]
@@ -129,6 +133,14 @@ def sample(
     own = logprobs.gather(1, tokens[where][:, None])[:, 0]
     details = (own, logprobs.gather(1, wanted), wanted)
     return SampledRows(_checked(tokens, spread), started, list(zip(reported, counts)), details)
+
+
+def _biased(logits: torch.Tensor, biased: list[tuple[int, int, float]]) -> torch.Tensor:
+    """Adds the biases of (row, token, bias), no place twice, to logits float32."""
+    rows, tokens, biases = zip(*biased)
+    places = to_device(np.array([rows, tokens], np.int64), logits.device)
+    logits[places[0], places[1]] += to_device(np.array(biases, np.float32), logits.device)
+    return logits
 
 
 def _mask(logits: torch.Tensor, rows: list[int], masks: np.ndarray) -> None:
@@ -163,7 +175,7 @@ def uniform(seed: int, place: int) -> float:
 
 
 def _draw(logits: torch.Tensor, rows: SequenceType[SamplingRow]) -> torch.Tensor:
-    """Inverse of the cumulative distribution over tokens in order of likelihood, cut by top_k, then by top_p."""
+    """Inverse of the cumulative distribution over tokens in order of likelihood, cut by min_p, top_k, then top_p."""
 
     def column(values: list[float]) -> torch.Tensor:
         return to_device(np.array(values, np.float32), logits.device)[:, None]
@@ -173,6 +185,8 @@ def _draw(logits: torch.Tensor, rows: SequenceType[SamplingRow]) -> torch.Tensor
     # Largest first and subtracted before the division, so that no temperature overflows.
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     scaled = (ordered - ordered[:, :1]) / temperature.clamp(min=1e-6)
+    least = column([math.log(row.parameters.min_p) if row.parameters.min_p > 0 else -math.inf for row in rows])
+    scaled.masked_fill_(scaled < least, float("-inf"))
     top_k = column([row.parameters.top_k if row.parameters.top_k > 0 else vocabulary for row in rows])
     scaled.masked_fill_(torch.arange(vocabulary, device=logits.device) >= top_k, float("-inf"))
     probabilities = scaled.softmax(dim=-1)
