@@ -25,6 +25,7 @@ from tessera.launcher.options import ServerOptions
 from tessera.launcher.ports import one_per_gpu
 from tessera.launcher.process import Server
 from tessera.launcher.settings import ServerSetup
+from tessera.launcher.starting import Progress
 from tessera.launcher.supervisor import Supervision
 from tessera_wire.command_line import Parser
 
@@ -54,7 +55,7 @@ def serve_main(argv: Sequence[str] | None = None) -> int:
         gateway = None
         if with_gateway(flags.openai_port, options.only):
             gateway = Gateway(options.host, flags.openai_port, say, flags.batch_folder)
-        fleet = Fleet(one_per_gpu(options, gpus) if gpus else [options], supervision, say, gateway)
+        fleet = Fleet(one_per_gpu(options, gpus) if gpus else [options], supervision, say, gateway, Progress())
         if setup.division:
             say(setup.division.describe())
         with HealthPort(fleet.health, options.host, supervision.health_port):

@@ -6,19 +6,21 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from tessera.errors import TesseraError
 from tessera.launcher.gateway import Gateway
 from tessera.launcher.health import Health, ServiceHealth
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
+from tessera.launcher.starting import Progress
 from tessera.launcher.supervisor import Supervision, Supervisor
 
 
 class Fleet:
     """Runs a server for each of ``options``, which are one or have names; ``say(message, error)`` gets its lines.
 
-    ``gateway``, if any, is started when all servers are ready for the first time.
+    ``gateway``, if any, is started when all servers are ready for the first time; ``progress`` is shown until then.
     """
 
     def __init__(
@@ -27,8 +29,12 @@ class Fleet:
         supervision: Supervision,
         say: Callable[[str, bool], None],
         gateway: Gateway | None = None,
+        progress: Progress | None = None,
     ):
         self.servers = [Server(each) for each in options]
+        self._progress = progress or Progress()
+        for server in self.servers:
+            server.watch_log = partial(self._progress.read, server.options.name)
         self.health = ServiceHealth({server.options.name: Health() for server in self.servers})
         self._supervision = supervision
         self._say = say
@@ -72,6 +78,7 @@ class Fleet:
 
     def stop(self) -> None:
         """Stops the gateway and all servers, at the same time (10 s at most)."""
+        self._progress.end()
         for supervisor in self._supervisors:
             supervisor.stop()
         if self._gateway is not None:
@@ -110,7 +117,10 @@ class Fleet:
         """Starts the gateway, and says where everything is."""
         if self._gateway is not None:
             servers = self.servers
+            self._progress.gateway(ready=False)
             self._gateway.start([each.grpc_url for each in servers], [each.metrics_url for each in servers])
+            self._progress.gateway(ready=True)
+        self._progress.end()
         self._say(self._addresses(self.servers, time.monotonic() - self._began), False)
 
     def _addresses(self, servers: Sequence[Server], seconds: float) -> str:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,8 @@ class Server:
         self.weights: dict[str, str] = {}
         """Stage -> what its weights are, and how many MiB of them, as it said when it was ready."""
         self.log_path = log_path(options)
+        self.watch_log: Callable[[str], None] = lambda log: None
+        """Called during a start with the log so far, again and again."""
         self._guard: subprocess.Popen[bytes] | None = None
         self.shm_prefix = ""
         """What the names of this server's files in /dev/shm begin with."""
@@ -269,11 +272,14 @@ class Server:
                 kind = ServerCrashed if self._crashed() else ServerStartError
                 raise kind(self._fail(f"tritonserver ended: {words}"))
             # A model that fails can hang the server in its start for ever, so its log is watched as well.
-            if failed_models(self.read_log()):
+            log = self.read_log()
+            self.watch_log(log)
+            if failed_models(log):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._guard.wait(1.0)  # others may fail too
                 raise ServerStartError(self._fail("a model failed to load"))
             if self._services_answer() and (models := self._models()) and all(models.values()):
+                self.watch_log(self.read_log())
                 self.models = tuple(sorted(models))
                 self._stubs, self._unloaded = self.stub_pids(), set()
                 page = (self._answer(self.metrics_url) or b"").decode()
