@@ -20,6 +20,7 @@ from tessera_gateway.batches import routes as batches
 from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.runner import Runner
 from tessera_gateway.body import LimitBody
+from tessera_gateway.connections import Door
 from tessera_gateway.keys import RequireKey, read_keys
 from tessera_gateway.metrics import Counters, CountRequests
 from tessera_gateway.pictures_from import Fetcher
@@ -41,7 +42,7 @@ def create_app(
     """
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Door]]:
         async with AsyncExitStack() as ends:
             if provider is not None:  # last of all: what ends before has spans too
                 ends.push_async_callback(tracing.shut_down, provider)
@@ -55,7 +56,7 @@ def create_app(
                 ends.push_async_callback(asking.close)
                 runner = Runner(database, asking, state.fetcher, state.counters, settings)
                 await ends.enter_async_context(runner.running())
-            yield
+            yield {"door": state.door}
 
     app = FastAPI(openapi_url=None, lifespan=lifespan)
     state, limit = app.state, settings.max_body_mib << 20
@@ -65,6 +66,7 @@ def create_app(
     state.metrics_urls = settings.metrics_urls
     state.fetcher = Fetcher(settings.fetch_from, limit)
     state.counters = Counters(Path(settings.counters) if settings.counters else None, settings.workers)
+    state.door = Door(state.counters, settings.bodies_bytes, settings.max_connections_per_peer)
     state.batches = batches.Room(Path(settings.batch_folder)) if settings.batch_folder else None
 
     for room in (completions, batches, service, page, status):

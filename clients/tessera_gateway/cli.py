@@ -24,6 +24,7 @@ from tessera_gateway import tracing
 from tessera_gateway.app import SETTINGS
 from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.lock import FolderLock
+from tessera_gateway.connections import Connection, raise_file_limit
 from tessera_gateway.keys import read_keys
 from tessera_gateway.settings import Settings
 from tessera_wire.address import addresses, parse_url
@@ -75,6 +76,10 @@ def _parser() -> argparse.ArgumentParser:
         help="the longest answer to a request that does not say (default: what the context has room for)")  # fmt: skip
     add("--timeout", type=float, default=default.timeout_s, metavar="S", help="seconds for a request (%(default)s)")
     add("--max-body-mib", type=int, default=default.max_body_mib, metavar="N", help="of a request (%(default)s)")
+    add("--max-bodies-mib", type=int, default=default.max_bodies_mib, metavar="N",
+        help="of all requests under way together (%(default)s)")  # fmt: skip
+    add("--max-connections-per-peer", type=int, default=default.max_connections_per_peer, metavar="N",
+        help="of one address, to each worker; more for a proxy (%(default)s)")  # fmt: skip
     add("--fetch-from", type=_names, default=(), metavar="HOST,...",
         help="fetch pictures behind http(s) URLs from these hosts (default: from none)")  # fmt: skip
     add("--keys", type=Path, metavar="FILE", help="ask for one of these bearer keys (one a line)")
@@ -106,7 +111,8 @@ def _settings(options: argparse.Namespace) -> Settings:
     """Raises InvalidRequest, ValueError or OSError for what cannot work."""
     for each in addresses(options.url):
         parse_url(each)
-    for name in ("workers", "max_tokens", "timeout", "max_body_mib", "batch_concurrency", "max_file_mib"):
+    numbers = ("workers", "max_tokens", "timeout", "max_body_mib", "max_bodies_mib", "max_connections_per_peer")
+    for name in (*numbers, "batch_concurrency", "max_file_mib"):
         given = getattr(options, name)
         if given is not None and not 0 < given <= LONGEST:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, and at most {LONGEST:g}")
@@ -126,6 +132,8 @@ def _settings(options: argparse.Namespace) -> Settings:
         max_tokens=options.max_tokens,
         timeout_s=options.timeout,
         max_body_mib=options.max_body_mib,
+        max_bodies_mib=options.max_bodies_mib,
+        max_connections_per_peer=options.max_connections_per_peer,
         fetch_from=options.fetch_from,
         keys=str(options.keys.resolve()) if options.keys else None,
         batch_folder=str(options.batch_folder.resolve()) if options.batch_folder else None,
@@ -152,6 +160,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _run(settings: Settings, listener: socket.socket) -> int:
     os.environ[SETTINGS] = settings.to_json()
+    raise_file_limit()
     config = server_config(settings.workers)
     if settings.workers > 1:
         Multiprocess(config, [listener]).run()
@@ -168,6 +177,8 @@ def server_config(workers: int) -> uvicorn.Config:
         "tessera_gateway.app:worker_app",
         factory=True,
         workers=workers,
+        http=Connection,
+        ws="none",
         access_log=False,
         log_level="warning",
         server_header=False,

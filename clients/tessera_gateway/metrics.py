@@ -18,18 +18,20 @@ from typing import IO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-STATUSES = (200, 400, 401, 404, 405, 408, 413, 429, 499, 500, 501, 503, 504, 0)
+STATUSES = (200, 400, 401, 404, 405, 408, 413, 429, 431, 499, 500, 501, 503, 504, 0)
 """0 is any other."""
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, float("inf"))
 """Seconds of a completion, from its first byte to its last."""
 TOKENS = ("prompt", "completion")
+GAUGES = ("requests_under_way", "connections", "body_bytes_held")
+"""What a worker that died takes along."""
 NAMES = (
     *(f'requests_total{{status="{status or "other"}"}}' for status in STATUSES),
     *(f'completion_seconds_bucket{{le="{"+Inf" if bound == BOUNDS[-1] else bound}"}}' for bound in BOUNDS),
     *("completion_seconds_sum", "completion_seconds_count"),
     *(f'tokens_total{{kind="{kind}"}}' for kind in TOKENS),
     "body_bytes_total",
-    "requests_under_way",
+    *GAUGES,
 )
 """What stands in a row, by the names of the page less the prefix."""
 PLACE = {name: number for number, name in enumerate(NAMES)}
@@ -39,6 +41,8 @@ ABOUT = {
     "tokens_total": ("counter", "Tokens of the completions, those of batches too"),
     "body_bytes_total": ("counter", "Bytes of the requests' bodies"),
     "requests_under_way": ("gauge", "Requests that are not answered yet"),
+    "connections": ("gauge", "Connections of clients"),
+    "body_bytes_held": ("gauge", "Bytes of the bodies of requests that are not answered yet"),
 }
 COMPLETIONS = "/v1/chat/completions"
 STATUS, USAGE, MODEL = "tessera.status", "tessera.usage", "tessera.model"
@@ -68,7 +72,8 @@ class Counters:
             self._rows = mmap.mmap(self._file.fileno(), ROW * workers)
         self._values = memoryview(self._rows).cast("d")
         self._own = self._values[row * len(NAMES) : (row + 1) * len(NAMES)]
-        self._own[PLACE["requests_under_way"]] = 0.0  # those of a worker that died are over
+        for name in GAUGES:  # those of a worker that died are over
+            self._own[PLACE[name]] = 0.0
 
     def add(self, name: str, value: float = 1.0) -> None:
         self._own[PLACE[name]] += value

@@ -22,6 +22,10 @@ class Settings:
     timeout_s: float = 300.0
     """Of a request, with all its attempts."""
     max_body_mib: int = 64
+    max_bodies_mib: int = 512
+    """Of the bodies of all requests under way, over all workers."""
+    max_connections_per_peer: int = 512
+    """In each worker; as many requests as a server takes."""
     fetch_from: tuple[str, ...] = ()
     keys: str | None = None
     """The file with the bearer keys; None: anybody may ask."""
@@ -37,6 +41,11 @@ class Settings:
     @property
     def metrics_urls(self) -> list[str]:
         return list(self.metrics) or [metrics_beside(each) for each in addresses(self.url)]
+
+    @property
+    def bodies_bytes(self) -> int:
+        """What a worker may hold of bodies: its share, and one body in any case."""
+        return max(self.max_bodies_mib // self.workers, self.max_body_mib) << 20
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

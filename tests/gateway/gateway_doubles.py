@@ -13,12 +13,14 @@ from typing import Any
 import httpx
 import uvicorn
 from clients.fake_transport import FakeTransport
+from fastapi import FastAPI
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 
 from tessera_client import AsyncClient, Retry
 from tessera_gateway import cli
 from tessera_gateway.app import create_app
+from tessera_gateway.connections import Connection
 from tessera_gateway.settings import Settings
 
 ONCE = Retry(attempts=1)
@@ -58,7 +60,9 @@ def gateway(*script: Any, **settings: Any) -> Asked:
 def listening(app: Any) -> Iterator[str]:
     """The address of an application that is served in a thread."""
     with cli._listen("127.0.0.1", 0) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+        is_gateway = isinstance(app, FastAPI) and hasattr(app.state, "door")  # or else what stands behind one
+        options: Any = {"http": Connection if is_gateway else "auto", "ws": "none", "log_level": "critical"}
+        server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **options))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:

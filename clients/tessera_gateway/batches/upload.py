@@ -10,6 +10,7 @@ from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.files import SLICE_BYTES, UPLOADED, Files
 from tessera_gateway.batches.form import Field, FormReader
 from tessera_gateway.body import pieces
+from tessera_gateway.connections import BODY, Body
 from tessera_gateway.errors import ApiError
 from tessera_gateway.settings import Settings
 
@@ -34,7 +35,7 @@ async def upload(request: Request, database: Database, files: Files, settings: S
                         raise ApiError(400, f"{field.name} is too long", field.name, "invalid_value")
                 elif lines is None:
                     key = await database.call(files.begin, field.filename[:LONGEST_NAME] or "file", UPLOADED)
-                    lines = _Lines(database, files, key, settings.max_body_mib << 20)
+                    lines = _Lines(database, files, key, settings.max_body_mib << 20, request.scope.get(BODY))
                 else:
                     await lines.take(content)
         if not form.finished:
@@ -60,8 +61,8 @@ def _check_name(field: Field, names: dict[str, int]) -> None:
 class _Lines:
     """A file's content on its way into lines."""
 
-    def __init__(self, database: Database, files: Files, key: int, longest: int) -> None:
-        self.key = key
+    def __init__(self, database: Database, files: Files, key: int, longest: int, body: Body | None) -> None:
+        self.key, self._body = key, body
         self._database, self._files, self._longest = database, files, longest
         self._rest = bytearray()
         self._ready: list[tuple[int, bytes]] = []
@@ -101,5 +102,8 @@ class _Lines:
             raise ApiError(413, words, code="line_too_long")
 
     async def _write(self) -> None:
-        ready, self._ready, self._size = self._ready, [], 0
+        ready, size = self._ready, self._size
+        self._ready, self._size = [], 0
         await self._database.call(self._files.append, self.key, ready)
+        if self._body is not None:
+            self._body.release(size)

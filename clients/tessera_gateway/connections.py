@@ -1,0 +1,339 @@
+"""What a connection may take of a worker before its request is looked at, and while it is read.
+
+uvicorn reads a header of any length for as long as it takes to come, and holds as many bodies as are sent. Its parser
+joins the pieces of a field one by one, so that a single endless header stops the whole worker. :class:`Connection` is
+uvicorn's protocol, which counts and times what comes before the parser sees it; :class:`Door` is what the connections
+of a worker share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+from collections import Counter
+from functools import partial
+from ipaddress import ip_network
+from typing import Any, cast
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from tessera_gateway.errors import RETRY_AFTER, ApiError
+from tessera_gateway.metrics import STATUS, Counters
+
+HEAD_BYTES = 16 << 10  # of a request line and its header fields; of a chunked body's frames, beside its share
+HEAD_FIELDS = 100
+HEAD_S = 10.0  # from a request's first byte to the end of its header
+PART_S = 30.0  # between two parts of a body
+LINGER_S = 2.0  # that a client which was refused in the middle of its body may take to notice
+SWEEP_S = 0.5  # between two looks at the clock
+SLICE_BYTES = 16 << 10  # that the parser gets at a time, where it may find more than a body in them
+FRAME_SHARE = 4  # a chunked body's frames may be a fourth of it: each chunk costs a call, whatever its size
+PIPELINED = 8  # requests that may wait for the answer to an earlier one of their connection
+MOST_FILES = 1 << 16  # descriptors that a worker asks the system for, where it may have so many
+KEPT_FILES = 256  # descriptors that are not for connections: servers, databases, pages that are fetched
+BODY = "tessera.body"
+"""Key of a request's scope: its :class:`Body`."""
+
+
+class Body:
+    """The bytes of one request's body that this worker holds."""
+
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+        self.connection, self.cycle, self.held = connection, cycle, 0
+        self.arriving = True
+
+    def release(self, size: int) -> None:
+        """So many bytes of it are needed no more: they stand on the disk."""
+        self.connection.door.hold(self, -min(size, self.held))  # nothing of one that was refused meanwhile
+
+
+class Door:
+    """What the connections of a worker share.
+
+    Args:
+        bodies: bytes of bodies that are held at a time.
+        a_peer: connections that one address may have; of IPv6, one network of 64 bits.
+    """
+
+    def __init__(self, counters: Counters, bodies: int, a_peer: int) -> None:
+        self.counters, self._bodies, self._a_peer = counters, bodies, a_peer
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = max(files - KEPT_FILES, files // 2) if files != resource.RLIM_INFINITY else MOST_FILES
+        self._held = 0
+        self._peers = Counter[str]()
+        self._connections: set[Connection] = set()
+
+    def enter(self, connection: Connection) -> None:
+        """Counts a new connection, and refuses one too many."""
+        self._connections.add(connection)
+        self._peers[connection.peer] += 1
+        self.counters.add("connections")
+        if len(self._connections) == 1:
+            connection.loop.call_later(SWEEP_S, self._sweep, connection.loop)
+        if len(self._connections) > self._most:  # no descriptor is left for one that lingers
+            connection.transport.abort()
+        elif connection.peer and self._peers[connection.peer] > self._a_peer:
+            words = f"this address has {self._a_peer} connections here already (--max-connections-per-peer)"
+            connection.refuse(ApiError(503, words, code="too_many_connections", headers=RETRY_AFTER))
+
+    def leave(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._peers[connection.peer] -= 1
+        if not self._peers[connection.peer]:
+            del self._peers[connection.peer]
+        self.counters.add("connections", -1)
+
+    def hold(self, body: Body, size: int) -> None:
+        """Counts more bytes of a body, or less. Where they are too many, the largest that is on its way is refused:
+        whoever sends little is not in the way of anybody."""
+        body.held += size
+        self._held += size
+        self.counters.add("body_bytes_held", size)
+        while size > 0 and self._held > self._bodies and body.arriving:
+            largest = max((each for line in self._connections for each in line.bodies if each.arriving), key=_held)
+            words = "the gateway holds as many bytes of requests as it can (--max-bodies-mib)"
+            largest.connection.refuse(ApiError(503, words, code="overloaded", headers=RETRY_AFTER))
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        for connection in tuple(self._connections):
+            connection.check(now)
+        if self._connections:
+            loop.call_later(SWEEP_S, self._sweep, loop)
+
+
+def _held(body: Body) -> int:
+    return body.held
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with limits. The application's lifespan gives the :class:`Door`, as ``door`` of its state."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.door: Door = app_state["door"]
+        self.peer = ""
+        self.bodies: set[Body] = set()
+        """Those of requests that are not answered yet."""
+        self._body: Body | None = None  # of the request that is read
+        self._deadline: float | None = None  # for what is awaited of the client
+        self._in_head, self._begun = True, False
+        self._head_bytes = self._fields = 0
+        self._rest: int | None = 0  # of a body: bytes that are still to come; None: chunks of a length unknown
+        self._frames = 0  # of a chunked body: bytes that are not the body itself, less their share of it
+        self._fault: ApiError | None = None
+        self._refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.peer = _network(self.client[0]) if self.client else ""
+        self._deadline = self.loop.time() + HEAD_S
+        self.door.enter(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for body in tuple(self.bodies):  # uvicorn tells the last one alone
+            body.cycle.disconnected = True
+            body.cycle.message_event.set()
+            self._let_go(body)
+        self._refused, self._deadline = True, None
+        self.door.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        if self._in_head and not self._begun:
+            data = data.lstrip(b"\r\n")  # as the parser does; some clients end a body so
+            if not data:
+                return
+        self._unset_keepalive_if_required()
+        now = self.loop.time()
+        if not self._in_head:
+            self._deadline = now + PART_S
+        elif self._deadline is None or not self._begun:
+            self._deadline = now + HEAD_S
+        rest = memoryview(data)
+        while rest and not self._refused and not self.transport.is_closing():
+            if self._in_head:
+                size = HEAD_BYTES - self._head_bytes
+            else:
+                size = SLICE_BYTES if self._rest is None else max(1, self._rest)
+            self._parse(rest[:size])
+            rest = rest[size:]
+
+    @property
+    def body_is_read(self) -> bool:
+        return self._in_head
+
+    def _parse(self, piece: memoryview) -> None:
+        in_head, self._body_bytes, self._heads = self._in_head, 0, 0
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:  # to nothing that is served; it has been answered as if it had not asked
+            self.cycle.keep_alive = False
+            self._refused = True
+        except httptools.HttpParserError:
+            self.refuse(self._fault or ApiError(400, "what was sent is no HTTP request", code="invalid_http"))
+        if in_head and self._in_head and not self._heads:
+            self._head_bytes += len(piece)
+            if self._head_bytes >= HEAD_BYTES:
+                self.refuse(_long_head())
+        elif not in_head and self._rest is None:
+            self._frames = max(0, self._frames + len(piece) - self._body_bytes - self._body_bytes // FRAME_SHARE)
+            if self._frames > HEAD_BYTES:
+                self.refuse(ApiError(400, "the body's chunks are too small for their frames", code="invalid_http"))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._begun, self._fields, self._head_bytes = True, 0, 0
+        self._rest = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._fields += 1
+        if self._fields > HEAD_FIELDS:
+            self._stop(_long_head())
+        if not self._in_head:  # a trailer: what came behind the body is not part of what was checked before
+            return
+        super().on_header(name, value)
+        if name.lower() == b"content-length":  # the parser takes digits alone, and one such field
+            self._rest = int(value)
+        elif name.lower() == b"transfer-encoding":
+            self._rest = None
+
+    def on_headers_complete(self) -> None:
+        if self._refused or len(self.pipeline) >= PIPELINED:
+            words = f"more than {PIPELINED} requests wait on this connection"
+            self._stop(ApiError(429, words, code="too_many_requests", headers=RETRY_AFTER))
+        before = self.cycle
+        super().on_headers_complete()
+        self._in_head, self._heads, self._frames = False, 1, 0
+        self._deadline = self.loop.time() + PART_S
+        if self.cycle is not before:
+            body = self._body = Body(self, self.cycle)
+            self.bodies.add(body)
+            cast(dict[str, Any], self.cycle.scope)[BODY] = body
+            self.cycle.on_response = partial(self._answered, body)
+            self.cycle.transport = cast(asyncio.Transport, _Line(self))
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if self._rest is not None:
+            self._rest -= len(body)
+        if self._refused or self._body is None or self._body.cycle.response_complete:
+            return
+        super().on_body(body)
+        self.door.hold(self._body, len(body))
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_head, self._begun, self._deadline = True, False, None
+        if self._body is not None:
+            self._body.arriving = False
+
+    def _stop(self, fault: ApiError) -> None:
+        """Leaves the parser, which passes no exception on."""
+        self._fault = fault
+        raise ValueError(fault.message)
+
+    def _answered(self, body: Body) -> None:
+        self._let_go(body)
+        self.on_response_complete()
+
+    def _let_go(self, body: Body) -> None:
+        self.bodies.discard(body)
+        body.arriving = False
+        self.door.hold(body, -body.held)
+
+    def check(self, now: float) -> None:
+        """Ends what takes too long."""
+        if self._deadline is None or now < self._deadline:
+            return
+        if self._refused:
+            self.transport.abort()
+        elif self.flow.read_paused:  # it is we who do not read
+            self._deadline = now + PART_S
+        elif not self._in_head:
+            self.refuse(ApiError(408, f"the next part of the body did not arrive within {PART_S:g} s",
+                                 code="slow_body"))  # fmt: skip
+        elif self.bodies:  # the client waits for an answer; another request may take its time
+            self._deadline = now + HEAD_S
+        elif self._begun:
+            self.refuse(ApiError(408, f"the header did not arrive within {HEAD_S:g} s", code="slow_header"))
+        else:
+            self.transport.close()
+
+    def refuse(self, fault: ApiError) -> None:
+        """Answers by an error what is being read, where that is possible still, and ends the connection."""
+        if self._refused:
+            return
+        waiting = list(self.bodies)
+        if not self._in_head and len(waiting) == 1 and waiting[0] is self._body:
+            cycle, answered = waiting[0].cycle, waiting[0].cycle.response_started
+            if not answered:
+                cast(dict[str, Any], cycle.scope)[STATUS] = fault.status
+        else:
+            answered = bool(waiting) or not self._in_head
+            if self._in_head:  # of a request that no middleware counts
+                self.door.counters.ended(fault.status)
+        for body in waiting:
+            body.cycle.disconnected = True
+            body.cycle.message_event.set()
+            self._let_go(body)
+        if answered:
+            self._refused = True
+            self.transport.close()
+            return
+        content = json.dumps(fault.body).encode()
+        fields = {**fault.headers, "Content-Type": "application/json", "Content-Length": len(content)}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in {**fields, "Connection": "close"}.items())
+        self.transport.write(STATUS_LINE[fault.status] + lines.encode() + b"\r\n" + content)
+        self.linger()
+
+    def linger(self) -> None:
+        """Ends the connection when its client has noticed, which may be sending still: closed at once, the system
+        would throw away what it was told."""
+        self._refused, self._deadline = True, self.loop.time() + LINGER_S
+        self.pipeline.clear()
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+
+class _Line:
+    """A connection's transport as a request has it: its end waits for a client that still sends."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.write, self.is_closing = connection.transport.write, connection.transport.is_closing
+
+    def close(self) -> None:
+        if self._connection.body_is_read:
+            self._connection.transport.close()
+        else:
+            self._connection.linger()
+
+
+def raise_file_limit() -> None:
+    """Each connection is an open file, and what a process may usually open are 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if most == resource.RLIM_INFINITY else min(most, MOST_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def _long_head() -> ApiError:
+    words = f"the request line and header may have {HEAD_BYTES} bytes and {HEAD_FIELDS} fields"
+    return ApiError(431, words, code="header_too_large")
+
+
+def _network(address: str) -> str:
+    return str(ip_network(f"{address}/64", strict=False)) if ":" in address else address

@@ -1,0 +1,403 @@
+"""What a connection may send, how much of it and how slowly, before anybody looks at a key."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from clients.fake_transport import FakeTransport, Hang
+from gateway_doubles import HELLO, Asked, listening
+
+from tessera_gateway import connections
+from tessera_gateway.settings import Settings
+
+GET = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n"
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+BODY = json.dumps({"model": "vlm", "messages": HELLO}).encode()
+SIZED = POST + b"Content-Length: %d\r\n\r\n" % len(BODY)
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+CHUNK = b"%x\r\n%s\r\n" % (len(BODY), BODY)
+
+
+class Line:
+    """A connection, to the last byte of which it is known what came back."""
+
+    def __init__(self, port: int, source: str = "127.0.0.1") -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), 20, (source, 0))
+
+    def send(self, *parts: bytes) -> None:
+        for part in parts:
+            self.socket.sendall(part)
+
+    def answer(self) -> tuple[int, dict[str, str], Any]:
+        """Status, header and body of the next answer."""
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            byte = self.socket.recv(1)
+            assert byte, f"the connection ended: {head!r}"
+            head += byte
+        first, *lines = head.decode().strip().split("\r\n")
+        fields = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        body = b""
+        while len(body) < int(fields.get("content-length", 0)):
+            body += self.socket.recv(int(fields["content-length"]) - len(body))
+        return int(first.split()[1]), fields, json.loads(body) if body else None
+
+    def refusal(self) -> tuple[int, str]:
+        """Status and code of the next answer, which is an error and the last."""
+        status, fields, body = self.answer()
+        assert fields["connection"] == "close" and self.ended()
+        return status, body["error"]["code"]
+
+    def ended(self) -> bool:
+        """Whether nothing comes any more."""
+        try:
+            return self.socket.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class Served:
+    """A gateway behind a port."""
+
+    def __init__(self, asked: Asked, port: int) -> None:
+        self.asked, self.port = asked, port
+        self._lines: list[Line] = []
+
+    def line(self, source: str = "127.0.0.1") -> Line:
+        self._lines.append(Line(self.port, source))
+        return self._lines[-1]
+
+    def counted(self, name: str) -> float:
+        return self.asked.app.state.counters.total(name)
+
+    def settles(self, name: str, value: float) -> bool:
+        deadline = time.monotonic() + 20
+        while self.counted(name) != value and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.counted(name) == value
+
+    def close(self) -> None:
+        for line in self._lines:
+            line.close()
+
+
+@contextmanager
+def serving(*script: Any, **settings: Any) -> Iterator[Served]:
+    asked = Asked(FakeTransport(script), Settings(**settings))
+    with listening(asked.app) as address, closing(Served(asked, int(address.rpartition(":")[2]))) as served:
+        yield served
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serving() as door:
+        yield door
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All waits are short."""
+    for name in ("HEAD_S", "PART_S", "LINGER_S"):
+        monkeypatch.setattr(connections, name, 0.2)
+    monkeypatch.setattr(connections, "SWEEP_S", 0.02)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        GET + b"X: " + b"a" * connections.HEAD_BYTES,
+        GET + b"a" * connections.HEAD_BYTES,
+        b"GET /" + b"a" * connections.HEAD_BYTES,
+        GET + b"X: a\r\n" * connections.HEAD_FIELDS + b"\r\n",
+    ],
+    ids=["value", "name", "address", "fields"],
+)
+@pytest.mark.parametrize("step", [1 << 20, 1000], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("before", [b"", GET + b"\r\n", SIZED + BODY], ids=["first", "second", "behind a body"])
+def test_a_long_header_is_refused(served: Served, head: bytes, step: int, before: bytes) -> None:
+    line = served.line()
+    line.send(before)
+    if before:
+        assert line.answer()[0] == 200
+    line.send(*(head[start : start + step] for start in range(0, len(head), step)))
+    assert line.refusal() == (431, "header_too_large")
+    assert served.counted('requests_total{status="431"}') == 1
+
+
+def test_a_long_header_behind_a_body_in_one_breath(served: Served) -> None:
+    line = served.line()
+    line.send(SIZED + BODY + GET + b"X: " + b"a" * 2 * connections.HEAD_BYTES)
+    assert line.ended() and served.settles("requests_under_way", 0)
+
+
+def test_an_endless_header_ends(served: Served) -> None:
+    line = served.line()
+    line.send(GET, b"X: ", b"a" * (8 << 20))
+    assert line.refusal() == (431, "header_too_large") and served.settles("connections", 0)
+
+
+def test_a_header_that_is_just_short_enough(served: Served) -> None:
+    line = served.line()
+    fields = b"X: a\r\n" * (connections.HEAD_FIELDS - 2)
+    rest = connections.HEAD_BYTES - len(GET + fields + b"Y: \r\n\r\n")
+    for _ in range(2):
+        line.send(GET + fields + b"Y: " + b"a" * rest + b"\r\n\r\n")
+        assert line.answer()[0] == 200
+
+
+def test_a_header_has_its_time(hurried: None, served: Served) -> None:
+    slow, silent, between, waiting = (served.line() for _ in range(4))
+    slow.send(GET)
+    between.send(GET + b"\r\n")
+    assert between.answer()[0] == 200  # its next request may take its time
+    waiting.send(GET + b"\r\n\r\n")
+    assert waiting.answer()[0] == 200
+    assert slow.refusal() == (408, "slow_header") and silent.ended()
+    between.send(GET, b"\r\n")
+    waiting.send(GET, b"\r\n")
+    assert between.answer()[0] == waiting.answer()[0] == 200
+
+
+def test_each_part_of_a_body_has_its_time(hurried: None, served: Served) -> None:
+    parts, slow, chunked, unread = (served.line() for _ in range(4))
+    slow.send(SIZED, BODY[:9])
+    chunked.send(CHUNKED, b"7")
+    unread.send(GET + b"Content-Length: 9\r\n\r\n")
+    parts.send(SIZED)
+    for place in range(4):
+        time.sleep(0.1)
+        parts.send(BODY[place : place + 1])
+    parts.send(BODY[4:])
+    assert parts.answer()[0] == 200
+    assert slow.refusal() == chunked.refusal() == (408, "slow_body")
+    assert unread.answer()[0] == 200 and unread.ended()
+    assert served.settles('requests_total{status="408"}', 2) and served.counted("requests_under_way") == 0
+    assert served.counted("body_bytes_held") == 0
+
+
+def test_an_answer_may_take_longer_than_what_is_awaited_of_the_client(hurried: None) -> None:
+    with serving([Hang()], timeout_s=1) as served:
+        line = served.line()
+        line.send(SIZED, BODY, b"\r\n", GET)  # a line end too many, and half of another request
+        assert line.answer()[0] == 504
+        line.send(b"\r\n")
+        assert line.answer()[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("begin", "part", "refusal"),
+    [
+        (b"", b"1\r\na\r\n", (400, "invalid_http")),
+        (b"", b"1;" + b"x" * 2000 + b"\r\na\r\n", (400, "invalid_http")),
+        (b"1;", b"x", (400, "invalid_http")),
+        (b"0\r\nX: ", b"x", (400, "invalid_http")),
+        (b"0\r\n", b"X: x\r\n", (431, "header_too_large")),
+    ],
+    ids=["small chunks", "extensions", "extension", "trailer", "trailers"],
+)
+def test_the_frames_of_a_chunked_body_are_bounded(
+    served: Served, begin: bytes, part: bytes, refusal: tuple[int, str]
+) -> None:
+    line = served.line()
+    line.send(CHUNKED, begin, part * ((1 << 20) // len(part)))
+    assert line.refusal() == refusal and served.counted("body_bytes_held") == 0
+    assert served.settles(f'requests_total{{status="{refusal[0]}"}}', 1) and served.counted("requests_under_way") == 0
+
+
+def test_a_chunked_body_with_extensions_and_trailers(served: Served) -> None:
+    """Which are passed over: what comes behind a body has not been looked at with the header."""
+    line = served.line()
+    for _ in range(2):
+        cut = b"".join(b"20;a=b\r\n%s\r\n" % BODY[start : start + 32] for start in range(0, len(BODY) - 32, 32))
+        rest = BODY[(len(BODY) - 1) // 32 * 32 :]
+        line.send(CHUNKED, cut, b"%x\r\n%s\r\n" % (len(rest), rest), b"0\r\nX-Late: 1\r\n\r\n")
+        assert line.answer()[0] == 200
+
+
+def test_requests_that_do_not_wait_for_their_answers(served: Served) -> None:
+    line = served.line()
+    line.send((GET + b"\r\n") * connections.PIPELINED + SIZED + BODY)
+    assert [line.answer()[0] for _ in range(connections.PIPELINED + 1)] == [200] * (connections.PIPELINED + 1)
+    line.send((GET + b"\r\n") * 1000)
+    assert line.ended() and served.settles("requests_under_way", 0) and served.counted("connections") == 0
+
+
+def test_a_client_that_leaves_takes_all_its_requests_along() -> None:
+    with serving([Hang()], [Hang()]) as served:
+        line = served.line()
+        line.send(SIZED, BODY, SIZED, BODY)
+        assert served.settles("requests_under_way", 1)
+        line.close()
+        assert served.settles("requests_under_way", 0)
+
+
+def test_a_client_that_asks_whether_to_send_its_body() -> None:
+    expecting = SIZED[:-2] + b"Expect: 100-continue\r\n\r\n"
+    with serving() as served:
+        line = served.line()
+        line.send(expecting)
+        assert line.answer()[0] == 100
+        line.send(BODY)
+        assert line.answer()[0] == 200
+        large = served.line()
+        large.send(expecting.replace(b"%d" % len(BODY), b"999999999"))
+        assert large.refusal() == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("to", [b"websocket", b"h2c"])
+def test_no_other_protocol_is_spoken(served: Served, to: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    line = served.line()
+    line.send(GET + b"Connection: Upgrade\r\nUpgrade: %s\r\n\r\n" % to, GET + b"\r\n")
+    status, fields, _ = line.answer()
+    assert (status, fields["connection"]) == (200, "close") and line.ended() and not caplog.records
+
+
+def test_what_is_no_http(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    for words in (
+        b"\x16\x03\x01\x02\x00",
+        b"GET / HTTP/9\r\n\r\n",
+        POST + b"Content-Length: 9\r\nContent-Length: 8\r\n",
+    ):
+        line = served.line()
+        line.send(words)
+        assert line.refusal() == (400, "invalid_http")
+    assert not caplog.records  # or strangers would fill the log
+
+
+def test_the_largest_body_on_its_way_goes_where_they_are_too_many() -> None:
+    with serving(max_body_mib=1, max_bodies_mib=2) as served:
+        small, *large = lines = [served.line() for _ in range(3)]
+        small.send(SIZED, BODY[:9])
+        for line, size in zip(large, (900_000, 1_000_000)):
+            line.send(POST + b"Content-Length: 1040000\r\n\r\n", b" " * size)
+        held = 1_900_009
+        assert served.settles("body_bytes_held", held)
+        another = served.line()
+        lines.append(another)
+        another.send(POST + b"Content-Length: 400000\r\n\r\n", b" " * 300_000)
+        status, fields, body = large[1].answer()
+        assert (status, body["error"]["code"], fields["retry-after"]) == (503, "overloaded", "1")
+        assert served.settles("body_bytes_held", held - 1_000_000 + 300_000)
+        small.send(BODY[9:])
+        assert small.answer()[0] == 200
+        assert served.counted('requests_total{status="503"}') == 1
+    assert served.counted("body_bytes_held") == 0 and served.counted("connections") == 0
+
+
+def test_bodies_that_are_worked_on_count_too() -> None:
+    with serving([Hang()], [Hang()], max_body_mib=1, max_bodies_mib=2, timeout_s=5) as served:
+        body = json.dumps({"model": "vlm", "messages": [{"role": "user", "content": "x" * 1_040_000}]}).encode()
+        asked = POST + b"Content-Length: %d\r\n\r\n" % len(body)
+        first = [served.line() for _ in range(2)]
+        for line in first:
+            line.send(asked, body)
+        assert served.settles("body_bytes_held", 2 * len(body))
+        last = served.line()
+        last.send(asked, body)  # to its end: what a client sends yet is read, or it would not see the answer
+        assert last.answer()[::2][0] == 503
+        first[0].close()
+        assert served.settles("body_bytes_held", len(body))
+
+
+def test_an_upload_counts_until_it_is_written(tmp_path: Any) -> None:
+    with serving(batch_folder=str(tmp_path), max_body_mib=1, max_bodies_mib=3) as served:
+        content = (b"x" * 1023 + b"\n") * 8192
+        form = {"files": {"file": ("in.jsonl", content)}, "data": {"purpose": "batch"}}
+        answer = httpx.post(f"http://127.0.0.1:{served.port}/v1/files", **form, timeout=60, trust_env=False)
+        assert answer.status_code == 200 and answer.json()["bytes"] == len(content)
+        assert served.counted("body_bytes_held") == 0
+
+
+def test_a_client_in_the_middle_of_its_body_sees_why_it_is_refused() -> None:
+    with serving(max_body_mib=1) as served:
+        line = served.line()
+        line.send(POST + b"Content-Length: 9000000\r\n\r\n", b" " * 9_000_000)
+        assert line.refusal() == (413, "body_too_large")
+
+
+def test_one_address_does_not_take_all_connections() -> None:
+    with serving(max_connections_per_peer=3) as served:
+        lines = [served.line() for _ in range(3)]
+        refused = served.line()
+        status, fields, body = refused.answer()
+        assert (status, fields["retry-after"], body["error"]["code"]) == (503, "1", "too_many_connections")
+        other = served.line("127.0.0.2")
+        for line in (*lines, other):
+            line.send(GET, b"\r\n")
+            assert line.answer()[0] == 200
+        for line in (*lines, refused):
+            line.close()
+        assert served.settles("connections", 1)
+        again = served.line()
+        again.send(GET, b"\r\n")
+        assert again.answer()[0] == 200
+
+
+def test_a_network_of_ipv6_is_one_peer() -> None:
+    assert connections._network("2001:db8::1") == connections._network("2001:db8::ffff:1")
+    assert connections._network("2001:db8::1") != connections._network("2001:db8:0:1::1")
+    assert connections._network("10.0.0.1") != connections._network("10.0.0.2")
+
+
+LITTLE_ROOM = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
+from tessera_gateway.cli import gateway_main
+raise SystemExit(gateway_main(sys.argv[1:]))
+"""
+
+
+def test_without_room_for_another_connection_the_others_go_on() -> None:
+    command = [sys.executable, "-c", LITTLE_ROOM, "--url", "127.0.0.1:1", "--port", "0", "--workers", "1"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline().rpartition(":")[2])
+            lines = [Line(port) for _ in range(150)]
+            lines[0].send(GET, b"\r\n")
+            assert lines[0].answer()[0] == 200 and lines[-1].ended()
+            for line in lines:
+                line.close()
+            ask_until(lambda: httpx.get(f"http://127.0.0.1:{port}/v1/models", trust_env=False).status_code == 200)
+        finally:
+            process.kill()
+
+
+def ask_until(good: Callable[[], bool]) -> None:
+    for _ in range(200):
+        try:
+            if good():
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError("it does not come back")
+
+
+def test_many_at_once_are_all_answered(served: Served) -> None:
+    def ask() -> None:
+        line = served.line()
+        for _ in range(20):
+            line.send(SIZED, BODY)
+            statuses.append(line.answer()[0])
+
+    statuses: list[int] = []
+    threads = [threading.Thread(target=ask) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert statuses == [200] * 320
