@@ -105,6 +105,17 @@ def test_the_sign_of_work_is_a_metric_that_the_stage_has():
     assert f'Gauge("{sign}"' in (ROOT / "python_backends" / "tessera" / STAGES["vision_encoder"]).read_text()
 
 
+@pytest.mark.parametrize("named", NAMED)
+@pytest.mark.parametrize("stage", ["vision_encoder", "language_model"])
+def test_a_python_stage_with_tensors_on_the_gpu_is_warmed_up(stage, named):
+    """tessera/tritonserver/gpu_pool.py says why."""
+    wanted = config(stage, named)
+    if wanted.backend == "python":
+        (sample,) = wanted.model_warmup
+        assert sample.batch_size == min(1, wanted.max_batch_size)
+        assert set(sample.inputs) == {"PING"} and sample.inputs["PING"].zero_data  # an empty word
+
+
 @pytest.mark.parametrize("stage", ["preprocess", "language_model"])
 def test_a_stage_is_the_same_by_either_config(stage):
     default, named = config(stage), config(stage, "tensorrt")

@@ -32,6 +32,7 @@ class Engine:
 def stage(backend):
     model = TritonPythonModel()
     model._engine, model._outbox, model._hidden, model._page = Engine(), Outbox("language_model", 2), 8, None
+    model._device = "cpu"
     yield model
     model._outbox.close()
 
@@ -39,6 +40,13 @@ def stage(backend):
 def question():
     ids, spans = Tensor("INPUT_IDS", np.arange(3, dtype=np.int32)), Tensor("SPANS", np.zeros((0, 2), np.int32))
     return InferenceRequest([ids, spans, strings("sampling_parameters", b'{"max_tokens": 2}')], "one")
+
+
+def test_the_warm_up_has_a_tensor_for_an_answer_before_execute_returns(stage):
+    request = InferenceRequest([strings("PING", b"")])
+    stage.execute([request])
+    (response,) = request.sender.responses
+    assert request.sender.final and [tensor.name() for tensor in response.output_tensors()] == ["timings"]
 
 
 def test_a_refusal_ends_the_request_when_it_comes(stage):

@@ -8,11 +8,14 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from fakes.backend import InferenceRequest, InferenceResponse, Tensor, strings, wait_until
 
 from tessera.errors import ConfigError, InvalidRequest, Unavailable
 from tessera.tritonserver import tensors
-from tessera.tritonserver.failures import error_response
+from tessera.tritonserver.failures import error_response, log_exception
+from tessera.tritonserver.gpu_pool import answer_warm_up
+from tessera.tritonserver.metrics import Gauge
 from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.server_log import write_to_server_log
@@ -178,3 +181,31 @@ def test_the_package_s_log_lines_reach_the_server_s_log(backend):
         child.exception("a step failed")
     assert backend.logged[0] == "language_model: cache: 7 blocks"
     assert backend.logged[1].startswith("language_model: a step failed\nTraceback") and len(backend.logged) == 2
+
+
+def test_nobody_else_speaks_with_the_server_while_it_shares_its_gpu_pool(backend, monkeypatch):
+    """A metric or a line of the log at that moment would ask for memory that the server still writes to."""
+    request = InferenceRequest([])
+    spoken: list[str] = []
+    write_to_server_log("language_model")
+    gauge = Gauge("tessera_rows", "Rows")
+    threads = [
+        threading.Thread(target=lambda: (gauge.set(1.0), spoken.append("metric"))),
+        threading.Thread(target=lambda: (logging.getLogger("tessera.engine").info("hm"), spoken.append("line"))),
+        threading.Thread(target=lambda: (log_exception("language_model", ValueError()), spoken.append("error"))),
+    ]
+    send = request.sender.send
+
+    def share(*arguments, **flags) -> None:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(0.05)
+        assert not spoken
+        send(*arguments, **flags)
+
+    request.sender.send = share
+    answer_warm_up(Responder(request), "timings", torch.zeros(6))
+    for thread in threads:
+        thread.join(5)
+    assert request.sender.final and sorted(spoken) == ["error", "line", "metric"]

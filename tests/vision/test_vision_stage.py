@@ -103,6 +103,13 @@ def answers(model, *requests):
     return found
 
 
+def test_the_warm_up_has_rows_for_an_answer_before_execute_returns(stage):
+    request = InferenceRequest([strings("PING", b"")])
+    stage().execute([request])
+    (response,) = request.sender.responses
+    assert request.sender.final and [tensor.name() for tensor in response.output_tensors()] == ["EMBEDDINGS"]
+
+
 def test_a_batch_is_answered_one_by_one(stage):
     model = stage(infer_batch_size=2, send_batch_size=8)
     ping = InferenceRequest([strings("PING", b"?")])

@@ -26,6 +26,7 @@ from tessera.lost_device import end_process_if_lost
 from tessera.tritonserver import tensors
 from tessera.tritonserver.deadline import deadline_exceeded
 from tessera.tritonserver.failures import error_response, failure
+from tessera.tritonserver.gpu_pool import answer_warm_up
 from tessera.tritonserver.metrics import show_weights
 from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.tritonserver.responder import Responder
@@ -63,6 +64,7 @@ class TritonPythonModel:
         self._hidden = read_config(settings.checkpoint).text.hidden_size
         # Without its engine the stage is as good as dead; as a dead process it is noticed and started anew.
         config = settings.read(EngineConfig)
+        self._device = config.device
         self._engine = EngineProcess(settings.checkpoint, config, partial(os._exit, 1))
         show_weights("language_model", self._engine.weights, self._engine.weight_bytes)
         self._page = MetricsPage(self._engine.counts, meter_of(config.device))
@@ -81,7 +83,11 @@ class TritonPythonModel:
         self._page.close()
 
     def _take(self, request: Any, responder: Responder) -> None:
-        if tensors.text(request, "PING") is not None:
+        ping = tensors.text(request, "PING")
+        if ping == "":
+            answer_warm_up(responder, "timings", torch.zeros(6, device=self._device))
+            return
+        if ping is not None:
             end_process_if_lost()
             responder.finish()
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tessera.errors import InvalidRequest, Unavailable
+from tessera.tritonserver.gpu_pool import SPEAKING
 
 
 def error_response(stage: str, error: BaseException) -> Any:
@@ -42,4 +43,5 @@ def log_exception(stage: str, error: BaseException) -> None:
 
     import triton_python_backend_utils as pb_utils
 
-    pb_utils.Logger.log_error(f"{stage}: {''.join(traceback.format_exception(error))}")
+    with SPEAKING:
+        pb_utils.Logger.log_error(f"{stage}: {''.join(traceback.format_exception(error))}")

@@ -1,7 +1,7 @@
 """Metrics on the server's own page, walled off from a hazard of this server.
 
 Two metric calls at once from one process end the whole server, as does a single invalid one: a name that is none, or
-buckets that do not rise. So every call goes through here, under the one lock of this process.
+buckets that do not rise. So every call goes through here, under the one lock of this process: SPEAKING.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tessera.tritonserver.failures import log_exception
+from tessera.tritonserver.gpu_pool import SPEAKING
 
 RENEW_SECONDS = 0.25
-_LOCK = threading.Lock()
 _FOR_GOOD: list[Any] = []  # a family leaves the page with its last reference
 
 
@@ -25,7 +25,7 @@ class _Family:
 
         self._options = options
         self._members: dict[tuple[tuple[str, str], ...], Any] = {}
-        with _LOCK:
+        with SPEAKING:
             self._family = pb_utils.MetricFamily(
                 name=name, description=description, kind=getattr(pb_utils.MetricFamily, kind)
             )
@@ -47,7 +47,7 @@ class Counter(_Family):
 
     def raise_to(self, value: float, **labels: str) -> None:
         """Brings the counter to `value`; a smaller value than before is left alone."""
-        with _LOCK:
+        with SPEAKING:
             member = self._member(labels)
             step = value - self._values.get(member, 0.0)
             if step > 0:
@@ -62,7 +62,7 @@ class Gauge(_Family):
         super().__init__("GAUGE", name, description)
 
     def set(self, value: float, **labels: str) -> None:
-        with _LOCK:
+        with SPEAKING:
             self._member(labels).set(float(value))
 
 
@@ -77,7 +77,7 @@ class Histogram(_Family):
         super().__init__("HISTOGRAM", name, description, buckets=[float(bound) for bound in buckets])
 
     def observe(self, value: float, **labels: str) -> None:
-        with _LOCK:
+        with SPEAKING:
             self._member(labels).observe(float(value))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from tessera.tritonserver.gpu_pool import SPEAKING
+
 
 class ServerLog(logging.Handler):
     """Hands records to the Python backend's logger, by level."""
@@ -12,7 +14,8 @@ class ServerLog(logging.Handler):
         import triton_python_backend_utils as pb_utils
 
         write = {"CRITICAL": "log_error", "ERROR": "log_error", "WARNING": "log_warn"}.get(record.levelname, "log_info")
-        getattr(pb_utils.Logger, write)(self.format(record))
+        with SPEAKING:
+            getattr(pb_utils.Logger, write)(self.format(record))
 
 
 def write_to_server_log(stage: str) -> None:

@@ -18,6 +18,7 @@ from tessera.lost_device import end_process_if_lost
 from tessera.tritonserver import heaps, tensors
 from tessera.tritonserver.deadline import deadline_exceeded, is_over
 from tessera.tritonserver.failures import error_response, log_exception
+from tessera.tritonserver.gpu_pool import answer_warm_up
 from tessera.tritonserver.metrics import Gauge, Renewed, show_weights
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.rows import packed
@@ -43,6 +44,7 @@ class TritonPythonModel:
         stage = StageSettings(args)
         settings = replace(stage.read(VisionSettings), tile_policy=stage.tile_policy)
         url = settings.vision_url
+        self._device = "cpu" if url else settings.device  # where rows are sent from
         self._dispatcher = RemoteDispatcher(url) if url else local_dispatcher(stage.checkpoint, settings)
         self._page = page_of(self._dispatcher) if isinstance(self._dispatcher, LocalDispatcher) else None
 
@@ -51,7 +53,10 @@ class TritonPythonModel:
         for request in requests:
             job = StageJob(request)
             try:
-                if tensors.text(request, "PING") is not None:
+                word = tensors.text(request, "PING")
+                if word == "":
+                    job.warm_up(self._device)
+                elif word is not None:
                     end_process_if_lost()
                     self._dispatcher.ping(job)
                 elif job.read(request):
@@ -126,6 +131,9 @@ class StageJob:
             self.answer(None)
             return False
         return True
+
+    def warm_up(self, device: str) -> None:
+        answer_warm_up(self._responder, "EMBEDDINGS", torch.zeros(1, 1, dtype=torch.bfloat16, device=device))
 
     def answer(self, rows: torch.Tensor | None) -> None:
         self._responder.send(_response(rows, [*self._stamps, self._started, time.monotonic_ns()]), final=True)
