@@ -1,4 +1,4 @@
-"""The command ``tessera``: serve, gateway, quantize, ask, batch, parse, recall, plan, status.
+"""The command ``tessera``: serve, gateway, quantize, ask, batch, parse, recall, plan, status, sample.
 
 Results go to standard output, progress and tables to standard error. Exit codes: 0 done, 1 failed, 2 wrong usage or
 wrong request, 3 the server is not there or not ready, 4 out of time, 130 interrupted.
@@ -20,7 +20,7 @@ from typing import Any
 
 from tessera_client.client import Client
 from tessera_client.messages import ServerStatus
-from tessera_command import ask, batch, health
+from tessera_command import ask, batch, health, sample
 from tessera_command.arguments import command, positive, sampling
 from tessera_command.terminal import console, progress
 from tessera_evaluation import plan, recall
@@ -88,7 +88,7 @@ def _quantize(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="tessera", description="Questions about pictures, served by tritonserver.")
-    names = "{serve,gateway,quantize,ask,batch,parse,recall,plan,status}"
+    names = "{serve,gateway,quantize,ask,batch,parse,recall,plan,status,sample}"
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     commands.add_parser("serve", help="start the server; `tessera serve --help` lists its options", add_help=False)
     gateway = "open servers to OpenAI's clients; `tessera gateway --help` lists its options"
@@ -96,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     quantize = "make a smaller checkpoint; `tessera quantize --help` lists its options"
     commands.add_parser("quantize", help=quantize, add_help=False)
 
+    sample.add(commands)
     ask.add(commands)
     batch.add(commands)
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from fake_transport import READY, SCORES, FakeTransport, final
 
+import scene
 from tessera_client import (
     ConnectionFailed,
     DeadlineExceeded,
@@ -26,8 +27,9 @@ from tessera_client import (
     ServerStatus,
     client,
 )
-from tessera_command import health
+from tessera_command import health, sample
 from tessera_command.cli import main
+from tessera_evaluation.datasets import folder_items
 
 
 @pytest.fixture
@@ -335,3 +337,31 @@ def test_a_file_that_does_not_exist(
     serve(fake=FakeTransport(status=READY))
     assert main(["recall", "--folder", "nothing"]) == 2
     assert "there is no file or folder nothing (looked for" in capsys.readouterr().err
+
+
+def test_sample_writes_pictures_with_questions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["sample", "my photos"]) == 0
+    shown = capsys.readouterr().out
+    assert "12 pictures" in shown and "tessera plan 'my photos'\n" in shown
+    items = folder_items(tmp_path / "my photos")
+    assert len(items) == 12 and len({(item.kind, item.cls) for item in items}) == 12
+    assert all(item.width * item.height > 0 for item in items)
+    assert main(["sample", "my photos"]) == 0  # the same again
+    capsys.readouterr()
+    Path("my photos", "room-03.jpg").write_bytes(b"mine")
+    Path("my photos", "room-01.jpg").unlink()
+    assert main(["sample", "my photos"]) == 2
+    assert "my photos/room-03.jpg is there already, and is another file" in capsys.readouterr().err
+    assert not Path("my photos", "room-01.jpg").exists(), "all or nothing"
+    assert main(["sample", "my photos/labels.csv"]) == 2
+    assert "cannot write to my photos/labels.csv" in capsys.readouterr().err
+
+
+def test_samples_are_held_out_pictures_and_small() -> None:
+    items = {(each.question, each.answer) for each in scene.heldout(400)}
+    assert {(each.question, each.answer) for each in folder_items(sample.SAMPLES / "rooms")} <= items
+    files = [file for file in sample.SAMPLES.rglob("*") if file.is_file()]
+    assert len(files) == 14 and sum(file.stat().st_size for file in files) < 300_000

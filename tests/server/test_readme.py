@@ -1,0 +1,93 @@
+"""The README's commands, typed as they stand: in a folder that holds nothing but what `tessera sample` writes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server.toy_servers import Launched
+
+from tessera.launcher import cli as launcher
+from tessera.launcher.process import Server
+from tessera_command.cli import _parser
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+FEWER = {"--limit 300": "--limit 3"}  # of what takes minutes
+TESSERA = re.compile(r"^(?:\.venv/bin/)?tessera (\w+)(.*?)(?: {2,}#.*)?$", re.MULTILINE)
+
+
+def block(language: str, word: str) -> str:
+    """The one block of the README that holds ``word``."""
+    (found,) = (text for kind, text in BLOCKS if kind == language and word in text)
+    return found
+
+
+@pytest.fixture
+def bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder with the commands of this environment where the README has them."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    tessera = tmp_path / ".venv" / "bin" / "tessera"
+    tessera.write_text(f'#!/bin/sh\nexec {sys.executable} -m tessera_command.cli "$@"\n')
+    tessera.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/clients:{ROOT}/python_backends")
+    monkeypatch.setenv("TESSERA_HEALTH_URL", "http://127.0.0.1:9")
+    yield tmp_path
+
+
+def typed(commands: str) -> str:
+    run = subprocess.run(["bash", "-euo", "pipefail", "-c", commands], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.server
+def test_questions_are_asked_as_the_readme_asks_them(
+    bash: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESSERA_URL", server.grpc_url)
+    commands = block("", "tessera sample photos/").replace("localhost:8000", server.http_url)
+    for many, few in FEWER.items():
+        assert many in commands
+        commands = commands.replace(many, few)
+    output = typed(commands)
+    assert len(list(Path("photos").glob("*.jpg"))) == 12 and len(Path("out.jsonl").read_text().splitlines()) == 12
+    assert "\nyes\n" in output and '"text_output":"' in output and '"recall.macro"' in output
+    program = block("python", "from tessera_client import Client").replace("localhost:8001", server.grpc_url)
+    answers = typed(f"{sys.executable} -c {shlex.quote(program)}").splitlines()
+    assert answers[0].startswith("yes Timings(") and len(answers) == 1 + 12  # a description ends without a new line
+
+
+@pytest.mark.server
+def test_a_page_is_parsed_as_the_readme_does(bash: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve, *commands = block("", "tessera parse").splitlines()
+    options = re.fullmatch(r'make serve ARGS="(.*)"', serve)
+    assert options
+    launched = Launched(ROOT / "model_repository", bash / "log", *options[1].split())
+    try:
+        monkeypatch.setenv("TESSERA_URL", launched.url("grpc"))
+        assert "1 page in" in typed("\n".join(commands))
+        assert len(Path("out/page.pdf/document.md").read_text()) > 100
+    finally:
+        launched.process.terminate()
+        launched.process.communicate(timeout=20)
+
+
+def test_every_other_command_has_options_that_exist(tmp_path: Path) -> None:
+    names = []
+    for _, text in BLOCKS:
+        for name, words in TESSERA.findall(text):
+            arguments = shlex.split(words.replace("DIR", str(tmp_path)))
+            if name == "serve":
+                launcher.parse(arguments)
+            else:
+                _parser().parse_args([name, *arguments])
+            names.append(name)
+    assert set(names) >= {"serve", "ask", "batch", "parse", "plan", "recall", "sample"}
