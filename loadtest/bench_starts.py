@@ -8,7 +8,8 @@ the processors are busy while a stage grows its memory.
     python loadtest/bench_starts.py --checkpoint loadtest/shapes/mineru25-shape --weights random --workload W5a \\
         --gpus 0 --starts 60 --lanes 4 --seconds 540
 
-`--tree DIR` starts the server of another checkout. After `--seconds` no further start begins.
+`--tree DIR` starts the server of another checkout, `--log FOLDER` keeps the servers' logs. After `--seconds` no further
+start begins, nor after one that fails before any was ready.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def start_once(asked: Setup, workload: Workload, pictures: list[bytes], tally: T
             time.sleep(LIVES_S)
     except RuntimeError as error:
         assert asked.log is not None
-        lines = asked.log.read_text(errors="replace").splitlines() if asked.log.exists() else []
+        written = asked.log.parent.glob(f"{asked.log.stem}*")  # a server of a GPU has the GPU in its log's name
+        lines = [line for log in written for line in log.read_text(errors="replace").splitlines()]
         told = [line for line in lines if any(sign in line for sign in SIGNS)]
         tally.deaths.append("\n".join([str(error), *told[:12]]))
 
@@ -87,12 +89,14 @@ def run(asked: Setup, workload: Workload, options: argparse.Namespace, logs: Pat
 
     def next_start() -> Iterator[int]:
         while (number := next(numbers)) < options.starts and time.monotonic() < until:
+            if tally.deaths and not tally.startup_s:
+                return
             yield number
 
     def lane(place: int) -> None:
         time.sleep(place * options.apart)
         for number in next_start():
-            start_once(replace(asked, log=logs / f"{number}.log"), workload, pictures, tally)
+            start_once(replace(asked, log=logs / f"start-{number:03}.log"), workload, pictures, tally)
             print(f"start {number}: {len(tally.deaths)} deaths so far", file=sys.stderr, flush=True)
 
     threads = [threading.Thread(target=lane, args=(place,)) for place in range(options.lanes)]
@@ -117,7 +121,9 @@ def main() -> int:
     if options.lanes > 1:
         os.environ.setdefault("TESSERA_GPU_MEMORY", f"{0.9 / options.lanes:.2f}")
     with tempfile.TemporaryDirectory(prefix="tessera-starts-") as folder:
-        tally = run(setup(options), WORKLOADS[options.workload], options, Path(folder))
+        logs = options.log or Path(folder)
+        logs.mkdir(exist_ok=True)
+        tally = run(setup(options), WORKLOADS[options.workload], options, logs)
     for told in [*tally.deaths, *tally.failed[:5]]:
         print(told, file=sys.stderr)
     starts = len(tally.startup_s)
