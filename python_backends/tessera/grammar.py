@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MOST_DEPTH = 64
 MOST_COUNT = 4096
 MOST_REPEATED = 20_000
+NICE = 10  # of what may take long: where the CPU is busy it gets a tenth of what others do
 NOTHING_FOLLOWS = "no token of the vocabulary can come next"
 # Without white space that a model could go on writing for ever: as Python's json.dumps writes it.
 _WRITING: JsonCompileOptions = {

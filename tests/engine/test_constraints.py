@@ -31,7 +31,7 @@ from test_grammar import POINT
 
 from tessera import grammar
 from tessera.engine import constraints as constraints_module
-from tessera.engine.constraints import MOST_COMPILED, Constraints
+from tessera.engine.constraints import Constraints
 from tessera.engine.execution.sampler import SamplingRow, sample
 from tessera.engine.transfer import Moment
 from tessera.errors import InvalidRequest
@@ -119,7 +119,8 @@ def test_a_checkpoint_without_stop_tokens_cannot_end():
         matcher(stop_ids=(), json_object=True)
 
 
-def test_what_was_compiled_is_kept_up_to_a_number(monkeypatch):
+def test_what_was_compiled_is_kept_up_to_so_many_bytes(monkeypatch):
+    monkeypatch.setattr(constraints_module, "MOST_COMPILED_BYTES", 10 << 20)
     compiled = []
     compile_ = grammar.compiled
     monkeypatch.setattr(grammar, "compiled", lambda *asked: compiled.append(asked) or compile_(*asked))
@@ -127,9 +128,12 @@ def test_what_was_compiled_is_kept_up_to_a_number(monkeypatch):
     read_ = grammar.grammar
     monkeypatch.setattr(grammar, "grammar", lambda asked: read.append(asked) or read_(asked))
     constraints = Constraints(ByteTokenizer(), VOCABULARY, (EOS,))
-    for n in (*range(MOST_COMPILED), 0, MOST_COMPILED, 0, 1):
+    for n in (*range(9), 0, 9, 0, 1):  # of one MiB each, and a little for the computing
         constraints.matcher(SamplingParameters.parse({"regex": f"a{n}"}))
-    assert len(read) == len(compiled) == MOST_COMPILED + 2  # 1 was the one not used for longest
+    assert len(read) == len(compiled) == 9 + 2  # 1 was the one not used for longest
+    constraints.compile(SamplingParameters.parse({"regex": "b"}), 9 << 20)
+    assert constraints.has(SamplingParameters.parse({"regex": "b"}))
+    assert not constraints.has(SamplingParameters.parse({"regex": "a1"}))
 
 
 def test_what_others_wrote_ends_no_answer(monkeypatch):
@@ -258,8 +262,10 @@ def test_how_answers_end():
     assert re.fullmatch("a{3,9}", text)
 
 
-def test_an_answer_that_cannot_go_on_ends_with_the_reason():
-    """As one that becomes too complex does."""
+@pytest.mark.parametrize("most_beyond", [60.0, -1.0])
+def test_an_answer_that_cannot_go_on_ends_with_the_reason(monkeypatch, most_beyond):
+    """As one that becomes too complex does; also where a slow grammar's fault is found beside the steps."""
+    monkeypatch.setattr(constraints_module, "_MOST_BEYOND_S", most_beyond)
     engine, _ = make_engine()
     engine._tokenizer.token_bytes = lambda token: bytes([token]) if token < 256 and token != ord("x") else b""
     engine._tokenizer.encode = lambda text, special: []

@@ -114,6 +114,22 @@ def test_refusals_and_cancelling(parts):
     assert process.counts()["kv_blocks_total"] > 0
 
 
+def test_a_grammar_that_takes_long_to_try_holds_up_nobody(parts):
+    process, ends = parts
+    endless = {"allOf": [{"type": "integer", "multipleOf": n} for n in (2, 3, 5, 7, 11, 13, 17, 19, 29)]}
+    tried = make_request("endless", json_schema=endless, ignore_eos=False)
+    refused = process.submit(tried, ends)
+    given_up = make_request("given up", json_schema=endless, ignore_eos=False)
+    process.submit(given_up, ends)
+    process.cancel(given_up.number)
+    plain = make_request("plain")
+    process.submit(plain, ends).result(PATIENCE_S)
+    assert ends.wait(plain)[-1].finish_reason == "length" and not refused.done()
+    assert ends.wait(given_up)[-1].finish_reason == "cancelled" and not refused.done()
+    with pytest.raises(InvalidRequest, match="json_schema is too complex"):
+        refused.result(PATIENCE_S)
+
+
 def test_nobody_waits_until_a_request_is_taken_and_events_may_come_before(parts):
     """As they do where a request ends at once: here the word that it was taken is held back."""
     process, ends = parts

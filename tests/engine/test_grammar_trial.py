@@ -19,15 +19,15 @@ def parameters(**given):
 
 def test_one_that_takes_too_long_is_refused_and_the_next_is_tried():
     trial = GrammarTrial()
-    trial.check(parameters())
     assert trial._process is None  # nobody has asked for one yet
-    trial.check(parameters(regex="yes|no"))
+    assert trial.check(parameters(regex="yes|no")) < trial.check(parameters(regex="a{19900}")) < 64 << 20
     first = trial._process
     with pytest.raises(InvalidRequest, match=r"regex: unclosed group \(character 1\)"):
         trial.check(parameters(regex="a(b"))
     assert trial._process is first
     with pytest.raises(InvalidRequest, match="json_schema is too complex: it takes more than 1 s"):
         trial.check(parameters(json_schema=LONG))
+    assert trial._process is first  # only a child of its ended
     trial.check(parameters(json_schema={"type": "integer", "multipleOf": 23}))
     trial._process.kill()  # as the kernel does where memory is short
     trial._process.wait()

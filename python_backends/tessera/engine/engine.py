@@ -22,6 +22,7 @@ from tessera.engine.constrained_sequence import ConstrainedSequence
 from tessera.engine.constraints import Constraints
 from tessera.engine.label_sequence import LabelSequence
 from tessera.engine.labels import LabelScorer
+from tessera.engine.mask_lane import MaskLane
 from tessera.engine.metrics import EngineMetrics
 from tessera.engine.progress import End, Progress
 from tessera.engine.request import Request
@@ -29,6 +30,7 @@ from tessera.engine.scheduling.batch import ScheduledBatch
 from tessera.engine.scheduling.scheduler import Scheduler
 from tessera.engine.sequence import Sequence
 from tessera.errors import InvalidRequest, Unavailable
+from tessera.sampling import SamplingParameters
 
 if TYPE_CHECKING:
     from tessera.engine.execution.model_runner import ModelRunner
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from tessera.family.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
+_LANE_PART = 4  # of the sequences that may run, one in so many may follow a slow grammar
+_LANE_WAIT_S = 0.02  # for masks or a request, where nothing else is to be done; then deadlines are looked at again
 
 
 class Engine:
@@ -64,6 +68,7 @@ class Engine:
         self._config = config
         self._eos_token_ids = frozenset(token for token in eos_token_ids if token < runner.vocab_size)
         self._constraints = Constraints(tokenizer, runner.vocab_size, self._eos_token_ids)
+        self._lane = MaskLane(max(1, config.max_sequences // _LANE_PART))
         self._cache_secret = secrets.token_bytes(16)
         self._under_way: deque[tuple[ScheduledBatch, SampledRows]] = deque()  # launched, not yet applied
         self._news = Progress()  # of the step under way
@@ -98,6 +103,17 @@ class Engine:
         engine._constraints.read_vocabulary()
         return engine
 
+    def has_grammar(self, sampling: SamplingParameters) -> bool:
+        """Whether :meth:`submit` has nothing to compile; where it has, that takes up to seconds."""
+        return sampling.constraint is None or self._constraints.has(sampling)
+
+    def compile(self, sampling: SamplingParameters, size: int) -> None:
+        """Compiles what an answer must match if it is to be, and keeps it; ``size``: its bytes. Raises InvalidRequest.
+
+        For one thread, which does not step.
+        """
+        self._constraints.compile(sampling, size)
+
     def step(self) -> Progress:
         """Plans and runs a step, applies what is done and tells what came of it.
 
@@ -109,6 +125,8 @@ class Engine:
             self._apply_until(0)
         began = _waited_ns()
         batch = self._plan()
+        if not batch.spans and self._lane and not self._under_way:
+            self._lane.wait(_LANE_WAIT_S)
         if batch.spans:
             self._mark_scheduled(batch)
             self._under_way.append((batch, self._runner.launch(batch)))
@@ -137,7 +155,10 @@ class Engine:
                 raise Unavailable(f"{len(self._live)} requests are in flight, {queued} of them queued; try again later")
             self._live[request.number] = sequence
             self._arrived.append(sequence)
+            if isinstance(sequence, ConstrainedSequence):
+                sequence.take_place()
             self.metrics.requests += 1
+        self._lane.wake()
         return sequence
 
     def cancel(self, number: int, reason: str = "cancelled") -> None:
@@ -198,7 +219,10 @@ class Engine:
         room = self._room(prompt, request.sampling.least_room)
         options["max_tokens"] = request.sampling.max_tokens or room
         if request.sampling.constraint is not None:
-            return ConstrainedSequence(request, self._constraints.matcher(request.sampling), **options)
+            matcher = self._constraints.matcher(request.sampling)
+            if matcher.slow and self._lane.full:
+                raise Unavailable("the queue is full of answers whose grammars take long; try again later")
+            return ConstrainedSequence(request, matcher, self._lane, **options)
         return Sequence(request, **options)
 
     def _label_scorer(self, choices: SequenceType[str]) -> LabelScorer:
@@ -223,10 +247,13 @@ class Engine:
             for number, sequence in self._live.items():
                 if sequence.request.deadline_ns is not None and sequence.request.deadline_ns <= now:
                     cancelled.setdefault(number, "deadline")
+                elif sequence.failure is not None:
+                    cancelled.setdefault(number, "error")
             ended = [(self._live[number], reason) for number, reason in cancelled.items() if number in self._live]
         for sequence in arrived:
             self.scheduler.add(sequence)
         for sequence, reason in ended:
+            sequence.error = sequence.failure
             self.scheduler.cancel(sequence, reason)
             self._end(sequence)
         return self.scheduler.schedule()
@@ -267,6 +294,7 @@ class Engine:
         number, reason = sequence.request.number, sequence.finish_reason or ""
         with self._lock:
             del self._live[number]
+        self._lane.leave(sequence)
         sequence.embeddings = None
         self.metrics.finished[reason] += 1
         times = (sequence.cached_tokens, sequence.scheduled_ns, sequence.first_token_ns)
@@ -278,7 +306,8 @@ class Engine:
         metrics.graph_steps = self._runner.graph_steps
         metrics.computed_tokens += batch.tokens
         metrics.preemptions = scheduler.preemptions
-        metrics.requests_waiting, metrics.requests_running = len(scheduler.waiting), len(scheduler.running)
+        metrics.requests_waiting = len(scheduler.waiting) + len(scheduler.parked)
+        metrics.requests_running = len(scheduler.running)
         metrics.kv_blocks_used = scheduler.blocks.used
         news, self._news = self._news, Progress()
         metrics.generated_tokens += len(news.tokens)

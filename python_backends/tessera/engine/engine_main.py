@@ -14,7 +14,7 @@ import torch
 
 from tessera.engine.cache.embedding_pool import rows_at
 from tessera.engine.engine import Engine
-from tessera.engine.grammar_trial import GrammarTrial
+from tessera.engine.grammar_lane import GrammarLane
 from tessera.engine.loop import StepLoop
 from tessera.engine.progress import Progress
 from tessera.engine.wire import Cancel, Count, Counts, Ready, Rows, Start, Stop, Submit, Taken, Wire
@@ -33,7 +33,7 @@ class EngineServer:
         self._engine = engine
         self._slab = slab
         self._loop = StepLoop(engine, self._tell)
-        self._grammar_trial = GrammarTrial()
+        self._grammars = GrammarLane(engine, self._take, self._answer, self._tell)
 
     def serve(self) -> None:
         threading.Thread(target=self._listen, name="listen", daemon=True).start()
@@ -54,19 +54,34 @@ class EngineServer:
 
     def _hear(self, message: Any) -> None:
         if isinstance(message, Submit):
-            self._wire.send(Taken(message.request.number, self._submit(message)))
-            self._loop.wake()
+            if self._engine.has_grammar(message.request.sampling):
+                self._take(message)
+            else:
+                self._wait_for_grammar(message)
         elif isinstance(message, Cancel):
-            self._engine.cancel(message.number, message.reason)
-            self._loop.wake()
+            if not self._grammars.cancel(message.number, message.reason):
+                self._engine.cancel(message.number, message.reason)
+                self._loop.wake()
         elif isinstance(message, Count):
             self._wire.send(Counts(self._engine.metrics.snapshot()))
         else:
             _LOG.error("%s is no message for the engine", type(message).__name__)
 
+    def _wait_for_grammar(self, message: Submit) -> None:
+        try:
+            self._grammars.put(message)
+        except TesseraError as error:
+            self._answer(message.request.number, error)
+
+    def _take(self, message: Submit) -> None:
+        self._answer(message.request.number, self._submit(message))
+        self._loop.wake()
+
+    def _answer(self, number: int, refusal: TesseraError | None) -> None:
+        self._wire.send(Taken(number, refusal))
+
     def _submit(self, message: Submit) -> TesseraError | None:
         try:
-            self._grammar_trial.check(message.request.sampling)
             rows = None if message.rows is None else self._opened(message.rows)
             self._engine.submit(replace(message.request, embeddings=rows))
         except TesseraError as error:

@@ -136,6 +136,16 @@ class Sequence:
         return self.prompt_length + planned - self.computed  # not self.length: once a token
 
     @property
+    def parked(self) -> bool:
+        """Whether it stands outside the queue and holds nothing, until what its next token needs is there."""
+        return False
+
+    @property
+    def failure(self) -> str | None:
+        """Why it cannot go on, in words for the client, where that was found after its last token was taken."""
+        return None
+
+    @property
     def children(self) -> tuple[int, ...]:
         """Tokens whose log probabilities are asked for, where labels are scored."""
         return ()

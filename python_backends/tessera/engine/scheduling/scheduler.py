@@ -78,6 +78,7 @@ class Scheduler:
         self.blocks = blocks
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.parked: list[Sequence] = []
         self.preemptions = 0
         self._max_batched_tokens = max_batched_tokens
         self._max_sequences = max_sequences
@@ -93,7 +94,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.parked)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence, behind those of its priority but for what it passes as a follow-up."""
@@ -111,6 +112,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Plans the next step; it is empty when nothing can run before a batch in flight is applied."""
         spans: list[ScheduledSpan] = []
+        self._park()
         self._make_way()
         self._hurried, self._full_tokens = self._in_a_hurry(), self._full_step()
         budget = self._plan_running(spans, self._max_batched_tokens)
@@ -166,19 +168,31 @@ class Scheduler:
         """Forgets every sequence and everything cached, whatever state a failed step left behind."""
         for sequence in (*self.waiting, *self.running):
             sequence.block_table = array("q")
-        self.waiting, self.running = deque(), []
+        self.waiting, self.running, self.parked = deque(), [], []
         self.blocks.reset()
 
     def check(self) -> None:
         """Raises AssertionError unless queue, running list and block books agree."""
-        everyone = [*self.waiting, *self.running]
+        everyone = [*self.waiting, *self.running, *self.parked]
         assert len(set(everyone)) == len(everyone), "a sequence is queued twice"
         assert not any(sequence.finished for sequence in everyone), "a finished sequence is queued"
-        assert not any(sequence.block_table for sequence in self.waiting), "a waiting sequence holds blocks"
+        idle = (*self.waiting, *self.parked)
+        assert not any(sequence.block_table for sequence in idle), "a waiting sequence holds blocks"
         reading = [sequence for sequence in self.running if not sequence.rewinds and sequence.pending > 1]
         assert reading in ([], self.running[-1:]), "a sequence overtook one that reads its prompt"
         assert len(self.running) <= self._max_sequences, "too many sequences run"
         self.blocks.check(everyone)
+
+    def _park(self) -> None:
+        """Takes out of the queues what cannot go on for long, and puts back what can."""
+        for sequence in [each for each in self.running if each.parked and not each.in_flight]:
+            self._preempt(sequence)
+        for sequence in [each for each in self.waiting if each.parked and not each.in_flight]:
+            self.waiting.remove(sequence)
+            self.parked.append(sequence)
+        for sequence in [each for each in self.parked if not each.parked]:
+            self.parked.remove(sequence)
+            self._wait_first(sequence)
 
     def _make_way(self) -> None:
         """Takes from the running, last first, what holds up a better priority that waits."""
@@ -332,15 +346,18 @@ class Scheduler:
         self.preemptions += 1
         self.running.remove(victim)
         self.blocks.release(victim)
+        self._wait_first(victim)
+
+    def _wait_first(self, sequence: Sequence) -> None:
         place = 0
-        while place < len(self.waiting) and self.waiting[place].passes(victim):
+        while place < len(self.waiting) and self.waiting[place].passes(sequence):
             place += 1
-        self.waiting.insert(place, victim)
+        self.waiting.insert(place, sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.outputs:
             self._short_share += ((len(sequence.outputs) <= _SHORT) - self._short_share) / 16
-        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        next(each for each in (self.running, self.waiting, self.parked) if sequence in each).remove(sequence)
         self.blocks.release(sequence)
 
 

@@ -1,0 +1,138 @@
+"""Grammars that take long to compile or to follow hold up nobody else."""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+
+import pytest
+from engine_fakes import ends, make_engine, make_request, run, text_of
+
+from tessera.engine import constraints, grammar_lane, mask_lane
+from tessera.engine.grammar_lane import MOST_GRAMMARS, GrammarLane
+from tessera.engine.wire import Submit
+from tessera.errors import InvalidRequest, Unavailable
+
+PATIENCE_S = 30
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Every grammar is followed in the lane."""
+    monkeypatch.setattr(constraints, "_MOST_BEYOND_S", -1.0)
+
+
+def bound(count):
+    return [make_request([n, 5], f"bound {n}", max_tokens=60, regex=f"(ab|cd){{{6 + n}}}") for n in range(count)]
+
+
+@pytest.mark.parametrize("blocks", [200, 16])
+def test_slow_ones_answer_as_quick_ones_a_few_at_a_time(monkeypatch, blocks):
+    """Also where blocks are few and they are preempted while their masks are made."""
+    quick, _ = make_engine(num_blocks=200)
+    jobs = bound(6)
+    for job in jobs:
+        quick.submit(job)
+    expected = run(quick)
+    monkeypatch.setattr(constraints, "_MOST_BEYOND_S", -1.0)
+    engine, _ = make_engine(num_blocks=blocks, max_sequences=8)
+    for job in jobs:
+        engine.submit(job)
+    events = run(engine, 20_000)
+    for n, job in enumerate(jobs):
+        assert text_of(events, job.request_id) == text_of(expected, job.request_id)
+        assert re.fullmatch(f"(ab|cd){{{6 + n}}}", text_of(events, job.request_id))
+    assert not engine._lane and not engine.scheduler.parked
+
+
+def test_plain_answers_go_on_while_no_mask_comes(slow, monkeypatch):
+    monkeypatch.setattr(mask_lane, "MOST_OUTSIDE", 3)
+    engine, _ = make_engine(num_blocks=200, max_sequences=4)
+    held = []
+    monkeypatch.setattr(engine._lane, "run", held.append)
+    for job in bound(4):
+        engine.submit(job)
+    with pytest.raises(Unavailable, match="the queue is full of answers whose grammars take long"):
+        engine.submit(make_request([9], "one more", regex="x{9}"))
+    for n in range(9):
+        engine.submit(make_request([n], f"plain {n}", max_tokens=12, ignore_eos=True))
+    events = []
+    while sum(name.startswith("plain") for name in ends(events)) < 9:
+        events += engine.step()
+        engine.scheduler.check()
+    assert set(ends(events).values()) == {"length"} and len(held) == 1
+    assert len(engine.scheduler.parked) == 3
+    engine.cancel(engine.scheduler.parked[0].request.number)
+    assert list(ends(engine.step()).values()) == ["cancelled"]
+    monkeypatch.undo()
+    held.pop()()
+    assert list(ends(run(engine, 20_000)).values()) == ["stop"] * 3
+
+
+class Lane:
+    """A lane before an engine without one, whose grammars are compiled when the test says so."""
+
+    def __init__(self, monkeypatch):
+        self.compiled, self.go_on, self.said = [], threading.Semaphore(0), queue.SimpleQueue()
+        self._known = set()
+        monkeypatch.setattr(grammar_lane.GrammarTrial, "check", lambda _, sampling: self._try(sampling.regex))
+        self.lane = GrammarLane(
+            self,
+            lambda message: self.said.put((message.request.request_id, "submitted")),
+            lambda number, refusal: self.said.put((self.names[number], refusal)),
+            lambda progress: self.said.put((self.names[progress.ends[0].number], progress.ends[0].reason)),
+        )
+        self.names = {}
+
+    def has_grammar(self, sampling):
+        return sampling.regex in self._known
+
+    def compile(self, sampling, size):
+        self.compiled.append(sampling.regex)
+        self._known.add(sampling.regex)
+
+    def put(self, name, regex, **options):
+        request = make_request([1], name, regex=regex)
+        for option, value in options.items():
+            object.__setattr__(request, option, value)
+        self.names[request.number] = name
+        self.lane.put(Submit(request, None))
+        return request.number
+
+    def hear(self):
+        return self.said.get(timeout=PATIENCE_S)
+
+    def _try(self, regex):
+        assert self.go_on.acquire(timeout=PATIENCE_S)
+        if regex == "bad":
+            raise InvalidRequest("it is bad")
+        return 1
+
+
+def test_a_grammar_is_compiled_once_for_all_who_wait_for_it(monkeypatch):
+    lane = Lane(monkeypatch)
+    for n in range(40):
+        lane.put(f"{n}", "a" if n % 2 else "bad")
+    lane.put("late", "a", deadline_ns=1)
+    cancelled = lane.put("cancelled", "a")
+    assert lane.lane.cancel(cancelled, "cancelled") and not lane.lane.cancel(cancelled, "cancelled")
+    assert [lane.hear(), lane.hear()] == [("cancelled", None), ("cancelled", "cancelled")]
+    lane.go_on.release(2)
+    heard = [lane.hear() for _ in range(42)]
+    assert {name: str(word) for name, word in heard[:20]} == {f"{n}": "it is bad" for n in range(0, 40, 2)}
+    assert heard[20:40] == [(f"{n}", "submitted") for n in range(1, 40, 2)]
+    assert heard[40:] == [("late", None), ("late", "deadline")]
+    assert lane.compiled == ["a"]
+
+
+def test_only_so_many_grammars_wait(monkeypatch):
+    lane = Lane(monkeypatch)
+    for n in range(MOST_GRAMMARS):
+        lane.put(f"{n}", f"a{n}")
+    lane.put("again", "a0")
+    with pytest.raises(Unavailable, match="the queue of grammars is full: 32 wait to be compiled; try again later"):
+        lane.put("too many", "b")
+    lane.go_on.release(MOST_GRAMMARS)
+    assert {lane.hear()[1] for _ in range(MOST_GRAMMARS + 1)} == {"submitted"}
+    assert len(lane.compiled) == MOST_GRAMMARS
