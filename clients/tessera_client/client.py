@@ -73,8 +73,8 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
             question: plain text; ``<image>`` in it marks where a picture goes (before the text if there is none).
             timeout: seconds for this request, in place of the client's.
             sampling: vLLM's names: max_tokens (without it as many as fit), min_tokens, temperature, top_p, top_k,
-                min_p, seed, stop, stop_token_ids, ignore_eos, logprobs, logit_bias (a dict of token ids and numbers from -100
-                to 100), presence_penalty, frequency_penalty, repetition_penalty,
+                min_p, seed, stop, stop_token_ids, ignore_eos, logprobs, logit_bias (a dict of token ids and
+                numbers from -100 to 100), presence_penalty, frequency_penalty, repetition_penalty,
                 no_repeat_ngram_size, priority (lower runs earlier). And ``max_tiles``, ``min_tiles``,
                 ``thumbnail`` or a whole ``tile_policy``, or of models of native resolution ``min_pixels`` and
                 ``max_pixels``: how finely pictures are cut.
