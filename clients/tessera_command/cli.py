@@ -62,10 +62,11 @@ def exit_code(error: errors.TesseraClientError) -> int:
 def _serve(arguments: list[str]) -> int:
     try:
         from tessera.launcher.cli import serve_main
+        from tessera_gateway.options import add_options
     except ImportError as error:
         print(f"tessera serve: the server's package is not installed here: {error}", file=sys.stderr)
         return 1
-    return serve_main(arguments)
+    return serve_main(arguments, add_options)
 
 
 def _gateway(arguments: list[str]) -> int:

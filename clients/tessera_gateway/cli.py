@@ -26,13 +26,12 @@ from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.lock import FolderLock
 from tessera_gateway.connections import Connection, raise_file_limit
 from tessera_gateway.keys import read_keys
+from tessera_gateway.options import add_options, names
 from tessera_gateway.settings import Settings
 from tessera_wire.address import addresses, parse_url
 from tessera_wire.command_line import Parser
 from tessera_wire.errors import InvalidRequest
 
-MOST_WORKERS = 8
-CPUS_PER_WORKER = 4  # the servers' stages need the others
 STOP_SECONDS = 5
 QUIET_SECONDS = 75  # of a connection kept; longer than clients keep theirs, or one would ask on a line just closed
 STALLED_MS = 60_000  # a client that takes nothing for so long has gone: its connection ends, and with it its request
@@ -44,6 +43,8 @@ def gateway_main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         settings = _settings(options)
+        if options.check:
+            return 0
         listener = _listen(options.host, options.port)
     except (InvalidRequest, ValueError, OverflowError, OSError) as error:
         print(f"tessera gateway: {error}", file=sys.stderr)
@@ -69,42 +70,12 @@ def _parser() -> argparse.ArgumentParser:
         "between (default: $TESSERA_URL or %(default)s)")  # fmt: skip
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine only)")
     add("--port", type=int, default=9000, metavar="N", help="default %(default)s; 0 picks a free one")
-    add("--workers", type=int, default=_usual_workers(), metavar="N", help="processes (default here: %(default)s)")
-    add("--model-name", type=_names, default=default.model_names, metavar="NAME,...",
-        help="what requests may call the model (default: vlm)")  # fmt: skip
-    add("--max-tokens", type=int, metavar="N",
-        help="the longest answer to a request that does not say (default: what the context has room for)")  # fmt: skip
-    add("--timeout", type=float, default=default.timeout_s, metavar="S", help="seconds for a request (%(default)s)")
-    add("--max-body-mib", type=int, default=default.max_body_mib, metavar="N", help="of a request (%(default)s)")
-    add("--max-bodies-mib", type=int, default=default.max_bodies_mib, metavar="N",
-        help="of all requests under way together (%(default)s)")  # fmt: skip
-    add("--max-connections-per-peer", type=int, default=default.max_connections_per_peer, metavar="N",
-        help="of one address, to each worker; more for a proxy (%(default)s)")  # fmt: skip
-    add("--fetch-from", type=_names, default=(), metavar="HOST,...",
-        help="fetch pictures behind http(s) URLs from these hosts (default: from none)")  # fmt: skip
-    add("--keys", type=Path, metavar="FILE", help="ask for one of these bearer keys (one a line)")
-    add("--batch-folder", type=Path, metavar="FOLDER",
-        help="keep files and batches in it, and serve both (default: there are none)")  # fmt: skip
-    add("--batch-concurrency", type=int, default=default.batch_concurrency, metavar="N",
-        help="requests of batches at a time (%(default)s)")  # fmt: skip
-    add("--max-file-mib", type=int, default=default.max_file_mib, metavar="N", help="of a batch's file (%(default)s)")
-    add("--metrics", type=_names, default=(), metavar="URL,...",
+    add("--metrics", type=names, default=(), metavar="URL,...",
         help="the servers' metrics pages (default: at the port above each gRPC port)")  # fmt: skip
-    add("--otel", metavar="URL", help="send traces by OTLP over HTTP to this collector, for instance "
-        "http://localhost:4318 (default: $OTEL_EXPORTER_OTLP_ENDPOINT and its kin, or none)")  # fmt: skip
     add("--with-parent", action="store_true", help="end when standard input does")
+    add("--check", action="store_true", help="say whether the gateway could start with these options, and end")
+    add_options(add)
     return parser
-
-
-def _usual_workers() -> int:
-    return max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // CPUS_PER_WORKER))
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    if "" in names:
-        raise argparse.ArgumentTypeError(f"{text!r} holds an empty name")
-    return names
 
 
 def _settings(options: argparse.Namespace) -> Settings:

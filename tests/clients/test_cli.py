@@ -30,6 +30,7 @@ from tessera_client import (
 from tessera_command import health, sample
 from tessera_command.cli import main
 from tessera_evaluation.datasets import folder_items
+from tessera_gateway.options import add_options
 
 
 @pytest.fixture
@@ -234,12 +235,12 @@ def test_status_goes_by_the_default_port_only_for_the_same_server(
 
 
 def test_serve_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    got: list[list[str]] = []
+    got: list[Any] = []
     module = types.ModuleType("tessera.launcher.cli")
-    module.serve_main = lambda argv: got.append(argv) or 7  # type: ignore[attr-defined]
+    module.serve_main = lambda *given: got.extend(given) or 7  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tessera.launcher", types.ModuleType("tessera.launcher"))
     monkeypatch.setitem(sys.modules, "tessera.launcher.cli", module)
-    assert main(["serve", "--http-port", "1"]) == 7 and got == [["--http-port", "1"]]
+    assert main(["serve", "--http-port", "1"]) == 7 and got == [["--http-port", "1"], add_options]
 
 
 def test_recall_on_a_folder(serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,7 +142,12 @@ def test_a_folder_without_a_lock_is_said_in_a_line(
 
 def test_the_launchers_child_is_started_anew_where_it_was(tmp_path: Path) -> None:
     said: list[str] = []
-    child = Gateway("127.0.0.1", free_port(), lambda message, error: said.append(message), tmp_path / "batches")
+    child = Gateway(
+        "127.0.0.1",
+        free_port(),
+        lambda message, error: said.append(message),
+        [f"--batch-folder={tmp_path / 'batches'}"],
+    )
     try:
         child.start([NOBODY], ["http://127.0.0.1:1/metrics"])
         url, first = child.url, child.pid
@@ -202,6 +207,13 @@ def test_a_port_in_use_is_named_before_anything_starts(capsys: pytest.CaptureFix
             Gateway("127.0.0.1", port, lambda *_: None)
         assert gateway_main(["--port", str(port)]) == 1
         assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_options_that_cannot_work_are_said_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the gateway: --max-tokens must be above 0"):
+        Gateway("127.0.0.1", free_port(), lambda *_: None, ["--max-tokens=0"])
+    with pytest.raises(ConfigError, match="the gateway: .*No such file or directory: .*/keys"):
+        Gateway("127.0.0.1", free_port(), lambda *_: None, [f"--keys={tmp_path}/keys"])
 
 
 def test_where_it_is_not_installed_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ from tessera.launcher.options import (
 from tessera.launcher.ports import one_per_gpu, ports_of, with_ports
 from tessera.launcher.process import log_path
 from tessera.launcher.settings import ServerSetup
+from tessera_gateway.options import add_options
 
 INSTALLATION = Installation(Path("/s"), (Path("/l1"), Path("/l2")))
 
@@ -53,12 +55,36 @@ def test_the_command_line_becomes_options_and_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("without", [["--openai-port", "0"], ["--only", "vision_encoder"]])
-def test_batches_need_the_gateway(without: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_gateways_options_need_the_gateway(
+    without: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = ["--model-repository", str(tmp_path), "--batch-folder", str(tmp_path / "batches")]
-    assert parse(argv)[3].batch_folder == tmp_path / "batches"
     with pytest.raises(SystemExit):
-        parse([*argv, *without])
+        parse([*argv, *without], add_options)
     assert "--batch-folder is for the gateway, which" in capsys.readouterr().err
+
+
+def test_every_option_of_the_gateway_is_passed_on_as_it_was_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--keys", "my keys", "--grpc-port", "7", "--model-name=a, b", "--max-tokens", "9", "--only", "vlm"]
+    options, _, _, own = parse(["--model-repository", str(tmp_path), *argv], add_options)
+    assert own.gateway == ("--keys=my keys", "--max-tokens=9", "--model-name=a, b") and options.grpc_port == 7
+    assert parse([], add_options)[3].gateway == ()
+    declared: dict[str, dict[str, Any]] = {}
+    add_options(lambda flag, **how: declared.update({flag: how}))
+    for wrong, words in (
+        (["--max-tokens", "many"], "argument --max-tokens: invalid int value: 'many'"),
+        (["--model-name", "a,"], "'a,' holds an empty name"),
+        (["--max-tokns", "9"], "there is no option --max-tokns; did you mean --max-tokens?"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(wrong, add_options)
+        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse(["--help"], add_options)
+    said = capsys.readouterr().out
+    assert all(flag in said for flag in declared) and "SUPPRESS" not in said
 
 
 def test_the_models_that_come_with_the_source_are_asked_for_by_name(

@@ -9,11 +9,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import tessera
 from tessera.errors import TesseraError
@@ -38,12 +39,19 @@ class StopRequested(BaseException):
     """SIGTERM or SIGINT arrived; not an Exception, so that no handler on the way swallows it."""
 
 
-def serve_main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``tessera serve``. Returns 0 after a stop by signal, 1 when the server failed (2: wrong usage)."""
+GatewayOptions: TypeAlias = Callable[[Callable[..., Any]], None]
+"""Declares the gateway's options by what it is given in place of ArgumentParser.add_argument."""
+
+
+def serve_main(argv: Sequence[str] | None = None, gateway_options: GatewayOptions | None = None) -> int:
+    """Runs ``tessera serve``. Returns 0 after a stop by signal, 1 when the server failed (2: wrong usage).
+
+    The gateway's options are passed on to it as they are: this package knows none of them.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, request_stop)
     try:
-        options, gpus, supervision, flags = parse(list(sys.argv[1:] if argv is None else argv))
+        options, gpus, supervision, flags = parse(list(sys.argv[1:] if argv is None else argv), gateway_options)
         first = replace(options, environment={"CUDA_VISIBLE_DEVICES": gpus[0]}) if gpus else options
         setup = first.set_up()
         on_purpose = any(each.name == "device" and each.origin != "device" for each in setup.effective)
@@ -54,7 +62,7 @@ def serve_main(argv: Sequence[str] | None = None) -> int:
             return 0
         gateway = None
         if with_gateway(flags.openai_port, options.only):
-            gateway = Gateway(options.host, flags.openai_port, say, flags.batch_folder)
+            gateway = Gateway(options.host, flags.openai_port, say, flags.gateway)
         fleet = Fleet(one_per_gpu(options, gpus) if gpus else [options], supervision, say, gateway, Progress())
         if setup.division:
             say(setup.division.describe())
@@ -83,7 +91,9 @@ def request_stop(number: int, frame: FrameType | None) -> None:
     raise StopRequested
 
 
-def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision, argparse.Namespace]:
+def parse(
+    argv: list[str], gateway_options: GatewayOptions | None = None
+) -> tuple[ServerOptions, tuple[str, ...], Supervision, argparse.Namespace]:
     """Command line -> (options, GPUs, supervision, what concerns this command alone).
 
     What follows ``--`` goes to tritonserver as it is.
@@ -124,8 +134,6 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
         add(port)
     add("--openai-port", "start the gateway for OpenAI's clients on this port; 0 for none (default %(default)s)",
         type=int, default=9000)  # fmt: skip
-    add("--batch-folder", "the gateway keeps files and batches in it, and serves both (default: there are none)",
-        type=Path, metavar="FOLDER")  # fmt: skip
     add("--no-restart", "end when a stage or the server dies", dest="restart", action="store_false")
     add("--max-restarts")
     add("--restart-window", "give up after more than --max-restarts within S seconds (%(default)s)",
@@ -137,9 +145,13 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
     add("--ready-timeout", dest="ready_timeout_s", metavar="S")
     add("--log", "the server's log (default: in the cache folder)", dest="log_path", type=Path, metavar="FILE")
     add("--verbose", "show the server's log here as well", action="store_true")
+    if gateway_options is not None:
+        gateway_options(partial(add_verbatim, parser.add_argument_group("options of the gateway")))
     known = vars(parser.parse_args(argv[:split]))
-    if known["batch_folder"] and not with_gateway(known["openai_port"], known["only"] or ()):
-        parser.error("--batch-folder is for the gateway, which --openai-port 0 or --only without vlm leaves out")
+    known["gateway"] = tuple(f"{name}={known.pop(name)}" for name in sorted(known) if name.startswith("--"))
+    if known["gateway"] and not with_gateway(known["openai_port"], known["only"] or ()):
+        name = known["gateway"][0].partition("=")[0]
+        parser.error(f"{name} is for the gateway, which --openai-port 0 or --only without vlm leaves out")
     if name := known.pop("default"):
         if known["checkpoint"]:
             parser.error("--default and --checkpoint both say which model: give one of them")
@@ -153,6 +165,19 @@ def parse(argv: list[str]) -> tuple[ServerOptions, tuple[str, ...], Supervision,
 
     options, supervision = ServerOptions(**taken(ServerOptions)), Supervision(**taken(Supervision))
     return options, known["gpus"], supervision, argparse.Namespace(**known)
+
+
+def add_verbatim(group: Any, flag: str, **how: Any) -> None:
+    """An option of somebody else's, by the flag's name among the parsed ones if given: checked, and kept as written."""
+    kind = how.get("type", str)
+
+    def checked(text: str) -> str:
+        kind(text)
+        return text
+
+    checked.__name__ = getattr(kind, "__name__", str(kind))  # which argparse names where the value is wrong
+    help = how["help"].replace("%(default)s", str(how.get("default")))
+    group.add_argument(flag, **how | {"dest": flag, "type": checked, "default": argparse.SUPPRESS, "help": help})
 
 
 def with_gateway(openai_port: int, only: Sequence[str]) -> bool:

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from tessera.errors import ConfigError, TesseraError
 from tessera.launcher.ports import cannot_listen
@@ -30,14 +29,12 @@ LIVED_S = 60.0
 
 
 class Gateway:
-    """The child. ``say(message, error)`` gets a line when it is started anew; with a ``batch_folder`` it has batches.
+    """The child. ``say(message, error)`` gets a line when it is started anew; ``options`` are the child's own.
 
-    Raises ConfigError where its packages are not installed, or the port is taken.
+    Raises ConfigError where its packages are not installed, the port is taken, or the options cannot work.
     """
 
-    def __init__(
-        self, host: str, port: int, say: Callable[[str, bool], None], batch_folder: Path | None = None
-    ) -> None:
+    def __init__(self, host: str, port: int, say: Callable[[str, bool], None], options: Sequence[str] = ()) -> None:
         missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
         if missing:
             raise ConfigError(f"the gateway needs {', '.join(missing)}, not installed here; --openai-port 0 for none")
@@ -48,10 +45,12 @@ class Gateway:
                 trial.listen()
             except OSError as error:
                 raise cannot_listen(host, port, "--openai-port", error) from error
+        if options:
+            _check(options)
         self.url = ""
         """Where it listens, once it is started."""
         self.pid = 0
-        self._host, self._port, self._say, self._batch_folder = host, port, say, batch_folder
+        self._host, self._port, self._say, self._options = host, port, say, options
         self._process: subprocess.Popen[str] | None = None
         self._command: list[str] = []
         self._stopping = threading.Event()
@@ -63,7 +62,7 @@ class Gateway:
             *(sys.executable, "-m", "tessera_gateway", "--with-parent"),
             *("--host", self._host, "--port", str(self._port)),
             *("--url", ",".join(grpc), "--metrics", ",".join(metrics)),
-            *(("--batch-folder", str(self._batch_folder)) if self._batch_folder else ()),
+            *self._options,
         ]
         self._spawn()
         self._watcher.start()
@@ -128,3 +127,12 @@ def _end(process: subprocess.Popen[str]) -> None:
         assert pipe is not None
         with contextlib.suppress(BrokenPipeError):
             pipe.close()
+
+
+def _check(options: Sequence[str]) -> None:
+    """Raises ConfigError in the gateway's own words where it could not start with them."""
+    command = [sys.executable, "-m", "tessera_gateway", "--check", *options]
+    trial = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if trial.returncode != 0:
+        said = trial.stderr.strip().splitlines() or [f"it ended with exit code {trial.returncode}"]
+        raise ConfigError(f"the gateway: {said[-1].removeprefix('tessera gateway: ')}")
