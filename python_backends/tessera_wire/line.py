@@ -6,7 +6,10 @@ cancels a ModelStreamInfer call with a response on its way, and when a call asks
 listening and sends a control request.
 
 A call that was idle for a moment ends, because the server cannot shut down while one is open; the next request opens
-another. tritonserver reports a failed request on such a call by a message without a status, so
+another. With the call ends its lease: a request to the language model that stays open as long as the call, and that
+breaks when this process is killed, on which the server ends what the call has asked (tessera/tritonserver/leases.py).
+
+tritonserver reports a failed request on such a call by a message without a status, so
 :func:`tessera_wire.errors.from_server` goes by the words.
 """
 
@@ -24,6 +27,9 @@ from tessera_wire.errors import Cancelled, ConnectionFailed, TesseraClientError,
 from tessera_wire.tensors import Tensor, bytes_tensor
 
 IDLE_SECONDS = 1.0
+RELEASE_SECONDS = 3.0
+LEASE = "tessera-lease"
+"""The request parameter that names a lease; servers that know none let it pass, for its hyphen."""
 
 Deliver = Callable[[Any], None]
 """Takes a request's ModelInferResponses as they come, then, once, None for the end or an error. Called by the thread
@@ -35,11 +41,13 @@ class Line:
 
     Args:
         language_model: the model that takes control requests.
+        leased: whether the server is to end what was asked here when this process is gone.
     """
 
-    def __init__(self, connection: Connection, language_model: str = "language_model") -> None:
+    def __init__(self, connection: Connection, language_model: str = "language_model", leased: bool = False) -> None:
         self.connection = connection
         self._language_model = language_model
+        self._leased = leased
         self._lock = threading.Lock()
         self._call: _Call | None = None
         self._closed = False
@@ -65,7 +73,7 @@ class Line:
             if self._closed:
                 raise TesseraClientError("this client is closed", "open a new one")
             if self._call is None or not self._call.send(request_id, message, deliver):
-                self._call = _Call(self.connection)
+                self._call = _Call(self.connection, self._language_model if self._leased else None)
                 self._call.send(request_id, message, deliver)
                 self._call.start()
             call = self._call
@@ -73,8 +81,7 @@ class Line:
 
     def cancel(self, request_id: str, deliver: Deliver = lambda item: None) -> Callable[[], None]:
         """Tells the language model to stop working on a request (a running ensemble notices nothing itself)."""
-        tensor = bytes_tensor("CANCEL", request_id.encode())
-        return self.send(self._language_model, uuid.uuid4().hex, [tensor], deliver)
+        return self.send(self._language_model, uuid.uuid4().hex, [_cancelling(request_id)], deliver)
 
     def close(self, seconds: float) -> None:
         """Cancels what is under way on the server, then lets the call end in order, for up to ``seconds``."""
@@ -88,11 +95,19 @@ class Line:
         self.connection.close()
 
 
-class _Call:
-    """One ModelStreamInfer call."""
+def _cancelling(name: str) -> Tensor:
+    return bytes_tensor("CANCEL", name.encode())
 
-    def __init__(self, connection: Connection) -> None:
+
+class _Call:
+    """One ModelStreamInfer call; ``leases`` is the model that keeps its lease, None for a call without one."""
+
+    def __init__(self, connection: Connection, leases: str | None) -> None:
         self._connection = connection
+        self._leases = leases
+        self._lease, self._release = uuid.uuid4().hex, uuid.uuid4().hex  # the ids of its begin and its end
+        self._released = threading.Event()  # the lease has ended, or was never held
+        self._responses: Any = None
         self._listeners: dict[str, Deliver] = {}
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of `_open` and of what may be sent only while it holds
@@ -107,6 +122,8 @@ class _Call:
         """Puts a request on the call; False if it has ended meanwhile."""
         with self._lock:
             if self._open:
+                if self._leases is not None:
+                    message.parameters[LEASE].string_param = self._lease
                 self._listeners[request_id] = deliver
                 self._outgoing.put(message)
             return self._open
@@ -132,6 +149,23 @@ class _Call:
 
     def _requests(self) -> Iterator[Any]:
         """What grpc sends; its end closes our direction of the call."""
+        if self._leases is None:
+            yield from self._asked()
+            return
+        yield self._control(self._lease, bytes_tensor("LEASE", self._lease.encode()))
+        yield from self._asked()
+        if not self._released.is_set():
+            yield self._control(self._release, _cancelling(self._lease))
+            if not self._released.wait(RELEASE_SECONDS):
+                self._responses.cancel()
+
+    def _control(self, request_id: str, tensor: Tensor) -> Any:
+        assert self._leases is not None
+        message = self._connection.infer_message(self._leases, request_id, [tensor])
+        message.parameters["triton_enable_empty_final_response"].bool_param = True
+        return message
+
+    def _asked(self) -> Iterator[Any]:
         while True:
             try:
                 message = self._outgoing.get(timeout=IDLE_SECONDS)
@@ -148,22 +182,30 @@ class _Call:
     def _read(self) -> None:
         error: TesseraClientError = ConnectionFailed("the server ended the call")
         try:
-            for response in self._connection.stream(self._requests()):
+            self._responses = self._connection.stream(self._requests())
+            for response in self._responses:
                 self._hand_out(response)
         except Exception as foreign:
             error = self._connection.mapped(foreign)
         with self._lock:
             self._open = False
+        self._released.set()
         self._outgoing.put(None)
         self._fail(error)
 
     def _hand_out(self, response: Any) -> None:
         """Gives a response to the one who waits for it; drops it if nobody does."""
         result = response.infer_response
+        failed = bool(response.error_message)
+        if result.id == self._lease:
+            self._released.set()
+            return
+        if result.id == self._release and failed:  # by a server that stops, and waits for the lease
+            self._responses.cancel()
+            return
         deliver = self._listeners.get(result.id)
         if deliver is None:
             return
-        failed = bool(response.error_message)
         if not failed and result.outputs:
             deliver(result)
         if failed or result.parameters["triton_final_response"].bool_param:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,8 @@ class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def __init__(self) -> None:
         self.cancelled: list[str] = []
+        self.leases: dict[str, Any] = {}  # what ends them
+        self.stops = False
         self.calls = 0
         self.open_calls = 0
         self.metadata: list[Any] = []
@@ -97,6 +100,7 @@ class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
                 worker.join()
             out.put(None)
 
+        context.add_callback(lambda: out.put(None))  # cancelled, or over
         threading.Thread(target=read).start()
         while (response := out.get()) is not None:
             yield response
@@ -106,8 +110,16 @@ class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
         inputs = {i.name: raw for i, raw in zip(request.inputs, request.raw_input_contents, strict=True)}
         if "CANCEL" in inputs:
             assert request.model_name == "language_model"
-            self.cancelled.append(inputs["CANCEL"][4:].decode())
+            name = inputs["CANCEL"][4:].decode()
+            if self.stops:
+                put(self.failure(request, "UNAVAILABLE: Server is stopping"))
+                return
+            self.leases.pop(name, lambda: self.cancelled.append(name))()
             put(self.response(request, {}, last=True))
+            return
+        if "LEASE" in inputs:
+            assert request.model_name == "language_model"
+            self.leases[inputs["LEASE"][4:].decode()] = partial(put, self.response(request, {}, last=True))
             return
         self.parameters = dict(request.parameters)
         words = inputs["text_input"][4:].decode().split()
@@ -115,9 +127,7 @@ class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
             put(self.plan(request, inputs))
             return
         if words[0] == "fail":
-            message = pb.ModelStreamInferResponse(error_message="in ensemble 'vlm', " + " ".join(words[1:]))
-            message.infer_response.id = request.id
-            put(message)
+            put(self.failure(request, "in ensemble 'vlm', " + " ".join(words[1:])))
             return
         for i, word in enumerate(words):
             if word == "hang":
@@ -136,6 +146,11 @@ class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
             message.error_message = "image 0: not a picture"
         message.infer_response.outputs.add(name="CUT", datatype="BYTES", shape=[1])
         message.infer_response.raw_output_contents.append(element(json.dumps([asdict(PLAN)])))
+        return message
+
+    def failure(self, request: Any, words: str) -> Any:
+        message = pb.ModelStreamInferResponse(error_message=words)
+        message.infer_response.id = request.id
         return message
 
     def response(self, request: Any, outputs: dict[str, str], last: bool) -> Any:
@@ -268,7 +283,7 @@ def test_a_call_that_fails_at_once_fails_its_request(monkeypatch: pytest.MonkeyP
             super().start()
             self.join()
 
-    monkeypatch.setattr(line, "threading", SimpleNamespace(Thread=AtOnce, Lock=threading.Lock))
+    monkeypatch.setattr(line, "threading", SimpleNamespace(Thread=AtOnce, Lock=threading.Lock, Event=threading.Event))
     delivered: queue.SimpleQueue[Any] = queue.SimpleQueue()
     asked = line.Line(Connection("127.0.0.1:9"))
     asked.send("vlm", "1", [], delivered.put)
@@ -280,13 +295,58 @@ def test_an_idle_line_closes_itself_and_opens_again(server: Server, monkeypatch:
     monkeypatch.setattr(line, "IDLE_SECONDS", 0.05)
     with Client(server.address) as client:
         client.ask(None, "one")
-        deadline = time.monotonic() + 5
-        while server.open_calls and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert server.open_calls == 0
+        assert no_calls(server)
         assert client.ask(None, "two").text == "two"
         assert client.ask(None, "100 100").text == "100100"  # longer than idle, but not idle
     assert server.calls >= 2
+
+
+def no_calls(server: Server) -> bool:
+    deadline = time.monotonic() + 10
+    while server.open_calls and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return server.open_calls == 0
+
+
+def test_a_call_holds_a_lease_that_its_requests_name(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the server ends them when this process is killed."""
+    monkeypatch.setattr(line, "IDLE_SECONDS", 0.05)
+    with Client(server.address) as client:
+        with client.stream(None, "a 200 b") as stream:
+            next(stream)
+            (lease,) = server.leases
+            assert server.parameters[line.LEASE].string_param == lease
+            assert stream.answer().text == "a200b"
+        assert no_calls(server) and not server.leases
+        with client.stream(None, "a 200 b") as stream:
+            next(stream)
+            assert len(server.leases) == 1 and lease not in server.leases
+    assert no_calls(server) and not server.leases
+
+
+def test_a_server_that_stops_does_not_wait_for_a_lease(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no request any more that could end it."""
+    monkeypatch.setattr(line, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(line, "RELEASE_SECONDS", 600)
+    with Client(server.address) as client:
+        assert client.ask(None, "one").text == "one"
+        server.stops = True
+        assert no_calls(server)
+
+
+def test_a_server_without_leases_is_asked_as_well(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(line, "RELEASE_SECONDS", 600)
+    work = server.work
+
+    def older(request: Any, put: Any) -> None:
+        known = all(tensor.name != "LEASE" for tensor in request.inputs)
+        work(request, put) if known else put(server.failure(request, "unexpected inference input 'LEASE'"))
+
+    monkeypatch.setattr(server, "work", older)
+    with Client(server.address) as client:
+        assert client.ask(None, "one two").text == "onetwo"
+        assert no_calls(server) and server.cancelled == []
 
 
 def test_closing_the_client_cancels_what_runs(server: Server) -> None:

@@ -21,7 +21,7 @@ class GrpcTransport:
     def __init__(self, address: str, models: Models, tls: bool = False) -> None:
         self._model = models.vlm
         self._preprocess = models.preprocess
-        self._line = Line(Connection(address, tls), models.language_model)
+        self._line = Line(Connection(address, tls), models.language_model, leased=True)
 
     def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Sent:
         def hand_on(item: Any) -> None:

@@ -98,9 +98,9 @@ class EngineProcess:
         with contextlib.suppress(OSError):  # its death is noticed elsewhere
             self._wire.send(Cancel(number, reason))
 
-    def cancel_all(self, request_id: str) -> None:
-        """Ends the requests that go by this id."""
-        for number in self._answers.numbers_of(request_id):
+    def cancel_all(self, name: str) -> None:
+        """Ends the requests that go by this id, or name this lease."""
+        for number in self._answers.numbers_of(name):
             self.cancel(number)
 
     def counts(self) -> dict[str, int]:

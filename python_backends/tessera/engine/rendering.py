@@ -74,9 +74,13 @@ class Answers:
         """The engine did not take the request."""
         self._answers.pop(number, None)
 
-    def numbers_of(self, request_id: str) -> list[int]:
-        """The requests under way that go by this id."""
-        return [number for number, answer in list(self._answers.items()) if answer.request.request_id == request_id]
+    def numbers_of(self, name: str) -> list[int]:
+        """The requests under way that go by this id, or name this lease."""
+        return [
+            number
+            for number, answer in list(self._answers.items())
+            if name in (answer.request.request_id, answer.request.lease)
+        ]
 
     def take(self, progress: Progress) -> None:
         """Takes what a step did and delivers what is due."""

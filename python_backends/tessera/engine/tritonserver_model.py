@@ -27,6 +27,7 @@ from tessera.tritonserver import tensors
 from tessera.tritonserver.deadline import deadline_exceeded
 from tessera.tritonserver.failures import error_response, failure
 from tessera.tritonserver.gpu_pool import answer_warm_up
+from tessera.tritonserver.leases import Leases
 from tessera.tritonserver.metrics import show_weights
 from tessera.tritonserver.outbox import Channel, Outbox
 from tessera.tritonserver.responder import Responder
@@ -68,6 +69,7 @@ class TritonPythonModel:
         self._engine = EngineProcess(settings.checkpoint, config, partial(os._exit, 1))
         show_weights("language_model", self._engine.weights, self._engine.weight_bytes)
         self._page = MetricsPage(self._engine.counts, meter_of(config.device))
+        self._leases = Leases(self._engine.cancel_all)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -78,6 +80,7 @@ class TritonPythonModel:
                 responder.send(error_response("language_model", error), final=True)
 
     def finalize(self) -> None:
+        self._leases.stop()
         self._engine.stop()
         self._outbox.close()
         self._page.close()
@@ -94,9 +97,14 @@ class TritonPythonModel:
         cancel = tensors.text(request, "CANCEL")
         if cancel is not None:
             if not cancel:
-                raise InvalidRequest("CANCEL is empty; it names the request id to cancel")
+                raise InvalidRequest("CANCEL is empty; it names the request id, or the lease, to cancel")
             self._engine.cancel_all(cancel)
+            self._leases.close(cancel)
             responder.finish()
+            return
+        lease = tensors.text(request, "LEASE")
+        if lease is not None:
+            self._leases.open(lease, responder)
             return
         reply = Reply(request, responder, self._page)
         whole, rows = read_request(request, reply.stream, reply.deadline_ns)
@@ -131,6 +139,7 @@ def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[R
     rows = pb_utils.get_input_tensor_by_name(request, "EMBEDDINGS")
     whole = Request(
         request_id=request.request_id(),
+        lease=tensors.lease(request),
         input_ids=input_ids.copy(),
         spans=spans.copy(),
         embeddings=None,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tessera.errors import InvalidRequest
+from tessera_wire.line import LEASE
 
 # What parsing may cost: JSON of small values takes a hundred times its own size in memory.
 JSON_VALUES = 250_000
@@ -122,6 +123,14 @@ def _given_twice(name: str, first: Any, second: Any) -> InvalidRequest:
     return InvalidRequest(
         f"'{name}' is given twice: {first!r:.50} and, as a request parameter, {second!r:.50}; send one of them"
     )
+
+
+def lease(request: Any) -> str:
+    """The lease that the request names (leases.py); empty if it names none. Raises InvalidRequest."""
+    value = json.loads(request.parameters() or "{}").get(LEASE, "")
+    if not isinstance(value, str):
+        raise InvalidRequest(f"request parameter '{LEASE}' must be text, not {value!r:.50}")
+    return value
 
 
 def output(name: str, values: np.ndarray) -> Any:

@@ -1,0 +1,76 @@
+"""A gateway killed by SIGKILL leaves no work behind on the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+from server.server_metrics import read, total
+
+from tessera.launcher.guard import descendants
+from tessera.launcher.process import Server, command_line
+from tessera_client import Client
+
+pytestmark = [pytest.mark.server, pytest.mark.faults]
+
+LONG_ANSWERS = 40
+
+
+def wait_for(server: Server, in_flight: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while (found := total(read(server.metrics_url), "tessera_requests_in_flight")) != in_flight:
+        assert time.monotonic() < deadline, f"{found} requests in flight, not {in_flight}"
+        time.sleep(0.02)
+
+
+@contextmanager
+def gateway(server: Server, workers: int) -> Iterator[tuple[subprocess.Popen[str], httpx.URL]]:
+    command = [sys.executable, "-m", "tessera_gateway", "--url", server.grpc_url, "--port", "0"]
+    process = subprocess.Popen([*command, "--workers", str(workers)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        ready = process.stdout.readline()
+        assert ready.startswith("tessera gateway: ready: "), ready
+        yield process, httpx.URL(ready.split()[-1])
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ask(url: httpx.URL, number: int) -> socket.socket:
+    """Sends a request and reads nothing of its answer."""
+    messages = [{"role": "user", "content": f"Describe {number}."}]
+    body = json.dumps(
+        {"model": "vlm", "messages": messages, "max_tokens": 7000, "ignore_eos": True, "stream": number % 2 == 0}
+    )
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    line = socket.create_connection((url.host, url.port))
+    line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    return line
+
+
+@pytest.mark.parametrize("victim", ["one process", "parent of two workers", "workers"])
+def test_its_work_ends_with_it(server: Server, victim: str) -> None:
+    wait_for(server, 0, 60)
+    with ExitStack() as lines, gateway(server, workers=1 if victim == "one process" else 2) as (process, url):
+        for number in range(LONG_ANSWERS):
+            lines.enter_context(ask(url, number))
+        wait_for(server, LONG_ANSWERS, 60)
+        victims = [process.pid]
+        if victim == "workers":
+            victims = [pid for pid in descendants(process.pid) if "spawn_main" in " ".join(command_line(pid))]
+            assert len(victims) == 2
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        wait_for(server, 0, 5)
+    with Client(server.grpc_url) as client:
+        assert client.ask(None, "Hello", max_tokens=2, timeout=20).attempts == 1
