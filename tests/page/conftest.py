@@ -59,6 +59,7 @@ def gateway(address: tuple[StandIn, str]) -> StandIn:
     stand_in.left.clear()
     stand_in.go_on.clear()
     stand_in.key = ""
+    stand_in.refusal = None
     return stand_in
 
 

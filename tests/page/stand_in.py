@@ -63,12 +63,14 @@ class Client:
 
 
 class StandIn:
-    """``requests``: the bodies that came; ``go_on``: what a stream whose question holds "slowly" waits for."""
+    """``requests``: the bodies that came; ``refusal``: what they all get, where there is one; ``go_on``: what a stream
+    whose question holds "slowly" waits for."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.left: list[str] = []
         self.key = ""
+        self.refusal: JSONResponse | None = None
         self.go_on = threading.Event()
         self.url = ""
         self.app = FastAPI()
@@ -86,6 +88,8 @@ class StandIn:
         body = await request.json()
         self.requests.append(body)
         question = body["messages"][-1]["content"][-1]["text"]
+        if self.refusal is not None:
+            return self.refusal
         if "refuse" in question:
             return refusal(400, "max_tokens 256 exceeds the context")
         return StreamingResponse(self.chunks(body, question), media_type="text/event-stream")

@@ -51,7 +51,8 @@ def test_the_whole_way_by_keyboard(page: Browser, gateway: StandIn, picture: Pat
     page.until(lambda: page("answer").text == "".join(WORDS))
     page.until(lambda: page.shows("ask") and page("ask").is_enabled())
     assert page.focused() == "ask"
-    assert steps(3) == ["max-tokens", "clear", ""]
+    assert steps(5) == ["follow", "max-tokens", "code-title", "clear", ""]
+
     page.keys(Keys.ENTER)  # the recent question
     assert page.focused() == "question"
     page.keys(*[Keys.TAB] * 6, shift=True)

@@ -41,7 +41,6 @@ def test_an_answer_streams_and_is_spoken_by_sentences(page: Browser, gateway: St
     assert page.shows("stop") and not page("ask").is_enabled()
     assert texts(page, "#spoken p") == [WORDS[0].strip(), WORDS[1].strip()]
     assert page("spoken").get_attribute("aria-live") == "polite"
-    page.keep_screenshot("streaming")
     gateway.go_on.set()
     assert page.until_answered() == ANSWER
     assert " ".join(texts(page, "#spoken p")) == ANSWER
@@ -156,8 +155,16 @@ def test_stop_breaks_the_answer_off_at_the_gateway(page: Browser, gateway: Stand
 @pytest.mark.parametrize(
     ("question", "words"),
     [
-        ("refuse", "max_tokens 256 exceeds the context"),
-        ("break", "a stage died"),
+        (
+            "refuse",
+            "This does not fit the model's memory for one question. Allow the answer fewer tokens, ask with fewer "
+            "pictures, or begin a new conversation.\nThe server says: max_tokens 256 exceeds the context",
+        ),
+        (
+            "break",
+            "The server failed at this question. That is not your fault. Try again; if it happens again, its log says "
+            "why.\nThe server says: a stage died",
+        ),
         ("  ", "Write a question first."),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,9 +48,14 @@ def test_questions_about_a_picture(page: Browser, picture: Path) -> None:
     assert len(answer.split()) > 3 and not page.shows("problem")
     assert f"({cut[1]} of the picture)" in page("usage").text
     page.keep_screenshot("light")
-    page.system_theme("dark")
-    page.keep_screenshot("dark")
-    page.system_theme("light")
+
+    page.run("document.getElementById('code').open = true")
+    for language, command in zip(page.all("#language span"), (["bash", "-c"], [sys.executable, "-c"]), strict=True):
+        language.click()
+        program = [*command, page("program").text]
+        run = subprocess.run(program, cwd=picture.parent, capture_output=True, text=True, timeout=60)
+        assert answer in run.stdout, run.stderr
+    page.run("document.getElementById('code').open = false")
 
     page.ask("What hazard is there?", ", ".join(HAZARDS))
     best = page.until_answered()
@@ -73,4 +80,4 @@ def test_a_picture_that_is_none_is_refused_in_the_servers_words(page: Browser, t
     page.until(lambda: "not known" in page("cut").text)
     page.ask("What is here?")
     page.until(lambda: page.shows("problem"))
-    assert "image 0" in page("problem").text
+    assert "picture 1 (broken.jpg)" in page("problem").text and "image 0" not in page("problem").text

@@ -13,6 +13,8 @@ export function keepKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
+export const hasKey = () => Boolean(sessionStorage.getItem(KEY));
+
 /** fetch with the key; throws Refused with the gateway's own words. */
 export async function ask(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
@@ -42,7 +44,7 @@ export async function* chat(body, signal) {
     if (chunk.error) throw new Refused(chunk.error.code, chunk.error.message);
     yield chunk;
   }
-  throw new Refused(0, "The answer broke off: the gateway closed the connection.");
+  throw new Refused(0, "the gateway closed the connection");
 }
 
 /** The data of server-sent events. */

@@ -1,10 +1,12 @@
 // The page's wiring: tabs, colours, and the way from a question to its answer.
 
 import { ask, chat, keepKey, Refused } from "./chat.js";
-import * as pictures from "./picture.js";
+import * as code from "./code.js";
+import * as pictures from "./pictures.js";
 import * as recent from "./recent.js";
 import * as results from "./results.js";
 import * as status from "./status.js";
+import { explain } from "./words.js";
 
 const at = (id) => document.getElementById(id);
 const SENTENCE = /^[\s\S]*?[.!?:\n](?=\s|$)/;
@@ -86,8 +88,11 @@ function setBusy(busy) {
   at("ask").disabled = busy;
 }
 
-function complain(error) {
-  at("problem").textContent = error.message;
+function complain(error, names) {
+  const { what, todo, said } = explain(error, names);
+  at("problem-what").textContent = [what, todo].filter(Boolean).join(" ");
+  at("problem-said").textContent = said && `The server says: ${said}`;
+  at("problem-said").hidden = !said;
   at("problem").hidden = false;
   at("placeholder").hidden = true;
   if (error instanceof Refused && error.status === 401) {
@@ -96,16 +101,38 @@ function complain(error) {
   }
 }
 
-/** What is sent: OpenAI's fields, and ours under ``tessera``. */
-async function requestBody(question, labels, picture) {
-  const content = [{ type: "text", text: question }];
-  if (picture) content.unshift({ type: "image_url", image_url: { url: await pictures.dataUrl(picture) } });
+// --- the conversation: what was asked and answered, as it is sent with a follow-up question
+
+let turns = []; // {question, answer, files, messages}
+
+function forget() {
+  turns = [];
+  at("follow").checked = false;
+  at("follow-row").hidden = true;
+}
+
+function drawTurns(question) {
+  at("turns").replaceChildren(
+    ...turns.map((turn) => {
+      const item = results.element("li");
+      item.append(results.element("p", turn.question, "asked"), results.element("p", turn.answer, "answered"));
+      return item;
+    }),
+  );
+  at("turns").hidden = at("asked").hidden = !turns.length;
+  at("asked").textContent = question;
+  at("turns").scrollTop = at("turns").scrollHeight;
+}
+
+/** What is sent: OpenAI's fields, and ours under ``tessera``. ``files``: pictures that no turn before has. */
+async function requestBody(question, labels, files) {
+  const images = await Promise.all(files.map(async (file) => ({ type: "image_url", image_url: { url: await pictures.dataUrl(file) } })));
   const own = {};
   if (labels.length) own.choices = labels;
-  if (picture && at("policy").value) own.tile_policy = { name: at("policy").value };
+  if (pictures.files().length && at("policy").value) own.tile_policy = { name: at("policy").value };
   return {
     model: model || (await findModel()),
-    messages: [{ role: "user", content }],
+    messages: [...turns.flatMap((turn) => turn.messages), { role: "user", content: [...images, { type: "text", text: question }] }],
     max_tokens: Number(at("max-tokens").value),
     ...(Object.keys(own).length ? { tessera: own } : {}),
   };
@@ -131,17 +158,28 @@ async function submit() {
   const thumbnail = pictures.thumbnail();
   const started = performance.now();
   const speaker = new Speaker();
+  if (!at("follow").checked) turns = [];
+  at("follow-row").hidden = !turns.length;
+  const conversation = turns;
+  const before = turns.flatMap((turn) => turn.files);
+  const files = pictures.files().filter((file) => !before.includes(file));
+  const sent = [...before, ...files];
   let text = "";
   let usage = null;
   let own = null;
 
+  drawTurns(question);
   at("answer").textContent = "";
   at("problem").hidden = at("placeholder").hidden = true;
   results.clear();
+  code.hide();
   setBusy(true);
-  if (document.activeElement === at("ask") || document.activeElement === document.body) at("stop").focus();
+  if (document.activeElement === at("ask") || document.activeElement === document.body) at("stop").focus({ preventScroll: true });
+  bringIntoSight();
   try {
-    for await (const chunk of chat(await requestBody(question, labels, pictures.picture()), mine.signal)) {
+    const body = await requestBody(question, labels, files);
+    code.show(body, sent);
+    for await (const chunk of chat(body, mine.signal)) {
       const piece = chunk.choices?.[0]?.delta?.content ?? "";
       text += piece;
       at("answer").textContent = text;
@@ -151,15 +189,24 @@ async function submit() {
     }
     if (own?.choices) results.showScores(own.choices);
     if (own?.timings) results.showTimes(own.timings, usage, own.image_tokens, (performance.now() - started) / 1000);
+    conversation.push({ question, answer: text, files, messages: [body.messages.at(-1), { role: "assistant", content: text }] });
+    at("follow-row").hidden = turns !== conversation; // where a picture was taken away meanwhile
+    if (at("follow").checked) at("question").value = ""; // it stands in the conversation
     recent.remember({ question, labels, answer: text, thumbnail, when: Date.now() }, again);
   } catch (error) {
-    complain(error.name === "AbortError" ? new Error("Stopped.") : error);
+    complain(error, sent.map((file) => file.name));
   } finally {
     speaker.end();
     const stopHadFocus = document.activeElement === at("stop");
     setBusy(false);
-    if (stopHadFocus) at("ask").focus();
+    if (stopHadFocus) at("ask").focus({ preventScroll: true });
   }
+}
+
+/** On a small screen the answer is written below what is seen: the question goes to the top, and the answer follows. */
+function bringIntoSight() {
+  const { top } = at("answer-card").getBoundingClientRect();
+  if (top > innerHeight * 0.7) at("question-card").scrollIntoView({ block: "start" });
 }
 
 /** Puts a recent question back; its picture is gone, so one that is shown stays. */
@@ -179,11 +226,15 @@ at("question").addEventListener("keydown", (event) => {
   event.preventDefault();
   if (!at("ask").disabled) at("form").requestSubmit();
 });
+at("follow").addEventListener("change", () => {
+  if (at("follow").checked && at("question").value.trim() === turns.at(-1)?.question) at("question").value = "";
+});
 at("stop").addEventListener("click", () => underWay?.abort());
 at("key").addEventListener("change", () => keepKey(at("key").value));
 
 at("theme").querySelector(`[value="${document.documentElement.dataset.theme ?? "auto"}"]`).checked = true;
-pictures.setUp();
+pictures.setUp(forget);
+code.setUp();
 recent.setUp(again);
 if (location.hash === "#status") openTab("status");
-findModel().catch(complain);
+findModel().catch((error) => complain(error));

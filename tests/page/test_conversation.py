@@ -1,0 +1,233 @@
+"""Several pictures, follow-up questions, the request as a program, errors for people, and a phone."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser
+from stand_in import WORDS, StandIn, refusal
+
+from tessera_command.sample import SAMPLES
+
+ROOMS = [SAMPLES / "rooms" / f"room-{number:02}.jpg" for number in (4, 8, 10)]
+ANSWER = "".join(WORDS)
+# Drops or pastes files given as [name, type, base64].
+DROP = """
+const data = new DataTransfer();
+for (const [name, type, text] of arguments[0]) {
+  data.items.add(new File([Uint8Array.from(atob(text), (c) => c.charCodeAt(0))], name, {type}));
+}
+document.body.dispatchEvent(new DragEvent("drop", {dataTransfer: data, bubbles: true, cancelable: true}));
+"""
+
+
+def given(file: Path, media_type: str = "image/jpeg") -> list[str]:
+    return [file.name, media_type, base64.b64encode(file.read_bytes()).decode()]
+
+
+def add(page: Browser, *files: Path) -> None:
+    for file in files:
+        page("file").send_keys(str(file))
+        page.until(lambda file=file: file.name in page("shown").get_attribute("alt") and page.all("#grid path"))
+
+
+def sent(body: dict[str, Any]) -> list[tuple[str, list[Any]]]:
+    """Of each message who says it, and what: texts, and pictures as their bytes."""
+
+    def part(each: dict[str, Any]) -> Any:
+        return each["text"] if each["type"] == "text" else base64.b64decode(each["image_url"]["url"].partition(",")[2])
+
+    return [
+        (each["role"], [each["content"]] if isinstance(each["content"], str) else list(map(part, each["content"])))
+        for each in body["messages"]
+    ]
+
+
+def test_several_pictures_go_along_in_their_order(page: Browser, gateway: StandIn) -> None:
+    add(page, *ROOMS)
+    assert page("cut").text.startswith("room-10.jpg: ")
+    buttons = page.all("#pictures button")
+    assert [each.get_attribute("aria-pressed") for each in buttons] == ["false", "false", "true"]
+    buttons[1].click()
+    assert "room-08.jpg" in page("shown").get_attribute("alt")
+    assert page("remove").get_attribute("aria-label") == "Remove room-08.jpg"
+    page("remove").click()
+    assert len(page.all("#pictures button")) == 2 and "room-10.jpg" in page("shown").get_attribute("alt")
+    page.ask("Which room is larger?")
+    page.until_answered()
+    pictures = [ROOMS[0].read_bytes(), ROOMS[2].read_bytes()]
+    assert sent(gateway.requests[0]) == [("user", [*pictures, "Which room is larger?"])]
+
+
+def test_a_follow_up_takes_the_conversation_along_and_pictures_once(page: Browser, gateway: StandIn) -> None:
+    assert not page.shows("follow-row")
+    add(page, ROOMS[0])
+    page.ask("What is here?")
+    page.until_answered()
+    page("follow").click()
+    assert page("question").get_attribute("value") == "", "what was asked is not asked again by mistake"
+    add(page, ROOMS[1])
+    page.ask("And here?")
+    page.until_answered()
+    first = ("user", [ROOMS[0].read_bytes(), "What is here?"])
+    second = ("user", [ROOMS[1].read_bytes(), "And here?"])
+    assert sent(gateway.requests[1]) == [first, ("assistant", [ANSWER]), second]
+    assert [each.text for each in page.all("#turns p")] == ["What is here?", ANSWER]
+    assert page("asked").text == "And here?" and page("answer").text == ANSWER
+    page.ask("refuse")
+    page.until(lambda: page.shows("problem"))
+    page.ask("Why?")
+    page.until_answered()
+    assert [words[-1] for _, words in sent(gateway.requests[3])] == [
+        "What is here?", ANSWER, "And here?", ANSWER, "Why?",
+    ]  # fmt: skip
+    page("follow").click()
+    page.ask("Something else")
+    page.until_answered()
+    assert len(sent(gateway.requests[4])) == 1 and not page.shows("turns") and not page.shows("asked")
+
+
+def test_a_picture_taken_away_ends_the_conversation(page: Browser, gateway: StandIn) -> None:
+    add(page, ROOMS[0])
+    page.ask("What is here?")
+    page.until_answered()
+    page("follow").click()
+    page("remove").click()
+    assert not page.shows("follow-row")
+    page.ask("And now?")
+    page.until_answered()
+    assert sent(gateway.requests[1]) == [("user", ["And now?"])]
+
+
+def test_what_is_dropped_and_is_no_picture_is_said(page: Browser) -> None:
+    notes, table = ["notes.txt", "text/plain", ""], ["a.xlsx", "", ""]
+    page.run(DROP, [notes, given(ROOMS[0]), table])
+    page.until(lambda: page.all("#grid path"))
+    assert page("dropped").text == "notes.txt and a.xlsx are no pictures; room-04.jpg was taken."
+    assert page("dropped").get_attribute("role") == "status"
+    page.run(DROP, [given(ROOMS[1])])
+    assert page("dropped").text == ""
+    page.run(DROP, [notes])
+    assert page("dropped").text == "notes.txt is no picture. The server reads JPEG, PNG and WebP."
+    page.run(DROP, [])
+    assert page("dropped").text.startswith("That was no file.")
+    page.run(DROP, [["x.heic", "image/heic", "AAAA"]])
+    page.until(lambda: page("dropped").text == "This browser cannot show x.heic; the server may read it all the same.")
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "words"),
+    [
+        (429, "queue is full", "The server has more to do than it can take. Try again in a few seconds"),
+        (503, "nobody answers", "The model's server does not answer: it is starting, restarting or stopped."),
+        (504, "deadline exceeded", "The answer was not ready within the time allowed."),
+        (413, "the body is too large", "The pictures are too large for one question. Send fewer, or smaller ones."),
+        (400, "image 1: cannot decode the JPEG", "The server says: picture 2 (room-08.jpg): cannot decode the JPEG"),
+        (500, "internal", "That is not your fault."),
+    ],
+)
+def test_errors_say_what_to_do(page: Browser, gateway: StandIn, status: int, message: str, words: str) -> None:
+    gateway.refusal = refusal(status, message)
+    add(page, *ROOMS[:2])
+    page.ask("What is here?")
+    page.until(lambda: page.shows("problem"))
+    shown = page("problem").text
+    assert words in shown and "{" not in shown
+
+
+def test_a_gateway_that_is_gone_is_said(page: Browser) -> None:
+    page.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
+    page.ask("Hello")
+    page.until(lambda: page.shows("problem"))
+    assert page("problem").text.startswith("The gateway does not answer. See whether tessera serve still runs")
+
+
+def program(page: Browser, language: str) -> str:
+    page.run("document.getElementById('code').open = true")
+    page.all("#language span")[["curl", "python"].index(language)].click()
+    return page("program").text
+
+
+def test_the_request_as_curl_asks_the_same_again(page: Browser, gateway: StandIn, tmp_path: Path) -> None:
+    odd = tmp_path / "it's $HOME `x`.jpg"
+    odd.write_bytes(ROOMS[0].read_bytes())
+    add(page, odd, ROOMS[1])
+    question = 'Is "damp" \\ $HOME `here`?\nSay <END>'
+    page.run("document.getElementById('question').value = arguments[0]", question)
+    page("labels").send_keys("yes, no")
+    page("ask").click()
+    page.until_answered()
+    (tmp_path / ROOMS[1].name).write_bytes(ROOMS[1].read_bytes())
+    shown = program(page, "curl")
+    assert len(shown) < 2000 and "tr -d" in shown and "Authorization" not in shown
+    subprocess.run(["bash", "-euc", shown], cwd=tmp_path, check=True, capture_output=True, timeout=30)
+    asked, again = gateway.requests
+    assert {**again, "stream": True, "stream_options": asked["stream_options"]} == asked
+
+
+def test_the_request_as_python_asks_the_same_again(page: Browser, gateway: StandIn, tmp_path: Path) -> None:
+    add(page, ROOMS[0])
+    page.ask("Is it “wet”?", "yes, no")
+    page.until_answered()
+    page("follow").click()
+    page.ask("Why?")
+    page.until_answered()
+    (tmp_path / ROOMS[0].name).write_bytes(ROOMS[0].read_bytes())
+    shown = program(page, "python")
+    # The stand-in's answers come as a stream only: what would be sent is looked at, by a client that keeps it.
+    fake = """
+import json, sys, types
+def create(**fields):
+    extra = fields.pop("extra_body", {})
+    print(json.dumps({**fields, **extra}))
+    message = types.SimpleNamespace(message=types.SimpleNamespace(content=""))
+    return types.SimpleNamespace(choices=[message])
+def OpenAI(base_url, api_key):
+    return types.SimpleNamespace(chat=types.SimpleNamespace(completions=types.SimpleNamespace(create=create)))
+sys.modules["openai"] = types.SimpleNamespace(OpenAI=OpenAI)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", fake + shown], cwd=tmp_path, check=True, capture_output=True, text=True, timeout=30
+    )
+    again = json.loads(run.stdout.splitlines()[0])
+    asked = gateway.requests[1]
+    assert {**again, "stream": True, "stream_options": asked["stream_options"]} == asked
+
+
+def test_programs_name_a_key_and_never_hold_it(page: Browser, gateway: StandIn) -> None:
+    gateway.key = "s3cret"
+    page.run("sessionStorage.setItem('tessera.key', 's3cret')")
+    page.ask("Hello")
+    page.until_answered()
+    for language, placeholder in (("curl", "Bearer $TESSERA_KEY"), ("python", 'os.environ["TESSERA_KEY"]')):
+        shown = program(page, language)
+        assert placeholder in shown and "s3cret" not in shown
+    ast.parse(shown)
+    page("copy").click()
+    page.until(lambda: page("copied").text)
+
+
+def test_on_a_phone_the_answer_is_in_sight(page: Browser, gateway: StandIn) -> None:
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        add(page, ROOMS[0])
+        page.run("scrollTo(0, 0)")
+        page.run("document.getElementById('question').value = 'Describe the room.'")
+        page.run("document.getElementById('form').requestSubmit()")  # by the keyboard's own key, without a scroll
+        page.until_answered()
+        box = page.run(
+            "const {top, bottom} = document.getElementById('answer').getBoundingClientRect(); return [top, bottom]"
+        )
+        assert 0 < box[0] < box[1] < 844, "the whole answer"
+        assert page.run("return document.getElementById('question').getBoundingClientRect().top") >= 0
+        assert page.run("return document.documentElement.scrollWidth") == 390
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
