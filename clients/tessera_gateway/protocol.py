@@ -24,6 +24,8 @@ MOST_METADATA = 16  # OpenAI's
 FIRST_FAULT = Field(fail_fast=True)
 """Of a list. What pydantic notes of each of a million faults would not fit into memory."""
 
+MOST_VALUES = 100_000  # pictures and texts are few values, however large; a worker stands still while it reads many
+
 
 class Part(BaseModel):
     """A part of a request. Strict: the text "5" is no number, and a field that is not known is an error.
@@ -231,6 +233,9 @@ T = TypeVar("T", bound=Part)
 
 def parse(body: bytes, kind: type[T], what: str = "the body") -> T:
     """The request in a body. Raises ApiError that names the first field at fault and says how many more are."""
+    if sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        words = f"{what} has more than {MOST_VALUES:,} values (or commas and brackets in its texts)"
+        raise ApiError(413, words, code="body_too_large")
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

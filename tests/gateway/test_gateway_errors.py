@@ -109,6 +109,13 @@ def test_a_body_full_of_faults_is_refused_at_the_first() -> None:
         assert "more faults" not in refused(gateway().ask(**body), 400)["message"]
 
 
+def test_a_body_of_very_many_values_is_not_even_read() -> None:
+    """A worker stood still for 13 s for one body within the limit."""
+    for values in ([{}] * 60_000, [[0] * 101_000], ["a"] * 101_000):
+        error = refused(gateway().ask(values), 413)
+        assert error["code"] == "body_too_large" and "100,000 values" in error["message"]
+
+
 def test_a_message_is_short_whatever_was_sent() -> None:
     error = refused(gateway().ask(**{"x" * 100_000: 1}), 400)
     assert len(error["message"]) <= 400 and len(error["param"]) <= 400 and error["code"] == "unknown_parameter"
