@@ -23,7 +23,8 @@ STATUSES = (200, 400, 401, 404, 405, 408, 413, 429, 431, 499, 500, 501, 503, 504
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, float("inf"))
 """Seconds of a completion, from its first byte to its last."""
 TOKENS = ("prompt", "completion")
-GAUGES = ("requests_under_way", "connections", "body_bytes_held")
+WAITING = "batch_writes_waiting"
+GAUGES = ("requests_under_way", "connections", "body_bytes_held", WAITING)
 """What a worker that died takes along."""
 NAMES = (
     *(f'requests_total{{status="{status or "other"}"}}' for status in STATUSES),
@@ -43,6 +44,7 @@ ABOUT = {
     "requests_under_way": ("gauge", "Requests that are not answered yet"),
     "connections": ("gauge", "Connections of clients"),
     "body_bytes_held": ("gauge", "Bytes of the bodies of requests that are not answered yet"),
+    WAITING: ("gauge", "What batches have to write and the disk has no room for"),
 }
 COMPLETIONS = "/v1/chat/completions"
 STATUS, USAGE, MODEL = "tessera.status", "tessera.usage", "tessera.model"

@@ -36,9 +36,11 @@ def _model(request: Request, name: str) -> dict[str, object]:
 
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
-    """200 when every server takes requests, else 503."""
+    """200 when every server takes requests, else 503; and what is wrong with the batch folder, which questions of
+    people do not need."""
     ready = await request.app.state.client.ready()
-    return JSONResponse({"ready": ready}, 200 if ready else 503)
+    trouble = request.app.state.batches and request.app.state.batches.trouble
+    return JSONResponse({"ready": ready, **({"batches": trouble} if trouble else {})}, 200 if ready else 503)
 
 
 @router.get("/metrics")

@@ -301,7 +301,7 @@ def test_a_start_goes_on_with_what_was_checked_and_what_is_over(serve: Serve, tm
     room = files.Files(database)
     key = room.begin("in.jsonl", files.UPLOADED)
     names = [f"{number}" for number in range(2 * files.SLICE_LINES)]
-    room.append(key, enumerate((line(name).encode() + b"\n" for name in names), 1))
+    room.append(key, list(enumerate((line(name).encode() + b"\n" for name in names), 1)))
     todo = Jobs(database, room)
     fields = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
     batch = todo.create(jobs.NewBatch(input_file_id=room.finish(key)["id"], **fields))  # type: ignore[arg-type]

@@ -13,7 +13,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+FULL = "database or disk is full"  # SQLite's words
 VERSION = 1
+KEPT_FREE = 64 << 20  # bytes of the disk that uploads leave, for the results of what has been accepted
 BUSY_S = 60.0  # that another process may write, before it is an error
 SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -62,6 +64,11 @@ COMMIT;
 """
 
 
+def is_full(error: sqlite3.Error) -> bool:
+    """Whether it is of the kind that ends when there is room again."""
+    return str(error) == FULL
+
+
 class Database:
     """The file in ``folder``, both made if they are not there; several processes may have it open.
 
@@ -80,6 +87,8 @@ class Database:
             found = self.all("PRAGMA user_version")[0][0]
             if found not in (0, VERSION):
                 raise OSError(f"{path} is of version {found}; this gateway knows version {VERSION}")
+            if not found:  # before there is a page; what is removed is then free on the disk too
+                self._connection.execute("PRAGMA auto_vacuum = FULL")
             for setting in ("journal_mode = WAL", "synchronous = NORMAL", f"journal_size_limit = {64 << 20}"):
                 self._connection.execute(f"PRAGMA {setting}")
             if not found:
@@ -109,6 +118,19 @@ class Database:
     def change(self, query: str, *values: object) -> int:
         """How many rows it changed."""
         return self._connection.execute(query, values).rowcount
+
+    def require_room(self, size: int) -> None:
+        """Raises sqlite3.OperationalError where an upload of so many bytes would leave the results too little room."""
+        if not self.has_room(size - self._pragma("freelist_count") * self._pragma("page_size")):
+            raise sqlite3.OperationalError(FULL)
+
+    def has_room(self, size: int = 0) -> bool:
+        """Whether the disk keeps enough free with so many bytes more; for any thread."""
+        disk = os.statvfs(self.folder)
+        return disk.f_bavail * disk.f_frsize >= size + KEPT_FREE
+
+    def _pragma(self, name: str) -> int:
+        return int(self.all(f"PRAGMA {name}")[0][0])
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from sqlite3 import Row
 from typing import Any
 
@@ -32,9 +32,11 @@ class Files:
         assert found is not None
         return int(found["key"])
 
-    def append(self, key: int, lines: Iterable[tuple[int, bytes]]) -> None:
-        """Adds numbered lines. Raises sqlite3.IntegrityError for a number that is there, ApiError for a file that is
-        gone: :meth:`sweep` takes an upload that stood still."""
+    def append(self, key: int, lines: Collection[tuple[int, bytes]]) -> None:
+        """Adds numbered lines of an upload. Raises sqlite3.IntegrityError for a number that is there,
+        sqlite3.OperationalError where there is no room for them, ApiError for a file that is gone: :meth:`sweep` takes
+        an upload that stood still."""
+        self._database.require_room(2 * sum(len(line) for _, line in lines))  # in the log of changes, and in the file
         with self._database.transaction():
             self.append_within(key, lines)
 
@@ -107,9 +109,18 @@ class Files:
         row = self._database.one("SELECT key FROM files WHERE state = 'gone' LIMIT 1")
         if row is None:
             return False
-        slice_ = "DELETE FROM lines WHERE rowid IN (SELECT rowid FROM lines WHERE file = ? LIMIT ?)"
-        if not self._database.change(slice_, row["key"], SLICE_LINES):
+        # From the end, where the newest file's pages are likely those that the database's file gives back at once.
+        some = "SELECT number, length(line) AS size FROM lines WHERE file = ? ORDER BY number DESC LIMIT ?"
+        size, first = 0, None
+        for line in self._database.each(some, row["key"], SLICE_LINES):
+            first, size = line["number"], size + line["size"]
+            if size >= SLICE_BYTES:  # SQLite may write all that it removes, over its former content
+                break
+        if first is None:
             self._database.change("DELETE FROM files WHERE key = ?", row["key"])
+            self._database.all("PRAGMA wal_checkpoint")  # which shortens the database's file
+        else:
+            self._database.change("DELETE FROM lines WHERE file = ? AND number >= ?", row["key"], first)
         return True
 
 

@@ -11,12 +11,13 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, StreamingResponse
 
-from tessera_gateway.batches.database import Database
-from tessera_gateway.batches.files import Files
+from tessera_gateway.batches.database import Database, is_full
+from tessera_gateway.batches.files import LIVE, Files
 from tessera_gateway.batches.jobs import Jobs, NewBatch
 from tessera_gateway.batches.upload import upload
 from tessera_gateway.body import read, require_json
 from tessera_gateway.errors import RETRY_AFTER, ApiError
+from tessera_gateway.metrics import WAITING, Counters
 from tessera_gateway.protocol import parse
 from tessera_gateway.settings import Settings
 
@@ -24,10 +25,24 @@ from tessera_gateway.settings import Settings
 class Room:
     """The batches of a folder, as the routes use them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.database = Database(folder)
+    def __init__(self, folder: Path, counters: Counters) -> None:
+        self.database, self._counters = Database(folder), counters
         self.files = Files(self.database)
         self.jobs = Jobs(self.database, self.files)
+
+    @property
+    def trouble(self) -> str | None:
+        """What is wrong with the folder, for people."""
+        if self._counters.total(WAITING):
+            return "the batch folder's disk is full: batches wait, and go on when there is room"
+        return "the batch folder's disk is all but full: uploads are refused" if not self.database.has_room() else None
+
+    def explained(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """With why it waits, where OpenAI's object says why one failed."""
+        if not batch["errors"] and f"'{batch['status']}'" in LIVE and self._counters.total(WAITING):
+            why = {"code": "storage_full", "message": self.trouble, "line": None, "param": None}
+            return {**batch, "errors": {"object": "list", "data": [why]}}
+        return batch
 
 
 def _room(request: Request) -> Room:
@@ -97,12 +112,12 @@ async def create_batch(request: Request, room: Room = HERE) -> dict[str, Any]:
 async def list_batches(request: Request, room: Room = HERE) -> dict[str, Any]:
     limit = _limit(request, 20, 100)
     page = await room.database.call(room.jobs.page, request.query_params.get("after"), limit + 1)
-    return _listed(page, limit)
+    return _listed([room.explained(batch) for batch in page], limit)
 
 
 @router.get("/v1/batches/{name}")
 async def show_batch(name: str, room: Room = HERE) -> dict[str, Any]:
-    return await room.database.call(room.jobs.described, name)
+    return room.explained(await room.database.call(room.jobs.described, name))
 
 
 @router.post("/v1/batches/{name}/cancel")
@@ -127,5 +142,8 @@ def _listed(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:
 async def answer_storage_error(_: Request, error: Exception) -> JSONResponse:
     """For a database that cannot be read or written: a full disk, say."""
     assert isinstance(error, StorageError)
-    words = f"the batch folder cannot be used now: {error}"
-    return ApiError(503, words, code="storage_failed", headers=RETRY_AFTER).response()
+    words, code = (
+        f"the batch folder cannot be used now: {error}",
+        "storage_full" if is_full(error) else "storage_failed",
+    )
+    return ApiError(503, words, code=code, headers={**RETRY_AFTER, "Connection": "close"}).response()

@@ -9,18 +9,19 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
+from sqlite3 import Error as StorageError
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from tessera_client import Answer, AsyncClient, TesseraClientError
 from tessera_client.asker import Asker, Away
 from tessera_gateway import completions, translation
-from tessera_gateway.batches.database import Database
+from tessera_gateway.batches.database import Database, is_full
 from tessera_gateway.batches.files import Files
 from tessera_gateway.batches.jobs import Ending, Jobs, Line, Request, result
 from tessera_gateway.batches.lock import FolderLock
 from tessera_gateway.errors import ApiError, from_wire
-from tessera_gateway.metrics import Counters
+from tessera_gateway.metrics import WAITING, Counters
 from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.protocol import ChatRequest, parse, parse_object
 from tessera_gateway.settings import Settings
@@ -32,7 +33,7 @@ BUSY_S = 600.0  # that servers in order may refuse a request before it is an err
 LONGEST_S = 3600.0  # that a request may take: all others go first
 POLL_S = 0.25  # between two looks at what came and what was cancelled; any worker may have taken that
 SWEEPS = 64  # slices of deleted files at each of them
-AGAIN_S = 5.0  # after the database failed: a full disk, say
+AGAIN_S = 5.0  # after the database failed, or the disk was full
 GIVEN_UP = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request was answered"),
     "expired": ("batch_expired", "the completion window ended before this request was answered"),
@@ -53,6 +54,7 @@ class Runner:
         self._files = Files(database)
         self._jobs = Jobs(database, self._files)
         self._fetcher, self._counters, self._settings = fetcher, counters, settings
+        self._waiting = 0  # for room on the disk: what is to be written
         self._tasks: dict[int, tuple[Ending, asyncio.Task[None]]] = {}
         """By the batch's key: how it will end, and what brings it there."""
 
@@ -178,7 +180,35 @@ class Runner:
         return whole
 
     async def _call(self, work: Callable[..., T], *arguments: object) -> T:
-        return await self._database.call(work, *arguments)
+        """As the database does it, once the disk has room for it."""
+        try:
+            return await self._database.call(work, *arguments)
+        except StorageError as error:
+            if not is_full(error):
+                raise
+        self._waits(1)
+        try:
+            while True:
+                await asyncio.sleep(AGAIN_S)
+                try:
+                    return await self._database.call(work, *arguments)
+                except StorageError as error:
+                    if not is_full(error):
+                        raise
+        finally:
+            self._waits(-1)
+
+    def _waits(self, change: int) -> None:
+        self._waiting += change
+        self._counters.add(WAITING, change)
+        if (change, self._waiting) == (1, 1):
+            _say(f"the disk of {self._database.folder} is full: batches wait until there is room")
+        elif not self._waiting:
+            _say(f"there is room again on the disk of {self._database.folder}: batches go on")
+
+
+def _say(words: str) -> None:
+    print(f"tessera gateway: {words}", file=sys.stderr, flush=True)
 
 
 def _ending(status: str, expires_at: int) -> Ending:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+from sqlite3 import Error as StorageError
 from typing import Any
 
 from starlette.requests import Request
@@ -16,15 +19,21 @@ from tessera_gateway.settings import Settings
 
 MOST_LINES = 1_000_000
 LONGEST_FIELD = 1000  # bytes of one that is no file
+AGAIN_S = 5.0  # after the database failed
+DROPPING = set[asyncio.Task[None]]()
+"""What removes uploads that could not be removed at once."""
 LONGEST_NAME = 200  # characters of a file's that are kept
 
 
 async def upload(request: Request, database: Database, files: Files, settings: Settings) -> dict[str, Any]:
-    """The new file. Raises ApiError for a form that is none, or has more or less than a file and its purpose."""
+    """The new file. Raises ApiError for a form that is none, or has more or less than a file and its purpose, and
+    sqlite3.OperationalError where there is no room for it, of which then nothing stays."""
     form = FormReader(request.headers.get("content-type", ""))
     fields: dict[str, bytes] = {}
     names: dict[str, int] = {}
     lines: _Lines | None = None
+    declared = request.headers.get("content-length", "")
+    await database.call(database.require_room, int(declared) if declared.isdecimal() else 0)
     try:
         async for piece in pieces(request, settings.timeout_s):
             for field, content in form.feed(piece):
@@ -47,8 +56,20 @@ async def upload(request: Request, database: Database, files: Files, settings: S
         return await lines.finish()
     except BaseException:
         if lines is not None:
-            await database.call(files.drop, lines.key)
+            try:
+                await database.call(files.drop, lines.key)
+            except StorageError:  # it goes when it can
+                task = asyncio.ensure_future(_drop(database, files, lines.key))
+                DROPPING.add(task)
+                task.add_done_callback(DROPPING.discard)
         raise
+
+
+async def _drop(database: Database, files: Files, key: int) -> None:
+    while True:
+        await asyncio.sleep(AGAIN_S)
+        with suppress(StorageError):
+            return await database.call(files.drop, key)
 
 
 def _check_name(field: Field, names: dict[str, int]) -> None:

@@ -1,0 +1,189 @@
+"""A batch folder whose disk is full: what is refused leaves nothing, and what was accepted waits and says so."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from batch_files import answers, create, line, over
+from fakes.answering_server import AnsweringServer
+from gateway_doubles import Asked, listening
+
+from tessera_gateway.batches import database, runner, upload
+from tessera_gateway.batches.files import Files
+from tessera_gateway.batches.jobs import Jobs
+from tessera_gateway.settings import Settings
+
+MIB = 1 << 20
+FULL = sqlite3.OperationalError("database or disk is full")
+FORM = {"Content-Type": "multipart/form-data; boundary=B"}
+HEAD = (
+    b'--B\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--B\r\nContent-Disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(runner, "POLL_S", 0.01)
+    monkeypatch.setattr(runner, "AGAIN_S", 0.02)
+    monkeypatch.setattr(upload, "AGAIN_S", 0.02)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system may be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def used(folder: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in folder.iterdir())
+
+
+def rows(folder: Path) -> tuple[int, int]:
+    """(files, lines) in the database."""
+    connection = sqlite3.connect(folder / "batches.sqlite", timeout=30)
+    counts = [connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in ("files", "lines")]
+    connection.close()
+    return counts[0], counts[1]
+
+
+def sent(address: str, size: int, declared: bool) -> httpx.Response:
+    """The answer to an upload of lines of 64 KiB."""
+    lines = [b"x" * 65_535 + b"\n"] * (size // 65_536)
+    content = b"".join([HEAD, *lines, b"\r\n--B--\r\n"])
+    body: Any = content if declared else iter([HEAD, *lines, b"\r\n--B--\r\n"])
+    return httpx.post(f"{address}/v1/files", content=body, headers=FORM, timeout=60, trust_env=False)
+
+
+def test_a_refused_upload_leaves_nothing(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "KEPT_FREE", 4 * MIB)
+    door = Asked(AnsweringServer(), Settings(batch_folder=str(disk / "batches")))
+    with listening(door.app) as address:
+        before = used(disk / "batches")
+        for declared in (True, False):
+            refusal = sent(address, 40 * MIB, declared)
+            assert refusal.status_code == 503 and refusal.json()["error"]["code"] == "storage_full"
+            assert "retry-after" in refusal.headers
+            until(lambda: rows(disk / "batches") == (0, 0) and used(disk / "batches") < before + 5 * MIB)
+        assert sent(address, 2 * MIB, True).status_code == 200
+        assert httpx.get(f"{address}/health", trust_env=False).json() == {"ready": True}
+        (disk / "others").write_bytes(b"x" * 16 * MIB)
+        assert "uploads are refused" in httpx.get(f"{address}/health", trust_env=False).json()["batches"]
+        assert sent(address, MIB, False).status_code == 503
+        until(lambda: rows(disk / "batches") == (1, 32))
+
+
+def test_an_accepted_batch_waits_for_room(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(database, "KEPT_FREE", MIB)
+    server = AnsweringServer()
+    door = Asked(server, Settings(batch_folder=str(disk / "batches"), batch_concurrency=4))
+    texts = {f"{number}": f"{number} " + "long " * 40_000 for number in range(20)}
+    with (
+        listening(door.app) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        real = Jobs.live
+        monkeypatch.setattr(Jobs, "live", lambda self: [])
+        batch = create(client, *(line(name, text) for name, text in texts.items()))
+        fill = os.open(disk / "others", os.O_CREAT | os.O_WRONLY)
+        with pytest.raises(OSError):
+            while True:
+                assert os.write(fill, b"x" * 4096)
+        os.close(fill)
+        monkeypatch.setattr(Jobs, "live", real)
+        until(lambda: client.batches.retrieve(batch.id).errors is not None)
+        waiting = client.batches.retrieve(batch.id)
+        assert waiting.status in ("validating", "in_progress") and waiting.errors and waiting.errors.data
+        assert waiting.errors.data[0].code == "storage_full"
+        assert "disk is full" in (waiting.errors.data[0].message or "")
+        health = httpx.get(f"{address}/health", trust_env=False)
+        assert health.status_code == 200 and "batches wait" in health.json()["batches"]
+        time.sleep(0.3)  # many tries
+        said = capsys.readouterr().err
+        assert said.count("is full") == 1 and len(said.splitlines()) == 1, said
+        (disk / "others").unlink()
+        batch = over(client, batch)
+        assert answers(client, batch) == {name: f"answer to {text}" for name, text in texts.items()}
+        assert batch.errors is None and "batches" not in httpx.get(f"{address}/health", trust_env=False).json()
+        assert "there is room again" in capsys.readouterr().err
+        assert len(server.asked) == len(texts)  # what was answered waited to be written: nothing was asked twice
+
+
+def test_a_batch_says_that_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the one above, where no disk can be filled."""
+    real, full = Jobs._write, [True]
+
+    def write(*arguments: Any) -> None:
+        if full:
+            raise FULL
+        real(*arguments)
+
+    monkeypatch.setattr(Jobs, "_write", write)
+    server = AnsweringServer()
+    door = Asked(server, Settings(batch_folder=str(tmp_path)))
+    with (
+        listening(door.app) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        batch = create(client, *map(line, "abc"))
+        until(lambda: client.batches.retrieve(batch.id).errors is not None)
+        (listed,) = client.batches.list()
+        assert listed.errors and listed.errors.data and listed.errors.data[0].code == "storage_full"
+        assert door.app.state.counters.total("batch_writes_waiting") > 0
+        full.clear()
+        batch = over(client, batch)
+        assert answers(client, batch).keys() == set("abc") and batch.errors is None
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "is full" in said[0] and "there is room again" in said[1]
+    assert len(server.asked) == 3 and door.app.state.counters.total("batch_writes_waiting") == 0
+
+
+def test_an_upload_that_cannot_be_removed_at_once_is_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def append(*_: Any) -> None:
+        raise FULL
+
+    def drop(self: Files, key: int) -> None:
+        tries.append(key)
+        if len(tries) < 4:
+            raise FULL
+        real(self, key)
+
+    tries: list[int] = []
+    real = Files.drop
+    monkeypatch.setattr(Files, "append", append)
+    monkeypatch.setattr(Files, "drop", drop)
+    with listening(Asked(AnsweringServer(), Settings(batch_folder=str(tmp_path))).app) as address:
+        assert sent(address, 3 * MIB, True).json()["error"]["code"] == "storage_full"
+        until(lambda: rows(tmp_path) == (0, 0))
+    assert len(tries) == 4 and not upload.DROPPING
