@@ -74,7 +74,7 @@ def test_missing_left_over_repeated_and_misshapen_weights_are_named():
         load(build(), twice)
     for fault in (
         "layers.1.self_attn.k_proj.bias: missing",
-        "layers.0.mlp.up_proj.weight: weight has shape [65, 32], expected [64, 32]",
+        "layers.0.mlp.up_proj.weight: has shape [65, 32], expected [64, 32]",
         "norm.weight: has shape [1], expected [32]",
         "layers.2.mlp.up_proj.weight: left over",
         "embed_tokens.weight: given twice",
@@ -82,10 +82,24 @@ def test_missing_left_over_repeated_and_misshapen_weights_are_named():
         assert fault in str(caught.value)
 
 
+@pytest.mark.parametrize("wrong", ["weight", "bias"])
+@pytest.mark.parametrize("last", ["weight", "bias"])
+def test_a_misshapen_tensor_is_named_whichever_of_its_module_comes_last(wrong, last):
+    """A module is judged with the last of its tensors, which may be another than the wrong one."""
+    module = "model.layers.0.self_attn.q_proj"
+    weights = stored_weights()
+    weights[f"{module}.{wrong}"] = weights[f"{module}.{wrong}"][:-1]
+    weights[f"{module}.{last}"] = weights.pop(f"{module}.{last}")
+    with pytest.raises(CheckpointError) as caught:
+        load(build(), weights.items())
+    assert str(caught.value).startswith(f"weights of the text model: {module}.{wrong}: has shape [")
+    assert str(caught.value).count(module) == 1
+
+
 def test_wrong_wqkv_is_named():
     model = build(architecture="InternLM2ForCausalLM", attention_bias=False)
     with pytest.raises(
-        CheckpointError, match=r"layers.0.attention.wqkv.weight: weight has shape \[63, 32\], expected \[64, 32\]"
+        CheckpointError, match=r"layers.0.attention.wqkv.weight: has shape \[63, 32\], expected \[64, 32\]"
     ):
         load(model, [("model.layers.0.attention.wqkv.weight", torch.zeros(63, 32))])
 

@@ -19,7 +19,28 @@ if TYPE_CHECKING:
 #: takes one stored tensor to where it belongs; raises CheckpointError if it does not fit
 Target = Callable[["torch.Tensor"], None]
 _SHOWN = 10
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "BOOL": "bool",
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+"""What torch calls the dtypes of safetensors."""
 _PICKLES = ("*.bin", "*.pt", "*.pth")
+
+
+class TensorError(CheckpointError):
+    """The tensor or module called ``name`` is wrong, which need not be the one that a target was given last."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 class SafetensorsFolder:
@@ -45,6 +66,10 @@ class SafetensorsFolder:
     def dtype(self, name: str) -> str:
         """The stored dtype as safetensors calls it, such as "BF16", from the file's header alone."""
         return self._read(name, lambda file: file.get_slice(name).get_dtype())
+
+    def shape(self, name: str) -> list[int]:
+        """The stored shape, from the file's header alone."""
+        return self._read(name, lambda file: file.get_slice(name).get_shape())
 
     def _read(self, name: str, read: Callable[[Any], Any]) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -93,6 +118,18 @@ class SafetensorsFolder:
         return {name: self.folder / file_name for name, file_name in weight_map.items()}
 
 
+class SafetensorsHeaders(SafetensorsFolder):
+    """The same folder without its numbers: tensors on torch's device "meta", made of the files' headers alone."""
+
+    def get(self, name: str) -> torch.Tensor:
+        import torch
+
+        dtype = self.dtype(name)
+        if dtype not in _DTYPES:
+            raise CheckpointError(f"{self.folder}: weight {name!r} is stored as {dtype}, which is not supported")
+        return torch.empty(self.shape(name), dtype=getattr(torch, _DTYPES[dtype]), device="meta")
+
+
 def fill(owner: str, targets: Mapping[str, Target], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Gives each tensor to the target of its name. ``owner`` is for messages.
 
@@ -107,6 +144,8 @@ def fill(owner: str, targets: Mapping[str, Target], tensors: Iterable[tuple[str,
         del missing[name]
         try:
             targets[name](tensor)
+        except TensorError as error:
+            faults.append(f"{error.name}: {error}")
         except CheckpointError as error:
             faults.append(f"{name}: {error}")
     faults += [f"{name}: missing" for name in missing]

@@ -106,9 +106,9 @@ Q = "language_model.model.layers.0.self_attn.q_proj"
         (lambda t: t.pop(f"{Q}.qzeros"), r"q_proj holds .*qweight I32, scales F16: neither.*qzeros"),
         (
             lambda t: t.update({f"{Q}.scales": torch.ones(1, 64)}),
-            r"q_proj.*scales has shape \[1, 64\], expected \[2, 64\]",
+            r"q_proj\.scales: has shape \[1, 64\], expected \[2, 64\]",
         ),
-        (lambda t: t.update({f"{Q}.qweight": torch.ones(64, 8)}), r"q_proj.*qweight is stored as torch.float32"),
+        (lambda t: t.update({f"{Q}.qweight": torch.ones(64, 8)}), r"q_proj\.qweight: is stored as torch.float32"),
         (lambda t: t.update({f"{Q}.k_scale": torch.ones(1)}), r"not known.*q_proj\.k_scale"),
     ],
 )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tessera.checkpoint.names import split_names
-from tessera.checkpoint.weights import SafetensorsFolder, fill
+from tessera.checkpoint.weights import SafetensorsFolder, SafetensorsHeaders, fill
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, create_backend
 from tessera.engine.cache.kv_storage import KvStorage
 from tessera.engine.config import EngineConfig
@@ -183,21 +183,25 @@ class ModelRunner:
         return AttentionStep(cos, sin, to_device(packed.slots, device), rows, self._attention.plan(table))
 
 
-def load_model(checkpoint: CheckpointConfig, config: EngineConfig) -> Qwen2:
-    """The text model of a checkpoint, filled. Raises CheckpointError for weights that do not fit."""
-    device = torch.device(config.device)
+def load_model(checkpoint: CheckpointConfig, config: EngineConfig, headers: bool = False) -> Qwen2:
+    """The text model of a checkpoint, filled. Raises CheckpointError for weights that do not fit.
+
+    ``headers``: all is checked that the files' headers tell, and nothing else is read: the model has no memory.
+    """
     # On a GPU too: copies into pinned memory are shared among torch's threads, which spin where they find no core.
     torch.set_num_threads(config.threads)
-    source = SafetensorsFolder(checkpoint.folder)
+    device = torch.device("meta" if headers else config.device)
+    source = (SafetensorsHeaders if headers else SafetensorsFolder)(checkpoint.folder)
     random = config.weights == "random"
     names = {} if random else split_names(source.names(), checkpoint)["text"]
     stored = stored_modules(names, source.dtype)
     schemes = scheme_selector(checkpoint.quantization, stored, config.quantization, config.resident)
-    model_type, dtype = model_class(checkpoint.text.architecture), model_dtype(config.dtype, device)
+    model_type = model_class(checkpoint.text.architecture)
+    dtype = model_dtype(config.dtype, torch.device(config.device))
     model = model_type(checkpoint.text, schemes, dtype, device)
-    if random:
+    if random and not headers:
         model.randomize(config.seed)
-    else:
+    elif not random:
         tensors = ((ours, source.get(stored)) for stored, ours in names.items())
         fill("the text model", model.targets(set(names.values())), tensors)
     return model

@@ -12,10 +12,11 @@ from functools import partial
 
 import torch
 
+from tessera.checkpoint.weights import TensorError
 from tessera.engine.quantization.fp8 import BLOCK, Fp8
 from tessera.engine.quantization.int4 import ZERO, Int4
 from tessera.engine.quantization.packing import unpack
-from tessera.engine.quantization.scheme import LinearScheme, Stored, bias_of, shaped
+from tessera.engine.quantization.scheme import LinearScheme, Stored, bias_of, has_values, shaped
 from tessera.engine.quantization.settings import Groups, Settings
 from tessera.errors import CheckpointError
 
@@ -106,10 +107,9 @@ class Packed(Int4):
     ) -> dict[str, torch.Tensor]:
         groups = self.groups(in_features)
         packed = shaped(tensors, "weight_packed", (out_features, -(-in_features // 8)), torch.int32)
-        if tensors["weight_shape"].tolist() != [out_features, in_features]:
-            raise CheckpointError(
-                f"weight_shape is {tensors['weight_shape'].tolist()}, expected {[out_features, in_features]}"
-            )
+        sizes = tensors["weight_shape"]
+        if has_values(sizes) and sizes.tolist() != [out_features, in_features]:
+            raise TensorError("weight_shape", f"is {sizes.tolist()}, expected {[out_features, in_features]}")
         if self.symmetric:
             zeros = torch.full((out_features, groups), float(ZERO), device=packed.device)
         else:

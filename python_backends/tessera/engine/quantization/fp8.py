@@ -7,11 +7,10 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from tessera.checkpoint.weights import plain
+from tessera.checkpoint.weights import TensorError
 from tessera.engine.kernels.unfinished import Unfinished
 from tessera.engine.quantization.measured import MeasuredScheme, Ways, has_units, products_for, rows_of
-from tessera.engine.quantization.scheme import Linear, Stored
-from tessera.errors import CheckpointError
+from tessera.engine.quantization.scheme import Linear, Stored, bias_of, plain_of
 from tessera.fp8.rows import E4M3, Fp8Rows, quantize_rows, quantize_weight
 
 BLOCK = 128
@@ -41,20 +40,20 @@ class Fp8(MeasuredScheme):
     ) -> dict[str, torch.Tensor]:
         weight, scale = tensors["weight"], tensors[self.scale_name].float()
         if weight.dtype != E4M3:
-            raise CheckpointError(f"weight is stored as {weight.dtype}, expected {E4M3}")
+            raise TensorError("weight", f"is stored as {weight.dtype}, expected {E4M3}")
         decoded = {"weight": weight}
         if self.blocks:
             expected = [-(-out_features // BLOCK), -(-in_features // BLOCK)]
             if list(scale.shape) != expected:
-                raise CheckpointError(f"{self.scale_name} has shape {list(scale.shape)}, expected {expected}")
+                raise TensorError(self.scale_name, f"has shape {list(scale.shape)}, expected {expected}")
             decoded["scales"] = scale.repeat_interleave(BLOCK, 0)[:out_features]
         elif scale.numel() in (1, out_features):
             decoded["scales"] = scale.flatten().expand(out_features)
         else:
-            raise CheckpointError(f"{self.scale_name} has shape {list(scale.shape)}, expected one scale, or one a row")
+            raise TensorError(self.scale_name, f"has shape {list(scale.shape)}, expected one scale, or one a row")
         if self.static:
             decoded["input_scale"] = _scalar("input_scale", tensors).expand(out_features)
-        return decoded | ({"bias": plain(tensors["bias"])} if "bias" in tensors else {})
+        return decoded | bias_of(tensors)
 
     def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> None:
         rows, columns = layer.out_features, layer.in_features
@@ -135,8 +134,8 @@ class Fp8OnLoad(Fp8):
     def decode(
         self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
     ) -> dict[str, torch.Tensor]:
-        weight, scales = quantize_weight(plain(tensors["weight"]))
-        return {"weight": weight, "scales": scales} | ({"bias": plain(tensors["bias"])} if "bias" in tensors else {})
+        weight, scales = quantize_weight(plain_of(tensors, "weight"))
+        return {"weight": weight, "scales": scales} | bias_of(tensors)
 
 
 def dequantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -148,5 +147,5 @@ def dequantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def _scalar(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if tensors[name].numel() != 1:
-        raise CheckpointError(f"{name} has shape {list(tensors[name].shape)}, expected one value")
+        raise TensorError(name, f"has shape {list(tensors[name].shape)}, expected one value")
     return tensors[name].float().reshape(1)

@@ -14,7 +14,7 @@ import torch
 
 from tessera.engine.quantization.int4 import ZERO, Int4
 from tessera.engine.quantization.packing import unpack
-from tessera.engine.quantization.scheme import Stored, bias_of, shaped
+from tessera.engine.quantization.scheme import Stored, bias_of, has_values, shaped
 from tessera.engine.quantization.settings import Groups, Settings
 from tessera.errors import CheckpointError
 
@@ -85,6 +85,8 @@ class Gptq(Int4):
         Others are read by the label, unless the weights say that it is wrong: a version too few or too many shifts
         all of a module's weights by one step, and weights have a mean of nearly 0. That is refused.
         """
+        if not has_values(stored):
+            return stored
         first = int(stored[0, 0])
         if first in (ZERO - 1, ZERO) and (stored == first).all():
             return torch.full_like(stored, ZERO)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tessera.engine.kernels.selection import layer_kernels
 from tessera.engine.kernels.w4_layout import PackedW4, chunk_of, pack, zeros_fit
 from tessera.engine.quantization.measured import PRODUCTS, MeasuredScheme, Ways, has_units, products_for, rows_of
-from tessera.engine.quantization.scheme import Linear, LinearShape, shaped
+from tessera.engine.quantization.scheme import Linear, LinearShape, has_values, shaped
 from tessera.errors import CheckpointError
 from tessera.fp8.rows import Fp8Rows, quantize_rows, quantize_weight
 
@@ -67,6 +67,8 @@ class Int4(MeasuredScheme):
         if name not in tensors:
             return order
         groups = shaped(tensors, name, (in_features,), torch.int32)
+        if not has_values(groups):
+            return order
         columns = groups.argsort(stable=True)
         if not torch.equal(groups[columns], (order // (in_features // self.groups(in_features))).int()):
             raise CheckpointError(f"{name} does not make {self.groups(in_features)} groups of one size")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from tessera.checkpoint.weights import Target, plain
+from tessera.checkpoint.weights import Target, TensorError, plain
 from tessera.engine.kernels.selection import layer_kernels
 from tessera.engine.kernels.unfinished import Unfinished
 from tessera.errors import CheckpointError
@@ -201,21 +201,30 @@ class Linear(nn.Module):
         read[leaf] = tensor.to(self.device)
         if len(read) < count:
             return
-        decoded = self.scheme.decode(self._read.pop(module), self.sizes[module], self.in_features)
-        if not self.has_bias and bool(decoded.pop("bias", torch.zeros(1)).any()):
-            raise CheckpointError("bias is not zero, and the model has none there")
+        try:
+            self._settle(module, self._read.pop(module))
+        except TensorError as error:
+            raise TensorError(f"{module}.{error.name}", str(error)) from None
+        except CheckpointError as error:
+            raise TensorError(module, str(error)) from None
+
+    def _settle(self, module: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Decodes a whole module's tensors into the buffers. TensorError names the one at fault as the module does."""
+        decoded = self.scheme.decode(tensors, self.sizes[module], self.in_features)
+        if not self.has_bias and "bias" in decoded and has_values(bias := decoded.pop("bias")) and bool(bias.any()):
+            raise TensorError("bias", "is not zero, and the model has none there")
         if len(self._unread) == len(self._rows):
             self.scheme.create(self, self.dtype, self.device)
         self._place(module, decoded)
         self._unread.remove(module)
-        if not self._unread:
+        if not self._unread and self.device.type != "meta":
             self.scheme.finish(self)
 
     def _place(self, module: str, decoded: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in decoded.items():
             target = getattr(self, name)
             if name in self.scheme.shared:
-                if target is not None and not torch.equal(target, tensor):
+                if target is not None and has_values(target) and not torch.equal(target, tensor):
                     raise CheckpointError(
                         f"{name} differ from those of {self._others(module)}, which have the same input"
                     )
@@ -223,7 +232,7 @@ class Linear(nn.Module):
                 continue
             expected = [self.sizes[module], *target.shape[1:]]
             if list(tensor.shape) != expected:
-                raise CheckpointError(f"{name} has shape {list(tensor.shape)}, expected {expected}")
+                raise TensorError(name, f"has shape {list(tensor.shape)}, expected {expected}")
             as_bits = torch.uint8 if target.itemsize == 1 else target.dtype  # not every device indexes float8
             target.view(as_bits)[self._rows[module]] = tensor.to(target.dtype).view(as_bits)
 
@@ -237,17 +246,30 @@ def shaped(
     """A module's tensor, which must have this shape, and this dtype or a plain floating one."""
     tensor = tensors[name]
     if tensor.shape != shape:
-        raise CheckpointError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        raise TensorError(name, f"has shape {list(tensor.shape)}, expected {list(shape)}")
     if dtype is None:
-        return plain(tensor)
+        return plain_of(tensors, name)
     if tensor.dtype != dtype:
-        raise CheckpointError(f"{name} is stored as {tensor.dtype}, expected {dtype}")
+        raise TensorError(name, f"is stored as {tensor.dtype}, expected {dtype}")
     return tensor
+
+
+def plain_of(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A module's tensor, which must be a plain floating one."""
+    try:
+        return plain(tensors[name])
+    except CheckpointError as error:
+        raise TensorError(name, str(error)) from None
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """False for one that is known by a file's header alone: only its shape and dtype can be judged."""
+    return tensor.device.type != "meta"
 
 
 def bias_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A module's bias, if it has one."""
-    return {name: plain(tensor) for name, tensor in tensors.items() if name == "bias"}
+    return {"bias": plain_of(tensors, "bias")} if "bias" in tensors else {}
 
 
 def _count(rows: Rows) -> int:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.nn.functional as F
 
-from tessera.checkpoint.weights import plain
 from tessera.engine.kernels.selection import layer_kernels
 from tessera.engine.kernels.unfinished import Unfinished, finished
 from tessera.engine.quantization.in_place import InPlace, taking_turns
-from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape, Stored
+from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape, Stored, plain_of
 from tessera.fp8.rows import Fp8Rows
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class Unquantized(LinearScheme):
     def decode(
         self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
     ) -> dict[str, torch.Tensor]:
-        return {name: plain(tensor) for name, tensor in tensors.items()}
+        return {name: plain_of(tensors, name) for name in tensors}
 
     def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> None:
         shape = (layer.out_features, layer.in_features)

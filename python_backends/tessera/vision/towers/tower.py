@@ -13,7 +13,7 @@ import torch
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.names import split_names
-from tessera.checkpoint.weights import SafetensorsFolder, Target, copy_whole, fill
+from tessera.checkpoint.weights import SafetensorsFolder, SafetensorsHeaders, Target, copy_whole, fill
 from tessera.errors import CheckpointError, ConfigError
 from tessera.measured_choices import MeasuredChoices
 
@@ -106,15 +106,29 @@ def load_tower(config: CheckpointConfig, dtype: torch.dtype = torch.float32, ran
     if random_weights:
         _draw(tower)
     else:
-        source = SafetensorsFolder(config.folder)
-        names = split_names(source.names(), config)["vision"]
-        fill(
-            f"the vision tower {type(tower).__name__}",
-            tower.targets(set(names.values())),
-            _dequantized(source, {ours: stored for stored, ours in names.items()}),
-        )
+        _fill(tower, SafetensorsFolder(config.folder), config)
     tower.finish_loading()
     return tower.to(dtype)
+
+
+def check_tower(config: CheckpointConfig) -> Tower:
+    """The tower's shapes, which the checkpoint's weights fit, as far as the headers of its files tell.
+
+    Raises CheckpointError as :func:`load_tower` does.
+    """
+    with torch.device("meta"):
+        tower = tower_class(config)(config).requires_grad_(False)
+        _fill(tower, SafetensorsHeaders(config.folder), config)
+    return tower
+
+
+def _fill(tower: Tower, source: SafetensorsFolder, config: CheckpointConfig) -> None:
+    names = split_names(source.names(), config)["vision"]
+    fill(
+        f"the vision tower {type(tower).__name__}",
+        tower.targets(set(names.values())),
+        _dequantized(source, {ours: stored for stored, ours in names.items()}),
+    )
 
 
 def stored_in_fp8(config: CheckpointConfig) -> Set[str]:
