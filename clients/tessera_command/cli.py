@@ -1,4 +1,4 @@
-"""The command ``tessera``: serve, gateway, quantize, ask, batch, parse, recall, plan, status, sample.
+"""The command ``tessera``: serve, check, gateway, quantize, ask, batch, parse, recall, plan, status, sample.
 
 Results go to standard output, progress and tables to standard error. Exit codes: 0 done, 1 failed, 2 wrong usage or
 wrong request, 3 the server is not there or not ready, 4 out of time, 130 interrupted.
@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["serve"]:
         return _serve(arguments[1:])
+    if arguments[:1] == ["check"]:
+        named = ["--checkpoint"] if arguments[1:] and not arguments[1].startswith("-") else []
+        return _serve(["--check", *named, *arguments[1:]])
     if arguments[:1] == ["gateway"]:
         return _gateway(arguments[1:])
     if arguments[:1] == ["quantize"]:
@@ -89,9 +92,11 @@ def _quantize(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="tessera", description="Questions about pictures, served by tritonserver.")
-    names = "{serve,gateway,quantize,ask,batch,parse,recall,plan,status,sample}"
+    names = "{serve,check,gateway,quantize,ask,batch,parse,recall,plan,status,sample}"
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     commands.add_parser("serve", help="start the server; `tessera serve --help` lists its options", add_help=False)
+    check = "say whether a checkpoint can be served: tessera check DIR, and any option of serve"
+    commands.add_parser("check", help=check, add_help=False)
     gateway = "open servers to OpenAI's clients; `tessera gateway --help` lists its options"
     commands.add_parser("gateway", help=gateway, add_help=False)
     quantize = "make a smaller checkpoint; `tessera quantize --help` lists its options"

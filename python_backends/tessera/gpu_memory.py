@@ -111,8 +111,9 @@ def weights_of(checkpoint: Path, dtype: str) -> tuple[int, int]:
     for file in checkpoint.glob("*.safetensors"):
         with open(file, "rb") as stream:
             try:
-                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-            except ValueError as error:
+                header = json.loads(stream.read(min(int.from_bytes(stream.read(8), "little"), file.stat().st_size)))
+                assert isinstance(header, dict), "its header is no object"
+            except (ValueError, AssertionError) as error:
                 raise ConfigError(f"{file} is no safetensors file: {error}") from None
         for name, tensor in header.items():
             if name == "__metadata__":

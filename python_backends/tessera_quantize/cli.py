@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tessera.checkpoint.hub import find_checkpoint
 from tessera.errors import TesseraError
 from tessera_evaluation.datasets import evenly, folder_items
 from tessera_evaluation.plan import parse_policy
@@ -45,7 +46,11 @@ def _parser() -> argparse.ArgumentParser:
         "where it was when the same command is given again.",
     )
     add = parser.add_argument
-    add("checkpoint", type=Path, help="the folder of the unquantized checkpoint")
+    add(
+        "checkpoint",
+        type=Path,
+        help="the unquantized checkpoint: its folder, or its name (Org/Name) in the hub's cache",
+    )
     add("out", type=Path, help="the folder to write; must not exist")
     add("--method", required=True, choices=METHODS)
     add("--group-size", type=int, default=128, metavar="N", help="columns that share a scale, of 4 bits (%(default)s)")
@@ -79,7 +84,7 @@ def _job(options: argparse.Namespace) -> Job:
     except ValueError as error:
         raise InvalidRequest(str(error)) from None
     return Job(
-        source=options.checkpoint,
+        source=find_checkpoint(options.checkpoint),
         out=options.out,
         recipe=Recipe(options.method, options.group_size, options.symmetric),
         calibration=calibration,

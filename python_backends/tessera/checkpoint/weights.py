@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 #: takes one stored tensor to where it belongs; raises CheckpointError if it does not fit
 Target = Callable[["torch.Tensor"], None]
 _SHOWN = 10
+_LFS = b"version https://git-lfs"
 _DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -178,4 +179,7 @@ def _stored_names(path: Path) -> list[str]:
         with safe_open(path, framework="np") as file:
             return list(file.keys())
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
+        with open(path, "rb") as stream:
+            pointer = stream.read(len(_LFS)) == _LFS
+        why = "it is the pointer that Git LFS leaves in its place: run `git lfs pull`" if pointer else error
+        raise CheckpointError(f"{path} is not a safetensors file, or not all of one: {why}") from error

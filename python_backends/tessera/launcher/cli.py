@@ -17,8 +17,10 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 import tessera
+from tessera.checkpoint.hub import find_checkpoint
 from tessera.errors import TesseraError
 from tessera.gpu_memory import DEFAULT_MODELS, check_gpus
+from tessera.launcher import checking
 from tessera.launcher.fleet import Fleet
 from tessera.launcher.gateway import Gateway
 from tessera.launcher.health import HealthPort
@@ -60,6 +62,12 @@ def serve_main(argv: Sequence[str] | None = None, gateway_options: GatewayOption
         if flags.show_settings:
             show(setup)
             return 0
+        if flags.check:
+            say(checking.judge(setup))
+            return 0
+        if setup.stages and (fault := checking.fault(setup)):
+            say(fault, error=True)
+            return 1
         gateway = None
         if with_gateway(flags.openai_port, options.only):
             gateway = Gateway(options.host, flags.openai_port, say, flags.gateway)
@@ -113,7 +121,8 @@ def parse(
             how.setdefault("metavar", "N" if how["type"] in (int, float) else "NAME")
         parser.add_argument(flag, help=help, default=how.pop("default", DEFAULTS.get(name)), **how)
 
-    add("--checkpoint", "model folder", type=Path, metavar="DIR")
+    add("--checkpoint", "model folder, or a model of the Hugging Face hub (Org/Name) that is in the local cache",
+        type=Path, metavar="DIR")  # fmt: skip
     add("--default", "instead of a folder one of the small models that come with the source: rooms answers questions "
         "about rendered rooms, documents reads pages (default rooms)", choices=DEFAULT_MODELS)  # fmt: skip
     add("--device", "auto, cpu or cuda (default auto: cuda where there is a GPU)")
@@ -123,6 +132,8 @@ def parse(
     add("--set", "any other setting, such as language_model.max_sequences=64; may be repeated", dest="settings",
         type=pair, action="append", default=[], metavar="NAME=VALUE")  # fmt: skip
     add("--show-settings", "print all settings and who set them, and end", action="store_true")
+    add("--check", "say whether the checkpoint can be served with these settings, and end: tessera check DIR",
+        action="store_true")  # fmt: skip
     add("--model-repository", "default: model_repository here or in the source tree", type=Path, metavar="DIR",
         default=default_repository())  # fmt: skip
     add("--only", "load these models only (as vision_encoder, for other servers to use)", type=names, metavar="NAME,..")
@@ -156,6 +167,8 @@ def parse(
         if known["checkpoint"]:
             parser.error("--default and --checkpoint both say which model: give one of them")
         known["checkpoint"] = (known["model_repository"] / DEFAULT_MODELS[name]).resolve()
+    elif known["checkpoint"]:
+        known["checkpoint"] = find_checkpoint(known["checkpoint"])
     settings = dict(known.pop("settings"))
     settings |= {name: value for name in COMMON if (value := known.pop(name)) is not None}
     known |= {"settings": settings, "extra_flags": tuple(argv[split + 1 :])}

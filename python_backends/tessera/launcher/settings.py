@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tessera import settings
 from tessera.engine.config import EngineConfig
@@ -36,13 +36,14 @@ class InstanceSettings:
 @dataclass
 class ServerSetup:
     """What one server is started with. ``division`` is None without a GPU, or where the driver does not say its size;
-    ``instances`` of preprocess differ from config.pbtxt's, or are None."""
+    ``instances`` of preprocess differ from config.pbtxt's, or are None; ``stages``: our own stages' settings."""
 
     environment: dict[str, str]
     effective: list[Effective]
     device: str
     division: Division | None = None
     instances: int | None = None
+    stages: dict[str, Any] = field(default_factory=dict)
     only: tuple[str, ...] = ()
 
 
@@ -109,11 +110,13 @@ def set_up(
     division = None
     if device == "cuda" and {VISION, LANGUAGE} & kinds.keys() and (card := card_bytes(all_told)):
         division = divide_for(card, server, checkpoint, first, LANGUAGE in kinds)
-    instances = None
+    instances, stages = None, {}
     for stage, kind in kinds.items():
         sources[stage].refuse_unknown(kind, ServerSettings)
         settings.read(ServerSettings, sources[stage], "", report=report)
-        settings.read(kind, sources[stage], device, lambda: division, report)
+        values: Any = settings.read(kind, sources[stage], device, lambda: division, report)
+        if configs[stage].backend == "python":  # a plan of TensorRT reads no checkpoint
+            stages[stage] = values
     found["checkpoint"] = found["checkpoint"]._replace(value=checkpoint)
     if server.device == "auto":
         found["device"] = Effective("device", device, "device")
@@ -122,7 +125,8 @@ def set_up(
         said = {"instances": str(stated)} if stated != InstanceSettings.instances else {}
         own = settings.read(InstanceSettings, Sources(PREPROCESS, said, counted), device, report=report)
         instances = own.instances if own.instances != stated else None
-    return ServerSetup(told | {"TESSERA_DEVICE": device}, list(found.values()), device, division, instances, only)
+    environment = told | {"TESSERA_DEVICE": device}
+    return ServerSetup(environment, list(found.values()), device, division, instances, stages, only)
 
 
 def config_file(repository: Path, model: str, config_name: str | None) -> Path:

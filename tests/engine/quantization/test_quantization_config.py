@@ -264,3 +264,16 @@ def test_random_weights_of_each_kind_are_sensible(folder, form):
 def test_the_pattern_of_the_test_finds_every_layer(folder):
     names = [name for name in load_file(folder / "model.safetensors") if LINEAR.fullmatch(name)]
     assert len(names) == 7
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_headers_alone_tell_a_format_and_its_shapes(tmp_path, form):
+    """As `tessera check` looks: what only numbers tell is left to the stage."""
+    folder = hf_native(tmp_path, Shape(text_mlp=128, **SHAPE))
+    quantize_folder(folder, FORMATS[form])
+    load_model(read_config(folder), EngineConfig(), headers=True)
+    names = [name for name in load_file(folder / "model.safetensors") if name.startswith(f"{Q}.")]
+    large = next(name for name in names if name.rpartition(".")[2] in ("weight", "qweight", "weight_packed"))
+    change_weights(folder, lambda stored: stored.update({large: stored[large][:-8]}))
+    with pytest.raises(CheckpointError, match=f"q_proj.{large.rpartition('.')[2]}: has shape"):
+        load_model(read_config(folder), EngineConfig(), headers=True)

@@ -1,0 +1,192 @@
+"""What is said of a checkpoint before a server is started: by the stages' readers, from headers alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import Shape, _text_weights, _vision_weights, as_internvl_chat, hf_native
+from tiny_qwen2_vl import write_model
+
+from tessera.checkpoint.weights import SafetensorsHeaders
+from tessera.errors import CheckpointError
+from tessera.launcher import checking
+from tessera.launcher.cli import parse, serve_main
+from tessera.launcher.settings import ServerSetup
+
+REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
+Change = Callable[[Path], object]
+
+
+def setup_of(folder: Path, *flags: str) -> ServerSetup:
+    options = parse(["--model-repository", str(REPOSITORY), "--checkpoint", str(folder), "--device", "cpu", *flags])[0]
+    return options.set_up()
+
+
+def judge(folder: Path, *flags: str) -> str:
+    return checking.judge(setup_of(folder, *flags))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return hf_native(tmp_path / "checkpoint", Shape())
+
+
+def test_a_good_checkpoint_is_described(folder: Path, tmp_path: Path) -> None:
+    said = judge(folder)
+    for words in ("can be served on cpu", "hf_native", "InternViT", "Qwen2ForCausalLM, 2 layers, not quantized",
+                  "a context of 4,096 tokens", "the weights take 1 MiB of memory"):  # fmt: skip
+        assert words in said, said
+    assert "\n" not in said
+    chat = as_internvl_chat(hf_native(tmp_path / "llama", Shape(text="llama")), tmp_path / "chat")
+    assert "InternLM2ForCausalLM" in judge(chat)
+    write_model(tmp_path / "qwen2_vl")
+    assert "Qwen2ViT" in judge(tmp_path / "qwen2_vl")
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
+    def apply(folder: Path) -> None:
+        stored = load_file(folder / "model.safetensors")
+        change(stored)
+        save_file({name: each.contiguous() for name, each in stored.items()}, folder / "model.safetensors")
+
+    return apply
+
+
+def config(change: Callable[[dict], object]) -> Change:
+    def apply(folder: Path) -> None:
+        raw = json.loads((folder / "config.json").read_text())
+        change(raw)
+        (folder / "config.json").write_text(json.dumps(raw))
+
+    return apply
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+Q, FC = "language_model.model.layers.1.self_attn.q_proj", "vision_tower.encoder.layer.0.mlp.fc1"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (config(lambda raw: raw["text_config"].update(hidden_act="gelu")), "text model's hidden_act 'gelu' is not"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (tensors(lambda t: t.update({f"{Q}.bias": t[f"{Q}.bias"][:-1]})), r"q_proj\.bias: has shape \[63\], expec"),
+        (tensors(lambda t: t.update({f"{FC}.weight": t[f"{FC}.weight"][1:]})), "linear1.weight: has shape"),
+        (tensors(lambda t: t.pop(f"{Q}.weight")), r"layers\.1\.self_attn\.q_proj\.weight: missing"),
+        (tensors(lambda t: t.update(odd=torch.ones(1))), "1 weights are not known .* odd"),
+        (tensors(lambda t: t.update({f"{Q}.qweight": torch.ones(1, dtype=torch.int32)})), "has no quantization_config"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights: put"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), "pickle"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"version https://git-lfs..."), "git lfs pull"),
+        (cut, "not a safetensors file, or not all of one"),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{% bad"), "chat template"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_one_paragraph(folder: Path, change: Change, complaint: str) -> None:
+    change(folder)
+    with pytest.raises(CheckpointError, match=complaint) as caught:
+        judge(folder)
+    assert str(caught.value).startswith(f"{folder} cannot be served: ") and "\n" not in str(caught.value)
+
+
+def test_all_that_is_wrong_is_said_and_nothing_twice(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    tensors(lambda t: t.update(odd=torch.ones(1)))(folder)
+    with pytest.raises(CheckpointError) as caught:
+        judge(folder)
+    assert str(caught.value).count("has no tokenizer") == 1 and str(caught.value).count("are not known") == 1
+
+
+def test_settings_are_part_of_it(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="max_model_len 8000 exceeds the checkpoint's context of 4096"):
+        judge(folder, "--set", "max_model_len=8000")
+    assert "made FP8 while it loads" in judge(folder, "--quantization", "fp8-language")
+    (folder / "model.safetensors").unlink()
+    assert "weights drawn at random" in judge(folder, "--set", "weights=random")
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="has no config.json"):
+        judge(folder, "--only", "vision_encoder")
+
+
+def test_16_gigabytes_are_judged_by_their_headers(tmp_path: Path) -> None:
+    """Sparse files of a 7B's shape, twice the disk: whoever read their tensors would take minutes and the memory."""
+    shape = Shape(text_hidden=3584, text_heads=28, text_kv_heads=4, head_dim=128, text_layers=36, text_mlp=18944)
+    folder = hf_native(tmp_path, Shape())
+    (folder / "model.safetensors").unlink()
+    raw = json.loads((folder / "config.json").read_text())
+    names = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128,
+             "num_hidden_layers": 36, "intermediate_size": 18944}  # fmt: skip
+    raw["text_config"] |= names
+    (folder / "config.json").write_text(json.dumps(raw))
+    sizes = {**_vision_weights(shape), **_text_weights(shape, raw["text_config"]["vocab_size"])}
+    write_sparse(folder, sizes, shards=4)
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert stored > 16e9
+    assert sum(file.stat().st_blocks * 512 for file in folder.glob("*.safetensors")) < 1 << 24
+    assert f"the weights take {2 * stored / 2**30:.1f} GiB of memory" in judge(folder)
+    sizes[f"{Q}.weight"] = (3584, 3583)
+    write_sparse(folder, sizes, shards=4)
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight: has shape \[3584, 3583\], expected \[3584, 3584\]"):
+        judge(folder)
+
+
+def write_sparse(folder: Path, sizes: dict[str, tuple[int, ...]], shards: int) -> None:
+    """bfloat16 tensors of zeros that take no room on the disk."""
+    weight_map = {name: f"model-{number % shards}.safetensors" for number, name in enumerate(sizes)}
+    for file in set(weight_map.values()):
+        header, end = {}, 0
+        for name in (name for name, place in weight_map.items() if place == file):
+            begin, end = end, end + 2 * torch.Size(sizes[name]).numel()
+            header[name] = {"dtype": "BF16", "shape": sizes[name], "data_offsets": [begin, end]}
+        text = json.dumps(header).encode()
+        with open(folder / file, "wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            stream.truncate(8 + len(text) + end)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_serve_ends_with_the_paragraph_before_a_server_is_started(folder: Path) -> None:
+    tensors(lambda t: t.pop(f"{Q}.weight"))(folder)
+    command = [sys.executable, "-m", "tessera.launcher.cli", "--checkpoint", str(folder), "--device", "cpu"]
+    run = subprocess.run(command, cwd=REPOSITORY.parent, capture_output=True, text=True)
+    assert run.returncode == 1 and run.stdout == ""
+    assert len(run.stderr.splitlines()) == 1
+    assert run.stderr.startswith(f"tessera: {folder} cannot be served: ") and "q_proj.weight: missing" in run.stderr
+
+
+def test_a_check_that_fails_itself_is_told_and_stops_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checking.sys, "executable", shutil.which("false"))
+    assert checking.fault(setup_of(folder)) is None
+    assert "was not checked before the start: exit code 1" in capsys.readouterr().err
+
+
+def test_check_is_a_command_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--check", "--model-repository", str(REPOSITORY), "--device", "cpu"]
+    assert serve_main([*flags, "--checkpoint", str(folder)]) == 0
+    assert "can be served on cpu" in capsys.readouterr().out
+    (folder / "tokenizer.json").unlink()
+    assert serve_main([*flags, "--checkpoint", str(folder)]) == 1
+    assert "has no tokenizer" in capsys.readouterr().err
+
+
+def test_headers_have_the_shapes_and_dtypes_of_the_tensors(folder: Path) -> None:
+    tensors(lambda t: t.update(a=torch.ones(2, 3).half(), b=torch.ones(()).to(torch.float8_e4m3fn)))(folder)
+    headers, whole = SafetensorsHeaders(folder), load_file(folder / "model.safetensors")
+    for name, tensor in whole.items():
+        assert (headers.get(name).shape, headers.get(name).dtype) == (tensor.shape, tensor.dtype)
+        assert headers.get(name).device.type == "meta"
