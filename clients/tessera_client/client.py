@@ -117,6 +117,16 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
             one._transport = self._transport.only(server)
         return one
 
+    def together(self) -> Self:
+        """A client on this one's connections whose requests go to one server while it takes them.
+
+        For those that share pictures, which are then encoded once.
+        """
+        one = copy(self)
+        if isinstance(self._transport, PooledTransport):
+            one._transport = self._transport.together()
+        return one
+
     def untraced(self) -> Self:
         """This client on the same connections, for questions that are nobody's and no spans."""
         probe = copy(self)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from tessera_client import AsyncClient
+from tessera_client import AsyncClient, AsyncStream
 from tessera_gateway import protocol, translation
-from tessera_gateway.body import read, require_json, unless_gone
+from tessera_gateway.body import all_of, read, require_json, unless_gone
 from tessera_gateway.errors import ApiError
 from tessera_gateway.metrics import COMPLETIONS, MODEL, USAGE
 from tessera_gateway.pictures_from import Fetcher
@@ -30,10 +30,12 @@ async def complete(request: Request) -> Response:
     conversation = translation.messages(asked, await _fetched(request, asked))
     options = translation.sampling(asked, settings.max_tokens)
     completion = translation.Completion(asked)
+    if len(options) > 1:
+        client = client.together()
     if asked.stream:
-        return await _events(request, completion, asked, client.chat_stream(conversation, **options))
-    answer = await unless_gone(request.receive, client.chat(conversation, **options))
-    whole = completion.whole(answer)
+        return await _events(request, completion, asked, [client.chat_stream(conversation, **each) for each in options])
+    answers = await unless_gone(request.receive, all_of([client.chat(conversation, **each) for each in options]))
+    whole = completion.whole(answers)
     request.scope[USAGE] = whole["usage"]
     return JSONResponse(whole)
 
@@ -52,13 +54,13 @@ async def _fetched(request: Request, asked: protocol.ChatRequest) -> dict[str, b
 
 
 async def _events(
-    request: Request, completion: translation.Completion, asked: protocol.ChatRequest, stream: Any
+    request: Request, completion: translation.Completion, asked: protocol.ChatRequest, streams: list[AsyncStream]
 ) -> Response:
-    """The stream from its first delta on: an error before it has a status of its own."""
+    """The streams from their first deltas on: an error before these has a status of its own."""
     try:
-        first = await unless_gone(request.receive, anext(stream))
+        firsts = await unless_gone(request.receive, all_of([anext(stream) for stream in streams]))
     except BaseException:
-        await stream.close()
+        await asyncio.gather(*(stream.close() for stream in streams))
         raise
     include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-    return EventStream(completion, first, stream, include_usage)
+    return EventStream(completion, firsts, streams, include_usage)

@@ -15,12 +15,16 @@ from tessera_gateway.errors import ApiError
 NOT_SERVED = (
     *("audio", "function_call", "functions", "modalities", "moderation", "prediction"),
     *("prompt_cache_retention", "reasoning_effort", "verbosity", "web_search_options"),
+    *("guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern", "structured_outputs.grammar"),
+    *("structured_outputs.structural_tag", "structured_outputs.whitespace_pattern"),
 )
-"""Fields that OpenAI has and this server has no meaning for."""
+"""Fields that OpenAI or vLLM has and this server has no meaning for."""
 
 
 MOST_FIELDS = 100
 MOST_METADATA = 16  # OpenAI's
+MOST_TOOLS = 128  # OpenAI's
+MOST_ANSWERS = 8
 FIRST_FAULT = Field(fail_fast=True)
 """Of a list. What pydantic notes of each of a million faults would not fit into memory."""
 
@@ -86,17 +90,71 @@ Stop = Annotated[
     Annotated[str, Tag("<string>")] | Annotated[list[str], FIRST_FAULT, Tag("<list>")],
     Discriminator(lambda value: "<string>" if isinstance(value, str) else "<list>"),
 ]
-TilePolicy = Annotated[
-    Annotated[str, Tag("<string>")] | Annotated[dict[str, Any], Tag("<object>")],
-    Discriminator(lambda value: "<string>" if isinstance(value, str) else "<object>"),
-]
+
+
+class CalledFunction(Part):
+    name: str
+    arguments: str
+
+
+class ToolCall(Part):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
 
 
 class Message(Part):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
     name: str | None = None
     """Without effect: no prompt shows it."""
+    tool_calls: Annotated[list[ToolCall], FIRST_FAULT] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_calls(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls stand in messages of the assistant")
+        if (self.tool_call_id is None) is (self.role == "tool"):
+            raise ValueError("a message of role tool, and no other, has a tool_call_id")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("the message has no content")
+        return self
+
+
+class Function(Part):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """A call always follows the parameters to the letter."""
+
+    @field_validator("parameters")
+    @classmethod
+    def _check_parameters(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        if given and given.get("type") != "object":
+            raise ValueError('the schema of a function\'s parameters must have "type": "object"')
+        return given
+
+
+class Tool(Part):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Part):
+    name: str
+
+
+class NamedTool(Part):
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[NamedTool, Tag("<object>")],
+    Discriminator(lambda value: "<string>" if isinstance(value, str) else "<object>"),
+]
 
 
 class StreamOptions(Part):
@@ -124,6 +182,22 @@ class JsonSchema(Part):
     json_schema: NamedSchema
 
 
+TextOrObject = Annotated[
+    Annotated[str, Tag("<string>")] | Annotated[dict[str, Any], Tag("<object>")],
+    Discriminator(lambda value: "<string>" if isinstance(value, str) else "<object>"),
+]
+GuidedChoice = Annotated[list[Annotated[str, Field(min_length=1)]], FIRST_FAULT, Field(min_length=1)]
+
+
+class StructuredOutputs(Part):
+    """``structured_outputs``, vLLM's later name for what its ``guided_*`` were."""
+
+    json_: TextOrObject | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: GuidedChoice | None = None
+    json_object: bool | None = None
+
+
 class VllmArguments(Part):
     """``vllm_xargs``: what vLLM hands to its plug-ins, of which one is known here."""
 
@@ -145,7 +219,7 @@ class Tessera(Part):
     """The answer is the likeliest of these labels (docs/clients.md)."""
     regex: str | None = None
     """The answer matches this regular expression."""
-    tile_policy: TilePolicy | None = None
+    tile_policy: TextOrObject | None = None
     """How finely pictures are cut (docs/tile_policies.md)."""
 
 
@@ -162,7 +236,7 @@ class ChatRequest(Part):
     messages: Annotated[list[Message], FIRST_FAULT] = Field(min_length=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Literal[1] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float | None = None
@@ -175,10 +249,10 @@ class ChatRequest(Part):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none"] | None = None
+    tools: Annotated[list[Tool], FIRST_FAULT, Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
 
-    # Without effect on an answer. Nothing is stored, whatever `store` says: to ask for it later is 404.
+    # Without effect on an answer: it has one call at most, and is stored nowhere (to ask for it later is 404).
     metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
@@ -198,6 +272,10 @@ class ChatRequest(Part):
     priority: int | None = None
     vllm_xargs: VllmArguments | None = None
     mm_processor_kwargs: ProcessorArguments | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: TextOrObject | None = None
+    guided_regex: str | None = None
+    guided_choice: GuidedChoice | None = None
 
     tessera: Tessera | None = None
 
@@ -225,6 +303,14 @@ class ChatRequest(Part):
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("two tools have the same name")
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        if (named is not None and named not in names) or (self.tool_choice == "required" and not names):
+            raise ValueError(f"tool_choice: there is no tool {named or ''!r:.70}; tools must hold it")
+        if names and self.tool_choice != "none" and self.logprobs:
+            raise ValueError('logprobs of calls are not possible; send no logprobs, or tool_choice: "none"')
         return self
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -19,7 +20,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """The answer of a stream whose first delta is there; closes the stream, whatever becomes of the client.
+    """The answers of streams whose first deltas are there; closes the streams, whatever becomes of the client.
 
     An error after the first delta is an event of its own, as OpenAI's clients expect it, for the status is sent.
     """
@@ -27,12 +28,16 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, completion: translation.Completion, first: Delta, stream: AsyncStream, include_usage: bool
+        self,
+        completion: translation.Completion,
+        firsts: Sequence[Delta],
+        streams: Sequence[AsyncStream],
+        include_usage: bool,
     ) -> None:
         self.status_code, self.background = 200, None
         # The second keeps a proxy of nginx's kind from gathering events up.
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._completion, self._first, self._stream = completion, first, stream
+        self._completion, self._firsts, self._streams = completion, firsts, streams
         self._include_usage = include_usage
         self._usage: dict[str, int] | None = None
 
@@ -43,7 +48,7 @@ class EventStream(Response):
             scope[STATUS] = error.status
         finally:
             scope[USAGE] = self._usage
-            await self._stream.close()
+            await asyncio.gather(*(stream.close() for stream in self._streams))
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -58,26 +63,54 @@ class EventStream(Response):
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
         new = self._completion.chunk
-        yield new({"role": "assistant", "content": ""})
-        async for delta in self._deltas():
-            if not delta.finish_reason:
-                yield new({"content": delta.text}, entries=delta.logprobs)
+        readers = [self._completion.reader() for _ in self._streams]
+        for index in range(len(readers)):
+            yield new(index, {"role": "assistant", "content": ""})
+        endings: dict[int, Delta] = {}
+        async for index, delta in merged(self._firsts, self._streams):
+            reader = readers[index]
+            reason = translation.finish_reason(delta.finish_reason) if delta.finish_reason else None
+            changes = reader.read(delta.text) + (reader.end(reason == "stop") if reason else [])
+            for change in changes or [{"content": ""}] * bool(delta.logprobs):
+                yield new(index, change, entries=delta.logprobs)
+            if reason is None:
                 continue
-            finish = translation.finish_reason(delta.finish_reason)
-            if delta.text or delta.logprobs:
-                yield new({"content": delta.text}, entries=delta.logprobs)
-            self._usage = translation.usage(delta.usage)
-            ending = {"usage": self._usage, "tessera": translation.extras(delta)}
+            endings[index] = delta
+            ended = new(index, {}, self._completion.reason(reason, reader))
+            if len(endings) < len(readers):
+                yield ended
+                continue
+            self._usage = translation.usage([each.usage for each in endings.values()])
+            own = {"tessera": translation.extras(endings[0])}
             if self._include_usage:
-                yield new({}, finish)
-                yield self._completion.usage_chunk() | ending
+                yield ended
+                yield self._completion.usage_chunk() | {"usage": self._usage} | own
             else:
-                yield new({}, finish) | {"tessera": ending["tessera"]}
+                yield ended | own
 
-    async def _deltas(self) -> AsyncIterator[Delta]:
-        yield self._first
-        async for delta in self._stream:
-            yield delta
+
+async def merged(firsts: Sequence[Delta], streams: Sequence[AsyncStream]) -> AsyncIterator[tuple[int, Delta]]:
+    """Each stream's number and delta, as they come."""
+    for numbered in enumerate(firsts):
+        yield numbered
+    if len(streams) == 1:  # without a task for each delta
+        async for delta in streams[0]:
+            yield 0, delta
+        return
+    coming = {asyncio.ensure_future(anext(stream, None)): index for index, stream in enumerate(streams)}
+    try:
+        while coming:
+            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=lambda each: coming[each]):
+                index = coming.pop(task)
+                if (found := task.result()) is not None:
+                    coming[asyncio.ensure_future(anext(streams[index], None))] = index
+                    yield index, found
+    finally:
+        for task in coming:
+            task.cancel()
+        if coming:
+            await asyncio.wait(coming)
 
 
 def event(content: dict[str, Any]) -> bytes:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from tessera_client.messages import Answer, Delta, Usage
 from tessera_gateway.errors import ApiError
-from tessera_gateway.protocol import ChatRequest, JsonObject, JsonSchema, Message, Picture
+from tessera_gateway.protocol import ChatRequest, Content, Message, Picture
+from tessera_gateway.shapes import shape
+from tessera_gateway.tools import PlainReader, calling, instructed, message, written
 
 SAME_NAME = (
     *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "min_tokens", "ignore_eos"),
@@ -21,8 +23,9 @@ FINISHED = ("stop", "length")  # OpenAI's words too
 LEAST_LOGPROB = -9999.0  # what vLLM writes for minus infinity, which JSON has not
 
 
-def sampling(request: ChatRequest, max_tokens: int | None) -> dict[str, Any]:
-    """The options of :meth:`tessera_client.AsyncClient.chat`; what is None or absent is left to the server.
+def sampling(request: ChatRequest, max_tokens: int | None) -> list[dict[str, Any]]:
+    """The options of :meth:`tessera_client.AsyncClient.chat` for each of the answers; what is None or absent is left
+    to the server. Each has a seed of its own, the one given and those after it.
 
     ``max_tokens``, if any, counts where the request does not say and its answer is no label.
     """
@@ -37,27 +40,57 @@ def sampling(request: ChatRequest, max_tokens: int | None) -> dict[str, Any]:
         options["no_repeat_ngram_size"] = request.vllm_xargs.no_repeat_ngram_size
     if request.mm_processor_kwargs:
         options |= request.mm_processor_kwargs.model_dump()
-    if isinstance(request.response_format, JsonObject):
-        options["json_object"] = True
-    if isinstance(request.response_format, JsonSchema):
-        options["json_schema"] = request.response_format.json_schema.schema_
     if request.tessera:
-        own = request.tessera
-        options |= {"choices": own.choices, "regex": own.regex, "tile_policy": own.tile_policy}
-    return {name: value for name, value in options.items() if value is not None}
+        options["tile_policy"] = request.tessera.tile_policy
+    options |= shape(request)
+    given = {name: value for name, value in options.items() if value is not None}
+    if request.seed is None:
+        return [given] * (request.n or 1)
+    return [given | {"seed": _int64(request.seed, number)} for number in range(request.n or 1)]
+
+
+def _int64(seed: int, more: int) -> int:
+    """A sum that stays a seed if ``seed`` is one."""
+    return seed + more if seed + more < 2**63 or seed >= 2**63 else seed + more - 2**64
 
 
 def messages(request: ChatRequest, fetched: Mapping[str, bytes]) -> list[dict[str, Any]]:
     """The conversation as the SDK takes it; ``fetched`` has the bytes behind each http(s) URL."""
-    return [_message(message, fetched) for message in request.messages]
+    turns: list[dict[str, Any]] = []
+    after_tool = False
+    for turn in request.messages:
+        said = _turn(turn, fetched)
+        if after_tool and turn.role == "tool":  # one turn, as templates have it
+            turns[-1]["content"] += [{"type": "text", "text": "\n"}, *said["content"]]
+        else:
+            turns.append(said)
+        after_tool = turn.role == "tool"
+    calls = calling(request)
+    return turns if calls is None else instructed(turns, calls.instructions)
 
 
-def _message(message: Message, fetched: Mapping[str, bytes]) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
-    if isinstance(message.content, str):
-        return {"role": role, "content": message.content}
+def _turn(turn: Message, fetched: Mapping[str, bytes]) -> dict[str, Any]:
+    """In one of the three roles that every template has."""
+    role = {"developer": "system", "tool": "user"}.get(turn.role, turn.role)
+    content = _content(turn.content or "", fetched)
+    if turn.tool_calls:
+        calls = written(turn.tool_calls)
+        content = [*_parts(content), {"type": "text", "text": f"\n{calls}"}] if content else calls
+    if turn.role == "tool":
+        opening, closing = ({"type": "text", "text": text} for text in ("<tool_response>\n", "\n</tool_response>"))
+        content = [opening, *_parts(content), closing]
+    return {"role": role, "content": content}
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _content(content: Content, fetched: Mapping[str, bytes]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
     parts: list[dict[str, Any]] = []
-    for part in message.content:
+    for part in content:
         if not isinstance(part, Picture):
             parts.append({"type": "text", "text": part.text})
             continue
@@ -67,7 +100,7 @@ def _message(message: Message, fetched: Mapping[str, bytes]) -> dict[str, Any]:
             parts.append({"type": "image", "image": fetched[picture.url], **detail})
         else:
             parts.append({"type": "image_url", "image_url": {"url": picture.url, **detail}})
-    return {"role": role, "content": parts}
+    return parts
 
 
 def urls(request: ChatRequest) -> list[tuple[str, str]]:
@@ -75,7 +108,7 @@ def urls(request: ChatRequest) -> list[tuple[str, str]]:
     return [
         (part.image_url.url, f"messages[{number}].content[{place}].image_url.url")
         for number, message in enumerate(request.messages)
-        if not isinstance(message.content, str)
+        if isinstance(message.content, list)
         for place, part in enumerate(message.content)
         if isinstance(part, Picture) and not part.image_url.url.startswith("data:")
     ]
@@ -90,21 +123,37 @@ class Completion:
         self._model = asked.model
         # What became of the wish, as with OpenAI.
         self._tier = {"service_tier": "default"} if asked.service_tier else {}
+        self._calls = calling(asked)
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        """The answer in one object."""
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+    def reader(self) -> PlainReader:
+        """What makes OpenAI's deltas of one answer's text."""
+        return PlainReader() if self._calls is None else self._calls.reader()
+
+    def reason(self, reason: str, reader: PlainReader) -> str:
+        """OpenAI's word for how a finished answer ended, which ``reader`` has read."""
+        return reason if self._calls is None else self._calls.reason(reason, reader.called)
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The answers in one object."""
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        own = {"usage": usage([answer.usage for answer in answers]), "tessera": extras(answers[0])}
+        return self._object("chat.completion", choices) | own
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        reader, reason = self.reader(), finish_reason(answer.finish_reason)
+        deltas = reader.read(answer.text) + reader.end(reason == "stop")
+        return {
+            "index": index,
+            "message": {"role": "assistant", **message(deltas)},
             "logprobs": logprobs(answer.logprobs),
-            "finish_reason": finish_reason(answer.finish_reason),
+            "finish_reason": self.reason(reason, reader),
         }
-        own = {"usage": usage(answer.usage), "tessera": extras(answer)}
-        return self._object("chat.completion", [choice]) | own
 
-    def chunk(self, delta: Mapping[str, str], finish: str | None = None, entries: Any = None) -> dict[str, Any]:
+    def chunk(
+        self, index: int, delta: Mapping[str, Any], finish: str | None = None, entries: Any = None
+    ) -> dict[str, Any]:
         """An object of a stream."""
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs(entries), "finish_reason": finish}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs(entries), "finish_reason": finish}
         return self._object("chat.completion.chunk", [choice])
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -123,12 +172,13 @@ class Completion:
         }
 
 
-def usage(used: Usage | None) -> dict[str, int] | None:
-    if used is None:
+def usage(answers: Sequence[Usage | None]) -> dict[str, int] | None:
+    """Of all answers to one prompt, which counts once."""
+    used = [each for each in answers if each is not None]
+    if not used:
         return None
-    total = used.prompt_tokens + used.completion_tokens
-    tokens = {"prompt_tokens": used.prompt_tokens, "completion_tokens": used.completion_tokens}
-    return tokens | {"total_tokens": total}
+    prompt, completion = used[0].prompt_tokens, sum(each.completion_tokens for each in used)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def extras(answer: Answer | Delta) -> dict[str, Any]:

@@ -54,6 +54,20 @@ def test_ties_go_in_turn_and_then_to_the_fewest() -> None:
     assert servers.under_way == [2, 2, 2]
 
 
+def test_those_together_go_where_the_first_went_while_it_takes_them() -> None:
+    first, second = FakeTransport(), FakeTransport([[Unavailable("full")]])
+    pooled = PooledTransport({"a": first, "b": second})
+    client = Client(transport=pooled, retry=QUICK)
+    client.ask(None, "?")
+    together = client.together()
+    for _ in range(3):  # the first of them at b, which refuses it once
+        together.ask(None, "?")
+    assert (len(first.requests), len(second.requests)) == (4, 1)
+    for _ in range(4):  # b rests
+        client.ask(None, "?")
+    assert len(second.requests) == 1
+
+
 def test_one_at_a_time_goes_round() -> None:
     servers = ServerPool(2)
     seen = []

@@ -92,6 +92,9 @@ class MetricFamily:
     def set(self, value: float) -> None:
         self.values.append(value)
 
+    def increment(self, step: float) -> None:
+        self.values.append(step)
+
 
 class InferenceRequest:
     """A request as a stage gets it."""

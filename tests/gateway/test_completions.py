@@ -9,10 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
-from clients.fake_transport import SCORES, final
+from clients.fake_transport import SCORES, Hang, final
 from gateway_doubles import HELLO, Asked, gateway
 
-from tessera_client import Delta
+from tessera.sampling import SamplingParameters
+from tessera_client import Delta, Unavailable
 from tessera_gateway import protocol, translation
 
 JPEG = "data:image/jpeg;base64," + base64.b64encode(b"jpeg").decode()
@@ -150,6 +151,15 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"json_schema": SCHEMA},
     ),
     ({"tessera": {"regex": "a+"}}, {"regex": "a+"}),
+    ({"guided_json": SCHEMA}, {"json_schema": SCHEMA}),
+    ({"guided_json": "{}"}, {"json_schema": "{}"}),
+    ({"guided_regex": "a+"}, {"regex": "a+"}),
+    ({"guided_choice": ["yes", "2.5 (m)"]}, {"regex": r"yes|2\.5 \(m\)"}),
+    ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
+    ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+    ({"structured_outputs": {"choice": ["a|b", "no"]}}, {"regex": r"a\|b|no"}),
+    ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+    ({"structured_outputs": {"json_object": False}}, {}),
     ({"tessera": {"tile_policy": "fast"}}, {"tile_policy": {"name": "fast"}}),
     ({"tessera": {"tile_policy": {"max_tiles": 2}}}, {"tile_policy": {"max_tiles": 2}}),
 ]
@@ -172,6 +182,42 @@ def test_either_name_of_the_longest_answer_counts_and_two_that_differ_are_refuse
 @pytest.mark.parametrize(("given", "expected"), FIELDS, ids=[str(given)[:60] for given, _ in FIELDS])
 def test_every_field_reaches_the_server_under_its_name(given: Any, expected: Any) -> None:
     assert sampled(gateway(), **given) == expected
+
+
+def test_several_answers() -> None:
+    door = gateway([final("one")], [final("two", "length")], [final("three")])
+    body = door.ask(n=3, seed=2**63 - 2, temperature=1.0).json()
+    assert [(choice["index"], choice["message"]["content"]) for choice in body["choices"]] == [
+        (0, "one"),
+        (1, "two"),
+        (2, "three"),
+    ]
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["stop", "length", "stop"]
+    assert body["usage"] == {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16}
+    seeds = [json.loads(request.sampling)["seed"] for request, *_ in door.fake.requests]
+    assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)]
+    for request, *_ in door.fake.requests:
+        assert SamplingParameters.parse(request.sampling).temperature == 1
+
+
+def test_several_answers_streamed() -> None:
+    door = gateway([Delta("o"), final("ne")], [Delta("t"), Delta("w"), final("o", "length")])
+    chunks = events(door.ask(n=2, stream=True, stream_options={"include_usage": True}))
+    texts, reasons = {0: "", 1: ""}, {}
+    for chunk in chunks[:-1]:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+        if choice["finish_reason"]:
+            reasons[choice["index"]] = choice["finish_reason"]
+    assert texts == {0: "one", 1: "two"} and reasons == {0: "stop", 1: "length"}
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["total_tokens"] == 14
+
+
+def test_one_answer_that_fails_ends_the_others() -> None:
+    door = gateway([Unavailable("full")], [Delta("t"), Hang()], [Delta("u"), Hang()])
+    assert door.ask(n=3).status_code == 503 and len(door.fake.cancelled) == 2
+    door = gateway([Delta("a"), Unavailable("full")], [Delta("t"), Hang()])
+    assert events(door.ask(n=2, stream=True))[-1]["error"]["message"] and len(door.fake.cancelled) == 1
 
 
 def test_the_gateways_own_limit_is_for_requests_that_name_none() -> None:

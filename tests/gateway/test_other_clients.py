@@ -43,16 +43,67 @@ class Room(BaseModel):
     sockets: int
 
 
-def test_instructor(door: tuple[Asked, str]) -> None:
+def schema_asked(door: tuple[Asked, str]) -> dict[str, Any]:
+    return json.loads(door[0].fake.requests[-1][0].sampling or "{}")["json_schema"]
+
+
+@pytest.mark.parametrize("mode", [None, "JSON_SCHEMA", "TOOLS_STRICT", "JSON"])
+def test_instructor(door: tuple[Asked, str], mode: str | None) -> None:
     import instructor
     import openai
 
+    modes: dict[str, Any] = {"mode": instructor.Mode[mode]} if mode else {}
     with openai.OpenAI(base_url=f"{door[1]}/v1", api_key="none", max_retries=0) as client:
-        asker = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
+        asker = instructor.from_openai(client, **modes)
         room = asker.chat.completions.create(model="vlm", messages=HELLO, response_model=Room, max_retries=0)
+        assert isinstance(room, Room) and room.model_dump() == {"name": "kitchen", "sockets": 2}
+        if mode != "JSON":
+            assert set(schema_asked(door)["properties"]) == {"name", "sockets"}
+        options: Any = {"model": "vlm", "messages": HELLO, "response_model": Room, "max_retries": 0}
+        *_, last = asker.chat.completions.create_partial(**options)
+    assert last.model_dump() == {"name": "kitchen", "sockets": 2}
+
+
+@pytest.mark.parametrize("method", [None, "function_calling", "json_schema", "json_mode"])
+def test_langchain_with_structured_output(door: tuple[Asked, str], method: Any) -> None:
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(model="vlm", base_url=f"{door[1]}/v1", api_key="none", max_retries=0)  # type: ignore[arg-type]
+    methods = {"method": method} if method else {}
+    room = model.with_structured_output(Room, **methods).invoke("Which room?")
     assert isinstance(room, Room) and room.model_dump() == {"name": "kitchen", "sockets": 2}
-    schema = json.loads(door[0].fake.requests[-1][0].sampling or "{}")["json_schema"]
-    assert set(schema["properties"]) == {"name", "sockets"}
+    if method != "json_mode":
+        assert set(schema_asked(door)["properties"]) == {"name", "sockets"}
+
+
+def test_langchain_binds_tools_and_tells_what_came_of_them(door: tuple[Asked, str]) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    @tool
+    def count(room: str) -> int:
+        """Counts the sockets of a room."""
+        return len(room)
+
+    plain = ChatOpenAI(model="vlm", base_url=f"{door[1]}/v1", api_key="none", max_retries=0)  # type: ignore[arg-type]
+    model = plain.bind_tools([count])
+    script = door[0].fake.script
+    script += [[final('{"name": "count", "arguments": {"room": "hall"}}')], [final('{"answer": "four"}')]]
+    turns: list[Any] = [HumanMessage("How many?")]
+    turns.append(model.invoke(turns))
+    (call,) = turns[-1].tool_calls
+    assert (call["name"], call["args"]) == ("count", {"room": "hall"})
+    turns.append(ToolMessage(str(count.invoke(call["args"])), tool_call_id=call["id"]))
+    assert model.invoke(turns).content == "four"
+    script += [[Delta('{"name": "count", "argu'), Delta('ments": {"room": "ha'), final('ll"}}')]]
+    heard = None
+    for chunk in model.stream("How many?"):
+        heard = chunk if heard is None else heard + chunk
+    assert heard is not None and heard.tool_calls[0]["args"] == {"room": "hall"}
+    script += [[final('{"room": "hall"}')]]
+    forced = plain.bind_tools([count], tool_choice="any").invoke("How many?")
+    assert forced.tool_calls[0]["args"] == {"room": "hall"}
 
 
 def test_aiperf_with_pictures(tmp_path: Path) -> None:

@@ -171,6 +171,53 @@ def test_answers_of_a_given_shape(client: openai.OpenAI, picture: bytes) -> None
     assert re.fullmatch("[ab]{5}", matched.choices[0].message.content or "")
 
 
+def test_several_answers_encode_a_picture_once(server: Server, client: openai.OpenAI) -> None:
+    options: Any = {"model": "vlm", "messages": messages(scene.encode_jpeg(scene.sample(4711, "heldout")))}
+    options |= {"max_tokens": 6, "temperature": 20, "seed": 3, "extra_body": {"ignore_eos": True}}
+    before = pictures(server)
+    several = client.chat.completions.create(**options, n=4)
+    texts = [choice.message.content for choice in several.choices]
+    assert len(set(texts)) > 1 and several.usage is not None and several.usage.completion_tokens == 24
+    one = client.chat.completions.create(**options | {"seed": 5})
+    assert one.choices[0].message.content == texts[2]
+    assert one.usage is not None and one.usage.prompt_tokens == several.usage.prompt_tokens
+    heard = [""] * 4
+    for chunk in client.chat.completions.create(**options, n=4, stream=True):
+        heard[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert heard == texts
+    other = messages(scene.encode_jpeg(scene.sample(4712, "heldout")))
+    client.chat.completions.create(model="vlm", messages=other, max_tokens=1)
+    assert wait_until(lambda: pictures(server) >= before + 2)  # the page is renewed four times a second
+    assert pictures(server) == before + 2
+
+
+def pictures(server: Server) -> float:
+    """Whose rows were computed."""
+    page = httpx.get(server.metrics_url, trust_env=False).text
+    lines = [line for line in page.splitlines() if line.startswith("tessera_vision_pictures_total")]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+def test_an_answer_calls_a_function(client: openai.OpenAI, picture: bytes) -> None:
+    class Note(BaseModel):
+        room: Literal["kitchen", "bathroom"]
+        wires: Literal[0, 1, 2]
+
+    tool: Any = {"type": "function", "function": {"name": "note", "parameters": Note.model_json_schema()}}
+    options: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": 200, "tools": [tool]}
+    for choice, reason in (({"type": "function", "function": {"name": "note"}}, "stop"), ("required", "tool_calls")):
+        answer = client.chat.completions.create(**options, tool_choice=choice).choices[0]
+        assert answer.finish_reason == reason and answer.message.tool_calls
+        call: Any = answer.message.tool_calls[0]
+        assert call.function.name == "note" and Note.model_validate_json(call.function.arguments)
+    free = client.chat.completions.create(**options, extra_body={"logit_bias": {}}).choices[0]
+    assert free.finish_reason in ("stop", "tool_calls", "length")
+    matched = client.chat.completions.create(
+        model="vlm", messages=options["messages"], extra_body={"guided_choice": ["(a)", "2.5"]}
+    )
+    assert matched.choices[0].message.content in ("(a)", "2.5")
+
+
 def test_penalties_change_the_answer(client: openai.OpenAI, picture: bytes) -> None:
     options: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": 24}
     plain = client.chat.completions.create(**options, extra_body={"ignore_eos": True})

@@ -148,10 +148,11 @@ def test_the_page_has_what_is_held_and_what_waits(backend, monkeypatch):
             gauges[name] = self.values
 
     monkeypatch.setattr(backend, "MetricFamily", Family)
-    page = tritonserver_model.page_of(SimpleNamespace(used_bytes=7, queue=[None] * 3))
+    page = tritonserver_model.page_of(SimpleNamespace(used_bytes=7, computed=5, queue=[None] * 3))
     wait_until(lambda: all(gauges.values()))
     page.close()
     assert {name: values[0] for name, values in gauges.items()} == {
+        "tessera_vision_pictures_total": 5.0,
         "tessera_vision_row_bytes": 7.0,
         "tessera_vision_requests_waiting": 3.0,
     }

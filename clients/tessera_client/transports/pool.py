@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 
 from tessera_client.messages import Delta, Models, ModelStatus, PicturePlan, Request, ServerStatus
@@ -40,10 +41,10 @@ class ServerPool:
         self.under_way = [0] * servers
         """How many requests each server has under way."""
 
-    def pick(self) -> int:
-        """The server for a new request, which counts as under way until its :meth:`end`."""
+    def pick(self, rather: int | None = None) -> int:
+        """The server for a new request, which counts as under way until its :meth:`end`: ``rather``, if in order."""
         with self._lock:
-            server = self._next()
+            server = self._next() if rather is None or not self.in_order(rather) else rather
             self.under_way[server] += 1
             return server
 
@@ -102,9 +103,13 @@ class PooledTransport:
         self.addresses = tuple(transports)
         self._transports = tuple(transports.values())
         self._pool = ServerPool(len(transports))
+        self._stays = False
+        self._server: int | None = None  # where it stays
 
     def send(self, request: Request, request_id: str, timeout: float | None, deliver: Deliver) -> Sent:
-        server = self._pool.pick()
+        server = self._pool.pick(self._server)
+        if self._stays:
+            self._server = server
         in_order = self._pool.in_order(server)
         under_way = [server]  # popped by the first to end it: its last item or a stop
 
@@ -132,6 +137,12 @@ class PooledTransport:
             end()
 
         return sent._replace(stop=stop)
+
+    def together(self) -> PooledTransport:
+        """This one, whose requests go where its first one went, until that server refuses or breaks off."""
+        one = copy(self)
+        one._stays = True
+        return one
 
     def only(self, address: str) -> Transport:
         """The transport to one of the servers."""

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
 from sqlite3 import Error as StorageError
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from tessera_gateway.batches.database import Database, is_full
 from tessera_gateway.batches.files import Files
 from tessera_gateway.batches.jobs import Ending, Jobs, Line, Request, result
 from tessera_gateway.batches.lock import FolderLock
+from tessera_gateway.body import all_of
 from tessera_gateway.errors import ApiError, from_wire
 from tessera_gateway.metrics import WAITING, Counters
 from tessera_gateway.pictures_from import Fetcher
@@ -169,13 +170,13 @@ class Runner:
         completions.check_model(asked, self._settings)
         conversation = translation.messages(asked, await self._fetcher.fetch(translation.urls(asked)))
         options = translation.sampling(asked, self._settings.max_tokens)
-        options["priority"] = max(PRIORITY, options.get("priority", PRIORITY))
         completion = translation.Completion(asked)
 
-        def call(client: AsyncClient) -> Awaitable[Answer]:
-            return client.chat(conversation, timeout=LONGEST_S, **options)
+        def answer(each: dict[str, Any]) -> Coroutine[Any, Any, Answer]:
+            priority = max(PRIORITY, each.get("priority", PRIORITY))
+            return self._asker.ask(lambda on: on.chat(conversation, timeout=LONGEST_S, **each | {"priority": priority}))
 
-        whole = completion.whole(await self._asker.ask(call))
+        whole = completion.whole(await all_of([answer(each) for each in options]))
         self._counters.used(whole["usage"])
         return whole
 

@@ -45,6 +45,11 @@ class LocalDispatcher:
         """Of rows reserved, or not sent yet."""
         return self._encoder.budget.used_bytes
 
+    @property
+    def computed(self) -> int:
+        """Pictures, but for those whose rows were known."""
+        return self._encoder.computed
+
     def check(self, item: VisionItem) -> None:
         """Raises InvalidRequest for what can never be done."""
         self._encoder.pictures(item)

@@ -19,7 +19,7 @@ from tessera.tritonserver import heaps, tensors
 from tessera.tritonserver.deadline import deadline_exceeded, is_over
 from tessera.tritonserver.failures import error_response, log_exception
 from tessera.tritonserver.gpu_pool import answer_warm_up
-from tessera.tritonserver.metrics import Gauge, Renewed, show_weights
+from tessera.tritonserver.metrics import Counter, Gauge, Renewed, show_weights
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.rows import packed
 from tessera.tritonserver.server_log import write_to_server_log
@@ -88,8 +88,12 @@ def page_of(dispatcher: LocalDispatcher) -> Renewed:
     """The dispatcher's numbers on the server's metrics page."""
     rows = Gauge("tessera_vision_row_bytes", "Rows of pictures reserved or held for requests that are not answered")
     waiting = Gauge("tessera_vision_requests_waiting", "Requests that wait for the vision stage's encoder")
+    computed = Counter(
+        "tessera_vision_pictures_total", "Pictures that the vision tower computed, repeated ones left out"
+    )
 
     def renew() -> None:
+        computed.raise_to(dispatcher.computed)
         rows.set(dispatcher.used_bytes)
         waiting.set(len(dispatcher.queue))
 

@@ -93,6 +93,7 @@ class VisionEncoder:
     decoder: GpuDecoder | None = None
     weights: tuple[str, int] = ("", 0)
     largest_picture: int = 0
+    computed: int = field(default=0, init=False)  # pictures, but for those whose rows were known
     _last_cost: int = field(default=0, init=False)  # of the last forward that was not beside another
 
     @classmethod
@@ -275,6 +276,7 @@ class VisionEncoder:
             picture.parts.append(piece)
             if units.stop == picture.plan.cost:
                 picture.rows = _whole(picture.parts)
+                self.computed += 1
                 picture.parts, picture.pixels = [], None
                 self.lane.in_order(partial(self.cache.put, picture.key, picture.rows), picture.rows)
         return _finished(waiting, known)

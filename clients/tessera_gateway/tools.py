@@ -1,0 +1,233 @@
+"""Functions that an answer may call: what the model reads of them, what it must write, and how that becomes calls.
+
+Few models that see pictures were taught to call functions, and few of their templates know of any. So the functions
+stand in the system message, and a schema leaves the model only calls that fit them to write, and words where the client
+lets it choose (``tool_choice: "auto"``): then these are JSON too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tessera_gateway.protocol import ChatRequest, Function, NamedTool, ToolCall
+
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_DATA = ("const", "enum", "default", "examples")  # of a schema: what is in them is no schema
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # what is in them has names of the client's choice
+_WORDS = '{"answer": "'
+_CALL = re.compile(r'\{"name": "([^"]*)", "arguments": ')
+_WHOLE_CHARACTERS = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*')
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What an answer may call. ``named``: the client chose the one; ``words``: it may also be no call."""
+
+    functions: tuple[Function, ...]
+    named: bool
+    words: bool
+
+    @property
+    def alone(self) -> Function | None:
+        """The function whose arguments are the whole answer."""
+        return self.functions[0] if len(self.functions) == 1 and not self.words else None
+
+    @cached_property
+    def schema(self) -> dict[str, Any]:
+        if self.alone is not None:
+            return _parameters(self.alone)
+        forms = [_object(answer={"type": "string"})] if self.words else []
+        forms += [
+            _object(name={"const": each.name}, arguments={"$ref": f"#/$defs/{each.name}"}) for each in self.functions
+        ]
+        # Each set of parameters moves as a whole, so that what it refers to in itself is found again.
+        moved = {each.name: _moved(_parameters(each), f"#/$defs/{each.name}") for each in self.functions}
+        return {"anyOf": forms, "$defs": moved}
+
+    @property
+    def instructions(self) -> str:
+        """What the model reads."""
+        known = [
+            each.model_dump(include={"name", "description", "parameters"}, exclude_none=True) for each in self.functions
+        ]
+        listed = "\n".join(json.dumps(function, ensure_ascii=False) for function in known)
+        call = 'a JSON object {"name": "the function\'s name", "arguments": {its arguments}}'
+        if self.alone is not None:
+            how = "Answer by calling this function: write its arguments as a JSON object."
+        elif self.words:
+            how = f'To call one of these functions, answer with {call}. Else answer with {{"answer": "your words"}}.'
+        else:
+            how = f"Answer by calling one of these functions: write {call}."
+        return f"# Functions\n\n{listed}\n\n{how}"
+
+    def reader(self) -> PlainReader:
+        return CallReader() if self.alone is None else ArgumentsReader(self.alone.name)
+
+    def reason(self, reason: str, called: bool) -> str:
+        """OpenAI's: an answer that had to be this very call just ends."""
+        return "tool_calls" if reason == "stop" and called and not self.named else reason
+
+
+def calling(request: ChatRequest) -> Calls | None:
+    """What the answer may call; None where it may call nothing."""
+    choice = request.tool_choice or "auto"
+    if not request.tools or choice == "none":
+        return None
+    functions = tuple(tool.function for tool in request.tools)
+    if isinstance(choice, NamedTool):
+        functions = tuple(each for each in functions if each.name == choice.function.name)
+    return Calls(functions, isinstance(choice, NamedTool), choice == "auto")
+
+
+def instructed(messages: list[dict[str, Any]], instructions: str) -> list[dict[str, Any]]:
+    """The conversation, in the SDK's form, whose system message ends in the instructions."""
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": f"You are a helpful assistant.\n\n{instructions}"}, *messages]
+    content = messages[0]["content"]
+    if isinstance(content, str):
+        content = f"{content}\n\n{instructions}"
+    else:
+        content = [*content, {"type": "text", "text": f"\n\n{instructions}"}]
+    return [{"role": "system", "content": content}, *messages[1:]]
+
+
+def written(calls: Iterable[ToolCall]) -> str:
+    """Earlier calls, as the model would write them."""
+    return "\n".join(
+        f'{{"name": {json.dumps(call.function.name)}, "arguments": {call.function.arguments}}}' for call in calls
+    )
+
+
+class PlainReader:
+    """An answer of words alone: text as it comes into deltas of OpenAI's message. :meth:`end` follows the last."""
+
+    called = False
+
+    def read(self, text: str) -> list[dict[str, Any]]:
+        return [{"content": text}] if text else []
+
+    def end(self, whole: bool) -> list[dict[str, Any]]:
+        """What was held back. ``whole``: the model has ended the answer itself."""
+        return []
+
+
+class ArgumentsReader(PlainReader):
+    """An answer that is one function's arguments."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def read(self, text: str) -> list[dict[str, Any]]:
+        begun, self.called = self.called, True
+        return ([] if begun else [_begin(self._name)]) + ([_more(text)] if text else [])
+
+
+class CallReader(PlainReader):
+    """An answer that is ``{"name": ..., "arguments": ...}`` or ``{"answer": ...}``, as the server writes JSON."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._words = False
+
+    def read(self, text: str) -> list[dict[str, Any]]:
+        self._held += text
+        found: list[dict[str, Any]] = []
+        if not (self._words or self.called):
+            if self._held.startswith(_WORDS):
+                self._words, self._held = True, self._held.removeprefix(_WORDS)
+            elif call := _CALL.match(self._held):
+                self.called, self._held = True, self._held[call.end() :]
+                found.append(_begin(call[1]))
+        if self._words:
+            known = _WHOLE_CHARACTERS.match(self._held)
+            assert known is not None
+            self._held = self._held[known.end() :]
+            if known[0]:
+                found.append({"content": json.loads(f'"{known[0]}"', strict=False)})
+        elif self.called:
+            known_arguments = self._held.removesuffix("}")  # the last one closes what the call stands in
+            self._held = self._held[len(known_arguments) :]
+            if known_arguments:
+                found.append(_more(known_arguments))
+        return found
+
+    def end(self, whole: bool) -> list[dict[str, Any]]:
+        return [_more(self._held)] if self.called and self._held and not whole else []
+
+
+def message(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The message that these deltas come to."""
+    words: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        words.append(delta.get("content") or "")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
+            else:
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    text = "".join(words)
+    return {"content": text, "refusal": None} | ({"content": text or None, "tool_calls": calls} if calls else {})
+
+
+def _begin(name: str) -> dict[str, Any]:
+    call = {"index": 0, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
+    return {"tool_calls": [call | {"function": {"name": name, "arguments": ""}}]}
+
+
+def _more(arguments: str) -> dict[str, Any]:
+    return {"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    form = {"type": "object", "properties": properties, "required": list(properties)}
+    return form | {"additionalProperties": False}
+
+
+def _parameters(function: Function) -> dict[str, Any]:
+    """What its arguments must match; others than the properties that it names could be written without end."""
+    given = function.parameters or _NO_PARAMETERS
+    return dict(_mapped(given, _closed)) if not any("allOf" in schema for schema in _schemas(given)) else given
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    open_to_others = "properties" in schema and not {"additionalProperties", "patternProperties"} & set(schema)
+    return schema | {"additionalProperties": False} if open_to_others else schema
+
+
+def _moved(schema: dict[str, Any], root: str) -> dict[str, Any]:
+    """A schema whose references to places in itself hold where it stands at ``root`` of another one."""
+
+    def moved(each: dict[str, Any]) -> dict[str, Any]:
+        target = each.get("$ref")
+        inside = isinstance(target, str) and target.startswith("#")
+        return each | {"$ref": f"{root}{str(target)[1:]}"} if inside else each
+
+    return dict(_mapped(schema, moved))
+
+
+def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A schema with each schema in it, and itself, changed."""
+    if isinstance(schema, list):
+        return [_mapped(each, change) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _NAMED and isinstance(value, dict):
+            inner[name] = {each: _mapped(named, change) for each, named in value.items()}
+        else:
+            inner[name] = value if name in _DATA else _mapped(value, change)
+    return change(inner)
+
+
+def _schemas(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    _mapped(schema, lambda each: found.append(each) or each)  # type: ignore[func-returns-value]
+    return found

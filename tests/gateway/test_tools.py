@@ -1,0 +1,210 @@
+"""Functions that an answer may call: what the server is asked for them, and what becomes of its answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from clients.fake_transport import final
+from gateway_doubles import HELLO, Asked, gateway
+
+from tessera import grammar
+from tessera.sampling import SamplingParameters
+from tessera_client import Delta
+
+ROOM = {
+    "type": "object",
+    "properties": {"name": {"$ref": "#/$defs/Name"}, "sockets": {"type": "integer"}},
+    "required": ["name", "sockets"],
+    "additionalProperties": False,
+    "$defs": {"Name": {"enum": ["hall", "kitchen"]}},
+}
+SAVE = {"type": "function", "function": {"name": "save_room", "description": "Keeps a room.", "parameters": ROOM}}
+RING = {"type": "function", "function": {"name": "ring"}}
+NAMED = {"type": "function", "function": {"name": "save_room"}}
+ARGUMENTS = '{"name": "hall", "sockets": 2}'
+CALL = f'{{"name": "save_room", "arguments": {ARGUMENTS}}}'
+BEGUN = CALL.index(ARGUMENTS)
+WORDS = '{"answer": "say \\"no\\"\\n\u00e9 {}"}'
+
+
+def asked(door: Asked) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The schema and the messages that reached the server."""
+    request = door.fake.requests[-1][0]
+    return json.loads(request.sampling or "{}")["json_schema"], json.loads(request.messages)
+
+
+def allows(schema: dict[str, Any], text: str) -> bool:
+    """Whether the engine would let a model write this text."""
+    matcher = grammar.compiled(SamplingParameters.parse({"json_schema": schema}), grammar._bytes())
+    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
+
+
+def said(door: Asked, **fields: Any) -> dict[str, Any]:
+    response = door.ask(**fields)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+def streamed(door: Asked, **fields: Any) -> tuple[str, list[dict[str, Any]], str]:
+    """A stream's words, calls and reason, put together as OpenAI's clients do."""
+    words, calls, reason = "", [], ""
+    for line in door.ask(stream=True, **fields).text.split("\n\n"):
+        if not line.startswith("data: {"):
+            continue
+        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+        words += choice["delta"].get("content") or ""
+        reason = choice["finish_reason"] or reason
+        for call in choice["delta"].get("tool_calls", ()):
+            assert call["index"] == 0
+            if "id" in call:
+                calls.append(call)
+            else:
+                assert set(call) == {"index", "function"}
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    return words, calls, reason
+
+
+CASES: list[tuple[dict[str, Any], str, str, str, str]] = [
+    # fields, what the model writes, and of the answer: words, the call's name, the reason
+    ({"tools": [SAVE, RING], "tool_choice": NAMED}, ARGUMENTS, "", "save_room", "stop"),
+    ({"tools": [SAVE], "tool_choice": "required"}, ARGUMENTS, "", "save_room", "tool_calls"),
+    ({"tools": [SAVE, RING], "tool_choice": "required"}, CALL, "", "save_room", "tool_calls"),
+    ({"tools": [RING, SAVE], "tool_choice": "auto"}, CALL, "", "save_room", "tool_calls"),
+    ({"tools": [SAVE]}, CALL, "", "save_room", "tool_calls"),
+    ({"tools": [RING, SAVE]}, WORDS, 'say "no"\n\u00e9 {}', "", "stop"),
+]
+
+
+@pytest.mark.parametrize(("fields", "text", "words", "name", "reason"), CASES)
+def test_an_answer_becomes_words_or_a_call(fields: Any, text: str, words: str, name: str, reason: str) -> None:
+    door = gateway([final(text)])
+    choice = said(door, **fields)
+    assert allows(asked(door)[0], text)
+    assert (choice["message"]["content"] or "", choice["finish_reason"]) == (words, reason)
+    calls = choice["message"].get("tool_calls", [])
+    assert [(call["type"], call["function"]) for call in calls] == [
+        ("function", {"name": name, "arguments": ARGUMENTS}) for name in [name] if name
+    ]
+    assert all(call["id"].startswith("call_") for call in calls)
+    for size in (1, 7):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        door = gateway([*(Delta(piece) for piece in pieces[:-1]), final(pieces[-1])])
+        heard, streamed_calls, ended = streamed(door, **fields)
+        assert (heard, ended) == (words, reason)
+        assert [call["function"] for call in streamed_calls] == [call["function"] for call in calls]
+
+
+def test_nothing_but_a_call_that_fits_can_be_written() -> None:
+    door = gateway()
+    door.ask(tools=[SAVE, RING], tool_choice="required")
+    schema, _ = asked(door)
+    assert allows(schema, CALL) and allows(schema, '{"name": "ring", "arguments": {}}')
+    for text in ('{"name": "ring", "arguments": {"a": 1}}', CALL.replace("hall", "cellar"), WORDS, "no", ARGUMENTS):
+        assert not allows(schema, text)
+
+
+def test_objects_are_closed_that_do_not_say_whether_they_are() -> None:
+    """As pydantic writes them; a small model would write properties for ever."""
+    inner = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    free = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "integer"}}
+    both = {"allOf": [inner, {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}]}
+    for field, text, allowed in (
+        (inner, '{"x": {"a": 1, "b": 2}}', False),
+        (free, '{"x": {"a": 1, "b": 2}}', True),
+        (both, '{"x": {"a": 1, "b": 2}}', True),
+    ):
+        function = {"name": "f", "parameters": {"type": "object", "properties": {"x": field}, "required": ["x"]}}
+        door = gateway()
+        door.ask(tools=[{"type": "function", "function": function}], tool_choice="required")
+        assert allows(asked(door)[0], text) is allowed
+        assert allows(asked(door)[0], text[:-1] + ', "y": 1}') is (field is both)
+
+
+@pytest.mark.parametrize("cut", [5, 45, len(CALL) - 1])
+def test_a_call_that_was_cut_is_told_as_far_as_it_came(cut: int) -> None:
+    (choice,) = gateway([final(CALL[:cut], "length")]).ask(tools=[SAVE]).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    calls = choice["message"].get("tool_calls", [])
+    assert [call["function"]["arguments"] for call in calls] == [CALL[BEGUN:cut]] * (cut > BEGUN)
+
+
+def test_words_that_were_cut_in_the_middle_of_a_character() -> None:
+    (choice,) = gateway([final(WORDS[:17], "length")]).ask(tools=[SAVE]).json()["choices"]
+    assert WORDS[16] == "\\" and choice["message"]["content"] == "say " and choice["finish_reason"] == "length"
+
+
+def test_the_model_reads_what_it_may_call() -> None:
+    door = gateway()
+    door.ask(tools=[SAVE, RING], tool_choice=NAMED)
+    system, hello = asked(door)[1]
+    assert system["role"] == "system" and [hello] == HELLO
+    assert (
+        '"save_room"' in system["content"] and "Keeps a room." in system["content"] and "ring" not in system["content"]
+    )
+    door.ask([{"role": "developer", "content": "Be brief."}, *HELLO], tools=[SAVE, RING])
+    system = asked(door)[1][0]
+    assert system["content"].startswith("Be brief.\n\n# Functions") and '"ring"' in system["content"]
+
+
+def test_earlier_calls_and_what_came_of_them_are_text() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "save_room", "arguments": ARGUMENTS}}
+    turns = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "kept"},
+        {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "rung"}]},
+        {"role": "assistant", "content": "Then:", "tool_calls": [call]},
+    ]
+    door = gateway()
+    assert door.ask(turns).status_code == 200
+    roles, texts = [], []
+    for turn in json.loads(door.fake.requests[-1][0].messages or ""):
+        roles.append(turn["role"])
+        parts = turn["content"]
+        texts.append(parts if isinstance(parts, str) else "".join(part["text"] for part in parts))
+    assert roles == ["user", "assistant", "user", "assistant"]
+    response = "<tool_response>\n{}\n</tool_response>"
+    assert texts == ["hello", CALL, response.format("kept") + "\n" + response.format("rung"), "Then:\n" + CALL]
+
+
+@pytest.mark.parametrize("choice", ["none", None])
+def test_tools_that_may_not_be_called_change_nothing(choice: str | None) -> None:
+    door = gateway([final("hello")])
+    tools = [] if choice is None else [SAVE]
+    assert said(door, tools=tools, tool_choice=choice)["message"] == {
+        "role": "assistant",
+        "content": "hello",
+        "refusal": None,
+    }
+    assert door.fake.requests[-1][0].sampling is None and json.loads(door.fake.requests[-1][0].messages or "") == HELLO
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tools": [SAVE, SAVE]}, "two tools have the same name"),
+        ({"tools": [RING], "tool_choice": NAMED}, "there is no tool 'save_room'"),
+        ({"tool_choice": "required"}, "there is no tool"),
+        ({"tools": [SAVE], "logprobs": True}, "logprobs of calls are not possible"),
+        ({"tools": [SAVE], "response_format": {"type": "json_object"}}, "response_format and tools exclude each other"),
+        ({"tools": [SAVE], "guided_regex": "a"}, "tools and guided_regex exclude each other"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "parameters"),
+        ({"tools": [SAVE] * 129}, "at most 128"),
+        ({"tools": [SAVE], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [SAVE], "tool_choice": "any"}, "'none', 'auto' or 'required'"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id"),
+        ({"messages": [{"role": "user"}]}, "the message has no content"),
+        (
+            {"messages": [{"role": "user", "content": "a", "tool_calls": [{"id": "1", "function": {}}]}]},
+            "tool_calls[0]",
+        ),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
+    refusal = gateway().ask(**{"messages": HELLO, **fields})
+    assert refusal.status_code == 400 and words in refusal.json()["error"]["message"], refusal.text
