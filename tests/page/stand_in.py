@@ -123,8 +123,8 @@ def chunk(**fields: Any) -> str:
     return f"data: {json.dumps({'id': 'chatcmpl-1', 'object': 'chat.completion.chunk', **fields})}\n\n"
 
 
-def refusal(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": "", "param": None, "code": status}}, status)
+def refusal(status: int, message: str, code: str | None = None) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": "", "param": None, "code": code}}, status)
 
 
 @contextmanager

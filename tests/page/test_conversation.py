@@ -123,18 +123,35 @@ def test_what_is_dropped_and_is_no_picture_is_said(page: Browser) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "message", "words"),
+    ("status", "code", "message", "words"),
     [
-        (429, "queue is full", "The server has more to do than it can take. Try again in a few seconds"),
-        (503, "nobody answers", "The model's server does not answer: it is starting, restarting or stopped."),
-        (504, "deadline exceeded", "The answer was not ready within the time allowed."),
-        (413, "the body is too large", "The pictures are too large for one question. Send fewer, or smaller ones."),
-        (400, "image 1: cannot decode the JPEG", "The server says: picture 2 (room-08.jpg): cannot decode the JPEG"),
-        (500, "internal", "That is not your fault."),
+        (429, "overloaded", "queue is full", "The server has more to do than it can take. Try again in a few seconds"),
+        (503, "too_many_connections", "64 of this address", "The server has more to do than it can take."),
+        (503, "server_unavailable", "nobody answers", "The model's server does not answer: it is starting, restarting"),
+        (502, None, "bad gateway", "The server failed at this question. That is not your fault."),
+        (504, "deadline_exceeded", "deadline exceeded", "The answer was not ready within the time allowed."),
+        (413, "body_too_large", "70 MiB", "The pictures are too large for one question. Send fewer, or smaller ones."),
+        (
+            400,
+            "invalid_request",
+            "image 1 is a truncated JPEG",
+            "says: picture 2 (room-08.jpg) is a truncated JPEG",
+        ),
+        (
+            400,
+            "invalid_request",
+            "image 0 is an animated WebP",
+            "A picture cannot be read. The server reads JPEG, PNG",
+        ),
+        (400, "invalid_request", "the request has 9 images; the limit is 8", "Ask with fewer or smaller pictures."),
+        (400, "invalid_request", "seed must be a whole number", "Change what it names, and ask again."),
+        (500, "server_error", "internal", "That is not your fault."),
     ],
 )
-def test_errors_say_what_to_do(page: Browser, gateway: StandIn, status: int, message: str, words: str) -> None:
-    gateway.refusal = refusal(status, message)
+def test_errors_say_what_to_do(
+    page: Browser, gateway: StandIn, status: int, code: str | None, message: str, words: str
+) -> None:
+    gateway.refusal = refusal(status, message, code)
     add(page, *ROOMS[:2])
     page.ask("What is here?")
     page.until(lambda: page.shows("problem"))

@@ -49,6 +49,15 @@ def test_questions_about_a_picture(page: Browser, picture: Path) -> None:
     assert f"({cut[1]} of the picture)" in page("usage").text
     page.keep_screenshot("light")
 
+    page("follow").click()
+    page.ask("Which colour has the door?")
+    follow_up = page.until_answered()
+    assert follow_up and not page.shows("problem")
+    assert [each.text for each in page.all("#turns p")] == ["Describe the picture.", answer]
+    page("follow").click()
+    page.ask("Describe the picture.")
+    assert page.until_answered() == answer
+
     page.run("document.getElementById('code').open = true")
     for language, command in zip(page.all("#language span"), (["bash", "-c"], [sys.executable, "-c"]), strict=True):
         language.click()

@@ -3,9 +3,11 @@
 const KEY = "tessera.key"; // in sessionStorage: forgotten with the tab
 
 export class Refused extends Error {
-  constructor(status, message) {
+  /** ``status``: HTTP's, 0 for a line that broke; ``code``: the gateway's word for it, where it has one. */
+  constructor(status, message, code) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -21,13 +23,13 @@ export async function ask(path, options = {}) {
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
   const response = await fetch(path, { ...options, headers });
   if (response.ok) return response;
-  let message = `${response.status} ${response.statusText}`;
+  let said = { message: `${response.status} ${response.statusText}` };
   try {
-    message = (await response.json()).error.message;
+    said = (await response.json()).error;
   } catch {
     // no error object: something between here and the gateway answered
   }
-  throw new Refused(response.status, message);
+  throw new Refused(response.status, said.message, said.code);
 }
 
 /** The chunks of a streamed answer, as objects, until [DONE]. Throws Refused, also for an error in mid-stream. */
@@ -41,7 +43,7 @@ export async function* chat(body, signal) {
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
-    if (chunk.error) throw new Refused(chunk.error.code, chunk.error.message);
+    if (chunk.error) throw new Refused(500, chunk.error.message, chunk.error.code);
     yield chunk;
   }
   throw new Refused(0, "the gateway closed the connection");

@@ -7,24 +7,25 @@ const FAULT = "The server failed at this question. That is not your fault.";
 const WAIT = "Try again in a few seconds; Status shows how busy it is.";
 const AGAIN = "Try again; if it happens again, its log says why.";
 
-// By HTTP status, and by the code of an error in the middle of an answer.
+// By the gateway's code, or else by HTTP's status; in the middle of an answer there is a code alone.
 const KNOWN = {
+  overloaded: [BUSY, WAIT],
+  too_many_connections: [BUSY, WAIT],
+  server_unavailable: [AWAY, WAIT],
+  deadline_exceeded: [LATE, "Allow the answer fewer tokens, or try again when it is less busy."],
+  slow_body: ["The pictures did not arrive at the gateway in time.", "Try again, on a faster line or with smaller pictures."],
   401: ["This gateway asks for a key.", "Write yours under the question and ask again."],
   403: ["This page may not ask here.", "Open it by the gateway's own address."],
   404: ["The gateway does not know this model any more.", "Load this page again."],
   413: ["The pictures are too large for one question.", "Send fewer, or smaller ones."],
   429: [BUSY, WAIT],
-  overloaded: [BUSY, WAIT],
   503: [AWAY, WAIT],
-  server_unavailable: [AWAY, WAIT],
-  504: [LATE, "Ask for a shorter answer, or try again when it is less busy."],
-  deadline_exceeded: [LATE, "Ask for a shorter answer, or try again when it is less busy."],
 };
 const OF_A_REQUEST = [
   // what the server says, what it means, what to do
-  [/context|too many tokens|prompt (is|of)|max_tokens/i, "This does not fit the model's memory for one question.", "Allow the answer fewer tokens, ask with fewer pictures, or begin a new conversation."],
-  [/decode|not an image|no image|zero bytes|JPEG|PNG|truncated|cannot read/i, "A picture cannot be read.", "The server reads JPEG, PNG and WebP: remove it, or save it as one of these."],
-  [/pixel|tiles|images/i, "This is more picture than the server takes.", "Ask with fewer or smaller pictures."],
+  [/exceeds? the context/i, "This does not fit the model's memory for one question.", "Allow the answer fewer tokens, ask with fewer pictures, or begin a new conversation."],
+  [/(JPEG|PNG|WebP)|is empty|zero bytes|size cannot be read/i, "A picture cannot be read.", "The server reads JPEG, PNG and WebP: remove it, or save it as one of these."],
+  [/(images|megapixels|bytes).*the limit is/i, "This is more picture than the server takes.", "Ask with fewer or smaller pictures."],
 ];
 
 /** ``error``: what was thrown; ``names``: of the pictures that were sent, in order. -> {what, todo, said} */
@@ -37,11 +38,11 @@ export function explain(error, names = []) {
   }
   const said = named(error.message, names);
   if (error.status === 0) return { what: "The answer broke off: the connection was closed.", todo: AGAIN, said };
-  const known = KNOWN[error.status] ?? (isRequest(error.status) ? ofRequest(error.message) : [FAULT, AGAIN]);
+  const known = KNOWN[error.code] ?? KNOWN[error.status] ?? (isRequest(error) ? ofRequest(error.message) : [FAULT, AGAIN]);
   return { what: known[0], todo: known[1], said };
 }
 
-const isRequest = (status) => (status >= 400 && status < 500) || status === "invalid_request";
+const isRequest = ({ status, code }) => (status >= 400 && status < 500) || code === "invalid_request";
 
 function ofRequest(message) {
   const [, what, todo] = OF_A_REQUEST.find(([pattern]) => pattern.test(message)) ?? [];
