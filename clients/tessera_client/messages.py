@@ -16,11 +16,15 @@ from tessera_wire.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many tokens the request took. ``image_tokens`` are part of ``prompt_tokens``."""
+    """How many tokens the request took. ``image_tokens`` are part of ``prompt_tokens``.
+
+    ``cached_tokens`` too: those that the server knew from earlier prompts; that is luck, and no part of a comparison.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     image_tokens: int
+    cached_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

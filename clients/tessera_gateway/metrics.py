@@ -14,7 +14,7 @@ import struct
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -93,7 +93,7 @@ class Counters:
         self.add("completion_seconds_count")
         self.used(usage)
 
-    def used(self, usage: Mapping[str, int] | None) -> None:
+    def used(self, usage: Mapping[str, Any] | None) -> None:
         """Counts a completion's tokens where they are known."""
         for kind in TOKENS if usage else ():
             assert usage is not None

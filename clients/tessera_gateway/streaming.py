@@ -39,7 +39,7 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._completion, self._firsts, self._streams = completion, firsts, streams
         self._include_usage = include_usage
-        self._usage: dict[str, int] | None = None
+        self._usage: dict[str, Any] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -172,13 +172,14 @@ class Completion:
         }
 
 
-def usage(answers: Sequence[Usage | None]) -> dict[str, int] | None:
+def usage(answers: Sequence[Usage | None]) -> dict[str, Any] | None:
     """Of all answers to one prompt, which counts once."""
     used = [each for each in answers if each is not None]
     if not used:
         return None
     prompt, completion = used[0].prompt_tokens, sum(each.completion_tokens for each in used)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    tokens = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return tokens | {"prompt_tokens_details": {"cached_tokens": used[0].cached_tokens}}
 
 
 def extras(answer: Answer | Delta) -> dict[str, Any]:
