@@ -252,9 +252,10 @@ def _measured(options: argparse.Namespace) -> list[plan.Measurement]:
 
 def _items(client: Client, options: argparse.Namespace, cache: Path) -> list[Item]:
     """The questions of the user's folder, or of the held-out set; raises where the server is not ready for them."""
+    items = folder_items(options.folder, options.limit) if options.folder else None
     _check_ready(client)
-    if options.folder:
-        return folder_items(options.folder, options.limit)
+    if items is not None:
+        return items
     with progress("rendering") as advance:
         return heldout_items(options.limit, cache, root=options.repository, progress=advance)
 

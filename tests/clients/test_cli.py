@@ -335,7 +335,7 @@ def test_a_file_that_does_not_exist(
         )
     assert main(["ask", "no/rom.jpg", "q?"]) == 2
     assert f"there is no folder {tmp_path}/no either" in capsys.readouterr().err
-    serve(fake=FakeTransport(status=READY))
+    serve(fake=FakeTransport(status=ConnectionFailed("refused")))  # which is not asked
     assert main(["recall", "--folder", "nothing"]) == 2
     assert "there is no file or folder nothing (looked for" in capsys.readouterr().err
 

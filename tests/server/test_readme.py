@@ -14,7 +14,7 @@ from server.toy_servers import Launched
 
 from tessera.launcher import cli as launcher
 from tessera.launcher.process import Server
-from tessera_command.cli import _parser
+from tessera_command.cli import _parser, main
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -77,16 +77,22 @@ def test_a_page_is_parsed_as_the_readme_does(bash: Path, monkeypatch: pytest.Mon
         assert len(Path("out/page.pdf/document.md").read_text()) > 100
     finally:
         launched.process.terminate()
-        launched.process.communicate(timeout=20)
+        _, errors = launched.process.communicate(timeout=20)
+    stages = ["language_model", "preprocess", "vision_encoder"]
+    lines = [f"{stage} loaded in" for stage in stages]
+    assert [line for line in lines if f"tessera: {line} " not in errors] == [], "the start, stage by stage"
+    assert "\x1b" not in errors
 
 
-def test_every_other_command_has_options_that_exist(tmp_path: Path) -> None:
+def test_every_other_command_has_options_that_exist() -> None:
     names = []
     for _, text in BLOCKS:
         for name, words in TESSERA.findall(text):
-            arguments = shlex.split(words.replace("DIR", str(tmp_path)))
+            arguments = shlex.split(words.replace("DIR", str(ROOT / "build" / "default_model" / "checkpoint")))
             if name == "serve":
                 launcher.parse(arguments)
+            elif name == "check":
+                assert main([name, *arguments]) == 0
             else:
                 _parser().parse_args([name, *arguments])
             names.append(name)

@@ -103,7 +103,11 @@ class Progress:
 
             console = Console(file=self._stream)
             if console.is_interactive:  # not a dumb one
-                self._live = Live(get_renderable=self._table, console=console, refresh_per_second=8)
+                # What else is said meanwhile goes above the table, but stays in a file that it was sent to.
+                here = sys.stdout.isatty()
+                self._live = Live(
+                    get_renderable=self._table, console=console, refresh_per_second=8, redirect_stdout=here
+                )
                 self._live.start()
 
     def _table(self) -> Any:
