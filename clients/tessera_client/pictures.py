@@ -17,12 +17,13 @@ Image = Any
 - a path (``str`` or ``Path``) to a JPEG, PNG or WebP file;
 - its encoded bytes, or a ``data:`` URL;
 - an open binary file, which is left where it was found;
-- a numpy array, uint8 [height, width, 3], RGB, or a Pillow image: sent as PNG (needs Pillow here).
+- a numpy array, uint8 [height, width, 3], RGB, or a Pillow image: sent as PNG (needs Pillow here), those of whole
+  numbers ("I", "I;16") as 16-bit grey.
 
 Files and bytes are sent as they are; the server decodes them.
 """
 
-PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")  # Pillow's names of what a PNG can hold
+PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # Pillow's names of what a PNG can hold
 _FILES = threading.Lock()  # one file may be given in several requests at once
 
 
@@ -93,9 +94,24 @@ def _encode_pillow(image: Any) -> bytes:
     if image.mode == "F":
         raise InvalidRequest("a Pillow image of mode 'F' has no range of brightness", "convert it to 'L' or 'RGB'")
     upright = PIL.ImageOps.exif_transpose(image)
+    if upright.mode not in PNG_MODES:
+        upright = _grey_16(upright) if upright.mode.startswith("I") else upright.convert("RGB")
     file = BytesIO()
-    (upright if upright.mode in PNG_MODES else upright.convert("RGB")).save(file, "PNG", compress_level=1)
+    upright.save(file, "PNG", compress_level=1)
     return file.getvalue()
+
+
+def _grey_16(image: Any) -> Any:
+    """The same numbers in the one mode of whole numbers that a PNG holds; Pillow would clip them at 255 elsewhere."""
+    whole = image if image.mode == "I" else image.convert("I")
+    least, most = whole.getextrema()
+    if least < 0 or most > 0xFFFF:
+        raise InvalidRequest(
+            f"a Pillow image of mode {image.mode!r} that holds {least}..{most} has no range of brightness: whole "
+            "numbers are taken from 0 to 65535",
+            "scale it, and convert it to 'L'",
+        )
+    return whole.convert("I;16")
 
 
 def _encode_pixels(image: Any) -> bytes:

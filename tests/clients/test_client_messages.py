@@ -39,6 +39,24 @@ def test_a_pillow_image_is_taken_too() -> None:
     assert encode_image(image).startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("mode", ["I", "I;16", "I;16B", "I;16L"])
+@pytest.mark.parametrize("value", [0, 200, 300, 60000, 65535])
+def test_whole_numbers_of_pillow_arrive_as_they_are(mode: str, value: int) -> None:
+    """None is clipped at 255, as Pillow's conversion to 8 bits would; what they mean is the server's to say."""
+    pillow = pytest.importorskip("PIL.Image")
+    cv2 = pytest.importorskip("cv2")
+    png = encode_image(pillow.new("I", (4, 3), value) if mode == "I" else pillow.new(mode, (4, 3), value))
+    samples = cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_UNCHANGED)
+    assert samples.dtype == np.uint16 and samples.shape == (3, 4) and (samples == value).all()
+
+
+@pytest.mark.parametrize("value", [-1, 65536, 1 << 24])
+def test_whole_numbers_beyond_16_bits_are_refused(value: int) -> None:
+    image = pytest.importorskip("PIL.Image").new("I", (4, 3), value)
+    with pytest.raises(InvalidRequest, match=f"mode 'I' that holds {value}..{value} has no range of brightness"):
+        encode_image(image)
+
+
 @pytest.mark.parametrize(
     ("image", "words"),
     [
