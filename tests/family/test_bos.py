@@ -73,7 +73,10 @@ def test_llama_documents_the_default_that_is_used() -> None:
     assert default is not None and default[1] == str(BY_DEFAULT["LlamaTokenizer"])
 
 
-@pytest.mark.parametrize("stated", KEYS[1:], ids=str)
+EOS = [{"add_bos_token": bos, "add_eos_token": eos} for bos in (True, False) for eos in (True, False)]
+
+
+@pytest.mark.parametrize("stated", [*KEYS[1:], *EOS], ids=str)
 def test_a_stated_key_means_what_transformers_makes_of_it(tmp_path: Path, stated: dict[str, Any]) -> None:
     train(tmp_path)
     names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "LlamaTokenizer"}
@@ -81,6 +84,35 @@ def test_a_stated_key_means_what_transformers_makes_of_it(tmp_path: Path, stated
     ours = Tokenizer.from_folder(tmp_path)
     reference = LlamaTokenizer.from_pretrained(tmp_path)
     assert ours.prefix_ids + ours.encode("user") + ours.suffix_ids == reference("user")["input_ids"]
+
+
+@pytest.mark.parametrize("eos", [True, False, None])
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_stated_end_token_stands_behind_the_prompt(tmp_path: Path, bos: bool, eos: bool | None) -> None:
+    stated = {"add_bos_token": bos} | ({} if eos is None else {"add_eos_token": eos})
+    ids, tokenizer = prompt_ids(twin(tmp_path, SIZES[1], stated))
+    assert (tokenizer.prefix_ids, tokenizer.suffix_ids) == ([1] * bos, [2] * bool(eos))
+    assert (ids[0] == 1, ids[-1] == 2, ids.count(2)) == (bos, bool(eos), int(bool(eos)))
+
+
+@pytest.mark.parametrize("stated", [None, True, False])
+def test_a_post_processor_s_end_token_stays_unless_the_key_says_no(tmp_path: Path, stated: bool | None) -> None:
+    backend: Backend = folders.llama_like()
+    ends = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "<|im_end|>"} | ({} if stated is None else {"add_eos_token": stated})
+    folders.write(tmp_path, "tokenizer_config.json", names)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    told = {None: [ends[1][1]], True: [tokenizer.token_id("<|im_end|>")], False: []}
+    assert (tokenizer.prefix_ids, tokenizer.suffix_ids) == ([ends[0][1]], told[stated])
+
+
+def test_an_end_token_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    folders.llama_like().save(str(tmp_path / "tokenizer.json"))
+    folders.write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>", "add_eos_token": True})
+    with pytest.raises(CheckpointError, match="add a eos_token"):
+        Tokenizer.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["LlamaTokenizerFast", "InternLM2TokenizerFast"])

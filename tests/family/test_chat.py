@@ -77,14 +77,48 @@ def test_beside_image_parts_a_marker_is_text(picture: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("text", "images", "numbers"),
     [
-        ("<image> and <image>", 1, r"2 places.*1 images"),
-        ("<image>", 2, r"1 places.*2 images"),
+        ("<image> and <image>", 1, r"2 places for images but the request has 1 image;"),
+        ("<image>", 2, r"1 place for images but the request has 2 images;"),
         ("<image>", 0, "0 images"),
     ],
 )
 def test_numbers_that_differ(text: str, images: int, numbers: str) -> None:
     with pytest.raises(InvalidRequest, match=numbers):
         parse_chat(text, None, images)
+
+
+URL = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "images", "complaint"),
+    [
+        (
+            [{"role": "user", "content": [URL, {"type": "text", "text": "What?"}]}],
+            1,
+            "0 places for images but the request has 1 image (not counted: 1 image part with a picture inside);",
+        ),
+        (
+            [{"role": "user", "content": [URL, {"type": "text", "text": "Like <image>?"}]}],
+            1,
+            "(not counted: 1 image part with a picture inside, 1 <image> marker beside image parts or outside of user ",
+        ),
+        (
+            [{"role": "system", "content": "<image>"}, *[{"role": "user", "content": "a"}] * 2],
+            2,
+            "has 2 images, no place for them (not counted: 1 <image> marker beside image parts or outside of user",
+        ),
+        (
+            [{"role": "assistant", "content": "<image>"}, {"role": "user", "content": "<image>"}],
+            2,
+            "1 place for images but the request has 2 images (not counted: 1 <image> marker beside",
+        ),
+    ],
+)
+def test_what_looks_like_a_place_and_is_none_is_told(messages: Any, images: int, complaint: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_chat(None, messages, images)
+    assert complaint in str(caught.value)
 
 
 def user(content: Any) -> list[dict[str, Any]]:

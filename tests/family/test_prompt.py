@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_family_tokenizer import PHI3_TOKENS
+from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from tessera.checkpoint.config import read_config
@@ -97,6 +99,43 @@ ORDINARY = st.text(
 @given(text=ORDINARY)
 def test_any_text_as_transformers(case: Case, text: str) -> None:
     assert case.ours(text).input_ids.tolist() == case.theirs([{"role": "user", "content": text}])
+
+
+@pytest.fixture(scope="module", params=["rstrip", "lstrip"])
+def stripping_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Whose turns' tokens take the whitespace on one side of them, and stand alone beside the user's text."""
+    tokenizer = folders.byte_level(folders.QWEN2_WORDS)
+    content = json.loads(tokenizer.to_str())
+    for token in content["added_tokens"]:
+        token[request.param] = token["content"] in ("<|im_start|>", "<|im_end|>")
+    template = (
+        "{% for m in messages %}<|im_start|>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+        "{% for c in m['content'] %}{{ '<IMG_CONTEXT>' if c['type'] == 'image' else c['text'] }}{% endfor %}{% endif %}"
+        "<|im_end|>{% endfor %}<|im_start|> assistant"
+    )
+    folder = tmp_path_factory.mktemp(request.param)
+    return Case(folders.write_hf_folder(folder, Backend.from_str(json.dumps(content)), template))
+
+
+SPACES = ["", " ", "  ", "\n", "\t \r\n", "\xa0", "\x85", "\u2003\u2028", "\u3000", "\x0b\x0c"]
+NO_SPACES = ["\x1c", "\x1f", "\u200b", "\u180e", "\ufeff", "\x1c \x1d"]  # Python calls some of them spaces
+
+
+@pytest.mark.parametrize("space", SPACES + NO_SPACES)
+def test_tokens_that_strip_take_the_whitespace_beside_them_and_nothing_else(stripping_case: Case, space: str) -> None:
+    for text in (f"{space}Is there{space}a socket?{space}", space):
+        messages = [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": f"{space}no{space}"},
+            {"role": "user", "content": [{"type": "text", "text": text}, {"type": "image"}]},
+        ]
+        assert stripping_case.ours(messages=messages, images=1).input_ids.tolist() == stripping_case.theirs(messages)
+
+
+def test_whitespace_beside_a_token_that_strips_is_gone(stripping_case: Case) -> None:
+    flag = stripping_case.tokenizer.added_tokens["<|im_start|>"]
+    bare, front, behind = (stripping_case.ours(text).input_ids.tolist() for text in ("yes", " \nyes", "yes \n"))
+    assert (front == bare, behind == bare) == (flag.rstrip, flag.lstrip)
 
 
 def test_turns_and_images_as_transformers(case: Case) -> None:

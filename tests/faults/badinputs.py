@@ -171,7 +171,7 @@ def named_faults() -> dict[str, tuple[dict[str, tuple[bytes, ...]], str]]:
         "https URL": (url("https://example.com/x.jpg"), "https: URL"),
         "file URL": (url("file:///etc/passwd"), "file: URL"),
         "data URL without base64": (url("data:image/jpeg,abc"), ";base64,"),
-        "more images than markers": (image(jpeg, png, text=b"<image> what?"), "1 places for images"),
+        "more images than markers": (image(jpeg, png, text=b"<image> what?"), "1 place for images"),
         "fewer images than markers": (image(jpeg, text=b"<image> or <image>?"), "2 places for images"),
         "too many images": (image(*[jpeg] * 9), "the limit is 8"),
         "nothing at all": ({}, "no text, no messages and no image"),

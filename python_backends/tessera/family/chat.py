@@ -84,11 +84,24 @@ def parse_chat(text: str | None, messages: Any, images: int) -> Chat:
         return Chat(_in_front(turns, images), tuple(range(images)))
     if places != images:
         raise InvalidRequest(
-            f"the prompt has {places} places for images ({MARKER} markers and image parts) but the request has "
-            f"{images} images; give one {MARKER} for each image, or none to put them first"
+            f"the prompt has {_counted(places, 'place')} for images but the request has {_counted(images, 'image')}"
+            f"{_no_places(turns, sources)}; give one {MARKER} for each image, or none to put them first"
         )
     numbers = iter(range(images))
     return Chat(tuple(turns), tuple(next(numbers) if source is None else source for source in sources))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _no_places(turns: Sequence[Message], sources: Sequence[int | str | None]) -> str:
+    """What a user may have meant as a place for one of the request's images, and is none."""
+    own = sum(source is not None for source in sources)
+    typed = sum(text.count(MARKER) for turn in turns if not turn.markers for text in turn.texts)
+    told = [f"{_counted(own, 'image part')} with a picture inside"] * bool(own)
+    told += [f"{_counted(typed, MARKER + ' marker')} beside image parts or outside of user turns"] * bool(typed)
+    return f" (not counted: {', '.join(told)})" if told else ""
 
 
 def _turns(messages: Any, text: str | None) -> Sequence[Any]:
@@ -184,8 +197,8 @@ def _in_front(turns: Sequence[Message], images: int) -> tuple[Message, ...]:
     users = [index for index, turn in enumerate(turns) if turn.role == "user"]
     if len(users) != 1:
         raise InvalidRequest(
-            f"the request has {images} images, 0 places for them and {len(users)} user turns; "
-            f"mark each image's place with {MARKER}"
+            f"the request has {_counted(images, 'image')}, no place for them{_no_places(turns, ())} and "
+            f"{_counted(len(users), 'user turn')}; mark each image's place with {MARKER} in a user turn"
         )
     turn = turns[users[0]]
     marked = Message(turn.role, (IMAGE,) * images + turn.parts)

@@ -144,8 +144,8 @@ class PromptBuilder:
             before = flags.get(pieces[index - 1]) if index else None
             after = flags.get(pieces[index + 1]) if index + 1 < len(pieces) else None
             text = self._disguise.show(piece)
-            text = text.lstrip() if before and before.rstrip else text
-            text = text.rstrip() if after and after.lstrip else text
+            text = _SPACE_IN_FRONT.sub("", text) if before and before.rstrip else text
+            text = _SPACE_BEHIND.sub("", text) if after and after.lstrip else text
             if text:
                 yield text, False
 
@@ -189,6 +189,10 @@ class PromptBuilder:
             f"the prompt has {length} tokens ({rows} of them for {len(plans)} images); the context of "
             f"{self.context_length} leaves no room for an answer. Shorten the text or {self.family.for_less}"
         )
+
+
+# What the tokenizers' own expressions call whitespace; Python's has four separators more.
+_SPACE_IN_FRONT, _SPACE_BEHIND = re.compile(r"\A[^\S\x1c-\x1f]+"), re.compile(r"[^\S\x1c-\x1f]+\Z")
 
 
 def _any_of(tokens: frozenset[str]) -> re.Pattern[str]:
