@@ -28,6 +28,7 @@ from tessera_evaluation.datasets import Item, folder_items, heldout_items
 from tessera_wire import errors
 from tessera_wire.address import addresses, parse_url
 from tessera_wire.command_line import Parser
+from tessera_wire.version import VERSION
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,6 +93,7 @@ def _quantize(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="tessera", description="Questions about pictures, served by tritonserver.")
+    parser.add_argument("--version", action="version", version=f"tessera {VERSION}")
     names = "{serve,check,gateway,quantize,ask,batch,parse,recall,plan,status,sample}"
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     commands.add_parser("serve", help="start the server; `tessera serve --help` lists its options", add_help=False)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from tessera_client import AsyncClient, Retry, TesseraClientError
-from tessera_gateway import completions, errors, page, service, status, tracing
+from tessera_gateway import completions, errors, heads, page, service, status, tracing
 from tessera_gateway.batches import routes as batches
 from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.runner import Runner
@@ -83,9 +84,21 @@ def create_app(
     app.add_middleware(LimitBody, limit=limit, file_limit=uploads, counters=state.counters)
     if settings.keys:
         app.add_middleware(RequireKey, keys=read_keys(Path(settings.keys)))
+    if settings.allowed_origins:  # before the keys: a browser asks for leave without one
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    if settings.allowed_hosts is not None:
+        app.add_middleware(heads.AllowedHosts, hosts=settings.allowed_hosts)
+    app.add_middleware(heads.Heads)
     app.add_middleware(CountRequests, counters=state.counters)
     if provider is not None:
         app.add_middleware(tracing.TraceRequests, provider=provider)
+    app.add_middleware(heads.RequestIds)
     return app
 
 

@@ -106,12 +106,22 @@ def _settings(options: argparse.Namespace) -> Settings:
         max_bodies_mib=options.max_bodies_mib,
         max_connections_per_peer=options.max_connections_per_peer,
         fetch_from=options.fetch_from,
+        allowed_origins=options.allowed_origins,
+        allowed_hosts=_allowed_hosts(options),
+        priority_floor=options.priority_floor,
         keys=str(options.keys.resolve()) if options.keys else None,
         batch_folder=str(options.batch_folder.resolve()) if options.batch_folder else None,
         batch_concurrency=options.batch_concurrency,
         max_file_mib=options.max_file_mib,
         workers=options.workers,
     )
+
+
+def _allowed_hosts(options: argparse.Namespace) -> tuple[str, ...] | None:
+    local = options.host in ("localhost", "::1") or options.host.startswith("127.")
+    if options.allowed_hosts is None:
+        return () if local else None
+    return (*options.allowed_hosts, options.host)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -163,7 +173,7 @@ def _say_ready(address: str) -> None:
     """One line once a worker answers, whatever it says of the servers behind it."""
     while True:
         try:
-            httpx.get(f"{address}/v1/models", timeout=10.0, trust_env=False)  # which asks no server
+            httpx.get(f"{address}/version", timeout=10.0, trust_env=False)  # which asks no server
         except httpx.HTTPError:
             time.sleep(0.05)
             continue

@@ -26,6 +26,7 @@ async def complete(request: Request) -> Response:
     require_json(request)
     asked = protocol.parse(await read(request, settings.timeout_s), protocol.ChatRequest)
     check_model(asked, settings)
+    asked = with_floor(asked, settings.priority_floor)
     request.scope[MODEL] = asked.model
     conversation = translation.messages(asked, await _fetched(request, asked))
     options = translation.sampling(asked, settings.max_tokens)
@@ -45,6 +46,16 @@ def check_model(asked: protocol.ChatRequest, settings: Settings) -> None:
     if asked.model not in settings.model_names:
         words = f"no model {asked.model!r:.80}; there is {', '.join(settings.model_names)}"
         raise ApiError(404, words, "model", "model_not_found")
+
+
+def with_floor(asked: protocol.ChatRequest, floor: int | None) -> protocol.ChatRequest:
+    """The request at its own priority, or at the best there is. Raises ApiError where it asks for a better one."""
+    if floor is None:
+        return asked
+    if asked.priority is not None and asked.priority < floor:
+        words = f"priority is {asked.priority}; here it may be {floor} or more"
+        raise ApiError(400, words, "priority", "invalid_value")
+    return asked.model_copy(update={"priority": max(asked.priority or 0, floor)})
 
 
 async def _fetched(request: Request, asked: protocol.ChatRequest) -> dict[str, bytes]:

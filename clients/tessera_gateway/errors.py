@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +11,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from tessera_gateway.wording import in_api_words, without_internals
 from tessera_wire import errors as wire
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 499: "request_cancelled"}
 """By status, where it is not that of its hundred: 4xx the request's fault, 5xx ours."""
 FULL = re.compile(r"queue is full|too many|in flight|maximum queue size", re.IGNORECASE)
 RETRY_AFTER = {"Retry-After": "1"}
+REQUEST_ID = "tessera.request_id"
+"""Key of a request's scope: what the log and the answer's ``x-request-id`` call it."""
 LONGEST = 400  # characters of a message: what a client sent may be named in it, but not sent back whole
 
 
@@ -51,9 +55,10 @@ class ApiError(Exception):
 
 def from_wire(error: wire.TesseraClientError) -> ApiError:
     """The answer for an error of the SDK's."""
-    words = str(error)
     if isinstance(error, wire.InvalidRequest):
-        return ApiError(400, words, code="invalid_request")
+        refusal = in_api_words(str(error))
+        return ApiError(400, refusal.message, refusal.param, refusal.code)
+    words = without_internals(str(error))
     if isinstance(error, wire.DeadlineExceeded):
         return ApiError(504, words, code="deadline_exceeded")
     if isinstance(error, wire.ConnectionFailed):
@@ -85,6 +90,9 @@ async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
     return ApiError(error.status_code, message, code="unknown_url", headers=error.headers).response()
 
 
-async def answer_fault(_: Request, __: Exception) -> JSONResponse:
+async def answer_fault(request: Request, __: Exception) -> JSONResponse:
     """For a fault of the gateway's own, which its log shows."""
-    return ApiError(500, "the gateway failed at this request; its log says why", code="gateway_error").response()
+    name = str(request.scope.get(REQUEST_ID))
+    print(f"tessera gateway: request {name} failed:", file=sys.stderr, flush=True)
+    words, headers = "the gateway failed at this request; its log says why", {"x-request-id": name}
+    return ApiError(500, words, code="gateway_error", headers=headers).response()

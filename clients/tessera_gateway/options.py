@@ -30,6 +30,12 @@ def add_options(add: Callable[..., Any]) -> None:
         help="of one address, to each worker; more for a proxy (%(default)s)")  # fmt: skip
     add("--fetch-from", type=names, default=(), metavar="HOST,...",
         help="fetch pictures behind http(s) URLs from these hosts (default: from none)")  # fmt: skip
+    add("--allowed-origins", type=names, default=(), metavar="URL,...",
+        help="let pages of these sites (https://app.example.com, * for any) ask (default: of none)")  # fmt: skip
+    add("--allowed-hosts", type=names, metavar="NAME,...", help="what the gateway is called in URLs, beside "
+        "addresses and localhost (default: anything; nothing else where it listens here only)")  # fmt: skip
+    add("--priority-floor", type=int, metavar="N", help="requests may not ask for a better priority, a lower "
+        "number (default: for any)")  # fmt: skip
     add("--keys", type=Path, metavar="FILE", help="ask for one of these bearer keys (one a line)")
     add("--batch-folder", type=Path, metavar="FOLDER",
         help="keep files and batches in it, and serve both (default: there are none)")  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import httpx
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -10,9 +12,12 @@ from tessera_gateway.errors import ApiError
 from tessera_gateway.metrics import Counters
 from tessera_gateway.settings import Settings
 from tessera_gateway.status import joined, metrics_pages, named
+from tessera_wire.version import VERSION
 
 PROMETHEUS = "text/plain; version=0.0.4"
 PAGE_SECONDS = 5.0
+MODEL_SECONDS = 1.0
+CONTEXT = re.compile(r"^tessera_max_model_len(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 router = APIRouter()
 
@@ -20,20 +25,36 @@ router = APIRouter()
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, object]:
     settings: Settings = request.app.state.settings
-    return {"object": "list", "data": [_model(request, name) for name in settings.model_names]}
+    length = await _max_model_len(request)
+    return {"object": "list", "data": [_model(request, name, length) for name in settings.model_names]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> dict[str, object]:
     if name not in request.app.state.settings.model_names:
         raise ApiError(404, f"no model {name!r:.80}", "model", "model_not_found")
-    return _model(request, name)
+    return _model(request, name, await _max_model_len(request))
 
 
-def _model(request: Request, name: str) -> dict[str, object]:
-    return {"id": name, "object": "model", "created": request.app.state.began, "owned_by": "tessera"}
+def _model(request: Request, name: str, length: int | None) -> dict[str, object]:
+    began = request.app.state.began
+    return {"id": name, "object": "model", "created": began, "owned_by": "tessera", "max_model_len": length}
 
 
+async def _max_model_len(request: Request) -> int | None:
+    """Of the servers' contexts the shortest, by their metrics pages; None while one does not tell."""
+    pages = await metrics_pages(request.app.state.metrics_urls, MODEL_SECONDS)
+    lengths = [CONTEXT.search(page) if isinstance(page, str) else None for page in pages.values()]
+    return min((int(float(length[1])) for length in lengths if length), default=None) if all(lengths) else None
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": VERSION}
+
+
+@router.get("/ping")
+@router.post("/ping")
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
     """200 when every server takes requests, else 503; and what is wrong with the batch folder, which questions of

@@ -27,6 +27,12 @@ class Settings:
     max_connections_per_peer: int = 512
     """In each worker; as many requests as a server takes."""
     fetch_from: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    """The sites whose pages may ask from a browser, beside the gateway's own; ``*`` is any."""
+    allowed_hosts: tuple[str, ...] | None = None
+    """The names that the gateway goes by, beside addresses and localhost; None: any."""
+    priority_floor: int | None = None
+    """The best priority (the lowest number) that a request may ask for."""
     keys: str | None = None
     """The file with the bearer keys; None: anybody may ask."""
     batch_folder: str | None = None

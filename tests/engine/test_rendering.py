@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from engine_fakes import ByteTokenizer, make_request
+from engine_fakes import EOS, ByteTokenizer, make_engine, make_request, run, text_of
 
 from tessera.engine.progress import End, Progress
 from tessera.engine.rendering import HOLD_S, MOST_TOKENS, Answers
+from tessera.engine.sequence import Report
 
 
 class Asked:
@@ -138,3 +139,14 @@ def test_a_failing_listener_silences_nobody_else(parts, caplog):
     step = Progress([(deaf.number, 65, None), *other.token().tokens])
     assert ids(parts.take(step)) == [[1]]
     assert "the client left" in caplog.text
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_token_that_ends_an_answer_has_no_logprob_unless_its_text_is_kept(kept):
+    engine, runner = make_engine()
+    runner.report, runner.script["r"] = Report(-0.5), [104, 105, EOS]
+    engine.submit(make_request([1], logprobs=0, include_stop_str_in_output=kept, skip_special_tokens=False))
+    events = run(engine)
+    entries = [entry["text"] for event in events for entry in event.logprobs or []]
+    assert entries == ["h", "i", *["<eos>"] * kept] and text_of(events) == "".join(entries)
+    assert events[-1].usage.completion_tokens == 3

@@ -168,6 +168,7 @@ class Runner:
         if asked.stream:
             raise ApiError(400, "stream is not possible in a batch", "stream", "unsupported_parameter")
         completions.check_model(asked, self._settings)
+        asked = completions.with_floor(asked, self._settings.priority_floor)
         conversation = translation.messages(asked, await self._fetcher.fetch(translation.urls(asked)))
         options = translation.sampling(asked, self._settings.max_tokens)
         completion = translation.Completion(asked)

@@ -60,7 +60,7 @@ class Engine:
     ) -> None:
         blocks = BlockManager(runner.num_blocks, config.block_size)
         self.scheduler = Scheduler(blocks, config.max_batched_tokens, config.max_sequences, gathers=runner.overlaps)
-        self.metrics = EngineMetrics(kv_blocks_total=runner.num_blocks)
+        self.metrics = EngineMetrics(kv_blocks_total=runner.num_blocks, max_model_len=max_model_len)
         self.max_model_len = max_model_len
         self.weights, self.weight_bytes = runner.weights, runner.weight_bytes
         self._runner = runner

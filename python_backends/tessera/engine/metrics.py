@@ -34,6 +34,7 @@ class EngineMetrics:
     requests_running: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
+    max_model_len: int = 0
     busy_ns: int = 0
     held_up_ns: int = 0
 

@@ -22,6 +22,7 @@ _GAUGES = {
     "requests_in_flight": "Requests accepted and not yet ended",
     "kv_blocks_used": "Blocks of the key/value cache in use",
     "kv_blocks_total": "Blocks of the key/value cache",
+    "max_model_len": "Tokens that prompt and answer may have together",
     "device_busy_fraction": "Share of the time in which a step ran",
     "embedding_bytes": "Rows of pictures held on the device",
     "embedding_bytes_peak": "The most of them so far",

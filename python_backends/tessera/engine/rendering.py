@@ -163,7 +163,8 @@ class Answers:
             text, completion = end.labels.best, len(end.labels.tokens)
         answer.text += text
         answer.token_ids += tokens
-        answer.logprobs += [_logprob_entry(detokenizer, *sampled) for sampled in zip(tokens, reports)]
+        spoken = tokens[:-1] if ended_by_token else tokens
+        answer.logprobs += [_logprob_entry(detokenizer, *sampled) for sampled in zip(spoken, reports)]
         if reason is None and not answer.request.stream:
             return None
         return self._flush(answer, reason, end, completion)

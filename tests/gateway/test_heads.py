@@ -1,0 +1,161 @@
+"""What is answered by a request's head: ids, hosts, origins, HEAD; and what the service says of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from clients.fake_transport import final
+from gateway_doubles import gateway, listening
+
+from tessera_gateway import cli, errors, service
+from tessera_wire.errors import InvalidRequest, ServerError
+
+
+@pytest.mark.parametrize(("given", "kept"), [("trace-7.a:b", True), ("a b", False), ("", False), ("x" * 129, False)])
+def test_every_answer_has_an_id(given: str, kept: bool) -> None:
+    door = gateway([final("a")], [InvalidRequest("no")])
+    for response in (
+        door("GET", "/version", headers={"X-Request-Id": given}),
+        door("GET", "/nothing", headers={"X-Request-Id": given}),
+    ):
+        name = response.headers["x-request-id"]
+        assert (name == given) is kept and (kept or name.startswith("req_"))
+    ids = {door.ask().headers["x-request-id"] for _ in range(2)}
+    assert len(ids) == 2
+
+
+def test_a_fault_of_the_gateway_is_in_the_log_by_its_id(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    door = gateway()
+    monkeypatch.setattr(door.app.state, "metrics_urls", None)
+    response = door("GET", "/v1/models", headers={"x-request-id": "mine"})
+    assert (response.status_code, response.headers["x-request-id"]) == (500, "mine")
+    assert "request mine failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "served"),
+    [
+        ("localhost:9000", True), ("LOCALHOST", True), ("a.localhost", True), ("127.0.0.1:9000", True),
+        ("[::1]:9000", True), ("192.168.0.7", True), ("rooms.example.com:9000", True), ("Rooms.Example.com.", True),
+        ("evil.example.com", False), ("localhost.evil.com", False), ("127.0.0.1.evil.com", False),
+        ("a@localhost", False),
+    ],
+)  # fmt: skip
+def test_a_name_that_was_pointed_here_is_not_served(host: str, served: bool) -> None:
+    door = gateway(allowed_hosts=("rooms.example.com",))
+    response = door("GET", "/version", headers={"Host": host})
+    assert response.status_code == (200 if served else 403)
+    if not served:
+        assert response.json()["error"]["code"] == "host_not_allowed" and "--allowed-hosts" in response.text
+    assert gateway()("GET", "/version", headers={"Host": host}).status_code == 200
+
+
+def test_where_it_listens_on_this_machine_only_other_names_are_not_served() -> None:
+    def hosts(*flags: str) -> tuple[str, ...] | None:
+        return cli._settings(cli._parser().parse_args(flags)).allowed_hosts
+
+    assert hosts() == hosts("--host", "::1") == hosts("--host", "localhost") == ()
+    assert hosts("--host", "0.0.0.0") is None
+    assert hosts("--allowed-hosts", "a,b") == ("a", "b", "127.0.0.1")
+    assert hosts("--host", "rooms", "--allowed-hosts", "a") == ("a", "rooms")
+
+
+def test_pages_of_allowed_origins_may_ask_and_no_others(tmp_path: Any) -> None:
+    (tmp_path / "keys").write_text("secret\n")
+    door = gateway([final("a")], allowed_origins=("https://app.example.com",), keys=str(tmp_path / "keys"))
+    wish = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    for origin, allowed in (("https://app.example.com", True), ("https://evil.example.com", False)):
+        leave = door("OPTIONS", "/v1/chat/completions", headers={"Origin": origin, **wish})
+        assert leave.status_code == (200 if allowed else 400)
+        assert leave.headers.get("access-control-allow-origin") == (origin if allowed else None)
+        answer = door("GET", "/v1/models", headers={"Origin": origin, "Authorization": "Bearer secret"})
+        assert answer.headers.get("access-control-allow-origin") == (origin if allowed else None)
+        assert not allowed or "authorization" in leave.headers["access-control-allow-headers"].lower()
+    assert "access-control-allow-origin" not in gateway()("GET", "/v1/models", headers={"Origin": "https://a"}).headers
+
+
+def test_head_is_get_without_its_body() -> None:
+    door = gateway(allowed_hosts=())
+    for path in ("/version", "/v1/models", "/", "/page/main.js", "/nothing"):
+        headers = {"Host": "localhost"}
+        got, head = door("GET", path, headers=headers), door("HEAD", path, headers=headers)
+        assert head.status_code == got.status_code and head.content == b""
+        assert head.headers["content-length"] == got.headers["content-length"]
+    assert door("HEAD", "/v1/chat/completions", headers=headers).status_code == 405
+    with listening(gateway().app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        assert client.head("/version").status_code == client.get("/version").status_code == 200
+
+
+def test_what_the_service_says_of_itself() -> None:
+    door = gateway()
+    assert door("GET", "/version").json() == {"version": service.VERSION}
+    for method in ("GET", "POST"):
+        assert door(method, "/ping").status_code == door("GET", "/health").status_code
+
+
+def test_the_models_context_is_the_shortest_of_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages: dict[str, Any] = {
+        "a": 'x 1\ntessera_max_model_len{model="m",version="1"} 4096\n',
+        "b": "tessera_max_model_len 2e3\n",
+    }
+
+    async def metrics_pages(*_: Any) -> dict[str, Any]:
+        return pages
+
+    monkeypatch.setattr(service, "metrics_pages", metrics_pages)
+    door = gateway()
+    assert door("GET", "/v1/models/vlm").json()["max_model_len"] == 2000
+    assert door("GET", "/v1/models").json()["data"][0]["max_model_len"] == 2000
+    pages["b"] = OSError("away")
+    assert door("GET", "/v1/models/vlm").json()["max_model_len"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "param", "told"),
+    [
+        ("sampling_parameters: max_tokens must be above 0", "max_tokens", "max_tokens must be above 0"),
+        ("sampling_parameters: json_schema.items: the keyword 'if' is not supported",
+         "response_format.json_schema.schema.items", "response_format.json_schema.schema.items: the keyword"),
+        ("sampling_parameters: regex: unclosed group (character 1)", "tessera.regex", "tessera.regex: unclosed"),
+        ("sampling_parameters: choices[1] has a lone surrogate", "tessera.choices[1]", "tessera.choices[1] has"),
+        ("sampling_parameters: logprobs is 99; it must be 20 or less", "top_logprobs", "top_logprobs is 99"),
+        ("choices need a checkpoint that names", "tessera.choices", "tessera.choices need a"),
+        ("messages[2].content[0]: role must be one", "messages[2].content[0]", "messages[2].content[0]: role"),
+        ("image 3 is a damaged or truncated JPEG", "messages", "image 3 is"),
+        ("tile policy name 'x' is unknown", "tessera.tile_policy", "tile policy name"),
+        ("the request has no text and no image; send text_input", None, "no image; send messages"),
+        ("input 'text_input' is not valid UTF-8 (byte 1)", "messages", "messages is not valid"),
+    ],
+)  # fmt: skip
+def test_a_servers_refusal_names_the_apis_field(words: str, param: str | None, told: str) -> None:
+    error = gateway([InvalidRequest(words)]).ask().json()["error"]
+    assert error["param"] == param and told in error["message"] and error["code"] == "invalid_request"
+    assert "sampling_parameters" not in error["message"] and "text_input" not in error["message"]
+
+
+def test_a_prompt_that_is_too_long_has_openais_code() -> None:
+    words = "900 prompt tokens and 200 for the answer exceed the context of 1000 tokens; shorten the prompt"
+    error = gateway([InvalidRequest(words)]).ask().json()["error"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
+def test_no_stage_is_named() -> None:
+    for words in (
+        "language_model failed: the model's logits are NaN",
+        "preprocess failed on this request; see the log",
+    ):
+        message = errors.from_wire(ServerError(words)).message
+        assert "language_model" not in message and "preprocess" not in message
+
+
+def test_nobody_goes_before_the_floor() -> None:
+    door = gateway(*[[final("a")]] * 3, priority_floor=3)
+    refusal = door.ask(priority=2)
+    assert refusal.status_code == 400 and refusal.json()["error"]["param"] == "priority"
+    for asked, given in (({}, 3), ({"priority": 3}, 3), ({"priority": 9}, 9)):
+        assert door.ask(**asked).status_code == 200
+        assert f'"priority": {given}' in str(door.fake.requests[-1][0].sampling)
