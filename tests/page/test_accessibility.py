@@ -67,8 +67,13 @@ def test_the_whole_way_by_keyboard(page: Browser, gateway: StandIn, picture: Pat
 
 def test_every_control_has_a_name_and_focus_shows(page: Browser, gateway: StandIn, picture: Path) -> None:
     page.choose(picture)
+    page.choose(picture)
     page.ask("Which room is it?", "living room, kitchen")
     page.until_answered()
+    page("follow").click()
+    page.ask("Why?", "this, that")
+    page.until_answered()
+    page.run("document.getElementById('code').open = true")
     page.run("document.getElementById('key-row').hidden = document.getElementById('stop').hidden = false")
     nodes = page.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
     controls = [node for node in nodes if not node["ignored"] and node["role"]["value"] in INTERACTIVE]
@@ -87,11 +92,14 @@ def test_text_stands_out_from_its_ground(page: Browser, gateway: StandIn, pictur
     page.choose(picture)
     page.ask("Which room is it?", "living room, kitchen, bathroom")
     page.until_answered()
+    page("follow").click()
     page.ask("refuse")
     page.until(lambda: page.shows("problem"))
+    page.run("document.getElementById('dropped').textContent = 'notes.txt is no picture.'")
     asked = page.contrast()
     page.ask("Describe the room.")
     page.until_answered()
+    page.run("document.getElementById('code').open = true")
     answered = page.contrast()
     page("tab-status").click()
     page.until(lambda: page.all(".server"))
