@@ -26,7 +26,7 @@ test: $(VENV)/.tensorrt
 test-faults: $(VENV)/.ready
 	$(PY) -m pytest -m faults $(ARGS)
 
-# other people's clients whole, Ray, Helm's renderer, and odd pictures from another project's source package, downloaded
+# attacks on a gateway, other people's clients whole, Ray, Helm's renderer, and odd pictures from another project's source package, downloaded
 test-clients: $(VENV)/.clients
 	$(PY) -m pytest -m clients $(ARGS)
 

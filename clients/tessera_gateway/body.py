@@ -65,7 +65,17 @@ def require_json(request: Request) -> None:
 
 async def read(request: Request, seconds: float) -> bytes:
     """The body. Raises ApiError where it takes longer than ``seconds``, or its client goes away."""
-    return await _arriving(request.body(), seconds, "the body")
+    return await _arriving(_whole(request), seconds, "the body")
+
+
+async def _whole(request: Request) -> bytes:
+    pieces = list[bytes]()
+    try:
+        async for piece in request.stream():
+            pieces.append(piece)
+        return b"".join(pieces)
+    finally:
+        pieces.clear()  # an error's traceback would hold them until the next full collection of garbage
 
 
 async def pieces(request: Request, seconds: float) -> AsyncIterator[bytes]:

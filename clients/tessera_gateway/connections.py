@@ -24,14 +24,16 @@ from uvicorn.server import ServerState
 from tessera_gateway.errors import RETRY_AFTER, ApiError
 from tessera_gateway.metrics import STATUS, Counters
 
-HEAD_BYTES = 16 << 10  # of a request line and its header fields; of a chunked body's frames, beside its share
+HEAD_BYTES = 16 << 10  # of a request line and its header fields
 HEAD_FIELDS = 100
 HEAD_S = 10.0  # from a request's first byte to the end of its header
 PART_S = 30.0  # between two parts of a body
-LINGER_S = 2.0  # that a client which was refused in the middle of its body may take to notice
+LINGER_S = 2.0  # that a client which was refused in the middle of what it sends may take to notice
+LINGER_BYTES = 1 << 20  # that are read meanwhile of one that sends what is no request, and passed over
 SWEEP_S = 0.5  # between two looks at the clock
-SLICE_BYTES = 16 << 10  # that the parser gets at a time, where it may find more than a body in them
-FRAME_SHARE = 4  # a chunked body's frames may be a fourth of it: each chunk costs a call, whatever its size
+SLICES = (4 << 10, 16 << 10)  # bytes of a chunked body that the parser gets at a time: more where its chunks are large
+FRAME_BYTES = 4 << 10  # of a chunked body's frames and trailers, which may have a fourth of its size besides:
+FRAME_SHARE = 4  # each chunk costs a call, however small it is
 PIPELINED = 8  # requests that may wait for the answer to an earlier one of their connection
 MOST_FILES = 1 << 16  # descriptors that a worker asks the system for, where it may have so many
 KEPT_FILES = 256  # descriptors that are not for connections: servers, databases, pages that are fetched
@@ -132,7 +134,7 @@ class Connection(HttpToolsProtocol):
         self._rest: int | None = 0  # of a body: bytes that are still to come; None: chunks of a length unknown
         self._frames = 0  # of a chunked body: bytes that are not the body itself, less their share of it
         self._fault: ApiError | None = None
-        self._refused = False
+        self._refused, self._garbage, self._passed_over = False, False, 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -151,6 +153,9 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
+            self._passed_over += len(data)
+            if self._garbage and self._passed_over > LINGER_BYTES:
+                self.transport.abort()
             return
         if self._in_head and not self._begun:
             data = data.lstrip(b"\r\n")  # as the parser does; some clients end a body so
@@ -167,7 +172,7 @@ class Connection(HttpToolsProtocol):
             if self._in_head:
                 size = HEAD_BYTES - self._head_bytes
             else:
-                size = SLICE_BYTES if self._rest is None else max(1, self._rest)
+                size = SLICES[not self._frames] if self._rest is None else max(1, self._rest)
             self._parse(rest[:size])
             rest = rest[size:]
 
@@ -190,7 +195,7 @@ class Connection(HttpToolsProtocol):
                 self.refuse(_long_head())
         elif not in_head and self._rest is None:
             self._frames = max(0, self._frames + len(piece) - self._body_bytes - self._body_bytes // FRAME_SHARE)
-            if self._frames > HEAD_BYTES:
+            if self._frames > FRAME_BYTES:
                 self.refuse(ApiError(400, "the body's chunks are too small for their frames", code="invalid_http"))
 
     def on_message_begin(self) -> None:
@@ -216,7 +221,7 @@ class Connection(HttpToolsProtocol):
             self._stop(ApiError(429, words, code="too_many_requests", headers=RETRY_AFTER))
         before = self.cycle
         super().on_headers_complete()
-        self._in_head, self._heads, self._frames = False, 1, 0
+        self._in_head, self._heads, self._frames = False, 1, 1
         self._deadline = self.loop.time() + PART_S
         if self.cycle is not before:
             body = self._body = Body(self, self.cycle)
@@ -296,6 +301,7 @@ class Connection(HttpToolsProtocol):
         content = json.dumps(fault.body).encode()
         fields = {**fault.headers, "Content-Type": "application/json", "Content-Length": len(content)}
         lines = "".join(f"{name}: {value}\r\n" for name, value in {**fields, "Connection": "close"}.items())
+        self._garbage = fault.status < 500
         self.transport.write(STATUS_LINE[fault.status] + lines.encode() + b"\r\n" + content)
         self.linger()
 
