@@ -67,7 +67,7 @@ def create_app(
     state.metrics_urls = settings.metrics_urls
     state.fetcher = Fetcher(settings.fetch_from, limit)
     state.counters = Counters(Path(settings.counters) if settings.counters else None, settings.workers)
-    state.door = Door(state.counters, settings.bodies_bytes, settings.max_connections_per_peer)
+    state.door = Door(state.counters, settings.bodies_bytes, settings.max_connections_per_peer, settings.drain_s)
     state.batches = batches.Room(Path(settings.batch_folder), state.counters) if settings.batch_folder else None
 
     for room in (completions, batches, service, page, status):

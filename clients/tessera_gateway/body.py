@@ -10,10 +10,12 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tessera_gateway.errors import ApiError
+from tessera_gateway.errors import RETRY_AFTER, ApiError
 from tessera_gateway.metrics import Counters
 
 T = TypeVar("T")
+STOPPING = ApiError(503, "the gateway is stopping", code="server_unavailable", headers=RETRY_AFTER)
+_leaving: set[asyncio.Future[None]] = set()  # what waits for clients to go away
 
 
 class LimitBody:
@@ -96,20 +98,29 @@ async def _arriving(coming: Awaitable[bytes], seconds: float, what: str) -> byte
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns or raises. It is cancelled, and ApiError raised, when the client goes away before.
+    """What ``work`` returns or raises. It is cancelled, and ApiError raised, when the client goes away before, or the
+    gateway itself (:func:`end_all`).
 
     The body must have been read: what is received from then on is the word that the client is gone.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    _leaving.add(leaving)
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ApiError(499, "the client went away", code="cancelled")
+            raise STOPPING if leaving.cancelled() else ApiError(499, "the client went away", code="cancelled")
         return working.result()
     finally:
+        _leaving.discard(leaving)
         for task in (working, leaving):
             task.cancel()
         await asyncio.wait({working, leaving})  # work that was cancelled tells the server
+
+
+def end_all() -> None:
+    """Ends all that this process works at."""
+    for leaving in tuple(_leaving):
+        leaving.cancel()
 
 
 async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

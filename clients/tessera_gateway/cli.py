@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -32,7 +33,8 @@ from tessera_wire.address import addresses, parse_url
 from tessera_wire.command_line import Parser
 from tessera_wire.errors import InvalidRequest
 
-STOP_SECONDS = 5
+LONGEST_DRAIN_S = 3600.0
+STOP_SECONDS = 3  # after the drain, until uvicorn cancels what is left
 QUIET_SECONDS = 75  # of a connection kept; longer than clients keep theirs, or one would ask on a line just closed
 STALLED_MS = 60_000  # a client that takes nothing for so long has gone: its connection ends, and with it its request
 LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -87,6 +89,8 @@ def _settings(options: argparse.Namespace) -> Settings:
         given = getattr(options, name)
         if given is not None and not 0 < given <= LONGEST:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, and at most {LONGEST:g}")
+    if not 0 <= options.drain <= LONGEST_DRAIN_S:
+        raise ValueError(f"--drain must be between 0 and {LONGEST_DRAIN_S:g}")
     if options.otel is not None:  # the workers inherit it
         os.environ[tracing.ENDPOINT] = f"{options.otel.rstrip('/')}/v1/traces"
     tracing.wanted(os.environ)
@@ -102,6 +106,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         model_names=options.model_name,
         max_tokens=options.max_tokens,
         timeout_s=options.timeout,
+        drain_s=options.drain,
         max_body_mib=options.max_body_mib,
         max_bodies_mib=options.max_bodies_mib,
         max_connections_per_peer=options.max_connections_per_peer,
@@ -142,9 +147,9 @@ def _listen(host: str, port: int) -> socket.socket:
 def _run(settings: Settings, listener: socket.socket) -> int:
     os.environ[SETTINGS] = settings.to_json()
     raise_file_limit()
-    config = server_config(settings.workers)
+    config = server_config(settings.workers, settings.drain_s)
     if settings.workers > 1:
-        Multiprocess(config, [listener]).run()
+        Workers(config, [listener]).run()
         return 0
     server = uvicorn.Server(config)
     with contextlib.suppress(KeyboardInterrupt):
@@ -152,7 +157,16 @@ def _run(settings: Settings, listener: socket.socket) -> int:
     return 0 if server.started else 1
 
 
-def server_config(workers: int) -> uvicorn.Config:
+class Workers(Multiprocess):
+    """uvicorn's, which keeps the port until the last of them has ended; nobody would answer there."""
+
+    def terminate_all(self) -> None:
+        for listener in self.sockets:
+            listener.close()
+        super().terminate_all()
+
+
+def server_config(workers: int, drain_s: float = Settings.drain_s) -> uvicorn.Config:
     """How uvicorn serves the application."""
     return uvicorn.Config(
         "tessera_gateway.app:worker_app",
@@ -164,7 +178,7 @@ def server_config(workers: int) -> uvicorn.Config:
         log_level="warning",
         server_header=False,
         lifespan="on",
-        timeout_graceful_shutdown=STOP_SECONDS,
+        timeout_graceful_shutdown=math.ceil(drain_s) + STOP_SECONDS,
         timeout_keep_alive=QUIET_SECONDS,
     )
 

@@ -21,6 +21,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from tessera_gateway.body import end_all
 from tessera_gateway.errors import RETRY_AFTER, ApiError
 from tessera_gateway.metrics import STATUS, Counters
 
@@ -35,6 +36,7 @@ SLICES = (4 << 10, 16 << 10)  # bytes of a chunked body that the parser gets at 
 FRAME_BYTES = 4 << 10  # of a chunked body's frames and trailers, which may have a fourth of its size besides:
 FRAME_SHARE = 4  # each chunk costs a call, however small it is
 PIPELINED = 8  # requests that may wait for the answer to an earlier one of their connection
+LAST_WORDS_S = 1.0  # that a client may take for the end of an answer which the stop of the gateway has cut short
 MOST_FILES = 1 << 16  # descriptors that a worker asks the system for, where it may have so many
 KEPT_FILES = 256  # descriptors that are not for connections: servers, databases, pages that are fetched
 BODY = "tessera.body"
@@ -58,11 +60,13 @@ class Door:
 
     Args:
         bodies: bytes of bodies that are held at a time.
+        drain: seconds for what is under way when the gateway is to stop.
         a_peer: connections that one address may have; of IPv6, one network of 64 bits.
     """
 
-    def __init__(self, counters: Counters, bodies: int, a_peer: int) -> None:
-        self.counters, self._bodies, self._a_peer = counters, bodies, a_peer
+    def __init__(self, counters: Counters, bodies: int, a_peer: int, drain: float = 0.0) -> None:
+        self.counters, self._bodies, self._a_peer, self._drain = counters, bodies, a_peer, drain
+        self._stopping = False
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = max(files - KEPT_FILES, files // 2) if files != resource.RLIM_INFINITY else MOST_FILES
         self._held = 0
@@ -99,6 +103,17 @@ class Door:
             largest = max((each for line in self._connections for each in line.bodies if each.arriving), key=_held)
             words = "the gateway holds as many bytes of requests as it can (--max-bodies-mib)"
             largest.connection.refuse(ApiError(503, words, code="overloaded", headers=RETRY_AFTER))
+
+    def stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Lets answers under way end for a while, then ends them with an error, then their connections."""
+        if not self._stopping:
+            self._stopping = True
+            loop.call_later(self._drain, end_all)
+            loop.call_later(self._drain + LAST_WORDS_S, self._abort)
+
+    def _abort(self) -> None:
+        for connection in tuple(self._connections):
+            connection.transport.abort()
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
@@ -141,6 +156,10 @@ class Connection(HttpToolsProtocol):
         self.peer = _network(self.client[0]) if self.client else ""
         self._deadline = self.loop.time() + HEAD_S
         self.door.enter(self)
+
+    def shutdown(self) -> None:
+        self.door.stop(self.loop)
+        super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for body in tuple(self.bodies):  # uvicorn tells the last one alone

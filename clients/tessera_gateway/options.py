@@ -28,6 +28,8 @@ def add_options(add: Callable[..., Any]) -> None:
         help="of all requests under way together (%(default)s)")  # fmt: skip
     add("--max-connections-per-peer", type=int, default=default.max_connections_per_peer, metavar="N",
         help="of one address, to each worker; more for a proxy (%(default)s)")  # fmt: skip
+    add("--drain", type=float, default=default.drain_s, metavar="S",
+        help="seconds for answers under way when the gateway is told to stop (%(default)s)")  # fmt: skip
     add("--fetch-from", type=names, default=(), metavar="HOST,...",
         help="fetch pictures behind http(s) URLs from these hosts (default: from none)")  # fmt: skip
     add("--allowed-origins", type=names, default=(), metavar="URL,...",

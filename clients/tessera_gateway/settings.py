@@ -19,6 +19,8 @@ class Settings:
     """What clients may call the model."""
     max_tokens: int | None = None
     """The longest answer to a request that does not say; None: as long as the context has room for."""
+    drain_s: float = 5.0
+    """For answers under way when the gateway is to stop."""
     timeout_s: float = 300.0
     """Of a request, with all its attempts."""
     max_body_mib: int = 64

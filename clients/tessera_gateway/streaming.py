@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from tessera_client import AsyncStream, Delta, TesseraClientError
 from tessera_gateway import translation
-from tessera_gateway.body import unless_gone
+from tessera_gateway.body import STOPPING, unless_gone
 from tessera_gateway.errors import ApiError, from_wire
 from tessera_gateway.metrics import STATUS, USAGE
 
@@ -44,8 +44,10 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_gone(receive, self._send_all(scope, send))
-        except ApiError as error:  # the client went away: nobody is left to tell
+        except ApiError as error:
             scope[STATUS] = error.status
+            if error is STOPPING:  # else the client went away: nobody is left to tell
+                await send({"type": "http.response.body", "body": event(error.body) + DONE, "more_body": False})
         finally:
             scope[USAGE] = self._usage
             await asyncio.gather(*(stream.close() for stream in self._streams))

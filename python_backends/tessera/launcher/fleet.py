@@ -77,12 +77,12 @@ class Fleet:
             self._say(f"stopped: {reason}; the other servers go on", True)
 
     def stop(self) -> None:
-        """Stops the gateway and all servers, at the same time (10 s at most)."""
+        """Stops the gateway, whose last answers the servers still give, then all servers at the same time (10 s)."""
         self._progress.end()
-        for supervisor in self._supervisors:
-            supervisor.stop()
         if self._gateway is not None:
             self._gateway.stop()
+        for supervisor in self._supervisors:
+            supervisor.stop()
         for thread in self._threads:
             if thread.ident is not None:  # a signal may have come before it was started
                 thread.join()

@@ -21,7 +21,9 @@ from tessera.launcher.ports import cannot_listen
 
 NEEDS = ("tessera_gateway", "fastapi", "uvicorn")
 READY_S = 60.0
-STOP_S = 7.0
+STOP_S = 10.0
+"""That the child may take to end, beside the drain that it was told (``DRAIN``)."""
+DRAIN = "--drain="
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 LIVED_S = 60.0
@@ -71,7 +73,7 @@ class Gateway:
         """Returns when it is gone; harmless when it was never started."""
         self._stopping.set()
         if self._process is not None:
-            _end(self._process)
+            _end(self._process, sum(float(each[len(DRAIN) :]) for each in self._options if each.startswith(DRAIN)))
         if self._watcher.ident is not None:
             self._watcher.join()
 
@@ -114,12 +116,12 @@ class Gateway:
                 pass
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[str], drain_s: float = 0.0) -> None:
     """Asks it to end, and kills what is left of it and its workers."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_S)
+        process.wait(STOP_S + drain_s)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
