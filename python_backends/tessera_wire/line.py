@@ -8,6 +8,7 @@ listening and sends a control request.
 A call that was idle for a moment ends, because the server cannot shut down while one is open; the next request opens
 another. With the call ends its lease: a request to the language model that stays open as long as the call, and that
 breaks when this process is killed, on which the server ends what the call has asked (tessera/tritonserver/leases.py).
+A request's own id is a lease too, so that a control request finds it at any stage: on such a line no id comes again.
 
 tritonserver reports a failed request on such a call by a message without a status, so
 :func:`tessera_wire.errors.from_server` goes by the words.
@@ -29,7 +30,7 @@ from tessera_wire.tensors import Tensor, bytes_tensor
 IDLE_SECONDS = 1.0
 RELEASE_SECONDS = 3.0
 LEASE = "tessera-lease"
-"""The request parameter that names a lease; servers that know none let it pass, for its hyphen."""
+"""The request parameter that names leases; servers that know none let it pass, for its hyphen."""
 
 Deliver = Callable[[Any], None]
 """Takes a request's ModelInferResponses as they come, then, once, None for the end or an error. Called by the thread
@@ -61,14 +62,18 @@ class Line:
         timeout: float | None = None,
         outputs: Iterable[str] = (),
         priority: int = 0,
+        lease: str = "",
     ) -> Callable[[], None]:
         """Starts a request for ``outputs`` (all of them if empty); the server gives it ``timeout`` seconds.
 
-        ``priority``: lower goes first.
+        ``priority``: lower goes first. ``lease``: what is cancelled with the request, by its name, at every stage; on
+        a leased line it is the call's.
 
         Returns what ends the listening to it."""
         message = self.connection.infer_message(model, request_id, tensors, timeout, outputs, priority)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
+        if lease:
+            message.parameters[LEASE].string_param = lease
         with self._lock:
             if self._closed:
                 raise TesseraClientError("this client is closed", "open a new one")
@@ -79,9 +84,10 @@ class Line:
             call = self._call
         return lambda: call.forget(request_id)
 
-    def cancel(self, request_id: str, deliver: Deliver = lambda item: None) -> Callable[[], None]:
-        """Tells the language model to stop working on a request (a running ensemble notices nothing itself)."""
-        return self.send(self._language_model, uuid.uuid4().hex, [_cancelling(request_id)], deliver)
+    def cancel(self, name: str, deliver: Deliver = lambda item: None) -> Callable[[], None]:
+        """Tells the language model to stop working on the request of this id, or on those that name this lease (a
+        running ensemble notices nothing itself)."""
+        return self.send(self._language_model, uuid.uuid4().hex, [_cancelling(name)], deliver)
 
     def close(self, seconds: float) -> None:
         """Cancels what is under way on the server, then lets the call end in order, for up to ``seconds``."""
@@ -123,7 +129,7 @@ class _Call:
         with self._lock:
             if self._open:
                 if self._leases is not None:
-                    message.parameters[LEASE].string_param = self._lease
+                    message.parameters[LEASE].string_param = f"{self._lease} {request_id}"
                 self._listeners[request_id] = deliver
                 self._outgoing.put(message)
             return self._open

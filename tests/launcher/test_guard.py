@@ -114,6 +114,13 @@ def test_the_end_of_a_server_is_reported_with_its_status() -> None:
     assert end["removed"] == [f"/dev/shm/{running.prefix}"] and running.files() == []
 
 
+def test_the_folder_of_broken_leases_goes_too() -> None:
+    """The language model, which made it, may have been killed."""
+    running = Guarded("import os, sys; os.mkdir(f'/dev/shm/tessera-leases-{os.getpid()}'); sys.exit(3)")
+    assert running.end(stop=False)["status"] == 3 << 8  # it was made
+    assert not os.path.exists(f"/dev/shm/tessera-leases-{running.server}")
+
+
 def mps_control(folder: Path, first: str = "") -> Path:
     program = folder / "mps-control"
     program.write_text(MPS_CONTROL.format(python=sys.executable, first=first))

@@ -3,6 +3,7 @@ at once, else by their deadlines. This is what README.md says of each model."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -10,10 +11,12 @@ import subprocess
 import sys
 import time
 
+import cv2
+import numpy as np
 import pytest
 import server_metrics
 
-from tessera_client import Client
+from tessera_client import AsyncClient, Client
 
 pytestmark = [pytest.mark.server, pytest.mark.faults]
 
@@ -174,4 +177,67 @@ def test_a_client_that_is_merely_stopped_keeps_its_work(server):
     finally:
         client.kill()
         client.wait()
+    wait_for(server, 0, 5)
+
+
+def crowd(count: int) -> list[bytes]:
+    """Pictures of which each takes preprocess some time."""
+    rng = np.random.default_rng(count)
+    found = []
+    for _ in range(count):
+        noise = rng.integers(0, 255, (1000, 1000, 3), np.uint8)
+        found.append(cv2.imencode(".jpg", noise)[1].tobytes())
+    return found
+
+
+def waiting_at_preprocess(server) -> float:
+    page = server_metrics.read(server.metrics_url)
+    return page.get('nv_inference_pending_request_count{model="preprocess",version="1"}', 0)
+
+
+def test_what_is_cancelled_before_the_language_model_knows_it_goes_no_further(server):
+    """Of two or three pictures that are worked on, and many that wait for it, none is answered."""
+    wait_for(server, 0, 60)
+
+    async def leave() -> None:
+        async with AsyncClient(server.grpc_url) as client:
+            asking = [
+                asyncio.ensure_future(client.ask(picture, "Describe.", max_tokens=7000, ignore_eos=True))
+                for picture in crowd(24)
+            ]
+            while not waiting_at_preprocess(server):
+                await asyncio.sleep(0.01)
+            for task in asking:
+                task.cancel()
+            await asyncio.wait(asking)
+            await client.ask(crowd(1)[0], "Which?", max_tokens=2, timeout=60)  # its turn comes after theirs
+
+    asyncio.run(leave())
+    wait_for(server, 0, 5)
+
+
+def test_pictures_of_a_killed_client_do_not_hold_up_another(server, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    for number, picture in enumerate(crowd(48)):
+        (tmp_path / "pictures" / f"{number}.jpg").write_bytes(picture)
+    program = """
+import asyncio, pathlib, sys
+from tessera_client import AsyncClient
+async def ask():
+    async with AsyncClient(sys.argv[1]) as client:
+        paths = pathlib.Path(sys.argv[2]).iterdir()
+        await asyncio.gather(*(client.ask(path, "Describe.", max_tokens=7000, ignore_eos=True) for path in paths))
+asyncio.run(ask())
+"""
+    wait_for(server, 0, 60)
+    client = subprocess.Popen([sys.executable, "-c", program, server.grpc_url, tmp_path / "pictures"])
+    try:
+        while waiting_at_preprocess(server) < 20:
+            time.sleep(0.01)
+            assert client.poll() is None
+    finally:
+        client.kill()
+        client.wait()
+    with Client(server.grpc_url) as other:
+        other.ask(crowd(1)[0], "Which?", max_tokens=2, timeout=60)  # its turn comes after theirs
     wait_for(server, 0, 5)

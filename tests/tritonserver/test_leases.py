@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
-from fakes.backend import InferenceRequest, wait_until
+from fakes.backend import InferenceRequest, Tensor, strings, wait_until
 
 from tessera.errors import InvalidRequest
+from tessera.preprocess import tritonserver_model as preprocess
 from tessera.tritonserver import leases, tensors
+from tessera.tritonserver.deadline import is_over as is_past
 from tessera.tritonserver.leases import Leases
 from tessera.tritonserver.responder import Responder
+from tessera.vision import tritonserver_model as vision
 
 
 class House:
@@ -25,8 +30,9 @@ class House:
 
 
 @pytest.fixture
-def house(backend: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
+def house(backend: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[House]:
     monkeypatch.setattr(leases, "WATCH_SECONDS", 0.005)
+    monkeypatch.setattr(leases, "FOLDER", str(tmp_path / "leases"))
     house = House()
     yield house
     house.leases.stop()
@@ -40,40 +46,43 @@ def test_a_client_that_is_gone_takes_its_own_work_along(house: House) -> None:
     assert set(house.cancelled) == {"gone"}
 
 
-def test_what_comes_late_is_cancelled_too_but_not_for_ever(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "CANCEL_AGAIN_SECONDS", 0.1)
-    house.open("gone").sender.cancelled = True
-    wait_until(lambda: len(house.cancelled) > 1)
-    wait_until(lambda: not house.leases._broken)
-    told = len(house.cancelled)
-    house.open("other").sender.cancelled = True
-    wait_until(lambda: "other" in house.cancelled)
-    assert house.cancelled.count("gone") == told
+def test_every_stage_knows_of_it(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For requests that wait for an earlier stage; but not for ever, or the folder would fill."""
+    gone = house.open("../gone")
+    assert not leases.is_over("../gone") and not leases.is_over("")
+    gone.sender.cancelled = True
+    wait_until(lambda: gone.sender.final)
+    assert leases.is_over("../gone") and leases.is_over("stays ../gone") and not leases.is_over("stays")
+    house.leases.end("second")
+    assert leases.is_over("../gone")
+    monkeypatch.setattr(leases, "TOLD_SECONDS", -1.0)
+    house.leases.end("third")
+    assert not any(map(leases.is_over, ("../gone", "second", "third")))
 
 
-def test_a_lease_given_back_cancels_nothing_and_is_not_watched(house: House) -> None:
+def test_a_lease_given_back_is_watched_no_more(house: House) -> None:
     request = house.open("a")
-    house.leases.close("a")
-    assert request.sender.final
-    house.leases.close("a")  # and once only
-    house.open("a")  # its watching would find the first one's sender asked after FINAL, which fails the thread
-    house.open("b").sender.cancelled = True
+    house.leases.end("a")
+    assert request.sender.final and house.cancelled == ["a"]
+    house.leases.end("a")  # it may not be there
+    house.open("b").sender.cancelled = True  # asking the first one's sender after FINAL would fail the watcher
     wait_until(lambda: "b" in house.cancelled)
-    assert "a" not in house.cancelled
 
 
 def test_names_that_cannot_be(house: House) -> None:
     house.open("a")
     with pytest.raises(InvalidRequest, match="held already"):
         house.open("a")
-    with pytest.raises(InvalidRequest, match="empty"):
-        house.open("")
+    for name in ("", "a b"):
+        with pytest.raises(InvalidRequest, match="must be one name"):
+            house.open(name)
 
 
 def test_the_end_of_the_stage_ends_them(house: House) -> None:
     request = house.open("a")
     house.leases.stop()
     assert request.sender.final and house.cancelled == []
+    assert not Path(leases.FOLDER).exists()
 
 
 def test_the_lease_a_request_names(backend: object) -> None:
@@ -82,3 +91,23 @@ def test_the_lease_a_request_names(backend: object) -> None:
     assert tensors.lease(named) == "a" and tensors.sampling(named, "sampling_parameters") == {}
     with pytest.raises(InvalidRequest, match="must be text, not 3"):
         tensors.lease(InferenceRequest([], parameters='{"tessera-lease": 3}'))
+
+
+def test_no_stage_works_for_who_has_gone(house: House) -> None:
+    house.leases.end("gone")
+    request = InferenceRequest([strings("text_input", b"?")], parameters='{"tessera-lease": "other gone"}')
+    (answer,) = preprocess.TritonPythonModel().execute([request])  # it has no preprocessor
+    assert answer.error().code() == "CANCELLED"
+
+    request = InferenceRequest([Tensor("STAMPS", np.zeros((1, 4), np.int64))], parameters='{"tessera-lease": "gone"}')
+    job = vision.StageJob(request)
+    assert not job.read(request)  # its pixels are not even looked at
+    assert "deadline" in request.sender.responses[0].error().message()
+
+    waits = InferenceRequest([Tensor("STAMPS", np.zeros((1, 4), np.int64))], parameters='{"tessera-lease": "later"}')
+    job = vision.StageJob(waits)
+    with pytest.raises(InvalidRequest, match="wants PIXELS"):
+        job.read(waits)
+    assert not is_past(job.deadline_ns)
+    house.leases.end("later")
+    assert is_past(job.deadline_ns)

@@ -99,7 +99,7 @@ class EngineProcess:
             self._wire.send(Cancel(number, reason))
 
     def cancel_all(self, name: str) -> None:
-        """Ends the requests that go by this id, or name this lease."""
+        """Ends the requests that go by this id or name this lease."""
         for number in self._answers.numbers_of(name):
             self.cancel(number)
 

@@ -75,11 +75,11 @@ class Answers:
         self._answers.pop(number, None)
 
     def numbers_of(self, name: str) -> list[int]:
-        """The requests under way that go by this id, or name this lease."""
+        """The requests under way that go by this id or name this lease."""
         return [
             number
             for number, answer in list(self._answers.items())
-            if name in (answer.request.request_id, answer.request.lease)
+            if name in (answer.request.request_id, *answer.request.lease.split())
         ]
 
     def take(self, progress: Progress) -> None:

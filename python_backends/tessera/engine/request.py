@@ -31,8 +31,8 @@ class Request:
     ``input_ids`` int32 [L]. ``spans`` int32 [k, 2]: start and length of each picture's rows in ``input_ids``; the
     ids that stand there are ignored. ``embeddings`` [sum of span lengths, hidden], any float dtype, on any device,
     or None without pictures. ``digest`` int64 [2k]: the content key of each picture. ``positions`` int [axes, L],
-    None for 0..L-1. ``arrival_ns`` and ``deadline_ns`` (None: never) are on time.monotonic_ns's clock. ``lease``: what
-    ends it with its client (tritonserver/leases.py); empty without one.
+    None for 0..L-1. ``arrival_ns`` and ``deadline_ns`` (None: never) are on time.monotonic_ns's clock. ``lease``: the
+    names of what ends it with its client (tritonserver/leases.py), maybe none.
     """
 
     request_id: str

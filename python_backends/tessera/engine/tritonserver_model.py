@@ -23,7 +23,7 @@ from tessera.engine.request import Request, SamplingParameters, TokenEvent
 from tessera.errors import InvalidRequest
 from tessera.gpu_meter import GpuMeter
 from tessera.lost_device import end_process_if_lost
-from tessera.tritonserver import tensors
+from tessera.tritonserver import leases, tensors
 from tessera.tritonserver.deadline import deadline_exceeded
 from tessera.tritonserver.failures import error_response, failure
 from tessera.tritonserver.gpu_pool import answer_warm_up
@@ -98,8 +98,7 @@ class TritonPythonModel:
         if cancel is not None:
             if not cancel:
                 raise InvalidRequest("CANCEL is empty; it names the request id, or the lease, to cancel")
-            self._engine.cancel_all(cancel)
-            self._leases.close(cancel)
+            self._leases.end(cancel)
             responder.finish()
             return
         lease = tensors.text(request, "LEASE")
@@ -111,6 +110,8 @@ class TritonPythonModel:
         rows = None if rows is None else unpacked(rows, self._hidden)
         taken = self._engine.submit(whole, partial(self._outbox.post, reply.channel), rows)
         taken.add_done_callback(partial(self._tell_refusal, responder))
+        if leases.is_over(whole.lease):  # asked after it can be cancelled: none falls between
+            self._engine.cancel(whole.number)
         self._later(partial(self._cancel_if_left, responder, whole.number))
 
     def _tell_refusal(self, responder: Responder, taken: Future[None]) -> None:

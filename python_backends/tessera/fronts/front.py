@@ -2,8 +2,8 @@
 
 Tensors pass through as they are, both ways: preprocess checks a request, the ensemble's config says what is answered.
 
-Cancellation does not reach a step of an ensemble that has begun, so a front, which sees its own client leave, sends the
-language model a control request with the request's id.
+Cancellation does not reach a step of an ensemble that has begun, so a front, which sees its own client leave, ends the
+lease that the request names at the language model (tritonserver/leases.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from tessera_wire.tensors import Tensor, bytes_tensor, elements
 
 ENSEMBLE = "vlm"
 WATCH_SECONDS = 0.02
-CANCEL_AGAIN_SECONDS = 0.5
 CLOSE_SECONDS = 3.0
 SENDER_THREADS = 4
 NUMBERS = {"INT32": np.int32, "FP32": np.float32}
@@ -50,11 +49,11 @@ STATUS: dict[type[errors.TesseraClientError], str] = {
 
 @dataclass
 class Watched:
-    """A request whose client is watched. One cancel may come too early, while the request is not yet at the language
-    model, which knows nothing of it then; so it is sent again until the request ends."""
+    """A request whose client is watched, and what it is cancelled by: ids may come again, leases do not."""
 
     request_id: str
-    cancel_at: float = 0.0  # not before this, on time.monotonic's clock
+    lease: str
+    cancelled: bool = False
 
 
 class Front(ABC):
@@ -117,12 +116,14 @@ class Front(ABC):
             taken = {watched.request_id for watched in self._watched.values()}
             own = responder.request_id and responder.request_id not in taken
             request_id = responder.request_id if own else uuid.uuid4().hex
-            self._watched[responder] = Watched(request_id)
+            lease = uuid.uuid4().hex
+            self._watched[responder] = Watched(request_id, lease)
             self._changed.notify()
         channel: Channel[Any] = Channel(partial(self._answer, responder))
         self._line.send(
             *(ENSEMBLE, request_id, inputs, partial(self._outbox.post, channel)),
             priority=priority if isinstance(priority, int) else 0,
+            lease=lease,
         )
 
     def _inputs(self, request: Any, sampling: dict[str, Any]) -> list[Tensor]:
@@ -167,10 +168,9 @@ class Front(ABC):
                     return
                 watched = list(self._watched.items())
             for responder, request in watched:
-                now = time.monotonic()
-                if now >= request.cancel_at and responder.is_cancelled():
-                    request.cancel_at = now + CANCEL_AGAIN_SECONDS
-                    self._line.cancel(request.request_id)
+                if not request.cancelled and responder.is_cancelled():
+                    request.cancelled = True
+                    self._line.cancel(request.lease)
             time.sleep(WATCH_SECONDS)
 
 

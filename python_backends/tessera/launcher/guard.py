@@ -83,6 +83,7 @@ class Guard:
         finally:
             self.kill_everything()
             removed = remove_shared_memory(self.shm_prefix) + remove_files(self.cuda_files)
+            shutil.rmtree(f"/dev/shm/tessera-leases-{self.server}", ignore_errors=True)  # tritonserver/leases.py
             if self.temporary and os.path.isdir(self.temporary):
                 shutil.rmtree(self.temporary, ignore_errors=True)
                 removed.append(self.temporary)

@@ -16,9 +16,9 @@ from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRe
 from tessera.preprocess.resize_cpu import use_one_thread
 from tessera.preprocess.settings import PreprocessSettings
 from tessera.sampling import POLICY_KEYS, SamplingParameters
-from tessera.tritonserver import tensors
+from tessera.tritonserver import leases, tensors
 from tessera.tritonserver.deadline import deadline_ns
-from tessera.tritonserver.failures import error_response
+from tessera.tritonserver.failures import error_response, failure
 from tessera.tritonserver.settings import StageSettings
 
 
@@ -42,6 +42,8 @@ class TritonPythonModel:
         try:
             if tensors.text(request, "PING") is not None:
                 return _pong(received)
+            if leases.is_over(tensors.lease(request)):
+                return failure("CANCELLED", "the client has gone")
             sampling = tensors.sampling(request, "sampling_parameters")
             deadline = deadline_ns(request, sampling, received)
             # The engine checks all of it again, but would refuse only after all the other work.

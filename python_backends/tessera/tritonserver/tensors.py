@@ -126,7 +126,7 @@ def _given_twice(name: str, first: Any, second: Any) -> InvalidRequest:
 
 
 def lease(request: Any) -> str:
-    """The lease that the request names (leases.py); empty if it names none. Raises InvalidRequest."""
+    """The leases that the request names (leases.py), with spaces between. Raises InvalidRequest."""
     value = json.loads(request.parameters() or "{}").get(LEASE, "")
     if not isinstance(value, str):
         raise InvalidRequest(f"request parameter '{LEASE}' must be text, not {value!r:.50}")

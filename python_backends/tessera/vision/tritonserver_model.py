@@ -15,7 +15,7 @@ import torch
 from tessera.checkpoint.config import read_config
 from tessera.errors import InvalidRequest
 from tessera.lost_device import end_process_if_lost
-from tessera.tritonserver import heaps, tensors
+from tessera.tritonserver import heaps, leases, tensors
 from tessera.tritonserver.deadline import deadline_exceeded, is_over
 from tessera.tritonserver.failures import error_response, log_exception
 from tessera.tritonserver.gpu_pool import answer_warm_up
@@ -109,10 +109,13 @@ class StageJob:
         self._responder = Responder(request)
         self._started = time.monotonic_ns()
         self._stamps: list[int] = []
+        self._lease = ""
 
     @property
     def deadline_ns(self) -> int:
-        """On time.monotonic_ns's clock; 0 is none."""
+        """On time.monotonic_ns's clock; 0 is none. Long past where the client has gone."""
+        if leases.is_over(self._lease):
+            return 1
         return self._stamps[0] if self._stamps else 0
 
     @property
@@ -126,7 +129,7 @@ class StageJob:
 
     def read(self, request: Any) -> bool:
         """Reads the request's tensors; False if it needed no work and is answered."""
-        self._stamps = read_stamps(request)
+        self._stamps, self._lease = read_stamps(request), tensors.lease(request)
         if is_over(self.deadline_ns):  # its time ran out while it waited here: no work goes into it
             self._responder.send(deadline_exceeded(self._stamps[RECEIVED]), final=True)
             return False
