@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from tessera_client import AsyncClient, Retry, TesseraClientError
-from tessera_gateway import completions, errors, heads, page, service, status, tracing
+from tessera_gateway import completions, errors, heads, page, responses, service, status, tracing
 from tessera_gateway.batches import routes as batches
 from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.runner import Runner
@@ -70,7 +70,7 @@ def create_app(
     state.door = Door(state.counters, settings.bodies_bytes, settings.max_connections_per_peer, settings.drain_s)
     state.batches = batches.Room(Path(settings.batch_folder), state.counters) if settings.batch_folder else None
 
-    for room in (completions, batches, service, page, status):
+    for room in (completions, responses, batches, service, page, status):
         app.include_router(room.router)
 
     app.add_exception_handler(errors.ApiError, errors.answer_api_error)

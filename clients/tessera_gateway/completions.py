@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -14,30 +15,42 @@ from tessera_gateway.errors import ApiError
 from tessera_gateway.metrics import COMPLETIONS, MODEL, USAGE
 from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.settings import Settings
-from tessera_gateway.streaming import EventStream
+from tessera_gateway.streaming import ChatTold, EventStream, Told
+
+T = TypeVar("T", bound=protocol.Part)
 
 router = APIRouter()
 
 
 @router.post(COMPLETIONS)
 async def complete(request: Request) -> Response:
+    asked = await request_in(request, protocol.ChatRequest)
+    return await answered(request, asked, ChatTold(asked))
+
+
+async def request_in(request: Request, kind: type[T]) -> T:
+    """What the body holds. Raises ApiError."""
+    require_json(request)
+    settings: Settings = request.app.state.settings
+    return protocol.parse(await read(request, settings.timeout_s), kind)
+
+
+async def answered(request: Request, asked: protocol.ChatRequest, told: Told) -> Response:
+    """Asks the servers, and tells what they answer."""
     settings: Settings = request.app.state.settings
     client: AsyncClient = request.app.state.client
-    require_json(request)
-    asked = protocol.parse(await read(request, settings.timeout_s), protocol.ChatRequest)
     check_model(asked, settings)
     asked = with_floor(asked, settings.priority_floor)
     request.scope[MODEL] = asked.model
     conversation = translation.messages(asked, await _fetched(request, asked))
     options = translation.sampling(asked, settings.max_tokens)
-    completion = translation.Completion(asked)
     if len(options) > 1:
         client = client.together()
     if asked.stream:
-        return await _events(request, completion, asked, [client.chat_stream(conversation, **each) for each in options])
+        return await _events(request, told, [client.chat_stream(conversation, **each) for each in options])
     answers = await unless_gone(request.receive, all_of([client.chat(conversation, **each) for each in options]))
-    whole = completion.whole(answers)
-    request.scope[USAGE] = whole["usage"]
+    whole = told.whole(answers)
+    request.scope[USAGE] = told.used
     return JSONResponse(whole)
 
 
@@ -64,14 +77,11 @@ async def _fetched(request: Request, asked: protocol.ChatRequest) -> dict[str, b
     return await unless_gone(request.receive, fetcher.fetch(urls)) if urls else {}
 
 
-async def _events(
-    request: Request, completion: translation.Completion, asked: protocol.ChatRequest, streams: list[AsyncStream]
-) -> Response:
+async def _events(request: Request, told: Told, streams: list[AsyncStream]) -> Response:
     """The streams from their first deltas on: an error before these has a status of its own."""
     try:
         firsts = await unless_gone(request.receive, all_of([anext(stream) for stream in streams]))
     except BaseException:
         await asyncio.gather(*(stream.close() for stream in streams))
         raise
-    include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-    return EventStream(completion, firsts, streams, include_usage)
+    return EventStream(told, firsts, streams)

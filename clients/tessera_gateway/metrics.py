@@ -38,7 +38,7 @@ NAMES = (
 PLACE = {name: number for number, name in enumerate(NAMES)}
 ABOUT = {
     "requests_total": ("counter", "Requests answered, by HTTP status (499: the client went away)"),
-    "completion_seconds": ("histogram", "Seconds from a chat completion's arrival to the end of its answer"),
+    "completion_seconds": ("histogram", "Seconds from a completion's arrival to the end of its answer"),
     "tokens_total": ("counter", "Tokens of the completions, those of batches too"),
     "body_bytes_total": ("counter", "Bytes of the requests' bodies"),
     "requests_under_way": ("gauge", "Requests that are not answered yet"),
@@ -47,6 +47,7 @@ ABOUT = {
     WAITING: ("gauge", "What batches have to write and the disk has no room for"),
 }
 COMPLETIONS = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 STATUS, USAGE, MODEL = "tessera.status", "tessera.usage", "tessera.model"
 """Keys of a request's scope: the status that counts, also where another was sent; a completion's tokens and model."""
 PREFIX = "tessera_gateway_"
@@ -154,6 +155,6 @@ class CountRequests:
             status = scope[STATUS] = scope.get(STATUS, status)
             self._counters.add("requests_under_way", -1)
             self._counters.ended(status)
-            if scope["path"] == COMPLETIONS and status == 200:
+            if scope["path"] in (COMPLETIONS, RESPONSES) and status == 200:
                 self._counters.completed(time.perf_counter() - began, scope.get(USAGE))
         return None

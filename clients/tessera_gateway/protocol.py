@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from tessera_gateway.errors import ApiError
 
@@ -16,6 +26,7 @@ NOT_SERVED = (
     *("audio", "function_call", "functions", "modalities", "moderation", "prediction"),
     *("prompt_cache_retention", "reasoning_effort", "verbosity", "web_search_options"),
     *("guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern", "structured_outputs.grammar"),
+    *("background", "conversation", "include", "max_tool_calls", "prompt", "reasoning"),  # of /v1/responses
     *("structured_outputs.structural_tag", "structured_outputs.whitespace_pattern"),
 )
 """Fields that OpenAI or vLLM has and this server has no meaning for."""
@@ -231,7 +242,25 @@ ResponseFormat = Annotated[
 ]
 
 
-class ChatRequest(Part):
+def _metadata(given: dict[str, Any]) -> dict[str, Any]:
+    if len(given) > MOST_METADATA or not all(isinstance(value, str) for value in given.values()):
+        raise ValueError(f"must be an object of at most {MOST_METADATA} strings")
+    return given
+
+
+class Harmless(Part):
+    """What is without effect on an answer: it has one call at most, and is stored nowhere (to ask for it is 404)."""
+
+    metadata: Annotated[dict[str, Any], AfterValidator(_metadata)] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    store: bool | None = None
+    user: str | None = None
+
+
+class ChatRequest(Harmless):
     model: str
     messages: Annotated[list[Message], FIRST_FAULT] = Field(min_length=1)
     stream: bool | None = None
@@ -252,15 +281,6 @@ class ChatRequest(Part):
     tools: Annotated[list[Tool], FIRST_FAULT, Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
 
-    # Without effect on an answer: it has one call at most, and is stored nowhere (to ask for it later is 404).
-    metadata: dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    store: bool | None = None
-    user: str | None = None
-
     top_k: int | None = None
     min_p: float | None = None
     stop_token_ids: Annotated[list[int], FIRST_FAULT] | None = None
@@ -278,13 +298,6 @@ class ChatRequest(Part):
     guided_choice: GuidedChoice | None = None
 
     tessera: Tessera | None = None
-
-    @field_validator("metadata")
-    @classmethod
-    def _check_metadata(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
-        if given and not (len(given) <= MOST_METADATA and all(isinstance(value, str) for value in given.values())):
-            raise ValueError(f"must be an object of at most {MOST_METADATA} strings")
-        return given
 
     @property
     def limit(self) -> int | None:

@@ -1,22 +1,40 @@
-"""An answer as server-sent events, each a ``chat.completion.chunk``."""
+"""Answers as server-sent events; those of chat completions are each a ``chat.completion.chunk``."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tessera_client import AsyncStream, Delta, TesseraClientError
+from tessera_client import Answer, AsyncStream, Delta, TesseraClientError
 from tessera_gateway import translation
 from tessera_gateway.body import STOPPING, unless_gone
 from tessera_gateway.errors import ApiError, from_wire
 from tessera_gateway.metrics import STATUS, USAGE
+from tessera_gateway.protocol import ChatRequest
 
-DONE = b"data: [DONE]\n\n"
+
+class Told(Protocol):
+    """How answers reach a client: in one object, or as events."""
+
+    used: dict[str, Any] | None
+    """The usage, as of chat completions, when all is told."""
+    ending: bytes
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]: ...
+
+    def events(self, coming: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
+        """Of deltas, each with its answer's number."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event of an error that comes after others."""
+        ...
 
 
 class EventStream(Response):
@@ -27,19 +45,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        completion: translation.Completion,
-        firsts: Sequence[Delta],
-        streams: Sequence[AsyncStream],
-        include_usage: bool,
-    ) -> None:
+    def __init__(self, told: Told, firsts: Sequence[Delta], streams: Sequence[AsyncStream]) -> None:
         self.status_code, self.background = 200, None
         # The second keeps a proxy of nginx's kind from gathering events up.
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._completion, self._firsts, self._streams = completion, firsts, streams
-        self._include_usage = include_usage
-        self._usage: dict[str, Any] | None = None
+        self._told, self._firsts, self._streams = told, firsts, streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -47,29 +57,59 @@ class EventStream(Response):
         except ApiError as error:
             scope[STATUS] = error.status
             if error is STOPPING:  # else the client went away: nobody is left to tell
-                await send({"type": "http.response.body", "body": event(error.body) + DONE, "more_body": False})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": self._told.failed(error) + self._told.ending,
+                        "more_body": False,
+                    }
+                )
         finally:
-            scope[USAGE] = self._usage
+            scope[USAGE] = self._told.used
             await asyncio.gather(*(stream.close() for stream in self._streams))
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async for chunk in self._chunks():
-                await send({"type": "http.response.body", "body": event(chunk), "more_body": True})
+            async with aclosing(merged(self._firsts, self._streams)) as coming:
+                async for told in self._told.events(coming):
+                    await send({"type": "http.response.body", "body": told, "more_body": True})
         except (TesseraClientError, ApiError) as error:
-            told = error if isinstance(error, ApiError) else from_wire(error)
-            scope[STATUS] = told.status
-            await send({"type": "http.response.body", "body": event(told.body), "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            refusal = error if isinstance(error, ApiError) else from_wire(error)
+            scope[STATUS] = refusal.status
+            await send({"type": "http.response.body", "body": self._told.failed(refusal), "more_body": True})
+        await send({"type": "http.response.body", "body": self._told.ending, "more_body": False})
 
-    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
+
+class ChatTold:
+    """As chat completions."""
+
+    ending = b"data: [DONE]\n\n"
+
+    def __init__(self, asked: ChatRequest) -> None:
+        self.used: dict[str, Any] | None = None
+        self._completion, self._count = translation.Completion(asked), asked.n or 1
+        self._include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        whole = self._completion.whole(answers)
+        self.used = whole["usage"]
+        return whole
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body)
+
+    async def events(self, coming: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
+        async for chunk in self._chunks(coming):
+            yield event(chunk)
+
+    async def _chunks(self, coming: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[dict[str, Any]]:
         new = self._completion.chunk
-        readers = [self._completion.reader() for _ in self._streams]
+        readers = [self._completion.reader() for _ in range(self._count)]
         for index in range(len(readers)):
             yield new(index, {"role": "assistant", "content": ""})
         endings: dict[int, Delta] = {}
-        async for index, delta in merged(self._firsts, self._streams):
+        async for index, delta in coming:
             reader = readers[index]
             reason = translation.finish_reason(delta.finish_reason) if delta.finish_reason else None
             changes = reader.read(delta.text) + (reader.end(reason == "stop") if reason else [])
@@ -82,16 +122,16 @@ class EventStream(Response):
             if len(endings) < len(readers):
                 yield ended
                 continue
-            self._usage = translation.usage([each.usage for each in endings.values()])
+            self.used = translation.usage([each.usage for each in endings.values()])
             own = {"tessera": translation.extras(endings[0])}
             if self._include_usage:
                 yield ended
-                yield self._completion.usage_chunk() | {"usage": self._usage} | own
+                yield self._completion.usage_chunk() | {"usage": self.used} | own
             else:
                 yield ended | own
 
 
-async def merged(firsts: Sequence[Delta], streams: Sequence[AsyncStream]) -> AsyncIterator[tuple[int, Delta]]:
+async def merged(firsts: Sequence[Delta], streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, Delta], None]:
     """Each stream's number and delta, as they come."""
     for numbered in enumerate(firsts):
         yield numbered
@@ -115,5 +155,6 @@ async def merged(firsts: Sequence[Delta], streams: Sequence[AsyncStream]) -> Asy
             await asyncio.wait(coming)
 
 
-def event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def event(content: dict[str, Any], kind: str = "") -> bytes:
+    named = f"event: {kind}\n".encode() if kind else b""
+    return named + b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

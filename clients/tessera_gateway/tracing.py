@@ -18,7 +18,7 @@ from opentelemetry.trace import SpanKind, StatusCode, TracerProvider
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tessera_gateway.metrics import COMPLETIONS, MODEL, STATUS
+from tessera_gateway.metrics import COMPLETIONS, MODEL, RESPONSES, STATUS
 
 if TYPE_CHECKING:
     from opentelemetry.sdk import trace as sdk
@@ -79,11 +79,11 @@ class TraceRequests:
         self._app, self._tracer = app, provider.get_tracer("tessera")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != COMPLETIONS:
+        if scope["type"] != "http" or scope["path"] not in (COMPLETIONS, RESPONSES):
             return await self._app(scope, receive, send)
-        about: dict[str, Any] = {"http.request.method": scope["method"], "http.route": COMPLETIONS}
+        about: dict[str, Any] = {"http.request.method": scope["method"], "http.route": scope["path"]}
         parent = propagate.extract(Headers(scope=scope))
-        name = f"{scope['method']} {COMPLETIONS}"
+        name = f"{scope['method']} {scope['path']}"
         with self._tracer.start_as_current_span(
             name, parent, SpanKind.SERVER, about, record_exception=False, set_status_on_exception=False
         ) as span:

@@ -174,6 +174,21 @@ def test_answers_of_a_given_shape(client: openai.OpenAI, picture: bytes) -> None
     assert re.fullmatch("[ab]{5}", matched.choices[0].message.content or "")
 
 
+def test_a_response_is_what_a_chat_completion_is(client: openai.OpenAI, picture: bytes) -> None:
+    chat = client.chat.completions.create(model="vlm", messages=messages(picture), max_tokens=4)
+    (turn,) = messages(picture)
+    url = turn["content"][0]["image_url"]["url"]
+    parts: Any = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": QUESTION}]
+    asked: Any = {"model": "vlm", "input": [{"role": "user", "content": parts}], "max_output_tokens": 4}
+    answer = client.responses.create(**asked)
+    assert answer.output_text == chat.choices[0].message.content
+    assert answer.usage is not None and chat.usage is not None
+    assert answer.usage.input_tokens == chat.usage.prompt_tokens
+    assert answer.usage.input_tokens_details.cached_tokens > 0  # the chat's
+    with client.responses.stream(**asked) as stream:
+        assert "".join(each.delta for each in stream if each.type == "response.output_text.delta") == answer.output_text
+
+
 def test_what_a_prompt_found_cached_is_told(server: Server, client: openai.OpenAI) -> None:
     asked = messages(scene.encode_jpeg(scene.sample(4713, "heldout")))
     first, again = (client.chat.completions.create(model="vlm", messages=asked, max_tokens=2).usage for _ in range(2))

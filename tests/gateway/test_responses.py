@@ -1,0 +1,191 @@
+"""/v1/responses: asked by OpenAI's own client over a real port, and by hand where that one would not ask so."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+from clients.fake_transport import USAGE, final
+from gateway_doubles import Asked, gateway, listening
+from pydantic import BaseModel
+
+from tessera_client import Delta, Unavailable
+
+PICTURE = "data:image/jpeg;base64," + base64.b64encode(b"jpeg").decode()
+ORDER = [
+    *("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"),
+    *("response.output_text.delta", "response.output_text.delta", "response.output_text.done"),
+    *("response.content_part.done", "response.output_item.done", "response.completed"),
+]
+
+
+class Room(BaseModel):
+    name: str
+    sockets: int
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[tuple[Asked, str]]:
+    os.environ["NO_PROXY"] = "127.0.0.1"
+    asked = gateway()
+    with listening(asked.app) as address:
+        yield asked, address
+
+
+@pytest.fixture
+def client(door: tuple[Asked, str]) -> Iterator[openai.OpenAI]:
+    door[0].fake.requests.clear()
+    with openai.OpenAI(base_url=f"{door[1]}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def play(door: tuple[Asked, str]) -> Any:
+    """Sets the script of the next requests."""
+    return lambda *script: door[0].fake.script.extend(script)
+
+
+def sent(door: tuple[Asked, str]) -> tuple[dict[str, Any], list[Any], tuple[bytes, ...]]:
+    """The sampling parameters, messages and pictures of the last request."""
+    request = door[0].fake.requests[-1][0]
+    return json.loads(request.sampling or "{}"), json.loads(request.messages or ""), request.images
+
+
+def test_a_text(client: openai.OpenAI, play: Any, door: tuple[Asked, str]) -> None:
+    play([replace(final("yes"), usage=replace(USAGE, cached_tokens=7))])
+    answer = client.responses.create(
+        model="vlm", input="A door?", instructions="Be brief.", max_output_tokens=5, temperature=0.5, top_p=0.9
+    )
+    assert answer.output_text == "yes" and answer.status == "completed" and answer.error is None
+    assert answer.id.startswith("resp_") and answer.object == "response" and not answer.model_extra["store"]  # type: ignore[index]
+    assert (answer.temperature, answer.top_p, answer.max_output_tokens) == (0.5, 0.9, 5)
+    assert answer.usage is not None and (answer.usage.input_tokens, answer.usage.output_tokens) == (10, 2)
+    assert answer.usage.input_tokens_details.cached_tokens == 7 and answer.usage.total_tokens == 12
+    sampling, messages, _ = sent(door)
+    assert sampling == {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9}
+    assert messages == [
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": "A door?"},
+    ]
+
+
+def test_pictures_and_a_conversation(client: openai.OpenAI, door: tuple[Asked, str]) -> None:
+    asked: Any = [
+        {"role": "developer", "content": "Look closely."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "A door?"},
+                {"type": "input_image", "image_url": PICTURE, "detail": "low"},
+            ],
+        },
+    ]
+    answer = client.responses.create(model="vlm", input=asked, instructions="Be brief.")
+    asked += [*answer.output, {"role": "user", "content": "Sure?"}]
+    client.responses.create(model="vlm", input=asked, instructions="Be brief.", store=True, user="me", tools=[])
+    _, messages, images = sent(door)
+    assert images == (b"jpeg",) and [turn["role"] for turn in messages] == ["system", "user", "assistant", "user"]
+    assert "".join(part["text"] for part in messages[0]["content"]) == "Be brief.\n\nLook closely."
+    assert messages[1]["content"] == [{"type": "text", "text": "A door?"}, {"type": "image", "detail": "low"}]
+    assert messages[2]["content"] == [{"type": "text", "text": answer.output_text}]
+
+
+def test_the_events_come_in_the_documented_order(client: openai.OpenAI, play: Any) -> None:
+    play([Delta("ye"), final("s")])
+    events = list(client.responses.create(model="vlm", input="A door?", stream=True))
+    assert [event.type for event in events] == ORDER
+    assert [event.sequence_number for event in events] == list(range(len(ORDER)))
+    last: Any = events[-1]
+    assert last.response.output_text == "yes" and last.response.usage.output_tokens == 2
+    deltas: Any = [event for event in events if event.type == "response.output_text.delta"]
+    assert [event.delta for event in deltas] == ["ye", "s"] and deltas[0].item_id == last.response.output[0].id
+
+
+def test_the_clients_stream_helper_and_parse(client: openai.OpenAI, play: Any, door: tuple[Asked, str]) -> None:
+    text = '{"name": "hall", "sockets": 2}'
+    play([Delta(text[:9]), final(text[9:])], [final(text)])
+    with client.responses.stream(model="vlm", input="Which room?", text_format=Room) as stream:
+        kinds = [event.type for event in stream]
+        assert stream.get_final_response().output_parsed == Room(name="hall", sockets=2)
+    assert kinds == ORDER
+    parsed = client.responses.parse(model="vlm", input="Which room?", text_format=Room)
+    assert parsed.output_parsed == Room(name="hall", sockets=2)
+    assert set(sent(door)[0]["json_schema"]["properties"]) == {"name", "sockets"}
+    client.responses.create(model="vlm", input="?", text={"format": {"type": "json_object"}})
+    assert sent(door)[0] == {"json_object": True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_was_cut_is_incomplete(client: openai.OpenAI, play: Any, stream: bool) -> None:
+    play([final("yes", "length")])
+    answer: Any = client.responses.create(model="vlm", input="A door?", stream=stream)
+    if stream:
+        *_, last = answer
+        assert last.type == "response.incomplete"
+        answer = last.response
+    assert answer.status == answer.output[0].status == "incomplete"
+    assert answer.incomplete_details.reason == "max_output_tokens"
+
+
+def test_an_error_has_its_status_or_its_events(client: openai.OpenAI, play: Any) -> None:
+    play([Unavailable("full")], [Delta("ye"), Unavailable("full")], [Delta("ye"), final("", "deadline")])
+    with pytest.raises(openai.InternalServerError, match="full"):
+        client.responses.create(model="vlm", input="A door?", stream=True)
+    for words in ("full", "ran out"):
+        events: Any = list(client.responses.create(model="vlm", input="A door?", stream=True))
+        assert [event.type for event in events[-2:]] == ["error", "response.failed"]
+        assert words in events[-2].message and words in events[-1].response.error.message
+        assert events[-1].response.status == "failed" and events[-1].sequence_number == len(events) - 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored here"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "at most 0 items"),
+        ({"include": ["reasoning.encrypted_content"]}, "include", "not supported"),
+        ({"reasoning": {"effort": "low"}}, "reasoning", "not supported"),
+        ({"truncation": "auto"}, "truncation", "'disabled'"),
+        ({"max_tokens": 5}, "max_tokens", "not known"),
+        ({"input": []}, "input", "at least 1 item"),
+        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].type", "'message'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]", "input_image"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "not known"),
+        ({"model": "gpt"}, "model", "no model"),
+        (
+            {
+                "instructions": "Be brief.",
+                "input": [
+                    {"role": "user", "content": [{"type": "input_image", "image_url": "http://elsewhere/a.jpg"}]},
+                ],
+            },
+            "input[0].content[0].image_url",
+            "input[0].content[0].image_url: ",
+        ),
+    ],
+)
+def test_what_is_not_served_is_refused_by_its_path(fields: dict[str, Any], param: str, words: str) -> None:
+    refusal = gateway()("POST", "/v1/responses", json={"model": "vlm", "input": "?", **fields})
+    error = refusal.json()["error"]
+    assert refusal.status_code in (400, 404) and error["param"] == param and words in error["message"], refusal.text
+
+
+def test_no_response_is_kept(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="nothing is stored here"):
+        client.responses.retrieve("resp_1")
+    with pytest.raises(openai.NotFoundError, match="nothing is stored here"):
+        client.responses.delete("resp_1")
+
+
+def test_it_counts_as_a_completion() -> None:
+    door = gateway()
+    door("POST", "/v1/responses", json={"model": "vlm", "input": "?"})
+    page = door("GET", "/metrics").text
+    assert "tessera_gateway_completion_seconds_count 1\n" in page
+    assert 'tessera_gateway_tokens_total{kind="prompt"} 10\n' in page
