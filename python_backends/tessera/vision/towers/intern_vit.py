@@ -219,11 +219,11 @@ class InternViT(Tower):
         )
         return cost * (2 * pixels + largest * self.class_embedding.itemsize)
 
-    def patch_order(self) -> torch.Tensor:
-        """int64 [patches]: the row-major index of each patch, in the order in which forward takes them."""
-        count = self.grid * self.merge
-        index = torch.arange(count**2).view(self.grid, self.merge, self.grid, self.merge)
-        return index.permute((2, 0, 1, 3) if self.transposed else (0, 2, 1, 3)).flatten()
+    def in_patch_order(self, patches: torch.Tensor) -> torch.Tensor:
+        """[patches, ...], row-major -> the same in the order in which forward takes them."""
+        square = patches.unflatten(0, (self.grid, self.merge, self.grid, self.merge))
+        order = (2, 0, 1, 3) if self.transposed else (0, 2, 1, 3)
+        return square.permute(*order, *range(4, square.dim())).flatten(0, 3)
 
     def targets(self, stored: Set[str]) -> dict[str, Target]:
         targets = super().targets(stored)
@@ -243,7 +243,9 @@ class InternViT(Tower):
 
     def _arrange_positions(self, stored: torch.Tensor) -> torch.Tensor:
         fitted = _fit_positions(stored.float(), self.grid * self.merge)
-        return torch.cat((fitted[:, :1], fitted[:, 1:][:, self.patch_order()]), dim=1)
+        arranged = torch.empty(fitted.shape)  # cat and empty_like import a second's worth of torch where it is meta
+        arranged[0, 0], arranged[0, 1:] = fitted[0, 0], self.in_patch_order(fitted[0, 1:])
+        return arranged
 
     @torch.no_grad()
     def finish_loading(self) -> None:
