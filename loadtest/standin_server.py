@@ -57,6 +57,9 @@ class Service(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:
         peer = context.peer()
         for request in requests:
+            if request.model_name == "preprocess":
+                yield served(request.id)
+                continue
             told = {tensor.name: raw for tensor, raw in zip(request.inputs, request.raw_input_contents)}
             tokens = asked_tokens(json.loads(told.get("sampling_parameters", b"")[4:] or b"{}"))
             try:
@@ -69,6 +72,17 @@ class Service(service_pb2_grpc.GRPCInferenceServiceServicer):
                 response.infer_response.id = request.id
                 response.infer_response.parameters["triton_final_response"].bool_param = response is responses[-1]
                 yield response
+
+
+def served(request_id: str) -> Any:
+    """The answer to the question which model this is."""
+    response = pb.ModelStreamInferResponse()
+    about = json.dumps({"checkpoint": "0" * 32, "model_type": "stand-in"}).encode()
+    response.infer_response.id = request_id
+    response.infer_response.parameters["triton_final_response"].bool_param = True
+    response.infer_response.outputs.add(name="SERVED", datatype="BYTES", shape=[1])
+    response.infer_response.raw_output_contents.append(struct.pack("<I", len(about)) + about)
+    return response
 
 
 def asked_tokens(sampling: dict[str, Any]) -> int:

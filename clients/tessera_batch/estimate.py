@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from tessera_batch.job import Job, contents
+from tessera_batch.contents import contents
+from tessera_batch.job import Job, question
 from tessera_batch.journal import Journal
 from tessera_batch.rows import Row
 from tessera_batch.survey import Survey
@@ -82,13 +83,13 @@ async def _measured(job: Job, rows: list[Row], total: int, left: int) -> Estimat
                 return None
             try:
                 pictures, _ = await asyncio.to_thread(contents, row)
-                return await asker.ask(lambda client: client.ask(pictures, row.question, **row.options))
+                return await asker.ask(question(row, pictures))
             except TesseraClientError as error:
                 return error
 
     async with job.settings.client() as client:
         asker = job.settings.asker(client)
-        await asker.begin()
+        await asker.begin(job.waiting)
         plans = await asyncio.gather(*(_plan(client, row) for row in rows[:: -(-len(rows) // PLANNED) or 1]))
         started = time.monotonic()
         answers = await asyncio.gather(*map(ask, rows))

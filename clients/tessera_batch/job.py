@@ -9,18 +9,18 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tessera_batch.contents import changed_rows, contents
 from tessera_batch.journal import Journal, rewrite
-from tessera_batch.rows import Row, Source, without_priority
+from tessera_batch.rows import Row, Source
 from tessera_batch.survey import Survey
-from tessera_client import Answer, AsyncClient, Retry
-from tessera_client.asker import Asker, Away
-from tessera_client.pictures import encode_image
-from tessera_wire.errors import InvalidRequest, TesseraClientError
+from tessera_client import Answer, AsyncClient, Retry, ServedModel
+from tessera_client.asker import Asker, Away, Call
+from tessera_client.one_model import OneModel, described
+from tessera_wire.errors import ConnectionFailed, InvalidRequest, TesseraClientError, Unavailable
 
 AHEAD = 64  # rows that are read at a time
 FILES = 8  # threads that read pictures
@@ -64,7 +64,8 @@ class Settings:
         concurrency: rows under way at a time.
         in_order: results as the source has its rows, not as they came.
         again: asks rows again that failed in an earlier run.
-        patience: seconds that all servers may be away.
+        patience: seconds that all servers may be away, at the start too.
+        force: asks rows again whose result came from another model, or whose pictures have changed.
     """
 
     url: str
@@ -73,18 +74,20 @@ class Settings:
     in_order: bool = False
     again: bool = False
     patience: float = 600.0
+    force: bool = False
 
     def client(self) -> AsyncClient:
         """One that leaves trying again to the :class:`Asker`."""
         return AsyncClient(self.url, timeout=self.timeout, retry=Retry(attempts=1))
 
-    def asker(self, client: AsyncClient) -> Asker:
-        return Asker(client, self.patience)
+    def asker(self, client: AsyncClient, model: OneModel | None = None) -> Asker:
+        return Asker(client, self.patience, model=model)
 
 
 class Job:
     """Rows into ``out``: a .jsonl that grows, or a .parquet that is written at the end and has its journal beside it
-    until then. ``progress`` is called with the number of rows that are over, of all rows, and how fast they go."""
+    until then. ``progress`` is called with the number of rows that are over, of all rows, and how fast they go, and
+    ``notice`` with what the user should know at once."""
 
     def __init__(
         self,
@@ -92,6 +95,7 @@ class Job:
         out: Path,
         settings: Settings,
         progress: Callable[[int, int, str], None] = lambda done, total, rate: None,
+        notice: Callable[[str], None] = lambda words: None,
     ) -> None:
         self._table = out.suffix == ".parquet"
         if self._table:
@@ -101,7 +105,7 @@ class Job:
         if out.resolve() == source.path.resolve():
             raise InvalidRequest(f"{out} is where the rows come from", "give another -o")
         self.source, self.settings = source, settings
-        self._out, self._progress = out, progress
+        self._out, self._progress, self.notice = out, progress, notice
         self.journal = out.with_name(f"{out.name}.jsonl") if self._table else out
         """Where the results are until all rows are over."""
         self.tally = Tally()
@@ -109,19 +113,17 @@ class Job:
     def run(self) -> Tally:
         """Asks what has no result yet.
 
-        Raises InvalidRequest for rows that are none, ConnectionFailed or Unavailable where servers stay away, OSError
-        where results cannot be written; what is over then stays, and the next run goes on from there.
+        Raises InvalidRequest for a source of no rows and for results of another job, another model or other pictures,
+        ConnectionFailed or Unavailable where servers stay away, OSError where results cannot be written; what is over
+        then stays, and the next run goes on from there.
         """
         self._take_up()
         with closing(Journal(self.journal)) as self._lines:
             self._survey = Survey(self.source, self._lines)
-            self.tally.rows, self.tally.errors = len(self._survey.places), self._survey.errors
-            self.tally.kept = int((self._survey.places >= 0).sum())
-            if self.tally.kept < self.tally.rows:
-                try:
-                    asyncio.run(self._ask_all())
-                except Away as away:
-                    raise away.error from away
+            try:
+                asyncio.run(self._go_on())
+            except Away as away:
+                raise away.error from away
             self._lines.sync()
             self._finish()
         return self.tally
@@ -136,7 +138,7 @@ class Job:
         if self.settings.again and self.journal.exists():
             with closing(Journal(self.journal)) as lines:
                 Survey(self.source, lines)  # which refuses another job's
-                rewrite(self.journal, (result for result in lines.results() if result["error"] is None))
+                lines.rewrite(result for result in lines.results() if result["error"] is None)
 
     def _finish(self) -> None:
         places = self._survey.places
@@ -150,23 +152,75 @@ class Job:
         elif moved:
             rewrite(self.journal, results)
 
+    async def _go_on(self) -> None:
+        """Asks the rows that have no result, after a look at those that have one."""
+        async with self.settings.client() as client:
+            model = OneModel(client)
+            self._asker = self.settings.asker(client, model)
+            served: ServedModel | None = None
+            try:
+                if (self._survey.places < 0).any():
+                    await self._asker.begin(self.waiting)
+                served = await model.begin()
+            except (ConnectionFailed, Unavailable):
+                if (self._survey.places < 0).any():
+                    raise
+                # Else nothing is to be asked.
+            self._hold_against(served)
+            survey, tally = self._survey, self.tally
+            tally.rows, tally.errors, tally.kept = len(survey.places), survey.errors, int((survey.places >= 0).sum())
+            if tally.kept < tally.rows:
+                await self._ask_all()
+
+    def waiting(self, error: TesseraClientError) -> None:
+        self.notice(f"waiting up to {self.settings.patience:g} s for {self.settings.url}: {error.message}")
+
+    def _hold_against(self, served: ServedModel | None) -> None:
+        """Drops the results of other models and pictures where that is wanted. Raises InvalidRequest where not."""
+        changed = changed_rows(self.source, self._survey, self._lines)
+        found, unknown, others = [], self._survey.checkpoints[b""], 0
+        if served is not None:
+            self._checkpoint = served.checkpoint[:16]
+            others = self._survey.checkpoints.total() - unknown - self._survey.checkpoints[self._checkpoint.encode()]
+        if served is not None and others:
+            found.append(f"{others} of its rows were asked of another model than {described(served)}")
+        if changed:
+            name = self._lines.at(changed[0])["id"]
+            found.append(f"the pictures of {len(changed)} of its rows have changed since, the first {name!r:.80}")
+        if not self.settings.force:
+            if found:
+                remedy = "--force asks these rows again; or give another -o"
+                raise InvalidRequest(f"{self._out} holds other results: {'; '.join(found)}", remedy)
+            if unknown:
+                words = f"{unknown} rows of {self._out} do not say which model or which pictures they are of"
+                self.notice(f"{words} (an earlier version's): they are kept; --force asks them again")
+        dropped, of_others = set(self._survey.mended), self.settings.force and bool(others or unknown)
+        if self.settings.force:
+            dropped |= set(changed)
+            if served is None and (found or unknown):
+                raise Unavailable("no server is there to ask again", "start one")
+        if dropped or of_others:
+            self._lines.rewrite(
+                result
+                for place, result in self._lines.placed()
+                if place not in dropped and not (of_others and result.get("checkpoint") != self._checkpoint)
+            )
+            self._survey.match(self._lines)
+
     async def _ask_all(self) -> None:
-        async with self.settings.client() as self._client:
-            self._asker = self.settings.asker(self._client)
-            await self._asker.begin()
-            self._rows, self._ahead, self._turn = self._missing(), deque[Row](), asyncio.Lock()
-            self._under_way: dict[str, asyncio.Future[None]] = {}
-            self._reported = self._synced = self._started = time.monotonic()
-            self._progress(self.tally.kept, self.tally.rows, "")
-            with ThreadPoolExecutor(FILES, "tessera-pictures") as self._files:
-                workers = [asyncio.ensure_future(self._work()) for _ in range(self.settings.concurrency)]
-                try:
-                    await asyncio.gather(*workers)
-                finally:
-                    for worker in workers:
-                        worker.cancel()
-                    await asyncio.gather(*workers, return_exceptions=True)
-            self.tally.seconds = time.monotonic() - self._started
+        self._rows, self._ahead, self._turn = self._missing(), deque[Row](), asyncio.Lock()
+        self._under_way: dict[str, asyncio.Future[None]] = {}
+        self._reported = self._synced = self._started = time.monotonic()
+        self._progress(self.tally.kept, self.tally.rows, "")
+        with ThreadPoolExecutor(FILES, "tessera-pictures") as self._files:
+            workers = [asyncio.ensure_future(self._work()) for _ in range(self.settings.concurrency)]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+        self.tally.seconds = time.monotonic() - self._started
 
     def _missing(self) -> Iterator[Row]:
         """The rows without a result."""
@@ -194,9 +248,9 @@ class Job:
                 row = self._ahead.popleft()
             try:
                 await self._answer(row)
-            except TesseraClientError as error:
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                self._write(row, {"answer": None, "error": reason[:LONGEST_ERROR]})
+            except _Failed as failed:
+                reason = f"{type(failed.error).__name__}: {' '.join(str(failed.error).split())}"
+                self._write(row, {"answer": None, "error": reason[:LONGEST_ERROR]}, failed.content)
             if time.monotonic() > self._synced + SYNC_S:
                 self._synced = time.monotonic()
                 await loop.run_in_executor(self._files, self._lines.sync)
@@ -204,15 +258,21 @@ class Job:
     async def _answer(self, row: Row) -> None:
         """Writes the row's result. Raises the error that is to be written instead."""
         loop = asyncio.get_running_loop()
-        reading = loop.run_in_executor(self._files, contents, row) if row.images else None
-        pictures, content = await reading if reading else contents(row)
+        content = ""
+        try:
+            reading = loop.run_in_executor(self._files, contents, row) if row.images or row.messages else None
+            pictures, content = await reading if reading else contents(row)
+            call = question(row, pictures)
 
-        def call(client: AsyncClient) -> Awaitable[Answer]:
-            return client.ask(pictures, row.question, **row.options)
+            if row.options.get("temperature") and row.options.get("seed") is None:  # each answer is another
+                self._write(row, told(await self._asker.ask(call)), content)
+            else:
+                await self._answer_once(row, content, call)
+        except TesseraClientError as error:
+            raise _Failed(error, content) from error
 
-        if row.options.get("temperature") and row.options.get("seed") is None:  # each answer is another
-            self._write(row, told(await self._asker.ask(call)))
-            return
+    async def _answer_once(self, row: Row, content: str, call: Call) -> None:
+        """Takes the answer to the same question about the same pictures where there is one."""
         while other := self._under_way.get(content):
             await asyncio.wait([other])
         if (place := self._survey.answers.get(content)) is not None:
@@ -222,7 +282,7 @@ class Job:
                 same = {name: kept[name] for name in fields if name in kept}
                 self._write(row, {**same, "same_as": kept["id"]}, content)
                 return
-        self._under_way[content] = over = loop.create_future()
+        self._under_way[content] = over = asyncio.get_running_loop().create_future()
         try:
             answer = await self._asker.ask(call)
             self._survey.answers.put(content, self._write(row, told(answer), content))
@@ -232,6 +292,7 @@ class Job:
 
     def _write(self, row: Row, result: dict[str, Any], content: str = "") -> int:
         digests = {"asked": f"{row.asked:016x}"} | ({"content": content} if content else {})
+        digests |= ({"stat": f"{row.stat:016x}"} if row.stat else {}) | {"checkpoint": self._checkpoint}
         place = self._survey.places[row.number] = self._lines.append({"id": row.id, **result, **digests})
         tally = self.tally
         tally.pictures += len(row.images)
@@ -249,14 +310,23 @@ class Job:
         return place
 
 
-def contents(row: Row) -> tuple[list[bytes], str]:
-    """A row's pictures as encoded bytes, and the digest of all that its answer depends on. Raises InvalidRequest."""
-    pictures = [encode_image(image) for image in row.images]
-    asked = without_priority(row.options)
-    state = blake2b(repr((row.question, asked, [len(picture) for picture in pictures])).encode(), digest_size=16)
-    for picture in pictures:
-        state.update(picture)
-    return pictures, state.hexdigest()
+class _Failed(Exception):
+    """Why a row has no answer, and the digest of what was asked where that is known."""
+
+    def __init__(self, error: TesseraClientError, content: str) -> None:
+        super().__init__(str(error))
+        self.error, self.content = error, content
+
+
+def question(row: Row, pictures: list[bytes]) -> Call:
+    """What asks it."""
+
+    def call(client: AsyncClient) -> Awaitable[Answer]:
+        if row.messages is not None:
+            return client.chat(row.messages, **row.options)
+        return client.ask(pictures, row.question, **row.options)
+
+    return call
 
 
 def told(answer: Answer) -> dict[str, Any]:

@@ -10,6 +10,8 @@ finish_reason      ``stop``, ``length``, ... (not with an error)
 choices, logprobs  where they were asked for
 same_as            id of the row that asked the same about the same picture, and whose answer this is
 asked, content     digests in hexadecimal: of the row as the source has it, and of question and pictures' bytes
+stat               in hexadecimal what stands for the pictures' files as they were found (not where there are none)
+checkpoint         in hexadecimal the beginning of the digest of the model that was asked
 =================  =====================================================================================
 
 A line that was cut by a kill is the last one and lacks its end; the next one takes its place. What has been written
@@ -24,16 +26,32 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tessera_wire.errors import InvalidRequest
 
 BEGIN = b'{"id": '
-DIGESTS = re.compile(rb'"asked": "([0-9a-f]{16})"(?:, "content": "([0-9a-f]{32})")?}\n$')
-LONGEST_DIGESTS = 100  # bytes
+NAMELESS = b'{"id": null,'  # a row that could not be asked
+DIGESTS = re.compile(
+    rb'"asked": "([0-9a-f]{16})"(?:, "content": "([0-9a-f]{32})")?(?:, "stat": "([0-9a-f]{16})")?'
+    rb'(?:, "checkpoint": "([0-9a-f]{16})")?}\n$'
+)
+STAT = b'", "stat": "'
+LONGEST_DIGESTS = 160  # bytes
 TAIL = 1 << 16  # bytes that are read at a time to find the end of the last whole line
-Line = tuple[int, int, int | None, bool]
-"""Where it begins, ``asked``, half of ``content`` where it is an answer that others may take, whether it has one."""
+
+
+class Line(NamedTuple):
+    """What is known of a line. ``content``: half of it, where it is an answer that others may take. ``stat`` is 0 and
+    ``checkpoint`` empty where the line does not say them. ``named``: whether it is of a row that has an id."""
+
+    place: int
+    asked: int
+    content: int | None
+    answered: bool
+    stat: int
+    checkpoint: bytes
+    named: bool
 
 
 class Journal:
@@ -52,7 +70,8 @@ class Journal:
             raise
 
     def append(self, result: dict[str, Any]) -> int:
-        """Writes a line; where it begins."""
+        """Writes a line; where it begins. Raises OSError, also where the file is not what this run has written."""
+        self._check()
         if self._torn:
             os.ftruncate(self._file, self._end)
             self._torn = False
@@ -65,10 +84,34 @@ class Journal:
 
     def at(self, place: int) -> dict[str, Any]:
         """The line that begins there."""
-        data, size = b"", 4096
-        while b"\n" not in data:
-            data, size = os.pread(self._file, size, place), 2 * size
-        return json.loads(data[: data.index(b"\n")])
+        return json.loads(self._line_at(place))
+
+    def restat(self, place: int, stat: int) -> None:
+        """Has the line that begins there say another ``stat``, of pictures that were found to be the same."""
+        at = self._line_at(place).rfind(STAT)
+        os.pwrite(self._file, b"%016x" % stat, place + at + len(STAT))
+
+    def _line_at(self, place: int) -> bytes:
+        size = 4096
+        while b"\n" not in (data := os.pread(self._file, size, place)):
+            if len(data) < size:
+                self._check()
+                raise OSError(f"{self.path} has no whole line at byte {place}")
+            size *= 2
+        return data[: data.index(b"\n")]
+
+    def _check(self) -> None:
+        """Raises OSError where the file was removed, replaced, cut or written by another program meanwhile."""
+        mine = os.fstat(self._file)
+        try:
+            there = os.stat(self.path)
+        except FileNotFoundError:
+            raise OSError(f"{self.path} was removed while this run was writing it") from None
+        if (there.st_ino, there.st_dev) != (mine.st_ino, mine.st_dev):
+            raise OSError(f"{self.path} was replaced while this run was writing it")
+        if mine.st_size < self._end or (mine.st_size > self._end and not self._torn):
+            words = f"{self.path} has {mine.st_size} bytes where this run has written {self._end}"
+            raise OSError(f"{words}: another program changed it")
 
     def lines(self) -> Iterator[Line]:
         """What is known of every line without reading all of it. Raises InvalidRequest for one that is no result."""
@@ -80,15 +123,28 @@ class Journal:
             answered = b'"error": null' in line
             other = b'"same_as": ' in line
             content = int(digests[2][:16], 16) if answered and not other and digests[2] else None
-            yield place, int(digests[1], 16), content, answered
+            stat, checkpoint = int(digests[3] or b"0", 16), digests[4] or b""
+            named = not line.startswith(NAMELESS)
+            yield Line(place, int(digests[1], 16), content, answered, stat, checkpoint, named)
 
     def results(self) -> Iterator[dict[str, Any]]:
         """Every line. Raises InvalidRequest for one that is no result."""
+        return (result for _, result in self.placed())
+
+    def placed(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Every line and where it begins. Raises InvalidRequest for one that is no result."""
         for place, line in self._lines():
             try:
-                yield json.loads(line)
+                yield place, json.loads(line)
             except (ValueError, RecursionError):
                 raise self._strange(line, place) from None
+
+    def rewrite(self, results: Iterable[dict[str, Any]]) -> None:
+        """Goes on with these results in the place of those that are there."""
+        rewrite(self.path, results)
+        other = Journal(self.path)
+        os.close(self._file)
+        self._file, self._end, self._torn = other._file, other._end, False
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         place = 0
@@ -101,8 +157,9 @@ class Journal:
                 place += len(line)
 
     def sync(self) -> None:
-        """Returns when all is on the disk."""
+        """Returns when all is on the disk. Raises OSError as :meth:`append` does."""
         os.fsync(self._file)
+        self._check()
 
     def close(self) -> None:
         """Lets other runs have it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -25,19 +25,24 @@ class Row(NamedTuple):
     """One request.
 
     ``number``: its place in the source, from 0. ``images``: each a path, a ``data:`` URL or a file's bytes.
-    ``asked``: 64 bits that stand for its id and what it asks, the contents of picture files left out.
+    ``asked``: 64 bits that stand for its id and what it asks, the contents of picture files left out. ``stat``: 64 bits
+    that are others where such a file was written meanwhile; 0 where there is none, or one is missing. ``error``: why it
+    cannot be asked; its id is then None. ``messages``: a conversation, in the place of images and question.
     """
 
     number: int
-    id: Id
+    id: Id | None
     images: tuple[Any, ...]
     question: str
     options: Mapping[str, Any]
     asked: int
+    stat: int = 0
+    error: InvalidRequest | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
 
 
 class Source(Protocol):
-    """Rows that can be gone through several times. Raises InvalidRequest for a row that is none."""
+    """Rows that can be gone through several times, in which one that is none has an error."""
 
     path: Path
 
@@ -64,8 +69,12 @@ class Asked:
         told = json.dumps([question, without_priority(self._options)])
         self._digest = blake2b(told.encode(), digest_size=8)
 
-    def row(self, number: int, fields: Mapping[str, Any], images: tuple[Any, ...], own: bytes) -> Row:
-        """A row of its fields. ``own`` is all that it says itself: a line of a file, say."""
+    def row(
+        self, number: int, fields: Mapping[str, Any], images: tuple[Any, ...], own: bytes, files: Sequence[Any] = ()
+    ) -> Row:
+        """A row of its fields. ``own`` is all that it says itself: a line of a file, say. ``files``: where bytes among
+        the images come from. Raises InvalidRequest."""
+        options = self._options_of(fields)
         question = fields.get("question")
         if question is None:
             question = self._question
@@ -74,15 +83,46 @@ class Asked:
                 "it has no question" if question is None else f"its question must be text, not {question!r:.80}",
                 "give --prompt, or a field 'question'",
             )
-        options: Mapping[str, Any] = self._options
-        if (given := fields.get("options")) is not None:
-            if not isinstance(given, dict) or NOT_OPTIONS & set(given):
-                raise InvalidRequest(f"its options must be an object of names such as max_tokens, got {given!r:.80}")
-            options = {**options, **given}
-            without_priority(options)
+        stat = stat_of((*images, *files))
+        return Row(number, fields["id"], images, question, options, self._asked(own), stat)
+
+    def conversation(self, number: int, fields: Mapping[str, Any], own: bytes) -> Row:
+        """A row that has ``messages``, its pictures among them. Raises InvalidRequest."""
+        options, messages = self._options_of(fields), fields["messages"]
+        return Row(number, fields["id"], (), "", options, self._asked(own), messages=messages)
+
+    def _options_of(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        if (given := fields.get("options")) is None:
+            return self._options
+        if not isinstance(given, dict) or NOT_OPTIONS & set(given):
+            raise InvalidRequest(f"its options must be an object of names such as max_tokens, got {given!r:.80}")
+        options = {**self._options, **given}
+        without_priority(options)
+        return options
+
+    def wrong(self, number: int, where: str, error: InvalidRequest, own: bytes) -> Row:
+        """In the place of a row that cannot be asked; ``where`` names it in the source."""
+        named = InvalidRequest(f"{where}: {error.message}", error.remedy)
+        return Row(number, None, (), "", {}, self._asked(b"%b %b" % (where.encode(errors="replace"), own)), 0, named)
+
+    def _asked(self, own: bytes) -> int:
         digest = self._digest.copy()
         digest.update(own)
-        return Row(number, fields["id"], images, question, options, int.from_bytes(digest.digest(), "big"))
+        return int.from_bytes(digest.digest(), "big")
+
+
+def stat_of(images: Iterable[Any]) -> int:
+    """See :class:`Row`. Size, time of writing, time of any change, and inode: so a file that was put in another's place
+    with its time set back is noticed too."""
+    found = []
+    for image in images:
+        if isinstance(image, (str, os.PathLike)) and not str(image).startswith("data:"):
+            try:
+                about = os.stat(image)
+            except (OSError, ValueError):
+                return 0
+            found += [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
+    return (hash(tuple(found)) % (1 << 64) or 1) if found else 0
 
 
 def without_priority(options: Mapping[str, Any]) -> str | None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
+from itertools import islice
 
 import numpy as np
 
 from tessera_batch.journal import Journal
 from tessera_batch.rows import Id, Source
 from tessera_wire.errors import InvalidRequest
+
+LINES = 1 << 16  # that are matched at a time
 
 
 class Survey:
@@ -17,27 +21,44 @@ class Survey:
     Args:
         journal: None where nothing has been asked yet.
 
-    Raises InvalidRequest for a source without rows, an id that stands twice, and a journal of another job.
+    Raises InvalidRequest for a source without rows, or with none that can be asked, an id that stands twice, and a
+    journal of another job.
     """
 
     def __init__(self, source: Source, journal: Journal | None = None) -> None:
         self._source = source
         self.id_type: type = str
         """Of all ids."""
-        self.asked = self._read()
+        self.asked, self._stats = self._read()
         """uint64 [rows]: each row's digest."""
+        if journal is None:
+            self._forget()
+        else:
+            self.match(journal)
+
+    def _forget(self) -> None:
         self.places = np.full(len(self.asked), -1, np.int64)
         """int64 [rows]: where a row's line of the journal begins; -1 where it has none."""
         self.answers = Answers(len(self.asked))
         """Those of the journal."""
         self.errors = 0
         """Rows of the journal that have no answer."""
-        if journal is not None:
-            self._match(journal)
+        self.checkpoints: Counter[bytes] = Counter()
+        """How many lines of the journal came from each; b"" for those that do not say it."""
+        self.mended: list[int] = []
+        """Where lines of the journal begin that are of rows which could not be asked, and are there no longer."""
+        self.touched = np.zeros(len(self.asked), bool)
+        """Rows whose pictures' files are not as they were when the journal's line was written."""
 
-    def _read(self) -> np.ndarray:
-        ids, asked = array("q"), array("Q")
+    def _read(self) -> tuple[np.ndarray, np.ndarray]:
+        ids, asked, stats = array("q"), array("Q"), array("Q")
+        wrong = None
         for row in self._source.rows():
+            asked.append(row.asked)
+            stats.append(row.stat)
+            if row.id is None:
+                wrong = wrong or row.error
+                continue
             if not ids:
                 self.id_type = type(row.id)
             elif not isinstance(row.id, self.id_type):
@@ -46,44 +67,51 @@ class Survey:
                     "give all rows ids of one type",
                 )
             ids.append(hash(row.id))
-            asked.append(row.asked)
         if not ids:
-            raise InvalidRequest(f"{self._source.path} holds no rows")
+            raise wrong or InvalidRequest(f"{self._source.path} holds no rows")
         values, counts = np.unique(np.frombuffer(ids, np.int64), return_counts=True)
         self._refuse_doubled(set(values[counts > 1].tolist()))
-        return np.frombuffer(asked, np.uint64)
+        return np.frombuffer(asked, np.uint64), np.frombuffer(stats, np.uint64)
 
     def _refuse_doubled(self, hashes: set[int]) -> None:
         first: dict[Id, int] = {}
         for row in self._source.rows() if hashes else ():
-            if hash(row.id) in hashes and first.setdefault(row.id, row.number) != row.number:
+            if row.id is not None and hash(row.id) in hashes and first.setdefault(row.id, row.number) != row.number:
                 both = f"rows {first[row.id] + 1} and {row.number + 1} have the same id {row.id!r:.80}"
                 raise InvalidRequest(f"{self._source.path}: {both}", "give each row its own id")
 
-    def _match(self, journal: Journal) -> None:
+    def match(self, journal: Journal) -> None:
         """Finds each line's row."""
-        asked, places = array("Q"), array("q")
-        contents, answers = array("Q"), array("q")
-        for place, digest, content, answered in journal.lines():
-            asked.append(digest)
-            places.append(place)
-            self.errors += not answered
-            if content is not None:
-                contents.append(content)
-                answers.append(place)
-        self.answers.put_all(np.frombuffer(contents, np.uint64), np.frombuffer(answers, np.int64))
-        lines = np.frombuffer(asked, np.uint64)
-        order = np.argsort(self.asked)
-        rows = order[np.searchsorted(self.asked, lines, sorter=order).clip(max=len(order) - 1)]
-        self.places[rows] = np.frombuffer(places, np.int64)
-        strange = np.flatnonzero(self.asked[rows] != lines)
-        doubled = np.flatnonzero(self.places[rows] != np.frombuffer(places, np.int64))
-        for found, why in ((strange, "which this job does not ask, or asks otherwise"), (doubled, "twice")):
-            if len(found):
-                name = journal.at(places[int(found[0])])["id"]
-                raise InvalidRequest(
-                    f"{journal.path} has a result of row {name!r:.80}, {why}", "give another -o, or remove the file"
-                )
+        self._forget()
+        order, lines = np.argsort(self.asked), journal.lines()
+        while some := list(islice(lines, LINES)):
+            digests = np.array([line.asked for line in some], np.uint64)
+            places = np.array([line.place for line in some], np.int64)
+            stats = np.array([line.stat for line in some], np.uint64)
+            rows = order[np.searchsorted(self.asked, digests, sorter=order).clip(max=len(order) - 1)]
+            strange = self.asked[rows] != digests
+            if strange.any():
+                named = np.array([line.named for line in some])
+                self._refuse(journal, places, strange & named, "which this job does not ask, or asks otherwise")
+                self.mended += places[strange].tolist()
+                some = [line for line, other in zip(some, strange.tolist()) if not other]
+                rows, places, stats = rows[~strange], places[~strange], stats[~strange]
+            before = self.places[rows] >= 0
+            self.places[rows] = places
+            self._refuse(journal, places, before | (self.places[rows] != places), "twice")
+            self.touched[rows] = (stats != 0) & (stats != self._stats[rows])
+            self.errors += sum(not line.answered for line in some)
+            self.checkpoints.update(line.checkpoint for line in some)
+            answers = [(line.content, line.place) for line in some if line.content is not None]
+            contents, begins = zip(*answers) if answers else ((), ())
+            self.answers.put_all(np.array(contents, np.uint64), np.array(begins, np.int64))
+
+    def _refuse(self, journal: Journal, places: np.ndarray, wrong: np.ndarray, why: str) -> None:
+        if wrong.any():
+            name = journal.at(int(places[wrong.argmax()]))["id"]
+            raise InvalidRequest(
+                f"{journal.path} has a result of row {name!r:.80}, {why}", "give another -o, or remove the file"
+            )
 
 
 class Answers:

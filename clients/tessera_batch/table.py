@@ -68,9 +68,7 @@ class TableSource:
                         try:
                             yield self._row(number, fields)
                         except InvalidRequest as error:
-                            raise InvalidRequest(
-                                f"{self.path}, row {number + 1}: {error.message}", error.remedy
-                            ) from None
+                            yield self._asked.wrong(number, f"{self.path}, row {number + 1}", error, b"")
             first += batch.num_rows
 
     def _row(self, number: int, fields: dict[str, Any]) -> Row:
@@ -83,7 +81,8 @@ class TableSource:
         found = tuple(self._picture(image) for image in images)
         own: dict[str, Any] = {name: fields[name] for name in ("id", "question", "options") if name in fields}
         own["image"] = self._contents if self._inside else given
-        return self._asked.row(number, fields, found, repr(own).encode())
+        files = (self.path,) if self._inside else ()
+        return self._asked.row(number, fields, found, repr(own).encode(), files)
 
     def _picture(self, image: Any) -> Any:
         if isinstance(image, Mapping):
@@ -107,7 +106,7 @@ def write_table(results: Iterable[dict[str, Any]], out: Path, id_type: type) -> 
     score = arrow.struct([("label", arrow.string()), *((f, arrow.float64()) for f in SCORES)])
     counts = [(f"{kind}_tokens", arrow.int32()) for kind in ("prompt", "image", "completion")]
     texts = [(field, arrow.string()) for field in ("answer", "error", "finish_reason")]
-    last = [(field, arrow.string()) for field in ("logprobs", "asked", "content")]
+    last = [(field, arrow.string()) for field in ("logprobs", "asked", "content", "stat", "checkpoint")]
     schema = arrow.schema([("id", name), *texts, *counts, ("choices", arrow.list_(score)), ("same_as", name), *last])
     part = out.with_name(f".{out.name}.part")
     waiting = iter(results)

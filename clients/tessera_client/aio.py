@@ -11,7 +11,16 @@ from functools import partial
 from typing import Any, Literal
 
 from tessera_client.client import CLIENTS_TIMEOUT, BaseClient, Images, Seconds, given_out
-from tessera_client.messages import Answer, Delta, PicturePlan, Request, ServerStatus, check_job, item_request
+from tessera_client.messages import (
+    Answer,
+    Delta,
+    PicturePlan,
+    Request,
+    ServedModel,
+    ServerStatus,
+    check_job,
+    item_request,
+)
 from tessera_client.retry import Retry
 from tessera_client.streaming import BaseStream, Inbox
 from tessera_client.transports.base import Item, Sent
@@ -162,6 +171,10 @@ class AsyncClient(BaseClient[Coroutine[Any, Any, Answer], AsyncStream]):
     async def status(self) -> ServerStatus:
         """As :meth:`Client.status`."""
         return await asyncio.to_thread(self._transport.status)
+
+    async def served(self) -> ServedModel:
+        """As :meth:`Client.served`."""
+        return await asyncio.to_thread(self._transport.served)
 
     async def close(self) -> None:
         """Closes the connection. Streams still open break."""

@@ -15,6 +15,7 @@ from itertools import count
 
 from tessera_client.aio import AsyncClient
 from tessera_client.messages import Answer
+from tessera_client.one_model import OneModel, OtherModel
 from tessera_client.retry import Retry
 from tessera_wire.errors import (
     Cancelled,
@@ -28,7 +29,7 @@ from tessera_wire.errors import (
 
 SUSPECT = 3  # times that a server went away under a row before it is asked alone
 ALONE = 2  # times that it is then asked
-BEGINNINGS = 3  # looks, and one for each server, before a job that has not begun ends
+BEGINNINGS = 3  # looks, and one for each server, before a job that has not begun says that it waits
 TRIES = 2  # of a row that fails on a server in order
 PAUSE_S = 0.25  # between two looks at servers that are away
 BUSY = Retry()
@@ -38,7 +39,7 @@ Call = Callable[[AsyncClient], Awaitable[Answer]]
 
 
 class Away(Exception):
-    """No server came back in time; ``error`` is the last that was met."""
+    """The job cannot go on: no server came back in time, or one came back with another model. ``error`` says it."""
 
     def __init__(self, error: TesseraClientError) -> None:
         super().__init__(str(error))
@@ -51,28 +52,39 @@ class Asker:
     Args:
         patience: seconds that servers may be away.
         busy: seconds that servers in order may refuse a row; ``patience`` if not given.
+        model: which all answers are to come from; None: any.
     """
 
-    def __init__(self, client: AsyncClient, patience: float, busy: float | None = None) -> None:
+    def __init__(
+        self, client: AsyncClient, patience: float, busy: float | None = None, model: OneModel | None = None
+    ) -> None:
         self._client, self._patience = client, patience
         self._looks = client.untraced()
         self._busy = patience if busy is None else busy
+        self._model = model
         self._waiting: asyncio.Task[bool] | None = None
         self._looking: dict[str, asyncio.Task[bool]] = {}
         self._under_way = 0
         self._idle = asyncio.Event()  # nothing is under way
         self._alone = asyncio.Lock()
 
-    async def begin(self) -> None:
-        """Raises what the servers say if none is in order."""
-        for left in reversed(range(len(self._client.servers) + BEGINNINGS)):
+    async def begin(self, waiting: Callable[[TesseraClientError], None] = lambda error: None) -> None:
+        """Returns when a server is in order. ``waiting`` is told once why it takes a while.
+
+        Raises what the servers say where none is within ``patience``, and at once what waiting does not mend.
+        """
+        started, looks = time.monotonic(), len(self._client.servers) + BEGINNINGS
+        for attempt in count(1):
             try:
                 await self._look(self._looks)
                 return
-            except TesseraClientError:
-                if not left:
+            except TesseraClientError as error:
+                away = isinstance(error, (Unavailable, ConnectionFailed))
+                if attempt >= looks and not (away and time.monotonic() - started < self._patience):
                     raise
-                await asyncio.sleep(PAUSE_S)
+                if attempt == looks:
+                    waiting(error)
+            await asyncio.sleep(PAUSE_S)
 
     async def ask(self, call: Call) -> Answer:
         """The answer. Raises the row's own error, or Away."""
@@ -133,7 +145,16 @@ class Asker:
         )
 
     async def _whole(self, attempt: Awaitable[Answer]) -> Answer:
-        answer = await attempt
+        try:
+            answer = await attempt
+            if self._model is not None:
+                await self._model.check(answer.server)
+        except OtherModel as error:
+            raise Away(error) from error
+        except TesseraClientError:
+            if self._model is not None:
+                self._model.doubt()
+            raise
         if answer.finish_reason == "deadline":
             raise DeadlineExceeded("the server had no time left for the whole answer", "give a longer --timeout")
         if answer.finish_reason == "cancelled":  # by somebody else, or by a server that stops

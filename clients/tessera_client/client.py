@@ -18,6 +18,7 @@ from tessera_client.messages import (
     Models,
     PicturePlan,
     Request,
+    ServedModel,
     ServerStatus,
     chat_request,
     check_job,
@@ -241,6 +242,10 @@ class Client(BaseClient[Answer, Stream]):
     def status(self) -> ServerStatus:
         """The server's version and models. Note that tritonserver calls a model ready even when its process died."""
         return self._transport.status()
+
+    def served(self) -> ServedModel:
+        """Which model answers; raises InvalidRequest where several servers have different ones. Not retried."""
+        return self._transport.served()
 
     def close(self) -> None:
         """Closes the connection. Streams still open break."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tessera_client.messages import Delta, LabelScore, PicturePlan, PictureView, Request, Timings, Usage
+from tessera_client.messages import Delta, LabelScore, PicturePlan, PictureView, Request, ServedModel, Timings, Usage
 from tessera_wire.errors import ProtocolError
 from tessera_wire.tensors import Tensor, bytes_tensor, elements
 
@@ -26,6 +26,11 @@ def question_tensors(request: Request) -> list[Tensor]:
     if request.images:
         tensors.append(bytes_tensor("image", *request.images))
     return tensors
+
+
+def served_tensors() -> list[Tensor]:
+    """What asks `preprocess` for SERVED."""
+    return [bytes_tensor("PING", b"?")]
 
 
 def request_json(request: Request, request_id: str, timeout: float | None) -> dict[str, Any]:
@@ -82,6 +87,16 @@ def plans_from_raw(outputs: Iterable[tuple[str, bytes]]) -> tuple[PicturePlan, .
         )
     except (KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
         raise ProtocolError(f"preprocess did not say how it cuts pictures (CUT): {error!r:.99}") from None
+
+
+def served_from_raw(outputs: Iterable[tuple[str, bytes]]) -> ServedModel:
+    """The output SERVED among (name, raw contents): a JSON object. Raises ProtocolError."""
+    try:
+        (text,) = elements(dict(outputs)["SERVED"])
+        about = json.loads(text)
+        return ServedModel(about["checkpoint"], about["model_type"])
+    except (KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
+        raise ProtocolError(f"preprocess did not say what is served (SERVED): {error!r:.99}") from None
 
 
 def delta_from_json(values: Mapping[str, Any]) -> Delta:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tessera_client.pictures import Image, encode_image, from_data_url
+from tessera_client.pictures import Image, encode_image, encode_images, from_data_url, room_beside
 from tessera_wire.errors import InvalidRequest
 
 
@@ -81,7 +81,8 @@ class Answer:
     ``finish_reason``: ``"stop"`` (the model ended, or a stop string), ``"length"`` (max_tokens), ``"deadline"``
     (the server ran out of the request's time after some tokens) or ``"cancelled"``.
     ``choices``: each label's score, in the order given, if the question had ``choices``; ``text`` is the best label.
-    ``seconds`` is the whole time as this side saw it, retries included; ``attempts`` counts them.
+    ``seconds`` is the whole time as this side saw it, retries included; ``attempts`` counts them. ``server``: the
+    address that answered.
     """
 
     text: str
@@ -93,6 +94,7 @@ class Answer:
     seconds: float
     attempts: int = 1
     choices: tuple[LabelScore, ...] | None = None
+    server: str = ""
 
     def __str__(self) -> str:
         return self.text
@@ -142,6 +144,15 @@ class ServerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a server answers with. ``checkpoint``: hexadecimal digits, others for another checkpoint. ``model_type``: as
+    its config.json has it."""
+
+    checkpoint: str
+    model_type: str
+
+
+@dataclass(frozen=True, slots=True)
 class Models:
     """The names under which a repository serves the contract. Use ``vlm="vlm_stream"`` for the front that notices
     a client which vanishes without a word."""
@@ -188,7 +199,7 @@ def question_request(images: Image | Sequence[Image] | None, question: str, **op
     """The request of ``ask``: zero, one or several pictures and one question. For ``options`` see :func:`sampling`."""
     if not isinstance(question, str):
         raise InvalidRequest(f"the question must be a string, not {type(question).__name__}")
-    encoded = tuple(encode_image(image) for image in _as_list(images))
+    encoded = tuple(encode_images(_as_list(images)))
     return _request(options, text=question, images=encoded)
 
 
@@ -228,7 +239,7 @@ def chat_request(
     turns = [_without_pictures(message, supplied, pictures) for message in messages]
     if not turns:
         raise InvalidRequest("messages is empty: give at least one user message")
-    pictures.extend(encode_image(image) for image in supplied)
+    pictures.extend(encode_image(image, room_beside(pictures)) for image in supplied)
     return _request(options, messages=_json("messages", turns), images=tuple(pictures))
 
 
@@ -278,7 +289,7 @@ def _without_pictures(message: Mapping[str, Any], supplied: Any, pictures: list[
                 raise InvalidRequest(
                     "the messages hold more image parts than pictures were given", "pass as many images="
                 )
-            pictures.append(encode_image(image))
+            pictures.append(encode_image(image, room_beside(pictures)))
             parts.append({name: value for name, value in part.items() if name != "image"})
         elif kind == "image_url" and _url(part).startswith("data:"):
             pictures.append(from_data_url(_url(part)))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import os
+import stat
 import sys
 import threading
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 from tessera_wire.errors import InvalidRequest
@@ -14,7 +15,7 @@ from tessera_wire.errors import InvalidRequest
 Image = Any
 """A picture in any of these forms:
 
-- a path (``str`` or ``Path``) to a JPEG, PNG or WebP file;
+- a path (``str`` or ``Path``) to a JPEG, PNG or WebP file (no pipe, device or folder);
 - its encoded bytes, or a ``data:`` URL;
 - an open binary file, which is left where it was found;
 - a numpy array, uint8 [height, width, 3], RGB, or a Pillow image: sent as PNG (needs Pillow here), those of whole
@@ -23,14 +24,33 @@ Image = Any
 Files and bytes are sent as they are; the server decodes them.
 """
 
+LARGEST_REQUEST = 64 << 20
+"""Bytes that a server takes of all pictures of a request together, if it is not set to others."""
 PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # Pillow's names of what a PNG can hold
 _FILES = threading.Lock()  # one file may be given in several requests at once
 
 
-def encode_image(image: Image) -> bytes:
-    """The encoded bytes of a picture, whatever form of :data:`Image` it has. Raises InvalidRequest and nothing else."""
+def encode_images(images: Iterable[Image]) -> list[bytes]:
+    """As :func:`encode_image`, of all pictures of a request."""
+    encoded: list[bytes] = []
+    for image in images:
+        encoded.append(encode_image(image, room_beside(encoded)))
+    return encoded
+
+
+def room_beside(pictures: Iterable[bytes]) -> int:
+    """Bytes that another picture of the same request may have."""
+    return LARGEST_REQUEST - sum(map(len, pictures))
+
+
+def encode_image(image: Image, room: int = LARGEST_REQUEST) -> bytes:
+    """The encoded bytes of a picture, whatever form of :data:`Image` it has. Raises InvalidRequest and nothing else.
+
+    A file is looked at before it is read, and may have ``room`` bytes; what is in memory already is the server's to
+    refuse.
+    """
     try:
-        data = _encoded(image)
+        data = _encoded(image, room)
     except InvalidRequest:
         raise
     except Exception as error:  # a caller's file or array may raise anything
@@ -54,30 +74,64 @@ def from_data_url(url: str) -> bytes:
         raise InvalidRequest(f"the data: URL {url[:40]!r}... holds invalid base64: {error}") from error
 
 
-def _encoded(image: Image) -> bytes:
+def _encoded(image: Image, room: int) -> bytes:
     if isinstance(image, (bytes, bytearray, memoryview)):
         return bytes(image)
     if isinstance(image, str) and image.startswith("data:"):
         return from_data_url(image)
     if isinstance(image, (str, os.PathLike)):
-        return Path(image).read_bytes()
+        return _read_path(image, room)
     pillow = sys.modules.get("PIL.Image")  # imported by whoever has one of its images
     if pillow is not None and isinstance(image, pillow.Image):
         return _encode_pillow(image)
     if hasattr(image, "__array_interface__") or hasattr(image, "__array__"):
         return _encode_pixels(image)
     if hasattr(image, "read"):
-        return _read(image)
+        return _read(image, room)
     raise InvalidRequest(
         f"a picture cannot be a {type(image).__name__}", "give a path, bytes, an open file or an RGB uint8 array"
     )
 
 
-def _read(file: Any) -> bytes:
+def _read_path(path: str | os.PathLike[str], room: int) -> bytes:
+    """A regular file's bytes. A pipe would be waited for, a device never ends, and a large file fills the memory."""
+    name = f"{os.fspath(path)!r:.200}"
+    _check_file(name, os.stat(path), room)
+    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with open(file, "rb") as opened:
+        _check_file(name, os.fstat(file), room)  # another may have taken its place
+        return _within(opened.read(max(room, 0) + 1), room, name)
+
+
+def _check_file(name: str, about: os.stat_result, room: int) -> None:
+    if not stat.S_ISREG(about.st_mode):
+        raise InvalidRequest(f"{name} is {kind_of(about.st_mode)}, not a picture's file")
+    if about.st_size > room:
+        raise _too_large(f"{name} has {about.st_size} bytes", room)
+
+
+def kind_of(mode: int) -> str:
+    """What a path leads to that is no regular file, by its ``st_mode``."""
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def _within(data: Any, room: int, name: str) -> Any:
+    if len(data) > room:
+        raise _too_large(f"{name} has more than {max(room, 0)} bytes", room)
+    return data
+
+
+def _too_large(what: str, room: int) -> InvalidRequest:
+    beside = "" if room == LARGEST_REQUEST else f", of which the pictures before it leave {max(room, 0)}"
+    return InvalidRequest(f"{what}; a request may have {LARGEST_REQUEST}{beside}", "make it smaller")
+
+
+def _read(file: Any, room: int) -> bytes:
     """What is left in the file, which stays left in it, so that it can be sent again."""
     with _FILES:
         start = file.tell() if hasattr(file, "seekable") and file.seekable() else None
-        data = file.read()
+        data = _within(file.read(max(room, 0) + 1), room, "the picture's file")
         if start is not None:
             file.seek(start)
     if not isinstance(data, bytes):

@@ -58,6 +58,7 @@ class BaseStream(ABC):
         self._last: Delta | None = None
         self._trace = begin_trace(request)
         self._id = uuid.uuid4().hex[:16] if self._trace is None else self._trace.id_of(uuid.uuid4().hex[:16])
+        self._server = ""  # of the last attempt
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
         self._sent: Sent | None = None  # while an attempt is under way
@@ -123,6 +124,7 @@ class BaseStream(ABC):
             self._attempts += 1
             deliver = self._inbox.put if self._trace is None else self._trace.noting(self._inbox.put)
             self._sent = self._transport.send(self._request, self._request_id, limit, deliver)
+            self._server = self._sent.server
             if self._closed:  # meanwhile, by another thread
                 raise Cancelled("the stream was closed")
         item = await self._next(self._inbox)
@@ -210,6 +212,7 @@ class BaseStream(ABC):
             seconds=self._deadline.elapsed(),
             attempts=self._attempts,
             choices=self._last.choices,
+            server=self._server,
         )
 
 

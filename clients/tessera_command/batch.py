@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     """Adds the command to the others."""
     add = command(commands, "batch", run, "ask about any number of pictures; goes on where it ended")
-    rows = "a .jsonl (id, image, question, options), a folder of pictures, or a .parquet with such columns"
-    add("source", type=Path, help=rows)
+    rows = "a .jsonl (id, image, question, options; or OpenAI's lines of a batch), a .csv or .parquet with such columns"
+    add("source", type=Path, help=f"{rows}, a folder of pictures, or - for lines on standard input")
     add("--prompt", metavar="TEXT", help="the question of rows that have none of their own")
     where = "results, .jsonl or .parquet; the same command goes on where it ended, row by row"
     add("-o", "--output", type=Path, required=True, metavar="OUT", help=where)
@@ -31,7 +31,15 @@ def add(commands: Any) -> None:
     add("--priority", type=int, default=10, metavar="N", help=lower)
     add("--in-order", action="store_true", help="results in the order of the rows, not as they come")
     add("--again", action="store_true", help="ask rows again that failed in an earlier run")
-    add("--patience", type=float, default=600.0, metavar="S", help="seconds that servers may be away (%(default)g)")
+    add(
+        "--patience",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds to wait for servers, at the start too (%(default)g)",
+    )
+    changed = "ask rows again that another model answered, or whose pictures have changed since"
+    add("--force", action="store_true", help=changed)
     add("--dry-run", action="store_true", help="say what it will cost, from some of the rows; nothing is written")
 
 
@@ -44,13 +52,19 @@ def run(options: argparse.Namespace) -> int:
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     source = open_source(options.source, Asked(options.prompt, given))
     settings = Settings(
-        options.url, options.timeout, options.concurrency, options.in_order, options.again, options.patience
+        options.url,
+        options.timeout,
+        options.concurrency,
+        options.in_order,
+        options.again,
+        options.patience,
+        options.force,
     )
     try:
         if options.dry_run:
-            return _estimate(Job(source, options.output, settings))
+            return _estimate(Job(source, options.output, settings, notice=_notice))
         with progress("asking") as advance:
-            job = Job(source, options.output, settings, advance)
+            job = Job(source, options.output, settings, advance, _notice)
             tally = job.run()
     except OSError as error:
         print(f"tessera batch: {error}", file=sys.stderr)
@@ -62,6 +76,10 @@ def run(options: argparse.Namespace) -> int:
         first = f"; the first of this run: {tally.first_error}" if tally.first_error else ""
         print(f"tessera batch: {tally.errors} rows of {options.output} have an error{first}", file=sys.stderr)
     return 1 if tally.errors else 0
+
+
+def _notice(words: str) -> None:
+    print(f"tessera batch: {words}", file=sys.stderr)
 
 
 def _sentence(tally: Tally) -> str:

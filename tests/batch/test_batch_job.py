@@ -282,7 +282,7 @@ def test_a_server_that_is_away_ends_the_run_and_keeps_what_is_over(
     assert batch(Leaving(), rows, "--concurrency", "1", "--patience", "0") == 3
     assert "tessera batch: gone" in capsys.readouterr().err and ids(tmp_path / "out.jsonl") == ["a", "b"]
     away = AnsweringServer(**{PROBE: [ConnectionFailed("nobody listens")]})
-    assert batch(away, rows) == 3 and away.asked == []
+    assert batch(away, rows, "--patience", "0") == 3 and away.asked == []
     again = AnsweringServer()
     assert batch(again, rows) == 0 and sorted(again.asked) == ["c", "d"]
 

@@ -19,7 +19,7 @@ from tessera_batch.job import Job, Settings
 from tessera_batch.journal import Journal
 from tessera_batch.rows import Asked
 from tessera_batch.source import open_source
-from tessera_batch.survey import Answers
+from tessera_batch.survey import Answers, Survey
 from tessera_batch.table import read_table
 from tessera_client import InvalidRequest, ServerError, client
 from tessera_command.cli import main
@@ -65,19 +65,19 @@ def test_json_lines(tmp_path: Path) -> None:
     ],
 )
 def test_a_line_that_is_no_row_is_named(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words.replace("[", "\\[")):
-        rows_of(lines(tmp_path / "jobs.jsonl", '{"image": null}', text))
+    good, bad = open_source(lines(tmp_path / "jobs.jsonl", '{"image": null}', text), ASKED).rows()
+    assert good.error is None and bad.id is None and bad.error is not None and words in str(bad.error)
 
 
 @pytest.mark.parametrize("wrong", ["null", "true", "1.5", "[1]", "9223372036854775808"])
 def test_an_id_is_text_or_a_whole_number(tmp_path: Path, wrong: str) -> None:
-    with pytest.raises(InvalidRequest, match="its id must be"):
-        rows_of(lines(tmp_path / "jobs.jsonl", f'{{"image": null, "id": {wrong}}}'))
+    (row,) = open_source(lines(tmp_path / "jobs.jsonl", f'{{"image": null, "id": {wrong}}}'), ASKED).rows()
+    assert "its id must be" in str(row.error)
 
 
 def test_a_row_without_any_question(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="it has no question .give --prompt"):
-        list(open_source(lines(tmp_path / "a.jsonl", '{"image": null}'), Asked()).rows())
+    with pytest.raises(InvalidRequest, match="it has no question .give --prompt"):  # there is nothing to ask at all
+        Survey(open_source(lines(tmp_path / "a.jsonl", '{"image": null}'), Asked()))
 
 
 def test_a_folder(tmp_path: Path) -> None:
@@ -96,7 +96,8 @@ def test_a_folder(tmp_path: Path) -> None:
 def test_what_is_no_source(tmp_path: Path) -> None:
     for path, words in (
         (tmp_path / "gone.jsonl", "no file or folder"),
-        (lines(tmp_path / "a.csv"), "no source of rows"),
+        (lines(tmp_path / "a.txt"), "no source of rows"),
+        (lines(tmp_path / "a.csv", "picture,question"), "needs a first line of names"),
     ):
         with pytest.raises(InvalidRequest, match=words):
             open_source(path, ASKED)
@@ -141,8 +142,8 @@ def test_what_is_no_table(tmp_path: Path) -> None:
         rows_of(lines(tmp_path / "t.parquet", "text"))
     with pytest.raises(InvalidRequest, match="has no column 'image', only picture"):
         rows_of(write_table(tmp_path / "u.parquet", picture=["a.jpg"]))
-    with pytest.raises(InvalidRequest, match="row 2: its id must be"):
-        rows_of(write_table(tmp_path / "v.parquet", image=["a.jpg", "b.jpg"], id=["a", None]))
+    _, bad = open_source(write_table(tmp_path / "v.parquet", image=["a.jpg", "b.jpg"], id=["a", None]), ASKED).rows()
+    assert "row 2: its id must be" in str(bad.error)
 
 
 def run(server: FakeTransport, monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
@@ -254,7 +255,7 @@ def test_a_journal_that_was_cut_keeps_its_whole_lines(tmp_path: Path) -> None:
     for rest in (b"{", b'{"id": 2, "answer": "' + b"y" * 300_000, b"\0\0"):
         path.write_bytes(whole + rest)
         with closing(Journal(path)) as journal:
-            assert [line[1:] for line in journal.lines()] == [(255, None, True), (255, None, False)]
+            assert [line[1:4] for line in journal.lines()] == [(255, None, True), (255, None, False)]
             assert journal.append(result) == len(whole)
         assert path.read_bytes() == whole + whole.splitlines(keepends=True)[0]
 

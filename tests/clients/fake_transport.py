@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from tessera_client.messages import Delta, LabelScore, ModelStatus, Request, ServerStatus, Timings, Usage
+from tessera_client.messages import Delta, LabelScore, ModelStatus, Request, ServedModel, ServerStatus, Timings, Usage
 from tessera_client.transports.base import Deliver, Sent
 
 USAGE = Usage(10, 2, 4)
@@ -31,6 +31,7 @@ class FakeTransport:
         self.requests: list[tuple[Request, str, float | None]] = []
         self.cancelled: list[str] = []
         self.closed = False
+        self.model: ServedModel | Exception = ServedModel("0" * 32, "qwen2_vl")
         self._status = status
         self._lock = threading.Lock()
 
@@ -50,6 +51,11 @@ class FakeTransport:
 
     def answer_to(self, request: Request) -> Sequence[Any]:
         return [final(f"answer to {request.text}")]
+
+    def served(self) -> ServedModel:
+        if isinstance(self.model, Exception):
+            raise self.model
+        return self.model
 
     def status(self) -> ServerStatus:
         if isinstance(self._status, Exception):

@@ -194,9 +194,18 @@ def test_a_job_begins_where_one_server_of_several_answers() -> None:
     async def begin(*transports: FakeTransport) -> None:
         pool = PooledTransport({f"host{number}:1": each for number, each in enumerate(transports)})
         async with AsyncClient(transport=pool, retry=Retry(attempts=1)) as client:
-            await Asker(client, 60.0).begin()
+            await Asker(client, patience).begin(told.append)
 
+    told: list[TesseraClientError] = []
+    patience = 0.0
     away = FakeTransport([[GONE]] * 99)
     asyncio.run(begin(away, FakeTransport()))
     with pytest.raises(ConnectionFailed, match="the line broke"):
         asyncio.run(begin(away, away))
+    assert not told
+    # A job may be started before its server.
+    patience = 60.0
+    asyncio.run(begin(FakeTransport([[GONE]] * 30)))
+    assert told == [GONE]
+    with pytest.raises(ServerError):  # which waiting does not mend
+        asyncio.run(begin(FakeTransport([[ServerError("broken")]] * 30)))

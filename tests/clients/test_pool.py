@@ -20,6 +20,7 @@ from tessera_client import (
     InvalidRequest,
     ModelStatus,
     Retry,
+    ServedModel,
     ServerStatus,
     TesseraClientError,
     Unavailable,
@@ -294,3 +295,13 @@ def test_a_stream_that_is_dropped_is_under_way_no_longer() -> None:
         assert transport._pool.under_way == [0]
 
     asyncio.run(run())
+
+
+def test_an_answer_says_which_server_gave_it_and_servers_have_one_model() -> None:
+    one, two = FakeTransport(), FakeTransport()
+    with Client(transport=PooledTransport({"a:1": one, "b:1": two})) as client:
+        assert [client.ask(None, "?").server for _ in range(2)] == ["a:1", "b:1"]
+        assert client.served() == one.model
+        two.model = ServedModel("f" * 32, "internvl")
+        with pytest.raises(InvalidRequest, match="a:1 and b:1 serve different checkpoints"):
+            client.served()

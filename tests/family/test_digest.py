@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,3 +44,26 @@ def test_checkpoint_id_tells_fine_tunes_apart_and_nothing_else(tmp_path: Path) -
     # Fine-tuning changes weights everywhere: samples suffice, the header is the same.
     assert write_checkpoint(tmp_path / "c", weights[1:] + weights[:1]) != first
     assert write_checkpoint(tmp_path / "d", weights + b"\0") != first
+
+
+def test_checkpoint_id_knows_one_tensor_of_many_and_the_words_beside_them(tmp_path: Path) -> None:
+    """Of a file too large to be read whole."""
+
+    def write(name: str, changed: int = -1, template: str = "{{ messages }}") -> bytes:
+        folder, size, count = tmp_path / name, 1 << 20, 80
+        folder.mkdir()
+        tensors = {
+            str(n): {"dtype": "U8", "shape": [size], "data_offsets": [n * size, (n + 1) * size]} for n in range(count)
+        }
+        header = json.dumps(tensors).encode()
+        with (folder / "model.safetensors").open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for number in range(count):
+                file.write((b"\1" if number == changed else b"\0") * size)
+        (folder / "config.json").write_text("{}")
+        (folder / "chat_template.jinja").write_text(template)
+        return checkpoint_id(folder)
+
+    first = write("a")
+    assert write("b") == first
+    assert len({first, write("c", changed=33), write("d", changed=34), write("e", template="{{ bos }}")}) == 4

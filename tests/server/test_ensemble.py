@@ -8,18 +8,21 @@ import json
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
 import server_metrics
 
 import scene
-from tessera_client import Client, InvalidRequest, Models
+from tessera.family.digest import checkpoint_id
+from tessera_client import Client, InvalidRequest, Models, ServedModel
 
 pytestmark = pytest.mark.server
 
 QUESTION = "Is there an exposed wire?"
 LONG = "Describe the room."
+CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +255,12 @@ def test_every_stage_answers_a_ping(server):
         status, text = post(f"{server.http_url}/v2/models/{model}/generate_stream", {"PING": "?"})
         assert (status, text) == (200, "")
     assert server.failure() is None
+
+
+def test_a_client_is_told_which_checkpoint_is_served(server):
+    for url in (server.grpc_url, server.http_url):
+        with Client(url) as client:
+            assert client.served() == ServedModel(checkpoint_id(CHECKPOINT).hex(), "internvl")
 
 
 def test_the_unary_front_keeps_an_errors_code(server, picture):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from tessera_client.messages import Delta, PicturePlan, Request, ServerStatus
+from tessera_client.messages import Delta, PicturePlan, Request, ServedModel, ServerStatus
 from tessera_wire.errors import TesseraClientError
 
 CONTROL_SECONDS = 3.0  # time given to status questions and to the request that cancels another
+SERVED_SECONDS = 30.0  # to the question what is served, which stands in line with the pictures of others
 
 Item = Delta | TesseraClientError | None
 Deliver = Callable[[Item], None]
@@ -23,6 +24,8 @@ class Sent(NamedTuple):
     """Breaks it off on this side, at any time: what comes then is not delivered."""
     cancel: Callable[[], None]
     """Tells the language model to stop working on it (a running ensemble notices nothing itself)."""
+    server: str = ""
+    """Its address, where there may be several."""
 
 
 class Transport(Protocol):
@@ -36,5 +39,6 @@ class Transport(Protocol):
         """How the request's pictures would be cut, within ``timeout`` seconds; nothing is answered."""
         ...
 
+    def served(self) -> ServedModel: ...
     def status(self) -> ServerStatus: ...
     def close(self) -> None: ...

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import queue
 import uuid
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from tessera_client import contract
-from tessera_client.messages import Models, ModelStatus, PicturePlan, Request, ServerStatus
-from tessera_client.transports.base import CONTROL_SECONDS, Deliver, Sent
+from tessera_client.messages import Models, ModelStatus, PicturePlan, Request, ServedModel, ServerStatus
+from tessera_client.transports.base import CONTROL_SECONDS, SERVED_SECONDS, Deliver, Sent
 from tessera_wire.connection import Connection
 from tessera_wire.errors import DeadlineExceeded, ProtocolError, TesseraClientError
 from tessera_wire.line import Line
+from tessera_wire.tensors import Tensor
 
 
 class GrpcTransport:
@@ -38,21 +40,28 @@ class GrpcTransport:
         return Sent(stop, partial(self._cancel, request_id))
 
     def plan(self, request: Request, timeout: float | None) -> tuple[PicturePlan, ...]:
+        return contract.plans_from_raw(self._preprocessed("CUT", contract.question_tensors(request), timeout))
+
+    def served(self) -> ServedModel:
+        return contract.served_from_raw(self._preprocessed("SERVED", contract.served_tensors(), SERVED_SECONDS))
+
+    def _preprocessed(
+        self, output: str, tensors: Sequence[Tensor], timeout: float | None
+    ) -> Iterable[tuple[str, bytes]]:
+        """An output that `preprocess` is asked for by its name."""
         told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        tensors = contract.question_tensors(request)
-        forget = self._line.send(self._preprocess, uuid.uuid4().hex, tensors, told.put, timeout, outputs=("CUT",))
+        forget = self._line.send(self._preprocess, uuid.uuid4().hex, tensors, told.put, timeout, outputs=(output,))
         try:
             answer = told.get(timeout=timeout)
         except queue.Empty:
-            raise DeadlineExceeded("the server did not say in time how it cuts the picture") from None
+            raise DeadlineExceeded(f"the server's preprocess did not say {output} in time") from None
         finally:
             forget()
         if isinstance(answer, TesseraClientError):
             raise answer
         if answer is None:
-            raise ProtocolError("the server's preprocess gave no CUT")
-        names = (output.name for output in answer.outputs)
-        return contract.plans_from_raw(zip(names, answer.raw_output_contents, strict=False))
+            raise ProtocolError(f"the server's preprocess gave no {output}")
+        return zip((output.name for output in answer.outputs), answer.raw_output_contents, strict=False)
 
     def status(self) -> ServerStatus:
         ask = self._line.connection.ask

@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 
 from tessera_client import contract
-from tessera_client.messages import Delta, Models, ModelStatus, PicturePlan, Request, ServerStatus
+from tessera_client.messages import Delta, Models, ModelStatus, PicturePlan, Request, ServedModel, ServerStatus
 from tessera_client.retry import ON_THE_WAY_S
-from tessera_client.transports.base import CONTROL_SECONDS, Deliver, Sent
+from tessera_client.transports.base import CONTROL_SECONDS, SERVED_SECONDS, Deliver, Sent
 from tessera_wire import errors
 from tessera_wire.tensors import Tensor
 
@@ -68,10 +68,16 @@ class HttpTransport:
         return Sent(partial(self._listeners.pop, request_id, None), partial(self._cancel, request_id))
 
     def plan(self, request: Request, timeout: float | None) -> tuple[PicturePlan, ...]:
-        tensors = contract.question_tensors(request)
-        body, headers = _infer_body(tensors, uuid.uuid4().hex, timeout, ("CUT",))
+        return contract.plans_from_raw(self._preprocessed("CUT", contract.question_tensors(request), timeout))
+
+    def served(self) -> ServedModel:
+        return contract.served_from_raw(self._preprocessed("SERVED", contract.served_tensors(), SERVED_SECONDS))
+
+    def _preprocessed(self, output: str, tensors: Sequence[Tensor], timeout: float | None) -> list[tuple[str, bytes]]:
+        """An output that `preprocess` is asked for by its name."""
+        body, headers = _infer_body(tensors, uuid.uuid4().hex, timeout, (output,))
         try:
-            return contract.plans_from_raw(self._infer(self._models.preprocess, body, headers, timeout))
+            return self._infer(self._models.preprocess, body, headers, timeout)
         except Exception as error:
             raise self._mapped(error) from error
 

@@ -13,10 +13,10 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 
-from tessera_client.messages import Delta, Models, ModelStatus, PicturePlan, Request, ServerStatus
+from tessera_client.messages import Delta, Models, ModelStatus, PicturePlan, Request, ServedModel, ServerStatus
 from tessera_client.transports.base import Deliver, Item, Sent, Transport
 from tessera_wire.address import addresses, parse_url
-from tessera_wire.errors import ConnectionFailed, TesseraClientError, Unavailable
+from tessera_wire.errors import ConnectionFailed, InvalidRequest, TesseraClientError, Unavailable
 
 REST_SECONDS = 1.0
 NOT_NOW = (Unavailable, ConnectionFailed)  # the errors that say so, which are the retried ones
@@ -136,7 +136,7 @@ class PooledTransport:
             sent.stop()
             end()
 
-        return sent._replace(stop=stop)
+        return sent._replace(stop=stop, server=self.addresses[server])
 
     def together(self) -> PooledTransport:
         """This one, whose requests go where its first one went, until that server refuses or breaks off."""
@@ -160,6 +160,15 @@ class PooledTransport:
             raise
         finally:
             self._pool.end(server, error)
+
+    def served(self) -> ServedModel:
+        """What all of them serve; raises for the first that does not answer, and where they differ."""
+        found = {address: t.served() for address, t in zip(self.addresses, self._transports, strict=True)}
+        first, *others = found
+        for other in others:
+            if found[other] != found[first]:
+                raise InvalidRequest(f"{first} and {other} serve different checkpoints", "name servers of one")
+        return found[first]
 
     def status(self) -> ServerStatus:
         """What holds of all servers together; raises for the first that does not answer."""

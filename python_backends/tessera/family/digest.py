@@ -11,8 +11,10 @@ import numpy as np
 
 from tessera.family.family import ImagePlan
 
+WHOLE = 64 << 20  # bytes of a file up to which it is read whole
 SAMPLES = 16
 SAMPLE_BYTES = 4096
+READ_BY_THE_SERVER = (".json", ".jinja", ".model", ".py", ".txt", ".safetensors")
 
 
 def digest(encoded: bytes, kind: int, plan: ImagePlan, settings: str, checkpoint: bytes) -> np.ndarray:
@@ -30,20 +32,34 @@ def digest(encoded: bytes, kind: int, plan: ImagePlan, settings: str, checkpoint
 
 
 def checkpoint_id(folder: Path) -> bytes:
-    """16 bytes that differ between checkpoints: config.json and of each safetensors file name, size, header, samples.
+    """16 bytes that differ between checkpoints: name, size and contents of all files in the folder that are read.
 
-    Weights are sampled (16 blocks a file), not read whole: two fine-tunes have equal headers. No modification times.
+    Large files of weights are sampled: their header, 16 blocks, and a block of every tensor, for a fine-tune may change
+    no more than a few of these. No modification times.
     """
     hasher = blake2b(digest_size=16)
-    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-    for path in files:
+    for path in sorted(path for path in folder.iterdir() if path.suffix in READ_BY_THE_SERVER and path.is_file()):
         size = path.stat().st_size
         hasher.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
-            header = min(int.from_bytes(file.read(8), "little") + 8, size) if path.suffix != ".json" else size
+            if size <= WHOLE:
+                hasher.update(file.read())
+                continue
+            header = min(int.from_bytes(file.read(8), "little") + 8, size)
             file.seek(0)
-            hasher.update(file.read(header))
-            for index in range(SAMPLES):
-                file.seek(header + (size - header) * index // SAMPLES)
+            text = file.read(header)
+            hasher.update(text)
+            places = [header + (size - header) * index // SAMPLES for index in range(SAMPLES)]
+            for place in places + [header + middle for middle in _middles(text[8:])]:
+                file.seek(place)
                 hasher.update(file.read(SAMPLE_BYTES))
     return hasher.digest()
+
+
+def _middles(header: bytes) -> list[int]:
+    """Where the middle of each tensor is, in bytes after the header; none where this is no header of safetensors."""
+    try:
+        spans = [about["data_offsets"] for name, about in json.loads(header).items() if name != "__metadata__"]
+        return sorted((begin + end) // 2 for begin, end in spans)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []

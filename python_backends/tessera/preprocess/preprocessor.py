@@ -98,7 +98,7 @@ class Preprocessor:
         except InvalidRequest as error:
             raise ConfigError(f"preprocess: {error}") from None
         self._mode = RESIZE_MODES[settings.resize]
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._digest_settings = f"pixels {PIXELS_VERSION}, resize {settings.resize}"
 
     @staticmethod
@@ -120,7 +120,7 @@ class Preprocessor:
         plans = tuple(picture.plan for picture in pictures)
         prompt = self.prompts.build(chat.messages, plans)
         digests = [
-            digest(picture.data, picture.kind, picture.plan, self._digest_settings, self._checkpoint)
+            digest(picture.data, picture.kind, picture.plan, self._digest_settings, self.checkpoint)
             for picture in pictures
         ]
         return Prepared(

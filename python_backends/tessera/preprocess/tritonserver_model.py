@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.family.family import ImagePlan, ModelFamily, View
 from tessera.grammar import grammar
@@ -30,6 +31,9 @@ class TritonPythonModel:
         settings = stage.read(PreprocessSettings)
         use_one_thread(settings.resize)
         self._preprocessor = Preprocessor.from_checkpoint(stage.checkpoint, settings)
+        # Batch jobs go on with earlier results only where these came from the same checkpoint.
+        model_type = read_config(stage.checkpoint).model_type
+        self._served = json.dumps({"checkpoint": self._preprocessor.checkpoint.hex(), "model_type": model_type})
         # The config `tensorrt` has pictures leave as whole tiles.
         whole = "TILES" in stage.outputs
         self._blank_tile = _blank_tile(self._preprocessor.family, settings.gpu_pixels) if whole else None
@@ -41,7 +45,7 @@ class TritonPythonModel:
         received = time.monotonic_ns()
         try:
             if tensors.text(request, "PING") is not None:
-                return _pong(received)
+                return _pong(received, self._served)
             if leases.is_over(tensors.lease(request)):
                 return failure("CANCELLED", "the client has gone")
             sampling = tensors.sampling(request, "sampling_parameters")
@@ -101,8 +105,9 @@ def _blank_tile(family: ModelFamily, gpu_pixels: int) -> np.ndarray:
     return np.zeros((1, *family.unit_shape), np.uint8)
 
 
-def _pong(now: int) -> Any:
-    return _response([tensors.output("STAMPS", np.array([[now]], dtype=np.int64))])
+def _pong(now: int, served: str) -> Any:
+    stamps = tensors.output("STAMPS", np.array([[now]], dtype=np.int64))
+    return _response([stamps, tensors.text_output("SERVED", served)])
 
 
 def _response(outputs: list[Any]) -> Any:

@@ -1,0 +1,212 @@
+"""`tessera batch` where what an answer depends on is no longer what it was: the model, pictures, the output itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as arrow
+import pytest
+from clients.fake_transport import FakeTransport, final
+from fakes.answering_server import PROBE, AnsweringServer
+from pyarrow import parquet
+
+from tessera_client import ConnectionFailed, ServedModel, client
+from tessera_client.messages import Request
+from tessera_client.transports.pool import PooledTransport
+from tessera_command.cli import main
+
+Capture = pytest.CaptureFixture[str]
+OTHER = ServedModel("f" * 32, "internvl")
+
+
+@pytest.fixture
+def batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs the command before a server, into ``out.jsonl`` where nothing else is said; the exit code."""
+
+    def run(server: Any, *arguments: Any) -> int:
+        monkeypatch.setattr(client, "open_transport", lambda url, models: server)
+        output = () if "-o" in arguments else ("-o", tmp_path / "out.jsonl")
+        return main(["batch", *map(str, (*arguments, "--prompt", "A crack?", *output))])
+
+    return run
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for name in "abc":
+        (folder / f"{name}.jpg").write_bytes(f"picture {name}".encode())
+    return folder
+
+
+def results(path: Path) -> dict[Any, dict[str, Any]]:
+    return {row["id"]: row for row in map(json.loads, path.read_text().splitlines())}
+
+
+def pictures(server: AnsweringServer) -> list[bytes]:
+    return sorted(request.images[0] for request, *_ in server.requests if request.text != PROBE)
+
+
+def test_another_model_is_refused_and_force_asks_it(batch: Any, photos: Path, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "out.jsonl"
+    assert batch(AnsweringServer(), photos) == 0
+    first = out.read_bytes()
+    assert {row["checkpoint"] for row in results(out).values()} == {"0" * 16}
+    (photos / "d.jpg").write_bytes(b"picture d")
+    server = AnsweringServer()
+    server.model = OTHER
+    assert batch(server, photos) == 2 and server.asked == [] and out.read_bytes() == first
+    said = capsys.readouterr().err
+    assert "3 of its rows were asked of another model than internvl, checkpoint ffffffff" in said and "--force" in said
+    assert batch(server, photos, "--force") == 0 and len(pictures(server)) == 4
+    assert {row["checkpoint"] for row in results(out).values()} == {"f" * 16} and len(results(out)) == 4
+    # It is so, too, where no row is left to ask; and then a server that is away is no reason to fail.
+    assert batch(AnsweringServer(), photos) == 2
+    away = AnsweringServer()
+    away.model = ConnectionFailed("nobody listens")
+    assert batch(away, photos) == 0 and away.requests == []
+
+
+@pytest.mark.parametrize("out", ["out.jsonl", "out.parquet"])
+@pytest.mark.parametrize("new", [b"PICTURE b", b"a longer picture"])
+def test_other_bytes_of_a_picture_are_refused_and_force_asks_them(
+    batch: Any, photos: Path, tmp_path: Path, capsys: Capture, new: bytes, out: str
+) -> None:
+    assert batch(AnsweringServer(), photos, "-o", tmp_path / out) == 0
+    times = os.stat(photos / "b.jpg")
+    (photos / "b.jpg").write_bytes(new)
+    os.utime(photos / "b.jpg", ns=(times.st_atime_ns, times.st_mtime_ns))  # as some programs set it back
+    server = AnsweringServer()
+    assert batch(server, photos, "-o", tmp_path / out) == 2 and server.asked == []
+    assert "the pictures of 1 of its rows have changed since, the first 'b.jpg'" in capsys.readouterr().err
+    assert batch(server, photos, "-o", tmp_path / out, "--force") == 0 and pictures(server) == [new]
+    last = AnsweringServer()
+    assert batch(last, photos, "-o", tmp_path / out) == 0 and last.asked == []
+
+
+def test_a_file_that_was_only_touched_is_the_same_picture(batch: Any, photos: Path, tmp_path: Path) -> None:
+    assert batch(AnsweringServer(), photos) == 0
+    before = results(tmp_path / "out.jsonl")
+    for path in photos.iterdir():
+        copy = path.with_suffix(".new")
+        copy.write_bytes(path.read_bytes())
+        copy.replace(path)
+    server = AnsweringServer()
+    assert batch(server, photos) == 0 and server.asked == []
+    after = results(tmp_path / "out.jsonl")
+    assert all(after[name]["stat"] != before[name]["stat"] for name in before)  # so that they are not read each time
+    assert [{**after[name], "stat": ""} for name in before] == [{**before[name], "stat": ""} for name in before]
+
+
+def test_pictures_inside_a_table_are_compared(batch: Any, tmp_path: Path) -> None:
+    def write(*contents: bytes) -> Path:
+        parquet.write_table(
+            arrow.table({"id": ["a", "b"], "image": list(contents)}),
+            tmp_path / "t.parquet",
+            compression="none",
+            use_dictionary=False,
+            write_statistics=False,
+        )
+        return tmp_path / "t.parquet"
+
+    assert batch(AnsweringServer(), write(b"one", b"two")) == 0
+    server = AnsweringServer()
+    assert batch(server, write(b"one", b"six")) == 2 and server.asked == []
+    assert batch(server, write(b"one", b"six"), "--force") == 0 and pictures(server) == [b"six"]
+
+
+def test_results_of_an_earlier_version_are_kept_and_said(
+    batch: Any, photos: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "out.jsonl"
+    assert batch(AnsweringServer(), photos) == 0
+    old = [{k: v for k, v in row.items() if k not in ("stat", "checkpoint")} for row in results(out).values()]
+    out.write_text("".join(json.dumps(row) + "\n" for row in old[:2]))
+    capsys.readouterr()
+    server = AnsweringServer()
+    assert batch(server, photos) == 0 and len(server.asked) == 1
+    assert "2 rows of" in (said := capsys.readouterr().err) and "they are kept; --force asks them again" in said
+    assert batch(server, photos, "--force") == 0 and len(server.asked) == 3
+
+
+def test_a_server_that_comes_back_with_another_model_ends_the_job(batch: Any, tmp_path: Path, capsys: Capture) -> None:
+    class Changing(AnsweringServer):
+        """Dies under the fourth question and starts again with another model."""
+
+        def answer_to(self, request: Request) -> Sequence[Any]:
+            if len(self.asked) == 4 and self.model != OTHER:
+                self.model = OTHER
+                return [ConnectionFailed("gone")]
+            return super().answer_to(request)
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"id": n, "image": None, "question": f"q{n}"}) + "\n" for n in range(9)))
+    server = PooledTransport({"a:1": Changing()})  # type: ignore[dict-item]
+    assert batch(server, rows, "--concurrency", "1") == 2
+    assert "a:1 serves another model (internvl, checkpoint ffffffff) than this job" in capsys.readouterr().err
+    assert sorted(results(tmp_path / "out.jsonl")) == [0, 1, 2]
+
+
+def test_servers_of_two_models_are_refused_at_the_start(batch: Any, photos: Path, capsys: Capture) -> None:
+    one, two = AnsweringServer(), AnsweringServer()
+    two.model = OTHER
+    assert batch(PooledTransport({"a:1": one, "b:1": two}), photos) == 2  # type: ignore[dict-item]
+    assert one.asked == two.asked == [] and "b:1 serves another model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["removed", "cut", "replaced", "written"])
+def test_an_output_that_is_not_what_was_written_ends_the_job(
+    batch: Any, tmp_path: Path, capsys: Capture, what: str
+) -> None:
+    out = tmp_path / "out.jsonl"
+
+    class Meddling(FakeTransport):
+        def answer_to(self, request: Request) -> Sequence[Any]:
+            if request.text == "q5":
+                if what in ("removed", "replaced"):
+                    out.unlink()
+                if what == "replaced":
+                    out.write_text("")
+                if what == "cut":
+                    os.truncate(out, 100)
+                if what == "written":
+                    out.write_bytes(out.read_bytes() + b"{}\n")
+            return [final("yes")]
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"id": n, "image": None, "question": f"q{n}"}) + "\n" for n in range(9)))
+    assert batch(Meddling(), rows, "--concurrency", "1") == 1
+    assert "out.jsonl" in (said := capsys.readouterr().err) and ("while this run" in said or "another program" in said)
+
+
+def test_what_is_no_file_or_too_large_is_an_error_row_at_once(batch: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "folder.jpg").mkdir()
+    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
+    with open(tmp_path / "large.jpg", "wb") as file:
+        file.truncate(64 * 1024 * 1024 + 1)
+    for name in "ab":
+        with open(tmp_path / f"{name}.jpg", "wb") as file:
+            file.truncate(40 * 1024 * 1024)
+    named = {name: f"{name}.jpg" for name in ("pipe", "folder", "zero", "large")}
+    rows = [{"id": name, "image": path} for name, path in named.items()] + [{"id": "both", "image": ["a.jpg", "b.jpg"]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    server = AnsweringServer()
+    run = threading.Thread(target=batch, args=(server, tmp_path / "rows.jsonl"), daemon=True)
+    run.start()
+    run.join(60)
+    assert not run.is_alive() and server.asked == []
+    errors = {name: row["error"] for name, row in results(tmp_path / "out.jsonl").items()}
+    for name, words in (("pipe", "is a pipe"), ("folder", "is a folder"), ("zero", "is a device")):
+        assert words in errors[name]
+    assert "has 67108865 bytes; a request may have 67108864" in errors["large"]
+    assert (
+        "has 41943040 bytes; a request may have 67108864, of which the pictures before it leave 25165824"
+        in (errors["both"])
+    )
