@@ -28,6 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tessera_client.file_lock import lock
 from tessera_wire.errors import InvalidRequest
 
 BEGIN = b'{"id": '
@@ -62,7 +63,7 @@ class Journal:
         self.path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            _lock(self._file, path)
+            lock(self._file, path)
             self._end = _whole_lines(self._file)
             self._torn = os.fstat(self._file).st_size > self._end
         except BaseException:
@@ -72,6 +73,8 @@ class Journal:
     def append(self, result: dict[str, Any]) -> int:
         """Writes a line; where it begins. Raises OSError, also where the file is not what this run has written."""
         self._check()
+        if not self._torn and (size := os.fstat(self._file).st_size) > self._end:
+            raise OSError(f"{self.path} has grown to {size} bytes by another program while this run was writing it")
         if self._torn:
             os.ftruncate(self._file, self._end)
             self._torn = False
@@ -101,17 +104,16 @@ class Journal:
         return data[: data.index(b"\n")]
 
     def _check(self) -> None:
-        """Raises OSError where the file was removed, replaced, cut or written by another program meanwhile."""
-        mine = os.fstat(self._file)
+        """Raises OSError where the file was removed, replaced or cut meanwhile. In any thread."""
+        end, mine = self._end, os.fstat(self._file)
         try:
             there = os.stat(self.path)
         except FileNotFoundError:
             raise OSError(f"{self.path} was removed while this run was writing it") from None
         if (there.st_ino, there.st_dev) != (mine.st_ino, mine.st_dev):
             raise OSError(f"{self.path} was replaced while this run was writing it")
-        if mine.st_size < self._end or (mine.st_size > self._end and not self._torn):
-            words = f"{self.path} has {mine.st_size} bytes where this run has written {self._end}"
-            raise OSError(f"{words}: another program changed it")
+        if mine.st_size < end:
+            raise OSError(f"{self.path} was cut to {mine.st_size} bytes while this run was writing it")
 
     def lines(self) -> Iterator[Line]:
         """What is known of every line without reading all of it. Raises InvalidRequest for one that is no result."""
@@ -185,21 +187,6 @@ def rewrite(path: Path, results: Iterable[dict[str, Any]]) -> None:
 def _line(result: dict[str, Any]) -> bytes:
     # A file's name need not be UTF-8; json reads half surrogate pairs as they are written here.
     return json.dumps(result, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
-
-
-def _lock(file: int, path: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # there is none on Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InvalidRequest(f"another run is writing {path}", "wait for it, or give another -o") from None
-    except OSError as error:
-        raise OSError(
-            f"{path} cannot be locked against other runs: {error.strerror}; give an -o on a disk whose files can be"
-        ) from error
 
 
 def _whole_lines(file: int) -> int:

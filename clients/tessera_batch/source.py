@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from tessera_batch.openai_lines import MESSAGES, is_batch_line, row_fields
 from tessera_batch.rows import FIELDS, Asked, Mask, Row, Source, check_id, located
 from tessera_wire.errors import InvalidRequest
+from tessera_wire.nearest import missing
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 """Of the files in a folder that count."""
@@ -28,7 +29,9 @@ def open_source(path: Path, asked: Asked) -> Source:
     if path.is_dir():
         return FolderSource(path, asked)
     if not path.is_file():
-        raise InvalidRequest(f"there is no file or folder {path}")
+        if path.exists():
+            raise InvalidRequest(f"{path} is neither a file nor a folder", "- reads lines from standard input")
+        raise InvalidRequest(missing(path))
     if path.suffix == ".parquet":
         from tessera_batch.table import TableSource
 

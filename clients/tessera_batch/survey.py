@@ -12,7 +12,8 @@ from tessera_batch.journal import Journal
 from tessera_batch.rows import Id, Source
 from tessera_wire.errors import InvalidRequest
 
-LINES = 1 << 16  # that are matched at a time
+LINES = 1 << 12  # that are matched at a time
+LOW = (1 << 32) - 1  # the half of a stat that is kept of every row
 
 
 class Survey:
@@ -51,11 +52,11 @@ class Survey:
         """Rows whose pictures' files are not as they were when the journal's line was written."""
 
     def _read(self) -> tuple[np.ndarray, np.ndarray]:
-        ids, asked, stats = array("q"), array("Q"), array("Q")
+        ids, asked, stats = array("q"), array("Q"), array("I")
         wrong = None
         for row in self._source.rows():
             asked.append(row.asked)
-            stats.append(row.stat)
+            stats.append(row.stat & LOW)
             if row.id is None:
                 wrong = wrong or row.error
                 continue
@@ -71,7 +72,7 @@ class Survey:
             raise wrong or InvalidRequest(f"{self._source.path} holds no rows")
         values, counts = np.unique(np.frombuffer(ids, np.int64), return_counts=True)
         self._refuse_doubled(set(values[counts > 1].tolist()))
-        return np.frombuffer(asked, np.uint64), np.frombuffer(stats, np.uint64)
+        return np.frombuffer(asked, np.uint64), np.frombuffer(stats, np.uint32)
 
     def _refuse_doubled(self, hashes: set[int]) -> None:
         first: dict[Id, int] = {}
@@ -87,7 +88,7 @@ class Survey:
         while some := list(islice(lines, LINES)):
             digests = np.array([line.asked for line in some], np.uint64)
             places = np.array([line.place for line in some], np.int64)
-            stats = np.array([line.stat for line in some], np.uint64)
+            stats = np.array([line.stat & LOW for line in some], np.uint32)
             rows = order[np.searchsorted(self.asked, digests, sorter=order).clip(max=len(order) - 1)]
             strange = self.asked[rows] != digests
             if strange.any():

@@ -25,9 +25,9 @@ class Retry:
     max_delay: float = 5.0
 
     @classmethod
-    def patient(cls) -> Retry:
-        """Sits out restarts of the server (about two minutes): for batch jobs, where waiting beats failing."""
-        return cls(attempts=36)
+    def patient(cls, seconds: float = 120.0) -> Retry:
+        """Sits out restarts of the server, for about so long: for batch jobs, where waiting beats failing."""
+        return cls(attempts=4 + round(seconds / 3.75))  # most waits are of 2.5 to 5 s
 
     def delay(self, failed: int, error: TesseraClientError) -> float | None:
         """Seconds to wait after the ``failed``-th attempt (from 1) ended with ``error``; None: give up."""

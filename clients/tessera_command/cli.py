@@ -20,7 +20,7 @@ from typing import Any
 
 from tessera_client.client import Client
 from tessera_client.messages import ServerStatus
-from tessera_command import ask, batch, health, sample
+from tessera_command import ask, batch, health, parse, sample
 from tessera_command.arguments import command, positive, sampling
 from tessera_command.terminal import console, progress
 from tessera_evaluation import plan, recall
@@ -108,16 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     ask.add(commands)
     batch.add(commands)
 
-    add = command(commands, "parse", _parse, "read documents: PDFs and pictures of pages to Markdown and JSON", 600)
-    add("file", nargs="+", type=Path, help="PDFs, pictures of pages, and folders with any of them")
-    each = "a folder for each file, and errors.jsonl; the same command goes on where it ended, page by page"
-    add("-o", "--output", type=Path, required=True, metavar="OUT", help=each)
-    add("--dpi", type=positive, default=200, metavar="N", help="at which a PDF's pages are drawn (%(default)s)")
-    add("--concurrency", type=positive, default=64, metavar="N", help="requests at a time (%(default)s)")
-    longest = "longest answer to a layout or a crop, in tokens (as many as fit)"
-    add("--max-tokens", type=positive, metavar="N", help=longest)
-    lower = "lower is served earlier (%(default)s: behind people's questions, which have 0)"
-    add("--priority", type=int, default=10, metavar="N", help=lower)
+    parse.add(commands)
 
     add = command(commands, "recall", _recall, "measure how often the served model is right")
     add("--folder", type=Path, help="your own pictures: a folder with labels.csv (file,question,...)")
@@ -164,37 +155,6 @@ def _policy(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
-
-
-def _parse(options: argparse.Namespace) -> int:
-    try:
-        from tessera_documents import TesseraVlmClient
-        from tessera_documents.job import Job, quiet
-    except ImportError as error:
-        print(f"tessera parse: {error}", file=sys.stderr)
-        return 1
-    quiet()
-    with (
-        TesseraVlmClient(options.url, timeout=options.timeout, max_tokens=options.max_tokens) as vlm,
-        progress("parsing") as advance,
-    ):
-        flight = {"dpi": options.dpi, "concurrency": options.concurrency, "priority": options.priority}
-        job = Job(options.file, options.output, vlm, progress=advance, **flight)
-        _check_ready(vlm.client)
-        try:
-            tally = job.run()
-        except OSError as error:
-            print(f"tessera parse: cannot write the results: {error}", file=sys.stderr)
-            return 1
-    pages, rate = f"{tally.made} page{'s' * (tally.made != 1)}", f"{tally.made / tally.seconds:.2f} pages/s"
-    kept = f", {tally.kept} were there already" if tally.kept else ""
-    print(f"{pages} in {tally.seconds:.1f} s ({rate}){kept}")
-    if tally.warned:
-        print(f"tessera parse: warnings on {tally.warned} pages; the first: {tally.first_warning}", file=sys.stderr)
-    if tally.failed:
-        rows = options.output / "errors.jsonl"
-        print(f"tessera parse: {tally.failed} failed, see {rows}; the first: {tally.first_error}", file=sys.stderr)
-    return 1 if tally.failed else 0
 
 
 def _recall(options: argparse.Namespace) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,15 @@ from loguru import logger
 from mineru_vl_utils.vlm_client.utils import gather_tasks
 from PIL import Image
 
+from tessera_client.asker import Asker
+from tessera_client.one_model import OneModel, OtherModel, described
 from tessera_documents.edges import clear_of_letters
-from tessera_documents.results import ErrorRows, PageFiles
+from tessera_documents.page_ranges import PageRanges
+from tessera_documents.reads_documents import known_page
+from tessera_documents.results import ErrorRows, OutputFolder, PageFiles
 from tessera_documents.sources import BadDocument, Document, Source, digest, find, open_document
 from tessera_documents.vlm_client import TesseraVlmClient, mineru_client
-from tessera_wire.errors import ConnectionFailed, Unavailable
+from tessera_wire.errors import ConnectionFailed, InvalidRequest, TesseraClientError, Unavailable
 
 REQUESTS_PER_PAGE = 4  # that are under way, over a page's life: its layout alone, then a dozen crops at once
 
@@ -43,11 +48,11 @@ class Tally:
 
 @dataclass(slots=True)
 class _Open:
-    """A document under way."""
+    """A document under way, of which these ``pages`` are read."""
 
     source: Source
     files: PageFiles
-    pages: int
+    pages: Sequence[int]
     left: int
     failed: dict[int, str] = field(default_factory=dict)
 
@@ -67,6 +72,11 @@ class Job:
         dpi: dots per inch at which a PDF's pages are rendered.
         concurrency: requests at a time; a quarter as many pages are in memory.
         priority: of all requests; lower ones are served first.
+        pages: which of each document's are read, as :class:`PageRanges` has it; None: all.
+        password: of the PDFs that want one.
+        force: reads pages again that another model has read.
+        patience: seconds to wait for a server at the start.
+        notice: called with what the user should know at once.
         progress: called with the number of pages that are over, of pages in all, and how fast they are made.
     """
 
@@ -79,20 +89,38 @@ class Job:
         dpi: int = 200,
         concurrency: int = 64,
         priority: int | None = None,
+        pages: str | None = None,
+        password: str | None = None,
+        force: bool = False,
+        patience: float = 600.0,
+        notice: Callable[[str], None] = lambda words: None,
         progress: Callable[[int, int, str], None] = lambda done, total, rate: None,
     ) -> None:
         self._sources = find(paths, out)
         self._out, self._vlm, self._dpi = out, vlm, dpi
         self._concurrency, self._priority, self._progress = concurrency, priority, progress
+        self._ranges = PageRanges(pages or "1-")
+        self._password, self._force, self._patience, self._notice = password, force, patience, notice
         self._total = 0
         self.tally = Tally()
 
     def run(self) -> Tally:
-        """Raises ConnectionFailed or Unavailable where the server is gone, OSError where results cannot be written;
-        what is complete then stays and is not done again by the next run."""
+        """Raises ConnectionFailed or Unavailable where the server is gone, OSError where results cannot be written,
+        InvalidRequest where another run writes them, where another model has read pages, and where the one that is
+        served reads none; what is complete then stays and is not done again by the next run."""
         return asyncio.run(self._run())
 
     async def _run(self) -> Tally:
+        await Asker(self._vlm.impatient, self._patience).begin(self._waiting)
+        self._vlm.model = OneModel(self._vlm.impatient)
+        self._served = await self._vlm.model.begin()
+        with closing(OutputFolder(self._out)) as self._output:
+            return await self._read()
+
+    def _waiting(self, error: TesseraClientError) -> None:
+        self._notice(f"waiting up to {self._patience:g} s for {self._vlm.client.url}: {error.message}")
+
+    async def _read(self) -> Tally:
         self._started = time.monotonic()
         self._errors = ErrorRows(self._out)
         handler = logger.add(_note, level="WARNING", filter=lambda record: "warnings" in record["extra"])
@@ -100,7 +128,11 @@ class Job:
             with _Threads() as threads, ThreadPoolExecutor(1, "tessera-pages") as self._opener:
                 self._reader = mineru_client(self._vlm, executor=threads)
                 self._slots = asyncio.Semaphore(self._concurrency)
-                openable = [source for source in self._sources if await self._count(source)]
+                counted = [(source, await self._count(source)) for source in self._sources]
+                openable = [source for source, pages in counted if pages]
+                self._hold_against([(source, pages) for source, pages in counted if pages])
+                await self._check_reads_documents()
+                self._started = time.monotonic()
                 workers, turn = max(1, self._concurrency // REQUESTS_PER_PAGE), asyncio.Lock()
                 async with aclosing(self._pages(openable)) as pages:
                     await gather_tasks([self._work(pages, turn) for _ in range(workers)])
@@ -113,33 +145,70 @@ class Job:
         """In the one thread that opens, renders and closes."""
         return await asyncio.get_running_loop().run_in_executor(self._opener, partial(function, *arguments))
 
-    async def _count(self, source: Source) -> bool:
-        """Adds a file's pages to those in all; False where it cannot be opened."""
+    async def _count(self, source: Source) -> list[int]:
+        """Adds a file's pages to those in all; none where it cannot be opened, or has none of those that are wanted."""
         try:
-            self._total += await self._in_order(_pages_of, source.path)
-            return True
-        except BadDocument as error:
+            pages = self._wanted(await self._in_order(_pages_of, source.path, self._password))
+        except (BadDocument, OSError) as error:
             self._total += 1
             self._fail(source, None, str(error))
-            return False
+            return []
+        self._total += len(pages)
+        return pages
+
+    def _wanted(self, pages: int) -> list[int]:
+        if not (wanted := self._ranges.of(pages)):
+            raise BadDocument(f"it has {pages} pages, and none of --pages")
+        return wanted
+
+    def _files(self, source: Source) -> PageFiles:
+        """Raises OSError and BadDocument."""
+        made_from = {"digest": digest(source.path), "dpi": self._dpi, "max_tokens": self._vlm.max_tokens}
+        return PageFiles(self._out / source.folder, made_from, self._served.checkpoint)
+
+    def _hold_against(self, counted: Sequence[tuple[Source, list[int]]]) -> None:
+        """Raises InvalidRequest where another model has read some of the pages and these are not to be read again."""
+        models: Counter[str | None] = Counter()
+        for source, pages in counted:
+            if not self._force and (self._out / source.folder).is_dir():
+                with suppress(OSError, BadDocument):  # said when its turn comes
+                    files = self._files(source)
+                    models.update(files.checkpoint_of(page) for page in pages)
+        unknown = models.pop("", 0)
+        others = sum(models.values()) - models[None] - models[self._served.checkpoint]
+        if others:
+            words = f"another model than {described(self._served)} has read {others} of the pages in {self._out}"
+            raise InvalidRequest(words, "--force reads these again; or give another -o")
+        if unknown:
+            words = f"{unknown} pages in {self._out} do not say which model has read them (an earlier version's)"
+            self._notice(f"{words}: they are kept; --force reads them again")
+
+    async def _check_reads_documents(self) -> None:
+        if not await self._reader.aio_layout_detect(known_page(), self._priority, self._slots):
+            words = (
+                f"the model at {self._vlm.client.url} ({described(self._served)}) reads no documents: it found nothing"
+            )
+            remedy = "serve MinerU2.5, or the small one that comes with Tessera: tessera serve --default documents"
+            raise InvalidRequest(f"{words} on a page of text", remedy)
 
     async def _pages(self, sources: Sequence[Source]) -> AsyncGenerator[tuple[_Open, int, Image.Image], None]:
         """Every page that is not complete, rendered."""
         for source in sources:
             try:
-                made_from = {"digest": await asyncio.to_thread(digest, source.path), "dpi": self._dpi}
-                document: Document = await self._in_order(open_document, source.path)
+                files = await asyncio.to_thread(self._files, source)
+                document: Document = await self._in_order(open_document, source.path, self._password)
             except (BadDocument, OSError) as error:  # it could be opened a while ago
                 self._fail(source, None, str(error))
                 continue
-            files = PageFiles(self._out / source.folder, made_from | {"max_tokens": self._vlm.max_tokens})
             try:
-                missing = await asyncio.to_thread(files.missing, document.pages)
-                under_way = _Open(source, files, document.pages, len(missing))
-                self.tally.kept += document.pages - len(missing)
+                wanted = self._ranges.of(document.pages)
+                await asyncio.to_thread(files.keep, document.pages)
+                missing = await asyncio.to_thread(files.missing, wanted, not self._force)
+                under_way = _Open(source, files, wanted, len(missing))
+                self.tally.kept += len(wanted) - len(missing)
                 self._report()
                 if not missing:
-                    await asyncio.to_thread(files.join, {}, document.pages)
+                    await asyncio.to_thread(files.join, {}, wanted)
                 for page in missing:
                     try:
                         image = await self._in_order(document.render, page, self._dpi)
@@ -163,11 +232,12 @@ class Job:
                     layout = await self._reader.aio_layout_detect(image, self._priority, self._slots)
                     await asyncio.to_thread(clear_of_letters, image, layout)
                     blocks = await self._reader.aio_extract_with_layout(image, layout, self._priority, self._slots)
-            except (ConnectionFailed, Unavailable):
+            except (ConnectionFailed, Unavailable, OtherModel):
                 raise
             except Exception as error:  # the server's refusal, or a fault of MinerU's on odd answers
                 await self._end(under_way, page, str(error) or type(error).__name__)
                 continue
+            self._output.check()
             await asyncio.to_thread(under_way.files.write, page, image, blocks, warnings)
             self.tally.made += 1
             if warnings:
@@ -200,8 +270,8 @@ def quiet() -> None:
     logger.remove()
 
 
-def _pages_of(path: Path) -> int:
-    document = open_document(path)
+def _pages_of(path: Path, password: str | None) -> int:
+    document = open_document(path, password)
     document.close()
     return document.pages
 

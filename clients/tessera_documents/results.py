@@ -17,6 +17,7 @@ from typing import Any
 from mineru_vl_utils.post_process import json2md
 from PIL import Image
 
+from tessera_client.file_lock import lock
 from tessera_documents.drawing import drawn
 
 HEADINGS = {"doc_title": "# ", "title": "# ", "paragraph_title": "## "}
@@ -24,36 +25,93 @@ FIGURES = ("image", "chart")
 CODE = ("code", "algorithm")
 DISPLAY = ("\\[", "\\]")
 INLINE = re.compile(r"(?<!\\)\\\(\s*(.+?)\s*\\\)", re.DOTALL)  # in Markdown, TeX's own \( would be a plain parenthesis
+PAGE_FILE = re.compile(r"page-(\d{4,})(-\d+)?\.(json|jpg|md)")
 NOT_IN_MARKDOWN = ("header", "footer", "page_number")
 BYTES_OF_NAMES = "surrogateescape"  # a file's name need not be UTF-8, and is written as it is
 Blocks = Sequence[Mapping[str, Any]]
 
 
+class OutputFolder:
+    """Where all results go, and no other run's meanwhile. Raises OSError, and InvalidRequest where there is one."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self._path = path / ".lock"  # it stays: a run that waits for it may have it open
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            lock(self._file, path)
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Raises OSError where the folder was removed or replaced meanwhile."""
+        try:
+            same = os.path.samestat(os.stat(self._path), os.fstat(self._file))
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise OSError(f"{self._path.parent} was removed or replaced while this run was writing there")
+
+    def close(self) -> None:
+        """Lets other runs have it."""
+        os.close(self._file)
+
+
 class PageFiles:
     """The results of one document, in ``folder``.
 
-    ``made_from``: what a page's results depend on. Results of anything else are not taken for this document's.
+    ``made_from``: what a page's results depend on, but for ``checkpoint``, the model's digest. Results of anything else
+    are not taken for this document's.
     """
 
-    def __init__(self, folder: Path, made_from: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, made_from: Mapping[str, Any], checkpoint: str) -> None:
         self.folder = folder
         self._made_from = dict(made_from)
+        self._checkpoint = checkpoint
 
     def read(self, page: int) -> dict[str, Any] | None:
-        """A page's JSON (pages from 0), or None where it is not complete."""
+        """A page's JSON (pages from 0), of whatever model, or None where it or one of the page's pictures is not
+        there."""
         try:
             found = json.loads(self._path(page, ".json").read_bytes().decode(errors=BYTES_OF_NAMES))
-        except (OSError, ValueError):
+            figures = [block["picture"] for block in found["blocks"] if "picture" in block]
+            made_from = {name: value for name, value in found["made_from"].items() if name != "checkpoint"}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-        return found if isinstance(found, dict) and found.get("made_from") == self._made_from else None
+        whole = all((self.folder / name).is_file() for name in (*figures, self._path(page, ".jpg").name))
+        return found if whole and made_from == self._made_from else None
 
-    def missing(self, pages: int) -> list[int]:
-        """The pages that are not complete."""
-        return [page for page in range(pages) if self.read(page) is None]
+    def checkpoint_of(self, page: int) -> str | None:
+        """The digest of the model that read a page; empty where an earlier version made it, None where it is not
+        complete."""
+        found = self.read(page)
+        return None if found is None else found["made_from"].get("checkpoint", "")
+
+    def missing(self, pages: Sequence[int], every_model: bool) -> list[int]:
+        """Those of the pages that are not complete; where not ``every_model`` counts, nor of this one. A Markdown file
+        that is gone is written again for the others."""
+        missing = []
+        for page in pages:
+            found = self.read(page)
+            if found is None or not (every_model or found["made_from"].get("checkpoint") == self._checkpoint):
+                missing.append(page)
+            elif not self._path(page, ".md").is_file():
+                write_whole(self._path(page, ".md"), markdown(found["blocks"]).encode())
+        return missing
+
+    def keep(self, pages: int) -> None:
+        """Removes what is left of later pages, of a document that was longer once."""
+        for path in self.folder.glob("page-*"):
+            number = PAGE_FILE.fullmatch(path.name)
+            if number and int(number[1]) > pages:
+                path.unlink(missing_ok=True)
 
     def write(self, page: int, image: Image.Image, blocks: Blocks, warnings: Sequence[str]) -> None:
         """All files of a page: the blocks in reading order, and the page they were read from. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        for old in self.folder.glob(f"page-{page + 1:04}-*.jpg"):
+            old.unlink(missing_ok=True)
         kept = [dict(block) for block in blocks]
         for number, block in enumerate(kept, 1):
             if block["type"] in FIGURES:
@@ -69,20 +127,24 @@ class PageFiles:
             "height": image.height,
             "blocks": kept,
             "warnings": list(warnings),
-            "made_from": self._made_from,
+            "made_from": {**self._made_from, "checkpoint": self._checkpoint},
         }
         write_whole(
             self._path(page, ".json"), json.dumps(content, ensure_ascii=False, indent=1).encode(errors=BYTES_OF_NAMES)
         )
 
-    def join(self, failed: Mapping[int, str], pages: int) -> None:
-        """Writes ``document.md``, in which a comment stands for each page that failed. Raises OSError."""
+    def join(self, failed: Mapping[int, str], pages: Sequence[int]) -> None:
+        """Writes ``document.md``, in which a comment stands before each page, and for each that failed. Raises
+        OSError, also where a page's results are gone."""
         blocks: list[Mapping[str, Any]] = []
-        for page in range(pages):
+        for page in pages:
             if page in failed:
                 blocks.append({"type": "failed", "content": f"<!-- page {page + 1} is missing, see errors.jsonl -->"})
-            elif found := self.read(page):
-                blocks += found["blocks"]
+                continue
+            found = self.read(page)
+            if found is None or not self._path(page, ".md").is_file():
+                raise OSError(f"results of page {page + 1} in {self.folder} were removed or cut during this run")
+            blocks += [{"type": "mark", "content": f"<!-- page {page + 1} -->"}, *found["blocks"]]
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.folder / "document.md", markdown(blocks).encode())
 

@@ -6,15 +6,18 @@ PDFium takes one thread only: whatever is opened here is rendered and closed by 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import pypdfium2
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from tessera_client.pictures import kind_of
 from tessera_wire.errors import InvalidRequest
 from tessera_wire.nearest import missing
 
@@ -83,16 +86,19 @@ def _below(folder: Path, out: Path) -> Iterator[Path]:
                 yield Path(where, name)
 
 
-def open_document(path: Path) -> Document:
-    """Opens a file for what its first bytes say it is. Raises BadDocument."""
+def open_document(path: Path, password: str | None = None) -> Document:
+    """Opens a file for what its first bytes say it is; ``password``: of PDFs that want one. Raises BadDocument."""
     try:
-        with open(path, "rb") as file:
-            return _Pdf(path) if b"%PDF-" in file.read(1024) else _Picture(path)
+        with _open(path) as file:
+            return _Pdf(path, password) if b"%PDF-" in file.read(1024) else _Picture(path)
+    except BadDocument:
+        raise
     except pypdfium2.PdfiumError as error:
         # Not by the code alone: where there are no pages, PDFium gives that of the file before.
-        locked = error.err_code == pypdfium2.raw.FPDF_ERR_PASSWORD and b"/Encrypt" in path.read_bytes()
-        words = "is encrypted and wants a password" if locked else "is damaged or has no pages"
-        raise BadDocument(f"the PDF {words}") from None
+        if error.err_code != pypdfium2.raw.FPDF_ERR_PASSWORD or not _is_encrypted(path):
+            raise BadDocument("the PDF is damaged or has no pages") from None
+        wants = "wants a password" if password is None else "is not opened by the password that was given"
+        raise BadDocument(f"the PDF is encrypted and {wants}") from None
     except UnidentifiedImageError:
         raise BadDocument("neither a PDF nor a picture") from None
     except Exception as error:  # decoders raise anything
@@ -102,15 +108,37 @@ def open_document(path: Path) -> Document:
 def digest(path: Path) -> str:
     """Of the file's bytes, as hexadecimal digits."""
     state = hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as file:
+    with _open(path) as file:
         while piece := file.read(1 << 20):
             state.update(piece)
     return state.hexdigest()
 
 
+def _open(path: Path) -> BinaryIO:
+    """A regular file. A pipe would be waited for, and a device never ends. Raises BadDocument and OSError."""
+    _check_regular(os.stat(path))
+    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        _check_regular(os.fstat(file))  # another may have taken its place
+        return os.fdopen(file, "rb")
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def _check_regular(about: os.stat_result) -> None:
+    if not stat.S_ISREG(about.st_mode):
+        raise BadDocument(f"it is {kind_of(about.st_mode)}, not a file")
+
+
+def _is_encrypted(path: Path) -> bool:
+    with _open(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return data.find(b"/Encrypt") >= 0
+
+
 class _Pdf:
-    def __init__(self, path: Path) -> None:
-        self._pdf = pypdfium2.PdfDocument(path)
+    def __init__(self, path: Path, password: str | None) -> None:
+        self._pdf = pypdfium2.PdfDocument(path, password=password)
         self._pdf.init_forms()  # so that what was filled in is drawn
         self.pages = len(self._pdf)
 

@@ -18,6 +18,7 @@ from mineru_vl_utils.vlm_client.utils import (
 )
 
 from tessera_client import Answer, AsyncClient, Client, Models, Retry
+from tessera_client.one_model import OneModel
 from tessera_client.transports.base import Transport
 from tessera_client.transports.pool import open_transport
 
@@ -76,6 +77,10 @@ class TesseraVlmClient(VlmClient):
         retry = retry or Retry.patient()
         self.client = Client(url, timeout=timeout, retry=retry, models=models, transport=transport)
         self.aio_client = AsyncClient(url, timeout=timeout, retry=retry, models=models, transport=transport)
+        self.impatient = AsyncClient(url, timeout=timeout, retry=Retry(attempts=1), models=models, transport=transport)
+        """For looks at the servers, which are not repeated."""
+        self.model: OneModel | None = None
+        """Which all answers that are awaited are to come from; None: any."""
         self.max_tokens = max_tokens
         self.max_concurrency = max_concurrency
 
@@ -101,7 +106,12 @@ class TesseraVlmClient(VlmClient):
         """As :meth:`predict`."""
         pictures, _ = await aio_image_to_bytes_list_and_format(image)
         options = self.options(sampling_params, priority)
-        return self._text(await self.aio_client.chat(self._messages(prompt, pictures), **options))
+        answer = await self.aio_client.chat(self._messages(prompt, pictures), **options)
+        if self.model is not None:
+            if answer.attempts > 1:
+                self.model.doubt()
+            await self.model.check(answer.server)
+        return self._text(answer)
 
     def batch_predict(
         self,
