@@ -26,7 +26,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tessera_client.file_lock import lock
 from tessera_wire.errors import InvalidRequest
@@ -40,19 +40,11 @@ DIGESTS = re.compile(
 STAT = b'", "stat": "'
 LONGEST_DIGESTS = 160  # bytes
 TAIL = 1 << 16  # bytes that are read at a time to find the end of the last whole line
-
-
-class Line(NamedTuple):
-    """What is known of a line. ``content``: half of it, where it is an answer that others may take. ``stat`` is 0 and
-    ``checkpoint`` empty where the line does not say them. ``named``: whether it is of a row that has an id."""
-
-    place: int
-    asked: int
-    content: int | None
-    answered: bool
-    stat: int
-    checkpoint: bytes
-    named: bool
+Line = tuple[int, bytes, bytes, bool, bytes, bytes, bool]
+"""Where it begins; in hexadecimal ``asked`` and half of ``content`` (zeros but for an answer that others may take);
+whether it has an answer; ``stat`` (zeros where it has none) and ``checkpoint`` (empty where it has none); whether its
+row has an id."""
+ZEROS = b"0" * 16
 
 
 class Journal:
@@ -121,13 +113,12 @@ class Journal:
             digests = DIGESTS.search(line, len(line) - LONGEST_DIGESTS) if line.startswith(BEGIN) else None
             if digests is None:
                 raise self._strange(line, place)
+            asked, content, stat, checkpoint = digests.groups()
             # Inside a text these quotes would have a backslash before them.
             answered = b'"error": null' in line
-            other = b'"same_as": ' in line
-            content = int(digests[2][:16], 16) if answered and not other and digests[2] else None
-            stat, checkpoint = int(digests[3] or b"0", 16), digests[4] or b""
-            named = not line.startswith(NAMELESS)
-            yield Line(place, int(digests[1], 16), content, answered, stat, checkpoint, named)
+            if not content or not answered or b'"same_as": ' in line:
+                content = ZEROS
+            yield place, asked, content[:16], answered, stat or ZEROS, checkpoint or b"", not line.startswith(NAMELESS)
 
     def results(self) -> Iterator[dict[str, Any]]:
         """Every line. Raises InvalidRequest for one that is no result."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +17,7 @@ from tessera_wire.errors import InvalidRequest
 
 FIELDS = ("id", "image", "question", "options")
 NOT_OPTIONS = {"self", "image", "question"}  # arguments of the client's `ask` that stand elsewhere in a row
+ALL_BITS = (1 << 64) - 1
 Id = str | int
 Mask = np.ndarray
 """bool [rows]"""
@@ -68,9 +70,11 @@ class Asked:
         self._question, self._options = question, dict(options or {})
         told = json.dumps([question, without_priority(self._options)])
         self._digest = blake2b(told.encode(), digest_size=8)
+        # Many rows may be about one picture. Where a stat is older than the bytes that are read, these are compared.
+        self._about = lru_cache(4096)(_about)
 
     def row(
-        self, number: int, fields: Mapping[str, Any], images: tuple[Any, ...], own: bytes, files: Sequence[Any] = ()
+        self, number: int, fields: Mapping[str, Any], images: tuple[Any, ...], own: bytes, files: Sequence[str] = ()
     ) -> Row:
         """A row of its fields. ``own`` is all that it says itself: a line of a file, say. ``files``: where bytes among
         the images come from. Raises InvalidRequest."""
@@ -83,7 +87,7 @@ class Asked:
                 "it has no question" if question is None else f"its question must be text, not {question!r:.80}",
                 "give --prompt, or a field 'question'",
             )
-        stat = stat_of((*images, *files))
+        stat = self._stat((*images, *files) if files else images)
         return Row(number, fields["id"], images, question, options, self._asked(own), stat)
 
     def conversation(self, number: int, fields: Mapping[str, Any], own: bytes) -> Row:
@@ -105,24 +109,30 @@ class Asked:
         named = InvalidRequest(f"{where}: {error.message}", error.remedy)
         return Row(number, None, (), "", {}, self._asked(b"%b %b" % (where.encode(errors="replace"), own)), 0, named)
 
+    def _stat(self, images: Iterable[Any]) -> int:
+        """See :class:`Row`. Size, time of writing, time of any change, and inode: so a file that was put in another's
+        place with its time set back is noticed too."""
+        found: tuple[int, ...] = ()
+        for image in images:
+            if isinstance(image, str) and not image.startswith("data:"):
+                about = self._about(image)
+                if not about:
+                    return 0
+                found += about
+        return (hash(found) & ALL_BITS or 1) if found else 0
+
     def _asked(self, own: bytes) -> int:
         digest = self._digest.copy()
         digest.update(own)
         return int.from_bytes(digest.digest(), "big")
 
 
-def stat_of(images: Iterable[Any]) -> int:
-    """See :class:`Row`. Size, time of writing, time of any change, and inode: so a file that was put in another's place
-    with its time set back is noticed too."""
-    found = []
-    for image in images:
-        if isinstance(image, (str, os.PathLike)) and not str(image).startswith("data:"):
-            try:
-                about = os.stat(image)
-            except (OSError, ValueError):
-                return 0
-            found += [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
-    return (hash(tuple(found)) % (1 << 64) or 1) if found else 0
+def _about(path: str) -> tuple[int, ...]:
+    try:
+        about = os.stat(path)
+    except (OSError, ValueError):
+        return ()
+    return about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino
 
 
 def without_priority(options: Mapping[str, Any]) -> str | None:

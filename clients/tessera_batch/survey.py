@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from itertools import islice
+from collections.abc import Sequence
+from itertools import compress, islice
 
 import numpy as np
 
@@ -86,26 +87,23 @@ class Survey:
         self._forget()
         order, lines = np.argsort(self.asked), journal.lines()
         while some := list(islice(lines, LINES)):
-            digests = np.array([line.asked for line in some], np.uint64)
-            places = np.array([line.place for line in some], np.int64)
-            stats = np.array([line.stat & LOW for line in some], np.uint32)
+            begins, asked, contents, answered, stats, checkpoints, named = zip(*some)
+            places, digests = np.array(begins, np.int64), _numbers(asked)
             rows = order[np.searchsorted(self.asked, digests, sorter=order).clip(max=len(order) - 1)]
-            strange = self.asked[rows] != digests
-            if strange.any():
-                named = np.array([line.named for line in some])
-                self._refuse(journal, places, strange & named, "which this job does not ask, or asks otherwise")
-                self.mended += places[strange].tolist()
-                some = [line for line, other in zip(some, strange.tolist()) if not other]
-                rows, places, stats = rows[~strange], places[~strange], stats[~strange]
+            known = self.asked[rows] == digests
+            if not known.all():
+                why = "which this job does not ask, or asks otherwise"
+                self._refuse(journal, places, ~known & np.array(named), why)
+                self.mended += places[~known].tolist()
             before = self.places[rows] >= 0
-            self.places[rows] = places
-            self._refuse(journal, places, before | (self.places[rows] != places), "twice")
-            self.touched[rows] = (stats != 0) & (stats != self._stats[rows])
-            self.errors += sum(not line.answered for line in some)
-            self.checkpoints.update(line.checkpoint for line in some)
-            answers = [(line.content, line.place) for line in some if line.content is not None]
-            contents, begins = zip(*answers) if answers else ((), ())
-            self.answers.put_all(np.array(contents, np.uint64), np.array(begins, np.int64))
+            self.places[rows[known]] = places[known]
+            self._refuse(journal, places, known & (before | (self.places[rows] != places)), "twice")
+            found = _numbers(stats)
+            self.touched[rows] = known & (found != 0) & (found.astype(np.uint32) != self._stats[rows])
+            self.errors += int((known & ~np.array(answered)).sum())
+            self.checkpoints.update(checkpoints if known.all() else compress(checkpoints, known))
+            shared = _numbers(contents)
+            self.answers.put_all(shared[shared != 0], places[shared != 0])
 
     def _refuse(self, journal: Journal, places: np.ndarray, wrong: np.ndarray, why: str) -> None:
         if wrong.any():
@@ -113,6 +111,11 @@ class Survey:
             raise InvalidRequest(
                 f"{journal.path} has a result of row {name!r:.80}, {why}", "give another -o, or remove the file"
             )
+
+
+def _numbers(digests: Sequence[bytes]) -> np.ndarray:
+    """uint64 of 16 hexadecimal digits each."""
+    return np.frombuffer(bytes.fromhex(b"".join(digests).decode()), ">u8").astype(np.uint64)
 
 
 class Answers:

@@ -81,7 +81,7 @@ class TableSource:
         found = tuple(self._picture(image) for image in images)
         own: dict[str, Any] = {name: fields[name] for name in ("id", "question", "options") if name in fields}
         own["image"] = self._contents if self._inside else given
-        files = (self.path,) if self._inside else ()
+        files = (str(self.path),) if self._inside else ()
         return self._asked.row(number, fields, found, repr(own).encode(), files)
 
     def _picture(self, image: Any) -> Any:
