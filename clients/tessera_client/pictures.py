@@ -46,8 +46,8 @@ def room_beside(pictures: Iterable[bytes]) -> int:
 def encode_image(image: Image, room: int = LARGEST_REQUEST) -> bytes:
     """The encoded bytes of a picture, whatever form of :data:`Image` it has. Raises InvalidRequest and nothing else.
 
-    A file is looked at before it is read, and may have ``room`` bytes; what is in memory already is the server's to
-    refuse.
+    A file at a path is looked at before it is read, and may have ``room`` bytes; what is in memory or open already is
+    the server's to refuse.
     """
     try:
         data = _encoded(image, room)
@@ -87,7 +87,7 @@ def _encoded(image: Image, room: int) -> bytes:
     if hasattr(image, "__array_interface__") or hasattr(image, "__array__"):
         return _encode_pixels(image)
     if hasattr(image, "read"):
-        return _read(image, room)
+        return _read(image)
     raise InvalidRequest(
         f"a picture cannot be a {type(image).__name__}", "give a path, bytes, an open file or an RGB uint8 array"
     )
@@ -100,7 +100,10 @@ def _read_path(path: str | os.PathLike[str], room: int) -> bytes:
     file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with open(file, "rb") as opened:
         _check_file(name, os.fstat(file), room)  # another may have taken its place
-        return _within(opened.read(max(room, 0) + 1), room, name)
+        data = opened.read(max(room, 0) + 1)
+        if len(data) > room:  # it grows
+            raise _too_large(f"{name} has more than {max(room, 0)} bytes", room)
+        return data
 
 
 def _check_file(name: str, about: os.stat_result, room: int) -> None:
@@ -116,22 +119,16 @@ def kind_of(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
-def _within(data: Any, room: int, name: str) -> Any:
-    if len(data) > room:
-        raise _too_large(f"{name} has more than {max(room, 0)} bytes", room)
-    return data
-
-
 def _too_large(what: str, room: int) -> InvalidRequest:
     beside = "" if room == LARGEST_REQUEST else f", of which the pictures before it leave {max(room, 0)}"
     return InvalidRequest(f"{what}; a request may have {LARGEST_REQUEST}{beside}", "make it smaller")
 
 
-def _read(file: Any, room: int) -> bytes:
+def _read(file: Any) -> bytes:
     """What is left in the file, which stays left in it, so that it can be sent again."""
     with _FILES:
         start = file.tell() if hasattr(file, "seekable") and file.seekable() else None
-        data = _within(file.read(max(room, 0) + 1), room, "the picture's file")
+        data = file.read()
         if start is not None:
             file.seek(start)
     if not isinstance(data, bytes):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tessera.preprocess.settings import Limits
 from tessera_client import contract
 from tessera_client.messages import LabelScore, Timings, Usage, chat_request, question_request, sampling
-from tessera_client.pictures import encode_image
+from tessera_client.pictures import LARGEST_REQUEST, encode_image
 from tessera_wire.errors import InvalidRequest, ProtocolError
 
 
@@ -196,3 +199,26 @@ def test_a_tile_policy_may_be_a_name():
 def test_what_is_no_plan_is_refused(outputs: list[tuple[str, bytes]]) -> None:
     with pytest.raises(ProtocolError, match="CUT"):
         contract.plans_from_raw(outputs)
+
+
+def test_a_path_is_looked_at_before_it_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    with open(tmp_path / "large.jpg", "wb") as file:
+        file.truncate(LARGEST_REQUEST + 1)
+    (tmp_path / "small.jpg").write_bytes(b"jpeg")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket.jpg"))
+        for name, words in (
+            ("pipe.jpg", "is a pipe, not a picture's file"),
+            ("socket.jpg", "is a socket"),
+            ("", "is a folder"),
+            ("large.jpg", f"has {LARGEST_REQUEST + 1} bytes; a request may have {LARGEST_REQUEST}"),
+        ):
+            with pytest.raises(InvalidRequest, match=words):
+                encode_image(tmp_path / name)
+    with pytest.raises(InvalidRequest, match="of which the pictures before it leave 3"):
+        chat_request([{"role": "user", "content": "?"}], [bytes(LARGEST_REQUEST - 3), tmp_path / "small.jpg"])
+
+
+def test_the_limit_of_a_request_is_the_servers() -> None:
+    assert Limits().max_request_bytes == LARGEST_REQUEST
