@@ -2,9 +2,10 @@
 
 Starts a server through the launcher and keeps a few requests under way: short and long answers, one, two and no
 pictures, streams that are left early, clients that vanish without a word, requests that must be refused; over gRPC,
-HTTP and the fronts. All pictures are distinct. Meanwhile it looks at every process of the server and at its shared
-memory. The first third is warm-up (caches fill); after it, the mean of the last quarter may exceed that of the first
-by 5% at most. And each request the language model took in must have ended exactly once, by its own count and by ours.
+HTTP, the fronts and a gateway. All pictures are distinct. Meanwhile it looks at every process of the server and of the
+gateway and at the shared memory. The first third is warm-up (caches fill); after it, the mean of the last quarter may
+exceed that of the first by 5% at most. And each request the language model took in must have ended exactly once, by its
+own count and by ours.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from pathlib import Path
 from statistics import fmean
 
 import figures
+import soak_gateway
 from metrics_page import counted
+from soak_gateway import Door
 from workloads import picture
 
 from tessera.launcher.options import ServerOptions
@@ -38,13 +41,26 @@ TASK = "Describe the room."
 SHARED_MEMORY = Path("/dev/shm")
 
 # How often each kind of request comes, out of 100.
-MIX = {"short": 40, "long": 12, "text": 10, "two pictures": 6, "cancelled": 12, "vanished": 4, "malformed": 16}
+MIX = {
+    "short": 28,
+    "long": 8,
+    "text": 8,
+    "two pictures": 5,
+    "cancelled": 8,
+    "vanished": 3,
+    "malformed": 11,
+    "gateway": 14,
+    "gateway stream": 6,
+    "gateway left": 4,
+    "gateway refused": 5,
+}
 
 
 class Traffic:
     """The mixed load: some threads, each with one request under way; counts how every one of them ended."""
 
-    def __init__(self, server: Server, seed: int) -> None:
+    def __init__(self, server: Server, door: Door, seed: int) -> None:
+        self._door = door
         patience = {"timeout": TIMEOUT_S, "retry": Retry(attempts=1)}
         self._clients = [
             Client(server.grpc_url, **patience),
@@ -93,21 +109,13 @@ class Traffic:
 
     def _run(self, number: int) -> None:
         dice = random.Random(f"{self._seed} {number}")
-        kinds: dict[str, Callable[[random.Random, Client], str]] = {
-            "short": self._short,
-            "long": self._long,
-            "text": self._text,
-            "two pictures": self._two_pictures,
-            "cancelled": self._cancelled,
-            "vanished": self._vanished,
-            "malformed": self._malformed,
-        }
         while not self._stop.is_set():
             (kind,) = dice.choices(list(MIX), weights=list(MIX.values()))
             with self._lock:
                 self.sent[kind] += 1
             try:
-                end, fault = kinds[kind](dice, dice.choice(self._clients)), None
+                ask = getattr(self, f"_{kind.replace(' ', '_')}")
+                end, fault = ask(dice, dice.choice(self._clients)), None
             except Exception as error:
                 end, fault = "failed", f"{kind}: {type(error).__name__}: {error}"
             with self._lock:
@@ -163,6 +171,20 @@ class Traffic:
             connection.close()
         return "left"
 
+    def _gateway(self, dice: random.Random, _: Client) -> str:
+        return whole(self._door.whole(self._picture(dice), QUESTION))
+
+    def _gateway_stream(self, dice: random.Random, _: Client) -> str:
+        return whole(self._door.streamed(self._picture(dice), TASK, dice.randrange(80, 200)))
+
+    def _gateway_left(self, dice: random.Random, _: Client) -> str:
+        self._door.left(self._picture(dice), TASK)
+        return "left"
+
+    def _gateway_refused(self, dice: random.Random, _: Client) -> str:
+        self._door.refused(self._picture(dice), QUESTION, dice)
+        return "refused"
+
     def _malformed(self, dice: random.Random, client: Client) -> str:
         image = self._picture(dice)
         url = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.jpg"}}
@@ -194,10 +216,10 @@ def whole(reason: str) -> str:
 class Watch:
     """Looks at the server's processes and shared memory every ``interval`` seconds, on a thread of its own."""
 
-    def __init__(self, server: Server, interval: float) -> None:
+    def __init__(self, server: Server, door: Door, interval: float) -> None:
         self._server = server
         self._interval = interval
-        self._processes = {server.pid: "tritonserver", **server.stub_pids()}
+        self._processes = {server.pid: "tritonserver", **server.stub_pids(), **door.processes}
         self.rss: dict[str, list[float]] = {name: [] for name in self._processes.values()}
         self.pss: dict[str, list[float]] = {name: [] for name in self._processes.values()}
         self.descriptors: dict[str, list[float]] = {name: [] for name in self._processes.values()}
@@ -230,7 +252,7 @@ class Watch:
             try:
                 self.look()
             except OSError as error:
-                self.lost = self._server.failure() or f"a process of the server could not be looked at: {error}"
+                self.lost = self._server.failure() or f"a process could not be looked at: {error}"
                 return
 
 
@@ -348,8 +370,8 @@ def main() -> int:
         environment=dict(entry.split("=", 1) for entry in arguments.set),
     )
     started = time.monotonic()
-    with Server(options) as server:
-        traffic, watch = Traffic(server, arguments.seed), Watch(server, arguments.interval)
+    with Server(options) as server, soak_gateway.door(server.grpc_url, TIMEOUT_S) as door:
+        traffic, watch = Traffic(server, door, arguments.seed), Watch(server, door, arguments.interval)
         faults = soak(server, traffic, watch, 60 * arguments.minutes, arguments.concurrency)
     minutes = (time.monotonic() - started) / 60
     faults += report(watch)

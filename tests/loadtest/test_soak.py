@@ -64,9 +64,9 @@ def test_a_watch_sees_its_processes_and_says_when_one_is_gone(monkeypatch, tmp_p
         stub_pids=lambda: {child.pid: "stage_0_0"},
         failure=lambda: "it died",
     )
-    watch = soak.Watch(server, interval=0.01)
+    watch = soak.Watch(server, SimpleNamespace(processes={os.getppid(): "gateway"}), interval=0.01)
     watch.look()
-    assert set(watch.rss) == {"tritonserver", "stage_0_0"}
+    assert set(watch.rss) == {"tritonserver", "stage_0_0", "gateway"}
     assert all(values[0] > 0 for table in (watch.rss, watch.pss, watch.descriptors) for values in table.values())
     assert 100_000 <= watch.shared[0] < 200_000
     child.kill()
@@ -81,7 +81,7 @@ def traffic(monkeypatch):
     """Traffic whose requests go nowhere; a test replaces the kinds it needs."""
     monkeypatch.setattr(soak, "Client", lambda *args, **options: SimpleNamespace(close=lambda: None))
     server = SimpleNamespace(grpc_url="127.0.0.1:1", http_url="http://127.0.0.1:1")
-    return soak.Traffic(server, seed=1)
+    return soak.Traffic(server, SimpleNamespace(), seed=1)
 
 
 def run_once(traffic, monkeypatch, kind, ask):
