@@ -8,13 +8,14 @@ from typing import TypeVar
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from tessera_client import AsyncClient, AsyncStream
+from tessera_client import AsyncClient, AsyncStream, InvalidRequest
 from tessera_gateway import protocol, translation
 from tessera_gateway.body import all_of, read, require_json, unless_gone
-from tessera_gateway.errors import ApiError
+from tessera_gateway.errors import ApiError, from_wire, renamed
 from tessera_gateway.metrics import COMPLETIONS, MODEL, USAGE
 from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.settings import Settings
+from tessera_gateway.shapes import names
 from tessera_gateway.streaming import ChatTold, EventStream, Told
 
 T = TypeVar("T", bound=protocol.Part)
@@ -46,9 +47,12 @@ async def answered(request: Request, asked: protocol.ChatRequest, told: Told) ->
     options = translation.sampling(asked, settings.max_tokens)
     if len(options) > 1:
         client = client.together()
-    if asked.stream:
-        return await _events(request, told, [client.chat_stream(conversation, **each) for each in options])
-    answers = await unless_gone(request.receive, all_of([client.chat(conversation, **each) for each in options]))
+    try:
+        if asked.stream:
+            return await _events(request, told, [client.chat_stream(conversation, **each) for each in options])
+        answers = await unless_gone(request.receive, all_of([client.chat(conversation, **each) for each in options]))
+    except InvalidRequest as error:
+        raise renamed(from_wire(error), names(asked)) from None
     whole = told.whole(answers)
     request.scope[USAGE] = told.used
     return JSONResponse(whole)

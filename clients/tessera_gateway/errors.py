@@ -53,6 +53,16 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The error with the fields at fault called as ``names`` has it, by the beginnings of their paths."""
+    for old, new in names.items():
+        if error.param is not None and re.match(rf"{re.escape(old)}(?![a-z_])", error.param):
+            param = new + error.param[len(old) :]
+            words = error.message.replace(error.param, param, 1)
+            return ApiError(error.status, words, param, error.code, error.headers)
+    return error
+
+
 def from_wire(error: wire.TesseraClientError) -> ApiError:
     """The answer for an error of the SDK's."""
     if isinstance(error, wire.InvalidRequest):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -15,7 +14,7 @@ from starlette.responses import Response
 from tessera_client import Answer, Delta
 from tessera_gateway import translation
 from tessera_gateway.completions import answered, request_in
-from tessera_gateway.errors import ApiError
+from tessera_gateway.errors import ApiError, renamed
 from tessera_gateway.metrics import RESPONSES
 from tessera_gateway.protocol import (
     FIRST_FAULT,
@@ -31,7 +30,13 @@ from tessera_gateway.protocol import (
 from tessera_gateway.streaming import event
 
 NOTHING_STORED = "nothing is stored here: send the whole conversation as input"
-_CHATS_PATH = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]\.image_url\.url")
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+}
+"""Of a chat completion's fields, those that are called otherwise here."""
 router = APIRouter()
 
 
@@ -148,6 +153,14 @@ class ResponsesRequest(Harmless):
         fields |= {"tessera": self.tessera and self.tessera.model_dump()}
         return parse_object(fields)
 
+    def in_its_words(self, error: ApiError, chat: ChatRequest) -> ApiError:
+        """An error of the chat completion with the names that fields have here."""
+        if isinstance(self.input, str):
+            return renamed(error, {"messages[0]": "input", "messages[1]": "input", **_NAMES})
+        added = len(chat.messages) - len(self.input)
+        turns = {f"messages[{place + added}]": f"input[{place}]" for place in range(len(self.input))}
+        return renamed(error, turns | _NAMES)
+
     def _format(self) -> dict[str, Any] | None:
         form = self.text.format if self.text else None
         if isinstance(form, Schema):
@@ -170,16 +183,10 @@ def _content(item: Item) -> str | list[dict[str, Any]]:
 async def respond(request: Request) -> Response:
     asked = await request_in(request, ResponsesRequest)
     chat = asked.chat()
-    added = len(chat.messages) - (1 if isinstance(asked.input, str) else len(asked.input))
     try:
         return await answered(request, chat, ResponseTold(asked))
-    except ApiError as error:  # of a picture that was not fetched, say
-
-        def ours(path: re.Match[str]) -> str:
-            return f"input[{int(path[1]) - added}].content[{path[2]}].image_url"
-
-        param = error.param and _CHATS_PATH.sub(ours, error.param)
-        raise ApiError(error.status, _CHATS_PATH.sub(ours, error.message), param, error.code, error.headers) from None
+    except ApiError as error:
+        raise asked.in_its_words(error, chat) from None
 
 
 @router.api_route(RESPONSES + "/{path:path}", methods=["GET", "POST", "DELETE"])

@@ -9,6 +9,7 @@ from typing import Any
 from tessera_gateway.errors import ApiError
 from tessera_gateway.protocol import ChatRequest, JsonObject, JsonSchema
 from tessera_gateway.tools import calling
+from tessera_gateway.wording import FIELDS
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")
 
@@ -20,6 +21,19 @@ def shape(request: ChatRequest) -> dict[str, Any]:
         words = f"{found[0][0]} and {found[1][0]} exclude each other; send one of them"
         raise ApiError(400, words, found[1][0], "invalid_value")
     return {option: value for _, option, value in found}
+
+
+def names(request: ChatRequest) -> dict[str, str]:
+    """What a refusal is to call the field that says what the answer must be, by what it calls it."""
+    for path, option, _ in _asked(request):
+        if path == "tools" and (calls := calling(request)) is not None:
+            tools = [tool.function.name for tool in request.tools or ()]
+            parameters = {each.name: f"tools[{tools.index(each.name)}].function.parameters" for each in calls.functions}
+            inside = {f"{FIELDS[option]}.$defs.{name}": path for name, path in parameters.items()}
+            return inside | {FIELDS[option]: "tools" if calls.alone is None else parameters[calls.alone.name]}
+        if path != "response_format":
+            return {FIELDS[option]: path}
+    return {}
 
 
 def _asked(request: ChatRequest) -> Iterator[tuple[str, str, Any]]:

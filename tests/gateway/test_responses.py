@@ -15,7 +15,7 @@ from clients.fake_transport import USAGE, final
 from gateway_doubles import Asked, gateway, listening
 from pydantic import BaseModel
 
-from tessera_client import Delta, Unavailable
+from tessera_client import Delta, InvalidRequest, Unavailable
 
 PICTURE = "data:image/jpeg;base64," + base64.b64encode(b"jpeg").decode()
 ORDER = [
@@ -165,8 +165,8 @@ def test_an_error_has_its_status_or_its_events(client: openai.OpenAI, play: Any)
                     {"role": "user", "content": [{"type": "input_image", "image_url": "http://elsewhere/a.jpg"}]},
                 ],
             },
-            "input[0].content[0].image_url",
-            "input[0].content[0].image_url: ",
+            "input[0].content[0].image_url.url",
+            "input[0].content[0].image_url.url: ",
         ),
     ],
 )
@@ -174,6 +174,21 @@ def test_what_is_not_served_is_refused_by_its_path(fields: dict[str, Any], param
     refusal = gateway()("POST", "/v1/responses", json={"model": "vlm", "input": "?", **fields})
     error = refusal.json()["error"]
     assert refusal.status_code in (400, 404) and error["param"] == param and words in error["message"], refusal.text
+
+
+@pytest.mark.parametrize(
+    ("words", "param"),
+    [
+        ("sampling_parameters: max_tokens is 0; it must be at least 1", "max_output_tokens"),
+        ("sampling_parameters: json_schema.properties.a: the keyword 'if' is not supported", "text.format.schema."),
+        ("2000 prompt tokens and 1 for the answer exceed the context of 1024 tokens", "input"),
+    ],
+)
+def test_what_a_server_refuses_has_the_names_that_were_sent(words: str, param: str) -> None:
+    asked: dict[str, Any] = {"model": "vlm", "input": "?", "max_output_tokens": 1}
+    error = gateway([InvalidRequest(words)])("POST", "/v1/responses", json=asked).json()["error"]
+    assert error["param"].startswith(param) and ("sampling" not in error["message"]), error
+    assert param == "input" or error["message"].startswith(param)
 
 
 def test_no_response_is_kept(client: openai.OpenAI) -> None:

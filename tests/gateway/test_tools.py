@@ -11,7 +11,7 @@ from gateway_doubles import HELLO, Asked, gateway
 
 from tessera import grammar
 from tessera.sampling import SamplingParameters
-from tessera_client import Delta
+from tessera_client import Delta, InvalidRequest
 
 ROOM = {
     "type": "object",
@@ -167,6 +167,25 @@ def test_earlier_calls_and_what_came_of_them_are_text() -> None:
     assert roles == ["user", "assistant", "user", "assistant"]
     response = "<tool_response>\n{}\n</tool_response>"
     assert texts == ["hello", CALL, response.format("kept") + "\n" + response.format("rung"), "Then:\n" + CALL]
+
+
+@pytest.mark.parametrize(
+    ("fields", "place", "param"),
+    [
+        ({"tools": [RING, SAVE], "tool_choice": NAMED}, "", "tools[1].function.parameters"),
+        ({"tools": [RING, SAVE]}, ".$defs.save_room.properties.a", "tools[1].function.parameters.properties.a"),
+        ({"guided_json": ROOM}, ".properties.a", "guided_json.properties.a"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ROOM}}},
+            ".properties.a",
+            "response_format.json_schema.schema.properties.a",
+        ),
+    ],
+)
+def test_a_schema_that_the_server_refuses_has_the_name_that_was_sent(fields: Any, place: str, param: str) -> None:
+    words = f"sampling_parameters: json_schema{place}: the keyword 'if' is not supported"
+    error = gateway([InvalidRequest(words)]).ask(**fields).json()["error"]
+    assert (error["param"], error["message"]) == (param, f"{param}: the keyword 'if' is not supported")
 
 
 @pytest.mark.parametrize("choice", ["none", None])
