@@ -68,7 +68,7 @@ def test_what_is_not_there_is_told_how_to_fetch(home: Path, damage: str | None) 
 
 @pytest.mark.parametrize("named", ["nosuch", "../Name", "/nosuch/folder", "a/b/c"])
 def test_a_path_is_no_name(named: str) -> None:
-    with pytest.raises(CheckpointError, match=f"^--checkpoint: no folder {named}$"):
+    with pytest.raises(CheckpointError, match=f"^there is no checkpoint folder {named}$"):
         find_checkpoint(Path(named), {})
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,13 @@ from tiny_checkpoints import Shape, _text_weights, _vision_weights, as_internvl_
 from tiny_qwen2_vl import write_model
 
 from tessera.checkpoint.weights import SafetensorsHeaders
+from tessera.engine.config import EngineConfig
 from tessera.errors import CheckpointError
+from tessera.gpu_memory import GIB, divide
 from tessera.launcher import checking
 from tessera.launcher.cli import parse, serve_main
 from tessera.launcher.settings import ServerSetup
+from tessera.vision.settings import VisionSettings
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 Change = Callable[[Path], object]
@@ -190,3 +194,16 @@ def test_headers_have_the_shapes_and_dtypes_of_the_tensors(folder: Path) -> None
     for name, tensor in whole.items():
         assert (headers.get(name).shape, headers.get(name).dtype) == (tensor.shape, tensor.dtype)
         assert headers.get(name).device.type == "meta"
+
+
+def test_of_a_gpu_it_says_what_fits_and_touches_none(folder: Path) -> None:
+    setup = replace(setup_of(folder), device="cuda")
+    setup.stages |= {
+        "vision_encoder": VisionSettings(device="cuda", runner="graph", dtype="bfloat16"),
+        "language_model": EngineConfig(device="cuda", dtype="bfloat16", quantization="fp8"),
+    }
+    assert "the weights take 1 MiB; whether they fit is not known" in checking.judge(setup)
+    division = divide(80 * GIB, 0.9, (GIB, 15 * GIB))
+    said = checking.judge(replace(setup, division=division))
+    assert "made FP8 while it loads" in said and f"it fits: {division.describe()}." in said
+    assert not torch.cuda.is_initialized()

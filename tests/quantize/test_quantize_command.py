@@ -52,6 +52,19 @@ def test_questions_are_either_calibrated_on_or_judged_by(arguments):
     assert len(judged.calibration) == 3 and list(judged.held_out) == folder_items(job.source.parent / "pictures", 2)
 
 
+def test_a_checkpoint_may_be_named_as_on_the_hub(arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    snapshot = tmp_path / "cache" / "models--Org--Name" / "snapshots" / "abc"
+    snapshot.parent.mkdir(parents=True)
+    (tmp_path / "native").rename(snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    assert main(["quantize", "Org/Name", *arguments[2:], "--method", "rtn", "--no-comparison"]) == 0
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert main(["quantize", "Org/Other", *arguments[2:], "--method", "rtn"]) == 1
+    assert "has no model of this name: fetch it by `hf download Org/Other`" in capsys.readouterr().err
+
+
 def test_faults_are_one_line(arguments, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     assert main([*arguments, "--method", "awq"]) == 1

@@ -21,7 +21,7 @@ def find_checkpoint(named: Path | str, environment: Mapping[str, str] = os.envir
     if folder.is_dir():
         return folder
     if not _NAME.fullmatch(str(named)):
-        raise CheckpointError(f"--checkpoint: no folder {named}")
+        raise CheckpointError(f"there is no checkpoint folder {named}")
     cache = _cache(environment)
     model = cache / f"models--{str(named).replace('/', '--')}"
     try:
@@ -31,7 +31,7 @@ def find_checkpoint(named: Path | str, environment: Mapping[str, str] = os.envir
     if commit and (snapshot := model / "snapshots" / commit).is_dir():
         return snapshot
     raise CheckpointError(
-        f"--checkpoint: no folder {named}, and the hub's cache {cache} has no model of this name: fetch it by "
+        f"there is no checkpoint folder {named}, and the hub's cache {cache} has no model of this name: fetch it by "
         f"`hf download {named}` (of the package huggingface_hub), or name a folder"
     )
 
