@@ -31,8 +31,10 @@ from test_grammar import POINT
 
 from tessera import grammar
 from tessera.engine import constraints as constraints_module
+from tessera.engine.constrained_sequence import ConstrainedSequence
 from tessera.engine.constraints import Constraints
 from tessera.engine.execution.sampler import SamplingRow, sample
+from tessera.engine.mask_lane import MaskLane
 from tessera.engine.transfer import Moment
 from tessera.errors import InvalidRequest
 from tessera.family.tokenizer import Tokenizer
@@ -377,3 +379,16 @@ def test_every_finished_answer_matches_its_expression(model, expression):
     assert answers
     for text in answers:
         assert re.fullmatch(expression, text), text
+
+
+def test_a_token_of_the_clients_ends_a_constrained_answer_after_min_tokens():
+    asked = dict(max_tokens=8, ignore_eos=False, min_tokens=2, regex="[ab]{5}", stop_token_ids=[ord("b")])
+    sequence = ConstrainedSequence(make_request([1], **asked), matcher(regex="[ab]{5}"), MaskLane(1), stop_ids=(EOS,))
+    reasons = []
+    for token in b"bab":
+        assert ord("b") in allowed(sequence.mask)
+        sequence.in_flight = 1
+        sequence.take(token)
+        sequence.in_flight = 0
+        reasons.append(sequence.finish_reason)
+    assert reasons == [None, None, "stop"]

@@ -17,9 +17,9 @@ from tessera_client import Delta
 from tessera_gateway import cli
 
 
-async def leave(door: Asked, stream: bool, after: int = 0) -> list[dict[str, Any]]:
+async def leave(door: Asked, stream: bool, after: int = 0, **fields: Any) -> list[dict[str, Any]]:
     """Sends a request and goes away after so many messages of the answer; what was sent until then."""
-    body = json.dumps({"model": "vlm", "messages": HELLO, "stream": stream}).encode()
+    body = json.dumps({"model": "vlm", "messages": HELLO, "stream": stream, **fields}).encode()
     incoming = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[dict[str, Any]] = []
     enough = asyncio.Event()
@@ -63,6 +63,14 @@ def test_in_the_middle_of_a_stream() -> None:
     assert sent[0]["status"] == 200 and b'"a"' in sent[2]["body"]
     assert door.fake.cancelled == [door.fake.requests[0][1]]
     assert door.app.state.counters.total('requests_total{status="499"}') == 1
+
+
+@pytest.mark.parametrize(("stream", "after"), [(False, 0), (True, 0), (True, 5)])
+def test_all_of_several_answers_go_along(stream: bool, after: int) -> None:
+    door = gateway(*[[Delta("a"), Hang()] if stream and after else [Hang()]] * 3)
+    asyncio.run(leave(door, stream, after, n=3))
+    assert sorted(door.fake.cancelled) == sorted(name for _, name, _ in door.fake.requests)
+    assert len(door.fake.cancelled) in ((3,) if after else (1, 2, 3))  # some may not have been sent yet
 
 
 def test_one_that_stops_reading_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
