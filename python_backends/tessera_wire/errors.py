@@ -72,12 +72,17 @@ _STATUS = re.compile(r"^([A-Z]+(?:_[A-Z]+)*): ")
 _BUSY_REMEDY = "the server is busy: lower the concurrency or try again later"
 _SLOW_REMEDY = "give a longer timeout or lower the load"
 
+_MEMORY_REMEDY = "the server's /dev/shm is full: enlarge it (docker run --shm-size), or lower the concurrency"
 _RESTART_REMEDY = "a stage died: `tessera serve` restarts it; a server started by hand must be restarted"
+
+# What tritonserver and its Python processes say when their shared memory cannot grow.
+NO_SHARED_MEMORY = "increase the shared memory pool size|grown shared memory region"
 
 # Recognised by their words, whatever status came with them: a dead stage, say, is reported as INTERNAL although
 # another attempt may find it restarted.
 _BY_WORDS: tuple[tuple[str, type[TesseraClientError], str], ...] = (
     ("deadline exceeded|request timeout expired", DeadlineExceeded, _SLOW_REMEDY),
+    (NO_SHARED_MEMORY, Unavailable, _MEMORY_REMEDY),
     ("stub process .* is not healthy", Unavailable, _RESTART_REMEDY),
     ("exceeds maximum queue size", Unavailable, _BUSY_REMEDY),
     ("server is stopping|stopped accepting new inference requests", Unavailable, "the server is shutting down"),
@@ -89,7 +94,7 @@ _BY_WORDS: tuple[tuple[str, type[TesseraClientError], str], ...] = (
 # Only asked when no status came along: gRPC streams give none, the generate endpoints answer each fault with 400.
 _WITHOUT_STATUS: tuple[tuple[str, type[TesseraClientError], str], ...] = (
     ("try(ing)? again|queue is full|too many requests|in flight", Unavailable, _BUSY_REMEDY),
-    ("^failed to process the request|server's log says why|^unexpected deadlock", ServerError, ""),
+    ("^failed to (?!parse)|out of memory|server's log says why|^unexpected deadlock", ServerError, ""),
 )
 
 _BY_CODE: dict[str, tuple[type[TesseraClientError], str]] = {

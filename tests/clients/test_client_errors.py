@@ -7,6 +7,10 @@ import pytest
 from tessera_wire import errors
 
 QUEUE = "in ensemble 'vlm', [request id: 17] Exceeds maximum queue size"
+FULL = (
+    "Failed to increase the shared memory pool size for key 'k' to 1048576 bytes. If you are running Triton "
+    "inside docker, use '--shm-size' flag to control the shared memory region size. Error: No space left on device"
+)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +49,11 @@ QUEUE = "in ensemble 'vlm', [request id: 17] Exceeds maximum queue size"
             errors.ServerError,
             "Failed to process the request(s) for model 'pre_0_0', message: ValueError: boom",
         ),
+        (f"in ensemble 'vlm', {FULL}", "", errors.Unavailable, FULL),
+        (FULL, "INTERNAL", errors.Unavailable, FULL),
+        (f"Failed to process the request(s) for model 'pre_0_0', message: {FULL}", "", errors.Unavailable, None),
+        ("in ensemble 'vlm', failed to allocate 4 bytes", "", errors.ServerError, None),
+        ("failed to parse the request JSON buffer: Invalid value. at 1", "", errors.InvalidRequest, None),
         ("", "INTERNAL", errors.ServerError, "the server gave no reason"),
         ("never heard of", "DATA_LOSS", errors.ServerError, "never heard of"),
     ],

@@ -14,7 +14,6 @@ import pytest
 from tessera import gpu_memory
 from tessera.errors import ConfigError
 from tessera.gpu_memory import divide, find_device
-from tessera.launcher import options as options_module
 from tessera.launcher.cli import parse, serve_main
 from tessera.launcher.installation import Installation
 from tessera.launcher.options import (
@@ -22,7 +21,6 @@ from tessera.launcher.options import (
     mps_control,
     server_environment,
     server_flags,
-    stub_shared_memory,
 )
 from tessera.launcher.ports import one_per_gpu, ports_of, with_ports
 from tessera.launcher.process import log_path
@@ -171,11 +169,6 @@ def test_the_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delenv("LD_LIBRARY_PATH")
     bare = replace(INSTALLATION, library_path=())
     assert "LD_LIBRARY_PATH" not in server_environment(options, bare, CPU)
-
-
-def test_shared_memory_is_modest_where_there_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 << 20}))
-    assert stub_shared_memory() == (1 << 20, 1 << 20)
 
 
 def test_one_server_per_gpu_with_ports_of_its_own(tmp_path: Path) -> None:

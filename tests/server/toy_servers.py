@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tessera
@@ -144,10 +144,10 @@ def add_model(repository: Path, name: str, code: str | None, dtype: str, decoupl
 
 
 class Launched:
-    """`tessera serve` as a process of its own, with what its first line says."""
+    """`tessera serve` as a process of its own, by way of the command ``through``, with what its first line says."""
 
-    def __init__(self, repository: Path, log: Path, *flags: str, wait: bool = True):
-        command = [sys.executable, "-m", "tessera.launcher.cli", "--model-repository", str(repository)]
+    def __init__(self, repository: Path, log: Path, *flags: str, wait: bool = True, through: Sequence[str] = ()):
+        command = [*through, sys.executable, "-m", "tessera.launcher.cli", "--model-repository", str(repository)]
         for port in ("http", "grpc", "metrics", "health", "openai"):
             command += [f"--{port}-port", "0"]
         command += ["--log", str(log), *flags]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 
 import numpy as np
@@ -134,6 +135,49 @@ def test_a_responder_closes_once_and_is_never_asked_again(backend):
     assert not responder.send(InferenceResponse([]), final=True)
     assert not responder.finish()
     assert len(request.sender.responses) == 1
+
+
+FULL = RuntimeError("Failed to increase the shared memory pool size for key 'k' to 1048576 bytes.")
+
+
+def refuse(request: InferenceRequest, times: int) -> None:
+    """The first so many sends of the request find no shared memory."""
+    send, left = request.sender.send, list(range(times))
+
+    def failing(*arguments, **flags) -> None:
+        if left:
+            left.pop()
+            raise FULL
+        send(*arguments, **flags)
+
+    request.sender.send = failing
+
+
+def test_an_answer_that_cannot_go_on_for_want_of_memory_ends_in_an_error(backend):
+    request = InferenceRequest([], "r1")
+    responder = Responder(request)
+    assert responder.send(InferenceResponse([]), final=False)
+    refuse(request, 1)
+    assert responder.send(InferenceResponse([]), final=False)
+    assert request.sender.final and request.sender.responses[-1].error().code() == "UNAVAILABLE"
+    assert not responder.send(InferenceResponse([]), final=True)
+
+
+@pytest.mark.parametrize("final, times", [(True, 1), (False, 2)])
+def test_a_last_response_that_finds_no_memory_ends_the_process(backend, monkeypatch, final, times):
+    """The real sender takes itself for closed then, and the client would wait for ever."""
+    request = InferenceRequest([], "r1")
+    refuse(request, times)
+    monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    with pytest.raises(SystemExit):
+        Responder(request).send(InferenceResponse([]), final=final)
+
+
+def test_other_faults_of_a_send_are_the_senders(backend):
+    request = InferenceRequest([], "r1")
+    request.sender.send = lambda *arguments, **flags: (_ for _ in ()).throw(RuntimeError("no such output"))
+    with pytest.raises(RuntimeError, match="no such output"):
+        Responder(request).send(InferenceResponse([]), final=True)
 
 
 def test_the_outbox_gathers_items_while_a_send_is_under_way(backend):

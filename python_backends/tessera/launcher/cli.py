@@ -28,6 +28,7 @@ from tessera.launcher.options import ServerOptions
 from tessera.launcher.ports import one_per_gpu
 from tessera.launcher.process import Server
 from tessera.launcher.settings import ServerSetup
+from tessera.launcher.shared_memory import python_processes, shortage
 from tessera.launcher.starting import Progress
 from tessera.launcher.supervisor import Supervision
 from tessera_wire.command_line import Parser
@@ -72,6 +73,9 @@ def serve_main(argv: Sequence[str] | None = None, gateway_options: GatewayOption
         if with_gateway(flags.openai_port, options.only):
             gateway = Gateway(options.host, flags.openai_port, say, flags.gateway)
         fleet = Fleet(one_per_gpu(options, gpus) if gpus else [options], supervision, say, gateway, Progress())
+        processes = python_processes(options.model_repository, options.model_config_name, setup)
+        if scarce := shortage(processes, len(fleet.servers)):
+            say(scarce, error=True)
         if setup.division:
             say(setup.division.describe())
         with HealthPort(fleet.health, options.host, supervision.health_port):

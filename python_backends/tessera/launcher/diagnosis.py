@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from tessera.errors import ConfigError
-from tessera.launcher.options import SHARED_MEMORY
 from tessera.launcher.settings import config_file, read_config
+from tessera.launcher.shared_memory import SHARED_MEMORY
 
 FAILED_MODEL = re.compile(r"failed to load '([^']+)' version \d+: (?:\w+(?: \w+)?: )?(.*)")
 MISSING_FILE = re.compile(r"Failed to preinitialize Python stub: (.*'([^']*?)/\d+/[^/']+'.*)")

@@ -13,9 +13,8 @@ from pathlib import Path
 from tessera.errors import ConfigError
 from tessera.launcher.installation import Installation
 from tessera.launcher.settings import INSTANCES, ServerSetup, set_up
+from tessera.launcher.shared_memory import python_processes, regions
 from tessera.settings import check, setting
-
-SHARED_MEMORY = Path("/dev/shm")
 
 # The launcher gives these flags itself and relies on their values; a second one would win silently.
 RESERVED_FLAGS = (
@@ -97,16 +96,6 @@ def mps_control(options: ServerOptions, environment: Mapping[str, str], device: 
     return shutil.which(MPS_CONTROL, path=environment.get("PATH"))
 
 
-def stub_shared_memory() -> tuple[int, int]:
-    """(start, growth) in bytes of one stub's shared memory region.
-
-    A larger start saves growing at the first big picture; a small /dev/shm (64 MB is Docker's default) must
-    still hold a dozen stubs.
-    """
-    roomy = shutil.disk_usage(SHARED_MEMORY).free >= 2 << 30
-    return (64 << 20, 32 << 20) if roomy else (1 << 20, 1 << 20)
-
-
 def server_flags(
     options: ServerOptions,
     installation: Installation,
@@ -115,7 +104,7 @@ def server_flags(
     repository: Path,
 ) -> list[str]:
     """The command line of tritonserver after the program's name."""
-    start, growth = stub_shared_memory()
+    memory = regions(python_processes(repository, options.model_config_name, setup))
     flags = [
         f"--model-repository={repository.resolve()}",
         # Auto-complete imports every model.py twice; our configurations are complete.
@@ -131,8 +120,8 @@ def server_flags(
         "--grpc-keepalive-permit-without-calls=true",
         "--grpc-http2-min-recv-ping-interval-without-data=10000",
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
-        f"--backend-config=python,shm-default-byte-size={start}",
-        f"--backend-config=python,shm-growth-byte-size={growth}",
+        f"--backend-config=python,shm-default-byte-size={memory.start}",
+        f"--backend-config=python,shm-growth-byte-size={memory.growth}",
     ]
     flags += closed_doors(options.extra_flags)
     folders = {"--backend-directory": installation.root / "backends", "--cache-directory": installation.root / "caches"}

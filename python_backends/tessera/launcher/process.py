@@ -25,10 +25,11 @@ from tessera.errors import TesseraError
 from tessera.launcher import guard, leftovers
 from tessera.launcher.diagnosis import check_repository, explain_log, failed_models
 from tessera.launcher.installation import STUB, find_installation
-from tessera.launcher.options import SHARED_MEMORY, ServerOptions, mps_control, server_environment, server_flags
+from tessera.launcher.options import ServerOptions, mps_control, server_environment, server_flags
 from tessera.launcher.ping import NoAnswer, request
 from tessera.launcher.ports import choose_ports, ports_of, with_ports
 from tessera.launcher.settings import ServerSetup, lay_out
+from tessera.launcher.shared_memory import SHARED_MEMORY
 from tessera.user_cache import cache_folder
 
 # tritonserver ends one second after its exit timeout at the latest, if it ends by itself at all.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tessera.errors import InvalidRequest, Unavailable
-from tessera.tritonserver.gpu_pool import SPEAKING
+from tessera.tritonserver.speaking import SPEAKING
 
 
 def error_response(stage: str, error: BaseException) -> Any:

@@ -15,15 +15,14 @@ and the log, wait for SPEAKING.
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
+
+from tessera.tritonserver.speaking import SPEAKING
 
 if TYPE_CHECKING:
     import torch
 
     from tessera.tritonserver.responder import Responder
-
-SPEAKING = threading.RLock()  # held by whoever tells the server something unasked
 
 
 def answer_warm_up(responder: Responder, name: str, tensor: torch.Tensor) -> None:

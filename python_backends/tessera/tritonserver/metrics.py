@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tessera.tritonserver.failures import log_exception
-from tessera.tritonserver.gpu_pool import SPEAKING
+from tessera.tritonserver.speaking import SPEAKING
 
 RENEW_SECONDS = 0.25
 _FOR_GOOD: list[Any] = []  # a family leaves the page with its last reference

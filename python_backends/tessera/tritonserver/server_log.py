@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from tessera.tritonserver.gpu_pool import SPEAKING
+from tessera.tritonserver.speaking import SPEAKING
 
 
 class ServerLog(logging.Handler):
