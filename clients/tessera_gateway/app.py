@@ -26,6 +26,7 @@ from tessera_gateway.keys import RequireKey, read_keys
 from tessera_gateway.metrics import Counters, CountRequests
 from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.settings import Settings
+from tessera_gateway.turns import EndTurn, Turns
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -66,7 +67,10 @@ def create_app(
     state.client = client or AsyncClient(settings.url, timeout=settings.timeout_s, tracer=tracer)
     state.metrics_urls = settings.metrics_urls
     state.fetcher = Fetcher(settings.fetch_from, limit)
-    state.counters = Counters(Path(settings.counters) if settings.counters else None, settings.workers)
+    keys = read_keys(Path(settings.keys)) if settings.keys else []
+    path = Path(settings.counters) if settings.counters else None
+    state.counters = Counters(path, settings.workers, [key.name for key in keys])
+    state.turns = Turns(settings.places, settings.timeout_s)
     state.door = Door(state.counters, settings.bodies_bytes, settings.max_connections_per_peer, settings.drain_s)
     state.batches = batches.Room(Path(settings.batch_folder), state.counters) if settings.batch_folder else None
 
@@ -82,8 +86,9 @@ def create_app(
     # The last one added is the first that a request meets.
     uploads = settings.max_file_mib << 20 if settings.batch_folder else limit
     app.add_middleware(LimitBody, limit=limit, file_limit=uploads, counters=state.counters)
-    if settings.keys:
-        app.add_middleware(RequireKey, keys=read_keys(Path(settings.keys)))
+    app.add_middleware(EndTurn)
+    if keys:
+        app.add_middleware(RequireKey, keys=keys, counters=state.counters)
     if settings.allowed_origins:  # before the keys: a browser asks for leave without one
         app.add_middleware(
             CORSMiddleware,

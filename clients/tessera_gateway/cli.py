@@ -84,7 +84,15 @@ def _settings(options: argparse.Namespace) -> Settings:
     """Raises InvalidRequest, ValueError or OSError for what cannot work."""
     for each in addresses(options.url):
         parse_url(each)
-    numbers = ("workers", "max_tokens", "timeout", "max_body_mib", "max_bodies_mib", "max_connections_per_peer")
+    numbers = (
+        "workers",
+        "max_in_flight",
+        "max_tokens",
+        "timeout",
+        "max_body_mib",
+        "max_bodies_mib",
+        "max_connections_per_peer",
+    )
     for name in (*numbers, "batch_concurrency", "max_file_mib"):
         given = getattr(options, name)
         if given is not None and not 0 < given <= LONGEST:
@@ -107,6 +115,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         max_tokens=options.max_tokens,
         timeout_s=options.timeout,
         drain_s=options.drain,
+        max_in_flight=options.max_in_flight,
         max_body_mib=options.max_body_mib,
         max_bodies_mib=options.max_bodies_mib,
         max_connections_per_peer=options.max_connections_per_peer,

@@ -17,6 +17,7 @@ from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.settings import Settings
 from tessera_gateway.shapes import names
 from tessera_gateway.streaming import ChatTold, EventStream, Told
+from tessera_gateway.turns import Turns
 
 T = TypeVar("T", bound=protocol.Part)
 
@@ -47,6 +48,8 @@ async def answered(request: Request, asked: protocol.ChatRequest, told: Told) ->
     options = translation.sampling(asked, settings.max_tokens)
     if len(options) > 1:
         client = client.together()
+    turns: Turns = request.app.state.turns
+    await unless_gone(request.receive, turns.take(request.scope, asked.priority or 0, len(options)))
     try:
         if asked.stream:
             return await _events(request, told, [client.chat_stream(conversation, **each) for each in options])

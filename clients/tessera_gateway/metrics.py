@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,8 +35,8 @@ NAMES = (
     *GAUGES,
 )
 """What stands in a row, by the names of the page less the prefix."""
-PLACE = {name: number for number, name in enumerate(NAMES)}
 ABOUT = {
+    "key_requests_total": ("counter", "Requests (POST) that keys were let ask, by the key's name"),
     "requests_total": ("counter", "Requests answered, by HTTP status (499: the client went away)"),
     "completion_seconds": ("histogram", "Seconds from a completion's arrival to the end of its answer"),
     "tokens_total": ("counter", "Tokens of the completions, those of batches too"),
@@ -51,7 +51,11 @@ RESPONSES = "/v1/responses"
 STATUS, USAGE, MODEL = "tessera.status", "tessera.usage", "tessera.model"
 """Keys of a request's scope: the status that counts, also where another was sent; a completion's tokens and model."""
 PREFIX = "tessera_gateway_"
-ROW = struct.calcsize("d") * len(NAMES)
+
+
+def of_key(name: str) -> str:
+    """The counter of a key's requests."""
+    return f'key_requests_total{{key="{name}"}}'
 
 
 class Counters:
@@ -60,26 +64,29 @@ class Counters:
     Args:
         path: the workers' file, made if it is not there; None: one worker's row in its own memory.
         workers: how many rows it has.
+        keys: names of the keys that requests may have.
     """
 
-    def __init__(self, path: Path | None = None, workers: int = 1) -> None:
+    def __init__(self, path: Path | None = None, workers: int = 1, keys: Iterable[str] = ()) -> None:
         self._file: IO[bytes] | None = None
-        row = 0
+        self._names = (*NAMES, *map(of_key, keys))
+        self._place = {name: number for number, name in enumerate(self._names)}
+        row, row_bytes = 0, struct.calcsize("d") * len(self._names)
         if path is None:
-            self._rows = mmap.mmap(-1, ROW * workers)
+            self._rows = mmap.mmap(-1, row_bytes * workers)
         else:
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")  # the lock is this file's
-            if os.fstat(self._file.fileno()).st_size < ROW * workers:
-                os.ftruncate(self._file.fileno(), ROW * workers)
+            if os.fstat(self._file.fileno()).st_size < row_bytes * workers:
+                os.ftruncate(self._file.fileno(), row_bytes * workers)
             row = _claim(self._file, workers)
-            self._rows = mmap.mmap(self._file.fileno(), ROW * workers)
+            self._rows = mmap.mmap(self._file.fileno(), row_bytes * workers)
         self._values = memoryview(self._rows).cast("d")
-        self._own = self._values[row * len(NAMES) : (row + 1) * len(NAMES)]
+        self._own = self._values[row * len(self._names) : (row + 1) * len(self._names)]
         for name in GAUGES:  # those of a worker that died are over
-            self._own[PLACE[name]] = 0.0
+            self._own[self._place[name]] = 0.0
 
     def add(self, name: str, value: float = 1.0) -> None:
-        self._own[PLACE[name]] += value
+        self._own[self._place[name]] += value
 
     def ended(self, status: int) -> None:
         """Counts an answered request."""
@@ -102,7 +109,7 @@ class Counters:
 
     def total(self, name: str) -> float:
         """A number, added up over all workers."""
-        return sum(self._values[PLACE[name] :: len(NAMES)].tolist())
+        return sum(self._values[self._place[name] :: len(self._names)].tolist())
 
     def page(self) -> str:
         """Prometheus's text format."""
@@ -111,7 +118,7 @@ class Counters:
     def _lines(self) -> Iterator[str]:
         for family, (kind, words) in ABOUT.items():
             yield f"# HELP {PREFIX}{family} {words}\n# TYPE {PREFIX}{family} {kind}\n"
-            for name in NAMES:
+            for name in self._names:
                 if name.partition("{")[0] in (family, f"{family}_bucket", f"{family}_sum", f"{family}_count"):
                     yield f"{PREFIX}{name} {self.total(name):.16g}\n"
 

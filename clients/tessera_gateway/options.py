@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tessera_gateway.settings import Settings
+from tessera_gateway.settings import MOST_IN_FLIGHT, Settings
 
 MOST_WORKERS = 8
 CPUS_PER_WORKER = 4  # the servers' stages need the others
@@ -23,6 +23,8 @@ def add_options(add: Callable[..., Any]) -> None:
     add("--max-tokens", type=int, metavar="N",
         help="the longest answer to a request that does not say (default: what the context has room for)")  # fmt: skip
     add("--timeout", type=float, default=default.timeout_s, metavar="S", help="seconds for a request (%(default)s)")
+    add("--max-in-flight", type=int, metavar="N", help="requests at the servers at a time; others wait, and keys take "
+        f"turns (default: {MOST_IN_FLIGHT} a server)")  # fmt: skip
     add("--max-body-mib", type=int, default=default.max_body_mib, metavar="N", help="of a request (%(default)s)")
     add("--max-bodies-mib", type=int, default=default.max_bodies_mib, metavar="N",
         help="of all requests under way together (%(default)s)")  # fmt: skip

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tessera_wire.address import addresses, parse_url
+
+MOST_IN_FLIGHT = 256
+"""As many as a server on a GPU works at (language_model.max_sequences)."""
+UNEVEN = 1.25
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class Settings:
     """For answers under way when the gateway is to stop."""
     timeout_s: float = 300.0
     """Of a request, with all its attempts."""
+    max_in_flight: int | None = None
+    """Requests at the servers at a time, of all workers; the others wait their turn. None: MOST_IN_FLIGHT a server."""
     max_body_mib: int = 64
     max_bodies_mib: int = 512
     """Of the bodies of all requests under way, over all workers."""
@@ -45,6 +52,13 @@ class Settings:
     counters: str | None = None
     """The file that the workers count in."""
     workers: int = 1
+
+    @property
+    def places(self) -> int:
+        """Requests that one worker may have at the servers. Connections do not spread evenly over several, which have
+        some more together."""
+        total = self.max_in_flight or MOST_IN_FLIGHT * len(addresses(self.url))
+        return total if self.workers == 1 else math.ceil(UNEVEN * total / self.workers)
 
     @property
     def metrics_urls(self) -> list[str]:

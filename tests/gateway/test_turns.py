@@ -1,0 +1,218 @@
+"""Who goes next where more is asked than the servers work at: keys take turns by their shares."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clients.fake_transport import FakeTransport, Hang, final
+from gateway_doubles import HELLO, Asked, gateway
+
+from tessera_gateway import keys as keys_module
+from tessera_gateway import turns as turns_module
+from tessera_gateway.errors import ApiError
+from tessera_gateway.keys import KEY, Key
+from tessera_gateway.settings import Settings
+from tessera_gateway.turns import TURN, WAITING_PLACES, Turns
+
+A, B, C = (Key(name.encode(), name) for name in "ABC")
+
+
+class Queue:
+    """Requests before a worker's turns; ``went`` has the names of the keys, in the order in which they went."""
+
+    def __init__(self, places: int, seconds: float = 60.0) -> None:
+        self.turns, self.went = Turns(places, seconds), list[str]()
+        self.inside: list[dict[str, Any]] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def ask(self, key: Key, count: int = 1, priority: int = 0, answers: int = 1) -> None:
+        self.tasks += [asyncio.ensure_future(self._one(key, priority, answers)) for _ in range(count)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    async def _one(self, key: Key, priority: int, answers: int) -> None:
+        scope: dict[str, Any] = {KEY: key}
+        await self.turns.take(scope, priority, answers)
+        self.went.append(key.name)
+        self.inside.append(scope)
+
+    async def end(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.inside.pop(0)[TURN]()
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+
+def test_a_flood_of_one_key_is_passed_by_the_others_next_request() -> None:
+    async def work() -> None:
+        queue = Queue(4)
+        await queue.ask(A, 24)
+        for _ in range(5):
+            await queue.ask(B)
+            await queue.end(2)
+            assert "B" in queue.went[-2:]
+        await queue.ask(B, 3)
+        await queue.end(6)
+        assert "".join(queue.went[-6:]) in ("BABABA", "ABABAB")
+
+    asyncio.run(work())
+
+
+def test_shares_and_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "WAITING_PLACES", 64)
+
+    async def work() -> None:
+        big = Key(b"big", "big", share=3.0)
+        queue = Queue(1)
+        await queue.ask(C)
+        await queue.ask(A, 8)
+        await queue.ask(big, 12)
+        await queue.ask(B, priority=-1)
+        await queue.end(17)
+        assert queue.went[:2] == ["C", "B"]
+        assert queue.went[2:].count("big") == 12 and queue.went[2:].count("A") == 4
+        await queue.end(5)
+        assert queue.turns._free == 1 and not queue.turns._next and not queue.turns._heap
+
+    asyncio.run(work())
+
+
+def test_places_come_back_whoever_gives_up() -> None:
+    async def work() -> None:
+        queue = Queue(2)
+        await queue.ask(A, 2)
+        await queue.ask(B, 60)
+        for task in queue.tasks[3:]:
+            task.cancel()
+        await asyncio.gather(*queue.tasks[3:], return_exceptions=True)
+        assert len(queue.turns._heap) <= 4
+        queue.inside.pop(0)[TURN]()
+        queue.tasks[2].cancel()  # its turn has come, and it does not know yet
+        await asyncio.gather(queue.tasks[2], return_exceptions=True)
+        assert queue.turns._free == 1 and queue.went == ["A", "A"]
+        await queue.ask(C, answers=8)  # more than there are
+        assert queue.went == ["A", "A"]
+        await queue.end()
+        assert queue.went == ["A", "A", "C"] and queue.turns._free == 0
+        await queue.end()
+        assert queue.turns._free == 2
+
+    asyncio.run(work())
+
+
+def test_where_too_many_wait_the_greediest_is_refused() -> None:
+    async def work() -> None:
+        queue = Queue(1)
+        await queue.ask(A, 1 + WAITING_PLACES)
+        await queue.ask(A)
+        with pytest.raises(ApiError, match="too many requests wait") as refusal:
+            await queue.tasks[-1]
+        assert refusal.value.status == 429
+        await queue.ask(B)
+        await queue.end()
+        assert queue.went[-1] == "B"
+        with pytest.raises(ApiError):
+            await queue.tasks[WAITING_PLACES]  # the last of A's that waited
+        await queue.end(WAITING_PLACES)
+        assert queue.went.count("B") == 1 and queue.went.count("A") == WAITING_PLACES
+        slow = Queue(1, seconds=0.01)
+        await slow.ask(A, 2)
+        with pytest.raises(ApiError, match="ran out before its turn"):
+            await slow.tasks[1]
+        assert slow.turns._count == 0
+
+    asyncio.run(work())
+
+
+def test_the_gateway_sends_no_more_than_the_servers_work_at(tmp_path: Path) -> None:
+    """And gives places back, of streams and of clients that went away too."""
+    (tmp_path / "keys").write_text("a name=ann\nb name=bob\n")
+    door = Asked(FakeTransport([[Hang()]]), Settings(max_in_flight=1, keys=str(tmp_path / "keys"), timeout_s=0.2))
+
+    async def both() -> list[int]:
+        import httpx
+
+        transport = httpx.ASGITransport(door.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+
+            async def ask(key: str) -> int:
+                body = {"model": "vlm", "messages": HELLO}
+                headers = {"Authorization": f"Bearer {key}"}
+                return (await client.post("/v1/chat/completions", json=body, headers=headers)).status_code
+
+            return await asyncio.gather(ask("a"), ask("b"))
+
+    assert asyncio.run(both())[0] == 504 and len(door.fake.requests) <= 2
+    assert door.app.state.turns._free == 1
+    answered = door.ask(stream=True)
+    assert answered.status_code == 401
+    page = door("GET", "/metrics", headers={"Authorization": "Bearer a"}).text
+    assert 'tessera_gateway_key_requests_total{key="ann"} 1' in page
+
+
+@pytest.mark.parametrize(
+    ("workers", "asked", "places"), [(1, None, 512), (1, 10, 10), (4, None, 160), (4, 10, 4), (8, 1, 1)]
+)
+def test_each_worker_has_its_part(workers: int, asked: int | None, places: int) -> None:
+    assert Settings(url="a:1,b:1", workers=workers, max_in_flight=asked).places == places
+
+
+def test_a_rate_is_held_over_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tessera_gateway.metrics import Counters
+
+    now = 100.0
+    monkeypatch.setattr(keys_module.time, "monotonic", lambda: now)
+    counters = [Counters(tmp_path / "counters", 2, ["k"])]
+    counters.append(Counters.__new__(Counters))
+    counters[1].__dict__.update(counters[0].__dict__)
+    counters[1]._own = counters[0]._values[len(counters[0]._names) :]
+    key = Key(b"s", "k", rate=30)  # five at once
+    one, other = (keys_module.Rates(each, [key]) for each in counters)
+    assert [one.wait_s(key) for _ in range(3)] == [0, 0, 0]
+    assert [other.wait_s(key) for _ in range(3)] == [0, 0, pytest.approx(2.0)]
+    assert one.wait_s(key) == pytest.approx(2.0) and counters[0].total('key_requests_total{key="k"}') == 5
+    now += 2.0
+    assert one.wait_s(key) == 0 and one.wait_s(key) == pytest.approx(2.0)
+    free = Key(b"f", "k")
+    assert [one.wait_s(free) for _ in range(99)] == [0] * 99
+
+
+def test_a_key_that_asks_too_much_is_told_when_to_ask_again(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret name=ann rate=1\n")
+    door = gateway(*[[final("a")]] * 3, keys=str(tmp_path / "keys"))
+    headers = {"Authorization": "Bearer secret"}
+    body = {"model": "vlm", "messages": HELLO}
+    assert door("POST", "/v1/chat/completions", json=body, headers=headers).status_code == 200
+    refusal = door("POST", "/v1/chat/completions", json=body, headers=headers)
+    assert refusal.status_code == 429 and 50 < int(refusal.headers["retry-after"]) <= 60
+    assert refusal.json()["error"]["message"] == "the key ann may ask 1 requests a minute"
+    assert door("GET", "/v1/models", headers=headers).status_code == 200
+    assert "secret" not in refusal.text and len(door.fake.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("k rate=0", "rate must be a number above 0"),
+        ("k share=nan", "share must be a number above 0"),
+        ("k name=a,b", "name has 1 to 64 of"),
+        ("k rate=1 rate=2", "each once"),
+        ("k limit=1", "may stand name=, rate= and share="),
+        ("good", "another line has this key"),
+        ("k name=key1", "another line has this key or its name, key1"),
+    ],
+)
+def test_a_line_that_is_not_understood_is_refused_by_its_number(tmp_path: Path, line: str, words: str) -> None:
+    (tmp_path / "keys").write_text(f"good\n{line}\n")
+    with pytest.raises(ValueError, match=f"keys, line 2: .*{words}") as refusal:
+        keys_module.read_keys(tmp_path / "keys")
+    assert "good" not in str(refusal.value)
+
+
+def test_old_files_of_keys_are_read_as_before(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# ours\none\n\n  two  \nthree name=t rate=6 share=0.5\n")
+    found = keys_module.read_keys(tmp_path / "keys")
+    assert found == [Key(b"one", "key1"), Key(b"two", "key2"), Key(b"three", "t", 6.0, 0.5)]
