@@ -2,19 +2,20 @@
 
 With the first such tensor that a stage's process sends or receives, tritonserver shares its pool of GPU memory with it,
 by a message in the shared memory of the two. It frees that message and then writes one more byte to it
-(``ShareCUDAMemoryPool`` in stub_launcher.cc, release 24.10). Whoever was given that memory in between finds it changed;
-if it was the allocator's own account of its blocks, the stage or the server crashes some requests later, with the
-memory's lock held, and the other one dies of ``boost::interprocess::lock_exception``, or both stand still. The first
-burst of pictures is such a moment: the server copies requests in while the stage sends.
+(``ShareCUDAMemoryPool`` in stub_launcher.cc, release 24.10). If that memory was allocated again in between, its content
+is damaged; if it became the allocator's own account of its blocks, the stage or the server crashes some requests later
+with the memory's lock held, and the other one dies of ``boost::interprocess::lock_exception``, or both stand still. The
+first burst of pictures is such a moment: the server copies requests in while the stage sends.
 
-So the stage sends that tensor while nobody else can ask for memory: in answer to the request that `model_warmup` in
-config.pbtxt has the server make before the stage is ready (a PING with an empty word), and before its execute()
-returns. The server waits for that, there is no other request, and those who speak with the server unasked, the metrics
-and the log, wait for SPEAKING.
+So the stage sends that tensor while nothing else allocates there: in answer to the request that `model_warmup` in
+config.pbtxt has the server make before the stage is ready (a PING with an empty word; the server skips a warm-up whose
+batch_size is 0, also where a model takes no batches), and before its execute() returns. The server waits for that,
+there is no other request, and what speaks with the server unasked, the metrics and the log, waits for SPEAKING.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from tessera.tritonserver.speaking import SPEAKING
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     import torch
 
     from tessera.tritonserver.responder import Responder
+
+_LOG = logging.getLogger(__name__)
 
 
 def answer_warm_up(responder: Responder, name: str, tensor: torch.Tensor) -> None:
@@ -38,3 +41,4 @@ def answer_warm_up(responder: Responder, name: str, tensor: torch.Tensor) -> Non
     with SPEAKING:
         responder.is_cancelled()  # is queued behind the log's lines: when it comes back, they have gone
         responder.send(pb_utils.InferenceResponse([pb_utils.Tensor.from_dlpack(name, tensor)]), final=True)
+    _LOG.info("the first tensor on %s was sent", tensor.device)
