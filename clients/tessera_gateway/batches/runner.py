@@ -13,7 +13,7 @@ from sqlite3 import Error as StorageError
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from tessera_client import Answer, AsyncClient, TesseraClientError
+from tessera_client import Answer, AsyncClient, InvalidRequest, TesseraClientError
 from tessera_client.asker import Asker, Away
 from tessera_gateway import completions, translation
 from tessera_gateway.batches.database import Database, is_full
@@ -21,11 +21,12 @@ from tessera_gateway.batches.files import Files
 from tessera_gateway.batches.jobs import Ending, Jobs, Line, Request, result
 from tessera_gateway.batches.lock import FolderLock
 from tessera_gateway.body import all_of
-from tessera_gateway.errors import ApiError, from_wire
+from tessera_gateway.errors import ApiError, from_wire, renamed
 from tessera_gateway.metrics import WAITING, Counters
 from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.protocol import ChatRequest, parse, parse_object
 from tessera_gateway.settings import Settings
+from tessera_gateway.shapes import names
 
 T = TypeVar("T")
 
@@ -177,7 +178,10 @@ class Runner:
             priority = max(PRIORITY, each.get("priority", PRIORITY))
             return self._asker.ask(lambda on: on.chat(conversation, timeout=LONGEST_S, **each | {"priority": priority}))
 
-        whole = completion.whole(await all_of([answer(each) for each in options]))
+        try:
+            whole = completion.whole(await all_of([answer(each) for each in options]))
+        except InvalidRequest as error:
+            raise renamed(from_wire(error), names(asked)) from None
         self._counters.used(whole["usage"])
         return whole
 
