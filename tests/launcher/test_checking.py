@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -207,3 +208,21 @@ def test_of_a_gpu_it_says_what_fits_and_touches_none(folder: Path) -> None:
     said = checking.judge(replace(setup, division=division))
     assert "made FP8 while it loads" in said and f"it fits: {division.describe()}." in said
     assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "vocab_size"])
+@pytest.mark.parametrize("value", ["x", -1, 0, [], 1.5, True])
+def test_sizes_that_are_none_are_named(folder: Path, name: str, value: object) -> None:
+    config(lambda raw: raw["text_config"].update({name: value}))(folder)
+    with pytest.raises(
+        CheckpointError, match=rf"text model's {name} must be a positive whole number, not {re.escape(repr(value))}"
+    ):
+        judge(folder)
+
+
+def test_what_no_reader_expects_is_no_traceback(folder: Path) -> None:
+    config(lambda raw: raw.update(architectures=17))(folder)
+    with pytest.raises(
+        CheckpointError, match="cannot be served: its files hold what was not expected there .TypeError"
+    ):
+        judge(folder)

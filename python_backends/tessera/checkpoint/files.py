@@ -5,6 +5,7 @@ Messages of ``read_json`` name the file, never the folder: clients may see them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,19 @@ def section(raw: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
     if not isinstance(raw.get(name), dict):
         raise CheckpointError(f"{where} has no section {name!r}")
     return raw[name]
+
+
+def check_sizes(values: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    """Raises CheckpointError unless each of ``names`` is a positive whole number among ``values``."""
+    for name in names:
+        if type(values[name]) is not int or values[name] < 1:
+            raise CheckpointError(f"{where}{name} must be a positive whole number, not {values[name]!r:.50}")
+
+
+def check_number(value: Any, what: str) -> None:
+    """Raises CheckpointError unless it is a positive number."""
+    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        raise CheckpointError(f"{what} must be a positive number, not {value!r:.50}")
 
 
 def one_of(value: Any, supported: Iterable[Any], what: str) -> None:

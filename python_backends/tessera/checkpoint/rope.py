@@ -7,11 +7,10 @@ a warning is refused by name here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tessera.checkpoint.files import one_of
+from tessera.checkpoint.files import check_number, one_of
 from tessera.errors import CheckpointError
 
 TRAINED = "original_max_position_embeddings"
@@ -97,7 +96,7 @@ def _resolve(
         raise CheckpointError(f"{where} must be an object, not {stated!r:.80}")
     settings = {name: value for name, value in stated.items() if value is not None or name not in _NAMES}
     theta = settings.pop("rope_theta", beside.get("rope_theta", 10000.0))
-    _check_number(theta, f"{where}: rope_theta")
+    check_number(theta, f"{where}: rope_theta")
     rotated = settings.pop("partial_rotary_factor", beside.get("partial_rotary_factor"))
     one_of(1.0 if rotated is None else rotated, (1.0,), f"{where}: partial_rotary_factor")
     old_name = settings.pop("type", "default")
@@ -141,17 +140,12 @@ def _check_axes(axes: Any, head_dim: int, where: str) -> None:
 def _check_values(settings: Mapping[str, Any], head_dim: int, where: str) -> None:
     for name, value in settings.items():
         if not name.endswith(("short_factor", "long_factor")):
-            _check_number(value, f"{where}: {name}")
+            check_number(value, f"{where}: {name}")
         elif not isinstance(value, list) or len(value) != head_dim // 2:
             raise CheckpointError(f"{where}: {name} must be {head_dim // 2} numbers, half the head size")
         else:
             for number in value:
-                _check_number(number, f"{where}: {name}")
+                check_number(number, f"{where}: {name}")
     low, high = (settings.get(f"{name}_freq_factor", number) for name, number in (("low", 0.0), ("high", 1.0)))
     if high <= low:
         raise CheckpointError(f"{where}: high_freq_factor {high} must be greater than low_freq_factor {low}")
-
-
-def _check_number(value: Any, what: str) -> None:
-    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-        raise CheckpointError(f"{what} must be a positive number, not {value!r:.50}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.checkpoint.config import TextConfig
-from tessera.checkpoint.files import one_of
+from tessera.checkpoint.files import check_number, check_sizes, one_of
 from tessera.checkpoint.names import has_output_head
 from tessera.checkpoint.rope import read_rope
 from tessera.checkpoint.weights import SafetensorsFolder
@@ -86,10 +86,17 @@ def read_text(
     one_of(section.get("hidden_act", "silu"), ("silu",), f"{where}: the text model's hidden_act")
     values = {name: section.get(name, default) for name, default in _DEFAULTS[architecture].items()}
     heads = values["num_attention_heads"]
-    values["num_key_value_heads"] = values["num_key_value_heads"] or heads
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = heads
+    check_sizes(
+        values, [name for name in values if name not in ("head_dim", "rms_norm_eps")], f"{where}: text model's "
+    )
     if heads % values["num_key_value_heads"]:
         raise CheckpointError(f"{where}: {heads} heads do not divide over {values['num_key_value_heads']} key heads")
-    values["head_dim"] = values["head_dim"] or values["hidden_size"] // heads
+    if values["head_dim"] is None:
+        values["head_dim"] = values["hidden_size"] // heads
+    check_sizes(values, ["head_dim"], f"{where}: text model's ")
+    check_number(values["rms_norm_eps"], f"{where}: text model's rms_norm_eps")
     rope = read_rope(
         section, root, architecture, values["head_dim"], values["max_position_embeddings"], where, mrope_section
     )

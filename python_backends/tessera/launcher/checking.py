@@ -48,9 +48,12 @@ def judge(setup: ServerSetup) -> str:
         try:
             return read()
         except TesseraError as error:
-            if str(error) not in faults:
-                faults.append(str(error))
-            return None
+            told = str(error)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            told = f"its files hold what was not expected there ({type(error).__name__}: {error})"
+        if told not in faults:
+            faults.append(told)
+        return None
 
     found: list[Found] = []
     if config := attempt(lambda: read_config(folder)):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tessera.checkpoint.files import one_of
+from tessera.checkpoint.files import check_number, check_sizes, one_of
 from tessera.checkpoint.normalization import IMAGENET_MEAN, IMAGENET_STD, Channels
 from tessera.errors import CheckpointError
 
@@ -81,6 +81,9 @@ def read_vision(stated: Mapping[str, Any], where: str) -> VisionConfig:
         one_of(values[name], supported, f"{where}.{name}")
     one_of(stated.get("use_absolute_position_embeddings", True), (True,), f"{where}.use_absolute_position_embeddings")
     vision = VisionConfig(**values | {"final_norm": not stated.get("use_mean_pooling", True)})
+    check_sizes(values, ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), f"{where}.")
+    for name in ("layer_norm_eps", "qk_norm_eps", "downsample_ratio"):
+        check_number(values[name], f"{where}.{name}")
     depth, layer, ratio = vision.num_hidden_layers, vision.feature_layer, vision.downsample_ratio
     if not isinstance(layer, int) or not -depth - 1 <= layer <= depth:
         raise CheckpointError(f"{where}: the selected vision layer must be one of the {depth + 1} states, not {layer}")

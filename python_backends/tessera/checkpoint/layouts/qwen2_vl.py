@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.checkpoint.config import CheckpointConfig, NameTable
-from tessera.checkpoint.files import one_of, read_processor, section
+from tessera.checkpoint.files import check_sizes, one_of, read_processor, section
 from tessera.checkpoint.layouts.assemble import assemble
 from tessera.checkpoint.names import WB, WBS
 from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD, Channels, pixel_statistics
@@ -130,9 +130,7 @@ def read_vision(stated: Mapping[str, Any], statistics: tuple[Channels, Channels]
     }
     vision = VisionConfig(**values | own)
     one_of(vision.hidden_act, ("quick_gelu", "gelu", "gelu_pytorch_tanh", "silu"), f"{where}.hidden_act")
-    for name in _COUNTS:
-        if type(getattr(vision, name)) is not int or getattr(vision, name) < 1:
-            raise CheckpointError(f"{where}.{name} must be a positive whole number, not {getattr(vision, name)!r:.50}")
+    check_sizes(vars(vision), _COUNTS, f"{where}.")
     one_of(spatial or vision.patch_size, (vision.patch_size,), f"{where}.spatial_patch_size")
     if vision.embed_dim % (4 * vision.num_heads):
         raise CheckpointError(
