@@ -21,7 +21,7 @@ from tessera_gateway.keys import ANYBODY, KEY, Key
 
 TURN = "tessera.turn"
 """Key of a request's scope: what gives its place back."""
-WAITING_PLACES = 8  # requests that may wait for each place
+MOST_WAITING = 2048  # requests, at each worker
 
 
 class Waiter:
@@ -63,7 +63,7 @@ class Turns:
         scope[TURN] = partial(self._give_back, cost)
 
     async def _wait(self, key: Key, priority: int, cost: int) -> None:
-        if self._count >= WAITING_PLACES * self._places:
+        if self._count >= MOST_WAITING:
             most = max(self._waiting, key=lambda each: len(self._waiting[each]))
             if len(self._waiting[key]) >= len(self._waiting[most]):
                 raise _full()

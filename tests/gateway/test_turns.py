@@ -15,8 +15,9 @@ from tessera_gateway import turns as turns_module
 from tessera_gateway.errors import ApiError
 from tessera_gateway.keys import KEY, Key
 from tessera_gateway.settings import Settings
-from tessera_gateway.turns import TURN, WAITING_PLACES, Turns
+from tessera_gateway.turns import TURN, Turns
 
+WAITING = 8
 A, B, C = (Key(name.encode(), name) for name in "ABC")
 
 
@@ -61,9 +62,7 @@ def test_a_flood_of_one_key_is_passed_by_the_others_next_request() -> None:
     asyncio.run(work())
 
 
-def test_shares_and_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns_module, "WAITING_PLACES", 64)
-
+def test_shares_and_priorities() -> None:
     async def work() -> None:
         big = Key(b"big", "big", share=3.0)
         queue = Queue(1)
@@ -103,10 +102,12 @@ def test_places_come_back_whoever_gives_up() -> None:
     asyncio.run(work())
 
 
-def test_where_too_many_wait_the_greediest_is_refused() -> None:
+def test_where_too_many_wait_the_greediest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "MOST_WAITING", WAITING)
+
     async def work() -> None:
         queue = Queue(1)
-        await queue.ask(A, 1 + WAITING_PLACES)
+        await queue.ask(A, 1 + WAITING)
         await queue.ask(A)
         with pytest.raises(ApiError, match="too many requests wait") as refusal:
             await queue.tasks[-1]
@@ -115,9 +116,9 @@ def test_where_too_many_wait_the_greediest_is_refused() -> None:
         await queue.end()
         assert queue.went[-1] == "B"
         with pytest.raises(ApiError):
-            await queue.tasks[WAITING_PLACES]  # the last of A's that waited
-        await queue.end(WAITING_PLACES)
-        assert queue.went.count("B") == 1 and queue.went.count("A") == WAITING_PLACES
+            await queue.tasks[WAITING]  # the last of A's that waited
+        await queue.end(WAITING)
+        assert queue.went.count("B") == 1 and queue.went.count("A") == WAITING
         slow = Queue(1, seconds=0.01)
         await slow.ask(A, 2)
         with pytest.raises(ApiError, match="ran out before its turn"):
