@@ -83,10 +83,11 @@ def expected(folder, weights, activations):
         ("awq 32", 1e-4),
         ("gptq desc_act", 1e-4),
         ("packed asym", 1e-4),
-        # A value may lie between two of FP8's and be rounded the other way: a step of 1/16 of it.
-        ("float channel dynamic", 5e-2),
-        ("float tensor static", 5e-2),
-        ("fp8 blocks", 5e-2),
+        # A value may lie between two of FP8's and be rounded the other way where a CPU adds in another order: a step of
+        # 1/16 of it, in the logits of that token.
+        ("float channel dynamic", 0.3),
+        ("float tensor static", 0.3),
+        ("fp8 blocks", 0.3),
     ],
 )
 def test_logits_are_those_of_the_fake_quantized_model(tmp_path, form, difference):
@@ -96,7 +97,8 @@ def test_logits_are_those_of_the_fake_quantized_model(tmp_path, form, difference
     tokens, logits = answer(folder)
     expected_tokens, expected_logits = expected(folder, weights, FORMATS[form].activations)
     assert tokens == expected_tokens
-    assert (logits - expected_logits).abs().max() < difference
+    differences = (logits - expected_logits).abs().amax(dim=1)
+    assert differences.max() < difference and differences.min() < 1e-4
     assert (plain - expected_logits).abs().max() > 10 * difference, "it must not be the unquantized model"
 
 
@@ -139,5 +141,6 @@ def test_so_are_those_of_qwen2_vl_about_a_picture(tmp_path, form, tied, differen
         linear.register_forward_pre_hook(lambda _, inputs: (FORMATS[form].activations(inputs[0]),))
     expected_logits = theirs()
     assert tokens == expected_logits.argmax(-1).tolist()
-    assert (logits - expected_logits).abs().max() < difference
+    differences = (logits - expected_logits).abs().amax(dim=1)
+    assert differences.max() < difference and differences.min() < 1e-4
     assert (plain - expected_logits).abs().max() > 4 * difference, "it must not be the unquantized model"
