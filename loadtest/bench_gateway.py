@@ -31,10 +31,10 @@ from workloads import WORKLOADS, Workload
 
 
 @contextmanager
-def gateway(servers: list[str], workers: int) -> Iterator[str]:
+def gateway(servers: list[str], workers: int, *flags: str) -> Iterator[str]:
     """A gateway before these servers; its host and port."""
     command = [sys.executable, "-m", "tessera_gateway", "--url", ",".join(servers), "--port", "0"]
-    with subprocess.Popen([*command, "--workers", str(workers)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*command, "--workers", str(workers), *flags], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

@@ -49,7 +49,10 @@ async def answered(request: Request, asked: protocol.ChatRequest, told: Told) ->
     if len(options) > 1:
         client = client.together()
     turns: Turns = request.app.state.turns
-    await unless_gone(request.receive, turns.take(request.scope, asked.priority or 0, len(options)))
+    priority = asked.priority or 0
+    turn = await unless_gone(request.receive, turns.take(request.scope, priority, len(options)))
+    if turn != priority:
+        options = [each | {"priority": turn} for each in options]
     try:
         if asked.stream:
             return await _events(request, told, [client.chat_stream(conversation, **each) for each in options])

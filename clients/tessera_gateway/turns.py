@@ -3,13 +3,16 @@
 The servers answer in the order of arrival. So that a flood of one key does not stand there before everybody else's
 requests, no more are sent than the servers work at, and the others wait here, in the order of start-time fair queueing:
 each key's requests stand on a line of time as far apart as its share is small, and the earliest goes next.
+
+That alone leaves a key that asks little behind what a flood has at the servers already. So a request whose key has much
+less there than another one, by their shares, is sent at the next better priority, and passes what the other has there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -22,6 +25,7 @@ from tessera_gateway.keys import ANYBODY, KEY, Key
 TURN = "tessera.turn"
 """Key of a request's scope: what gives its place back."""
 MOST_WAITING = 2048  # requests, at each worker
+MUCH_LESS = 2  # times, by the shares
 
 
 class Waiter:
@@ -48,9 +52,11 @@ class Turns:
         self._now: dict[int, float] = {}  # where on the line of time the last one stood that went, by priority
         self._next: dict[tuple[int, Key], float] = {}  # where the next request of a key will stand
         self._arrivals = count()
+        self._held: dict[int, Counter[Key]] = defaultdict(Counter)  # places that keys have, by priority
 
-    async def take(self, scope: Scope, priority: int, answers: int) -> None:
-        """Waits for a request's turn, whose place is given back at its end (:class:`EndTurn`).
+    async def take(self, scope: Scope, priority: int, answers: int) -> int:
+        """Waits for a request's turn, whose place is given back at its end (:class:`EndTurn`), and returns the priority
+        to send it at.
 
         ``priority``: the lowest number goes first, whatever its key. ``answers``: places that it takes. Raises ApiError
         where too many wait already, most of them its own key's, and where it waits too long.
@@ -60,7 +66,11 @@ class Turns:
             self._free -= cost
         else:
             await self._wait(key, priority, cost)
-        scope[TURN] = partial(self._give_back, cost)
+        held = self._held[priority]
+        held[key] += cost
+        scope[TURN] = partial(self._end, priority, key, cost)
+        most = max(count / each.share for each, count in held.items())
+        return priority - (MUCH_LESS * held[key] / key.share <= most)
 
     async def _wait(self, key: Key, priority: int, cost: int) -> None:
         if self._count >= MOST_WAITING:
@@ -100,6 +110,15 @@ class Turns:
                 self._heap = [each for each in self._heap if not each.turn.done()]
                 heapq.heapify(self._heap)
             self._go_on()
+
+    def _end(self, priority: int, key: Key, cost: int) -> None:
+        held = self._held[priority]
+        held[key] -= cost
+        if not held[key]:
+            del held[key]
+        if not held:
+            del self._held[priority]
+        self._give_back(cost)
 
     def _give_back(self, cost: int) -> None:
         self._free += cost

@@ -62,6 +62,20 @@ def test_a_flood_of_one_key_is_passed_by_the_others_next_request() -> None:
     asyncio.run(work())
 
 
+def test_who_has_much_less_at_the_servers_passes_what_a_flood_has_there() -> None:
+    async def work() -> None:
+        turns, scopes = Turns(16, 60.0), [{KEY: key} for key in (A, A, A, A, B, B, B)]
+        taken = [await turns.take(scope, 5, 1) for scope in scopes]
+        assert taken == [5, 5, 5, 5, 4, 4, 5]  # the third is more than half of the flood's four
+        assert await turns.take({KEY: C}, 7, 1) == 7  # nothing of that priority is there
+        assert await turns.take({KEY: Key(b"D", "D", share=4.0)}, 5, 8) == 4
+        for scope in scopes:
+            scope[TURN]()
+        assert await turns.take({KEY: A}, 5, 1) == 4 and await turns.take({KEY: A}, 5, 1) == 5
+
+    asyncio.run(work())
+
+
 def test_shares_and_priorities() -> None:
     async def work() -> None:
         big = Key(b"big", "big", share=3.0)
