@@ -60,6 +60,11 @@ class Service(service_pb2_grpc.GRPCInferenceServiceServicer):
             if request.model_name == "preprocess":
                 yield served(request.id)
                 continue
+            if request.model_name == "language_model":  # a lease: a server that knows none refuses it
+                refusal = pb.ModelStreamInferResponse(error_message="no leases here")
+                refusal.infer_response.id = request.id
+                yield refusal
+                continue
             told = {tensor.name: raw for tensor, raw in zip(request.inputs, request.raw_input_contents)}
             tokens = asked_tokens(json.loads(told.get("sampling_parameters", b"")[4:] or b"{}"))
             try:

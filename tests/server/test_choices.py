@@ -57,7 +57,7 @@ def test_yes_or_no_is_the_plain_answer_with_its_probability(server, client, pict
 
 def test_a_label_that_begins_others_is_scored_along_its_path(client, picture):
     """The plain answer is one token and the stop token: what the model says of both is the short label's score."""
-    entries = client.ask(picture, QUESTION, max_tokens=8, logprobs=0).logprobs
+    entries = client.ask(picture, QUESTION, max_tokens=2, ignore_eos=True, logprobs=0).logprobs
     first, stop = (entry["logprob"] for entry in entries)
     plain = entries[0]["text"]
     labels = [f"{plain} wire", f"{plain} damp", plain, "unclear"]

@@ -36,7 +36,9 @@ class TritonPythonModel:
         while closed.exists():
             time.sleep(0.02)
 """
-FRONT = Path(__file__).resolve().parents[2] / "model_repository" / "vlm_unary"
+ROOT = Path(__file__).resolve().parents[2]
+FRONT = ROOT / "model_repository" / "vlm_unary"
+CHECKPOINT = ROOT / "build" / "default_model" / "checkpoint"  # which is checked before the start; the toys read none
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +56,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(repository: Path) -> Iterator[Launched]:
-    running = Launched(
-        repository, repository / "server.log", "--gpus", "0,1", "--device", "cpu", "--ping-interval", "0.5"
-    )
+    flags = ("--gpus", "0,1", "--device", "cpu", "--ping-interval", "0.5", "--checkpoint", str(CHECKPOINT))
+    running = Launched(repository, repository / "server.log", *flags)
     yield running
     running.process.kill()
     running.process.communicate()
