@@ -2,27 +2,33 @@
 
     python loadtest/bench_floods.py grammars    60 at a time want an answer that matches an expression of 20,000
                                                 characters, most one of its own; over gRPC
+    python loadtest/bench_floods.py answers     60 at a time want as long an answer without a grammar: what a flood of
+                                                grammars is to be compared with
     python loadtest/bench_floods.py key         128 at a time of one key of a gateway's; the questions have another
 
-Starts a server with the default model, on the CPU. `--askers N` questions are asked at a time, the same in quiet.
+Starts a server with the default model, on the CPU. `--askers N` questions are asked at a time, the same in quiet; the
+flood comes from a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import itertools
+import json
+import multiprocessing
 import shlex
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import figures
-import httpx
 import numpy as np
 from bench_gateway import gateway
 from serving import Setup, serve
@@ -30,108 +36,142 @@ from serving import Setup, serve
 from tessera_client import Client, Retry, TesseraClientError
 
 QUESTION = "Is there an exposed wire?"
-Ask = Callable[[], str]
-"""Asks once and says how it ended."""
+PAUSE_S = 0.2  # of the flood, after a refusal
+Ask = Callable[[], bool]
+"""Asks once and says whether there was an answer. It is for one thread."""
+MakeAsk = Callable[[], Ask]
 
 
-def asked(client: Client, question: str, **sampling: object) -> str:
-    """Over gRPC."""
-    try:
-        client.ask(None, question, **sampling)
-    except TesseraClientError as error:
-        return type(error).__name__
-    return "answered"
+def over_grpc(address: str, kind: str) -> Ask:
+    """Asks the plain question, or one of the flood of this kind."""
+    client = Client(address, timeout=120, retry=Retry(attempts=1))
+    numbers = itertools.count(threading.get_ident() % 40)
+
+    def ask() -> bool:
+        try:
+            if kind == "grammars":
+                client.ask(None, "?", regex=f"a{{{19_999 - next(numbers) % 40}}}", max_tokens=1000)
+            elif kind == "answers":
+                client.ask(None, "?", ignore_eos=True, max_tokens=1000)
+            else:
+                client.ask(None, QUESTION, max_tokens=16)
+        except TesseraClientError:
+            return False
+        return True
+
+    return ask
 
 
-def posted(client: httpx.Client, key: str) -> str:
-    """Through the gateway."""
-    body = {"model": "vlm", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 16}
-    try:
-        status = client.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}).status_code
-    except httpx.HTTPError as error:
-        return type(error).__name__
-    return "answered" if status == 200 else str(status)
+def through_gateway(address: str, key: str) -> Ask:
+    connection = http.client.HTTPConnection(address, timeout=120)
+    message = {"role": "user", "content": QUESTION}
+    body = json.dumps({"model": "vlm", "messages": [message], "max_tokens": 16})
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+
+    def ask() -> bool:
+        try:
+            connection.request("POST", "/v1/chat/completions", body, headers)
+            answer = connection.getresponse()
+            answer.read()
+        except (OSError, http.client.HTTPException):
+            connection.close()
+            return False
+        return answer.status == 200
+
+    return ask
 
 
-@contextmanager
-def grammars(address: str) -> Iterator[tuple[Ask, Ask]]:
-    """A plain question, and one of the flood."""
-    numbers = itertools.count()
-    with Client(address, timeout=120, retry=Retry(attempts=1)) as client:
-        yield (
-            lambda: asked(client, QUESTION, max_tokens=16),
-            lambda: asked(client, "?", regex=f"a{{{19_999 - next(numbers) % 40}}}", max_tokens=1000),
-        )
-
-
-@contextmanager
-def key(address: str) -> Iterator[tuple[Ask, Ask]]:
-    with ExitStack() as ends:
-        keys = Path(ends.enter_context(tempfile.TemporaryDirectory())) / "keys"
-        keys.write_text("one name=one\nother name=other\n")
-        url = ends.enter_context(gateway([address], 1, "--keys", str(keys), "--max-in-flight", "64"))
-        limits = httpx.Limits(max_connections=400)
-        client = ends.enter_context(httpx.Client(base_url=f"http://{url}", timeout=120, limits=limits, trust_env=False))
-        yield lambda: posted(client, "one"), lambda: posted(client, "other")
-
-
-def while_asking(ask: Ask, askers: int, seconds: float) -> list[float]:
-    """Milliseconds of the questions of so many askers; one that was not answered counts as infinite."""
+def while_asking(make: MakeAsk, askers: int, seconds: float) -> list[float]:
+    """Milliseconds of the questions of the askers; one that was not answered counts as infinite."""
     taken: list[float] = []
 
     def run() -> None:
-        end = time.monotonic() + seconds
+        ask, end = make(), time.monotonic() + seconds
         while (began := time.monotonic()) < end:
-            ended = ask()
-            taken.append((time.monotonic() - began) * 1e3 if ended == "answered" else float("inf"))
+            taken.append((time.monotonic() - began) * 1e3 if ask() else float("inf"))
 
-    threads = [threading.Thread(target=run) for _ in range(askers)]
+    in_threads(run, askers)
+    return taken
+
+
+def pour(make: MakeAsk, size: int, answered: Any) -> None:
+    """Asks without an end, in a process of its own."""
+
+    def run() -> None:
+        ask = make()
+        while True:
+            if ask():
+                with answered:
+                    answered.value += 1
+            else:
+                time.sleep(PAUSE_S)
+
+    in_threads(run, size)
+
+
+def in_threads(run: Callable[[], None], count: int) -> None:
+    threads = [threading.Thread(target=run) for _ in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return taken
-
-
-def pour(ask: Ask, outcomes: Counter[str], stop: threading.Event) -> None:
-    while not stop.is_set():
-        outcomes[ended := ask()] += 1
-        if ended != "answered":
-            time.sleep(0.2)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = {"grammars": (grammars, 60, 99), "key": (key, 128, 50)}
-    parser.add_argument("kind", choices=kinds)
+    parser.add_argument("kind", choices=("grammars", "answers", "key"))
     parser.add_argument("--seconds", type=float, default=20.0, help="of quiet, and of the flood (%(default)g)")
     parser.add_argument("--askers", type=int, default=1, metavar="N", help="questions at a time (%(default)s)")
+    parser.add_argument(
+        "--places", type=int, default=64, metavar="N", help="the gateway's --max-in-flight (%(default)s)"
+    )
     options = parser.parse_args()
-    flood, size, percentile = kinds[options.kind]
-    outcomes: Counter[str] = Counter()
-    stop = threading.Event()
-    with serve(Setup()) as server, flood(server.grpc[0]) as (ask, pouring):
-        while_asking(ask, options.askers, 3.0)
-        quiet = while_asking(ask, options.askers, options.seconds)
-        threads = [threading.Thread(target=pour, args=(pouring, outcomes, stop), daemon=True) for _ in range(size)]
-        for thread in threads:
-            thread.start()
-        time.sleep(1.0)
-        flooded = while_asking(ask, options.askers, options.seconds)
-        stop.set()
-        told = {f"{name}_p{p}_ms": round(float(np.percentile(taken, p)), 1)
-                for name, taken in (("quiet", quiet), ("flood", flooded)) for p in (50, 99)}  # fmt: skip
-        name = f"p{percentile}"
-        figures.emit(
-            f"open.flood.{options.kind}.{name}_over_quiet",
-            round(told[f"flood_{name}_ms"] / told[f"quiet_{name}_ms"], 2),
-            "ratio",
-            f'make bench NAME=floods ARGS="{shlex.join(sys.argv[1:])}"',
-            questions=[len(quiet), len(flooded)],
-            outcomes=dict(outcomes),
-            askers=options.askers,
-            **told,
+    with ExitStack() as ends:
+        address = ends.enter_context(serve(Setup())).grpc[0]
+        make, flood, size, percentile = (
+            partial(over_grpc, address, "plain"),
+            partial(over_grpc, address, options.kind),
+            60,
+            99,
         )
+        if options.kind == "key":
+            keys = Path(ends.enter_context(tempfile.TemporaryDirectory())) / "keys"
+            keys.write_text("one name=one\nother name=other\n")
+            flags = ("--keys", str(keys), "--max-in-flight", str(options.places))
+            url = ends.enter_context(gateway([address], 1, *flags))
+            make, flood, size, percentile = (
+                partial(through_gateway, url, "one"),
+                partial(through_gateway, url, "other"),
+                128,
+                50,
+            )
+        while_asking(make, options.askers, 3.0)
+        quiet = while_asking(make, options.askers, options.seconds)
+        context = multiprocessing.get_context("spawn")
+        answered = context.Value("i", 0)
+        pouring = context.Process(target=pour, args=(flood, size, answered), daemon=True)
+        pouring.start()
+        time.sleep(3.0)
+        before = answered.value
+        flooded = while_asking(make, options.askers, options.seconds)
+        rate = (answered.value - before) / options.seconds
+        pouring.kill()
+        pouring.join()
+    told = {
+        f"{name}_p{each}_ms": round(float(np.percentile(taken, each)), 1)
+        for name, taken in (("quiet", quiet), ("flood", flooded))
+        for each in (50, 99)
+    }
+    figures.emit(
+        f"open.flood.{options.kind}.p{percentile}_over_quiet",
+        round(told[f"flood_p{percentile}_ms"] / told[f"quiet_p{percentile}_ms"], 2),
+        "ratio",
+        f'make bench NAME=floods ARGS="{shlex.join(sys.argv[1:])}"',
+        questions=[len(quiet), len(flooded)],
+        flood_req_s=round(rate, 1),
+        askers=options.askers,
+        **told,
+    )
     return 0
 
 

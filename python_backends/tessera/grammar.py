@@ -239,6 +239,9 @@ def _place(schema: dict[str, Any], place: str, error: str, vocabulary: LLTokeniz
     return place
 
 
+_MOST_SPELLED = 256  # bytes
+
+
 class Spelling:
     """A vocabulary as llguidance wants it. ``tokens``: the bytes of each; none, for those that must not be written."""
 
@@ -254,7 +257,12 @@ class Spelling:
         self._encode = encode
 
     def __call__(self, text: bytes | str) -> list[int]:
+        """The tokens of ``text``, or of its beginning: llguidance asks for all that must come, 20,000 characters of
+        ``a{20000}`` at each mask, and goes by the first of them."""
         data = text.encode() if isinstance(text, str) else text
+        if len(data) > _MOST_SPELLED:
+            cut = next((cut for cut in range(_MOST_SPELLED, 0, -1) if data[cut] & 0xC0 != 0x80), _MOST_SPELLED)
+            data = data[:cut]  # between two characters
         if self._encode is not None:
             with contextlib.suppress(UnicodeDecodeError, IndexError):  # some write tokens that the model lacks
                 ids = list(self._encode(data.decode()))

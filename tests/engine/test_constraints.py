@@ -392,3 +392,17 @@ def test_a_token_of_the_clients_ends_a_constrained_answer_after_min_tokens():
         sequence.in_flight = 0
         reasons.append(sequence.finish_reason)
     assert reasons == [None, None, "stop"]
+
+
+def test_of_a_text_that_must_come_only_the_beginning_is_spelled():
+    """llguidance asks for all of it at each mask: 20,000 characters of a{20000}, by the model's tokenizer."""
+    asked = []
+
+    def encode(text):
+        asked.append(text)
+        return [0 if character == "a" else 1 for character in text]
+
+    spelling = grammar.Spelling([b"a", "é".encode(), b""], 2, encode)
+    assert spelling(b"a" * 20_000) == [0] * 256
+    assert spelling("a" * 255 + "é" * 9) == [0] * 255  # no character is cut in two
+    assert spelling("é" * 4) == [1] * 4 and list(map(len, asked)) == [256, 255, 4]
