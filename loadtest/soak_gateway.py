@@ -32,7 +32,7 @@ class Door:
         return str(self._answer(asked(text, picture, max_tokens=4))["choices"][0]["finish_reason"])
 
     def streamed(self, picture: bytes, text: str, length: int) -> str:
-        """The finish reason of a stream of so many tokens."""
+        """The finish reason of a stream of that many tokens."""
         *events, last = self._events(asked(text, picture, max_tokens=length, ignore_eos=True, stream=True))
         if last != "[DONE]":
             raise AssertionError(f"the stream ended with {last[:200]}")

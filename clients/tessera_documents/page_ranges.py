@@ -25,6 +25,6 @@ class PageRanges:
         return first, last
 
     def of(self, pages: int) -> list[int]:
-        """Those of a document of so many pages, counted from 0."""
+        """Those of a document of ``count`` pages, counted from 0."""
         ends = [(first, pages if last is None else min(last, pages)) for first, last in self._ranges]
         return sorted({page - 1 for first, last in ends for page in range(first, last + 1)})

@@ -37,7 +37,7 @@ FRAME_BYTES = 4 << 10  # of a chunked body's frames and trailers, which may have
 FRAME_SHARE = 4  # each chunk costs a call, however small it is
 PIPELINED = 8  # requests that may wait for the answer to an earlier one of their connection
 LAST_WORDS_S = 1.0  # that a client may take for the end of an answer which the stop of the gateway has cut short
-MOST_FILES = 1 << 16  # descriptors that a worker asks the system for, where it may have so many
+MOST_FILES = 1 << 16  # descriptors that a worker asks the system for, up to its hard limit
 KEPT_FILES = 256  # descriptors that are not for connections: servers, databases, pages that are fetched
 BODY = "tessera.body"
 """Key of a request's scope: its :class:`Body`."""
@@ -51,7 +51,7 @@ class Body:
         self.arriving = True
 
     def release(self, size: int) -> None:
-        """So many bytes of it are needed no more: they stand on the disk."""
+        """``size`` bytes of it are no longer needed: they are on the disk."""
         self.connection.door.hold(self, -min(size, self.held))  # nothing of one that was refused meanwhile
 
 
@@ -95,7 +95,7 @@ class Door:
 
     def hold(self, body: Body, size: int) -> None:
         """Counts more bytes of a body, or less. Where they are too many, the largest that is on its way is refused:
-        whoever sends little is not in the way of anybody."""
+        small requests go on."""
         body.held += size
         self._held += size
         self.counters.add("body_bytes_held", size)

@@ -90,7 +90,7 @@ def question(**fields: object) -> bytes:
 
 
 async def again(attack: Callable[[], Awaitable[int]], found: Counter[int], lines: int) -> None:
-    """The attack on so many lines at a time, each again when it ends."""
+    """The attack on that many connections at a time, each again when it ends."""
     end = asyncio.get_running_loop().time() + SECONDS
 
     async def one() -> None:
@@ -104,7 +104,7 @@ async def again(attack: Callable[[], Awaitable[int]], found: Counter[int], lines
 
 
 async def once(attack: Callable[[], Awaitable[int]], found: Counter[int], lines: int) -> None:
-    """The attack on so many lines at once."""
+    """The attack on that many connections at once."""
     for ended in await asyncio.gather(*(attack() for _ in range(lines)), return_exceptions=True):
         found[ended if isinstance(ended, int) else 0] += 1
 

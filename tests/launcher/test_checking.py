@@ -127,7 +127,7 @@ def test_settings_are_part_of_it(folder: Path) -> None:
 
 
 def test_16_gigabytes_are_judged_by_their_headers(tmp_path: Path) -> None:
-    """Sparse files of a 7B's shape, twice the disk: whoever read their tensors would take minutes and the memory."""
+    """Sparse files of a 7B's shape, twice the disk: reading their tensors would take minutes and the memory."""
     shape = Shape(text_hidden=3584, text_heads=28, text_kv_heads=4, head_dim=128, text_layers=36, text_mlp=18944)
     folder = hf_native(tmp_path, Shape())
     (folder / "model.safetensors").unlink()

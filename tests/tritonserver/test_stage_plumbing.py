@@ -141,7 +141,7 @@ FULL = RuntimeError("Failed to increase the shared memory pool size for key 'k' 
 
 
 def refuse(request: InferenceRequest, times: int) -> None:
-    """The first so many sends of the request find no shared memory."""
+    """The first sends of the request find no shared memory."""
     send, left = request.sender.send, list(range(times))
 
     def failing(*arguments, **flags) -> None:

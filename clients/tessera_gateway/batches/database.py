@@ -120,12 +120,12 @@ class Database:
         return self._connection.execute(query, values).rowcount
 
     def require_room(self, size: int) -> None:
-        """Raises sqlite3.OperationalError where an upload of so many bytes would leave the results too little room."""
+        """Raises sqlite3.OperationalError where an upload of that size would leave the results too little room."""
         if not self.has_room(size - self._pragma("freelist_count") * self._pragma("page_size")):
             raise sqlite3.OperationalError(FULL)
 
     def has_room(self, size: int = 0) -> bool:
-        """Whether the disk keeps enough free with so many bytes more; for any thread."""
+        """Whether the disk keeps enough free with that many bytes more; for any thread."""
         disk = os.statvfs(self.folder)
         return disk.f_bavail * disk.f_frsize >= size + KEPT_FREE
 

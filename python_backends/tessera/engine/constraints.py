@@ -85,8 +85,8 @@ class Matcher:
     def slow(self) -> bool:
         """Whether :meth:`advance` is not for the thread that steps, but :meth:`advance_later` is.
 
-        So it is while a copy is followed elsewhere: whoever follows another one would wait for its lexer meanwhile, and
-        hold the interpreter.
+        So it is while a copy is followed elsewhere: a thread that follows another one would wait for its lexer
+        meanwhile, and hold the interpreter.
         """
         return self._grammar.slow_for > 0 or self._grammar.elsewhere > 0
 

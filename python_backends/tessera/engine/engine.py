@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tessera.family.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
-_LANE_PART = 4  # of the sequences that may run, one in so many may follow a slow grammar
+_LANE_PART = 4  # a quarter of the sequences that may run may follow slow grammars
 _LANE_WAIT_S = 0.02  # for masks or a request, where nothing else is to be done; then deadlines are looked at again
 
 

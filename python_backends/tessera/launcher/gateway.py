@@ -31,7 +31,7 @@ LIVED_S = 60.0
 
 
 class Gateway:
-    """The child. ``say(message, error)`` gets a line when it is started anew; ``options`` are the child's own.
+    """The child. ``say(message, error)`` gets a line when it is restarted; ``options`` are the child's own.
 
     Raises ConfigError where its packages are not installed, the port is taken, or the options cannot work.
     """

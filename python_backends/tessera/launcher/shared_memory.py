@@ -47,7 +47,7 @@ def python_processes(repository: Path, config_name: str | None, setup: ServerSet
 
 
 def regions(processes: int, servers: int = 1) -> Regions:
-    """What each region of a server is to have, by what is free now and shared by so many servers.
+    """What each region of a server is to have, by what is free now and shared by the servers that start.
 
     Raises ConfigError where they do not fit.
     """
@@ -62,7 +62,7 @@ def regions(processes: int, servers: int = 1) -> Regions:
 
 
 def shortage(processes: int, servers: int = 1) -> str | None:
-    """A line for whoever starts the servers, where they will do with less than they should have.
+    """A line for the user who starts the servers, where they will do with less than they should have.
 
     Raises ConfigError where they do not fit at all.
     """
