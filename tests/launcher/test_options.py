@@ -224,5 +224,13 @@ def test_gpus_without_a_gpu_are_refused_in_one_line(
     assert serve_main(["--gpus", "0", "--device", "cpu", "--show-settings"]) == 0  # told on purpose
 
 
+def test_signals_are_the_callers_again_where_nothing_was_served(capsys: pytest.CaptureFixture[str]) -> None:
+    """A process that is forked later, a loader's worker, would not end by SIGTERM."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        serve_main(["--no-such-option"])
+    assert "--no-such-option" in capsys.readouterr().err and signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_hidden_gpu_is_none() -> None:
     assert find_device({"CUDA_VISIBLE_DEVICES": ""}) == find_device({"CUDA_VISIBLE_DEVICES": "-1"}) == "cpu"

@@ -51,8 +51,7 @@ def serve_main(argv: Sequence[str] | None = None, gateway_options: GatewayOption
 
     The gateway's options are passed on to it as they are: this package knows none of them.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, request_stop)
+    before = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         options, gpus, supervision, flags = parse(list(sys.argv[1:] if argv is None else argv), gateway_options)
         first = replace(options, environment={"CUDA_VISIBLE_DEVICES": gpus[0]}) if gpus else options
@@ -94,6 +93,10 @@ def serve_main(argv: Sequence[str] | None = None, gateway_options: GatewayOption
     except TesseraError as error:
         say(str(error), error=True)
         return 1
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is request_stop:  # not while a stop comes to its end
+                signal.signal(number, handler)
 
 
 def request_stop(number: int, frame: FrameType | None) -> None:
