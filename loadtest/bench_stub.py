@@ -22,7 +22,7 @@ import numpy as np
 import tritonclient.grpc as grpcclient
 
 from tessera.launcher.options import ServerOptions
-from tessera.launcher.process import Server
+from tessera.launcher.process import Server, ServerStartError
 
 SOURCES = Path(__file__).resolve().parent / "stub"
 IN_FLIGHT = 96
@@ -108,11 +108,17 @@ def main() -> int:
     begun, starts, answers = time.monotonic(), 0, 0
     deaths: list[str] = []
     while time.monotonic() < begun + 60 * given.minutes:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            Server(options(Path(folder), given.window_us, not given.without_warm_up)) as server,
-        ):
-            answered, wrong = burst(server, given.requests)
+        answered = 0
+        wrong: str | None
+        with tempfile.TemporaryDirectory() as folder:
+            server = Server(options(Path(folder), given.window_us, not given.without_warm_up))
+            try:
+                server.start(attempts=1)
+                answered, wrong = burst(server, given.requests)
+            except ServerStartError as error:
+                wrong = str(error)
+            finally:
+                server.stop()
         starts, answers = starts + 1, answers + answered
         if wrong:
             deaths.append(wrong)
