@@ -19,8 +19,8 @@ from tessera_gateway.connections import raise_file_limit
 SECONDS = 11.0  # that an attack goes on for
 MIB = 1 << 20
 STRANGER = "127.0.0.2"
-GET = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n"
-POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
