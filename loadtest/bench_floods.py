@@ -6,8 +6,8 @@
                                                 grammars is to be compared with
     python loadtest/bench_floods.py key         128 at a time of one key of a gateway's; the questions have another
 
-Starts a server with the default model, on the CPU. `--askers N` questions are asked at a time, the same in quiet; the
-flood comes from a process of its own.
+Starts a server (with the default model on the CPU unless options say otherwise). `--askers N` questions are asked at a
+time, the same in quiet; the flood comes from a process of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import figures
 import numpy as np
 from bench_gateway import gateway
-from serving import Setup, serve
+from serving import add_arguments, serve, setup, setup_notes
 
 from tessera_client import Client, Retry, TesseraClientError
 
@@ -125,9 +125,11 @@ def main() -> int:
     parser.add_argument(
         "--places", type=int, default=64, metavar="N", help="the gateway's --max-in-flight (%(default)s)"
     )
+    add_arguments(parser)
+    parser.set_defaults(gpus="")
     options = parser.parse_args()
     with ExitStack() as ends:
-        address = ends.enter_context(serve(Setup())).grpc[0]
+        address = ends.enter_context(serve(setup(options))).grpc[0]
         make, flood, size, percentile = (
             partial(over_grpc, address, "plain"),
             partial(over_grpc, address, options.kind),
@@ -171,6 +173,7 @@ def main() -> int:
         flood_req_s=round(rate, 1),
         askers=options.askers,
         **told,
+        **setup_notes(options),
     )
     return 0
 
