@@ -131,6 +131,12 @@ class Tree:
             return named[0]
         return equal[0] if len(equal) == 1 and len(mutant["original"]) >= 24 else None
 
+    def in_function(self, place: Place) -> bool:
+        for scope, node in statements(ast.parse(self.sources[place.path])):
+            if f"{scope}.{getattr(node, 'name', '')}".strip(".") == place.scope and isinstance(node, FUNCTIONS):
+                return True
+        return False
+
     def mutated(self, mutant: dict) -> tuple[str, str] | None:
         """(path, its source with the mutant in it)"""
         place = self.find(mutant)
@@ -356,6 +362,7 @@ def cover(mutants: list[dict], tree: Tree, data: list[Path], times: Path, slower
     """Gives each mutant `tests`: {file: [function, ...]}, of those that execute its statement the ones that execute
     least beside it, for at most BUDGET_S seconds of a machine `slower` times as fast as the one that measured."""
     from coverage import CoverageData
+    from coverage.exceptions import CoverageException
 
     seconds: Counter[str] = Counter()
     bad: set[str] = set()
@@ -369,7 +376,11 @@ def cover(mutants: list[dict], tree: Tree, data: list[Path], times: Path, slower
     breadth: Counter[str] = Counter()
     for file in data:
         measured = CoverageData(str(file))
-        measured.read()
+        try:
+            measured.read()
+        except CoverageException as error:  # its process was killed
+            print(f"{file}: {error}")
+            continue
         known = quick & measured.measured_contexts()
         if not known:
             continue
@@ -392,7 +403,8 @@ def cover(mutants: list[dict], tree: Tree, data: list[Path], times: Path, slower
         if isinstance(place.node, FUNCTIONS):
             first = place.node.body[0].lineno
             tests = executing(place.path, range(first, place.node.end_lineno + 1))
-        elif not tests:  # executed when it is imported: the tests of what mentions the name
+        elif not tests and not tree.in_function(place):
+            # executed when it is imported: the tests of what mentions the name
             tests = set().union(*mentions(tree, place, executing))
         spent, chosen = 0.0, defaultdict(list)
         for test in sorted(tests, key=lambda t: (breadth[t], t)):

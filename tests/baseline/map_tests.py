@@ -70,7 +70,8 @@ def main() -> None:
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     printed, _ = process.communicate()
-            return f"{file}: {printed.strip().rpartition(chr(10))[2]}"
+            errors = [line for line in printed.splitlines() if line.startswith("ERROR")]
+            return f"{file} {round(time.monotonic() - begin)} s " + "; ".join(errors[:2])
 
         with ThreadPoolExecutor(options.jobs) as pool:
             for line in pool.map(run, enumerate(files)):

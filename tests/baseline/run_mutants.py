@@ -85,7 +85,7 @@ class Copy:
                     shutil.copy2(source, into / name)
         self._work = root / f"work{number}"
 
-    def pytest(self, ids: list[str], *more: str) -> tuple[int | None, str, float]:
+    def pytest(self, ids: list[str], *more: str, limit: float = LIMIT_S) -> tuple[int | None, str, float]:
         """(exit status, None if it ran past the limit; what it printed; seconds)"""
         shutil.rmtree(self._work, ignore_errors=True)
         self._work.mkdir()
@@ -99,7 +99,7 @@ class Copy:
         with open(self._work / "out", "w+") as out:
             process = subprocess.Popen(command, cwd=self.root, env=env, stdout=out, stderr=out, start_new_session=True)
             try:
-                status: int | None = process.wait(LIMIT_S)
+                status: int | None = process.wait(limit)
             except subprocess.TimeoutExpired:
                 status = None
             with contextlib.suppress(ProcessLookupError):
@@ -108,14 +108,14 @@ class Copy:
             out.seek(0)
             return status, out.read(), time.monotonic() - begin
 
-    def with_file(self, path: str, source: str, ids: list[str]) -> tuple[int | None, str, float]:
+    def with_file(self, path: str, source: str, ids: list[str], limit: float) -> tuple[int | None, str, float]:
         target = self.root / path
         self._stamp += 1
         target.unlink()
         target.write_text(source)
         os.utime(target, (self._stamp, self._stamp))  # a compiled file is told by its second
         try:
-            return self.pytest(ids, "-x")
+            return self.pytest(ids, "-x", limit=limit)
         finally:
             target.unlink()
             shutil.copy2(self._tree / path, target)
@@ -130,7 +130,7 @@ def functions(printed: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def judged(mutant: dict, tree: Tree, tests: Tests, bad: set[str], copy: Copy) -> dict:
+def judged(mutant: dict, tree: Tree, tests: Tests, bad: set[str], copy: Copy, limit: float) -> dict:
     row = {"id": mutant["id"], "package": mutant["package"], "operator": mutant["operator"]}
     written = tree.mutated(mutant)
     if written is None:
@@ -144,7 +144,7 @@ def judged(mutant: dict, tree: Tree, tests: Tests, bad: set[str], copy: Copy) ->
     ids = tests.ids(kept)
     if not ids:
         return row | {"result": "no test here" if mutant["tests"] else "not covered"}
-    status, printed, seconds = copy.with_file(*written, ids)
+    status, printed, seconds = copy.with_file(*written, ids, limit)
     row |= {"seconds": round(seconds, 1), "tests": len(ids)}
     if status is None:
         return row | {"result": "timeout"}
@@ -157,38 +157,33 @@ def judged(mutant: dict, tree: Tree, tests: Tests, bad: set[str], copy: Copy) ->
 
 
 def unchanged(mutants: list[dict], tests: Tests, copies: queue.Queue[Copy], jobs: int) -> tuple[set[str], list[str]]:
-    """(the chosen tests that fail without a mutant, what could not be told): in one file per process."""
-    chosen: dict[str, set[str]] = defaultdict(set)
-    for mutant in mutants:
-        for file, names in mutant["tests"].items():
-            chosen[file].update(names)
-    parts = [
-        ({f: names[at : at + 20]})
-        for f, group in chosen.items()
-        for names in [sorted(group)]
-        for at in range(0, len(names), 20)
-    ]
-    parts.sort(key=lambda p: -sum(map(len, p.values())))
+    """(the chosen tests that fail without a mutant, what could not be told)"""
+    chosen = sorted({(file, name) for m in mutants for file, names in m["tests"].items() for name in names})
+    size = max(10, min(40, len(chosen) // (3 * jobs)))
 
-    def run(part: dict[str, list[str]]) -> tuple[set[str], list[str]]:
-        ids = tests.ids(part)
+    def run(part: list[tuple[str, str]]) -> tuple[set[str], list[str]]:
+        wanted: dict[str, list[str]] = defaultdict(list)
+        for file, name in part:
+            wanted[file].append(name)
+        unknown = [f"{f}::{n} is no test any more" for f, n in part if not tests.ids({f: [n]})]
+        ids = tests.ids(wanted)
         if not ids:
-            return set(), [f"{part} is no test any more"]
+            return set(), unknown
         copy = copies.get()
         try:
-            status, printed, _ = copy.pytest(ids)
+            status, printed, _ = copy.pytest(ids, "--continue-on-collection-errors")
         finally:
             copies.put(copy)
         if status in (0, 5):
-            return set(), []
+            return set(), unknown
         failed = set(functions(printed)) if status == 1 else set()
-        if not failed:  # it could not be collected, hung or crashed: nothing of it judges
-            failed = {f"{f}::{n}" for f, names in part.items() for n in names}
-            return failed, [f"{next(iter(part))}: status {status}: {printed[-400:]}"]
-        return failed, []
+        if failed:
+            return failed, unknown
+        # it hung or crashed: nothing of it judges
+        return {f"{f}::{n}" for f, n in part}, [*unknown, f"{list(wanted)}: status {status}: {printed[-400:]}"]
 
     with ThreadPoolExecutor(jobs) as pool:
-        results = list(pool.map(run, parts))
+        results = list(pool.map(run, [chosen[at : at + size] for at in range(0, len(chosen), size)]))
     return set().union(*(r[0] for r in results)), [line for r in results for line in r[1]]
 
 
@@ -198,6 +193,7 @@ def main() -> None:
     parser.add_argument("--mutants", type=Path, default=MUTANTS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for the tests of one mutant")
     parser.add_argument("--first", type=int)
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--against", type=Path, help="an older result: say which it killed and this one does not")
@@ -229,7 +225,7 @@ def main() -> None:
         def run(mutant: dict) -> None:
             copy = copies.get()
             try:
-                row = judged(mutant, tree, tests, bad, copy)
+                row = judged(mutant, tree, tests, bad, copy, options.limit)
             finally:
                 copies.put(copy)
             with lock:
@@ -245,7 +241,7 @@ def main() -> None:
         killed = {
             r["id"]: r.get("by", "timeout")
             for r in json.loads(options.against.read_text())["mutants"]
-            if r["result"] in ("killed", "timeout")
+            if r["result"] in ("killed", "timeout") and r["id"] in {m["id"] for m in mutants}
         }
         now = {r["id"]: r["result"] for r in rows}
         lost = {
