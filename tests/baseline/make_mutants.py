@@ -74,6 +74,7 @@ class Place:
     scope: str
     node: ast.stmt
     index: int  # among the equal statements of this scope
+    before: str  # the statement before it in this scope
 
 
 def statements(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
@@ -94,10 +95,12 @@ def statements(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
 def places(path: str, source: str) -> Iterator[tuple[str, Place]]:
     """(the statement as ast.dump writes it, where it stands)"""
     seen: Counter[tuple[str, str]] = Counter()
+    last: dict[str, str] = {}
     for scope, node in statements(ast.parse(source)):
         dumped = ast.dump(header(node))
-        yield dumped, Place(path, scope, node, seen[scope, dumped])
+        yield dumped, Place(path, scope, node, seen[scope, dumped], last.get(scope, ""))
         seen[scope, dumped] += 1
+        last[scope] = text(node)
 
 
 class Tree:
@@ -121,7 +124,11 @@ class Tree:
         equal = self._places.get(ast.dump(header(parsed(mutant["original"]))), [])
         same = [p for p in equal if p.scope == mutant["scope"] and p.index == mutant["index"]]
         if same:
-            for alike in (lambda p: p.path == mutant["path"], lambda p: Path(p.path).name == Path(mutant["path"]).name):
+            for alike in (
+                lambda p: p.path == mutant["path"],
+                lambda p: Path(p.path).name == Path(mutant["path"]).name,
+                lambda p: p.before == mutant["before"],
+            ):
                 if len(near := [p for p in same if alike(p)]) == 1:
                     return near[0]
             return same[0] if len(same) == 1 else None
@@ -290,7 +297,7 @@ def candidates(path: str, source: str) -> Iterator[dict]:
             if mutated != original and "\n" not in original + mutated:
                 yield {
                     "path": path, "scope": place.scope, "operator": operator, "index": place.index,
-                    "original": original, "mutated": mutated,
+                    "before": place.before, "original": original, "mutated": mutated,
                 }  # fmt: skip
 
 
