@@ -50,13 +50,11 @@ class Tests:
         for path in sorted((tree / "tests").rglob("test_*.py")):
             name = path.relative_to(tree).as_posix()
             for node in ast.parse(path.read_text()).body:
-                inner = node.body if isinstance(node, ast.ClassDef) else [node]
-                for function in inner:
-                    if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and function.name.startswith(
-                        "test"
-                    ):
-                        outer = f"{node.name}::" if inner is not None and isinstance(node, ast.ClassDef) else ""
-                        self._found[function.name].append(f"{name}::{outer}{function.name}")
+                in_class = isinstance(node, ast.ClassDef)
+                for function in node.body if in_class else [node]:
+                    found = getattr(function, "name", "")
+                    if found.startswith("test"):
+                        self._found[found].append("::".join([name, *([node.name] if in_class else []), found]))
 
     def ids(self, chosen: dict[str, list[str]]) -> list[str]:
         """Of the file of that name; of any, where no such file has it any more."""
