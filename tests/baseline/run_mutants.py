@@ -224,6 +224,8 @@ def main() -> None:
             copy = copies.get()
             try:
                 row = judged(mutant, tree, tests, bad, copy, options.limit)
+            except Exception as error:  # one mutant must not end a run of minutes
+                row = {"id": mutant["id"], "result": f"error: {error!r}"}
             finally:
                 copies.put(copy)
             with lock:
