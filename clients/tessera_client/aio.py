@@ -188,9 +188,13 @@ class AsyncClient(BaseClient[Coroutine[Any, Any, Answer], AsyncStream]):
 
     def _stream(self, request: Request, timeout: Seconds) -> AsyncStream:
         streamed = replace(request, stream=True)
-        return AsyncStream(self._transport, streamed, self._seconds(timeout), self._retry, self._begin_trace)
+        return AsyncStream(
+            self._transport, streamed, self._seconds(timeout), self._retry, self._begin_trace, self._name
+        )
 
     async def _answer(self, request: Callable[[], Request], timeout: Seconds, retry: Retry | None = None) -> Answer:
         retry = retry or self._retry
-        async with AsyncStream(self._transport, request(), self._seconds(timeout), retry, self._begin_trace) as stream:
+        async with AsyncStream(
+            self._transport, request(), self._seconds(timeout), retry, self._begin_trace, self._name
+        ) as stream:
             return await stream.answer()

@@ -64,6 +64,7 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
         self._models = models or Models()
         self._transport = transport or open_transport(url, self._models)
         self._tracer = tracer
+        self._name = ""
         self.url = url if isinstance(url, str) else ",".join(url)
 
     def ask(self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any) -> AnswerT:
@@ -126,6 +127,13 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
         one = copy(self)
         if isinstance(self._transport, PooledTransport):
             one._transport = self._transport.together()
+        return one
+
+    def named(self, name: str) -> Self:
+        """A client on this one's connections whose request ids have ``name`` in them, which the server's log and the
+        spans then name: up to 128 printable characters of ASCII without spaces and brackets."""
+        one = copy(self)
+        one._name = name
         return one
 
     def untraced(self) -> Self:
@@ -259,11 +267,11 @@ class Client(BaseClient[Answer, Stream]):
 
     def _stream(self, request: Request, timeout: Seconds) -> Stream:
         streamed = replace(request, stream=True)
-        return Stream(self._transport, streamed, self._seconds(timeout), self._retry, self._begin_trace)
+        return Stream(self._transport, streamed, self._seconds(timeout), self._retry, self._begin_trace, self._name)
 
     def _answer(self, request: Callable[[], Request], timeout: Seconds, retry: Retry | None = None) -> Answer:
         retry = retry or self._retry
-        with Stream(self._transport, request(), self._seconds(timeout), retry, self._begin_trace) as stream:
+        with Stream(self._transport, request(), self._seconds(timeout), retry, self._begin_trace, self._name) as stream:
             return stream.answer()
 
 

@@ -48,6 +48,7 @@ class BaseStream(ABC):
         timeout: float | None,
         retry: Retry,
         begin_trace: Callable[[Request], Trace | None] = lambda request: None,
+        name: str = "",
     ) -> None:
         self._transport = transport
         self._request = request
@@ -57,7 +58,9 @@ class BaseStream(ABC):
         self._closed = False
         self._last: Delta | None = None
         self._trace = begin_trace(request)
-        self._id = uuid.uuid4().hex[:16] if self._trace is None else self._trace.id_of(uuid.uuid4().hex[:16])
+        unique = uuid.uuid4().hex[:16]
+        unique = f"{name}-{unique}" if name else unique
+        self._id = unique if self._trace is None else self._trace.id_of(unique)
         self._server = ""  # of the last attempt
         self._texts: list[str] = []
         self._logprobs: list[Any] = []

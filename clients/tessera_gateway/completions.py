@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from tessera_client import AsyncClient, AsyncStream, InvalidRequest
 from tessera_gateway import protocol, translation
 from tessera_gateway.body import all_of, read, require_json, unless_gone
-from tessera_gateway.errors import ApiError, from_wire, renamed
+from tessera_gateway.errors import REQUEST_ID, ApiError, from_wire, renamed
 from tessera_gateway.metrics import COMPLETIONS, MODEL, USAGE
 from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.settings import Settings
@@ -40,7 +40,7 @@ async def request_in(request: Request, kind: type[T]) -> T:
 async def answered(request: Request, asked: protocol.ChatRequest, told: Told) -> Response:
     """Asks the servers, and tells what they answer."""
     settings: Settings = request.app.state.settings
-    client: AsyncClient = request.app.state.client
+    client: AsyncClient = request.app.state.client.named(request.scope[REQUEST_ID])
     check_model(asked, settings)
     asked = with_floor(asked, settings.priority_floor)
     request.scope[MODEL] = asked.model

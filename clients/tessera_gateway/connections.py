@@ -23,6 +23,7 @@ from uvicorn.server import ServerState
 
 from tessera_gateway.body import end_all
 from tessera_gateway.errors import RETRY_AFTER, ApiError
+from tessera_gateway.heads import id_of
 from tessera_gateway.metrics import STATUS, Counters
 
 HEAD_BYTES = 16 << 10  # of a request line and its header fields
@@ -318,7 +319,9 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
             return
         content = json.dumps(fault.body).encode()
-        fields = {**fault.headers, "Content-Type": "application/json", "Content-Length": len(content)}
+        scope = cast(dict[str, Any], self.scope) if self._begun else {"headers": []}  # with what came of its header
+        fields = {**fault.headers, "x-request-id": id_of(scope), "Content-Type": "application/json"}
+        fields["Content-Length"] = str(len(content))
         lines = "".join(f"{name}: {value}\r\n" for name, value in {**fields, "Connection": "close"}.items())
         self._garbage = fault.status < 500
         self.transport.write(STATUS_LINE[fault.status] + lines.encode() + b"\r\n" + content)

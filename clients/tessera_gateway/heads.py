@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, MutableMapping
 from ipaddress import ip_address
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,8 +16,16 @@ from tessera_gateway.errors import REQUEST_ID, ApiError
 SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
+def id_of(scope: MutableMapping[str, Any]) -> str:
+    """The id of a request: its own ``x-request-id`` where that is a sane one, else a new one; kept in its scope."""
+    if REQUEST_ID not in scope:
+        given = Headers(scope=scope).get("x-request-id", "")
+        scope[REQUEST_ID] = given if SANE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+    return str(scope[REQUEST_ID])
+
+
 class RequestIds:
-    """Middleware: every answer has an ``x-request-id``, the request's own where it has a sane one."""
+    """Middleware: every answer has its request's id as ``x-request-id``."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -24,8 +33,7 @@ class RequestIds:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        given = Headers(scope=scope).get("x-request-id", "")
-        name = scope[REQUEST_ID] = given if SANE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        name = id_of(scope)
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

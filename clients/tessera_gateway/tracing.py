@@ -18,6 +18,7 @@ from opentelemetry.trace import SpanKind, StatusCode, TracerProvider
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tessera_gateway.errors import REQUEST_ID
 from tessera_gateway.metrics import COMPLETIONS, MODEL, RESPONSES, STATUS
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class TraceRequests:
             finally:
                 status = scope[STATUS]
                 span.set_attribute("http.response.status_code", status)
+                span.set_attribute("http.response.header.x-request-id", [scope[REQUEST_ID]])
                 if MODEL in scope:
                     span.set_attribute("gen_ai.request.model", scope[MODEL])
                 if status >= CUT:

@@ -55,7 +55,7 @@ class Line:
     def refusal(self) -> tuple[int, str]:
         """Status and code of the next answer, which is an error and the last."""
         status, fields, body = self.answer()
-        assert fields["connection"] == "close" and self.ended()
+        assert fields["connection"] == "close" and fields["x-request-id"] and self.ended()
         return status, body["error"]["code"]
 
     def ended(self) -> bool:
@@ -141,6 +141,41 @@ def test_a_long_header_behind_a_body_in_one_breath(served: Served) -> None:
     line = served.line()
     line.send(SIZED + BODY + GET + b"X: " + b"a" * 2 * connections.HEAD_BYTES)
     assert line.ended() and served.settles("requests_under_way", 0)
+
+
+NAMED = b"X-Request-Id: mine\r\n"
+LONG = b"X: " + b"a" * connections.HEAD_BYTES
+PAST = SIZED[:-2] + b"X-Request-Id: past\r\n\r\n" + BODY
+
+
+@pytest.mark.parametrize(
+    ("parts", "status", "given"),
+    [
+        ((GET, NAMED, LONG), 431, True),
+        ((GET, NAMED, b"X: a"), 408, True),
+        ((SIZED[:-2], NAMED, b"\r\n", BODY[:9]), 408, True),
+        ((GET, NAMED, b"X: a\r\nno field\r\n"), 400, True),
+        ((CHUNKED[:-2], NAMED, b"\r\n", b"no size\r\n"), 400, True),
+        ((POST, NAMED, b"Content-Length: 999999999\r\n\r\n"), 413, True),
+        ((GET, LONG, NAMED), 431, False),
+        ((PAST, GET, LONG), 431, False),
+        ((PAST, b"no request\r\n"), 400, False),
+    ],
+)
+def test_a_refusal_has_the_requests_id(
+    request: pytest.FixtureRequest, served: Served, parts: Any, status: int, given: bool
+) -> None:
+    if status == 408:
+        request.getfixturevalue("hurried")
+    line = served.line()
+    if parts[0] is PAST:
+        line.send(PAST)
+        assert line.answer()[1]["x-request-id"] == "past"
+        parts = parts[1:]
+    line.send(b"".join(parts))
+    answered, fields, _ = line.answer()
+    name = fields["x-request-id"]
+    assert answered == status and (name == "mine" if given else name.startswith("req_"))
 
 
 def test_an_endless_header_ends(served: Served) -> None:
@@ -338,6 +373,7 @@ def test_one_address_does_not_take_all_connections() -> None:
         refused = served.line()
         status, fields, body = refused.answer()
         assert (status, fields["retry-after"], body["error"]["code"]) == (503, "1", "too_many_connections")
+        assert fields["x-request-id"].startswith("req_")
         other = served.line("127.0.0.2")
         for line in (*lines, other):
             line.send(GET, b"\r\n")

@@ -76,7 +76,8 @@ def outcome(span: ReadableSpan) -> tuple[Any, ...]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_trace_from_the_client_to_the_engine(stream: bool) -> None:
     door = Traced([Delta("a"), final("nswer")] if stream else [final("answer")], model_names=("ours",))
-    sent = door("POST", "/v1/chat/completions", json=ASKED | {"model": "ours", "stream": stream}, headers=FROM_ABOVE)
+    headers = FROM_ABOVE | {"X-Request-Id": "mine"}
+    sent = door("POST", "/v1/chat/completions", json=ASKED | {"model": "ours", "stream": stream}, headers=headers)
     assert sent.status_code == 200
     spans = door.spans()
     assert set(spans) == {REQUEST, CHAT, *STAGES}
@@ -89,10 +90,11 @@ def test_one_trace_from_the_client_to_the_engine(stream: bool) -> None:
         "http.request.method": "POST",
         "http.route": "/v1/chat/completions",
         "http.response.status_code": 200,
+        "http.response.header.x-request-id": ("mine",),
         "gen_ai.request.model": "ours",
     }
     (_, request_id, _) = door.fake.requests[0]
-    assert request_id.startswith(f"{TRACE}-")
+    assert request_id.startswith(f"{TRACE}-mine-")
     assert chat.attributes is not None and chat.attributes["gen_ai.response.id"] == request_id
 
 

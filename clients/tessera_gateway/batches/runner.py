@@ -144,16 +144,17 @@ class Runner:
             pass
 
     async def _write_answer(self, key: int, request: Request) -> None:
-        status, body = await self._answer(request.line)
-        response = {"status_code": status, "request_id": f"req_{uuid4().hex}", "body": body}
+        name = f"req_{uuid4().hex}"
+        status, body = await self._answer(request.line, name)
+        response = {"status_code": status, "request_id": name, "body": body}
         line = result(request.custom_id, response, None)
         await self._call(self._jobs.write, key, request.number, status == 200, line)
 
-    async def _answer(self, line: bytes) -> tuple[int, dict[str, Any]]:
+    async def _answer(self, line: bytes, name: str) -> tuple[int, dict[str, Any]]:
         """The HTTP status and the body that a chat completion's answer would have."""
         try:
             asked = parse_object(parse(line, Line, "the line").body)
-            return 200, await self._completed(asked)
+            return 200, await self._completed(asked, name)
         except ApiError as error:
             refusal = error
         except TesseraClientError as error:
@@ -161,11 +162,12 @@ class Runner:
         except Away as away:
             refusal = from_wire(away.error)
         except Exception:  # a line that brings the gateway's code down must not do so for ever
+            _say(f"request {name} failed:")
             traceback.print_exc(file=sys.stderr)
             refusal = ApiError(500, "the gateway failed at this request; its log says why", code="gateway_error")
         return refusal.status, refusal.body
 
-    async def _completed(self, asked: ChatRequest) -> dict[str, Any]:
+    async def _completed(self, asked: ChatRequest, name: str) -> dict[str, Any]:
         if asked.stream:
             raise ApiError(400, "stream is not possible in a batch", "stream", "unsupported_parameter")
         completions.check_model(asked, self._settings)
@@ -176,7 +178,8 @@ class Runner:
 
         def answer(each: dict[str, Any]) -> Coroutine[Any, Any, Answer]:
             priority = max(PRIORITY, each.get("priority", PRIORITY))
-            return self._asker.ask(lambda on: on.chat(conversation, timeout=LONGEST_S, **each | {"priority": priority}))
+            given = each | {"priority": priority}
+            return self._asker.ask(lambda on: on.named(name).chat(conversation, timeout=LONGEST_S, **given))
 
         try:
             whole = completion.whole(await all_of([answer(each) for each in options]))
