@@ -84,7 +84,7 @@ def main() -> int:
     add("--precision", choices=list(PRECISIONS), help="operands of the matrix products (default float16)")
     add("--quantize", choices=list(KINDS), help="Q/DQ nodes around the layers' linear maps")
     add("--pictures", type=Path, metavar="DIR", help="calibrate on these (default: training pictures of our data set)")
-    add("--count", type=int, default=PICTURES, help="calibrate on so many pictures (%(default)s)")
+    add("--count", type=int, default=PICTURES, help="calibrate on this many pictures (%(default)s)")
     args = parser.parse_args()
     if args.target != "tensorrt" and (args.precision or args.quantize):
         parser.error("--precision and --quantize are for --target tensorrt")

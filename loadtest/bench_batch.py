@@ -48,7 +48,7 @@ AWAY_S = 300.0
 
 
 def write_rows(folder: Path, rows: int) -> Path:
-    """So many rows about PICTURES pictures, no question twice."""
+    """This many rows about PICTURES pictures, no question twice."""
     for number in range(PICTURES):
         (folder / f"{number}.jpg").write_bytes(picture(SIDE, SIDE, number))
     path = folder / f"{rows}.jsonl"
@@ -84,7 +84,7 @@ class Job:
         return self._lines
 
     def wait_for(self, results: int, since: float | None = None) -> float:
-        """Returns when so many results are there; all pauses of more than PAUSE_S until then, the first from ``since``
+        """Returns when N results are there; all pauses of more than PAUSE_S until then, the first from ``since``
         (time.monotonic(); None: now).
 
         Raises RuntimeError where the job ends before, or no result comes for AWAY_S.

@@ -45,7 +45,7 @@ def four_questions(pictures: int) -> list[Job]:
 
 
 def heldout_pictures(count: int) -> list[tuple[Any, bytes]]:
-    """So many items spread over the held-out set, and their pictures as JPEG."""
+    """This many items spread over the held-out set, and their pictures as JPEG."""
     import scene
 
     items = [item for item in scene.heldout() if item.kind != "description"]

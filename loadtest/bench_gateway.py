@@ -2,7 +2,7 @@
 (`make bench NAME=gateway`).
 
 Runs of both take turns, each with pictures of its own, so that what else the machine does falls on both; a figure is
-the median over the pairs. Exactly so many requests are in flight (closed_loop.py), counted by the rule of counting.py.
+the median over the pairs. Exactly N requests are in flight (closed_loop.py), counted by the rule of counting.py.
 `over_grpc` is the gateway's rate by the SDK's, `alone_ms` what it adds to the median of one request at a time.
 
     python loadtest/bench_gateway.py                                  on the CPU, W1 with 16 in flight

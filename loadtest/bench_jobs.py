@@ -38,7 +38,7 @@ BARS = {"ttft_p50_ms": 250.0, "ttft_p99_ms": 500.0, "loss_pct": 3.0}
 
 @contextmanager
 def questions(asker: TesseraAsker, rate: float) -> Iterator[list[Answered]]:
-    """So many a second at random times while the context lasts, in it and afterwards all that were answered.
+    """This many a second at random times while the context lasts, in it and afterwards all that were answered.
 
     Raises what went wrong with one of them.
     """

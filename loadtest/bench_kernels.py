@@ -260,7 +260,7 @@ def print_sweep(found: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=80, help="the sweep stops after so many, from the start")
+    parser.add_argument("--seconds", type=float, default=80, help="the sweep stops after this many, from the start")
     deadline = time.monotonic() + parser.parse_args().seconds
     if not torch.cuda.is_available():
         sys.exit("bench_kernels.py needs a GPU")

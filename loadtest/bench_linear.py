@@ -293,7 +293,7 @@ def print_table(found: list[dict[str, Any]], record: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", nargs="?", const="w4a16", choices=["w4a16", "fp8"], help="time many plans")
-    parser.add_argument("--seconds", type=float, default=60, help="a sweep stops after so many, from the start")
+    parser.add_argument("--seconds", type=float, default=60, help="a sweep stops after this many, from the start")
     parser.add_argument("--chunk", type=int, default=64, help="columns of a chunk of the layout")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds

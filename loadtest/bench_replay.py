@@ -52,7 +52,7 @@ LABEL = "a replay: true pages, crops and lengths, random weights"
 
 @dataclass(frozen=True)
 class Load:
-    """``pages`` are in flight, always so many, and at most so many ``requests`` of theirs."""
+    """``pages`` are in flight at all times, and at most ``requests`` of theirs."""
 
     name: str
     pages: int

@@ -46,7 +46,7 @@ SKIPPED_MS = 10_000.0
 
 
 def step_ms(tokens: int) -> float:
-    """Of a step of so many tokens; those of more than 64 come in graphs of multiples of that."""
+    """Of a step of this many tokens; those of more than 64 come in graphs of multiples of that."""
     return float(np.interp(tokens if tokens <= 64 else -(-tokens // 64) * 64, TOKENS, STEP_MS))
 
 
@@ -61,7 +61,7 @@ class Question:
 
 
 class Simulation:
-    """A closed loop of ``concurrency`` requests, each of ``tiles``, ``prompt`` and ``answer`` tokens, so many
+    """A closed loop of ``concurrency`` requests, each of ``tiles``, ``prompt`` and ``answer`` tokens, this many
     ``questions`` about each picture. ``step_time``: times that in bf16."""
 
     def __init__(

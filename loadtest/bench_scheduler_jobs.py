@@ -67,7 +67,7 @@ class Work:
 
 
 class Simulation:
-    """W1 in a closed loop, and so many questions a second beside it."""
+    """W1 in a closed loop, and this many questions a second beside it."""
 
     def __init__(self, questions_s: float, seed: int) -> None:
         self.now = 0.0  # ms

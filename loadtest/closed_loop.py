@@ -1,7 +1,7 @@
 """A closed loop: a fixed number of requests in flight, kept up by several processes.
 
 Concurrency is exact over all processes together: from the common start until the last ``concurrency`` requests are
-begun, so many are in flight, no more and no fewer.
+begun, this many are in flight, no more and no fewer.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def shares(total: int, parts: int) -> list[int]:
 
 
 def run(prepare: Prepare, concurrency: int, requests: int, processes: int) -> tuple[float, list[Answered]]:
-    """Sends so many requests; when the first was begun (time.perf_counter()), and the answers in order of their ends.
+    """Sends this many requests; when the first was begun (time.perf_counter()), and the answers in order of their ends.
 
     Raises:
         RuntimeError: a request failed; names the first error of its process.

@@ -72,7 +72,7 @@ def margin(windows: Sequence[float]) -> float:
 
 
 def cut(count: int) -> list[int]:
-    """Where the windows of so many things begin and end."""
+    """Where the windows of this many things begin and end."""
     return [number * count // WINDOWS for number in range(WINDOWS + 1)]
 
 
@@ -93,7 +93,7 @@ def count(began: float, answers: Sequence[Answered], concurrency: int) -> Run:
             f"{len(answers)} answers leave {len(steady)} in the steady part, which wants whole rounds of "
             f"{concurrency}, at least {ROUNDS}"
         )
-    # Of so many whole rounds each, with the time from the last end before them.
+    # Of this many whole rounds each, with the time from the last end before them.
     ends = [answer.ended for answer in answers[warm_up(concurrency) - 1 :]]
     windows = [(last - first) / (ends[last] - ends[first]) for first, last in pairwise(cut(len(steady)))]
     seconds, lasted = steady[-1].ended - steady[0].ended, answers[-1].ended - began

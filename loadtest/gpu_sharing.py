@@ -59,7 +59,7 @@ class HandOver:
 
 
 def take(semaphore: Semaphore, count: int, until: float) -> bool:
-    """Takes so many, one by one; False when the time (of time.monotonic) is over before that."""
+    """Takes this many, one by one; False when the time (of time.monotonic) is over before that."""
     for _ in range(count):
         left = until - time.monotonic()
         if left <= 0 or not semaphore.acquire(timeout=left):

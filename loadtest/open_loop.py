@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
 
 
 def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
-    """The requests of so many seconds. Equal seeds give the same requests in the same order, at any rate.
+    """The requests of this many seconds. Equal seeds give the same requests in the same order, at any rate.
 
     Of each hundred one has a long prompt and one a long answer, anywhere among them.
     """
@@ -150,7 +150,7 @@ class Counted:
 
 
 def count(rate: float, seconds: float, outcomes: Sequence[Outcome]) -> Counted:
-    """Counts a run of so many requests a second.
+    """Counts a run of this many requests a second.
 
     Raises ValueError where nothing with a short answer was due after the warm-up.
     """
@@ -190,7 +190,7 @@ def milliseconds(seconds: float) -> float | None:
 def highest(trial: Callable[[float], Counted], guess: float, trials: int, limit_s: float = LIMIT_S) -> Counted:
     """The run at the highest rate whose p99 of short answers keeps within the limit.
 
-    From the guess up or down until one rate keeps within it and one does not, then between them; at most so many runs.
+    From the guess up or down until one rate keeps within it and one does not, then between them; ``trials`` at most.
 
     Raises RuntimeError where none of them kept within it, or all did.
     """

@@ -3,7 +3,7 @@
 Of 1,000 requests every 20th has a file from the tests of Pillow's source package, which is downloaded: broken files,
 formats that are not served, sizes and colours that nobody sends. The good ones are questions about rooms of the
 held-out set, all different, asked twice, alone and beside the odd ones, with caches off. Ends with 1 where a good
-answer differs, an odd file gets anything but an answer or a refusal, or the server was started anew.
+answer differs, an odd file gets anything but an answer or a refusal, or the server was restarted.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Result:
 
 
 def odd_files(count: int) -> list[bytes]:
-    """So many of the pictures in Pillow's tests, spread over all of them by name."""
+    """This many of the pictures in Pillow's tests, spread over all of them by name."""
     with tempfile.TemporaryDirectory(prefix="tessera-poison-") as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         source = f"pillow=={version('pillow')}"
@@ -82,7 +82,7 @@ Asked = tuple[bytes, str]
 
 
 def ask_all(address: str, requests: Sequence[Asked]) -> list[tuple[str, str]]:
-    """(status and code, text) for each, so many in flight; a connection for each thread."""
+    """(status and code, text) for each, this many in flight; a connection for each thread."""
     own = threading.local()
 
     def ask(request: Asked) -> tuple[str, str]:

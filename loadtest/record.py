@@ -1,5 +1,5 @@
 """Puts the figures in a benchmark's output into results/metrics.jsonl, each in place of the one of that name before it
-(git keeps those), and writes the documents' tables anew.
+(git keeps those), and writes the documents' tables again.
 
     make bench NAME=cpu | .venv/bin/python loadtest/record.py
 

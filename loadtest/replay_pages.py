@@ -172,7 +172,7 @@ def candidates(
 
 
 def chosen(pages: list, most: int) -> list:
-    """At most so many, evenly spaced."""
+    """At most this many, evenly spaced."""
     return [pages[at * len(pages) // most] for at in range(most)] if len(pages) > most else pages
 
 

@@ -41,7 +41,7 @@ class Setup:
     random_weights: bool = False
     mps: bool = True
     restart: bool = False
-    """Start it anew when it dies; without, the run ends."""
+    """Restart it when it dies; without, the run ends."""
     tree: Path = ROOT
     """The checkout whose server it is."""
     repository: Path | None = None

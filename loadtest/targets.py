@@ -108,7 +108,7 @@ class OpenAiAsker(Asker):
             try:
                 return _ask(own.connection, workload, body(model, workload, picture, prompt))
             except BaseException:
-                own.connection.close()  # it opens anew with the next request
+                own.connection.close()  # it opens again with the next request
                 raise
 
         yield ask

@@ -42,7 +42,7 @@ def delays(answers: Sequence[Answered]) -> dict[str, float]:
 
 
 def middle(answers: Sequence[Answered], count: int = SHOWN) -> list[Answered]:
-    """So many from the middle of a run, in the order of their starts; all where there are no more."""
+    """This many from the middle of a run, in the order of their starts; all where there are no more."""
     by_start = sorted(answers, key=began)
     left_out = max(0, len(by_start) - count) // 2
     return by_start[left_out : left_out + count]

@@ -9,7 +9,7 @@ QUIET = 0.25
 
 
 def users_at(shape: str, share: float, most: int) -> int:
-    """Users when this share of the run has passed (0 to 1), of at most so many.
+    """Users when this share of the run has passed (0 to 1), of at most this many.
 
     steady: all of them; soak and mix too, which differ by how long they last and by what is asked. ramp: one after
     another, all of them in the last fifth. spike: a quarter, and all of them in the middle fifth.

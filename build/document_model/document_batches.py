@@ -25,7 +25,7 @@ class Plan:
     """What is in the batches: up to number ``words`` pieces of lines of a few words, up to ``lines`` whole lines
     too, then blocks. ``patches``: about how many of crops a batch has; ``chunk``: at most how many of them a chunk
     has, padding included; ``layouts``: whole pages a batch; ``longest``: tokens of an answer, above which a sample is
-    left out; ``repeat``: so many batches over and over, to see whether they can be learnt (0: all are new)."""
+    left out; ``repeat``: this many batches over and over, to see whether they can be learnt (0: all are new)."""
 
     words: int = 400
     lines: int = 1200

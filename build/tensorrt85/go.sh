@@ -89,7 +89,7 @@ check)
     ;;
 graphs) graphs "$@" ;;
 start)
-    cp "$here/go.sh" "$TRT/go.sh" # the repository may be written anew while builds run
+    cp "$here/go.sh" "$TRT/go.sh" # the repository may be written again while builds run
     export REPOSITORY=$root
     for name; do
         export CUDA_VISIBLE_DEVICES=${gpus[turn++ % ${#gpus[@]}]}

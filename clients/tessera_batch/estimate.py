@@ -1,6 +1,6 @@
 """What a job will cost, from some of its rows: how the server cuts their pictures, and how fast it answers them.
 
-They are asked as the job will ask them, so many at a time, and their answers are thrown away: a rate that nobody
+They are asked as the job will ask them, as many at a time, and their answers are thrown away: a rate that nobody
 measured would be a guess.
 """
 

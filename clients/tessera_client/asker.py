@@ -35,7 +35,7 @@ PAUSE_S = 0.25  # between two looks at servers that are away
 BUSY = Retry()
 
 Call = Callable[[AsyncClient], Awaitable[Answer]]
-"""One attempt at a row, by this client; called anew for each."""
+"""One attempt at a row, by this client; called again for each."""
 
 
 class Away(Exception):

@@ -1,7 +1,7 @@
 """When this process can never use its GPU again.
 
 After some errors (a fault in a kernel, the end of the MPS daemon, an uncorrectable memory error) CUDA answers every
-further call of a process with the same error. Such a process must end: as a dead stage it is noticed and started anew,
+further call of a process with the same error. Such a process must end: as a dead stage it is noticed and restarted,
 alive it would answer every request with an error.
 """
 

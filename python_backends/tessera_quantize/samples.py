@@ -22,8 +22,8 @@ from tessera_quantize.body import Body
 class Sample(NamedTuple):
     """Prompt and answer: ``hidden`` [n, hidden] into the first layer, ``positions`` int64 [axes, n].
 
-    ``weights`` float32 [n]: how much each row counts in calibration. ``answer``: the last so many rows are those whose
-    logits choose the answer's tokens and its end; ``text``: the last so many are all those behind the last picture.
+    ``weights`` float32 [n]: how much each row counts in calibration. ``answer``: the last N rows are those whose
+    logits choose the answer's tokens and its end; ``text``: the last N are all those behind the last picture.
     """
 
     hidden: torch.Tensor

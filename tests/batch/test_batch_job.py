@@ -85,7 +85,7 @@ def test_rows_become_results(batch: Any, tmp_path: Path, capsys: Capture) -> Non
 
 def test_never_more_under_way_than_allowed(batch: Any, tmp_path: Path) -> None:
     class Counting(AnsweringServer):
-        """Answers when so many have been asked."""
+        """Answers when this many have been asked."""
 
         def __init__(self) -> None:
             super().__init__(held=[Hang()])

@@ -32,7 +32,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Falling(FakeTransport):
-    """A server that goes away, for two looks, when it is asked what is in ``deadly``, so many times; what else is under
+    """A server that goes away, for two looks, when it is asked what is in ``deadly``, N times; what else is under
     way then fails too. Other answers come a moment later, by a thread of their own."""
 
     def __init__(self, error: TesseraClientError, **deadly: int) -> None:

@@ -97,7 +97,7 @@ class BookkeepingRunner:
         self.cache = {}
         self.script = {}
         self.report = None  # every token's
-        self.device_ns = lambda number, tokens: 0  # of the step of this number, from 0, and of so many tokens
+        self.device_ns = lambda number, tokens: 0  # of the step of this number, from 0, and of this many tokens
         self.batches = []
         self._tokens = tokens
         self._sampled = {}

@@ -39,7 +39,7 @@ def test_one_that_takes_too_long_is_refused_and_the_next_is_tried():
 
 
 def test_expressions_are_read_in_time_that_grows_with_their_length():
-    """An unclosed bracket is looked at once: at every bracket anew, this would take half a minute."""
+    """An unclosed bracket is looked at once: at every bracket again, this would take half a minute."""
     with pytest.raises(InvalidRequest, match="unclosed character class"):
         GrammarTrial().check(parameters(json_schema={"pattern": "[" * 60_000}))
 

@@ -11,7 +11,7 @@ from penalties_reference import plain_answer
 from test_equivalence import requests
 
 MODEL = tiny_model()
-STOP = (EOS, *range(0, 250, 7))  # so many that a model of random weights meets one now and then
+STOP = (EOS, *range(0, 250, 7))  # enough that a model of random weights meets one now and then
 REGEX = "([a-f]{2,5}-){3}[0-9]{4}"
 BLOCK = 2 * 2 * 4 * 2 * 8 * 4  # bytes
 

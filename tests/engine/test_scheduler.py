@@ -227,7 +227,7 @@ def test_beside_follow_ups_with_short_answers_long_steps_are_half_as_long(monkey
 
 
 def long_steps(monkeypatch, ns_a_token=2, answers=1, before=(), **config):
-    """An engine in which steps of 512 tokens take long, or not, after so many answers of so many tokens and after one
+    """An engine in which steps of 512 tokens take long, or not, after N answers of M tokens and after one
     of each of the priorities ``before``."""
     monkeypatch.setattr(scheduling, "_BESIDE_LONG_ANSWERS", 10_000)  # those cut steps by a rule of their own
     sizes = {"num_blocks": 4000, "max_model_len": 1000, "max_batched_tokens": 512, "max_sequences": 40}
@@ -335,12 +335,12 @@ def steps_of_a_job(beside=None, tokens=1, before=None):
 
 
 def cut(tokens, step):
-    """So many tokens in steps of at most so many."""
+    """This many tokens in steps of at most that many."""
     return [min(step, tokens - start) for start in range(0, tokens, step)]
 
 
 def beside_long_answers(decoding, tokens=0):
-    """How many tokens a step has that decodes so many sequences and would read so many: the next tile's end or the
+    """How many tokens a step has that decodes this many sequences and would read this many: the next tile's end or the
     last one's, whichever is nearer."""
     wanted = decoding + max(tokens, scheduling._BESIDE_LONG_ANSWERS)
     return min(range(0, 10_000, scheduling._TILE), key=lambda ends: abs(ends - wanted))
@@ -412,7 +412,7 @@ def test_no_step_is_launched_behind_one_that_takes_long(too_much, behind_prompts
 
 
 def steps_with_a_prompt(device_ns, tokens=480, answers=scheduling._SHORT + 1, before=10):
-    """Tokens of each step of up to 2048 that reads of a prompt of so many, beside one that decodes and after others of
+    """Tokens of each step of up to 2048 that reads of a prompt of N, beside one that decodes and after others of
     ``answers`` tokens, which told how long a token takes, all of priority 10; ``before`` is that of the first one."""
     engine, runner = make_engine(
         num_blocks=3000, max_model_len=4000, max_batched_tokens=2048, max_sequences=8, prefix_cache="off"

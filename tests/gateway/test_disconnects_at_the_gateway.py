@@ -18,7 +18,7 @@ from tessera_gateway import cli
 
 
 async def leave(door: Asked, stream: bool, after: int = 0, **fields: Any) -> list[dict[str, Any]]:
-    """Sends a request and goes away after so many messages of the answer; what was sent until then."""
+    """Sends a request and goes away after this many messages of the answer; what was sent until then."""
     body = json.dumps({"model": "vlm", "messages": HELLO, "stream": stream, **fields}).encode()
     incoming = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[dict[str, Any]] = []

@@ -154,7 +154,7 @@ def test_the_launchers_child_is_started_anew_where_it_was(tmp_path: Path) -> Non
         assert answers(url)
         os.kill(first, signal.SIGKILL)
         assert wait_until(lambda: len(said) == 2) and answers(url)
-        assert said == ["the gateway ended: killed by signal 9; starting anew", f"the gateway is ready again: {url}"]
+        assert said == ["the gateway ended: killed by signal 9; restarting", f"the gateway is ready again: {url}"]
         assert child.pid != first
         assert httpx.get(f"{url}/v1/batches", timeout=5, trust_env=False).json()["data"] == []
     finally:

@@ -1,4 +1,4 @@
-"""Odd files from another project beside good ones, whole: answers stay as they are and nothing is started anew."""
+"""Odd files from another project beside good ones, whole: answers stay as they are and nothing is restarted."""
 
 from __future__ import annotations
 

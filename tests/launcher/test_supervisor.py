@@ -1,4 +1,4 @@
-"""When a server is started anew, when no longer, and what the health page says meanwhile; without a server."""
+"""When a server is restarted, when no longer, and what the health page says meanwhile; without a server."""
 
 from __future__ import annotations
 
@@ -110,9 +110,7 @@ def test_a_crash_loop_ends_after_growing_pauses(monkeypatch: pytest.MonkeyPatch)
     assert run.server.done == ["start", "kill"] * 6 + ["stop"] and run.lines.count("ready") == 6
     ready, page = run.health.report()
     assert not ready and (page["state"], page["reason"], page["restarts"]) == ("failed", reason, 5)
-    assert [line for line in run.lines if "starting anew" in line][1] == (
-        "a stage died; starting anew in 0.5 s (restart 2)"
-    )
+    assert [line for line in run.lines if "restarting" in line][1] == ("a stage died; restarting in 0.5 s (restart 2)")
     assert set(run.states) == {"failed", "restarting"}  # this server's process never lives
 
 
@@ -178,7 +176,7 @@ def test_a_stop_during_a_restart_is_no_failure_of_it(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(run.server, "start", stopped_the_second_time)
     assert run.supervisor.run() is None
-    assert run.lines == ["ready", "a stage died; starting anew (restart 1)"]
+    assert run.lines == ["ready", "a stage died; restarting (restart 1)"]
     assert run.health.report()[1]["state"] == "stopping"
 
 

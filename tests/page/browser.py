@@ -49,7 +49,7 @@ class Browser:
         self.url = url
 
     def open(self, path: str = "/", forget: bool = True) -> None:
-        """The page anew; ``forget``: without what it kept."""
+        """The page again; ``forget``: without what it kept."""
         self.system_theme("light")
         self.driver.set_window_size(1240, 900)
         self.driver.get(f"{self.url}{path}")

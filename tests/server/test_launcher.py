@@ -247,7 +247,7 @@ def test_a_server_that_is_not_ready_in_time_is_ended(options: ServerOptions, tmp
 def test_a_stop_during_the_start_leaves_nothing(tmp_path: Path) -> None:
     add_model(tmp_path / "models", "slow", SLOW, "TYPE_INT32")
     running = Launched(tmp_path / "models", tmp_path / "log", wait=False)
-    # A start that tritonserver itself breaks off is begun anew meanwhile, and what it forks may be there for a moment.
+    # A start that tritonserver itself breaks off is begun again meanwhile, and what it forks may be there for a moment.
     assert wait_until(lambda: any(map(is_stub, descendants(running.process.pid))), seconds=60)
     pids = descendants(running.process.pid)
     running.process.terminate()

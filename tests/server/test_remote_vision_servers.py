@@ -73,7 +73,7 @@ def test_answers_are_those_of_a_local_stage_word_for_word(server: Server, eyes: 
 
 
 def infer_vision(server: Server, tiles: int, planned: int) -> np.ndarray:
-    """What the server's vision stage itself answers to so many tiles where so many are planned."""
+    """What the server's vision stage itself answers to this many tiles where that many are planned."""
     values = {
         "PIXELS": np.zeros((1, tiles * 448 * 448 * 3), np.uint8),
         "PLAN": np.array([[0, planned, 1, planned]], np.int32),

@@ -87,7 +87,7 @@ def test_a_stage_that_hangs_is_restarted_on_the_same_ports(
     launched.process.terminate()
     output, errors = launched.process.communicate(timeout=10)
     assert launched.process.returncode == 0 and output.count("tessera: ready in") == 1  # and the one read before
-    assert errors.count("\n") == 1 and "starting anew (restart 1)" in errors
+    assert errors.count("\n") == 1 and "restarting (restart 1)" in errors
 
 
 def test_a_busy_stage_and_an_unloaded_model_are_left_alone(launched: Launched) -> None:

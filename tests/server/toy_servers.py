@@ -53,7 +53,7 @@ class TritonPythonModel:
         raise ValueError("weights of layer 3 are missing")
 """
 
-# The first so many starts of the server end as by its own fault; {marks} counts them.
+# The first this many starts of the server end as by its own fault; {marks} counts them.
 CRASHING = """
 import os, pathlib, signal, time
 

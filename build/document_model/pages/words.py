@@ -128,7 +128,7 @@ def sentence(dice: Random, length: int) -> str:
 
 
 def paragraph(dice: Random, characters: int) -> str:
-    """Sentences of about so many characters together, at least one."""
+    """Sentences of about this many characters together, at least one."""
     sentences = [sentence(dice, dice.randint(3, 16))]
     while sum(map(len, sentences)) < characters:
         sentences.append(sentence(dice, dice.randint(3, 16)))

@@ -6,7 +6,7 @@ The data's way, in bounded memory whatever the size of a file::
     files     a file is its lines, each a row of the database: those of an upload, and those of results
     jobs      a batch is the lines of its input that have no result yet, and where their results go
     lock      says which of several processes asks
-    runner    asks them, so many at a time; in the one of all workers that holds the folder's lock
+    runner    asks them, several at a time; in the one of all workers that holds the folder's lock
     database  the SQLite file, and the one thread of this process that uses it
 
 A line is marked as over in the transaction that writes its result: it has one result, whatever is killed when. A

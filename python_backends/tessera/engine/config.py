@@ -24,7 +24,7 @@ class EngineConfig:
     ``kv_cache_dtype``: "auto" is the model's, "fp8" e4m3 with a scale a position and head (half the bytes of bfloat16).
     ``memory_bytes``: that share, weights included (gpu_memory.py divides a card); 0 is nine tenths of the card but
     ``embedding_pool_bytes``, for the rows of pictures whose requests wait or run. ``graph_batch_size``: decode steps of
-    up to so many sequences run as CUDA graphs, and other small steps too; 0 records none. ``prefix_cache``: "content"
+    up to this many sequences run as CUDA graphs, and other small steps too; 0 records none. ``prefix_cache``: "content"
     reuses equal prefixes including pictures, "exclude" stops before the first picture, "off" reuses nothing.
     ``weights``: "random" draws them from ``seed`` instead of reading the checkpoint's. ``quantization``: "checkpoint"
     runs the weights as they are stored, "fp8" quantizes unquantized ones, all but the head's, while they are read (a

@@ -270,7 +270,7 @@ class Engine:
         self.metrics.prefill_steps += bool(begun)
 
     def _apply_until(self, under_way: int) -> None:
-        """Waits for the oldest steps until no more than so many are under way."""
+        """Waits for the oldest steps until no more than this many are under way."""
         while len(self._under_way) > under_way:
             self._apply(*self._under_way.popleft())
 

@@ -188,7 +188,7 @@ class EngineProcess:
 
 
 def _gone() -> Unavailable:
-    return Unavailable("the engine's process is gone; the server starts anew")
+    return Unavailable("the engine's process is gone; the server restarts")
 
 
 def _shared(slab: torch.Tensor | None) -> tuple[Callable[..., torch.Tensor], Any] | None:

@@ -18,7 +18,7 @@ class LabelSequence(Sequence):
         """``options`` are Sequence's own."""
         super().__init__(request, max_tokens=scorer.longest_path + 1, **options)
         self._scorer = scorer
-        self.cache_limit = min(self.cache_limit, self.prompt_length)  # what follows is written anew for every branch
+        self.cache_limit = min(self.cache_limit, self.prompt_length)  # what follows is written again for every branch
         self._follow(scorer.branch.path if scorer.branch is not None else ())
 
     @property

@@ -57,9 +57,9 @@ class StepLoop:
             return self._engine.fail_all("a step failed; the server's log says why")
 
     def _check_books(self) -> None:
-        """Idle is the time to look for leaked blocks; books found wrong are begun anew."""
+        """Idle is the time to look for leaked blocks; books found wrong are begun again."""
         try:
             self._engine.scheduler.check()
         except AssertionError:
-            _LOG.exception("the books of the key/value cache were wrong and are begun anew")
+            _LOG.exception("the books of the key/value cache were wrong and are begun again")
             self._tell(self._engine.fail_all("the key/value cache had to be cleared"))

@@ -63,7 +63,7 @@ class TritonPythonModel:
         sys.setswitchinterval(SWITCH_S)
         self._outbox = Outbox("language_model", SENDER_THREADS)
         self._hidden = read_config(settings.checkpoint).text.hidden_size
-        # Without its engine the stage is as good as dead; as a dead process it is noticed and started anew.
+        # Without its engine the stage is as good as dead; as a dead process it is noticed and restarted.
         config = settings.read(EngineConfig)
         self._device = config.device
         self._engine = EngineProcess(settings.checkpoint, config, partial(os._exit, 1))

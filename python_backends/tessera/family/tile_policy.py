@@ -61,7 +61,7 @@ class TilePolicy:
             raise InvalidRequest(f"tile policy: thumbnail must be one of {THUMBNAIL_RULES}, not {self.thumbnail!r:.50}")
 
     def has_thumbnail(self, grid_tiles: int) -> bool:
-        """Whether a grid of so many tiles gets a thumbnail."""
+        """Whether a grid of this many tiles gets a thumbnail."""
         return self.thumbnail == "always" or (self.thumbnail == "auto" and grid_tiles > 1)
 
     def largest_grid(self, tokens_per_tile: int) -> int:

@@ -1,4 +1,4 @@
-"""All servers of one launcher: each has a supervisor on a thread of its own, and is started anew without the others."""
+"""All servers of one launcher: each has a supervisor on a thread of its own, and is restarted without the others."""
 
 from __future__ import annotations
 

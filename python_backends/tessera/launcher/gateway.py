@@ -1,4 +1,4 @@
-"""The HTTP door beside the servers (clients/tessera_gateway), as a child that is started anew when it dies.
+"""The HTTP door beside the servers (clients/tessera_gateway), as a child that is restarted when it dies.
 
 The launcher knows its command line alone: the server's package stands below the clients and imports nothing of them.
 """
@@ -27,7 +27,7 @@ DRAIN = "--drain="
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 LIVED_S = 60.0
-"""One that lived so long is started anew at once."""
+"""One that lived so long is restarted at once."""
 
 
 class Gateway:
@@ -106,7 +106,7 @@ class Gateway:
                 return
             pause = FIRST_PAUSE_S if time.monotonic() - began > LIVED_S else min(2 * pause, LONGEST_PAUSE_S)
             how = f"killed by signal {-status}" if status < 0 else f"exit code {status}"
-            self._say(f"the gateway ended: {how}; starting anew", True)
+            self._say(f"the gateway ended: {how}; restarting", True)
             if self._stopping.wait(pause):
                 return
             try:

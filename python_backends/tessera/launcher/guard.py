@@ -117,7 +117,7 @@ class Guard:
         os.mkdir(self.mps_folder, 0o700)
         places = {"CUDA_MPS_PIPE_DIRECTORY": self.mps_folder, "CUDA_MPS_LOG_DIRECTORY": self.mps_folder}
         environment = {**self.environment, **places}
-        # It offers all GPUs: clients of one that is limited to some would have to number these anew, from 0.
+        # It offers all GPUs: clients of one that is limited to some would have to number these again, from 0.
         environment.pop("CUDA_VISIBLE_DEVICES", None)
         try:
             self.mps = self.spawn([self.mps_control, "-f"], environment)

@@ -186,7 +186,7 @@ class Server:
         """Why this server can no longer serve, or None while it can. Cheap: meant to be called twice a second.
 
         A stub that died is never restarted by this server, and its model stays "ready": so it counts as failure.
-        The stub of a model that somebody unloads or loads anew is missing for a good reason, and does not.
+        The stub of a model that somebody unloads or loads again is missing for a good reason, and does not.
         """
         if self._guard is None:
             return "not started"

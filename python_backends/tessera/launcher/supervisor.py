@@ -1,4 +1,4 @@
-"""Keeps one server serving: starts it, watches it, and starts it anew when a stage or the server itself dies."""
+"""Keeps one server serving: starts it, watches it, and starts it again when a stage or the server itself dies."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LONGEST_PAUSE_S = 5.0
 
 @dataclass(frozen=True)
 class Supervision:
-    """How a server is watched, and how often it may be started anew. Raises ConfigError that names the option."""
+    """How a server is watched, and how often it may be restarted. Raises ConfigError that names the option."""
 
     restart: bool = True
     max_restarts: int = setting(5, name="--max-restarts", least=0)
-    """More than so many within ``restart_window_s`` are a crash loop, which nobody mends by restarting."""
+    """More than this many within ``restart_window_s`` are a crash loop, which nobody mends by restarting."""
     restart_window_s: float = setting(300.0, name="--restart-window", least=0.001)
     look_interval_s: float = 0.5
     ping_interval_s: float = setting(5.0, name="--ping-interval", least=0.001)
@@ -142,7 +142,7 @@ class Supervisor:
         self.server.kill()
 
     def _verdict(self, reason: str) -> str | None:
-        """Why not to start anew after this failure; None if there is nothing against it."""
+        """Why not to restart after this failure; None if there is nothing against it."""
         if not self.supervision.restart:
             return reason
         since = time.monotonic() - self.supervision.restart_window_s
@@ -162,7 +162,7 @@ class Supervisor:
         self.health.restarted()
         self.health.enter("restarting", reason)
         later = f" in {pause:g} s" if pause else ""
-        self.say(f"{reason}; starting anew{later} (restart {self.health.restarts})", True)
+        self.say(f"{reason}; restarting{later} (restart {self.health.restarts})", True)
         self._sleep(pause)
         try:
             self._start(1)  # more would come without a pause

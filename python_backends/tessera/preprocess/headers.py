@@ -72,7 +72,7 @@ class _BoundedFile(io.BytesIO):
     def read(self, size: int | None = -1) -> bytes:
         self.left -= max(size or 0, 0) + READ_COST
         if self.left < 0:
-            raise ValueError("it has too many segments, or too much metadata; save it anew")
+            raise ValueError("it has too many segments, or too much metadata; save it again")
         return super().read(size)
 
 
@@ -143,7 +143,7 @@ def _png_of(data: bytes, kept: Callable[[bytes], bool]) -> bytes:
             parts.append(data[start:at])
         if kind == b"IEND":
             return b"".join(parts)
-    raise ValueError(f"has more than {MOST_CHUNKS} chunks; save it anew")
+    raise ValueError(f"has more than {MOST_CHUNKS} chunks; save it again")
 
 
 def plain_webp(data: bytes) -> bytes:

@@ -30,7 +30,7 @@ class PreprocessSettings:
 
     ``tile_policy``: how finely pictures are cut where a request does not say (docs/tile_policies.md; for models of
     native resolution docs/preprocessing.md). ``resize``: reference, as the checkpoint was trained, or fast
-    (docs/preprocessing.md). ``gpu_pixels``: JPEGs of at least so many pixels are left to the vision stage, to decode
+    (docs/preprocessing.md). ``gpu_pixels``: JPEGs of at least this many pixels are left to the vision stage, to decode
     them on its GPU; 0 leaves it none.
     """
 

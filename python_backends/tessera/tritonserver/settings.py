@@ -35,7 +35,7 @@ class StageSettings:
         parameters = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
         self._sources = settings.Sources(self.stage, parameters, environment)
         self._models = Path(args["model_repository"]).parent
-        # The launcher may have laid the repository out anew, with links to the versions' folders.
+        # The launcher may have laid the repository out elsewhere, with links to the versions' folders.
         self._repository = (Path(args["model_repository"]) / "1").resolve().parents[1]
         self._server = settings.read(ServerSettings, self._sources, "")
 

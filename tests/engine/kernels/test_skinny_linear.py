@@ -136,7 +136,7 @@ def test_plans_are_possible(m, n, k, sms):
         assert 1 <= plan.splits <= k // plan.block_k
         stage = 2 * plan.block_k * (plan.block_n + rows)
         programs = 1 if rows == 64 else 2
-        assert programs * plan.stages * stage <= 227 * 1024, "so many programs share a multiprocessor's memory"
+        assert programs * plan.stages * stage <= 227 * 1024, "this many programs share a multiprocessor's memory"
         assert plan.splits == 1 or 8 * plan.splits * m <= k // 4, "partials stay below an eighth of the weights"
     assert plan_skinny_gate_up(m, n // 2, k, sms).splits == 1
 

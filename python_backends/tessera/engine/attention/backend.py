@@ -69,7 +69,7 @@ class StaticPieces(ABC):
 
     @abstractmethod
     def plan(self, most_tokens: int) -> Any:
-        """The backend's plan for all spans, of so many tokens at most; rows of no span are not attended."""
+        """The backend's plan for all spans, of this many tokens at most; rows of no span are not attended."""
 
     @abstractmethod
     def last(self, most_tokens: int) -> tuple[torch.Tensor, Any]:

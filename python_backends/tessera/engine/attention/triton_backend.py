@@ -83,7 +83,7 @@ class _StaticPieces(StaticPieces):
         load(self._tiles, tiles)
 
     def _tile_count(self, tokens: int) -> int:
-        """No step of so many tokens has more."""
+        """No step of this many tokens has more."""
         return tokens // self._backend.tile_queries + min(tokens, self._empty)
 
 

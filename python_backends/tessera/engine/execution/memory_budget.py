@@ -19,7 +19,7 @@ _CPU_CACHE_BYTES = 1 << 30
 # What the driver, libraries and recorded graphs take besides torch's tensors.
 _RESERVE_BYTES = 3 << 30
 
-_PROMPTS = 16  # that share the largest step, where so many may run
+_PROMPTS = 16  # that share the largest step, where that many may run
 
 Forward = Callable[[int, ScheduledBatch], object]
 
@@ -39,7 +39,7 @@ class MemoryBudget:
     def count_blocks(self, max_model_len: int, forward: Forward) -> int:
         """Blocks of the cache: what fits, at most what every sequence at full length needs.
 
-        ``forward`` runs a batch on a cache of so many blocks. Raises ConfigError when the shares exceed the card or
+        ``forward`` runs a batch on a cache of this many blocks. Raises ConfigError when the shares exceed the card or
         leave no room for one full context.
         """
         block_size = self.config.block_size

@@ -119,7 +119,7 @@ class Penalties:
         """logits of any float dtype [m, vocabulary] -> float32, changed for the rows that ask for it."""
         tokens, vocabulary = self._tokens, logits.shape[1]
         everybody = len(tokens) == len(logits)
-        # Columns beyond the tokens': what is no token points there. So many keep the rows aligned.
+        # Columns beyond the tokens': what is no token points there. This many keep the rows aligned.
         scores = logits.new_empty((len(tokens), vocabulary + _SPARE), dtype=torch.float32)
         scores[:, :vocabulary] = logits if everybody else logits[self._places]
         at = torch.arange(self._width, device=logits.device)

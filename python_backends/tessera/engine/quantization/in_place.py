@@ -31,7 +31,7 @@ def taking_turns(layers: Sequence[Linear], shape: LinearShape) -> Sequence[Linea
 
 
 class InPlace:
-    """Random activations of so many ``rows`` for layers of one shape, and what ``DecoderLayer.forward`` does to them.
+    """Random activations of this many ``rows`` for layers of one shape, and what ``DecoderLayer.forward`` does to them.
 
     Before qkv and gate_up stands a norm, before down the gated activation; each quantizes for a layer that wants it.
     Before output stands the attention, which cannot: the layer quantizes for itself. Behind output and down stands a

@@ -38,7 +38,7 @@ class Int4(MeasuredScheme):
 
     On a Hopper GPU finishing packs them for the W4A16 kernel (``packed``, ``words``, ``arrivals``), their columns
     sorted by group. For many rows it keeps an FP8 copy beside them (``weight``, ``scales``) if ``resident`` is "auto"
-    and the card has room, else each product dequantizes all of W anew. ``ways`` says which of them is the fastest up
+    and the card has room, else each product dequantizes all of W again. ``ways`` says which of them is the fastest up
     to how many rows. Elsewhere W is dequantized for good (``weight``).
     """
 

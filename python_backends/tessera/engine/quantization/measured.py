@@ -60,14 +60,14 @@ class MeasuredScheme(LinearScheme):
 
     @abstractmethod
     def possible(self, layer: Linear, rows: int) -> list[str]:
-        """The ways to multiply so many rows, of equally fast ones the best first; none where there is no choice."""
+        """The ways to multiply this many rows, of equally fast ones the best first; none where there is no choice."""
 
     @abstractmethod
     def beyond(self, layer: Linear) -> str:
         """The way for any number of rows."""
 
     def way(self, layer: Linear, rows: int) -> str:
-        """The fastest for so many rows."""
+        """The fastest for this many rows."""
         for most, name in self.ways if rows else ():
             if rows <= most and (name != "skinny" or layer.in_features % SKINNY_MULTIPLE == 0):
                 return name
@@ -126,7 +126,7 @@ class MeasuredScheme(LinearScheme):
 
 
 def products_for(layer: Linear, rows: int) -> list[str]:
-    """Those of PRODUCTS that take so many rows."""
+    """Those of PRODUCTS that take this many rows."""
     skinny = rows <= SKINNY_ROWS and layer.in_features % SKINNY_MULTIPLE == 0
     return [name for name in PRODUCTS if name != "skinny" or skinny]
 

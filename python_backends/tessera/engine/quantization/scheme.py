@@ -100,7 +100,7 @@ class LinearScheme(ABC):
         """What the layer's weights are, for people: "bfloat16", "fp8"."""
 
     def takes_fp8(self, layer: Linear, rows: int) -> bool:
-        """Whether for so many rows ``apply`` wants its input already quantized."""
+        """Whether for this many rows ``apply`` wants its input already quantized."""
         return False
 
     def tune(  # noqa: B027 - some schemes have no choice
@@ -119,7 +119,7 @@ SchemeSelector = Callable[[Collection[str]], LinearScheme]
 
 
 def stacked(names: Sequence[str], sizes: Sequence[int]) -> dict[str, Rows]:
-    """Modules whose rows follow each other, of so many output features each; one name holds all of them."""
+    """Modules whose rows follow each other, of this many output features each; one name holds all of them."""
     if len(names) == 1:
         sizes = [sum(sizes)]
     return {name: slice(end - size, end) for name, size, end in zip(names, sizes, accumulate(sizes), strict=True)}
@@ -172,7 +172,7 @@ class Linear(nn.Module):
         return self.scheme.apply_gated(self, x, fp8)
 
     def takes_fp8(self, rows: int) -> bool:
-        """Whether it wants its input of so many rows already quantized."""
+        """Whether it wants its input of this many rows already quantized."""
         return self.scheme.takes_fp8(self, rows)
 
     @property

@@ -27,7 +27,7 @@ _LARGE = ((9, 0), (10, 0), (10, 3))  # compute capabilities with more than 180 K
 class Unquantized(LinearScheme):
     """``weight`` [out, in] and, where the layer has one, ``bias`` [out].
 
-    ``skinny_rows``: up to so many rows a product for few rows is the fastest; ``fused_rows``: from so many on, if any,
+    ``skinny_rows``: up to N rows a product for few rows is the fastest; ``fused_rows``: from N rows on, if any,
     one that ends in the gated activation. Only measuring tells.
     """
 

@@ -40,7 +40,7 @@ _LONGEST_WAIT_NS = 100_000_000
 # No step is launched behind one of so long: the later it is planned the more it knows of, and the less it is in the
 # way.
 _LONG_NS = 50_000_000
-# Where full steps are long and answers too, steps read only so many tokens of prompts: the weights are read for those
+# Where full steps are long and answers too, steps read only this many tokens of prompts: the weights are read for those
 # that decode anyway, which takes about as long. And prompts that share a step are answered together, so that their
 # callers' next ones come together again, and the first waits for the last.
 _BESIDE_LONG_ANSWERS = 192
@@ -50,7 +50,7 @@ _SPREAD = 16
 # And as many, a few less if that is nearer, as fill a graph and its products' tiles: those of short steps come in so
 # many tokens, and one of 202 costs what 256 do.
 _TILE = 64
-# Where full steps are long and answers short, a step that begins at least so many prompts has this part of its tokens.
+# Where full steps are long and answers short, a step that begins at least N prompts has this part of its tokens.
 # They are answered together, and who just missed them is answered a step later: the shorter the steps, the more equal
 # the latencies; fewer prompts are a small part of all in flight anyway. Of 8,192 tokens it is 5,888, at which
 # InternVL3-8B's products fill their waves of tiles on an H200 as well as with all. A job beside questions keeps full
@@ -223,7 +223,7 @@ class Scheduler:
         )
 
     def _share(self, sequence: Sequence, pending: int, budget: int) -> int:
-        """How many of its pending tokens a step takes that has so many left."""
+        """How many of its pending tokens a step takes that has this many left."""
         if pending > 1:
             budget -= self._max_batched_tokens - self._step_tokens(sequence.request.sampling.priority)
         return max(0, min(pending, budget))
@@ -265,7 +265,7 @@ class Scheduler:
         return begun >= _MANY
 
     def _is_long(self, tokens: int) -> bool:
-        """Whether a step of so many tokens takes long, by the fastest of the last that told: others had company on the
+        """Whether a step of N tokens takes long, by the fastest of the last that told: others had company on the
         GPU."""
         return bool(self._ns_a_token) and tokens * min(self._ns_a_token) > _LONG_NS
 

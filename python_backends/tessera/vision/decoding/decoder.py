@@ -70,7 +70,7 @@ class GpuDecoder:
     def _decoded(self, pictures: list[EncodedPicture]) -> list[Any]:
         """uint8 [3, height, width] as stored, or why not."""
         sources = {}
-        found: list[Any] = [InvalidRequest("its JPEG data are damaged or of an unusual kind; save it anew")] * len(
+        found: list[Any] = [InvalidRequest("its JPEG data are damaged or of an unusual kind; save it again")] * len(
             pictures
         )
         for number, picture in enumerate(pictures):
