@@ -9,6 +9,7 @@ import pytest
 from tessera.checkpoint.hub import find_checkpoint
 from tessera.errors import CheckpointError
 from tessera.launcher.cli import serve_main
+from tessera.tritonserver.settings import StageSettings
 
 COMMITS = ("0" * 40, "1" * 40)
 
@@ -83,3 +84,20 @@ def test_serve_and_check_take_a_name(
     assert f"snapshots/{COMMITS[1]} has no config.json" in capsys.readouterr().err
     assert serve_main([*flags, "Org/Nosuch"]) == 1
     assert "fetch it by `hf download Org/Nosuch`" in capsys.readouterr().err
+    monkeypatch.setenv("TESSERA_CHECKPOINT", "Org/Name-1.5B")
+    assert serve_main(["--check", "--device", "cpu"]) == 1
+    assert f"snapshots/{COMMITS[1]} has no config.json" in capsys.readouterr().err
+    monkeypatch.setenv("TESSERA_CHECKPOINT", "Org/Nosuch")
+    assert serve_main(["--device", "cpu"]) == 1
+    assert "fetch it by `hf download Org/Nosuch`" in capsys.readouterr().err
+
+
+def test_the_stages_take_a_name(home: Path) -> None:
+    args = {"model_config": "{}", "model_name": "preprocess", "model_repository": str(home / "models" / "preprocess")}
+    for named, found in (("Org/Name-1.5B", f"snapshots/{COMMITS[1]}"), ("Org/Nosuch", None), ("../nosuch", None)):
+        settings = StageSettings(args, {"TESSERA_CHECKPOINT": named, "HF_HOME": str(home)})
+        if found is not None:
+            assert str(settings.checkpoint).endswith(found)
+        else:
+            with pytest.raises(CheckpointError, match="there is no checkpoint folder"):
+                _ = settings.checkpoint

@@ -35,6 +35,8 @@ def stage_args(tmp_path, **parameters):
 
 def test_settings_come_from_the_config_and_yield_to_the_environment(tmp_path):
     args = stage_args(tmp_path, threads="2", visual_send_batch_size="3", checkpoint="../weights")
+    for name in ("models", "weights", "other"):
+        (tmp_path / name).mkdir()
     plain = StageSettings(args, {})
     read = plain.read(VisionSettings)
     assert (read.threads, read.send_batch_size, read.device) == (2, 3, "cpu")

@@ -12,16 +12,22 @@ from tessera.errors import CheckpointError
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def find_checkpoint(named: Path | str, environment: Mapping[str, str] = os.environ) -> Path:
-    """The folder ``named``; where there is none, the newest snapshot that the cache has of the model so called.
+def is_name(named: Path | str) -> bool:
+    """Whether this may be a model's name on the hub."""
+    return _NAME.fullmatch(str(named)) is not None
+
+
+def find_checkpoint(named: Path | str, environment: Mapping[str, str] = os.environ, base: Path = Path()) -> Path:
+    """The folder ``named``, from ``base`` on; where there is none, the newest snapshot that the cache has of the model
+    so called.
 
     Raises CheckpointError that says how to fetch it.
     """
-    folder = Path(named)
+    folder = base / named
     if folder.is_dir():
         return folder
-    if not _NAME.fullmatch(str(named)):
-        raise CheckpointError(f"there is no checkpoint folder {named}")
+    if not is_name(named):
+        raise CheckpointError(f"there is no checkpoint folder {folder}")
     cache = _cache(environment)
     model = cache / f"models--{str(named).replace('/', '--')}"
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tessera import settings
+from tessera.checkpoint.hub import find_checkpoint, is_name
 from tessera.engine.config import EngineConfig
 from tessera.errors import ConfigError
 from tessera.gpu_memory import Division, ServerSettings, card_bytes, divide_for, find_device, why_no_gpu
@@ -106,7 +107,9 @@ def set_up(
     device = here if server.device == "auto" else server.device
     if (server.device, here) == ("cuda", "cpu"):
         raise ConfigError(f"device is cuda, but {why_no_gpu(all_told)}")
-    checkpoint = (repository / server.checkpoint).resolve()
+    checkpoint = repository / server.checkpoint
+    if is_name(server.checkpoint):  # where a folder is missing, whoever reads it says so
+        checkpoint = find_checkpoint(server.checkpoint, all_told, repository)
     division = None
     if device == "cuda" and {VISION, LANGUAGE} & kinds.keys() and (card := card_bytes(all_told)):
         division = divide_for(card, server, checkpoint, first, LANGUAGE in kinds)
@@ -117,7 +120,7 @@ def set_up(
         values: Any = settings.read(kind, sources[stage], device, lambda: division, report)
         if configs[stage].backend == "python":  # a plan of TensorRT reads no checkpoint
             stages[stage] = values
-    found["checkpoint"] = found["checkpoint"]._replace(value=checkpoint)
+    found["checkpoint"] = found["checkpoint"]._replace(value=checkpoint.resolve())
     if server.device == "auto":
         found["device"] = Effective("device", device, "device")
     if PREPROCESS in kinds:

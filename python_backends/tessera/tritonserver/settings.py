@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tessera import settings
+from tessera.checkpoint.hub import find_checkpoint
 from tessera.gpu_memory import Division, ServerSettings, divide_for, find_device
 
 Settings = TypeVar("Settings")
@@ -41,8 +42,8 @@ class StageSettings:
 
     @property
     def checkpoint(self) -> Path:
-        """The checkpoint folder."""
-        return (self._repository / self._server.checkpoint).resolve()
+        """The checkpoint folder. Raises CheckpointError where there is none."""
+        return find_checkpoint(self._server.checkpoint, self._environment, self._repository).resolve()
 
     @property
     def device(self) -> str:
