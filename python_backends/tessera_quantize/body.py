@@ -60,7 +60,8 @@ class Body:
         self._model = model_class(text.architecture)(text, _watched, dtype, device)
         ends = {ours: self.source.get(name) for ours, name in self.stored.items() if not _LAYER.fullmatch(ours)}
         targets = self._model.targets(set(ends))
-        fill("the text model", {name: targets[name] for name in targets if not _LAYER.fullmatch(name)}, ends.items())
+        ends_of = {name: target for name, target in targets.items() if not _LAYER.fullmatch(name)}
+        fill("the text model", ends_of, ends.items(), self.stored)
         self._empty_layer = lambda: self._model.layer_class(text, 0, _watched, dtype, device)
         self._layer = self._empty_layer()
 

@@ -79,7 +79,9 @@ def cut(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+INT8 = torch.int8
 Q, FC = "language_model.model.layers.1.self_attn.q_proj", "vision_tower.encoder.layer.0.mlp.fc1"
+MORE = "language_model.model.layers.7.self_attn.q_proj.bias"
 
 
 @pytest.mark.parametrize(
@@ -87,11 +89,14 @@ Q, FC = "language_model.model.layers.1.self_attn.q_proj", "vision_tower.encoder.
     [
         (config(lambda raw: raw["text_config"].update(hidden_act="gelu")), "text model's hidden_act 'gelu' is not"),
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-        (tensors(lambda t: t.update({f"{Q}.bias": t[f"{Q}.bias"][:-1]})), r"q_proj\.bias: has shape \[63\], expec"),
-        (tensors(lambda t: t.update({f"{FC}.weight": t[f"{FC}.weight"][1:]})), "linear1.weight: has shape"),
-        (tensors(lambda t: t.pop(f"{Q}.weight")), r"layers\.1\.self_attn\.q_proj\.weight: missing"),
+        (tensors(lambda t: t.update({f"{Q}.bias": t[f"{Q}.bias"][:-1]})), rf" {Q}\.bias: has shape \[63\], expec"),
+        (tensors(lambda t: t.update({f"{FC}.weight": t[f"{FC}.weight"][1:]})), f" {FC}.weight: has shape"),
+        (tensors(lambda t: t.update({f"{FC}.weight": t[f"{FC}.weight"].to(INT8)})), f" {FC}.weight: is stored"),
+        (tensors(lambda t: t.pop(f"{Q}.weight")), f" {Q}.weight: missing"),
+        (tensors(lambda t: t.pop(f"{FC}.bias")), f" {FC}.bias: missing"),
+        (tensors(lambda t: t.update({MORE: t[f"{Q}.bias"].clone()})), f" {MORE}: left over"),
         (tensors(lambda t: t.update(odd=torch.ones(1))), "1 weights are not known .* odd"),
-        (tensors(lambda t: t.update({f"{Q}.qweight": torch.ones(1, dtype=torch.int32)})), "has no quantization_config"),
+        (tensors(lambda t: t.update({f"{Q}.qweight": torch.ones(1, dtype=INT8)})), f"{Q} holds .* no quantization"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer"),
         (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights: put"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), "pickle"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,10 +28,11 @@ def test_missing_and_left_over_vision_weights_are_named(tmp_path):
     folder = hf_native(tmp_path, Shape(**SMALL))
     name = "vision_tower.encoder.layer.1.attention.k_proj.bias"
     change_weights(folder, lambda tensors: tensors.pop(name))
-    with pytest.raises(CheckpointError, match=r"tower InternViT: layers\.1\.attention\.k_proj\.bias: missing"):
+    with pytest.raises(CheckpointError, match=f"tower InternViT: {re.escape(name)}: missing"):
         load_tower(read_config(folder))
-    change_weights(folder, lambda tensors: tensors.update({name.replace("layer.1", "layer.2"): torch.ones(32)}))
-    with pytest.raises(CheckpointError, match=r"layers\.2\.attention\.k_proj\.bias: left over"):
+    more = name.replace("layer.1", "layer.2")
+    change_weights(folder, lambda tensors: tensors.update({more: torch.ones(32)}))
+    with pytest.raises(CheckpointError, match=f" {re.escape(more)}: left over"):
         load_tower(read_config(folder))
 
 

@@ -86,15 +86,17 @@ def test_other_shapes(tmp_path, sizes):
 
 def test_weights_left_over_missing_or_of_another_shape_are_named(model, tmp_path):
     save(model, tmp_path, **{"blocks.2.norm1.bias": torch.ones(160)})
-    with pytest.raises(CheckpointError, match=r"layers\.2\.norm1\.bias: left over"):
+    with pytest.raises(CheckpointError, match=r" model\.visual\.blocks\.2\.norm1\.bias: left over"):
         load_tower(config_of(tmp_path))
     save(model, tmp_path, **{"patch_embed.proj.bias": torch.ones(160)})
     with pytest.raises(CheckpointError, match=r"model\.visual\.patch_embed\.proj\.bias"):
         load_tower(config_of(tmp_path))
     save(model, tmp_path)
-    with pytest.raises(CheckpointError, match=r"layers\.2\.attention\.qkv\.weight: missing"):
+    with pytest.raises(CheckpointError, match=r" model\.visual\.blocks\.2\.attn\.qkv\.weight: missing"):
         load_tower(config_of(tmp_path, depth=3))
-    with pytest.raises(CheckpointError, match=r"patch_embedding\.weight: has shape .* 2, 14, 14\], expected .* 3, 14"):
+    with pytest.raises(
+        CheckpointError, match=r" model\.visual\.patch_embed\.proj\.weight: has shape .* 2, 14, 14\], expected .* 3, 14"
+    ):
         load_tower(config_of(tmp_path, temporal_patch_size=3))
 
 

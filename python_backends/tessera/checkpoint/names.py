@@ -7,7 +7,7 @@ cannot pass unseen. The language models' tables stand here, the vision towers' w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from tessera.checkpoint.config import CheckpointConfig, NameTable
 from tessera.errors import CheckpointError
@@ -64,6 +64,7 @@ TEXT_NAMES = {
 }
 # A buffer that old savers stored; it follows from the configuration.
 _IGNORED = re.compile(rf"{_BODY}layers\.\d+\.(?:self_attn|attention)\.rotary_emb\.inv_freq")
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _OUTPUT_HEAD = re.compile(rf"{_HEAD}(?:lm_head|output)\.(?:weight|qweight|weight_packed)")
 
 
@@ -102,6 +103,26 @@ def split_names(names: Iterable[str], config: CheckpointConfig) -> dict[str, dic
             f"{config.text.architecture} body: {listed(unknown)}"
         )
     return split
+
+
+def name_in_file(name: str, stored: Mapping[str, str]) -> str:
+    """What the checkpoint calls a tensor or a module of ours, or would call one that it lacks.
+
+    ``stored``: its names by ours. One that it lacks is called like that of another layer, else like its neighbours.
+    """
+    if name in stored:
+        return stored[name]
+    layers, anywhere = iter(_LAYER.findall(name)), re.compile(r"\d+".join(map(re.escape, _LAYER.split(name))))
+    if alike := next((theirs for ours, theirs in stored.items() if anywhere.fullmatch(ours)), None):
+        return _LAYER.sub(lambda layer: next(layers, layer[0]), alike)
+    place = name
+    while place:
+        for ours, theirs in stored.items():
+            rest = ours.removeprefix(place)
+            if rest != ours and rest.startswith(".") and theirs.endswith(rest):
+                return theirs.removesuffix(rest) + name[len(place) :]
+        place = place.rpartition(".")[0]
+    return name
 
 
 def listed(names: Iterable[str], limit: int = 10) -> str:

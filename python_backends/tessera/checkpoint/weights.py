@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from tessera.checkpoint.names import listed
+from tessera.checkpoint.names import listed, name_in_file
 from tessera.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -131,28 +132,35 @@ class SafetensorsHeaders(SafetensorsFolder):
         return torch.empty(self.shape(name), dtype=getattr(torch, _DTYPES[dtype]), device="meta")
 
 
-def fill(owner: str, targets: Mapping[str, Target], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Gives each tensor to the target of its name. ``owner`` is for messages.
+def fill(
+    owner: str,
+    targets: Mapping[str, Target],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    stored: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Gives each tensor to the target of its name. ``owner`` and ``stored``, the checkpoint's names by ours, are for
+    messages.
 
     Raises CheckpointError naming what is missing, left over, given twice, or refused by its target.
     """
     missing = dict.fromkeys(targets)
-    faults: list[str] = []
+    faults: list[tuple[str, object]] = []
     for name, tensor in tensors:
         if name not in missing:
-            faults.append(f"{name}: {'given twice' if name in targets else 'left over'}")
+            faults.append((name, "given twice" if name in targets else "left over"))
             continue
         del missing[name]
         try:
             targets[name](tensor)
         except TensorError as error:
-            faults.append(f"{error.name}: {error}")
+            faults.append((error.name, error))
         except CheckpointError as error:
-            faults.append(f"{name}: {error}")
-    faults += [f"{name}: missing" for name in missing]
+            faults.append((name, error))
+    faults += [(name, "missing") for name in missing]
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise CheckpointError(f"weights of {owner}: {'; '.join(faults[:_SHOWN])}{more}")
+        told = "; ".join(f"{name_in_file(name, stored)}: {fault}" for name, fault in faults[:_SHOWN])
+        raise CheckpointError(f"weights of {owner}: {told}{more}")
 
 
 def copy_whole(target: torch.Tensor, tensor: torch.Tensor) -> None:

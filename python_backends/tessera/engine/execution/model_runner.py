@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from tessera.checkpoint.names import split_names
+from tessera.checkpoint.names import name_in_file, split_names
 from tessera.checkpoint.weights import SafetensorsFolder, SafetensorsHeaders, fill
 from tessera.engine.attention.backend import AttentionBackend, AttentionStep, create_backend
 from tessera.engine.cache.kv_storage import KvStorage
@@ -194,16 +195,17 @@ def load_model(checkpoint: CheckpointConfig, config: EngineConfig, headers: bool
     source = (SafetensorsHeaders if headers else SafetensorsFolder)(checkpoint.folder)
     random = config.weights == "random"
     names = {} if random else split_names(source.names(), checkpoint)["text"]
-    stored = stored_modules(names, source.dtype)
-    schemes = scheme_selector(checkpoint.quantization, stored, config.quantization, config.resident)
+    of_ours = {ours: stored for stored, ours in names.items()}
+    stored, told = stored_modules(names, source.dtype), partial(name_in_file, stored=of_ours)
+    schemes = scheme_selector(checkpoint.quantization, stored, config.quantization, config.resident, told)
     model_type = model_class(checkpoint.text.architecture)
     dtype = model_dtype(config.dtype, torch.device(config.device))
     model = model_type(checkpoint.text, schemes, dtype, device)
     if random and not headers:
         model.randomize(config.seed)
     elif not random:
-        tensors = ((ours, source.get(stored)) for stored, ours in names.items())
-        fill("the text model", model.targets(set(names.values())), tensors)
+        tensors = ((ours, source.get(stored)) for ours, stored in of_ours.items())
+        fill("the text model", model.targets(set(of_ours)), tensors, of_ours)
     return model
 
 

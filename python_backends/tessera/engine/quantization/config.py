@@ -42,13 +42,14 @@ def scheme_selector(
     stored: StoredModules | None = None,
     on_load: str = "checkpoint",
     resident: str = "auto",
+    told: Callable[[str], str] = str,
 ) -> SchemeSelector:
     """From a checkpoint's quantization_config, and its text model's tensors if it has any, to the layers' schemes.
 
     Raises CheckpointError for a method or a setting that is not supported. The selector makes a new scheme for each
     layer, and raises CheckpointError naming a module whose tensors are not what it should have. ``on_load`` "fp8":
     an unquantized checkpoint's layers, but not the head, are quantized while they are read. ``resident`` "off": layers
-    of 4 bits keep no FP8 copy beside them.
+    of 4 bits keep no FP8 copy beside them. ``told``: what messages call a module.
     """
     if on_load == "fp8":
         if quantization is not None:
@@ -59,7 +60,7 @@ def scheme_selector(
         return lambda modules: Unquantized() if set(modules) & set(_HEADS) else Fp8OnLoad()
     groups, ignored = _read(quantization)
     method = "" if quantization is None else quantization["quant_method"]
-    return _Selector(groups, ignored, stored or {}, method, resident)
+    return _Selector(groups, ignored, stored or {}, method, resident, told)
 
 
 def stored_modules(names: Mapping[str, str], dtype: Callable[[str], str]) -> StoredModules:
@@ -90,15 +91,21 @@ class _Selector:
     """A SchemeSelector: by a configuration's groups, the modules that it leaves out, and the tensors of the file."""
 
     def __init__(
-        self, groups: Groups, ignored: Sequence[str], stored: StoredModules, method: str, resident: str
+        self,
+        groups: Groups,
+        ignored: Sequence[str],
+        stored: StoredModules,
+        method: str,
+        resident: str,
+        told: Callable[[str], str],
     ) -> None:
         self._groups, self._ignored, self._stored, self._method = groups, ignored, stored, method
-        self._resident = resident
+        self._resident, self._told = resident, told
 
     def __call__(self, modules: Collection[str]) -> LinearScheme:
         found = {module: self._group(module) for module in modules}
         if len(set(found.values())) > 1:
-            told = ", ".join(f"{module}: {self._described(group)}" for module, group in found.items())
+            told = ", ".join(f"{self._told(module)}: {self._described(group)}" for module, group in found.items())
             raise CheckpointError(f"modules that run as one layer must be quantized alike, which these are not: {told}")
         group = next(iter(found.values()))
         scheme = Unquantized() if group is None else self._groups[group][1]()
@@ -119,11 +126,11 @@ class _Selector:
             why = (
                 "no group of quantization_config names it" if self._method else "config.json has no quantization_config"
             )
-            raise CheckpointError(f"module {module} holds {held}, but {why}")
+            raise CheckpointError(f"module {self._told(module)} holds {held}, but {why}")
         wanted = self._groups[targeted][1]().stored(has_bias="bias" in tensors)
         if not wanted.required <= tensors.keys() <= wanted.required | wanted.optional:
             raise CheckpointError(
-                f"module {module} holds {held}: neither an unquantized weight nor what {self._method} "
+                f"module {self._told(module)} holds {held}: neither an unquantized weight nor what {self._method} "
                 f"is read from, {listed(wanted.required)}"
             )
         return targeted

@@ -123,12 +123,9 @@ def check_tower(config: CheckpointConfig) -> Tower:
 
 
 def _fill(tower: Tower, source: SafetensorsFolder, config: CheckpointConfig) -> None:
-    names = split_names(source.names(), config)["vision"]
-    fill(
-        f"the vision tower {type(tower).__name__}",
-        tower.targets(set(names.values())),
-        _dequantized(source, {ours: stored for stored, ours in names.items()}),
-    )
+    stored = {ours: name for name, ours in split_names(source.names(), config)["vision"].items()}
+    owner = f"the vision tower {type(tower).__name__}"
+    fill(owner, tower.targets(set(stored)), _dequantized(source, stored), stored)
 
 
 def stored_in_fp8(config: CheckpointConfig) -> Set[str]:
