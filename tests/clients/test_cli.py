@@ -10,6 +10,7 @@ import types
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
         return fake
 
     return install
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"tessera {metadata.version('tessera')}\n"
 
 
 def test_ask_prints_the_answer(serve: Any, picture: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -263,7 +263,18 @@ def test_a_line_at_which_the_gateway_itself_fails_is_an_error_row(
     batch = over(client, create(client, *map(line, "abc")))
     (row,) = rows(client, batch.error_file_id)
     assert row["custom_id"] == "b" and row["response"]["body"]["error"]["code"] == "gateway_error"
-    assert "secret" not in json.dumps(row) and "a secret" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "secret" not in json.dumps(row) and "a secret" in told
+    assert f"request {row['response']['request_id']} failed:" in told
+
+
+def test_a_line_that_asks_to_go_before_the_floor_is_an_error_row(serve: Serve) -> None:
+    client = serve(AnsweringServer(), priority_floor=3)
+    batch = over(client, create(client, line("a"), line("b", priority=2), line("c", priority=3)))
+    (row,) = rows(client, batch.error_file_id)
+    error = row["response"]["body"]["error"]
+    assert (row["custom_id"], row["response"]["status_code"], error["param"]) == ("b", 400, "priority")
+    assert error["message"] == "priority is 2; here it may be 3 or more" and len(answers(client, batch)) == 2
 
 
 def test_a_full_disk_is_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

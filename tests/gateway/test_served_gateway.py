@@ -309,7 +309,9 @@ def test_the_demos_last_line_works(address: str) -> None:
 def test_readiness_and_the_servers_pages(address: str) -> None:
     assert httpx.get(f"{address}/health", timeout=10, trust_env=False).json() == {"ready": True}
     assert "tessera_kv_blocks_total" in httpx.get(f"{address}/metrics/servers", timeout=10, trust_env=False).text
-    assert json.loads(httpx.get(f"{address}/v1/models", trust_env=False).text)["data"][0]["id"] == "vlm"
+    one = httpx.get(f"{address}/v1/models/vlm", trust_env=False).json()
+    assert (one["id"], one["max_model_len"]) == ("vlm", 8192)  # of the default checkpoint
+    assert httpx.get(f"{address}/v1/models", trust_env=False).json()["data"] == [one]
 
 
 def test_a_batch_answers_as_a_question_does(client: openai.OpenAI, picture: bytes) -> None:
