@@ -14,6 +14,7 @@ import resource
 from collections import Counter
 from functools import partial
 from ipaddress import ip_network
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httptools
@@ -40,6 +41,9 @@ PIPELINED = 8  # requests that may wait for the answer to an earlier one of thei
 LAST_WORDS_S = 1.0  # that a client may take for the end of an answer which the stop of the gateway has cut short
 MOST_FILES = 1 << 16  # descriptors that a worker asks the system for, up to its hard limit
 KEPT_FILES = 256  # descriptors that are not for connections: servers, databases, pages that are fetched
+LONG_HEAD = ApiError(
+    431, f"the request line and header may have {HEAD_BYTES} bytes and {HEAD_FIELDS} fields", code="header_too_large"
+)
 BODY = "tessera.body"
 """Key of a request's scope: its :class:`Body`."""
 
@@ -101,7 +105,10 @@ class Door:
         self._held += size
         self.counters.add("body_bytes_held", size)
         while size > 0 and self._held > self._bodies and body.arriving:
-            largest = max((each for line in self._connections for each in line.bodies if each.arriving), key=_held)
+            largest = max(
+                (each for line in self._connections for each in line.bodies if each.arriving),
+                key=lambda each: each.held,
+            )
             words = "the gateway holds as many bytes of requests as it can (--max-bodies-mib)"
             largest.connection.refuse(ApiError(503, words, code="overloaded", headers=RETRY_AFTER))
 
@@ -124,12 +131,10 @@ class Door:
             loop.call_later(SWEEP_S, self._sweep, loop)
 
 
-def _held(body: Body) -> int:
-    return body.held
-
-
 class Connection(HttpToolsProtocol):
     """uvicorn's, with limits. The application's lifespan gives the :class:`Door`, as ``door`` of its state."""
+
+    scope: Any  # of the request that is read: uvicorn's type has no keys of ours
 
     def __init__(
         self,
@@ -163,10 +168,7 @@ class Connection(HttpToolsProtocol):
         super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for body in tuple(self.bodies):  # uvicorn tells the last one alone
-            body.cycle.disconnected = True
-            body.cycle.message_event.set()
-            self._let_go(body)
+        self._end_all()
         self._refused, self._deadline = True, None
         self.door.leave(self)
         super().connection_lost(exc)
@@ -196,10 +198,6 @@ class Connection(HttpToolsProtocol):
             self._parse(rest[:size])
             rest = rest[size:]
 
-    @property
-    def body_is_read(self) -> bool:
-        return self._in_head
-
     def _parse(self, piece: memoryview) -> None:
         in_head, self._body_bytes, self._heads = self._in_head, 0, 0
         try:
@@ -212,7 +210,7 @@ class Connection(HttpToolsProtocol):
         if in_head and self._in_head and not self._heads:
             self._head_bytes += len(piece)
             if self._head_bytes >= HEAD_BYTES:
-                self.refuse(_long_head())
+                self.refuse(LONG_HEAD)
         elif not in_head and self._rest is None:
             self._frames = max(0, self._frames + len(piece) - self._body_bytes - self._body_bytes // FRAME_SHARE)
             if self._frames > FRAME_BYTES:
@@ -226,7 +224,7 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._fields += 1
         if self._fields > HEAD_FIELDS:
-            self._stop(_long_head())
+            self._stop(LONG_HEAD)
         if not self._in_head:  # a trailer: what came behind the body is not part of what was checked before
             return
         super().on_header(name, value)
@@ -246,9 +244,12 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not before:
             body = self._body = Body(self, self.cycle)
             self.bodies.add(body)
-            cast(dict[str, Any], self.cycle.scope)[BODY] = body
+            self.scope[BODY] = body
             self.cycle.on_response = partial(self._answered, body)
-            self.cycle.transport = cast(asyncio.Transport, _Line(self))
+            own = SimpleNamespace(
+                write=self.transport.write, is_closing=self.transport.is_closing, close=self._end_answered
+            )
+            self.cycle.transport = cast(asyncio.Transport, own)
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -273,6 +274,20 @@ class Connection(HttpToolsProtocol):
     def _answered(self, body: Body) -> None:
         self._let_go(body)
         self.on_response_complete()
+
+    def _end_answered(self) -> None:
+        """The end of a connection as a request has it waits for a client that still sends."""
+        if self._in_head:
+            self.transport.close()
+        else:
+            self._linger()
+
+    def _end_all(self) -> None:
+        """Tells all requests that the client is gone; uvicorn tells the last one alone."""
+        for body in tuple(self.bodies):
+            body.cycle.disconnected = True
+            body.cycle.message_event.set()
+            self._let_go(body)
 
     def _let_go(self, body: Body) -> None:
         self.bodies.discard(body)
@@ -301,33 +316,28 @@ class Connection(HttpToolsProtocol):
         """Answers by an error what is being read, where that is possible still, and ends the connection."""
         if self._refused:
             return
-        waiting = list(self.bodies)
-        if not self._in_head and len(waiting) == 1 and waiting[0] is self._body:
-            cycle, answered = waiting[0].cycle, waiting[0].cycle.response_started
-            if not answered:
-                cast(dict[str, Any], cycle.scope)[STATUS] = fault.status
+        if self._in_head:  # of a request that no middleware counts
+            answered = bool(self.bodies)
+            self.door.counters.ended(fault.status)
         else:
-            answered = bool(waiting) or not self._in_head
-            if self._in_head:  # of a request that no middleware counts
-                self.door.counters.ended(fault.status)
-        for body in waiting:
-            body.cycle.disconnected = True
-            body.cycle.message_event.set()
-            self._let_go(body)
+            answered = self.bodies != {self._body} or self.cycle.response_started
+            if not answered:
+                self.scope[STATUS] = fault.status
+        self._end_all()
         if answered:
             self._refused = True
             self.transport.close()
             return
         content = json.dumps(fault.body).encode()
-        scope = cast(dict[str, Any], self.scope) if self._begun else {"headers": []}  # with what came of its header
-        fields = {**fault.headers, "x-request-id": id_of(scope), "Content-Type": "application/json"}
-        fields["Content-Length"] = str(len(content))
-        lines = "".join(f"{name}: {value}\r\n" for name, value in {**fields, "Connection": "close"}.items())
+        scope = self.scope if self._begun else {"headers": []}  # with what came of its header
+        fields = {**fault.headers, "x-request-id": id_of(scope), "Connection": "close"}
+        fields |= {"Content-Type": "application/json", "Content-Length": str(len(content))}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         self._garbage = fault.status < 500
         self.transport.write(STATUS_LINE[fault.status] + lines.encode() + b"\r\n" + content)
-        self.linger()
+        self._linger()
 
-    def linger(self) -> None:
+    def _linger(self) -> None:
         """Ends the connection when its client has noticed, which may be sending still: closed at once, the system
         would throw away what it was told."""
         self._refused, self._deadline = True, self.loop.time() + LINGER_S
@@ -337,30 +347,11 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
 
 
-class _Line:
-    """A connection's transport as a request has it: its end waits for a client that still sends."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.write, self.is_closing = connection.transport.write, connection.transport.is_closing
-
-    def close(self) -> None:
-        if self._connection.body_is_read:
-            self._connection.transport.close()
-        else:
-            self._connection.linger()
-
-
 def raise_file_limit() -> None:
     """Each connection is an open file, and what a process may usually open are 1,024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if most == resource.RLIM_INFINITY else min(most, MOST_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-
-
-def _long_head() -> ApiError:
-    words = f"the request line and header may have {HEAD_BYTES} bytes and {HEAD_FIELDS} fields"
-    return ApiError(431, words, code="header_too_large")
 
 
 def _network(address: str) -> str:

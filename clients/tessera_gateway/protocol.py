@@ -88,19 +88,15 @@ def by_type(*types: str) -> Discriminator:
     return Discriminator(tag, custom_error_type="unknown_type", custom_error_message=expected)
 
 
+STRING, OTHER = Tag("<string>"), Tag("<other>")
+STRING_OR_OTHER = Discriminator(lambda value: "<string>" if isinstance(value, str) else "<other>")
 ContentPart = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[Picture, Tag("<image_url>")], by_type("text", "image_url")
 ]
-Content = Annotated[
-    Annotated[str, Tag("<string>")] | Annotated[list[ContentPart], FIRST_FAULT, Tag("<parts>")],
-    Discriminator(lambda value: "<string>" if isinstance(value, str) else "<parts>"),
-]
+Content = Annotated[Annotated[str, STRING] | Annotated[list[ContentPart], FIRST_FAULT, OTHER], STRING_OR_OTHER]
 
 
-Stop = Annotated[
-    Annotated[str, Tag("<string>")] | Annotated[list[str], FIRST_FAULT, Tag("<list>")],
-    Discriminator(lambda value: "<string>" if isinstance(value, str) else "<list>"),
-]
+Stop = Annotated[Annotated[str, STRING] | Annotated[list[str], FIRST_FAULT, OTHER], STRING_OR_OTHER]
 
 
 class CalledFunction(Part):
@@ -163,8 +159,7 @@ class NamedTool(Part):
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[NamedTool, Tag("<object>")],
-    Discriminator(lambda value: "<string>" if isinstance(value, str) else "<object>"),
+    Annotated[Literal["none", "auto", "required"], STRING] | Annotated[NamedTool, OTHER], STRING_OR_OTHER
 ]
 
 
@@ -193,10 +188,7 @@ class JsonSchema(Part):
     json_schema: NamedSchema
 
 
-TextOrObject = Annotated[
-    Annotated[str, Tag("<string>")] | Annotated[dict[str, Any], Tag("<object>")],
-    Discriminator(lambda value: "<string>" if isinstance(value, str) else "<object>"),
-]
+TextOrObject = Annotated[Annotated[str, STRING] | Annotated[dict[str, Any], OTHER], STRING_OR_OTHER]
 GuidedChoice = Annotated[list[Annotated[str, Field(min_length=1)]], FIRST_FAULT, Field(min_length=1)]
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Field, Tag, field_validator
 from starlette.responses import Response
 
 from tessera_client import Answer, Delta
@@ -18,6 +18,9 @@ from tessera_gateway.errors import ApiError, renamed
 from tessera_gateway.metrics import RESPONSES
 from tessera_gateway.protocol import (
     FIRST_FAULT,
+    OTHER,
+    STRING,
+    STRING_OR_OTHER,
     ChatRequest,
     Harmless,
     JsonObject,
@@ -74,17 +77,13 @@ class Item(Part):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[
-        Annotated[str, Tag("<string>")] | Annotated[list[ItemPart], FIRST_FAULT, Tag("<parts>")],
-        Discriminator(lambda value: "<string>" if isinstance(value, str) else "<parts>"),
-    ]
+    content: Annotated[Annotated[str, STRING] | Annotated[list[ItemPart], FIRST_FAULT, OTHER], STRING_OR_OTHER]
     id: str | None = None
     status: str | None = None
 
 
 Input = Annotated[
-    Annotated[str, Tag("<string>")] | Annotated[list[Item], FIRST_FAULT, Field(min_length=1), Tag("<items>")],
-    Discriminator(lambda value: "<string>" if isinstance(value, str) else "<items>"),
+    Annotated[str, STRING] | Annotated[list[Item], FIRST_FAULT, Field(min_length=1), OTHER], STRING_OR_OTHER
 ]
 
 

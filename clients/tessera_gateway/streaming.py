@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from tessera_client import Answer, AsyncStream, Delta, TesseraClientError
 from tessera_gateway import translation
@@ -57,13 +57,7 @@ class EventStream(Response):
         except ApiError as error:
             scope[STATUS] = error.status
             if error is STOPPING:  # else the client went away: nobody is left to tell
-                await send(
-                    {
-                        "type": "http.response.body",
-                        "body": self._told.failed(error) + self._told.ending,
-                        "more_body": False,
-                    }
-                )
+                await send(_body(self._told.failed(error) + self._told.ending, more=False))
         finally:
             scope[USAGE] = self._told.used
             await asyncio.gather(*(stream.close() for stream in self._streams))
@@ -73,12 +67,12 @@ class EventStream(Response):
         try:
             async with aclosing(merged(self._firsts, self._streams)) as coming:
                 async for told in self._told.events(coming):
-                    await send({"type": "http.response.body", "body": told, "more_body": True})
+                    await send(_body(told))
         except (TesseraClientError, ApiError) as error:
             refusal = error if isinstance(error, ApiError) else from_wire(error)
             scope[STATUS] = refusal.status
-            await send({"type": "http.response.body", "body": self._told.failed(refusal), "more_body": True})
-        await send({"type": "http.response.body", "body": self._told.ending, "more_body": False})
+            await send(_body(self._told.failed(refusal)))
+        await send(_body(self._told.ending, more=False))
 
 
 class ChatTold:
@@ -153,6 +147,10 @@ async def merged(firsts: Sequence[Delta], streams: Sequence[AsyncStream]) -> Asy
             task.cancel()
         if coming:
             await asyncio.wait(coming)
+
+
+def _body(content: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": content, "more_body": more}
 
 
 def event(content: dict[str, Any], kind: str = "") -> bytes:
