@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -240,6 +240,7 @@ def _place(schema: dict[str, Any], place: str, error: str, vocabulary: LLTokeniz
 
 
 _MOST_SPELLED = 256  # bytes
+_MOST_WRITTEN = 1024  # texts whose tokens are kept: those that must come are few, and asked for at each mask
 
 
 class Spelling:
@@ -255,6 +256,7 @@ class Spelling:
         self.eos_token_id = eos_token_id
         self.special_token_ids = [eos_token_id]
         self._encode = encode
+        self._written = lru_cache(_MOST_WRITTEN)(self._write)
 
     def __call__(self, text: bytes | str) -> list[int]:
         """The tokens of ``text``, or of its beginning: llguidance asks for all that must come, 20,000 characters of
@@ -263,6 +265,9 @@ class Spelling:
         if len(data) > _MOST_SPELLED:
             cut = next((cut for cut in range(_MOST_SPELLED, 0, -1) if data[cut] & 0xC0 != 0x80), _MOST_SPELLED)
             data = data[:cut]  # between two characters
+        return self._written(data)
+
+    def _write(self, data: bytes) -> list[int]:
         if self._encode is not None:
             with contextlib.suppress(UnicodeDecodeError, IndexError):  # some write tokens that the model lacks
                 ids = list(self._encode(data.decode()))

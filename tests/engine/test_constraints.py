@@ -406,3 +406,4 @@ def test_of_a_text_that_must_come_only_the_beginning_is_spelled():
     assert spelling(b"a" * 20_000) == [0] * 256
     assert spelling("a" * 255 + "é" * 9) == [0] * 255  # no character is cut in two
     assert spelling("é" * 4) == [1] * 4 and list(map(len, asked)) == [256, 255, 4]
+    assert spelling(b"a" * 10_000) == [0] * 256 and len(asked) == 3  # which is what most of such a mask takes

@@ -10,6 +10,7 @@ import pytest
 from engine_fakes import ends, make_engine, make_request, run, text_of
 
 from tessera.engine import constraints, grammar_lane, mask_lane
+from tessera.engine.constraints import Matcher
 from tessera.engine.grammar_lane import MOST_GRAMMARS, GrammarLane
 from tessera.engine.wire import Submit
 from tessera.errors import InvalidRequest, Unavailable
@@ -68,6 +69,33 @@ def test_plain_answers_go_on_while_no_mask_comes(slow, monkeypatch):
     monkeypatch.undo()
     held.pop()()
     assert list(ends(run(engine, 20_000)).values()) == ["stop"] * 3
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(("count", "beside"), [(20, False), (21, True), (160, True)])
+def test_the_masks_of_many_are_made_beside_the_steps(monkeypatch, count, beside, overlaps):
+    """What each takes is given, so that 20 hold up no step; a crowd has no need of places in the lane."""
+    jobs = [make_request([n, 5], f"{n}", max_tokens=60, regex="(ab|cd){4}") for n in range(count)]
+    few, _ = make_engine(num_blocks=4000, max_sequences=8)
+    expected = [text for job in jobs for text in [few.submit(job) and text_of(run(few), job.request_id)]]
+    monkeypatch.setattr(constraints._Grammar, "computed", lambda known, seconds: setattr(known, "mean", 0.0001))
+    threads, advance = [], Matcher.advance
+
+    def seen(matcher, token):
+        threads.append(threading.get_ident())
+        advance(matcher, token)
+
+    monkeypatch.setattr(Matcher, "advance", seen)
+    engine, _ = make_engine(num_blocks=4000, max_sequences=256, max_batched_tokens=512, overlaps=overlaps)
+    sequences = [engine.submit(job) for job in jobs]  # they count for as long as they are held
+    events = []
+    while engine.has_work():
+        events += engine.step()
+        engine.scheduler.check()
+        assert not engine.scheduler.parked
+    assert [text_of(events, job.request_id) for job in jobs] == expected
+    assert len(set(threads)) == 1 and (threads[0] != threading.get_ident()) is beside
+    assert {sequence.finish_reason for sequence in sequences} == {"stop"} and not engine._lane._inside
 
 
 class Lane:

@@ -60,11 +60,20 @@ class ConstrainedSequence(Sequence):
         if self._matcher.slow:
             self._ready = False
             self._lane.run(partial(self._go_on, self._matcher.advance_later(token)))
-            return taken
-        self._matcher.advance(token)
-        if (failure := self.failure) is not None:
-            self.finish_reason, self.error = "error", failure
+        elif self._matcher.crowded:
+            self._ready = False
+            self._lane.collect(partial(self._go_on_among_many, token))
+        else:
+            self._matcher.advance(token)
+            if (failure := self.failure) is not None:
+                self.finish_reason, self.error = "error", failure
         return taken
+
+    def _go_on_among_many(self, token: int) -> None:
+        if self._matcher.slow:  # which was found out since
+            self._lane.run(partial(self._go_on, self._matcher.advance_later(token)))
+        else:
+            self._go_on(partial(self._matcher.advance, token))
 
     def _go_on(self, advance: Callable[[], None]) -> None:
         advance()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 
@@ -33,6 +34,9 @@ _GROWTH_A_SECOND = 64 << 20
 _MASK_S = 0.00025
 _MOST_BEYOND_S = 0.005
 _SLOW_FOR = 64
+# What all masks of a step may take on the thread that steps; where they would take longer, they are made beside it.
+_MOST_A_STEP_S = 0.002
+_MEAN_OF = 16  # masks, about
 # Matchers of one compiled grammar share its lexer: what one finds out is quick for the others, but the memory and the
 # limits of the library count for all of them together.
 MOST_COPIES = 32
@@ -48,11 +52,13 @@ class _Grammar:
     failed: bool = False
     seconds: float = 0.0
     beyond: float = 0.0
+    mean: float = 0.0  # seconds a mask, each counted as what it may take at most
     slow_for: int = 0  # masks
     elsewhere: int = 0  # copies that another thread follows just now
 
     def computed(self, seconds: float) -> None:
         self.seconds += seconds
+        self.mean += (min(seconds, _MASK_S) - self.mean) / _MEAN_OF
         self.beyond = max(0.0, self.beyond + seconds - _MASK_S)
         if self.slow_for:
             self.slow_for -= 1
@@ -74,7 +80,7 @@ class Matcher:
         self._end = end
         self._grammar = _Grammar(max(size, _LEAST_BYTES))
         self.error: str | None = None
-        self.mask = self._compute()
+        self.mask = self._compute(matcher.compute_bitmask)
 
     @property
     def worn(self) -> bool:
@@ -91,6 +97,11 @@ class Matcher:
         return self._grammar.slow_for > 0 or self._grammar.elsewhere > 0
 
     @property
+    def crowded(self) -> bool:
+        """Whether the masks of all that are followed, at what this one's take, would hold up a step."""
+        return len(self._beside.followed) * self._grammar.mean > _MOST_A_STEP_S
+
+    @property
     def bytes(self) -> int:
         """About what the compiled grammar takes by now."""
         return self._grammar.bytes + int(self._grammar.seconds * _GROWTH_A_SECOND)
@@ -100,12 +111,12 @@ class Matcher:
         self._grammar.copies += 1
         copy = object.__new__(Matcher)
         copy.__dict__.update(self.__dict__, _matcher=self._matcher.deep_copy())
+        self._beside.followed.add(copy)
         return copy
 
     def advance(self, token: int) -> None:
         """Takes a token of the answer that is no stop token. Where nothing can follow it, ``error`` says why."""
-        self._matcher.consume_token(token)
-        self.mask = self._compute()
+        self._follow(token, self._matcher.compute_bitmask)
 
     def advance_later(self, token: int) -> Callable[[], None]:
         """What does so on another thread, at a low priority; it must be called."""
@@ -114,13 +125,17 @@ class Matcher:
 
     def _advance_beside(self, token: int) -> None:
         try:
+            self._follow(token, partial(self._beside.mask, self._matcher))
+        finally:
+            self._grammar.elsewhere -= 1
+
+    def _follow(self, token: int, compute: Callable[[], bytes | np.ndarray]) -> None:
+        try:
             self._matcher.consume_token(token)
-            self.mask = self._compute(self._beside.mask(self._matcher))
+            self.mask = self._compute(compute)
         except Exception:
             _LOG.exception("a grammar could not be followed")
             self.error = "it could not be followed; the server's log says why"
-        finally:
-            self._grammar.elsewhere -= 1
 
     def going_on(self) -> np.ndarray:
         """``mask`` without the stop tokens, unless nothing else is in it."""
@@ -131,10 +146,9 @@ class Matcher:
         """Takes ``tokens``, a mask, out of ``mask``, before the first token."""
         self.mask = self.mask & ~tokens
 
-    def _compute(self, computed: np.ndarray | None = None) -> np.ndarray:
+    def _compute(self, compute: Callable[[], bytes | np.ndarray]) -> np.ndarray:
         began = time.thread_time()
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8) if computed is None else computed
-        mask = mask[: len(self._ends)].copy()
+        mask = np.frombuffer(compute(), np.uint8)[: len(self._ends)].copy()
         may_end = mask[self._end // 8] >> self._end % 8 & 1 and self._matcher.is_accepting()
         mask = mask | self._ends if may_end else mask & ~self._ends
         self.error = grammar.failure(self._matcher)
@@ -153,6 +167,7 @@ class Beside:
     """
 
     def __init__(self, vocabulary: LLTokenizer) -> None:
+        self.followed: WeakSet[Matcher] = WeakSet()  # one for each answer
         self._vocabulary = vocabulary
         self._executor: LLExecutor | None = None
 

@@ -276,6 +276,7 @@ class Engine:
 
     def _apply(self, batch: ScheduledBatch, result: SampledRows) -> None:
         taken = self.scheduler.apply(batch, result.tokens())
+        self._lane.begin()
         device_ns = result.device_ns()
         self.scheduler.took(batch, device_ns)
         self.metrics.busy_ns += device_ns

@@ -1,10 +1,13 @@
-"""Where masks are made that take long: beside the thread that steps, for a few answers at a time."""
+"""Where masks are made that take long: beside the thread that steps, for a few answers at a time.
+
+There quick masks are made too where a step needs many, for any number of answers, on another thread.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 MOST_OUTSIDE = 64
 
@@ -21,10 +24,14 @@ class MaskLane:
         self._inside: dict[object, None] = {}
         self._outside: dict[object, None] = {}  # the first that came first
         self._thread = ThreadPoolExecutor(1, "masks")
+        self._collected: list[Callable[[], None]] = []
+        self._quick = ThreadPoolExecutor(1, "quick masks")
+        self._last: Future[None] | None = None  # of what this one was given
         self._news = threading.Event()
 
     def __bool__(self) -> bool:
-        return bool(self._inside)
+        """Whether there is anything to :meth:`wait` for."""
+        return bool(self._inside) or not (self._last is None or self._last.done())
 
     @property
     def full(self) -> bool:
@@ -47,7 +54,17 @@ class MaskLane:
 
     def run(self, work: Callable[[], None]) -> None:
         """Runs ``work`` after all that was given before."""
-        self._thread.submit(self._run, work)
+        self._thread.submit(self._run, [work])
+
+    def collect(self, work: Callable[[], None]) -> None:
+        """Keeps ``work``, which must not raise, for :meth:`begin`. For the thread that steps."""
+        self._collected.append(work)
+
+    def begin(self) -> None:
+        """Runs what was collected in turn, beside what :meth:`run` was given."""
+        if self._collected:
+            collected, self._collected = self._collected, []
+            self._last = self._quick.submit(self._run, collected)
 
     def wake(self) -> None:
         """Ends a :meth:`wait`, the one under way or the next."""
@@ -58,9 +75,10 @@ class MaskLane:
         self._news.wait(seconds)
         self._news.clear()
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self, works: list[Callable[[], None]]) -> None:
         try:
-            work()
+            for work in works:
+                work()
         finally:
             self._news.set()
 
