@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
@@ -40,6 +40,8 @@ _MEAN_OF = 16  # masks, about
 # Matchers of one compiled grammar share its lexer: what one finds out is quick for the others, but the memory and the
 # limits of the library count for all of them together.
 MOST_COPIES = 32
+
+_Bits: TypeAlias = "bytes | np.ndarray"  # the lowest first
 
 
 @dataclass
@@ -129,7 +131,7 @@ class Matcher:
         finally:
             self._grammar.elsewhere -= 1
 
-    def _follow(self, token: int, compute: Callable[[], bytes | np.ndarray]) -> None:
+    def _follow(self, token: int, compute: Callable[[], _Bits]) -> None:
         try:
             self._matcher.consume_token(token)
             self.mask = self._compute(compute)
@@ -146,7 +148,7 @@ class Matcher:
         """Takes ``tokens``, a mask, out of ``mask``, before the first token."""
         self.mask = self.mask & ~tokens
 
-    def _compute(self, compute: Callable[[], bytes | np.ndarray]) -> np.ndarray:
+    def _compute(self, compute: Callable[[], _Bits]) -> np.ndarray:
         began = time.thread_time()
         mask = np.frombuffer(compute(), np.uint8)[: len(self._ends)].copy()
         may_end = mask[self._end // 8] >> self._end % 8 & 1 and self._matcher.is_accepting()
