@@ -10,7 +10,7 @@ import torch
 from onnx import TensorProto
 
 from tessera.errors import ConfigError
-from tessera.vision.towers.intern_vit import InternViT
+from tessera.models.internvl.vision import InternViT
 
 # The type of the stored numbers, and the largest of them.
 KINDS = {"int8": (TensorProto.INT8, 127.0), "fp8": (TensorProto.FLOAT8E4M3FN, 448.0)}

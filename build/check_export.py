@@ -26,9 +26,9 @@ from onnx_cpu import for_cpu
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError, TesseraError
-from tessera.vision.towers.intern_vit import InternViT
-from tessera.vision.towers.intern_vit_graph import FINGERPRINT, PRECISION
-from tessera.vision.towers.tower import load_tower, vision_fingerprint
+from tessera.models.internvl.onnx_graph import FINGERPRINT, PRECISION
+from tessera.models.internvl.vision import InternViT
+from tessera.models.tower import load_tower, vision_fingerprint
 
 # The least cosine to torch in float32 that passes, by what the matrix products compute in. bfloat16 has 8 bits, fp8 4.
 BOUNDS = {"float32": 0.9999, "float16": 0.9999, "bfloat16": 0.999, "int8": 0.99, "fp8": 0.99}

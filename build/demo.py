@@ -22,9 +22,9 @@ import demo_documents
 from rich.console import Console
 from rich.table import Table
 
-from tessera.gpu_memory import DEFAULT_MODELS
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
+from tessera.settings.gpu import DEFAULT_MODELS
 from tessera_client import Answer, Client
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -23,9 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tessera.gpu_memory import DEFAULT_MODELS
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
+from tessera.settings.gpu import DEFAULT_MODELS
 from tessera_command.cli import main as tessera
 
 ROOT = Path(__file__).resolve().parent.parent

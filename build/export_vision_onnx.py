@@ -27,11 +27,11 @@ from vision_graphs import PRECISIONS, tensorrt_graph
 
 from tessera.checkpoint.config import CheckpointConfig, read_config
 from tessera.errors import ConfigError, TesseraError
+from tessera.models.internvl.onnx_graph import vision_graph
+from tessera.models.internvl.vision import InternViT
+from tessera.models.tower import load_tower, vision_fingerprint
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
-from tessera.user_cache import write_whole
-from tessera.vision.towers.intern_vit import InternViT
-from tessera.vision.towers.intern_vit_graph import vision_graph
-from tessera.vision.towers.tower import load_tower, vision_fingerprint
+from tessera.settings.user_cache import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = 32

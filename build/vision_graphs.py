@@ -1,6 +1,6 @@
 """InternViT as an ONNX graph for TensorRT: "TILES" -> bfloat16 "EMBEDDINGS", as the stages name them.
 
-The graph of the CPU vision stage (tessera.vision.towers.intern_vit_graph) in standard operators (opset 17), for a
+The graph of the CPU vision stage (tessera.models.internvl.onnx_graph) in standard operators (opset 17), for a
 strongly typed network: the types stand in the graph. Matrix products take narrow operands (float16, bfloat16, or
 quantised ones) and all between them is float32: residual stream, norms, softmax, activations, biases. The rows in
 float32 are a tensor named ``embeddings`` here too, each layer's output is one named ``layers.N``.
@@ -14,8 +14,8 @@ import torch
 from calibration import KINDS, Quantization, quantized_layers
 from onnx import TensorProto, helper
 
-from tessera.vision.towers.intern_vit import Attention, InternViT
-from tessera.vision.towers.intern_vit_graph import GraphWriter
+from tessera.models.internvl.onnx_graph import GraphWriter
+from tessera.models.internvl.vision import Attention, InternViT
 
 PRECISIONS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 _OPSET_FP8 = 19  # the first whose QuantizeLinear knows float8

@@ -35,9 +35,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from triton.runtime.errors import TritonError
 
-from tessera.attention_plan import AttentionPlan
-from tessera.engine.kernels.paged_decode import DEFAULT_PLAN, DecodePlan, choose_splits, decode_attention
-from tessera.engine.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
+from tessera.kernels.attention_plan import AttentionPlan
+from tessera.kernels.paged_decode import DEFAULT_PLAN, DecodePlan, choose_splits, decode_attention
+from tessera.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 28, 4, 128, 16
 GROUP, SCALE = HEADS // KV_HEADS, HEAD_DIM**-0.5

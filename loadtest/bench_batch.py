@@ -34,7 +34,7 @@ from serving import Running, Setup, serve
 from standin_server import standin
 from workloads import picture
 
-from tessera_command import health
+from tessera_command import terminal
 
 CONCURRENCY = 32
 PAUSE_S = 0.5
@@ -148,7 +148,7 @@ def kills(server: Running, rows: Path, out: Path, total: int) -> list[Kill]:
 def process_of(server: Running, what: str, number: int) -> int:
     """The process id of tritonserver, or of one stage or the other in turn."""
     name = "tritonserver" if what == "server" else STAGES[number // len(ORDER) % len(STAGES)]
-    page = health.ask(server.health)
+    page = terminal.ask(server.health)
     if page is None:
         raise RuntimeError(f"nobody answers at {server.health}")
     return next(stage.pid for stage in page.stages if stage.name.startswith(name))

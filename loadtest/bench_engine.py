@@ -34,8 +34,8 @@ from rich.progress import Progress
 from workloads import WORKLOADS
 
 from tessera.checkpoint.config import TextConfig, read_config
-from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
+from tessera.settings.stages import EngineConfig
 
 SHAPE = figures.ROOT / "loadtest" / "shapes" / "internvl3-8b-shape"
 # One H200, measured; for this shape in bf16.

@@ -24,11 +24,9 @@ import numpy as np
 import torch
 import workloads
 
-from tessera.preprocess.decode import decode
+from tessera.preprocess.decode import decode, use_one_thread
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest, PreprocessSettings
-from tessera.preprocess.resize_cpu import use_one_thread
-from tessera.vision.decoding.decoder import GpuDecoder, Undecoded, bytes_of, pixels_of
-from tessera.vision.encoding.pictures import VisionItem, pictures_of
+from tessera.vision.pictures import GpuDecoder, Undecoded, VisionItem, bytes_of, pictures_of, pixels_of
 
 CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"
 COMMAND = "make bench NAME=gpu_preprocess"

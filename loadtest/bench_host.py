@@ -24,16 +24,16 @@ import torch
 from engine_load import check
 
 from tessera.checkpoint.config import read_config
-from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
 from tessera.engine.execution.batch_inputs import PackedBatch
-from tessera.engine.execution.decode_graphs import DecodeGraphs, graph_sizes
 from tessera.engine.execution.model_runner import ModelRunner, load_model
+from tessera.engine.execution.step_graphs import DecodeGraphs, graph_sizes
 from tessera.engine.rendering import Answers
-from tessera.engine.request import Request
-from tessera.engine.scheduling.batch import ScheduledBatch
-from tessera.family.tokenizer import Tokenizer
-from tessera.sampling import SamplingParameters
+from tessera.engine.scheduling.scheduler import ScheduledBatch
+from tessera.engine.sequence import Request
+from tessera.prompt.sampling import SamplingParameters
+from tessera.prompt.tokenizer import Tokenizer
+from tessera.settings.stages import EngineConfig
 
 CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"
 RUNNING = (10, 64, 128, 256)

@@ -39,13 +39,12 @@ from recorded_calls import RecordedCalls
 from report import newest
 
 from tessera.checkpoint.config import CheckpointConfig, TextConfig, read_config
-from tessera.engine.kernels.selection import layer_kernels
-from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
-from tessera.vision.kernels.tower_kernels import PLAIN, TowerKernels
-from tessera.vision.runners.fp8_tower import serving_tower
-from tessera.vision.runners.graph_runner import GraphRunner
-from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.intern_vit import InternViT
+from tessera.kernels.tower_layers import PLAIN, TowerKernels
+from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds, layer_kernels
+from tessera.models.internvl.vision import InternViT
+from tessera.settings.stages import VisionSettings
+from tessera.vision.fp8_tower import serving_tower
+from tessera.vision.torch_runner import GraphRunner
 
 STANDARD = Sizes()
 SHAPE = figures.ROOT / "loadtest" / "shapes" / "internvl3-8b-shape"

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tessera.engine.kernels import reference
-from tessera.engine.kernels.add_rms_norm import add_rms_norm
-from tessera.engine.kernels.rotate_and_store import rotate_and_store
-from tessera.engine.kernels.silu_multiply import silu_and_multiply
-from tessera.engine.kernels.skinny_linear import (
+from tessera.kernels import reference
+from tessera.kernels.activation import silu_and_multiply
+from tessera.kernels.norm import add_rms_norm
+from tessera.kernels.rotary import rotate_and_store
+from tessera.kernels.skinny_linear import (
     SkinnyPlan,
     padded_rows,
     plan_skinny,

@@ -36,20 +36,18 @@ import torch.nn.functional as F
 from bench_kernels import Call, error, in_turns, normal, poisoned, seconds
 from figures import emit
 
-from tessera.engine.kernels import reference
-from tessera.engine.kernels.silu_multiply import silu_and_multiply
-from tessera.engine.kernels.skinny_fp8 import plan_skinny_fp8, skinny_fp8
-from tessera.engine.kernels.skinny_linear import SkinnyPlan
-from tessera.engine.kernels.w4_layout import PackedW4
-from tessera.engine.kernels.w4a16 import W4Plan, padded_rows, plan_w4a16, w4a16_gate_up, w4a16_linear
-from tessera.engine.quantization.awq import Awq
-from tessera.engine.quantization.fp8 import Fp8OnLoad
-from tessera.engine.quantization.in_place import InPlace
-from tessera.engine.quantization.measured import MeasuredScheme
-from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape, Place
-from tessera.engine.quantization.unquantized import Unquantized
-from tessera.fp8.rows import fp8_sums, quantize_rows, quantize_weight
-from tessera.measured_choices import MeasuredChoices, graph_milliseconds
+from tessera.kernels import reference
+from tessera.kernels.activation import silu_and_multiply
+from tessera.kernels.fp8_rows import fp8_sums, quantize_rows, quantize_weight
+from tessera.kernels.skinny_linear import SkinnyPlan, plan_skinny_fp8, skinny_fp8
+from tessera.kernels.tuning import MeasuredChoices, graph_milliseconds
+from tessera.kernels.w4_layout import PackedW4
+from tessera.kernels.w4a16 import W4Plan, padded_rows, plan_w4a16, w4a16_gate_up, w4a16_linear
+from tessera.linear.formats.awq import Awq
+from tessera.linear.formats.fp8 import Fp8OnLoad
+from tessera.linear.measured import InPlace, MeasuredScheme
+from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Place
+from tessera.linear.unquantized import Unquantized
 
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}  # n, k
 PLACES: dict[str, Place] = {"qkv": "qkv", "o": "output", "gate_up": "gate_up", "down": "down"}

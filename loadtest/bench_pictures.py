@@ -21,8 +21,8 @@ from bench_vision import milliseconds, say
 from kernel_trace import Trace
 
 from tessera.checkpoint.config import read_config
-from tessera.vision.runners.torch_runner import TorchRunner
-from tessera.vision.settings import VisionSettings
+from tessera.settings.stages import VisionSettings
+from tessera.vision.torch_runner import TorchRunner
 
 SHAPE = figures.ROOT / "loadtest" / "shapes" / "mineru25-shape"
 #: (name, patches along a side, pictures)

@@ -21,8 +21,8 @@ import numpy as np
 import workloads
 from PIL import Image
 
+from tessera.preprocess.decode import RESIZE_MODES, use_one_thread
 from tessera.preprocess.preprocessor import Picture, Preprocessor, PreprocessSettings
-from tessera.preprocess.resize_cpu import RESIZE_MODES, use_one_thread
 
 CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"
 COMMAND = "make bench NAME=preprocess"

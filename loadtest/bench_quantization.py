@@ -26,7 +26,7 @@ from bench_recall import bar, measure
 from serving import DEFAULT_CHECKPOINT, Setup, pairs, serve
 
 from tessera_client import Client
-from tessera_command import health
+from tessera_command import terminal
 from tessera_evaluation.datasets import Item, heldout_items
 
 POLICIES: dict[str, dict[str, Any]] = {"reference": {}, "reference,max_tiles=1": {"max_tiles": 1}}
@@ -48,7 +48,7 @@ def recalls(
             found[policy] = measure(client, items, concurrency, **POLICIES[policy])
             if errors := found[policy]["errors"]:
                 raise SystemExit(f"{errors} questions ended in an error")
-        page = health.ask(server.health)
+        page = terminal.ask(server.health)
     return found, {} if page is None else dict(page.weights)
 
 

@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.progress import Progress
 from serving import Setup, pairs, serve
 
-from tessera.user_cache import write_whole
-from tessera.vision.runners.onnx_runner import graph_path
-from tessera.vision.towers.intern_vit_graph import FINGERPRINT, PRECISION
+from tessera.models.internvl.onnx_graph import FINGERPRINT, PRECISION
+from tessera.settings.user_cache import write_whole
+from tessera.vision.onnx_runner import graph_path
 from tessera_client import Client
 from tessera_evaluation import plan, recall
 from tessera_evaluation.datasets import Item, heldout_items

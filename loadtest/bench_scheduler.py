@@ -28,12 +28,11 @@ import figures
 import numpy as np
 from engine_load import PICTURE_START
 
-from tessera.engine.cache.block_manager import BlockManager
-from tessera.engine.request import Request
+from tessera.engine.kv_cache.block_manager import BlockManager
 from tessera.engine.scheduling import scheduler as scheduling
-from tessera.engine.scheduling.batch import ScheduledBatch
-from tessera.engine.sequence import Sequence
-from tessera.sampling import SamplingParameters
+from tessera.engine.scheduling.scheduler import ScheduledBatch
+from tessera.engine.sequence import Request, Sequence
+from tessera.prompt.sampling import SamplingParameters
 
 TOKENS = (0, 64, 128, 256, 320, 576, 8192)
 STEP_MS = (4.1, 4.85, 5.9, 7.8, 9.7, 15.1, 171.0)

@@ -28,14 +28,12 @@ import numpy as np
 from bench_scheduler import FORWARD_TILES, SKIPPED_MS, TILE_MS, step_ms
 from engine_load import PICTURE_START
 
-from tessera.engine.cache.block_manager import BlockManager
-from tessera.engine.request import Request
+from tessera.engine.kv_cache.block_manager import BlockManager
 from tessera.engine.scheduling import scheduler as scheduling
-from tessera.engine.scheduling.batch import ScheduledBatch
-from tessera.engine.sequence import Sequence
-from tessera.ranking import rank
-from tessera.sampling import SamplingParameters
-from tessera.vision.job_queue import MOST
+from tessera.engine.scheduling.scheduler import ScheduledBatch
+from tessera.engine.sequence import Request, Sequence
+from tessera.prompt.sampling import SamplingParameters, rank
+from tessera.vision.scheduler import MOST
 
 CONCURRENCY, PROMPT, ANSWER, JOB_PRIORITY = 256, 316, 4, 10  # W1
 LONG_TOKENS = 600  # a step of more

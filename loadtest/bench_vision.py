@@ -33,18 +33,18 @@ from kernel_trace import Trace
 from vision_peer import Peer, load_peer
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.measured_choices import graph_milliseconds
-from tessera.vision.kernels.tower_kernels import (
+from tessera.kernels.tower_layers import (
     ATTENTIONS,
     gpu_kernels,
     linear_and_activate_in_place,
     linear_with_epilogue,
 )
-from tessera.vision.runners.fp8_tower import serving_tower
-from tessera.vision.runners.graph_runner import GraphRunner, bucket_sizes
-from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.intern_vit import InternViT
-from tessera.vision.towers.tower import load_tower
+from tessera.kernels.tuning import graph_milliseconds
+from tessera.models.internvl.vision import InternViT
+from tessera.models.tower import load_tower
+from tessera.settings.stages import VisionSettings
+from tessera.vision.fp8_tower import serving_tower
+from tessera.vision.torch_runner import GraphRunner, bucket_sizes
 
 SHAPE = figures.ROOT / "loadtest" / "shapes" / "internvl3-8b-shape"
 GOALS = {"tiles32.ms": 50.0, "fp8.tiles32.ms": 38.0, "b1.ms": 3.2, "b1.over_transformers": 0.75}

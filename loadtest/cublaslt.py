@@ -20,7 +20,7 @@ from bench_kernels import error, poisoned
 from energy import Cost, Lap, Repeater
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.fp8.rows import E4M3, fp8_sums, quantize_rows
+from tessera.kernels.fp8_rows import E4M3, fp8_sums, quantize_rows
 
 if TYPE_CHECKING:
     from joules_account import Report, Sizes
@@ -187,8 +187,8 @@ def compare(
 ) -> None:
     """torch's choice and the library's proposals; the fastest of those by joules too.
 
-    In ``fp8`` all products are without bias and scales (:func:`tessera.fp8.rows.fp8_sums`), for which cuBLAS has the
-    most kernels; the engine's in large steps are given a scale a row and a column.
+    In ``fp8`` all products are without bias and scales (:func:`tessera.kernels.fp8_rows.fp8_sums`), for which cuBLAS
+    has the most kernels; the engine's in large steps are given a scale a row and a column.
     """
     device = repeater.device
     for shape in of:

@@ -13,8 +13,8 @@ import torch
 
 from tessera.engine.engine import Engine
 from tessera.engine.progress import End, Progress
-from tessera.engine.request import Request
-from tessera.sampling import SamplingParameters
+from tessera.engine.sequence import Request
+from tessera.prompt.sampling import SamplingParameters
 
 PROMPT_TOKENS = 316
 PICTURE_ROWS = 256

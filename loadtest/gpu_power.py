@@ -11,7 +11,7 @@ from statistics import fmean
 from types import TracebackType
 from typing import NamedTuple
 
-from tessera.gpu_meter import GpuMeter, Reading
+from tessera.settings.gpu import GpuMeter, Reading
 
 INTERVAL_S = 0.1
 

@@ -18,14 +18,14 @@ from engine_load import Prompts
 from recorded_calls import RecordedCalls
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.engine.config import EngineConfig
-from tessera.engine.execution.decode_graphs import DecodeGraphs
 from tessera.engine.execution.model_runner import ModelRunner, load_model
-from tessera.engine.kernels.selection import layer_kernels
-from tessera.engine.models.qwen2 import Qwen2
-from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
+from tessera.engine.execution.step_graphs import DecodeGraphs
+from tessera.engine.scheduling.scheduler import ScheduledBatch, ScheduledSpan
 from tessera.engine.sequence import Sequence
-from tessera.fp8.rows import Fp8Sums
+from tessera.kernels.fp8_rows import Fp8Sums
+from tessera.kernels.tuning import layer_kernels
+from tessera.models.text.qwen2 import Qwen2
+from tessera.settings.stages import EngineConfig
 
 CONTEXT = 8192
 CACHE_BYTES = 2 << 30  # four steps of this context

@@ -19,13 +19,12 @@ import numpy as np
 import torch
 from rich.progress import track
 
-from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
-from tessera.engine.request import Request, SamplingParameters
+from tessera.engine.sequence import Request, SamplingParameters
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.encoding.pictures import VisionItem
-from tessera.vision.settings import VisionSettings
+from tessera.settings.stages import EngineConfig, VisionSettings
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import VisionItem
 
 sys.path.insert(0, str(figures.ROOT / "build" / "default_model"))
 CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend
 
-from tessera.attention_plan import AttentionPlan
-from tessera.measured_choices import graph_milliseconds
-from tessera.vision.kernels.attention import Attend, Within, attend_in_triton, attend_within
-from tessera.vision.kernels.tower_kernels import within_ways
-from tessera.vision.kernels.varlen_attention import PLANS
+from tessera.kernels.attention_plan import AttentionPlan
+from tessera.kernels.tower_attention import Attend, Within, attend_in_triton, attend_within
+from tessera.kernels.tower_layers import within_ways
+from tessera.kernels.tuning import graph_milliseconds
+from tessera.kernels.varlen_attention import PLANS
 
 HEADS, SIZE = 16, 80
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16

@@ -14,9 +14,9 @@ import safetensors.torch
 import torch
 from safetensors.numpy import save_file
 
-from tessera import gpu_memory
 from tessera.errors import ConfigError
-from tessera.gpu_memory import (
+from tessera.settings import gpu
+from tessera.settings.gpu import (
     CONTEXTS_BYTES,
     GIB,
     ServerSettings,
@@ -27,7 +27,7 @@ from tessera.gpu_memory import (
     find_device,
     weights_of,
 )
-from tessera.settings import Sources
+from tessera.settings.schema import Sources
 
 
 @pytest.mark.parametrize("card", [16, 24, 80, 140])
@@ -97,7 +97,7 @@ def test_the_device_is_found_without_touching_one(monkeypatch: pytest.MonkeyPatc
         def glob(self, pattern: str) -> list[str]:
             return [name for folder, name in there if folder == self.folder and fnmatch(name, pattern)]
 
-    monkeypatch.setattr(gpu_memory, "Path", Files)
+    monkeypatch.setattr(gpu, "Path", Files)
     monkeypatch.setattr(ctypes, "CDLL", driver)
     monkeypatch.setattr(metadata, "version", lambda name: "2.13.0")
     loadable = True
@@ -115,11 +115,11 @@ def test_the_device_is_found_without_touching_one(monkeypatch: pytest.MonkeyPatc
 
 
 def test_gpus_that_are_not_here_are_refused_with_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_memory, "TRACES_OF_GPUS", ())
+    monkeypatch.setattr(gpu, "TRACES_OF_GPUS", ())
     no_gpu = "^--gpus 0,1 asks for a GPU, but this machine has no NVIDIA GPU.*: leave --gpus out to serve on the CPU$"
     with pytest.raises(ConfigError, match=no_gpu):
         check_gpus(("0", "1"), {"CUDA_VISIBLE_DEVICES": ""})
-    monkeypatch.setattr(gpu_memory, "why_no_gpu", lambda environment: None)
+    monkeypatch.setattr(gpu, "why_no_gpu", lambda environment: None)
     monkeypatch.setenv("PATH", "/nowhere")
     check_gpus(("7",), {})  # CUDA will say
     tool = tmp_path / "nvidia-smi"

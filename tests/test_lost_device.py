@@ -8,11 +8,11 @@ import sys
 
 import torch
 
-from tessera.lost_device import end_process_if_lost, lost_device
+from tessera.errors import end_process_if_lost, lost_device
 
 LOST = """
 import torch
-from tessera.lost_device import end_process_if_lost
+from tessera.errors import end_process_if_lost
 
 class Stream:
     def query(self):

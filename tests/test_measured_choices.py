@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tessera.measured_choices import MeasuredChoices
+from tessera.kernels.tuning import MeasuredChoices
 
 
 def test_the_fastest_way_is_measured_once_and_read_by_the_next(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tessera.ranking import EXPECTED_NS, Expected
+from tessera.prompt.sampling import EXPECTED_NS, Expected
 
 
 def test_a_better_priority_is_expected_for_a_while_after_its_last_request():

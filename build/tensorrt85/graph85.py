@@ -34,8 +34,8 @@ from check_export import test_tiles
 from vision_graphs import tensorrt_graph
 
 from tessera.checkpoint.config import read_config
-from tessera.vision.towers.intern_vit import InternViT
-from tessera.vision.towers.tower import load_tower
+from tessera.models.internvl.vision import InternViT
+from tessera.models.tower import load_tower
 
 PRECISION = {
     "free": "float32",

@@ -16,9 +16,9 @@ from judge import least_cosine
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python_backends"))
 
 from tessera.checkpoint.config import read_config
-from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
-from tessera.vision.runners.fp8_tower import serving_tower
-from tessera.vision.settings import VisionSettings
+from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds
+from tessera.settings.stages import VisionSettings
+from tessera.vision.fp8_tower import serving_tower
 
 COUNTS = (1, 8, 32)
 

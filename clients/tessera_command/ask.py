@@ -13,9 +13,9 @@ from typing import Any
 
 from tessera_client.client import Client
 from tessera_client.messages import LabelScore
-from tessera_command.arguments import command, labels, sampling
+from tessera_command.terminal import command, labels, sampling
+from tessera_wire.command_line import missing
 from tessera_wire.errors import InvalidRequest
-from tessera_wire.nearest import missing
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".pdf")
 """How a word ends that is no question, whether or not there is such a file."""

@@ -9,11 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tessera_command.arguments import command, labels, positive, sampling
-from tessera_command.terminal import progress
+from tessera_command.terminal import command, labels, positive, progress, sampling
 
 if TYPE_CHECKING:
-    from tessera_batch.job import Job, Tally
+    from tessera_jobs.job import Job, Tally
 
 
 def add(commands: Any) -> None:
@@ -44,9 +43,9 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from tessera_batch.job import Job, Settings
-    from tessera_batch.rows import Asked
-    from tessera_batch.source import open_source
+    from tessera_jobs.job import Job, Settings
+    from tessera_jobs.rows import Asked
+    from tessera_jobs.source import open_source
 
     names = ("max_tokens", "max_tiles", "choices", "priority")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
@@ -92,7 +91,7 @@ def _sentence(tally: Tally) -> str:
 
 
 def _estimate(job: Job) -> int:
-    from tessera_batch.estimate import estimate
+    from tessera_jobs.estimate import estimate
 
     found = estimate(job)
     left = found.left

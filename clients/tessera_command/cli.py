@@ -20,15 +20,13 @@ from typing import Any
 
 from tessera_client.client import Client
 from tessera_client.messages import ServerStatus
-from tessera_command import ask, batch, health, parse, sample
-from tessera_command.arguments import command, positive, sampling
-from tessera_command.terminal import console, progress
+from tessera_command import ask, batch, parse, sample, terminal
+from tessera_command.terminal import command, console, positive, progress, sampling
 from tessera_evaluation import plan, recall
 from tessera_evaluation.datasets import Item, folder_items, heldout_items
 from tessera_wire import errors
-from tessera_wire.address import addresses, parse_url
-from tessera_wire.command_line import Parser
-from tessera_wire.version import VERSION
+from tessera_wire.command_line import VERSION, Parser
+from tessera_wire.tensors import addresses, parse_url
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +64,7 @@ def exit_code(error: errors.TesseraClientError) -> int:
 def _serve(arguments: list[str]) -> int:
     try:
         from tessera.launcher.cli import serve_main
-        from tessera_gateway.options import add_options
+        from tessera_gateway.settings import add_options
     except ImportError as error:
         print(f"tessera serve: the server's package is not installed here: {error}", file=sys.stderr)
         return 1
@@ -248,16 +246,16 @@ def _status(options: argparse.Namespace) -> int:
     return 0 if ready else 3
 
 
-def _supervised(url: str, health_url: str | None) -> health.Health | None:
+def _supervised(url: str, health_url: str | None) -> terminal.Health | None:
     """The health page for the server at ``url``, or for the first of several; None where there is none, or it is
     another server's."""
     host, _, port = parse_url(addresses(url)[0])[1].rpartition(":")
-    page = health.ask(health_url or f"http://{host}:{health.DEFAULT_PORT}")
+    page = terminal.ask(health_url or f"http://{host}:{terminal.DEFAULT_PORT}")
     return page if page and (health_url or page.serves(port)) else None
 
 
 def _print_status(
-    options: argparse.Namespace, supervised: health.Health | None, status: ServerStatus | None, ready: bool
+    options: argparse.Namespace, supervised: terminal.Health | None, status: ServerStatus | None, ready: bool
 ) -> None:
     if options.json:
         page = {**(asdict(status) if status else {}), "ready": ready}

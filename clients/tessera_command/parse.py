@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera_client.retry import Retry
-from tessera_command.arguments import command, positive
-from tessera_command.terminal import progress
+from tessera_command.terminal import command, positive, progress
 
 
 def add(commands: Any) -> None:

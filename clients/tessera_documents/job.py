@@ -18,14 +18,11 @@ from loguru import logger
 from mineru_vl_utils.vlm_client.utils import gather_tasks
 from PIL import Image
 
-from tessera_client.asker import Asker
-from tessera_client.one_model import OneModel, OtherModel, described
 from tessera_documents.edges import clear_of_letters
-from tessera_documents.page_ranges import PageRanges
-from tessera_documents.reads_documents import known_page
 from tessera_documents.results import ErrorRows, OutputFolder, PageFiles
-from tessera_documents.sources import BadDocument, Document, Source, digest, find, open_document
-from tessera_documents.vlm_client import TesseraVlmClient, mineru_client
+from tessera_documents.sources import BadDocument, Document, PageRanges, Source, digest, find, open_document
+from tessera_documents.vlm_client import TesseraVlmClient, known_page, mineru_client
+from tessera_jobs.asker import Asker, OneModel, OtherModel, described
 from tessera_wire.errors import ConnectionFailed, InvalidRequest, TesseraClientError, Unavailable
 
 REQUESTS_PER_PAGE = 4  # that are under way, over a page's life: its layout alone, then a dozen crops at once

@@ -1,4 +1,7 @@
-"""The seam to mineru-vl-utils: its ``VlmClient`` over our SDK, and its ``MinerUClient`` with that inside."""
+"""The seam to mineru-vl-utils: its ``VlmClient`` over our SDK, and its ``MinerUClient`` with that inside.
+
+Whether the model that is served reads documents: it is shown a page that anyone could read.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ from mineru_vl_utils.vlm_client.utils import (
     gather_tasks,
     image_to_bytes_list_and_format,
 )
+from PIL import Image, ImageDraw, ImageFont
 
 from tessera_client import Answer, AsyncClient, Client, Models, Retry
-from tessera_client.one_model import OneModel
 from tessera_client.transports.base import Transport
 from tessera_client.transports.pool import open_transport
+from tessera_jobs.asker import OneModel
 
 SDK_NAMES = {"max_new_tokens": "max_tokens"} | {
     name: name
@@ -222,3 +226,23 @@ def mineru_client(vlm: VlmClient, **options: Any) -> MinerUClient:
     )
     reader.client = vlm
     return reader
+
+
+SIZE = (850, 1100)
+HEADING = "Report of the year"
+LINES = (
+    "The house was built in the spring, and the garden was laid out",
+    "in the summer of the same year. Its walls are of stone, and the",
+    "roof was made anew after the storm. Nothing else was changed, so",
+    "that visitors still find the rooms as they have always been.",
+)
+
+
+def known_page() -> Image.Image:
+    """A heading and two paragraphs, black on white (RGB)."""
+    page = Image.new("RGB", SIZE, "white")
+    draw = ImageDraw.Draw(page)
+    draw.text((100, 100), HEADING, "black", ImageFont.load_default(36))
+    for number, line in enumerate((*LINES, "", *LINES)):
+        draw.text((100, 200 + 32 * number), line, "black", ImageFont.load_default(22))
+    return page

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tessera_wire.command_line import missing
 from tessera_wire.errors import InvalidRequest
-from tessera_wire.nearest import missing
 
 SCENE_FOLDER = Path("build", "default_model")
 

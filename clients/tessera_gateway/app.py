@@ -16,17 +16,16 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from tessera_client import AsyncClient, Retry, TesseraClientError
-from tessera_gateway import completions, errors, heads, page, responses, service, status, tracing
+from tessera_gateway import body, completions, errors, page, responses, service, tracing
 from tessera_gateway.batches import routes as batches
 from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.runner import Runner
 from tessera_gateway.body import LimitBody
 from tessera_gateway.connections import Door
-from tessera_gateway.keys import RequireKey, read_keys
+from tessera_gateway.keys import EndTurn, RequireKey, Turns, read_keys
 from tessera_gateway.metrics import Counters, CountRequests
 from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.settings import Settings
-from tessera_gateway.turns import EndTurn, Turns
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -74,7 +73,7 @@ def create_app(
     state.door = Door(state.counters, settings.bodies_bytes, settings.max_connections_per_peer, settings.drain_s)
     state.batches = batches.Room(Path(settings.batch_folder), state.counters) if settings.batch_folder else None
 
-    for room in (completions, responses, batches, service, page, status):
+    for room in (completions, responses, batches, service, page, service):
         app.include_router(room.router)
 
     app.add_exception_handler(errors.ApiError, errors.answer_api_error)
@@ -98,12 +97,12 @@ def create_app(
             expose_headers=["x-request-id", "retry-after"],
         )
     if settings.allowed_hosts is not None:
-        app.add_middleware(heads.AllowedHosts, hosts=settings.allowed_hosts)
-    app.add_middleware(heads.Heads)
+        app.add_middleware(body.AllowedHosts, hosts=settings.allowed_hosts)
+    app.add_middleware(body.Heads)
     app.add_middleware(CountRequests, counters=state.counters)
     if provider is not None:
         app.add_middleware(tracing.TraceRequests, provider=provider)
-    app.add_middleware(heads.RequestIds)
+    app.add_middleware(body.RequestIds)
     return app
 
 

@@ -23,15 +23,13 @@ from uvicorn.supervisors import Multiprocess
 from tessera_client.retry import LONGEST
 from tessera_gateway import tracing
 from tessera_gateway.app import SETTINGS
-from tessera_gateway.batches.database import Database
-from tessera_gateway.batches.lock import FolderLock
+from tessera_gateway.batches.database import Database, FolderLock
 from tessera_gateway.connections import Connection, raise_file_limit
 from tessera_gateway.keys import read_keys
-from tessera_gateway.options import add_options, names
-from tessera_gateway.settings import Settings
-from tessera_wire.address import addresses, parse_url
+from tessera_gateway.settings import Settings, add_options, names
 from tessera_wire.command_line import Parser
 from tessera_wire.errors import InvalidRequest
+from tessera_wire.tensors import addresses, parse_url
 
 LONGEST_DRAIN_S = 3600.0
 STOP_SECONDS = 3  # after the drain, until uvicorn cancels what is left

@@ -1,23 +1,30 @@
-"""POST /v1/chat/completions: a body, the request in it, the SDK's call, the answer, whole or as events."""
+"""POST /v1/chat/completions: a body, the request in it, the SDK's call, the answer, whole or as events.
+
+Answers as server-sent events; those of chat completions are each a ``chat.completion.chunk``.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 
-from tessera_client import AsyncClient, AsyncStream, InvalidRequest
+from tessera_client import Answer, AsyncClient, AsyncStream, Delta, InvalidRequest, TesseraClientError
 from tessera_gateway import protocol, translation
-from tessera_gateway.body import all_of, read, require_json, unless_gone
+from tessera_gateway.body import STOPPING, all_of, read, require_json, unless_gone
 from tessera_gateway.errors import REQUEST_ID, ApiError, from_wire, renamed
-from tessera_gateway.metrics import COMPLETIONS, MODEL, USAGE
+from tessera_gateway.keys import Turns
+from tessera_gateway.metrics import COMPLETIONS, MODEL, STATUS, USAGE
 from tessera_gateway.pictures_from import Fetcher
+from tessera_gateway.protocol import ChatRequest
 from tessera_gateway.settings import Settings
-from tessera_gateway.shapes import names
-from tessera_gateway.streaming import ChatTold, EventStream, Told
-from tessera_gateway.turns import Turns
+from tessera_gateway.tools import names
 
 T = TypeVar("T", bound=protocol.Part)
 
@@ -95,3 +102,142 @@ async def _events(request: Request, told: Told, streams: list[AsyncStream]) -> R
         await asyncio.gather(*(stream.close() for stream in streams))
         raise
     return EventStream(told, firsts, streams)
+
+
+class Told(Protocol):
+    """How answers reach a client: in one object, or as events."""
+
+    used: dict[str, Any] | None
+    """The usage, as of chat completions, when all is told."""
+    ending: bytes
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]: ...
+
+    def events(self, coming: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
+        """Of deltas, each with its answer's number."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event of an error that comes after others."""
+        ...
+
+
+class EventStream(Response):
+    """The answers of streams whose first deltas are there; closes the streams, whatever becomes of the client.
+
+    An error after the first delta is an event of its own, as OpenAI's clients expect it, for the status is sent.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, told: Told, firsts: Sequence[Delta], streams: Sequence[AsyncStream]) -> None:
+        self.status_code, self.background = 200, None
+        # The second keeps a proxy of nginx's kind from gathering events up.
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._told, self._firsts, self._streams = told, firsts, streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._send_all(scope, send))
+        except ApiError as error:
+            scope[STATUS] = error.status
+            if error is STOPPING:  # else the client went away: nobody is left to tell
+                await send(_body(self._told.failed(error) + self._told.ending, more=False))
+        finally:
+            scope[USAGE] = self._told.used
+            await asyncio.gather(*(stream.close() for stream in self._streams))
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with aclosing(merged(self._firsts, self._streams)) as coming:
+                async for told in self._told.events(coming):
+                    await send(_body(told))
+        except (TesseraClientError, ApiError) as error:
+            refusal = error if isinstance(error, ApiError) else from_wire(error)
+            scope[STATUS] = refusal.status
+            await send(_body(self._told.failed(refusal)))
+        await send(_body(self._told.ending, more=False))
+
+
+class ChatTold:
+    """As chat completions."""
+
+    ending = b"data: [DONE]\n\n"
+
+    def __init__(self, asked: ChatRequest) -> None:
+        self.used: dict[str, Any] | None = None
+        self._completion, self._count = translation.Completion(asked), asked.n or 1
+        self._include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        whole = self._completion.whole(answers)
+        self.used = whole["usage"]
+        return whole
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body)
+
+    async def events(self, coming: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
+        async for chunk in self._chunks(coming):
+            yield event(chunk)
+
+    async def _chunks(self, coming: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[dict[str, Any]]:
+        new = self._completion.chunk
+        readers = [self._completion.reader() for _ in range(self._count)]
+        for index in range(len(readers)):
+            yield new(index, {"role": "assistant", "content": ""})
+        endings: dict[int, Delta] = {}
+        async for index, delta in coming:
+            reader = readers[index]
+            reason = translation.finish_reason(delta.finish_reason) if delta.finish_reason else None
+            changes = reader.read(delta.text) + (reader.end(reason == "stop") if reason else [])
+            for change in changes or [{"content": ""}] * bool(delta.logprobs):
+                yield new(index, change, entries=delta.logprobs)
+            if reason is None:
+                continue
+            endings[index] = delta
+            ended = new(index, {}, self._completion.reason(reason, reader))
+            if len(endings) < len(readers):
+                yield ended
+                continue
+            self.used = translation.usage([each.usage for each in endings.values()])
+            own = {"tessera": translation.extras(endings[0])}
+            if self._include_usage:
+                yield ended
+                yield self._completion.usage_chunk() | {"usage": self.used} | own
+            else:
+                yield ended | own
+
+
+async def merged(firsts: Sequence[Delta], streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, Delta], None]:
+    """Each stream's number and delta, as they come."""
+    for numbered in enumerate(firsts):
+        yield numbered
+    if len(streams) == 1:  # without a task for each delta
+        async for delta in streams[0]:
+            yield 0, delta
+        return
+    coming = {asyncio.ensure_future(anext(stream, None)): index for index, stream in enumerate(streams)}
+    try:
+        while coming:
+            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=lambda each: coming[each]):
+                index = coming.pop(task)
+                if (found := task.result()) is not None:
+                    coming[asyncio.ensure_future(anext(streams[index], None))] = index
+                    yield index, found
+    finally:
+        for task in coming:
+            task.cancel()
+        if coming:
+            await asyncio.wait(coming)
+
+
+def _body(content: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": content, "more_body": more}
+
+
+def event(content: dict[str, Any], kind: str = "") -> bytes:
+    named = f"event: {kind}\n".encode() if kind else b""
+    return named + b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

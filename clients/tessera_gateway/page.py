@@ -1,18 +1,22 @@
-"""The page at ``/``: its files, and POST /tessera/tiles, which tells it how a picture is cut."""
+"""The page at ``/``: its files, and POST /tessera/tiles, which tells it how a picture is cut.
+
+The size of an encoded picture as people see it.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import FileResponse
+from PIL import Image, UnidentifiedImageError
 
 from tessera_client import AsyncClient, InvalidRequest
 from tessera_gateway.body import read
-from tessera_gateway.upright_size import upright_size
 
 FOLDER = Path(__file__).parent / "page"
 MEDIA_TYPES = {
@@ -74,3 +78,24 @@ def _policy(text: str | None) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"tile_policy is not valid JSON: {error}") from None
+
+
+ORIENTATION = 0x0112  # EXIF's tag; from 5 on the picture lies on its side
+
+
+def upright_size(picture: bytes) -> tuple[int, int]:
+    """(width, height) as people see the encoded picture, from its header alone. Raises InvalidRequest."""
+    try:
+        with Image.open(BytesIO(picture)) as header:
+            (width, height), on_its_side = header.size, _orientation(header) >= 5
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
+        raise InvalidRequest(f"the picture's size cannot be read: {error}") from None
+    return (height, width) if on_its_side else (width, height)
+
+
+def _orientation(header: Image.Image) -> int:
+    """1 to 8. A PNG's own getexif would decode it."""
+    try:
+        return int(Image.Image.getexif(header).get(ORIENTATION, 1))
+    except Exception:  # damaged metadata, which raises all sorts, turns nothing; nor does it for the server
+        return 1

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from tessera_client import Answer, Delta
 from tessera_gateway import translation
-from tessera_gateway.completions import answered, request_in
+from tessera_gateway.completions import answered, event, request_in
 from tessera_gateway.errors import ApiError, renamed
 from tessera_gateway.metrics import RESPONSES
 from tessera_gateway.protocol import (
@@ -30,7 +30,6 @@ from tessera_gateway.protocol import (
     by_type,
     parse_object,
 )
-from tessera_gateway.streaming import event
 
 NOTHING_STORED = "nothing is stored here: send the whole conversation as input"
 _NAMES = {

@@ -11,8 +11,7 @@ from typing import Any
 from tessera_client.messages import Answer, Delta, Usage
 from tessera_gateway.errors import ApiError
 from tessera_gateway.protocol import ChatRequest, Content, Message, Picture
-from tessera_gateway.shapes import shape
-from tessera_gateway.tools import PlainReader, calling, instructed, message, written
+from tessera_gateway.tools import PlainReader, calling, instructed, message, shape, written
 
 SAME_NAME = (
     *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "min_tokens", "ignore_eos"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tessera.engine import tritonserver_model
+from tessera.tritonserver import language_model
 from tessera.tritonserver.settings import StageSettings
 
 
@@ -16,5 +16,5 @@ class EagerSettings(StageSettings):
         return replace(super().read(kind), graph_batch_size=0)
 
 
-tritonserver_model.StageSettings = EagerSettings
-TritonPythonModel = tritonserver_model.TritonPythonModel
+language_model.StageSettings = EagerSettings
+TritonPythonModel = language_model.TritonPythonModel

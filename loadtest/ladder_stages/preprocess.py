@@ -8,8 +8,8 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from tessera.preprocess import preprocessor
-from tessera.preprocess.resize_cpu import ResizeMode
-from tessera.preprocess.tritonserver_model import TritonPythonModel  # noqa: F401
+from tessera.preprocess.decode import ResizeMode
+from tessera.tritonserver.preprocess import TritonPythonModel  # noqa: F401
 
 
 def decode(data: bytes, *_: object) -> np.ndarray:

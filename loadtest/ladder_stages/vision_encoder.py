@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from tessera.tritonserver import vision
 from tessera.tritonserver.settings import StageSettings
-from tessera.vision import tritonserver_model
 
 
 class EagerSettings(StageSettings):
@@ -16,5 +16,5 @@ class EagerSettings(StageSettings):
         return replace(super().read(kind), runner="torch")
 
 
-tritonserver_model.StageSettings = EagerSettings
-TritonPythonModel = tritonserver_model.TritonPythonModel
+vision.StageSettings = EagerSettings
+TritonPythonModel = vision.TritonPythonModel

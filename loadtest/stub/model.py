@@ -11,10 +11,8 @@ import triton_python_backend_utils as pb_utils
 
 from tessera.tritonserver import metrics, tensors
 from tessera.tritonserver.gpu_pool import answer_warm_up
-from tessera.tritonserver.metrics import Counter, Gauge, Renewed
-from tessera.tritonserver.outbox import Channel, Outbox
-from tessera.tritonserver.responder import Responder
-from tessera.tritonserver.server_log import write_to_server_log
+from tessera.tritonserver.metrics import Counter, Gauge, Renewed, write_to_server_log
+from tessera.tritonserver.responder import Channel, Outbox, Responder
 
 metrics.RENEW_SECONDS = float(os.environ["STUB_RENEW_S"])
 GPU, FLOAT = 2, 2  # dlpack's kDLCUDA and kDLFloat

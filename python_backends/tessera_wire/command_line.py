@@ -1,14 +1,22 @@
-"""The parser of every `tessera` command: refuses in one line, and says what may have been meant."""
+"""The parser of every `tessera` command: refuses in one line, and says what may have been meant.
+
+What somebody may have meant who wrote a name that does not exist.
+
+The version of what is installed here.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
 import re
 import sys
 from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from pathlib import Path
 from typing import Any, NoReturn
-
-from tessera_wire.nearest import close, nearest
 
 CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
@@ -51,3 +59,37 @@ class Parser(argparse.ArgumentParser):
                 f"there is no command {word}{nearest(word, known)}" if is_command else message + close(word, known)
             )
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+MOST_NEIGHBOURS = 1000
+"""Files of a folder that are looked through: among millions it would take seconds."""
+
+
+def close(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """The end of a refusal: "; did you mean X?", or empty where nothing known is like it."""
+    found = difflib.get_close_matches(name, list(known), 1, cutoff)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a refusal: what may have been meant, else all there is."""
+    names = list(known)
+    return close(name, names) or f"; known are {', '.join(sorted(names))}"
+
+
+def missing(path: str | Path) -> str:
+    """The refusal of a path where nothing is: where it was looked for, and what there is that is called like it."""
+    full = Path(path).absolute()
+    try:
+        with os.scandir(full.parent) as entries:
+            hint = close(full.name, [entry.name for entry in islice(entries, MOST_NEIGHBOURS)], 0.7)
+    except OSError:
+        hint = f"; there is no folder {full.parent} either"
+    where = "" if str(full) == str(path) else f" (looked for {full})"
+    return f"there is no file or folder {path}{where}{hint}"
+
+
+try:
+    VERSION = version("tessera")
+except PackageNotFoundError:  # run from its source alone
+    VERSION = "unknown"

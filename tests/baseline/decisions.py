@@ -27,14 +27,12 @@ from unittest import mock
 
 import numpy as np
 
-from tessera.engine.cache.block_manager import BlockManager
-from tessera.engine.label_sequence import LabelSequence
-from tessera.engine.labels import LabelScorer
-from tessera.engine.request import Request
-from tessera.engine.scheduling.batch import ScheduledBatch
-from tessera.engine.scheduling.scheduler import Scheduler
-from tessera.engine.sequence import NOT_FINITE, Report, Sequence
-from tessera.sampling import SamplingParameters
+from tessera.engine.kv_cache.block_manager import BlockManager
+from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
+from tessera.engine.sequence import NOT_FINITE, Report, Request, Sequence
+from tessera.engine.structured_output.labels import LabelScorer
+from tessera.engine.structured_output.sequences import LabelSequence
+from tessera.prompt.sampling import SamplingParameters
 
 STORED = Path(__file__).with_suffix(".json")
 STEPS, QUICK_STEPS, SEEDS = 10_000, 1_000, (1, 2)

@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 
 from tessera.checkpoint.config import read_config
-from tessera.checkpoint.names import split_names
-from tessera.checkpoint.weights import SafetensorsFolder, copy_whole, fill
+from tessera.checkpoint.weights import SafetensorsFolder, copy_whole, fill, split_names
 from tessera.errors import CheckpointError
-from tessera.vision.towers.tower import tower_class
+from tessera.models.tower import tower_class
 
 
 def shard(folder, parts=2):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import tiny_checkpoints
 
-from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest, PreprocessSettings
+from tessera.settings.stages import EngineConfig
 
 TRAINED = 128
 DYNAMIC = (("rope_type", "dynamic"), ("factor", 4.0), ("rope_theta", 10000.0))
@@ -59,7 +59,7 @@ def test_other_ropes_are_refused_in_both_with_the_same_words(tmp_path: Path, rop
 
 
 def test_the_stage_takes_max_model_len(tmp_path: Path) -> None:
-    from tessera.preprocess.tritonserver_model import TritonPythonModel
+    from tessera.tritonserver.preprocess import TritonPythonModel
 
     path = folder(tmp_path / "checkpoint", rope=DYNAMIC)
     source = (Path(__file__).parents[2] / "model_repository/preprocess/config.pbtxt").read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.checkpoint.hub import find_checkpoint
+from tessera.checkpoint.files import find_checkpoint
 from tessera.errors import CheckpointError
 from tessera.launcher.cli import serve_main
 from tessera.tritonserver.settings import StageSettings

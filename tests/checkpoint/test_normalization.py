@@ -17,8 +17,8 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from tessera.checkpoint.config import read_config
 from tessera.checkpoint.normalization import IMAGENET_MEAN, IMAGENET_STD
 from tessera.errors import CheckpointError
-from tessera.family.registry import family_for
-from tessera.vision.towers.tower import load_tower
+from tessera.models.registry import family_for
+from tessera.models.tower import load_tower
 
 STATED: list[dict[str, Any]] = [
     {},

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from family.checkpoint_folders import write
+from models.checkpoint_folders import write
 from tiny_qwen2_vl import ROPE, edit, flatten, write_folder
 
 from tessera.checkpoint.config import read_config
-from tessera.checkpoint.layouts.qwen2_vl import PixelRange
-from tessera.checkpoint.names import split_names
 from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD
+from tessera.checkpoint.weights import split_names
 from tessera.errors import CheckpointError
+from tessera.models.qwen2_vl.config import PixelRange
 
 PUBLISHED = dict(min_pixels=3136, max_pixels=12845056)
 

@@ -14,12 +14,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tessera_client import Answer, AsyncClient, ConnectionFailed, InvalidRequest, Retry, ServerError, Unavailable, asker
-from tessera_client.asker import ALONE, SUSPECT, Asker, Away
+from tessera_client import Answer, AsyncClient, ConnectionFailed, InvalidRequest, Retry, ServerError, Unavailable
 from tessera_client.messages import Request
 from tessera_client.transports import pool
 from tessera_client.transports.base import Deliver, Sent
 from tessera_client.transports.pool import PooledTransport
+from tessera_jobs import asker
+from tessera_jobs.asker import ALONE, SUSPECT, Asker, Away
 from tessera_wire.errors import TesseraClientError
 
 PROBE = "Hello"

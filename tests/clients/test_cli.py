@@ -28,10 +28,10 @@ from tessera_client import (
     ServerStatus,
     client,
 )
-from tessera_command import health, sample
+from tessera_command import sample, terminal
 from tessera_command.cli import main
 from tessera_evaluation.datasets import folder_items
-from tessera_gateway.options import add_options
+from tessera_gateway.settings import add_options
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_wrong_usage_exits_2() -> None:
 @pytest.fixture(autouse=True)
 def no_service_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TESSERA_HEALTH_URL", raising=False)
-    monkeypatch.setattr(health, "DEFAULT_PORT", 9)  # nobody listens there
+    monkeypatch.setattr(terminal, "DEFAULT_PORT", 9)  # nobody listens there
 
 
 def test_status(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,7 +229,7 @@ def test_status_goes_by_the_default_port_only_for_the_same_server(
     serve: Any, health_page: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page, port = health_page
-    monkeypatch.setattr(health, "DEFAULT_PORT", port)
+    monkeypatch.setattr(terminal, "DEFAULT_PORT", port)
     page.update(state="restarting")
     serve()
     assert main(["status"]) == 3

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tessera.preprocess.settings import Limits
+from tessera.settings.stages import Limits
 from tessera_client import contract
 from tessera_client.messages import LabelScore, Timings, Usage, chat_request, question_request, sampling
 from tessera_client.pictures import LARGEST_REQUEST, encode_image

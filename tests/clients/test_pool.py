@@ -28,7 +28,7 @@ from tessera_client import (
 from tessera_client.messages import Request
 from tessera_client.transports import pool
 from tessera_client.transports.pool import PooledTransport, ServerPool, merged
-from tessera_wire.address import addresses
+from tessera_wire.tensors import addresses
 
 REFUSED = ConnectionFailed("refused")
 QUICK = Retry(attempts=3, first_delay=0.001, max_delay=0.002)

@@ -37,13 +37,13 @@ import torch  # noqa: E402
 from fastapi.openapi.utils import get_openapi  # noqa: E402
 
 import tessera_client  # noqa: E402
-from tessera.engine.metrics_page import MetricsPage  # noqa: E402
 from tessera.errors import InvalidRequest, Unavailable  # noqa: E402
 from tessera.launcher.settings import set_up  # noqa: E402
-from tessera.settings import NO_SETTINGS, OF_STAGES  # noqa: E402
+from tessera.settings.schema import NO_SETTINGS, OF_STAGES  # noqa: E402
+from tessera.tritonserver.engine_metrics import MetricsPage  # noqa: E402
 from tessera.tritonserver.failures import error_response  # noqa: E402
 from tessera.tritonserver.metrics import show_weights  # noqa: E402
-from tessera.vision.tritonserver_model import page_of  # noqa: E402
+from tessera.tritonserver.vision import page_of  # noqa: E402
 from tessera_command.cli import exit_code, main  # noqa: E402
 from tessera_gateway.app import create_app  # noqa: E402
 from tessera_gateway.errors import from_wire  # noqa: E402

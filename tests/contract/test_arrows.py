@@ -20,15 +20,15 @@ BLOCKED = {
     "tessera.preprocess": "onnxruntime transformers tritonclient tessera.vision tessera.engine",
     "tessera.vision": "cv2 transformers tritonclient tessera.preprocess tessera.engine",
     "tessera.engine": "cv2 onnxruntime transformers tritonclient tessera.preprocess tessera.vision",
-    "tessera.engine.config": "torch numpy tessera.family",
-    "tessera.engine.labels": "torch numpy tessera.family",
+    "tessera.settings.stages": "torch numpy tessera.family",
+    "tessera.engine.structured_output.labels": "torch numpy tessera.family",
     "tessera.engine.engine": "torch tokenizers",
-    "tessera.engine.loop": "torch tokenizers",
+    "tessera.engine.process.main": "torch tokenizers",
     "tessera.engine.scheduling": "torch",
-    "tessera.engine.cache.block_manager": "torch",
-    "tessera.engine.cache.prefix_index": "torch",
-    "tessera.fp8": "cv2 onnxruntime transformers tokenizers tessera.preprocess tessera.vision tessera.engine",
-    "tessera.measured_choices": "torch numpy tessera.engine tessera.vision",
+    "tessera.engine.kv_cache.block_manager": "torch",
+    "tessera.engine.kv_cache.block_manager": "torch",
+    "tessera.kernels": "cv2 onnxruntime transformers tokenizers tessera.preprocess tessera.vision tessera.engine",
+    "tessera.kernels.tuning": "torch numpy tessera.engine tessera.vision",
     "tessera.tritonserver": "torch triton_python_backend_utils",
     "tessera.fronts": "torch triton_python_backend_utils tessera.engine tessera.vision tessera.preprocess"
     " tessera_client",
@@ -38,10 +38,10 @@ BLOCKED = {
     "tessera_evaluation": "torch numpy grpc tritonclient tessera tessera_command",
     "tessera_quantize": "onnxruntime transformers compressed_tensors grpc tritonclient tessera_command",
     "tessera_gateway": "torch numpy grpc tritonclient tessera tessera_evaluation tessera_command",
-    "tessera_batch": "torch grpc tritonclient PIL tessera tessera_evaluation tessera_gateway tessera_command",
+    "tessera_jobs": "torch grpc tritonclient PIL tessera tessera_evaluation tessera_gateway tessera_command",
     "tessera_documents": "torch torchvision transformers grpc tritonclient tessera tessera_gateway tessera_command",
     "tessera_command": "torch numpy grpc tritonclient tessera tessera_quantize tessera_gateway fastapi"
-    " tessera_documents mineru_vl_utils pypdfium2 tessera_batch pyarrow",
+    " tessera_documents mineru_vl_utils pypdfium2 tessera_jobs pyarrow",
 }
 
 PROGRAM = """
@@ -126,7 +126,7 @@ def test_the_client_stands_between_the_wire_and_the_command():
         "tessera_client": {"tessera_client", "tessera_wire"},
         "tessera_gateway": {"tessera_gateway", "tessera_client", "tessera_wire"},
         "tessera_documents": {"tessera_documents", "tessera_client", "tessera_wire"},
-        "tessera_batch": {"tessera_batch", "tessera_client", "tessera_wire"},
+        "tessera_jobs": {"tessera_jobs", "tessera_client", "tessera_wire"},
         "tessera_evaluation": {"tessera_evaluation", "tessera_client", "tessera_wire"},
         "tessera_quantize": {"tessera_quantize", "tessera", "tessera_evaluation", "tessera_wire"},
     }

@@ -15,12 +15,12 @@ import httpx
 import pytest
 import yaml
 
-from tessera.engine import metrics_page
 from tessera.launcher import cli
 from tessera.launcher.health import Health, HealthPort, ServiceHealth
+from tessera.tritonserver import engine_metrics
 from tessera_gateway import cli as gateway_cli
-from tessera_gateway import page, status, tracing
-from tessera_wire.address import addresses
+from tessera_gateway import page, service, tracing
+from tessera_wire.tensors import addresses
 
 pytestmark = pytest.mark.clients
 
@@ -220,11 +220,11 @@ def test_servers_are_added_by_metrics_that_they_have() -> None:
     named = set(re.findall(r"\b(?:tessera|nv)_\w+", trigger["metadata"]["query"]))
     waiting = {"tessera_requests_waiting", "tessera_vision_requests_waiting"}
     assert named == waiting | {"nv_inference_pending_request_count"}
-    assert "requests_waiting" in metrics_page._GAUGES
+    assert "requests_waiting" in engine_metrics._GAUGES
     # The gateway's status reads the other one, of the same stages.
-    assert '"nv_inference_pending_request_count"' in Path(status.__file__).read_text()
+    assert '"nv_inference_pending_request_count"' in Path(service.__file__).read_text()
     (stages,) = re.findall(r'model=~"([^"]+)"', trigger["metadata"]["query"])
-    assert set(stages.split("|")) < set(status.STAGES)
+    assert set(stages.split("|")) < set(service.STAGES)
     assert scaled["spec"]["scaleTargetRef"]["name"] == rendered(EVERYTHING)["StatefulSet", "server"]["metadata"]["name"]
 
 

@@ -199,8 +199,8 @@ def test_what_the_dockerfile_copies_exists_and_is_let_through():
 
 
 def test_the_server_command_is_one_the_launcher_understands(monkeypatch):
-    from tessera.gpu_memory import DEFAULT_MODELS
     from tessera.launcher import cli
+    from tessera.settings.gpu import DEFAULT_MODELS
 
     default = re.findall(r"^CMD (\[.+\])$", DOCKERFILE, re.MULTILINE)[0]
     own = list(map(defaulted, SERVICES["server"]["command"]))  # on a host with a GPU too it is the CPU's

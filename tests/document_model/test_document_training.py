@@ -30,13 +30,13 @@ from train_documents import Trainer, parse, penalised, run
 from transformers import Qwen2VLForConditionalGeneration
 
 import pages
-from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
-from tessera.engine.request import Request
+from tessera.engine.sequence import Request
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
-from tessera.sampling import SamplingParameters
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.encoding.pictures import VisionItem
+from tessera.prompt.sampling import SamplingParameters
+from tessera.settings.stages import EngineConfig
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import VisionItem
 
 TOKENS = ChatTokens()
 SMALL = Plan(words=1, lines=2, patches=600, chunk=1200, layouts=0)

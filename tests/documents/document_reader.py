@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 from tessera_client.messages import Request
 from tessera_client.transports.base import Deliver, Sent
 from tessera_documents import TesseraVlmClient, mineru_client
-from tessera_documents.reads_documents import known_page
+from tessera_documents.vlm_client import known_page
 
 COLORS = {"red": (255, 0, 0), "green": (0, 128, 0), "blue": (0, 0, 255), "black": (0, 0, 0), "white": (255, 255, 255)}
 BOXES = {"title": (100, 50, 900, 150), "text": (100, 200, 900, 600), "table": (100, 650, 900, 900)}

@@ -20,8 +20,8 @@ from tessera_client import InvalidRequest, ServedModel
 from tessera_client.messages import Request
 from tessera_command.cli import main
 from tessera_documents import vlm_client
-from tessera_documents.page_ranges import PageRanges
 from tessera_documents.results import OutputFolder
+from tessera_documents.sources import PageRanges
 
 FIRST, SECOND, THIRD = ("red", "green", "blue"), ("black", "red", "green"), ("blue", "black", "red")
 Capture = pytest.CaptureFixture[str]

@@ -8,16 +8,15 @@ import numpy as np
 import torch
 
 from tessera.checkpoint.config import TextConfig
-from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
 from tessera.engine.execution.model_runner import ModelRunner
-from tessera.engine.labels import LabelScorer
-from tessera.engine.models.registry import model_class
-from tessera.engine.quantization.config import scheme_selector
 from tessera.engine.rendering import Answers
-from tessera.engine.request import Request, SamplingParameters
-from tessera.engine.sequence import Report
-from tessera.family.text_stream import TextStream
+from tessera.engine.sequence import Report, Request, SamplingParameters
+from tessera.engine.structured_output.labels import LabelScorer
+from tessera.linear.quantization import scheme_selector
+from tessera.models.text.registry import model_class
+from tessera.prompt.tokenizer import TextStream
+from tessera.settings.stages import EngineConfig
 
 EOS = 256
 VOCABULARY = 300

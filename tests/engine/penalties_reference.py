@@ -19,9 +19,8 @@ from transformers import (
 )
 
 from tessera.engine.execution.sampler import uniform
-from tessera.engine.request import Request, SamplingParameters
-from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
-from tessera.engine.sequence import Sequence
+from tessera.engine.scheduling.scheduler import ScheduledBatch, ScheduledSpan
+from tessera.engine.sequence import Request, SamplingParameters, Sequence
 
 
 def penalized(logits, prompt, answer, parameters):

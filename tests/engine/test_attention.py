@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tessera.engine.attention.backend import AttentionStep, HeadShape, SpanTable, create_backend, rotate
-from tessera.engine.cache import kv_storage
-from tessera.engine.cache.kv_storage import KvStorage
+from tessera.attention import kv_storage
+from tessera.attention.backend import AttentionStep, HeadShape, SpanTable, create_backend, rotate
+from tessera.attention.kv_storage import KvStorage
 from tessera.errors import ConfigError
-from tessera.fp8.rows import quantize_rows
+from tessera.kernels.fp8_rows import quantize_rows
 
 SHAPE = HeadShape(heads=6, kv_heads=2, head_dim=8)
 BLOCK, BLOCKS = 4, 40

@@ -29,16 +29,15 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
 from test_grammar import POINT
 
-from tessera import grammar
-from tessera.engine import constraints as constraints_module
-from tessera.engine.constrained_sequence import ConstrainedSequence
-from tessera.engine.constraints import Constraints
 from tessera.engine.execution.sampler import SamplingRow, sample
-from tessera.engine.mask_lane import MaskLane
-from tessera.engine.transfer import Moment
+from tessera.engine.structured_output import constraints as constraints_module
+from tessera.engine.structured_output.constraints import Constraints
+from tessera.engine.structured_output.sequences import ConstrainedSequence, MaskLane
 from tessera.errors import InvalidRequest
-from tessera.family.tokenizer import Tokenizer
-from tessera.sampling import SamplingParameters
+from tessera.kernels.transfer import Moment
+from tessera.prompt import grammar
+from tessera.prompt.sampling import SamplingParameters
+from tessera.prompt.tokenizer import Tokenizer
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
 

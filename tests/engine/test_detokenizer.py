@@ -6,8 +6,8 @@ from engine_fakes import ByteTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.engine.detokenizer import Detokenizer
-from tessera.engine.request import SamplingParameters
+from tessera.engine.rendering import Detokenizer
+from tessera.engine.sequence import SamplingParameters
 
 
 def deltas(tokens, together=1, **parameters):

@@ -13,11 +13,11 @@ import pytest
 import torch
 from engine_fakes import TextEngine, run
 
-from tessera.engine.config import EngineConfig
-from tessera.engine.engine_process import EngineProcess
-from tessera.engine.request import Request
+from tessera.engine.process.client import EngineProcess
+from tessera.engine.sequence import Request
 from tessera.errors import CheckpointError, InvalidRequest, Unavailable
-from tessera.sampling import SamplingParameters
+from tessera.prompt.sampling import SamplingParameters
+from tessera.settings.stages import EngineConfig
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
 CONFIG = EngineConfig(dtype="float32", kv_cache_bytes=1 << 24, max_batched_tokens=512, max_sequences=4, max_in_flight=4)

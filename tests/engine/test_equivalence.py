@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_fakes import make_request, run, tiny_engine, tiny_model, tokens_of
 
-from tessera.engine.request import Request, SamplingParameters
+from tessera.engine.sequence import Request, SamplingParameters
 
 MODEL = tiny_model()
 ROWS = torch.randn(3, 12, 32, generator=torch.Generator().manual_seed(4))

@@ -7,15 +7,15 @@ import pytest
 import torch
 from engine_fakes import TextEngine, make_request, run, tiny_config, tiny_engine, tiny_model, tokens_of
 
-from tessera.engine.kernels import reference
-from tessera.engine.kernels.unfinished import Unfinished
-from tessera.engine.models.qwen2 import DecoderLayer, Qwen2
-from tessera.engine.models.registry import model_class
-from tessera.engine.quantization.config import scheme_selector
-from tessera.engine.quantization.fp8 import Fp8, Fp8OnLoad
-from tessera.engine.quantization.scheme import Linear
-from tessera.engine.quantization.unquantized import Unquantized
-from tessera.fp8.rows import Fp8Rows, quantize_rows, quantize_weight
+from tessera.kernels import reference
+from tessera.kernels.deferred import Unfinished
+from tessera.kernels.fp8_rows import Fp8Rows, quantize_rows, quantize_weight
+from tessera.linear.formats.fp8 import Fp8, Fp8OnLoad
+from tessera.linear.quantization import scheme_selector
+from tessera.linear.scheme import Linear
+from tessera.linear.unquantized import Unquantized
+from tessera.models.text.qwen2 import DecoderLayer, Qwen2
+from tessera.models.text.registry import model_class
 
 CHANGES = dict(tie_word_embeddings=False, head_dim=16)
 
@@ -104,8 +104,8 @@ def test_as_a_gpu_runs_it(monkeypatch, original, expected, product, steps):
         return call
 
     monkeypatch.setattr(Fp8, "_has_units", lambda scheme, layer: True)
-    monkeypatch.setattr("tessera.engine.quantization.measured.SKINNY_MULTIPLE", 16)
-    monkeypatch.setattr("tessera.engine.quantization.fp8.quantize_rows", counted(quantize_rows, "by the product"))
+    monkeypatch.setattr("tessera.linear.measured.SKINNY_MULTIPLE", 16)
+    monkeypatch.setattr("tessera.linear.formats.fp8.quantize_rows", counted(quantize_rows, "by the product"))
     monkeypatch.setattr(reference, "quantize_rows", counted(reference.quantize_rows, "by the kernel in front"))
     model = copied(original, scheme_selector(None, None, "fp8"))
     for linear in linears(model):

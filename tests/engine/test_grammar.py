@@ -7,9 +7,9 @@ import json
 import pytest
 from engine_fakes import make_engine, make_request
 
-from tessera import grammar
 from tessera.errors import InvalidRequest
-from tessera.sampling import SamplingParameters
+from tessera.prompt import grammar
+from tessera.prompt.sampling import SamplingParameters
 
 POINT = {
     "type": "object",

@@ -9,10 +9,10 @@ import threading
 import pytest
 from engine_fakes import ends, make_engine, make_request, run, text_of
 
-from tessera.engine import constraints, grammar_lane, mask_lane
-from tessera.engine.constraints import Matcher
-from tessera.engine.grammar_lane import MOST_GRAMMARS, GrammarLane
-from tessera.engine.wire import Submit
+from tessera.engine.process.messages import Submit
+from tessera.engine.structured_output import compiling, constraints, sequences
+from tessera.engine.structured_output.compiling import MOST_GRAMMARS, GrammarLane
+from tessera.engine.structured_output.constraints import Matcher
 from tessera.errors import InvalidRequest, Unavailable
 
 PATIENCE_S = 30
@@ -48,7 +48,7 @@ def test_slow_ones_answer_as_quick_ones_a_few_at_a_time(monkeypatch, blocks):
 
 
 def test_plain_answers_go_on_while_no_mask_comes(slow, monkeypatch):
-    monkeypatch.setattr(mask_lane, "MOST_OUTSIDE", 3)
+    monkeypatch.setattr(sequences, "MOST_OUTSIDE", 3)
     engine, _ = make_engine(num_blocks=200, max_sequences=4)
     held = []
     monkeypatch.setattr(engine._lane, "run", held.append)
@@ -104,7 +104,7 @@ class Lane:
     def __init__(self, monkeypatch):
         self.compiled, self.go_on, self.said = [], threading.Semaphore(0), queue.SimpleQueue()
         self._known = set()
-        monkeypatch.setattr(grammar_lane.GrammarTrial, "check", lambda _, sampling: self._try(sampling.regex))
+        monkeypatch.setattr(compiling.GrammarTrial, "check", lambda _, sampling: self._try(sampling.regex))
         self.lane = GrammarLane(
             self,
             lambda message: self.said.put((message.request.request_id, "submitted")),

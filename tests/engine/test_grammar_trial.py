@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tessera import grammar
-from tessera.engine.grammar_trial import GrammarTrial
+from tessera.engine.structured_output.compiling import GrammarTrial
 from tessera.errors import InvalidRequest
-from tessera.sampling import SamplingParameters
+from tessera.prompt import grammar
+from tessera.prompt.sampling import SamplingParameters
 
 # Each alone is quick; all together would take minutes.
 LONG = {"allOf": [{"type": "integer", "multipleOf": n} for n in (2, 3, 5, 7, 11, 13, 17, 19, 23)]}

@@ -9,23 +9,23 @@ import torch
 import torch.nn.functional as F
 from engine_fakes import make_request, tiny_config
 
-from tessera.engine.attention.backend import AttentionStep
-from tessera.engine.config import EngineConfig
+from tessera.attention.backend import AttentionStep
 from tessera.engine.execution.model_runner import ModelRunner
-from tessera.engine.kernels import reference
-from tessera.engine.kernels.unfinished import Partials
-from tessera.engine.models.qwen2 import DecoderLayer
-from tessera.engine.models.registry import model_class
-from tessera.engine.quantization import int4
-from tessera.engine.quantization.awq import Awq
-from tessera.engine.quantization.fp8 import Fp8, Fp8OnLoad
-from tessera.engine.quantization.in_place import InPlace, taking_turns
-from tessera.engine.quantization.int4 import Int4
-from tessera.engine.quantization.scheme import Linear, LinearShape
-from tessera.engine.quantization.unquantized import Unquantized
-from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
+from tessera.engine.scheduling.scheduler import ScheduledBatch, ScheduledSpan
 from tessera.engine.sequence import Sequence
-from tessera.fp8.rows import Fp8Sums
+from tessera.kernels import reference
+from tessera.kernels.deferred import Partials
+from tessera.kernels.fp8_rows import Fp8Sums
+from tessera.linear.formats import int4
+from tessera.linear.formats.awq import Awq
+from tessera.linear.formats.fp8 import Fp8, Fp8OnLoad
+from tessera.linear.formats.int4 import Int4
+from tessera.linear.measured import InPlace, taking_turns
+from tessera.linear.scheme import Linear, LinearShape
+from tessera.linear.unquantized import Unquantized
+from tessera.models.text.qwen2 import DecoderLayer
+from tessera.models.text.registry import model_class
+from tessera.settings.stages import EngineConfig
 
 CPU, HIDDEN, INNER = torch.device("cpu"), 128, 256
 SHAPES = {"qkv": (192, HIDDEN), "output": (HIDDEN, HIDDEN), "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
@@ -62,7 +62,7 @@ def kernels(monkeypatch):
     recorder = Recorder()
     for module in ("in_place", "scheme", "measured", "int4"):
         monkeypatch.setattr(f"tessera.engine.quantization.{module}.layer_kernels", lambda device: recorder)
-    monkeypatch.setattr("tessera.engine.layers.norm.layer_kernels", lambda device: recorder)
+    monkeypatch.setattr("tessera.linear.layers.layer_kernels", lambda device: recorder)
     monkeypatch.setattr(Fp8, "_has_units", lambda scheme, layer: True)
     return recorder
 

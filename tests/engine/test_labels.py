@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.engine.labels import IMPOSSIBLE, Branch, LabelScorer, label_token_ids
+from tessera.engine.structured_output.labels import IMPOSSIBLE, Branch, LabelScorer, label_token_ids
 from tessera.errors import InvalidRequest
-from tessera.family.tokenizer import Tokenizer
+from tessera.prompt.tokenizer import Tokenizer
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
 ORDINARY, ENDS = 3, (3, 4)  # tokens 0, 1, 2 are words, 3 and 4 end an answer, 5 is one that no label has

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from fakes.backend import InferenceRequest, Tensor, strings, wait_until
 
-from tessera.engine.tritonserver_model import TritonPythonModel
 from tessera.errors import InvalidRequest
-from tessera.tritonserver.outbox import Outbox
+from tessera.tritonserver.language_model import TritonPythonModel
+from tessera.tritonserver.responder import Outbox
 
 
 class Engine:

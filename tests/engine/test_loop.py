@@ -10,7 +10,7 @@ import pytest
 from engine_fakes import make_engine, make_request
 
 from tessera.engine.engine import Engine
-from tessera.engine.loop import StepLoop
+from tessera.engine.process.main import StepLoop
 from tessera.errors import Unavailable
 
 PATIENCE = 10
@@ -119,7 +119,7 @@ def test_an_idle_loop_sleeps(parts):
 
 
 def test_leaked_blocks_are_found_when_idle(monkeypatch):
-    monkeypatch.setattr("tessera.engine.loop._IDLE_SECONDS", 0.01)
+    monkeypatch.setattr("tessera.engine.process.main._IDLE_SECONDS", 0.01)
     engine, _ = plain_engine()
     engine.scheduler.blocks._holders[3] = 1
     running = Running(engine).start()

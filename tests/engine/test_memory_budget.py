@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tessera.engine.config import EngineConfig
 from tessera.engine.execution.memory_budget import engine_share
 from tessera.errors import ConfigError
+from tessera.settings.stages import EngineConfig
 
 GIB = 1 << 30
 POOL = {"embedding_pool_bytes": 4 * GIB}

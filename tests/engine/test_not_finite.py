@@ -19,9 +19,8 @@ from engine_fakes import (
 )
 
 from tessera.engine.execution.sampler import SamplingRow, greedy, sample
-from tessera.engine.request import SamplingParameters
-from tessera.engine.sequence import NOT_FINITE
-from tessera.engine.transfer import Moment
+from tessera.engine.sequence import NOT_FINITE, SamplingParameters
+from tessera.kernels.transfer import Moment
 
 MODEL = tiny_model()
 PROMPT = [1, 2, *[0] * 12, *range(11, 19)]

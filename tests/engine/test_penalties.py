@@ -10,10 +10,9 @@ from penalties_reference import penalized, plain_answer
 from test_equivalence import WAYS, answers, requests
 
 from tessera.engine.execution.model_runner import ModelRunner
-from tessera.engine.execution.penalties import Histories, echoes, history
-from tessera.engine.execution.sampler import SamplingRow, sample
+from tessera.engine.execution.sampler import Histories, SamplingRow, echoes, history, sample
 from tessera.engine.sequence import Sequence
-from tessera.engine.transfer import Moment
+from tessera.kernels.transfer import Moment
 
 ASKED = [
     dict(),

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from engine_fakes import contents_of, expected_answer, make_engine, make_request, run, tokens_of
 
-from tessera.engine.cache.block_manager import BlockManager
-from tessera.engine.cache.prefix_index import PrefixIndex, image_cache_ids
+from tessera.engine.kv_cache.block_manager import BlockManager, PrefixIndex, image_cache_ids
 from tessera.engine.sequence import Sequence
 
 QUESTION = [11, 12, 13, 14, 15]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from engine_fakes import VOCABULARY, make_engine, make_request
 
-from tessera.engine.config import EngineConfig
-from tessera.engine.request import Request, SamplingParameters
+from tessera.engine.sequence import Request, SamplingParameters
 from tessera.errors import ConfigError, InvalidRequest
-from tessera.sampling import PENALTIES
+from tessera.prompt.sampling import PENALTIES
+from tessera.settings.stages import EngineConfig
 
 
 def test_defaults_are_greedy_and_as_long_as_fits():

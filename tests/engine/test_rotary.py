@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from tessera.engine.attention.backend import rotate
-from tessera.engine.layers.rotary import Rotary
+from tessera.attention.backend import rotate
 from tessera.errors import CheckpointError
+from tessera.models.text.rotary import Rotary
 
 
 def rotary(scaling=None, head_dim=8, theta=100.0, trained=16, sections=None):

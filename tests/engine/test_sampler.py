@@ -10,9 +10,8 @@ from engine_fakes import make_request
 from transformers import MinPLogitsWarper, SequenceBiasLogitsProcessor
 
 from tessera.engine.execution.sampler import SamplingRow, sample, uniform
-from tessera.engine.request import SamplingParameters
-from tessera.engine.sequence import Sequence
-from tessera.engine.transfer import Moment
+from tessera.engine.sequence import SamplingParameters, Sequence
+from tessera.kernels.transfer import Moment
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5]).log_softmax(0)
 

@@ -16,7 +16,7 @@ from engine_fakes import (
     tokens_of,
 )
 
-from tessera.engine.cache.block_manager import BlockManager
+from tessera.engine.kv_cache.block_manager import BlockManager
 from tessera.engine.scheduling import scheduler as scheduling
 from tessera.engine.scheduling.scheduler import Scheduler
 from tessera.engine.sequence import Sequence

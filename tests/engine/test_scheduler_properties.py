@@ -20,10 +20,10 @@ from engine_fakes import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.engine.cache.block_manager import BlockManager
+from tessera.engine.kv_cache.block_manager import BlockManager
 from tessera.engine.scheduling.scheduler import Scheduler
 from tessera.engine.sequence import Sequence
-from tessera.ranking import STEP_NS
+from tessera.prompt.sampling import STEP_NS
 
 TOKENS = range(240, 262)  # few, so that <eos> comes up
 

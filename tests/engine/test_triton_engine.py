@@ -15,17 +15,16 @@ import torch
 from engine_fakes import EOS, ByteTokenizer, TextEngine, run, tiny_model, tokens_of
 from penalties_reference import plain_answer
 
-from tessera.engine.config import EngineConfig
-from tessera.engine.execution.decode_graphs import DecodeGraphs, graph_sizes
 from tessera.engine.execution.model_runner import ModelRunner
-from tessera.engine.execution.prompt_graphs import PromptGraphs, prompt_sizes
-from tessera.engine.request import Request, SamplingParameters
+from tessera.engine.execution.step_graphs import DecodeGraphs, PromptGraphs, graph_sizes, prompt_sizes
+from tessera.engine.sequence import Request, SamplingParameters
 from tessera.errors import InvalidRequest
+from tessera.settings.stages import EngineConfig
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from tessera.engine.attention import triton_backend
-from tessera.engine.kernels import reference
+from tessera.attention import triton_backend
+from tessera.kernels import reference
 
 BLOCK = 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

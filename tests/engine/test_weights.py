@@ -20,10 +20,10 @@ from engine_fakes import (
 from safetensors.torch import save_file
 
 from tessera.checkpoint.weights import fill
-from tessera.engine.config import EngineConfig
-from tessera.engine.models.registry import model_class
-from tessera.engine.quantization.config import scheme_selector
 from tessera.errors import CheckpointError, ConfigError
+from tessera.linear.quantization import scheme_selector
+from tessera.models.text.registry import model_class
+from tessera.settings.stages import EngineConfig
 
 HIDDEN, INNER = 32, 64
 

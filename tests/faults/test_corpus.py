@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
 
-from tessera.engine import tritonserver_model as language_model
 from tessera.errors import InvalidRequest
-from tessera.preprocess.tritonserver_model import TritonPythonModel
+from tessera.tritonserver import language_model as language_model
+from tessera.tritonserver.preprocess import TritonPythonModel
 
 pytestmark = pytest.mark.faults
 

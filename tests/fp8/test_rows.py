@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tessera.fp8.rows import E4M3, Fp8Rows, fp8_linear, fp8_sums, quantize_rows, quantize_weight, rescale
+from tessera.kernels.fp8_rows import E4M3, Fp8Rows, fp8_linear, fp8_sums, quantize_rows, quantize_weight, rescale
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float16, torch.float32]
@@ -88,11 +88,11 @@ class TestKernel:
 
     def rows(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Fp8Rows:
         """The interpreter's cast to e4m3 loses carries: there the kernel stores float32, and torch does the cast."""
-        from tessera.fp8 import kernels
+        from tessera.kernels import fp8
 
         values = torch.full_like(x, float("nan"), dtype=E4M3 if torch.cuda.is_available() else torch.float32)
         scales = torch.full((len(x), 1), float("nan"), device=x.device)
-        kernels.quantize_rows(x, scale, values, scales)
+        fp8.quantize_rows(x, scale, values, scales)
         return Fp8Rows(values.to(E4M3), scales)
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -115,19 +115,19 @@ class TestKernel:
     @pytest.mark.parametrize(("m", "n"), [(1, 16), (3, 1030), (0, 16)])
     @pytest.mark.parametrize("has_bias", [True, False])
     def test_rescale(self, dtype, m, n, has_bias):
-        from tessera.fp8 import kernels
+        from tessera.kernels import fp8
 
         sums, scales = normal(m, n, dtype=dtype) * 100, normal(n).abs()
         x_scales = torch.linspace(0.1, 2, m, device=DEVICE)[:, None]
         bias = normal(n, dtype=dtype) if has_bias else None
         expected = sums.double() * x_scales * scales + (0 if bias is None else bias.double())
-        out = kernels.rescale(sums, x_scales, scales, bias)
+        out = fp8.rescale(sums, x_scales, scales, bias)
         assert out is sums
         torch.testing.assert_close(out.double(), expected, rtol=2e-6 if dtype == torch.float32 else 1e-3, atol=1e-5)
 
     def test_refuses_rows_that_are_too_wide_or_strided(self):
-        from tessera.fp8 import kernels
+        from tessera.kernels import fp8
 
         for x in (torch.ones(1, 32769), torch.ones(16, 2).T):
             with pytest.raises(ValueError, match="contiguous rows of at most 32768"):
-                kernels.quantize_rows(x, None, x, x)
+                fp8.quantize_rows(x, None, x, x)

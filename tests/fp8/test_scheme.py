@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tessera.engine.quantization.config import scheme_selector
-from tessera.engine.quantization.fp8 import Fp8, Fp8OnLoad
-from tessera.engine.quantization.measured import PRODUCTS
-from tessera.engine.quantization.scheme import Linear, LinearScheme, LinearShape
-from tessera.engine.quantization.unquantized import Unquantized
 from tessera.errors import CheckpointError
-from tessera.fp8.rows import E4M3, Fp8Rows, Fp8Sums, quantize_rows, quantize_weight
+from tessera.kernels.fp8_rows import E4M3, Fp8Rows, Fp8Sums, quantize_rows, quantize_weight
+from tessera.linear.formats.fp8 import Fp8, Fp8OnLoad
+from tessera.linear.measured import PRODUCTS
+from tessera.linear.quantization import scheme_selector
+from tessera.linear.scheme import Linear, LinearScheme, LinearShape
+from tessera.linear.unquantized import Unquantized
 
 CPU = torch.device("cpu")
 SIZE, PARTS = 128, {"gate": 48, "up": 48}

@@ -16,8 +16,8 @@ from gateway_doubles import Asked, listening
 from hypothesis import given
 from hypothesis import strategies as some
 
-from tessera_gateway.batches import form, upload
-from tessera_gateway.batches.form import FormReader
+from tessera_gateway.batches import upload
+from tessera_gateway.batches.upload import FormReader
 from tessera_gateway.errors import ApiError
 from tessera_gateway.settings import Settings
 
@@ -68,7 +68,7 @@ def test_a_file_and_its_purpose_in_any_order(door: Asked, parts: tuple[bytes, ..
         ((PURPOSE.replace(b"batch", b"batch" * 999), FILE, END), "purpose is too long", 400),
         ((b"--B\r\n\r\nx\r\n", END), "a field has no name", 400),
         ((b"--Bx\r\n\r\n", END), "a boundary does not end its line", 400),
-        ((b"--B\r\nX: ", b"x" * form.MOST_HEADERS), "headers are too long", 400),
+        ((b"--B\r\nX: ", b"x" * upload.MOST_HEADERS), "headers are too long", 400),
         ((PURPOSE, FILE.replace(b"ab", b"a" * (1 << 20)), END), "line 1 is larger than 1 MiB (--max-body-mib)", 413),
         ((PURPOSE, FILE.replace(b"c", b"c" * (1 << 20) + b"c"), END), "line 2 is larger than 1 MiB", 413),
         ((PURPOSE, FILE.replace(b"ab", b"ab\n" * (1 << 20)), END), "larger than 2 MiB (--max-file-mib)", 413),

@@ -18,13 +18,14 @@ from clients.fake_transport import FakeTransport, Hang
 from fakes.answering_server import PROBE, AnsweringServer, question
 from gateway_doubles import Asked, listening
 
-from tessera_client import ConnectionFailed, InvalidRequest, Unavailable, asker
+from tessera_client import ConnectionFailed, InvalidRequest, Unavailable
 from tessera_gateway import translation
 from tessera_gateway.batches import files, jobs, runner
 from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.jobs import Jobs
 from tessera_gateway.errors import ApiError
 from tessera_gateway.settings import Settings
+from tessera_jobs import asker
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 from clients.fake_transport import SCORES, Hang, final
 from gateway_doubles import HELLO, Asked, gateway
 
-from tessera.sampling import SamplingParameters
+from tessera.prompt.sampling import SamplingParameters
 from tessera_client import Delta, Unavailable
 from tessera_gateway import protocol, translation
 

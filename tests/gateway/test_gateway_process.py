@@ -23,7 +23,7 @@ from tessera.errors import ConfigError
 from tessera.launcher.gateway import Gateway
 from tessera.launcher.guard import descendants
 from tessera.launcher.process import command_line
-from tessera_gateway.batches import lock
+from tessera_gateway.batches import database
 from tessera_gateway.cli import gateway_main, server_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,7 +134,7 @@ def test_a_folder_without_a_lock_is_said_in_a_line(
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(database.fcntl, "flock", refuse)
     assert gateway_main([*flags, str(tmp_path / "no_locks")]) == 1
     said = capsys.readouterr().err
     assert "lock cannot be locked: No locks available" in said and "--batch-folder on a local disk" in said

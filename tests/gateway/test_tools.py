@@ -9,8 +9,8 @@ import pytest
 from clients.fake_transport import final
 from gateway_doubles import HELLO, Asked, gateway
 
-from tessera import grammar
-from tessera.sampling import SamplingParameters
+from tessera.prompt import grammar
+from tessera.prompt.sampling import SamplingParameters
 from tessera_client import Delta, InvalidRequest
 
 ROOM = {

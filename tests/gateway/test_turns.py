@@ -11,11 +11,10 @@ from clients.fake_transport import FakeTransport, Hang, final
 from gateway_doubles import HELLO, Asked, gateway
 
 from tessera_gateway import keys as keys_module
-from tessera_gateway import turns as turns_module
+from tessera_gateway import keys as turns_module
 from tessera_gateway.errors import ApiError
-from tessera_gateway.keys import KEY, Key
+from tessera_gateway.keys import KEY, TURN, Key, Turns
 from tessera_gateway.settings import Settings
-from tessera_gateway.turns import TURN, Turns
 
 WAITING = 8
 A, B, C = (Key(name.encode(), name) for name in "ABC")

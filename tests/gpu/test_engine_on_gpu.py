@@ -9,13 +9,13 @@ import pytest
 import torch
 from parity import CHECKPOINT, Ours, pictures
 
-from tessera.engine.cache.embedding_pool import EmbeddingPool
-from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
-from tessera.engine.engine_process import EngineProcess
-from tessera.engine.request import Request
+from tessera.engine.kv_cache.embedding_pool import EmbeddingPool
+from tessera.engine.process.client import EngineProcess
+from tessera.engine.sequence import Request
 from tessera.errors import ConfigError
-from tessera.sampling import SamplingParameters
+from tessera.prompt.sampling import SamplingParameters
+from tessera.settings.stages import EngineConfig
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,14 +7,14 @@ import torch
 from parity import CHECKPOINT
 
 from tessera.checkpoint.config import read_config
-from tessera.fp8.rows import Fp8Rows
-from tessera.vision.kernels.attention import attend, attend_class_apart
-from tessera.vision.kernels.tower_kernels import ATTENTIONS, fp8_kernels
-from tessera.vision.runners.fp8_tower import gate_tiles, serving_tower
-from tessera.vision.runners.graph_runner import GraphRunner
-from tessera.vision.runners.loading import load_runner
-from tessera.vision.runners.runner import weight_bytes
-from tessera.vision.settings import VisionSettings
+from tessera.kernels.fp8_rows import Fp8Rows
+from tessera.kernels.tower_attention import attend, attend_class_apart
+from tessera.kernels.tower_layers import ATTENTIONS, fp8_kernels
+from tessera.settings.stages import VisionSettings
+from tessera.vision.fp8_tower import gate_tiles, serving_tower
+from tessera.vision.loading import load_runner
+from tessera.vision.runner import weight_bytes
+from tessera.vision.torch_runner import GraphRunner
 
 pytestmark = [
     pytest.mark.gpu,

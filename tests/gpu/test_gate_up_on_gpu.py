@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from tessera.engine.execution import memory_budget
-from tessera.engine.kernels.selection import layer_kernels
-from tessera.engine.quantization.scheme import Linear, LinearShape
-from tessera.engine.quantization.unquantized import Unquantized
-from tessera.measured_choices import MeasuredChoices, graph_milliseconds
+from tessera.kernels.tuning import MeasuredChoices, graph_milliseconds, layer_kernels
+from tessera.linear.scheme import Linear, LinearShape
+from tessera.linear.unquantized import Unquantized
 
 pytestmark = [
     pytest.mark.gpu,

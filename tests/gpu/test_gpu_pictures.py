@@ -15,10 +15,9 @@ from PIL import Image
 
 from tessera.errors import InvalidRequest
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest, PreprocessSettings
-from tessera.vision.decoding.decoder import GpuDecoder, bytes_of
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.encoding.pictures import Picture, VisionItem, pictures_of
-from tessera.vision.settings import VisionSettings
+from tessera.settings.stages import VisionSettings
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import GpuDecoder, Picture, VisionItem, bytes_of, pictures_of
 
 pytest.importorskip("nvidia.nvimgcodec", reason="needs nvidia-nvimgcodec-cu13 and nvidia-nvjpeg")
 

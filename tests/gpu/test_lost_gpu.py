@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tessera.lost_device import lost_device
+from tessera.errors import lost_device
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +17,7 @@ pytestmark = [
 
 FAULT = """
 import torch
-from tessera.lost_device import end_process_if_lost
+from tessera.errors import end_process_if_lost
 
 end_process_if_lost()
 try:

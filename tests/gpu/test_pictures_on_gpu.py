@@ -7,12 +7,12 @@ import torch
 from vision.tiny_qwen2_vl_tower import config_of, groups, model_of, picture, save, wires
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.vision.kernels.attention import attend_within, attention_by, plans_of_ours
-from tessera.vision.kernels.tower_kernels import gpu_kernels, turned, within_ways
-from tessera.vision.kernels.varlen_attention import query_tiles
-from tessera.vision.runners.loading import make_runner
-from tessera.vision.runners.torch_runner import TorchRunner
-from tessera.vision.settings import VisionSettings
+from tessera.kernels.tower_attention import attend_within, attention_by, plans_of_ours
+from tessera.kernels.tower_layers import gpu_kernels, turned, within_ways
+from tessera.kernels.varlen_attention import query_tiles
+from tessera.settings.stages import VisionSettings
+from tessera.vision.loading import make_runner
+from tessera.vision.torch_runner import TorchRunner
 
 pytestmark = [
     pytest.mark.gpu,

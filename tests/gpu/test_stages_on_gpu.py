@@ -6,11 +6,10 @@ import pytest
 import torch
 from parity import CHECKPOINT, Ours, pictures
 
-from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.encoding.pictures import VisionItem
-from tessera.vision.settings import VisionSettings
+from tessera.settings.stages import EngineConfig, VisionSettings
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import VisionItem
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,13 +12,12 @@ import torch
 from parity import CHECKPOINT
 
 from tessera.checkpoint.config import read_config
-from tessera.vision.dispatch import LocalDispatcher
-from tessera.vision.encoding.embedding_cache import EmbeddingCache
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.encoding.lane import Lane
-from tessera.vision.encoding.pictures import VisionItem, joined
-from tessera.vision.runners.runner import weight_bytes
-from tessera.vision.settings import VisionSettings
+from tessera.settings.stages import VisionSettings
+from tessera.tritonserver.vision_dispatch import LocalDispatcher
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.memory import EmbeddingCache, Lane
+from tessera.vision.pictures import VisionItem, joined
+from tessera.vision.runner import weight_bytes
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,11 +9,10 @@ from parity import CHECKPOINT
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError
-from tessera.vision.runners import graph_runner
-from tessera.vision.runners.graph_runner import GraphRunner, bucket_sizes
-from tessera.vision.runners.loading import load_runner
-from tessera.vision.runners.torch_runner import TorchRunner
-from tessera.vision.settings import VisionSettings
+from tessera.settings.stages import VisionSettings
+from tessera.vision import torch_runner
+from tessera.vision.loading import load_runner
+from tessera.vision.torch_runner import GraphRunner, TorchRunner, bucket_sizes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -156,6 +155,6 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     def full(*_):
         raise torch.cuda.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(graph_runner, "record", full)
+    monkeypatch.setattr(torch_runner, "record", full)
     with pytest.raises(ConfigError, match=r"lower\s+visual_infer_batch_size"):
         GraphRunner.from_checkpoint(read_config(CHECKPOINT), on_gpu("graph", "bfloat16"))

@@ -18,13 +18,12 @@ from tiny_checkpoints import Shape, _text_weights, _vision_weights, as_internvl_
 from tiny_qwen2_vl import write_model
 
 from tessera.checkpoint.weights import SafetensorsHeaders
-from tessera.engine.config import EngineConfig
 from tessera.errors import CheckpointError
-from tessera.gpu_memory import GIB, divide
 from tessera.launcher import checking
 from tessera.launcher.cli import parse, serve_main
 from tessera.launcher.settings import ServerSetup
-from tessera.vision.settings import VisionSettings
+from tessera.settings.gpu import GIB, divide
+from tessera.settings.stages import EngineConfig, VisionSettings
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 Change = Callable[[Path], object]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tessera.errors import ConfigError
-from tessera.launcher.diagnosis import check_repository, explain_log, failed_models
+from tessera.launcher.starting import check_repository, explain_log, failed_models
 
 # Lines as tritonserver 2.51 writes them.
 PYTHON_ERROR = (

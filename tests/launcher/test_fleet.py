@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from tessera.errors import ConfigError, TesseraError
-from tessera.launcher import fleet as fleet_module
-from tessera.launcher.fleet import Fleet
+from tessera.launcher import supervisor as fleet_module
 from tessera.launcher.options import ServerOptions
-from tessera.launcher.supervisor import Supervision
+from tessera.launcher.supervisor import Fleet, Supervision
 
 
 class Scripted:

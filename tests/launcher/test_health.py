@@ -11,7 +11,7 @@ import pytest
 
 from tessera.errors import ConfigError
 from tessera.launcher.health import Health, HealthPort, ServiceHealth
-from tessera_command import health as client_side
+from tessera_command import terminal as client_side
 
 
 def ask(health: ServiceHealth, path: str, method: str = "GET") -> tuple[int, Any]:

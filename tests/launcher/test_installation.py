@@ -16,10 +16,10 @@ from tessera.launcher.installation import (
     find_installation,
     installation_from_wheel,
     installation_on_path,
+    patient,
     python_version,
     wheel_package,
 )
-from tessera.launcher.patience import patient
 
 
 def make_wheel(folder: Path, stubs: tuple[str, ...]) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.launcher import guard, leftovers
+from tessera.launcher import guard
 
 
 @pytest.fixture
@@ -32,10 +32,10 @@ def test_a_living_guard_keeps_its_own_and_a_dead_one_loses_all(prefix: str) -> N
     region.touch()
     blocked = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", region.name])
     try:
-        assert leftovers.remove_if_gone(prefix) == [] and region.exists() and blocked.poll() is None
+        assert guard.remove_if_gone(prefix) == [] and region.exists() and blocked.poll() is None
         assert os.path.isdir(folder)
         os.close(lock)  # what the kernel does when a process ends
-        removed = leftovers.remove_if_gone(prefix)
+        removed = guard.remove_if_gone(prefix)
         assert removed in ([str(region), folder], [])  # []: another server of this machine started in this moment
         assert blocked.wait(10) == -9
         assert not region.exists() and not os.path.exists(folder) and not os.path.exists(guard.lock_path(prefix))
@@ -48,7 +48,7 @@ def test_a_lock_file_names_nothing_but_a_servers_temporary_folder(prefix: str, t
     lock = guard.take_lock(prefix)
     os.pwrite(lock, str(tmp_path).encode(), 0)
     os.close(lock)
-    leftovers.remove_if_gone(prefix)
+    guard.remove_if_gone(prefix)
     assert tmp_path.is_dir() and not os.path.exists(guard.lock_path(prefix))
 
 
@@ -58,7 +58,7 @@ def test_the_sweep_takes_only_names_of_our_form(prefix: str) -> None:
     strange = Path("/dev/shm/.tessera-strange-lock")
     strange.touch()
     try:
-        leftovers.sweep()
+        guard.sweep()
         assert strange.exists() and not os.path.exists(guard.lock_path(prefix))
     finally:
         strange.unlink()

@@ -11,21 +11,23 @@ from typing import Any
 
 import pytest
 
-from tessera import gpu_memory
 from tessera.errors import ConfigError
-from tessera.gpu_memory import divide, find_device
 from tessera.launcher.cli import parse, serve_main
 from tessera.launcher.installation import Installation
 from tessera.launcher.options import (
     ServerOptions,
     mps_control,
+    one_per_gpu,
+    ports_of,
     server_environment,
     server_flags,
+    with_ports,
 )
-from tessera.launcher.ports import one_per_gpu, ports_of, with_ports
 from tessera.launcher.process import log_path
 from tessera.launcher.settings import ServerSetup
-from tessera_gateway.options import add_options
+from tessera.settings import gpu
+from tessera.settings.gpu import divide, find_device
+from tessera_gateway.settings import add_options
 
 INSTALLATION = Installation(Path("/s"), (Path("/l1"), Path("/l2")))
 
@@ -215,7 +217,7 @@ def test_gpus_without_a_gpu_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(gpu_memory, "TRACES_OF_GPUS", ())
+    monkeypatch.setattr(gpu, "TRACES_OF_GPUS", ())
     monkeypatch.delenv("TESSERA_DEVICE", raising=False)
     assert serve_main(["--gpus", "0", "--show-settings"]) == 1
     shown = capsys.readouterr()

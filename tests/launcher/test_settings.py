@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tessera.errors import ConfigError
-from tessera.gpu_memory import GIB, ServerSettings
 from tessera.launcher import settings
 from tessera.launcher.cli import serve_main
 from tessera.launcher.settings import INSTANCES, ServerSetup, lay_out, read_config, set_up
-from tessera.settings import COMMON, OF_STAGES, settings_of
+from tessera.settings.gpu import GIB, ServerSettings
+from tessera.settings.schema import COMMON, OF_STAGES, settings_of
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 MOST = 25

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from tessera.errors import ConfigError
-from tessera.launcher import shared_memory
-from tessera.launcher.settings import ServerSetup
-from tessera.launcher.shared_memory import MB, Regions, python_processes, regions, shortage
+from tessera.launcher import settings
+from tessera.launcher.settings import MB, Regions, ServerSetup, python_processes, regions, shortage
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 
@@ -21,7 +20,7 @@ def free(monkeypatch):
 
     def set_free(megabytes: int) -> None:
         usage = SimpleNamespace(free=megabytes * MB)
-        monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda path: usage)
+        monkeypatch.setattr(settings.shutil, "disk_usage", lambda path: usage)
 
     return set_free
 

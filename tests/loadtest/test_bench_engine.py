@@ -11,8 +11,8 @@ from bench_engine import SHAPE, Report, Shape
 from engine_load import ClosedLoop, Load, Prompts, check, decode_step_s, prefill_tokens_per_s
 
 from tessera.checkpoint.config import read_config
-from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
+from tessera.settings.stages import EngineConfig
 
 SMALL = bench_engine.figures.ROOT / "build" / "default_model" / "checkpoint"
 

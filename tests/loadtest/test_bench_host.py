@@ -6,7 +6,7 @@ import cProfile
 
 from bench_host import CHECKPOINT, PARTS, STEPS, NoModel, one_round
 
-from tessera.family.tokenizer import Tokenizer
+from tessera.prompt.tokenizer import Tokenizer
 
 
 def test_every_part_of_a_decode_step_is_timed():

@@ -18,9 +18,9 @@ from tiny_checkpoints import Shape, hf_native
 from torch.utils.flop_counter import FlopCounterMode
 
 from tessera.checkpoint.config import read_config
-from tessera.engine.config import EngineConfig
-from tessera.vision.kernels.tower_kernels import PLAIN, gpu_kernels
-from tessera.vision.towers.tower import load_tower
+from tessera.kernels.tower_layers import PLAIN, gpu_kernels
+from tessera.models.tower import load_tower
+from tessera.settings.stages import EngineConfig
 
 SIZES = Sizes(tokens=1900, tiles=2)  # a whole prompt of W2 and the beginning of one
 WATTS, MHZ = 640.0, 1500.0

@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tessera.checkpoint.config import read_config
-from tessera.vision.kernels.attention import attend_within
-from tessera.vision.towers.tower import unfilled_tower
+from tessera.kernels.tower_attention import attend_within
+from tessera.models.tower import unfilled_tower
 
 
 @pytest.mark.parametrize("side", [2, 8])

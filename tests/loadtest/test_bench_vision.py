@@ -11,7 +11,7 @@ from tiny_checkpoints import Shape, hf_native
 from torch.utils.flop_counter import FlopCounterMode
 from vision_peer import load_peer
 
-from tessera.vision.towers.tower import load_tower
+from tessera.models.tower import load_tower
 
 
 @pytest.fixture(scope="module")

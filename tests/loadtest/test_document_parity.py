@@ -15,13 +15,13 @@ from document_shape import build_model, save_model
 from document_tokens import PROMPTS, SYSTEM
 from PIL import Image
 
-from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
-from tessera.engine.request import Request
+from tessera.engine.sequence import Request
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
-from tessera.sampling import SamplingParameters
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.encoding.pictures import VisionItem
+from tessera.prompt.sampling import SamplingParameters
+from tessera.settings.stages import EngineConfig
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import VisionItem
 
 LENGTH = 40
 PENALTIES: list[dict[str, Any]] = [

@@ -9,7 +9,7 @@ import pynvml
 import pytest
 from gpu_power import Draw, GpuPower
 
-from tessera.gpu_meter import GpuMeter, Reading
+from tessera.settings.gpu import GpuMeter, Reading
 
 BY_NUMBER = {0: "first", 1: "second"}
 

@@ -23,17 +23,16 @@ from ladder_rungs import NAMES, STAGES, jobs, kept_ways
 from serving import DEFAULT_CHECKPOINT
 from workloads import PROMPT, picture
 
-from tessera.engine import tritonserver_model as language_stage
-from tessera.engine.config import EngineConfig
-from tessera.engine.quantization.config import scheme_selector
-from tessera.engine.quantization.int4 import Int4
 from tessera.launcher.settings import set_up
+from tessera.linear.formats.int4 import Int4
+from tessera.linear.quantization import scheme_selector
 from tessera.preprocess import preprocessor
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
-from tessera.sampling import SamplingParameters
+from tessera.prompt.sampling import SamplingParameters
+from tessera.settings.stages import EngineConfig, VisionSettings
+from tessera.tritonserver import language_model as language_stage
+from tessera.tritonserver import vision as vision_stage
 from tessera.tritonserver.settings import StageSettings
-from tessera.vision import tritonserver_model as vision_stage
-from tessera.vision.settings import VisionSettings
 
 JPEG = picture(480, 320, 3)
 ABOUT = {"machine": "a GPU", "commit": "abc", "date": "2026-11-22", "versions": {"torch": "2.11.0"}}

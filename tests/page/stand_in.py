@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from tessera_client import PicturePlan, PictureView, TesseraClientError
-from tessera_gateway import page, status
+from tessera_gateway import page, service
 from tessera_gateway.settings import Settings
 
 WORDS = (
@@ -75,7 +75,7 @@ class StandIn:
         self.url = ""
         self.app = FastAPI()
         self.app.include_router(page.router)
-        self.app.include_router(status.router)
+        self.app.include_router(service.router)
         self.app.state.client, self.app.state.settings = Client(), Settings()
         self.app.add_exception_handler(TesseraClientError, lambda request, error: refusal(400, str(error)))
         self.app.get("/metrics/servers/0")(lambda: PlainTextResponse(METRICS))

@@ -17,8 +17,8 @@ from stand_in import METRICS, TWO_TILES, Client, StandIn
 from tessera_client import PicturePlan
 from tessera_gateway.app import create_app
 from tessera_gateway.page import FOLDER
+from tessera_gateway.service import numbers
 from tessera_gateway.settings import Settings
-from tessera_gateway.status import numbers
 
 
 @pytest.fixture

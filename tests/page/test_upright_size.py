@@ -8,7 +8,7 @@ import PIL.Image
 import pytest
 
 from tessera_client import InvalidRequest
-from tessera_gateway.upright_size import upright_size
+from tessera_gateway.page import upright_size
 
 
 def encoded(width: int, height: int, form: str = "JPEG", orientation: int = 1) -> bytes:

@@ -12,11 +12,11 @@ from published_sizes import BODIES, NATIVE_NAMES, REFUSED, SIZES, TOWERS, Size
 from tiny_tokenizers import write_json
 
 from tessera.checkpoint.config import CheckpointConfig, read_config
-from tessera.engine.models.registry import model_class
-from tessera.engine.quantization.config import scheme_selector
-from tessera.engine.quantization.scheme import Linear
 from tessera.errors import CheckpointError
-from tessera.vision.towers.tower import unfilled_tower
+from tessera.linear.quantization import scheme_selector
+from tessera.linear.scheme import Linear
+from tessera.models.text.registry import model_class
+from tessera.models.tower import unfilled_tower
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
 
@@ -62,7 +62,7 @@ def test_a_model_of_the_body_s_shape(tmp_path: Path, body: str) -> None:
     count += model.embedding.get_buffer("weight").numel()
     assert count / 1e9 == pytest.approx(BODIES[body].billions, rel=0.01)
     pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
-    from tessera.engine.kernels.paged_decode import check_cache
+    from tessera.kernels.paged_decode import check_cache
 
     heads = model.heads
     cache = torch.empty(1, 16, heads.kv_heads, heads.head_dim, device="meta")

@@ -24,16 +24,16 @@ from tiny_qwen2_vl import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as theirs_resized
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
-from tessera.checkpoint.layouts.qwen2_vl import PixelRange
-from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
-from tessera.engine.request import Request
+from tessera.engine.sequence import Request
 from tessera.errors import InvalidRequest
-from tessera.family.qwen2_vl import smart_resize
+from tessera.models.qwen2_vl.config import PixelRange
+from tessera.models.qwen2_vl.processor import smart_resize
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
-from tessera.sampling import SamplingParameters
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.encoding.pictures import VisionItem
+from tessera.prompt.sampling import SamplingParameters
+from tessera.settings.stages import EngineConfig
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import VisionItem
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ import transformers
 
 from tessera.checkpoint.config import TextConfig
 from tessera.checkpoint.weights import fill
-from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
 from tessera.engine.execution.model_runner import ModelRunner
-from tessera.engine.models.registry import model_class
-from tessera.engine.quantization.config import scheme_selector
-from tessera.engine.request import Request, SamplingParameters
-from tessera.family.text_stream import TextStream
+from tessera.engine.sequence import Request, SamplingParameters
+from tessera.linear.quantization import scheme_selector
+from tessera.models.text.registry import model_class
+from tessera.prompt.tokenizer import TextStream
+from tessera.settings.stages import EngineConfig
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY = 48, 6, 2, 8, 3, 97
 TOLERANCE = 1e-4

@@ -9,10 +9,10 @@ from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 from transformers import InternVLForConditionalGeneration
 
 from tessera.checkpoint.config import read_config
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.encoding.pictures import VisionItem
-from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.tower import load_tower
+from tessera.models.tower import load_tower
+from tessera.settings.stages import VisionSettings
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import VisionItem
 
 TOLERANCE = 1e-4
 SHAPES = {

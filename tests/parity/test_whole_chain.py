@@ -11,13 +11,12 @@ import tiny_checkpoints
 import torch
 from tiny_checkpoints import Shape
 
-from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
-from tessera.engine.request import Request, SamplingParameters
+from tessera.engine.sequence import Request, SamplingParameters
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.encoding.pictures import VisionItem
-from tessera.vision.settings import VisionSettings
+from tessera.settings.stages import EngineConfig, VisionSettings
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import VisionItem
 
 TOKENS = 8
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from document_shape import StillProcessor
-from family import checkpoint_folders as folders
+from models import checkpoint_folders as folders
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tessera.errors import ConfigError, InvalidRequest
-from tessera.family.encoded_picture import EncodedPicture
+from tessera.models.family import EncodedPicture
 from tessera.preprocess.headers import read_header
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from tessera.errors import ConfigError, InvalidRequest
-from tessera.family.tile_policy import THUMBNAIL_RULES, TILE_POLICIES
+from tessera.models.tile_policy import THUMBNAIL_RULES, TILE_POLICIES
 from tessera.preprocess.decode import Limits, decode
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
 

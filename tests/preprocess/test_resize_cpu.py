@@ -12,8 +12,7 @@ import pytest
 from PIL import Image
 
 import scene
-from tessera.preprocess.decode import decode
-from tessera.preprocess.resize_cpu import RESIZE_MODES, resize_fast, resize_reference
+from tessera.preprocess.decode import RESIZE_MODES, decode, resize_fast, resize_reference
 
 SIZES = [
     ((640, 480), (448, 448)),
@@ -95,7 +94,7 @@ PROGRAM = """
 import sys
 import cv2, numpy
 from tessera.preprocess.preprocessor import Preprocessor
-from tessera.preprocess.resize_cpu import RESIZE_MODES, use_one_thread
+from tessera.preprocess.decode import RESIZE_MODES, use_one_thread
 use_one_thread(sys.argv[1])
 RESIZE_MODES[sys.argv[1]].resize(numpy.zeros((900, 900, 3), numpy.uint8), 448, 448)
 torch = sys.modules.get("torch")

@@ -13,9 +13,9 @@ import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 
-from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
-from tessera.engine.request import Request, SamplingParameters
+from tessera.engine.sequence import Request, SamplingParameters
+from tessera.settings.stages import EngineConfig
 from tessera_quantize.compressed import quantization_config
 from tessera_quantize.run import finish, run
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tessera.checkpoint.config import read_config
 from tessera.checkpoint.weights import SafetensorsFolder
 from tessera.errors import CheckpointError, ConfigError
-from tessera.vision.towers.tower import stored_in_fp8
+from tessera.models.tower import stored_in_fp8
 from tessera_quantize import report
 from tessera_quantize.body import Body
 from tessera_quantize.compressed import dequantized

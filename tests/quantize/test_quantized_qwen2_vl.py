@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from tiny_qwen2_vl import LEAST, MOST, as_saved_by_4_52, picture, reference_processor, write_model
 
-from tessera.engine.config import EngineConfig
 from tessera.engine.engine import Engine
-from tessera.engine.request import Request, SamplingParameters
+from tessera.engine.sequence import Request, SamplingParameters
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.encoding.pictures import VisionItem
+from tessera.settings.stages import EngineConfig
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import VisionItem
 from tessera_quantize.run import finish, run
 
 TOKENS = 8

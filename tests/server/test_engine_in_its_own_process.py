@@ -33,7 +33,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
 
 def engines(service: Launched) -> list[int]:
     """Process ids of the engines."""
-    return [pid for pid in descendants(service.process.pid) if "tessera.engine.engine_main" in command_line(pid)]
+    return [pid for pid in descendants(service.process.pid) if "tessera.engine.process.main" in command_line(pid)]
 
 
 def state(service: Launched) -> str:

@@ -15,7 +15,7 @@ import pytest
 import server_metrics
 
 import scene
-from tessera.family.digest import checkpoint_id
+from tessera.models.family import checkpoint_id
 from tessera_client import Client, InvalidRequest, Models, ServedModel
 
 pytestmark = pytest.mark.server

@@ -32,7 +32,7 @@ NUMBERS = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from tessera.tritonserver import tensors
-from tessera.tritonserver.outbox import Channel, Outbox
+from tessera.tritonserver.responder import Channel, Outbox
 from tessera.tritonserver.responder import Responder
 
 class TritonPythonModel:

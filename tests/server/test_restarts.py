@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from toy_servers import COUNT, DYING, PINGED, Launched, add_model, all_gone, wait_until
 
-from tessera.launcher import guard, leftovers
+from tessera.launcher import guard
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
 from tessera_command.cli import main as tessera
@@ -138,7 +138,7 @@ def test_leftovers_of_a_killed_launcher_and_guard_go_with_the_next_start(reposit
     regions = running.regions()
     prefix = os.path.basename(regions[0]).rpartition("-")[0][:21]
     lock = guard.lock_path(prefix)
-    assert os.path.exists(lock) and leftovers.remove_if_gone(prefix) == []  # its guard lives
+    assert os.path.exists(lock) and guard.remove_if_gone(prefix) == []  # its guard lives
     folder = Path(lock).read_text()
     assert os.path.isdir(folder)
     for pid in (running.pids[0], running.process.pid):  # the guard first, or it would clean up

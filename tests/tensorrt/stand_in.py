@@ -13,7 +13,7 @@ import torch
 import triton_python_backend_utils as pb_utils
 from onnx_cpu import for_cpu
 
-from tessera.vision.runners.onnx_runner import OnnxRunner
+from tessera.vision.onnx_runner import OnnxRunner
 
 
 class TritonPythonModel:

@@ -18,7 +18,7 @@ import scene
 from tessera.checkpoint.config import read_config
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
-from tessera.vision.towers.tower import load_tower
+from tessera.models.tower import load_tower
 from tessera_client import Client, InvalidRequest
 
 pytestmark = pytest.mark.server

@@ -15,9 +15,9 @@ from tiny_qwen2_vl import write_folder
 from tritonclient.grpc import model_config_pb2
 
 import scene
-from tessera.engine.tritonserver_model import read_stamps
 from tessera.errors import ConfigError, InvalidRequest
-from tessera.preprocess.tritonserver_model import TritonPythonModel
+from tessera.tritonserver.language_model import read_stamps
+from tessera.tritonserver.preprocess import TritonPythonModel
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "model_repository" / "preprocess"

@@ -22,10 +22,10 @@ from vision_graphs import PRECISIONS, tensorrt_graph
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError
-from tessera.vision.runners.onnx_runner import OnnxRunner, graph_path
-from tessera.vision.runners.torch_runner import TorchRunner
-from tessera.vision.towers.intern_vit import InternViT
-from tessera.vision.towers.tower import load_tower
+from tessera.models.internvl.vision import InternViT
+from tessera.models.tower import load_tower
+from tessera.vision.onnx_runner import OnnxRunner, graph_path
+from tessera.vision.torch_runner import TorchRunner
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
 SMALL = dict(image_size=56, patch_size=14)

@@ -21,9 +21,9 @@ from tritonclient.grpc import model_config_pb2
 from vision_graphs import tensorrt_graph
 
 from tessera.checkpoint.config import read_config
-from tessera.vision.towers.intern_vit import InternViT
-from tessera.vision.towers.intern_vit_graph import vision_graph
-from tessera.vision.towers.tower import load_tower
+from tessera.models.internvl.onnx_graph import vision_graph
+from tessera.models.internvl.vision import InternViT
+from tessera.models.tower import load_tower
 
 ROOT = Path(__file__).resolve().parents[2]
 RTX_4090 = "8.9"

@@ -13,7 +13,7 @@ LIMIT = max(2, os.cpu_count() or 1)
 THREADS = 8 * LIMIT + 4
 SCRIPT = """
 import ctypes, os, sys, tempfile, threading
-from tessera.tritonserver import heaps
+from tessera.tritonserver import gpu_pool as heaps
 if sys.argv[1] == "limited":
     heaps.one_per_core()
 libc = ctypes.CDLL(None)

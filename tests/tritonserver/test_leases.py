@@ -10,12 +10,12 @@ import pytest
 from fakes.backend import InferenceRequest, Tensor, strings, wait_until
 
 from tessera.errors import InvalidRequest
-from tessera.preprocess import tritonserver_model as preprocess
 from tessera.tritonserver import leases, tensors
-from tessera.tritonserver.deadline import is_over as is_past
+from tessera.tritonserver import preprocess as preprocess
+from tessera.tritonserver import vision as vision
+from tessera.tritonserver.failures import is_over as is_past
 from tessera.tritonserver.leases import Leases
 from tessera.tritonserver.responder import Responder
-from tessera.vision import tritonserver_model as vision
 
 
 class House:

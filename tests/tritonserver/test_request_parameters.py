@@ -10,7 +10,7 @@ import pytest
 from fakes.backend import InferenceRequest, Tensor, strings
 
 from tessera.errors import InvalidRequest
-from tessera.sampling import SamplingParameters
+from tessera.prompt.sampling import SamplingParameters
 from tessera.tritonserver import tensors
 
 pytestmark = pytest.mark.usefixtures("backend")

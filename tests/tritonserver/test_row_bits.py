@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tessera.tritonserver.rows import packed, unpacked
+from tessera.tritonserver.tensors import packed, unpacked
 
 
 def test_float32_rows_arrive_bit_for_bit() -> None:

@@ -13,15 +13,13 @@ import torch
 from fakes.backend import InferenceRequest, InferenceResponse, Tensor, strings, wait_until
 
 from tessera.errors import ConfigError, InvalidRequest, Unavailable
+from tessera.settings.stages import VisionSettings
 from tessera.tritonserver import tensors
 from tessera.tritonserver.failures import error_response, log_exception
 from tessera.tritonserver.gpu_pool import answer_warm_up
-from tessera.tritonserver.metrics import Gauge
-from tessera.tritonserver.outbox import Channel, Outbox
-from tessera.tritonserver.responder import Responder
-from tessera.tritonserver.server_log import write_to_server_log
+from tessera.tritonserver.metrics import Gauge, write_to_server_log
+from tessera.tritonserver.responder import Channel, Outbox, Responder
 from tessera.tritonserver.settings import StageSettings
-from tessera.vision.settings import VisionSettings
 
 
 def stage_args(tmp_path, **parameters):
@@ -219,7 +217,7 @@ def test_a_failing_delivery_is_logged_and_harms_no_other(backend):
 
 def test_the_package_s_log_lines_reach_the_server_s_log(backend):
     write_to_server_log("language_model")
-    child = logging.getLogger("tessera.engine.loop")
+    child = logging.getLogger("tessera.engine.process.main")
     child.info("cache: %d blocks", 7)
     try:
         raise RuntimeError("the card melted")

@@ -14,9 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tessera.vision.kernels.hopper_attention import _hopper_attention, swizzled
-from tessera.vision.kernels.hopper_plans import HopperPlan
-from tessera.vision.kernels.varlen_attention import parts_of
+from tessera.kernels.attention_plan import HopperPlan
+from tessera.kernels.hopper_attention import _hopper_attention, swizzled
+from tessera.kernels.varlen_attention import parts_of
 
 SHARED_MEMORY = 227 * 1024
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"

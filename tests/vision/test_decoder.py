@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from tessera.family.family import View
+from tessera.models.family import View
+from tessera.preprocess.decode import resize_reference
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
-from tessera.preprocess.resize_cpu import resize_reference
-from tessera.vision.decoding.decoder import pixels_of, resized
+from tessera.vision.pictures import pixels_of, resized
 
 CHECKPOINT = Path(__file__).parents[2] / "build" / "default_model" / "checkpoint"
 SIZES = [((640, 480), (448, 448)), ((400, 460), (448, 448)), ((333, 777), (448, 1344)), ((2000, 40), (448, 448))]

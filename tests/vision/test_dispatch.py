@@ -10,11 +10,11 @@ from fakes.backend import wait_until
 from test_encoder import TOKENS, CountingRunner, TileFamily, item, tiles_of
 
 from tessera.errors import ConfigError, InvalidRequest
-from tessera.vision.dispatch import LocalDispatcher
-from tessera.vision.encoding.encoder import VisionEncoder, in_groups
-from tessera.vision.encoding.memory import RowBudget
-from tessera.vision.encoding.pictures import Picture
-from tessera.vision.settings import VisionSettings
+from tessera.settings.stages import VisionSettings
+from tessera.tritonserver.vision_dispatch import LocalDispatcher
+from tessera.vision.encoder import VisionEncoder, in_groups
+from tessera.vision.memory import RowBudget
+from tessera.vision.pictures import Picture
 
 BYTES = TOKENS * 2 * 4  # of a tile's rows
 # Pictures' tiles a request: big ones to be split, small ones to be merged, one without pictures, two with several.

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import torch
 
-from tessera.vision.encoding.embedding_cache import EmbeddingCache
+from tessera.vision.memory import EmbeddingCache
 
 HIDDEN = 4
 ROW = HIDDEN * torch.bfloat16.itemsize

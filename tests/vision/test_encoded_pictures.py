@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from tessera.errors import ConfigError, InvalidRequest
-from tessera.family.encoded_picture import FRAME, EncodedPicture
-from tessera.family.family import View
-from tessera.vision.decoding.decoder import GpuDecoder, Undecoded, bytes_of
-from tessera.vision.encoding.embedding_cache import EmbeddingCache
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.encoding.pictures import VisionItem, joined, pictures_of
+from tessera.models.family import FRAME, EncodedPicture, View
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.memory import EmbeddingCache
+from tessera.vision.pictures import GpuDecoder, Undecoded, VisionItem, bytes_of, joined, pictures_of
 
 SIDE = 2
 

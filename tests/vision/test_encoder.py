@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tessera.errors import ConfigError, InvalidRequest
-from tessera.vision.encoding import encoder as encoding
-from tessera.vision.encoding.embedding_cache import EmbeddingCache
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.encoding.pictures import VisionItem
-from tessera.vision.settings import VisionSettings
+from tessera.settings.stages import VisionSettings
+from tessera.vision import encoder as encoding
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.memory import EmbeddingCache
+from tessera.vision.pictures import VisionItem
 
 SIDE, TOKENS = 2, 3
 

@@ -15,11 +15,9 @@ from fakes.backend import wait_until
 from test_dispatch import BYTES, Job
 from test_encoder import TOKENS, CountingRunner, TileFamily
 
-from tessera.vision.dispatch import LocalDispatcher
-from tessera.vision.encoding.embedding_cache import EmbeddingCache
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.encoding.lane import Lane, LaunchedWork
-from tessera.vision.encoding.memory import RowBudget
+from tessera.tritonserver.vision_dispatch import LocalDispatcher
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.memory import EmbeddingCache, Lane, LaunchedWork, RowBudget
 
 JOB = list(range(1, 9))  # the tiles of a full forward
 

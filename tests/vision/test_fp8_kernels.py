@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tessera.fp8.rows import E4M3, Fp8Rows, quantize_rows
-from tessera.vision.kernels.attention import attend, merged
-from tessera.vision.kernels.fp8_linear import Fp8Linear
+from tessera.kernels.fp8_rows import E4M3, Fp8Rows, quantize_rows
+from tessera.kernels.tower_attention import attend, merged
+from tessera.kernels.tower_layers import Fp8Linear
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from tessera.vision.kernels import add_layer_norm, gelu_rows, merge_class
+from tessera.kernels import activation, merge_class, norm
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -26,7 +26,7 @@ EPS = 1e-6
 def stored(monkeypatch):
     """The interpreter's cast to e4m3 loses carries: there the kernels store float32, and :func:`e4m3` casts."""
     if not HAS_GPU:
-        for module in (add_layer_norm, gelu_rows, merge_class):
+        for module in (norm, activation, merge_class):
             monkeypatch.setattr(module, "E4M3", torch.float32)
 
 
@@ -65,8 +65,8 @@ def test_the_norm_leaves_its_rows_quantized(dtype, shape, has_update):
     x, update = normal(2, *shape, dtype=dtype) * 3 + 1
     weight, bias = normal(2, shape[-1], dtype=dtype, seed=1)
     update = update if has_update else None
-    normed, expected_sum = add_layer_norm.add_layer_norm(x.clone(), update, weight, bias, EPS)
-    rows, total = add_layer_norm.add_layer_norm(x, update, weight, bias, EPS, fp8=True)
+    normed, expected_sum = norm.add_layer_norm(x.clone(), update, weight, bias, EPS)
+    rows, total = norm.add_layer_norm(x, update, weight, bias, EPS, fp8=True)
     assert total is x and torch.equal(total, expected_sum)
     if HAS_GPU and dtype == torch.float32:
         assert_close_rows(rows, normed)
@@ -79,7 +79,7 @@ def test_the_norm_leaves_its_rows_quantized(dtype, shape, has_update):
 def test_gelu_rows(dtype, shape):
     x = normal(*shape, dtype=dtype) * 4
     x[0] = 0
-    rows = e4m3(gelu_rows.gelu_rows(x))
+    rows = e4m3(activation.gelu_rows(x))
     assert rows.values.shape == shape and rows.scales.shape == (*shape[:-1], 1)
     assert_close_rows(rows, functional.gelu(x.float(), approximate="tanh"))
     assert not rows.values[0].float().any()
@@ -91,20 +91,20 @@ def test_quick_gelu(dtype, shape):
     """In place, and bit for bit the same in front of quantize_rows."""
     x = normal(*shape, dtype=dtype) * 3
     expected = (x.double() * torch.sigmoid(1.702 * x.double())).to(dtype)
-    rows = e4m3(gelu_rows.gelu_rows(x, quick=True))
+    rows = e4m3(activation.gelu_rows(x, quick=True))
     given = x.clone()
-    actual = gelu_rows.quick_gelu_in_place(given)
+    actual = activation.quick_gelu_in_place(given)
     assert actual is given
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(actual, expected, rtol=2 * step, atol=1e-6)
     assert_equal_rows(rows, quantized(actual))
     far = torch.tensor([[-1e4, -1e3, 30.0, 1e4] * 2], device=DEVICE)
-    assert gelu_rows.quick_gelu_in_place(far).tolist()[0] == [0, 0, 30, 1e4] * 2
+    assert activation.quick_gelu_in_place(far).tolist()[0] == [0, 0, 30, 1e4] * 2
 
 
 def test_gelu_rows_far_from_zero():
     x = torch.tensor([[-1e4, -20.0, 30.0, 1e4]], device=DEVICE)
-    assert e4m3(gelu_rows.gelu_rows(x)).dequantized().tolist()[0] == pytest.approx([0, 0, 30, 1e4], abs=2)
+    assert e4m3(activation.gelu_rows(x)).dequantized().tolist()[0] == pytest.approx([0, 0, 30, 1e4], abs=2)
 
 
 def parts_of_attention(dtype, shape, seed=0):
@@ -150,10 +150,10 @@ def test_a_class_token_that_is_all_or_nothing_to_the_others():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: gelu_rows.gelu_rows(torch.ones(1, 32769)), "at most 32768"),
-        (lambda: gelu_rows.gelu_rows(torch.ones(16, 2).T), "contiguous"),
-        (lambda: gelu_rows.quick_gelu_in_place(torch.ones(16, 8).T), "contiguous"),
-        (lambda: gelu_rows.quick_gelu_in_place(torch.ones(8, 20)), "multiple of 8"),
+        (lambda: activation.gelu_rows(torch.ones(1, 32769)), "at most 32768"),
+        (lambda: activation.gelu_rows(torch.ones(16, 2).T), "contiguous"),
+        (lambda: activation.quick_gelu_in_place(torch.ones(16, 8).T), "contiguous"),
+        (lambda: activation.quick_gelu_in_place(torch.ones(8, 20)), "multiple of 8"),
         (lambda: merge_class.merge_class(*[torch.ones(1, 2, 129, 64)] * 6), "at most 8192"),
         (lambda: merge_class.merge_class(*[torch.ones(1, 2, 8, 4).transpose(2, 3)] * 6), "beside each other"),
     ],

@@ -14,16 +14,15 @@ from tiny_qwen2_vl_tower import config_of, model_of, save
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError
-from tessera.vision.kernels.fp8_linear import Fp8Linear, requantized
-from tessera.vision.kernels.tower_kernels import fp8_kernels
-from tessera.vision.runners import fp8_tower
-from tessera.vision.runners.fp8_tower import linears_in_fp8, serving_tower
-from tessera.vision.runners.loading import load_runner
-from tessera.vision.runners.onnx_runner import OnnxRunner
-from tessera.vision.runners.runner import weight_bytes
-from tessera.vision.runners.torch_runner import TorchRunner
-from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.tower import load_tower
+from tessera.kernels.tower_layers import Fp8Linear, fp8_kernels, requantized
+from tessera.models.tower import load_tower
+from tessera.settings.stages import VisionSettings
+from tessera.vision import fp8_tower
+from tessera.vision.fp8_tower import linears_in_fp8, serving_tower
+from tessera.vision.loading import load_runner
+from tessera.vision.onnx_runner import OnnxRunner
+from tessera.vision.runner import weight_bytes
+from tessera.vision.torch_runner import TorchRunner
 
 SMALL = dict(image_size=56, patch_size=14)
 E4M3 = torch.float8_e4m3fn

@@ -13,16 +13,15 @@ from tiny_checkpoints import Shape, hf_native
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError
-from tessera.fp8.rows import E4M3, Fp8Rows
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.kernels.fp8_linear import Fp8Linear
-from tessera.vision.kernels.tower_kernels import fp8_kernels
-from tessera.vision.runners import fp8_tower
-from tessera.vision.runners.fp8_tower import check_rows, gate_tiles, serving_tower
-from tessera.vision.runners.loading import load_runner
-from tessera.vision.runners.torch_runner import TorchRunner
-from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.tower import Tower
+from tessera.kernels.fp8_rows import E4M3, Fp8Rows
+from tessera.kernels.tower_layers import Fp8Linear, fp8_kernels
+from tessera.models.tower import Tower
+from tessera.settings.stages import VisionSettings
+from tessera.vision import fp8_tower
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.fp8_tower import check_rows, gate_tiles, serving_tower
+from tessera.vision.loading import load_runner
+from tessera.vision.torch_runner import TorchRunner
 
 DEFAULT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
 FP8 = VisionSettings(quantization="fp8")
@@ -86,14 +85,14 @@ def test_the_stage_says_what_it_serves(tmp_path, quantization, kind):
 )
 def test_a_tower_of_faster_kernels_gives_the_same_rows(tmp_path, shape, monkeypatch):
     pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
-    from tessera.vision.kernels import add_layer_norm, fp8_linear, gelu_rows
+    from tessera.kernels import activation, norm, tower_layers
 
     if not torch.cuda.is_available():  # the interpreter's cast to e4m3 loses carries: torch does it
-        for module in (add_layer_norm, gelu_rows):
+        for module in (norm, activation):
             monkeypatch.setattr(module, "E4M3", torch.float32)
-        product = fp8_linear.fp8_linear
+        product = tower_layers.fp8_linear
         cast = lambda rows, *rest: product(Fp8Rows(rows.values.to(E4M3), rows.scales), *rest)  # noqa: E731
-        monkeypatch.setattr(fp8_linear, "fp8_linear", cast)
+        monkeypatch.setattr(tower_layers, "fp8_linear", cast)
     tower = serving_tower(read_config(hf_native(tmp_path, shape)), VisionSettings("torch", quantization="fp8"))
     given = tiles(2, 56)
     with torch.inference_mode():

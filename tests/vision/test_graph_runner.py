@@ -9,10 +9,9 @@ from tiny_checkpoints import Shape, hf_native
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError
-from tessera.vision.runners.graph_runner import GraphRunner, bucket_sizes
-from tessera.vision.runners.torch_runner import TorchRunner
-from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.tower import load_tower
+from tessera.models.tower import load_tower
+from tessera.settings.stages import VisionSettings
+from tessera.vision.torch_runner import GraphRunner, TorchRunner, bucket_sizes
 
 
 @pytest.fixture(scope="module")

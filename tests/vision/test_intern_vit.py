@@ -11,9 +11,9 @@ from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError
-from tessera.vision.kernels.attention import attend
-from tessera.vision.towers.intern_vit import InternViT
-from tessera.vision.towers.tower import load_tower
+from tessera.kernels.tower_attention import attend
+from tessera.models.internvl.vision import InternViT
+from tessera.models.tower import load_tower
 
 SMALL = dict(image_size=56, patch_size=14)
 

@@ -8,16 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from tessera.ranking import STEP_NS
-from tessera.vision import job_queue
-from tessera.vision.job_queue import MOST, JobQueue
+from tessera.prompt.sampling import STEP_NS
+from tessera.vision import scheduler
+from tessera.vision.scheduler import MOST, JobQueue
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Seconds that a test sets."""
     now = SimpleNamespace(steps=0.0)
-    monkeypatch.setattr(job_queue.time, "monotonic_ns", lambda: int(now.steps * STEP_NS))
+    monkeypatch.setattr(scheduler.time, "monotonic_ns", lambda: int(now.steps * STEP_NS))
     return now
 
 
@@ -94,11 +94,11 @@ def test_who_waits_for_a_better_one_is_woken_or_looks_again(monkeypatch):
             act()
             return priorities(found.result(5))
 
-    monkeypatch.setattr(job_queue, "_SLICE_S", 3600.0)
+    monkeypatch.setattr(scheduler, "_SLICE_S", 3600.0)
     assert taken_while(lambda: put(queue, 5, 4)) == [4]
     assert taken_while(lambda: (over.set(), queue.wake())) == []
     over.clear()
-    monkeypatch.setattr(job_queue, "_SLICE_S", 0.001)
+    monkeypatch.setattr(scheduler, "_SLICE_S", 0.001)
     assert taken_while(over.set) == []
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from tiny_qwen2_vl_tower import config_of, groups, picture, wires
 
-from tessera.attention_plan import AttentionPlan
-from tessera.vision.kernels.tower_kernels import PLAIN
-from tessera.vision.towers.tower import load_tower
+from tessera.kernels.attention_plan import AttentionPlan
+from tessera.kernels.tower_layers import PLAIN
+from tessera.models.tower import load_tower
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from tessera.vision.towers.patch_graphs import PatchGraphs
+from tessera.models.qwen2_vl.vision import PatchGraphs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PLAN = AttentionPlan(rows=32, tokens=16, warps=4, stages=2)

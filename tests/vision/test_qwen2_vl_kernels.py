@@ -8,22 +8,21 @@ import pytest
 import torch
 from tiny_qwen2_vl_tower import config_of, groups, picture, wires
 
-from tessera.attention_plan import AttentionPlan
-from tessera.fp8.rows import Fp8Rows
-from tessera.measured_choices import MeasuredChoices
-from tessera.vision.kernels.attention import attend_in_triton
-from tessera.vision.kernels.fp8_linear import Fp8Linear
-from tessera.vision.kernels.tower_kernels import fp8_kernels, gpu_kernels
-from tessera.vision.runners import torch_runner
-from tessera.vision.runners.fp8_tower import put
-from tessera.vision.runners.torch_runner import TorchRunner
-from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.qwen2_vl import Qwen2ViT
-from tessera.vision.towers.tower import load_tower
+from tessera.kernels.attention_plan import AttentionPlan
+from tessera.kernels.fp8_rows import Fp8Rows
+from tessera.kernels.tower_attention import attend_in_triton
+from tessera.kernels.tower_layers import Fp8Linear, fp8_kernels, gpu_kernels
+from tessera.kernels.tuning import MeasuredChoices
+from tessera.models.qwen2_vl.vision import Qwen2ViT
+from tessera.models.tower import load_tower
+from tessera.settings.stages import VisionSettings
+from tessera.vision import torch_runner
+from tessera.vision.fp8_tower import put
+from tessera.vision.torch_runner import TorchRunner
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from tessera.vision.kernels import add_layer_norm, gelu_rows
+from tessera.kernels import activation, norm
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GRIDS = [(6, 4), (2, 2), (8, 6)]
@@ -48,7 +47,7 @@ def test_a_tower_of_faster_kernels_gives_the_same_rows(tower):
 
 def test_in_fp8_what_comes_before_a_linear_layer_quantizes_its_rows(tower, monkeypatch):
     if DEVICE.type == "cpu":  # where the interpreter's cast to e4m3 loses carries
-        for module in (add_layer_norm, gelu_rows):
+        for module in (norm, activation):
             monkeypatch.setattr(module, "E4M3", torch.float32)
     quantized = {name: Fp8Linear.of(each, torch.bfloat16, DEVICE) for name, each in tower.fp8_linears().items()}
     if DEVICE.type == "cpu":
@@ -91,7 +90,7 @@ class Scripted(MeasuredChoices):
 
 def test_attention_is_chosen_for_pictures_of_one_size_and_for_others(tower, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some card")
-    monkeypatch.setattr("tessera.vision.towers.qwen2_vl.Qwen2ViT.forward", lambda *_, **__: None)
+    monkeypatch.setattr("tessera.models.qwen2_vl.vision.Qwen2ViT.forward", lambda *_, **__: None)
     choices = Scripted(tmp_path / "choices.json")
     forward = tower.bfloat16().tuned(60, choices)  # too little for a graph
     kernels = forward.keywords["kernels"]
@@ -101,8 +100,8 @@ def test_attention_is_chosen_for_pictures_of_one_size_and_for_others(tower, tmp_
             assert named in question
     assert {"cudnn", "flash"} <= set(choices.asked[equal]) and "cudnn" not in choices.asked[mixed]
     built = []
-    monkeypatch.setattr("tessera.vision.kernels.varlen_attention.query_tiles", lambda *_: built.append(_) or [])
-    monkeypatch.setattr("tessera.vision.kernels.attention.uploaded", lambda values, device: values)
+    monkeypatch.setattr("tessera.kernels.varlen_attention.query_tiles", lambda *_: built.append(_) or [])
+    monkeypatch.setattr("tessera.kernels.tower_attention.uploaded", lambda values, device: values)
     kernels.attend_within([16, 16], DEVICE)
     assert not built
     kernels.attend_within([16, 20], DEVICE)

@@ -11,14 +11,14 @@ from tiny_qwen2_vl_tower import PATCH, config_of, expected, groups, model_of, pi
 from torch.profiler import ProfilerActivity, profile
 
 from tessera.errors import CheckpointError, ConfigError, InvalidRequest
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.encoding.pictures import VisionItem
-from tessera.vision.kernels.attention import Attend, attend_within
-from tessera.vision.kernels.tower_kernels import TowerKernels
-from tessera.vision.runners.torch_runner import TorchRunner
-from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.qwen2_vl import Qwen2ViT
-from tessera.vision.towers.tower import load_tower, unfilled_tower
+from tessera.kernels.tower_attention import Attend, attend_within
+from tessera.kernels.tower_layers import TowerKernels
+from tessera.models.qwen2_vl.vision import Qwen2ViT
+from tessera.models.tower import load_tower, unfilled_tower
+from tessera.settings.stages import VisionSettings
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import VisionItem
+from tessera.vision.torch_runner import TorchRunner
 
 GRIDS = [(2, 2), (2, 30), (34, 2), (6, 10), (14, 8), (10, 10), (18, 26), (38, 22)]
 

@@ -15,7 +15,7 @@ import torch
 from tritonclient.grpc import service_pb2
 
 from tessera.errors import ConfigError, InvalidRequest, Unavailable
-from tessera.vision.encoding.pictures import VisionItem
+from tessera.vision.pictures import VisionItem
 from tessera.vision.remote import RemoteDispatcher
 
 ITEM = VisionItem(np.arange(12, dtype=np.uint8), np.array([0, 1, 2, 2], np.int32), np.array([7, -9], np.int64))

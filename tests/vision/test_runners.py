@@ -21,17 +21,17 @@ from vision_graphs import tensorrt_graph
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError, ConfigError, InvalidRequest
-from tessera.family.registry import FAMILIES
-from tessera.user_cache import remove_unused, write_whole
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.encoding.pictures import VisionItem
-from tessera.vision.runners import onnx_runner
-from tessera.vision.runners.loading import make_runner
-from tessera.vision.runners.onnx_runner import OnnxRunner, kept_graph
-from tessera.vision.runners.torch_runner import TorchRunner
-from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.intern_vit_graph import vision_graph
-from tessera.vision.towers.tower import TOWERS, Tower, load_tower, onnx_writer
+from tessera.models.internvl.onnx_graph import vision_graph
+from tessera.models.registry import FAMILIES
+from tessera.models.tower import TOWERS, Tower, load_tower, onnx_writer
+from tessera.settings.stages import VisionSettings
+from tessera.settings.user_cache import remove_unused, write_whole
+from tessera.vision import onnx_runner
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.loading import make_runner
+from tessera.vision.onnx_runner import OnnxRunner, kept_graph
+from tessera.vision.pictures import VisionItem
+from tessera.vision.torch_runner import TorchRunner
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
 SMALL = dict(image_size=56, patch_size=14)

@@ -8,20 +8,20 @@ from tiny_checkpoints import Shape, hf_native
 from torch import nn
 
 from tessera.checkpoint.config import read_config
-from tessera.measured_choices import MeasuredChoices
-from tessera.vision.kernels.attention import attend_class_apart
-from tessera.vision.kernels.tower_kernels import (
+from tessera.kernels.tower_attention import attend_class_apart
+from tessera.kernels.tower_layers import (
     add_and_norm,
     gpu_kernels,
     linear_and_activate,
     linear_and_activate_in_place,
     linear_with_epilogue,
 )
-from tessera.vision.towers.tower import load_tower
+from tessera.kernels.tuning import MeasuredChoices
+from tessera.models.tower import load_tower
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from tessera.vision.kernels.add_layer_norm import add_layer_norm
+from tessera.kernels.norm import add_layer_norm
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from tessera.attention_plan import AttentionPlan
-from tessera.vision.kernels.attention import attend_in_triton, attend_within
-from tessera.vision.kernels.tower_kernels import PLAIN, gpu_kernels, turned, within_ways
+from tessera.kernels.attention_plan import AttentionPlan
+from tessera.kernels.tower_attention import attend_in_triton, attend_within
+from tessera.kernels.tower_layers import PLAIN, gpu_kernels, turned, within_ways
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from tessera.vision.kernels.turn_heads import turn_heads
-from tessera.vision.kernels.varlen_attention import parts_of, query_tiles, varlen_attention
+from tessera.kernels.rotary import turn_heads
+from tessera.kernels.varlen_attention import parts_of, query_tiles, varlen_attention
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")

@@ -13,11 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError
-from tessera.vision.encoding.encoder import VisionEncoder
-from tessera.vision.encoding.memory import RowBudget, row_budget
-from tessera.vision.runners.runner import weight_bytes
-from tessera.vision.settings import VisionSettings
-from tessera.vision.towers.tower import load_tower, unfilled_tower
+from tessera.models.tower import load_tower, unfilled_tower
+from tessera.settings.stages import VisionSettings
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.memory import RowBudget, row_budget
+from tessera.vision.runner import weight_bytes
 
 DEFAULT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
 

@@ -16,9 +16,9 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from tessera.errors import ConfigError
+from tessera.settings.stages import VisionSettings
+from tessera.tritonserver import vision
 from tessera.tritonserver.settings import StageSettings
-from tessera.vision import tritonserver_model
-from tessera.vision.settings import VisionSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "model_repository" / "vision_encoder"
@@ -36,7 +36,7 @@ def stage(backend, monkeypatch):
         monkeypatch.setattr(StageSettings, "read", lambda self, kind: replace(as_set(self, kind), **chosen))
         config = text_format.Parse((FOLDER / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
         values = {key: {"string_value": value.string_value} for key, value in config.parameters.items()}
-        model = tritonserver_model.TritonPythonModel()
+        model = vision.TritonPythonModel()
         model.initialize(
             {
                 "model_name": "vision_encoder",
@@ -54,9 +54,9 @@ def stage(backend, monkeypatch):
 
 def test_what_preprocess_cuts_is_known_here_too(stage, monkeypatch):
     told = []
-    started = tritonserver_model.local_dispatcher
+    started = vision.local_dispatcher
     monkeypatch.setattr(
-        tritonserver_model,
+        vision,
         "local_dispatcher",
         lambda checkpoint, settings: (told.append(settings.tile_policy), started(checkpoint, settings))[1],
     )
@@ -76,9 +76,9 @@ def test_forwards_of_whole_pictures_stand_below_the_language_model(model, priori
     def from_checkpoint(config, settings):  # from here on the GPU is used
         raise InterruptedError(os.environ.get("CUDA_MPS_CLIENT_PRIORITY"))
 
-    monkeypatch.setattr(tritonserver_model.VisionEncoder, "from_checkpoint", from_checkpoint)
+    monkeypatch.setattr(vision.VisionEncoder, "from_checkpoint", from_checkpoint)
     with pytest.raises(InterruptedError, match=str(priority)):
-        tritonserver_model.local_dispatcher(ROOT / "build" / model / "checkpoint", VisionSettings())
+        vision.local_dispatcher(ROOT / "build" / model / "checkpoint", VisionSettings())
 
 
 def request(tiles, digest=1, deadline=0, priority=0, **change):
@@ -148,7 +148,7 @@ def test_the_page_has_what_is_held_and_what_waits(backend, monkeypatch):
             gauges[name] = self.values
 
     monkeypatch.setattr(backend, "MetricFamily", Family)
-    page = tritonserver_model.page_of(SimpleNamespace(used_bytes=7, computed=5, queue=[None] * 3))
+    page = vision.page_of(SimpleNamespace(used_bytes=7, computed=5, queue=[None] * 3))
     wait_until(lambda: all(gauges.values()))
     page.close()
     assert {name: values[0] for name, values in gauges.items()} == {

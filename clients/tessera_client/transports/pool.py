@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from tessera_client.messages import Delta, Models, ModelStatus, PicturePlan, Request, ServedModel, ServerStatus
 from tessera_client.transports.base import Deliver, Item, Sent, Transport
-from tessera_wire.address import addresses, parse_url
 from tessera_wire.errors import ConnectionFailed, InvalidRequest, TesseraClientError, Unavailable
+from tessera_wire.tensors import addresses, parse_url
 
 REST_SECONDS = 1.0
 NOT_NOW = (Unavailable, ConnectionFailed)  # the errors that say so, which are the retried ones
@@ -80,7 +80,7 @@ class ServerPool:
 
 
 def open_transport(url: str | Sequence[str], models: Models) -> PooledTransport:
-    """The transport for one or several servers (see :func:`~tessera_wire.address.addresses`), each ``host:port`` or
+    """The transport for one or several servers (see :func:`~tessera_wire.tensors.addresses`), each ``host:port`` or
     ``grpc://`` (``grpcs://``: TLS), or ``http://`` / ``https://``."""
     return PooledTransport({each: _open(each, models) for each in addresses(url)})
 

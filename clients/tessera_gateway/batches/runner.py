@@ -14,19 +14,18 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from tessera_client import Answer, AsyncClient, InvalidRequest, TesseraClientError
-from tessera_client.asker import Asker, Away
 from tessera_gateway import completions, translation
-from tessera_gateway.batches.database import Database, is_full
+from tessera_gateway.batches.database import Database, FolderLock, is_full
 from tessera_gateway.batches.files import Files
 from tessera_gateway.batches.jobs import Ending, Jobs, Line, Request, result
-from tessera_gateway.batches.lock import FolderLock
 from tessera_gateway.body import all_of
 from tessera_gateway.errors import ApiError, from_wire, renamed
 from tessera_gateway.metrics import WAITING, Counters
 from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.protocol import ChatRequest, parse, parse_object
 from tessera_gateway.settings import Settings
-from tessera_gateway.shapes import names
+from tessera_gateway.tools import names
+from tessera_jobs.asker import Asker, Away
 
 T = TypeVar("T")
 

@@ -1,1 +1,1 @@
-from tessera.engine.tritonserver_model import TritonPythonModel  # noqa: F401
+from tessera.tritonserver.language_model import TritonPythonModel  # noqa: F401

@@ -1,1 +1,1 @@
-from tessera.preprocess.tritonserver_model import TritonPythonModel  # noqa: F401
+from tessera.tritonserver.preprocess import TritonPythonModel  # noqa: F401

@@ -1,1 +1,1 @@
-from tessera.vision.tritonserver_model import TritonPythonModel  # noqa: F401
+from tessera.tritonserver.vision import TritonPythonModel  # noqa: F401

@@ -1,1 +1,1 @@
-from tessera.fronts.stream import TritonPythonModel  # noqa: F401
+from tessera.tritonserver.vlm_stream import TritonPythonModel  # noqa: F401

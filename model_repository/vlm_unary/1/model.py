@@ -1,1 +1,1 @@
-from tessera.fronts.unary import TritonPythonModel  # noqa: F401
+from tessera.tritonserver.vlm_unary import TritonPythonModel  # noqa: F401

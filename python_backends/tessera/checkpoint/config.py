@@ -2,6 +2,8 @@
 
 Values a file omits take the defaults of the class that wrote it, because savers leave defaults out.
 Code named by a checkpoint (``auto_map``) is never looked at.
+
+How many tokens prompt and answer may have together: preprocess and engine ask this one rule.
 """
 
 from __future__ import annotations
@@ -13,18 +15,18 @@ from pkgutil import resolve_name
 from typing import Any
 
 from tessera.checkpoint.files import one_of, read_json
-from tessera.errors import CheckpointError
+from tessera.errors import CheckpointError, ConfigError
 
 #: (pattern of a stored name, our name) for each weight; a layout gives the vision tower's
 NameTable = tuple[tuple[str, str], ...]
 #: architecture as config.json names it -> the layout's reader, (folder, config.json) -> CheckpointConfig
 LAYOUTS = {
-    "InternVLForConditionalGeneration": "tessera.checkpoint.layouts.hf_native:read",
-    "internvl": "tessera.checkpoint.layouts.hf_native:read",
-    "InternVLChatModel": "tessera.checkpoint.layouts.internvl_chat:read",
-    "internvl_chat": "tessera.checkpoint.layouts.internvl_chat:read",
-    "Qwen2VLForConditionalGeneration": "tessera.checkpoint.layouts.qwen2_vl:read",
-    "qwen2_vl": "tessera.checkpoint.layouts.qwen2_vl:read",
+    "InternVLForConditionalGeneration": "tessera.models.internvl.hf_native:read",
+    "internvl": "tessera.models.internvl.hf_native:read",
+    "InternVLChatModel": "tessera.models.internvl.internvl_chat:read",
+    "internvl_chat": "tessera.models.internvl.internvl_chat:read",
+    "Qwen2VLForConditionalGeneration": "tessera.models.qwen2_vl.config:read",
+    "qwen2_vl": "tessera.models.qwen2_vl.config:read",
 }
 # Relatives of Qwen2-VL that are known and refused: what they have that its tower and body do not.
 _WINDOWS = "its vision tower attends within windows"
@@ -128,3 +130,16 @@ def read_config(folder: Path | str) -> CheckpointConfig:
         )
     one_of(architecture, LAYOUTS, f"{folder}/config.json: architecture")
     return resolve_name(LAYOUTS[architecture])(folder, raw)
+
+
+def context_length(text: TextConfig, max_model_len: int | None = None) -> int:
+    """``max_model_len`` in tokens, or the trained length where it is None.
+
+    Raises ConfigError for more than the trained length, unless the checkpoint's rope is dynamic: only that one reaches
+    further.
+    """
+    trained = text.max_position_embeddings
+    asked = max_model_len or trained
+    if asked > trained and (text.rope_scaling or {}).get("rope_type") != "dynamic":
+        raise ConfigError(f"max_model_len {asked} exceeds the checkpoint's context of {trained}")
+    return asked

@@ -2,6 +2,8 @@
 
 Defaults are those of transformers ``configuration_qwen2.py``, ``configuration_qwen3.py``, ``configuration_llama.py``
 and ``configuration_phi3.py``, and of OpenGVLab ``configuration_internlm2.py``.
+
+What every layout reads alike.
 """
 
 from __future__ import annotations
@@ -10,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.config import TextConfig
-from tessera.checkpoint.files import check_number, check_sizes, one_of
-from tessera.checkpoint.names import has_output_head
+from tessera.checkpoint.config import CheckpointConfig, TextConfig
+from tessera.checkpoint.files import check_number, check_sizes, one_of, read_json, read_processor
 from tessera.checkpoint.rope import read_rope
-from tessera.checkpoint.weights import SafetensorsFolder
+from tessera.checkpoint.weights import TEXT_NAMES, SafetensorsFolder, has_output_head
 from tessera.errors import CheckpointError
 
 ARCHITECTURES = {
@@ -142,3 +143,27 @@ def _refuse_windows(architecture: str, section: Mapping[str, Any], positions: in
         raise CheckpointError(
             f"{what} is not supported: the window of {window} tokens is shorter than the context of {positions}"
         )
+
+
+def assemble(
+    folder: Path,
+    raw: dict[str, Any],
+    text_section: Mapping[str, Any],
+    tie: bool | None = None,
+    mrope_section: Sequence[int] | None = None,
+    **fields: Any,
+) -> CheckpointConfig:
+    """``text_section`` describes the language model (``read_text``); ``fields`` are CheckpointConfig's others, and
+    ``vision_names``."""
+    text = read_text(folder, text_section, raw, tie, mrope_section)
+    eos = read_json(folder, "generation_config.json").get("eos_token_id", text_section.get("eos_token_id"))
+    return CheckpointConfig(
+        folder=folder,
+        model_type=raw.get("model_type", fields["layout"]),
+        text=text,
+        weight_names={"vision": fields.pop("vision_names"), "text": TEXT_NAMES[text.architecture]},
+        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        raw=raw,
+        processor=read_processor(folder),
+        **fields,
+    )

@@ -15,27 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tessera.engine.cache.block_manager import BlockManager
-from tessera.engine.cache.prefix_index import image_cache_ids
-from tessera.engine.config import EngineConfig
-from tessera.engine.constrained_sequence import ConstrainedSequence
-from tessera.engine.constraints import Constraints
-from tessera.engine.label_sequence import LabelSequence
-from tessera.engine.labels import LabelScorer
-from tessera.engine.mask_lane import MaskLane
-from tessera.engine.metrics import EngineMetrics
-from tessera.engine.progress import End, Progress
-from tessera.engine.request import Request
-from tessera.engine.scheduling.batch import ScheduledBatch
-from tessera.engine.scheduling.scheduler import Scheduler
-from tessera.engine.sequence import Sequence
+from tessera.engine.kv_cache.block_manager import BlockManager, image_cache_ids
+from tessera.engine.progress import End, EngineMetrics, Progress
+from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
+from tessera.engine.sequence import Request, Sequence
+from tessera.engine.structured_output.constraints import Constraints
+from tessera.engine.structured_output.labels import LabelScorer
+from tessera.engine.structured_output.sequences import ConstrainedSequence, LabelSequence, MaskLane
 from tessera.errors import InvalidRequest, Unavailable
-from tessera.sampling import SamplingParameters
+from tessera.prompt.sampling import SamplingParameters
+from tessera.settings.stages import EngineConfig
 
 if TYPE_CHECKING:
     from tessera.engine.execution.model_runner import ModelRunner
     from tessera.engine.execution.sampler import SampledRows
-    from tessera.family.tokenizer import Tokenizer
+    from tessera.prompt.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
 _LANE_PART = 4  # a quarter of the sequences that may run may follow slow grammars
@@ -85,15 +79,14 @@ class Engine:
         Raises CheckpointError for a folder that does not hold what it should, ConfigError for settings that
         contradict each other or the checkpoint.
         """
-        from tessera.checkpoint.config import read_config
-        from tessera.checkpoint.context import context_length
+        from tessera.checkpoint.config import context_length, read_config
         from tessera.engine.execution.model_runner import ModelRunner
 
         checkpoint = read_config(folder)
         stop_ids: Iterable[int] = checkpoint.eos_token_ids
         if tokenizer is None:
-            from tessera.family.prompt import stop_token_ids
-            from tessera.family.tokenizer import Tokenizer
+            from tessera.prompt.prompt import stop_token_ids
+            from tessera.prompt.tokenizer import Tokenizer
 
             tokenizer = Tokenizer.from_folder(Path(folder))
             stop_ids = stop_token_ids(checkpoint, tokenizer)

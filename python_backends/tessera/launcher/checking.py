@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tessera.errors import CheckpointError, TesseraError
-from tessera.gpu_memory import GIB, weights_of
 from tessera.launcher.settings import LANGUAGE, PREPROCESS, VISION, ServerSetup
+from tessera.settings.gpu import GIB, weights_of
 
 if TYPE_CHECKING:
     from tessera.checkpoint.config import CheckpointConfig
-    from tessera.engine.config import EngineConfig
-    from tessera.preprocess.settings import PreprocessSettings
-    from tessera.vision.settings import VisionSettings
+    from tessera.settings.stages import EngineConfig, PreprocessSettings, VisionSettings
 
 Part = TypeVar("Part")
 
@@ -121,7 +119,7 @@ def _prompts(config: CheckpointConfig, settings: PreprocessSettings) -> Found:
 def _tower(config: CheckpointConfig, settings: VisionSettings) -> Found:
     import torch
 
-    from tessera.vision.towers.tower import check_tower, unfilled_tower
+    from tessera.models.tower import check_tower, unfilled_tower
 
     if settings.vision_url:
         return Found(f"the vision stage is asked at {settings.vision_url}")
@@ -135,9 +133,9 @@ def _tower(config: CheckpointConfig, settings: VisionSettings) -> Found:
 
 
 def _body(config: CheckpointConfig, settings: EngineConfig) -> Found:
-    from tessera.checkpoint.context import context_length
+    from tessera.checkpoint.config import context_length
     from tessera.engine.execution.model_runner import load_model
-    from tessera.engine.quantization.scheme import Linear
+    from tessera.linear.scheme import Linear
 
     text, random = config.text, settings.weights == "random"
     context_length(text, settings.max_model_len)

@@ -17,20 +17,17 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 import tessera
-from tessera.checkpoint.hub import find_checkpoint
+from tessera.checkpoint.files import find_checkpoint
 from tessera.errors import TesseraError
-from tessera.gpu_memory import DEFAULT_MODELS, check_gpus
 from tessera.launcher import checking
-from tessera.launcher.fleet import Fleet
 from tessera.launcher.gateway import Gateway
 from tessera.launcher.health import HealthPort
-from tessera.launcher.options import ServerOptions
-from tessera.launcher.ports import one_per_gpu
+from tessera.launcher.options import ServerOptions, one_per_gpu
 from tessera.launcher.process import Server
-from tessera.launcher.settings import ServerSetup
-from tessera.launcher.shared_memory import python_processes, shortage
+from tessera.launcher.settings import ServerSetup, python_processes, shortage
 from tessera.launcher.starting import Progress
-from tessera.launcher.supervisor import Supervision
+from tessera.launcher.supervisor import Fleet, Supervision
+from tessera.settings.gpu import DEFAULT_MODELS, check_gpus
 from tessera_wire.command_line import Parser
 
 COMMON = ("device", "gpu_memory", "quantization")

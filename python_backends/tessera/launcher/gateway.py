@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tessera.errors import ConfigError, TesseraError
-from tessera.launcher.ports import cannot_listen
+from tessera.launcher.options import cannot_listen
 
 NEEDS = ("tessera_gateway", "fastapi", "uvicorn")
 READY_S = 60.0

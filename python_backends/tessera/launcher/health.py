@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from tessera.launcher.options import local_address
-from tessera.launcher.ports import cannot_listen
+from tessera.launcher.options import cannot_listen, local_address
 
 BY_GRAVITY = ("ready", "starting", "restarting", "failed", "stopping")
 

@@ -2,6 +2,13 @@
 
 Two sources: a ``tritonserver`` on PATH (NVIDIA's container), else the PyPI wheel nvidia-pytriton, which carries the
 binary, the Python backend and one stub per Python version, but not in the layout that the binary expects.
+
+How long tritonserver waits for the process of a stage before it takes it for dead: ten seconds, not one.
+
+Release 24.10's Python backend waits one second, which nothing sets. A process that lives but did not run for so long,
+on an overloaded or paused machine, has its requests answered by an error and their memory freed; when it goes on, it
+and the server read that memory, and the server crashes. So the backend's library is used with its second made longer.
+A process that is really dead the launcher notices by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tessera.errors import TesseraError
-from tessera.launcher.patience import LIBRARY, patient
 
 STUB = "triton_python_backend_stub"
 
@@ -148,3 +154,24 @@ def check_numpy() -> None:
             "tensors with numpy 2; install numpy 1.26.4 there (or make a small environment that holds it and a .pth "
             "file to this one's packages)"
         )
+
+
+LIBRARY = "libtriton_python.so"
+PATIENCE_S = 10
+JULIAN_DAY_OF_1970 = 2_440_588
+
+
+def patient(library: bytes) -> bytes:
+    """The library with its patience; the same bytes if it is of another build, which has no such second."""
+    return library.replace(_wait(1), _wait(PATIENCE_S))
+
+
+def _wait(seconds: int) -> bytes:
+    """The number in the machine code that makes a deadline for the system, in microseconds since 1970, of the time now
+    as boost counts it, from Julian day 0: the wait less the days between the two."""
+    return ((seconds - JULIAN_DAY_OF_1970 * 86_400) * 1_000_000).to_bytes(8, "little", signed=True)
+
+
+if __name__ == "__main__":  # of an installation itself, when an image is made
+    path = Path(sys.argv[1])
+    path.write_bytes(patient(path.read_bytes()))

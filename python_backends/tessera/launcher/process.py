@@ -22,15 +22,21 @@ from typing import Any
 
 import tessera
 from tessera.errors import TesseraError
-from tessera.launcher import guard, leftovers
-from tessera.launcher.diagnosis import check_repository, explain_log, failed_models
+from tessera.launcher import guard
 from tessera.launcher.installation import STUB, find_installation
-from tessera.launcher.options import ServerOptions, mps_control, server_environment, server_flags
+from tessera.launcher.options import (
+    ServerOptions,
+    choose_ports,
+    mps_control,
+    ports_of,
+    server_environment,
+    server_flags,
+    with_ports,
+)
 from tessera.launcher.ping import NoAnswer, request
-from tessera.launcher.ports import choose_ports, ports_of, with_ports
-from tessera.launcher.settings import ServerSetup, lay_out
-from tessera.launcher.shared_memory import SHARED_MEMORY
-from tessera.user_cache import cache_folder
+from tessera.launcher.settings import SHARED_MEMORY, ServerSetup, lay_out
+from tessera.launcher.starting import check_repository, explain_log, failed_models
+from tessera.settings.user_cache import cache_folder
 
 # tritonserver ends one second after its exit timeout at the latest, if it ends by itself at all.
 GRACE_BEYOND_EXIT_TIMEOUT_S = 1.5
@@ -117,7 +123,7 @@ class Server:
         """
         check_repository(self.options.model_repository, self.options.model_config_name)
         self.setup = self.options.set_up()
-        self.swept = tuple(leftovers.sweep())
+        self.swept = tuple(guard.sweep())
         self.crashes = ()
         asked = self.options
         while True:
@@ -165,7 +171,7 @@ class Server:
             process.wait()
         self._read_end(process)
         if process.returncode and self.pid:  # the guard was killed, so its work is done here
-            self.removed = tuple(leftovers.remove_if_gone(self.shm_prefix))
+            self.removed = tuple(guard.remove_if_gone(self.shm_prefix))
         self.pid = 0
         self._guard = None  # last, so that a stop that a signal interrupted can be taken up again
 

@@ -1,4 +1,7 @@
-"""All settings of one server as they are in force, before it is started: from `--set` down to the defaults."""
+"""All settings of one server as they are in force, before it is started: from `--set` down to the defaults.
+
+How much of /dev/shm a server takes: each Python process of it has a region there, which grows and never shrinks.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tessera import settings
-from tessera.checkpoint.hub import find_checkpoint, is_name
-from tessera.engine.config import EngineConfig
+from tessera.checkpoint.files import find_checkpoint, is_name
 from tessera.errors import ConfigError
-from tessera.gpu_memory import Division, ServerSettings, card_bytes, divide_for, find_device, why_no_gpu
-from tessera.preprocess.settings import PreprocessSettings
-from tessera.settings import Effective, Sources, settings_of, variable
-from tessera.vision.settings import VisionSettings
-from tessera_wire.nearest import nearest
+from tessera.settings import schema
+from tessera.settings.gpu import Division, ServerSettings, card_bytes, divide_for, find_device, why_no_gpu
+from tessera.settings.schema import Effective, Sources, settings_of, variable
+from tessera.settings.stages import EngineConfig, PreprocessSettings, VisionSettings
+from tessera_wire.command_line import nearest
 
 if TYPE_CHECKING:
     from tritonclient.grpc.model_config_pb2 import ModelConfig
+
 
 PREPROCESS, VISION, LANGUAGE = "preprocess", "vision_encoder", "language_model"
 INSTANCES = "TESSERA_PREPROCESS_INSTANCES"
@@ -31,7 +33,7 @@ STAGES: dict[str, type] = {PREPROCESS: PreprocessSettings, VISION: VisionSetting
 class InstanceSettings:
     """How many processes prepare pictures, each on one thread; for the launcher, which writes it into config.pbtxt."""
 
-    instances: int = settings.setting(2, cuda=max(1, min(8, len(os.sched_getaffinity(0)) // 2)), least=1)
+    instances: int = schema.setting(2, cuda=max(1, min(8, len(os.sched_getaffinity(0)) // 2)), least=1)
 
 
 @dataclass
@@ -102,7 +104,7 @@ def set_up(
             )
 
     first = next(iter(sources.values()), Sources("", {}, all_told))
-    server = settings.read(ServerSettings, first, "", report=report)
+    server = schema.read(ServerSettings, first, "", report=report)
     here = find_device(all_told)
     device = here if server.device == "auto" else server.device
     if (server.device, here) == ("cuda", "cpu"):
@@ -116,8 +118,8 @@ def set_up(
     instances, stages = None, {}
     for stage, kind in kinds.items():
         sources[stage].refuse_unknown(kind, ServerSettings)
-        settings.read(ServerSettings, sources[stage], "", report=report)
-        values: Any = settings.read(kind, sources[stage], device, lambda: division, report)
+        schema.read(ServerSettings, sources[stage], "", report=report)
+        values: Any = schema.read(kind, sources[stage], device, lambda: division, report)
         if configs[stage].backend == "python":  # a plan of TensorRT reads no checkpoint
             stages[stage] = values
     found["checkpoint"] = found["checkpoint"]._replace(value=checkpoint.resolve())
@@ -126,7 +128,7 @@ def set_up(
     if PREPROCESS in kinds:
         stated = configs[PREPROCESS].instance_group[0].count
         said = {"instances": str(stated)} if stated != InstanceSettings.instances else {}
-        own = settings.read(InstanceSettings, Sources(PREPROCESS, said, counted), device, report=report)
+        own = schema.read(InstanceSettings, Sources(PREPROCESS, said, counted), device, report=report)
         instances = own.instances if own.instances != stated else None
     environment = told | {"TESSERA_DEVICE": device}
     return ServerSetup(environment, list(found.values()), device, division, instances, stages, only)
@@ -175,3 +177,75 @@ def lay_out(repository: Path, config_name: str | None, setup: ServerSetup, folde
             config.instance_group[0].count = setup.instances
             file.write_text(str(config))
     return folder
+
+
+SHARED_MEMORY = Path("/dev/shm")
+MB = 1 << 20
+ROOM = 2048 * MB  # for the pictures of some dozens of requests
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Of the processes of one server; ``start`` and ``growth`` are bytes of each.
+
+    A larger start saves growing at the first big picture; a small /dev/shm (64 MB is Docker's default) must still hold
+    them all.
+    """
+
+    processes: int
+    start: int
+    growth: int
+
+    @property
+    def least(self) -> int:
+        """Bytes that all of them take after their first growth."""
+        return self.processes * (self.start + self.growth)
+
+
+ROOMY, MODEST = (64 * MB, 32 * MB), (1 * MB, 1 * MB)
+
+
+def python_processes(repository: Path, config_name: str | None, setup: ServerSetup) -> int:
+    """How many stubs a server of this repository has."""
+    count = 0
+    for name in (file.parent.name for file in repository.glob("*/config.pbtxt")):
+        config = read_config(config_file(repository, name, config_name))
+        if config.backend == "python" and name in (setup.only or [name]):
+            own = setup.instances if name == PREPROCESS else None
+            count += own or sum(group.count or 1 for group in config.instance_group) or 1
+    return count
+
+
+def regions(processes: int, servers: int = 1) -> Regions:
+    """What each region of a server is to have, by what is free now and shared by the servers that start.
+
+    Raises ConfigError where they do not fit.
+    """
+    free = shutil.disk_usage(SHARED_MEMORY).free // servers
+    roomy, modest = Regions(processes, *ROOMY), Regions(processes, *MODEST)
+    if free < modest.least:
+        raise ConfigError(
+            f"{SHARED_MEMORY} has {servers * free // MB} MB free, and the {servers * processes} Python processes need "
+            f"at least {servers * modest.least // MB} MB there; {remedy(servers)}"
+        )
+    return roomy if free >= max(ROOM, roomy.least) else modest
+
+
+def shortage(processes: int, servers: int = 1) -> str | None:
+    """A line for the user who starts the servers, where they will do with less than they should have.
+
+    Raises ConfigError where they do not fit at all.
+    """
+    if regions(processes, servers) != (modest := Regions(processes, *MODEST)):
+        return None
+    free = shutil.disk_usage(SHARED_MEMORY).free // MB
+    wanted = servers * max(ROOM, Regions(processes, *ROOMY).least) // MB
+    return (
+        f"{SHARED_MEMORY} has {free} MB free, and {servers * processes} Python processes should have {wanted} MB "
+        f"there: they begin with {modest.start // MB} MB each, and what finds no more is refused as UNAVAILABLE; "
+        f"{remedy(servers)}"
+    )
+
+
+def remedy(servers: int) -> str:
+    return f"enlarge it (docker run --shm-size={2 * servers}g)"

@@ -11,18 +11,25 @@ import numpy as np
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError, InvalidRequest
-from tessera.family.chat import Chat, parse_chat
-from tessera.family.digest import checkpoint_id, digest
-from tessera.family.encoded_picture import FRAME, KIND_ENCODED, KIND_PIXELS, LEAST_SIDE, EncodedPicture
-from tessera.family.family import ImagePlan, ModelFamily
-from tessera.family.prompt import PromptBuilder
-from tessera.family.registry import family_for
-from tessera.family.tokenizer import Tokenizer
-from tessera.preprocess.decode import decode, encoded_bytes, read_checked_header
+from tessera.models.family import (
+    FRAME,
+    KIND_ENCODED,
+    KIND_PIXELS,
+    LEAST_SIDE,
+    EncodedPicture,
+    ImagePlan,
+    ModelFamily,
+    checkpoint_id,
+    digest,
+)
+from tessera.models.registry import family_for
+from tessera.preprocess.decode import RESIZE_MODES, decode, encoded_bytes, read_checked_header
 from tessera.preprocess.headers import Header
-from tessera.preprocess.resize_cpu import RESIZE_MODES
-from tessera.preprocess.settings import PreprocessSettings
-from tessera.sampling import POLICY_KEYS
+from tessera.prompt.messages import Chat, parse_chat
+from tessera.prompt.prompt import PromptBuilder
+from tessera.prompt.sampling import POLICY_KEYS
+from tessera.prompt.tokenizer import Tokenizer
+from tessera.settings.stages import PreprocessSettings
 
 # Part of every digest: raise it when the same bytes and plan would give other pixels than before.
 PIXELS_VERSION = "2"

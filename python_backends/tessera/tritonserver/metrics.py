@@ -2,16 +2,18 @@
 
 Two metric calls at once from one process end the whole server, as does a single invalid one: a name that is none, or
 buckets that do not rise. So every call goes through here, under the one lock of this process: SPEAKING.
+
+This package's log lines in the server's own log.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tessera.tritonserver.failures import log_exception
-from tessera.tritonserver.speaking import SPEAKING
+from tessera.tritonserver.failures import SPEAKING, log_exception
 
 RENEW_SECONDS = 0.25
 _FOR_GOOD: list[Any] = []  # a family leaves the page with its last reference
@@ -110,3 +112,24 @@ def show_weights(stage: str, words: str, size: int) -> None:
     gauge = Gauge("tessera_weight_bytes", "Bytes of a stage's weights on its device, and their kind")
     gauge.set(size, stage=stage, weights=words)
     _FOR_GOOD.append(gauge)
+
+
+class ServerLog(logging.Handler):
+    """Hands records to the Python backend's logger, by level."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        import triton_python_backend_utils as pb_utils
+
+        write = {"CRITICAL": "log_error", "ERROR": "log_error", "WARNING": "log_warn"}.get(record.levelname, "log_info")
+        with SPEAKING:
+            getattr(pb_utils.Logger, write)(self.format(record))
+
+
+def write_to_server_log(stage: str) -> None:
+    """From now on everything that ``tessera`` logs, from INFO on, appears in the server's log as the stage's."""
+    handler = ServerLog()
+    handler.setFormatter(logging.Formatter(f"{stage}: %(message)s"))
+    logger = logging.getLogger("tessera")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [handler]
+    logger.propagate = False

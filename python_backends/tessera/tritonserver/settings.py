@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from tessera import settings
-from tessera.checkpoint.hub import find_checkpoint
-from tessera.gpu_memory import Division, ServerSettings, divide_for, find_device
+from tessera.checkpoint.files import find_checkpoint
+from tessera.settings import schema
+from tessera.settings.gpu import Division, ServerSettings, divide_for, find_device
 
 Settings = TypeVar("Settings")
 
@@ -34,11 +34,11 @@ class StageSettings:
         config = json.loads(args["model_config"])
         self.outputs = {output["name"] for output in config.get("output", ())}
         parameters = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
-        self._sources = settings.Sources(self.stage, parameters, environment)
+        self._sources = schema.Sources(self.stage, parameters, environment)
         self._models = Path(args["model_repository"]).parent
         # The launcher may have laid the repository out elsewhere, with links to the versions' folders.
         self._repository = (Path(args["model_repository"]) / "1").resolve().parents[1]
-        self._server = settings.read(ServerSettings, self._sources, "")
+        self._server = schema.read(ServerSettings, self._sources, "")
 
     @property
     def checkpoint(self) -> Path:
@@ -68,7 +68,7 @@ class StageSettings:
     def read(self, kind: type[Settings]) -> Settings:
         """The stage's dataclass. Raises ConfigError for what it does not know, or that cannot be."""
         self._sources.refuse_unknown(kind, ServerSettings)
-        return settings.read(kind, self._sources, self.device, lambda: self._division)
+        return schema.read(kind, self._sources, self.device, lambda: self._division)
 
     @cached_property
     def _division(self) -> Division:

@@ -1,15 +1,22 @@
-"""Reading a request's tensors and making a response's, with errors that name the input."""
+"""Reading a request's tensors and making a response's, with errors that name the input.
+
+Picture rows between the stages: EMBEDDINGS is bfloat16; float32 rows keep their bits, a number as two halves.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tessera.errors import InvalidRequest
 from tessera_wire.line import LEASE
+
+if TYPE_CHECKING:
+    import torch
+
 
 # What parsing may cost: JSON of small values takes a hundred times its own size in memory.
 JSON_VALUES = 250_000
@@ -143,3 +150,19 @@ def output(name: str, values: np.ndarray) -> Any:
 def text_output(name: str, value: str) -> Any:
     """A BYTES[1] output."""
     return output(name, np.array([value.encode("utf-8")], dtype=np.object_))
+
+
+def packed(rows: torch.Tensor) -> torch.Tensor:
+    """Rows [n, hidden] of any float dtype -> bfloat16 [n, hidden], or [n, 2 * hidden] with the bits of float32 ones."""
+    import torch  # which not every stage has
+
+    if rows.dtype == torch.float32:
+        return rows.contiguous().view(torch.bfloat16)
+    return rows.to(torch.bfloat16).contiguous()
+
+
+def unpacked(rows: torch.Tensor, hidden: int) -> torch.Tensor:
+    """What :func:`packed` made -> rows [n, hidden], bfloat16 or float32; shares its memory."""
+    import torch
+
+    return rows.view(torch.float32) if rows.shape[-1] == 2 * hidden else rows

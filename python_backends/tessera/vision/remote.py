@@ -16,12 +16,11 @@ import numpy as np
 import torch
 
 from tessera.errors import ConfigError, InvalidRequest, Unavailable
-from tessera.vision.encoding.pictures import VisionItem
-from tessera.vision.job_queue import Job
+from tessera.vision.pictures import VisionItem
+from tessera.vision.scheduler import Job
 from tessera_wire import errors
-from tessera_wire.address import parse_url
 from tessera_wire.connection import Connection
-from tessera_wire.tensors import Tensor
+from tessera_wire.tensors import Tensor, parse_url
 
 MODEL = "vision_encoder"
 SENDER_THREADS = 2

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tessera.engine.attention.backend import SpanTable
-from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
-from tessera.engine.transfer import to_device
+from tessera.attention.backend import SpanTable
+from tessera.engine.scheduling.scheduler import ScheduledBatch, ScheduledSpan
+from tessera.kernels.transfer import to_device
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tessera.engine.config import EngineConfig
-from tessera.engine.request import Request, SamplingParameters
-from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
-from tessera.engine.sequence import Sequence
+from tessera.engine.scheduling.scheduler import ScheduledBatch, ScheduledSpan
+from tessera.engine.sequence import Request, SamplingParameters, Sequence
 from tessera.errors import ConfigError
+from tessera.settings.stages import EngineConfig
 
 _CPU_CACHE_BYTES = 1 << 30
 # What the driver, libraries and recorded graphs take besides torch's tensors.

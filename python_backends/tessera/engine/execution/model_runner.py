@@ -10,22 +10,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tessera.checkpoint.names import name_in_file, split_names
-from tessera.checkpoint.weights import SafetensorsFolder, SafetensorsHeaders, fill
-from tessera.engine.attention.backend import AttentionBackend, AttentionStep, create_backend
-from tessera.engine.cache.kv_storage import KvStorage
-from tessera.engine.config import EngineConfig
+from tessera.attention.backend import AttentionBackend, AttentionStep, create_backend
+from tessera.attention.kv_storage import KvStorage
+from tessera.checkpoint.weights import SafetensorsFolder, SafetensorsHeaders, fill, name_in_file, split_names
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in, image_rows, pack
-from tessera.engine.execution.decode_graphs import DecodeGraphs, graph_sizes
 from tessera.engine.execution.memory_budget import MemoryBudget
-from tessera.engine.execution.penalties import Histories
-from tessera.engine.execution.prompt_graphs import PromptGraphs, prompt_sizes
-from tessera.engine.execution.sampler import SampledRows, SamplingRow, greedy, sample
-from tessera.engine.models.qwen2 import Qwen2
-from tessera.engine.models.registry import model_class
-from tessera.engine.quantization.config import scheme_selector, stored_modules
-from tessera.engine.scheduling.batch import ScheduledBatch
-from tessera.engine.transfer import Moment, to_device
+from tessera.engine.execution.sampler import Histories, SampledRows, SamplingRow, greedy, sample
+from tessera.engine.execution.step_graphs import DecodeGraphs, PromptGraphs, graph_sizes, prompt_sizes
+from tessera.engine.scheduling.scheduler import ScheduledBatch
+from tessera.kernels.transfer import Moment, to_device
+from tessera.linear.quantization import scheme_selector, stored_modules
+from tessera.models.text.qwen2 import Qwen2
+from tessera.models.text.registry import model_class
+from tessera.settings.stages import EngineConfig
 
 if TYPE_CHECKING:
     from tessera.checkpoint.config import CheckpointConfig

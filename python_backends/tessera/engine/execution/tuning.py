@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tessera.engine import kernels
-from tessera.engine.models.qwen2 import DecoderLayer, Qwen2
-from tessera.engine.quantization import in_place, measured, unquantized
-from tessera.engine.quantization.scheme import Linear, LinearShape, Place
-from tessera.measured_choices import MeasuredChoices, choices_path, graph_milliseconds
+from tessera import kernels
+from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds
+from tessera.linear import measured, unquantized
+from tessera.linear.scheme import Linear, LinearShape, Place
+from tessera.models.text.qwen2 import DecoderLayer, Qwen2
 
 
 def tune(model: Qwen2, device: torch.device, most_rows: int) -> None:
@@ -34,7 +34,7 @@ def tune(model: Qwen2, device: torch.device, most_rows: int) -> None:
 def kernels_version() -> str:
     """Eight digits that change with the text of our kernels, and of how they are measured."""
     files = sorted(Path(str(kernels.__file__)).parent.glob("*.py"))
-    files += [Path(str(module.__file__)) for module in (in_place, measured, unquantized)]
+    files += [Path(str(module.__file__)) for module in (measured, measured, unquantized)]
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
 
 

@@ -14,6 +14,8 @@ Where sequences of several priorities come, the better one waits for the step un
 is expected no step is launched behind a long one, and that which reads its prompt is short; where the others fill the
 house, or a long prompt of theirs is half read, the last of them gives way. Where answers are long, prompts are read in
 short steps.
+
+What one step runs.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence as SequenceType
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 
-from tessera.engine.cache.block_manager import BlockManager
-from tessera.engine.scheduling.batch import ScheduledBatch, ScheduledSpan
+from tessera.engine.kv_cache.block_manager import BlockManager
 from tessera.engine.sequence import NOT_FINITE, Report, SampledToken, Sequence
-from tessera.ranking import Expected
+from tessera.prompt.sampling import Expected
 
 # As long as no request is this far behind the one before, they are taken to be of one burst. Where answers are short,
 # steps run for the prompts' sake, and the fewer the better; where they are long, steps run anyway, and a prompt that
@@ -367,3 +370,33 @@ def _passes_unread(sequence: Sequence, other: Sequence) -> bool:
         return False
     of_one = sequence.request.sampling.priority == other.request.sampling.priority
     return of_one and sequence.request.arrival_ns - other.request.arrival_ns <= _PASSED_NS
+
+
+@dataclass(slots=True)  # not frozen: one is made for every token, and that takes three times as long
+class ScheduledSpan:
+    """Positions [start, end) of one sequence; ``samples`` when the step chooses the token after them."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    samples: bool
+
+    @property
+    def count(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class ScheduledBatch:
+    """The spans of one step, packed one after the other; those of a single token come first."""
+
+    spans: list[ScheduledSpan]
+
+    @property
+    def tokens(self) -> int:
+        return sum(span.count for span in self.spans)
+
+    @cached_property
+    def sampling(self) -> list[Sequence]:
+        """The sequences that get a token, in the batch's order."""
+        return [span.sequence for span in self.spans if span.samples]

@@ -1,0 +1,269 @@
+"""The questions of a batch job to servers that may go away under them: :class:`Asker`.
+
+A row that fails asks whether its server is in order, by a question of one word. Where it is, the failure is the row's
+own (or the server was busy). Where it is not, the row waits until one of the servers is, and is asked again. A row that
+was under way each of several times that a server went away is asked alone, so that one that kills servers is told from
+those beside it.
+
+One model for a whole job, whichever servers answer and however often they start again: :class:`OneModel`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from itertools import count
+
+from tessera_client.aio import AsyncClient
+from tessera_client.messages import Answer, ServedModel
+from tessera_client.retry import Retry
+from tessera_wire.errors import (
+    Cancelled,
+    ConnectionFailed,
+    DeadlineExceeded,
+    InvalidRequest,
+    ProtocolError,
+    ServerError,
+    TesseraClientError,
+    Unavailable,
+)
+
+SUSPECT = 3  # times that a server went away under a row before it is asked alone
+ALONE = 2  # times that it is then asked
+BEGINNINGS = 3  # looks, and one for each server, before a job that has not begun says that it waits
+TRIES = 2  # of a row that fails on a server in order
+PAUSE_S = 0.25  # between two looks at servers that are away
+BUSY = Retry()
+
+Call = Callable[[AsyncClient], Awaitable[Answer]]
+"""One attempt at a row, by this client; called again for each."""
+
+
+class Away(Exception):
+    """The job cannot go on: no server came back in time, or one came back with another model. ``error`` says it."""
+
+    def __init__(self, error: TesseraClientError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Asker:
+    """Asks again what its client, which does not retry, could not ask.
+
+    Args:
+        patience: seconds that servers may be away.
+        busy: seconds that servers in order may refuse a row; ``patience`` if not given.
+        model: which all answers are to come from; None: any.
+    """
+
+    def __init__(
+        self, client: AsyncClient, patience: float, busy: float | None = None, model: OneModel | None = None
+    ) -> None:
+        self._client, self._patience = client, patience
+        self._looks = client.untraced()
+        self._busy = patience if busy is None else busy
+        self._model = model
+        self._waiting: asyncio.Task[bool] | None = None
+        self._looking: dict[str, asyncio.Task[bool]] = {}
+        self._under_way = 0
+        self._idle = asyncio.Event()  # nothing is under way
+        self._alone = asyncio.Lock()
+
+    async def begin(self, waiting: Callable[[TesseraClientError], None] = lambda error: None) -> None:
+        """Returns when a server is in order. ``waiting`` is told once why it takes a while.
+
+        Raises what the servers say where none is within ``patience``, and at once what waiting does not mend.
+        """
+        started, looks = time.monotonic(), len(self._client.servers) + BEGINNINGS
+        for attempt in count(1):
+            try:
+                await self._look(self._looks)
+                return
+            except TesseraClientError as error:
+                away = isinstance(error, (Unavailable, ConnectionFailed))
+                if attempt >= looks and not (away and time.monotonic() - started < self._patience):
+                    raise
+                if attempt == looks:
+                    waiting(error)
+            await asyncio.sleep(PAUSE_S)
+
+    async def ask(self, call: Call) -> Answer:
+        """The answer. Raises the row's own error, or Away."""
+        began, went_away = time.monotonic(), 0
+        for attempt in count(1):
+            try:
+                return await self._ask_beside_others(call)
+            except TesseraClientError as error:
+                last = error
+                if await self._went_away(error):
+                    began, went_away = time.monotonic(), went_away + 1
+                    if went_away == SUSPECT:
+                        break
+                elif isinstance(error, (Unavailable, ConnectionFailed)):
+                    delay = BUSY.delay(min(attempt, BUSY.attempts - 1), error)
+                    if delay is None or time.monotonic() - began > self._busy:
+                        raise Away(error) from error
+                    await asyncio.sleep(delay)
+                elif isinstance(error, InvalidRequest) or attempt >= TRIES:
+                    raise
+        return await self._ask_alone(call, last)
+
+    async def _ask_beside_others(self, call: Call) -> Answer:
+        if self._alone.locked():
+            async with self._alone:
+                pass
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            return await self._whole(call(self._client))
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+
+    async def _ask_alone(self, call: Call, last: TesseraClientError) -> Answer:
+        async with self._alone:
+            if self._under_way:
+                await self._idle.wait()
+            began, went_away = time.monotonic(), 0
+            while went_away < ALONE:
+                server = await self._one_in_order(last)
+                try:
+                    return await self._whole(call(self._client.only(server)))
+                except TesseraClientError as error:
+                    last = error
+                if not await self._in_order(server):
+                    began, went_away = time.monotonic(), went_away + 1
+                elif not isinstance(last, (Unavailable, ConnectionFailed)):
+                    raise last
+                elif time.monotonic() - began > self._busy:
+                    raise Away(last) from last
+                else:
+                    await asyncio.sleep(PAUSE_S)
+        raise ServerError(
+            f"a server went away each of {SUSPECT + ALONE} times that this was asked, at last {ALONE} times with "
+            f"nothing beside it: {last.message}"
+        )
+
+    async def _whole(self, attempt: Awaitable[Answer]) -> Answer:
+        try:
+            answer = await attempt
+            if self._model is not None:
+                await self._model.check(answer.server)
+        except OtherModel as error:
+            raise Away(error) from error
+        except TesseraClientError:
+            if self._model is not None:
+                self._model.doubt()
+            raise
+        if answer.finish_reason == "deadline":
+            raise DeadlineExceeded("the server had no time left for the whole answer", "give a longer --timeout")
+        if answer.finish_reason == "cancelled":  # by somebody else, or by a server that stops
+            raise Cancelled("the server cancelled the request")
+        return answer
+
+    async def _went_away(self, error: TesseraClientError) -> bool:
+        """Returns when a server is in order; whether the row's own, or each, was not at first. Raises Away."""
+        own = error.server
+        if own is not None and await self._in_order(own):
+            return False
+        if self._waiting is None or self._waiting.done():
+            self._waiting = asyncio.ensure_future(self._wait_for_server(error))
+        return await asyncio.shield(self._waiting) or own is not None
+
+    async def _in_order(self, server: str) -> bool:
+        looking = self._looking.get(server)
+        if looking is None or looking.done():
+            looking = self._looking[server] = asyncio.ensure_future(self._answers(server))
+        return await asyncio.shield(looking)
+
+    async def _answers(self, server: str) -> bool:
+        try:
+            await self._look(self._looks.only(server))
+        except TesseraClientError:
+            return False
+        return True
+
+    async def _one_in_order(self, error: TesseraClientError) -> str:
+        """The address of a server, when there is one in order. Raises Away."""
+        started = time.monotonic()
+        while True:
+            for server in self._client.servers:
+                if await self._in_order(server):
+                    return server
+            if time.monotonic() - started > self._patience:
+                raise Away(error) from error
+            await asyncio.sleep(PAUSE_S)
+
+    async def _wait_for_server(self, error: TesseraClientError) -> bool:
+        started, away = time.monotonic(), False
+        while True:
+            try:
+                await self._look(self._looks)
+                return away
+            except TesseraClientError as met:
+                away = True
+                if time.monotonic() - started > self._patience:
+                    raise Away(met) from error
+            await asyncio.sleep(PAUSE_S)
+
+    async def _look(self, client: AsyncClient) -> None:
+        await client.ask(None, "Hello", max_tokens=1)
+
+
+class OtherModel(InvalidRequest):
+    """A server has another model than the job's others."""
+
+
+class OneModel:
+    """Knows which servers have the job's model. A server that may have started again is asked again.
+
+    Args:
+        client: that does not retry; of all the job's servers.
+    """
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client.untraced()
+        self._served: ServedModel | None = None
+        self._known: dict[str, asyncio.Task[None]] = {}
+
+    async def begin(self) -> ServedModel:
+        """What the servers in order have. Raises OtherModel where they differ, and where none answers its error."""
+        last: TesseraClientError | None = None
+        for server in self._client.servers:
+            try:
+                await self.check(server)
+            except (ConnectionFailed, Unavailable) as error:
+                last = error
+        if self._served is None:
+            raise last or ConnectionFailed("there is no server")
+        return self._served
+
+    def doubt(self) -> None:
+        """A request failed: any server may have started again, and with another model."""
+        self._known.clear()
+
+    async def check(self, server: str) -> None:
+        """To be awaited after an answer from ``server``. Raises OtherModel, and what the server fails with."""
+        asked = self._known.get(server)
+        if asked is None or (asked.done() and (asked.cancelled() or asked.exception() is not None)):
+            asked = self._known[server] = asyncio.ensure_future(self._ask(server))
+        await asyncio.shield(asked)
+
+    async def _ask(self, server: str) -> None:
+        try:
+            served = await (self._client.only(server) if server else self._client).served()
+        except (InvalidRequest, ProtocolError) as error:
+            words = f"{server or self._client.url} does not say which model it serves: {error.message}"
+            raise ProtocolError(words, "start it with this client's version of Tessera") from error
+        if self._served is None:
+            self._served = served
+        elif served != self._served:
+            words = f"{server or self._client.url} serves another model ({described(served)}) than this job has been"
+            raise OtherModel(f"{words} asking ({described(self._served)})", "give it servers of one model")
+
+
+def described(served: ServedModel) -> str:
+    """For messages."""
+    return f"{served.model_type}, checkpoint {served.checkpoint[:8]}"

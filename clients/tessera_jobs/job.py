@@ -1,0 +1,341 @@
+"""A job: the rows of a source that have no result yet, asked; see the package for the data's way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tessera_client import Answer, AsyncClient, Retry, ServedModel
+from tessera_jobs.asker import Asker, Away, Call, OneModel, described
+from tessera_jobs.journal import Journal, rewrite
+from tessera_jobs.rows import Row, Source
+from tessera_jobs.survey import Survey, changed_rows, contents
+from tessera_wire.errors import ConnectionFailed, InvalidRequest, TesseraClientError, Unavailable
+
+AHEAD = 64  # rows that are read at a time
+FILES = 8  # threads that read pictures
+SYNC_S = 1.0
+REPORT_S = 0.1
+LONGEST_ERROR = 400  # characters
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the rows.
+
+    ``kept`` were over before this run, of which ``answered`` and ``failed`` are; ``same`` of the answered took another
+    row's answer. ``errors``: rows of all the results that have no answer. ``pictures``: of this run's rows.
+    ``seconds``: of asking alone.
+    """
+
+    rows: int = 0
+    kept: int = 0
+    answered: int = 0
+    failed: int = 0
+    same: int = 0
+    errors: int = 0
+    pictures: int = 0
+    seconds: float = 0.0
+    first_error: str = ""
+
+    def speed(self, seconds: float) -> str:
+        """How fast this run's rows were, in pictures where they have any."""
+        count, what = (self.pictures, "pictures") if self.pictures else (self.answered + self.failed, "rows")
+        return f"{count / max(seconds, 1e-9):.1f} {what}/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a job runs.
+
+    Args:
+        url: of one server or several, as for :class:`tessera_client.Client`.
+        timeout: seconds a request may take.
+        concurrency: rows under way at a time.
+        in_order: results as the source has its rows, not as they came.
+        again: asks rows again that failed in an earlier run.
+        patience: seconds that all servers may be away, at the start too.
+        force: asks rows again whose result came from another model, or whose pictures have changed.
+    """
+
+    url: str
+    timeout: float | None = 120.0
+    concurrency: int = 64
+    in_order: bool = False
+    again: bool = False
+    patience: float = 600.0
+    force: bool = False
+
+    def client(self) -> AsyncClient:
+        """One that leaves trying again to the :class:`Asker`."""
+        return AsyncClient(self.url, timeout=self.timeout, retry=Retry(attempts=1))
+
+    def asker(self, client: AsyncClient, model: OneModel | None = None) -> Asker:
+        return Asker(client, self.patience, model=model)
+
+
+class Job:
+    """Rows into ``out``: a .jsonl that grows, or a .parquet that is written at the end and has its journal beside it
+    until then. ``progress`` is called with the number of rows that are over, of all rows, and how fast they go, and
+    ``notice`` with what the user should know at once."""
+
+    def __init__(
+        self,
+        source: Source,
+        out: Path,
+        settings: Settings,
+        progress: Callable[[int, int, str], None] = lambda done, total, rate: None,
+        notice: Callable[[str], None] = lambda words: None,
+    ) -> None:
+        self._table = out.suffix == ".parquet"
+        if self._table:
+            import tessera_jobs.table  # noqa: F401  # says now that pyarrow is missing, not after the last row
+        elif out.suffix != ".jsonl":
+            raise InvalidRequest(f"results cannot be written as {out.name}", "let it end in .jsonl or .parquet")
+        if out.resolve() == source.path.resolve():
+            raise InvalidRequest(f"{out} is where the rows come from", "give another -o")
+        self.source, self.settings = source, settings
+        self._out, self._progress, self.notice = out, progress, notice
+        self.journal = out.with_name(f"{out.name}.jsonl") if self._table else out
+        """Where the results are until all rows are over."""
+        self.tally = Tally()
+
+    def run(self) -> Tally:
+        """Asks what has no result yet.
+
+        Raises InvalidRequest for a source of no rows and for results of another job, another model or other pictures,
+        ConnectionFailed or Unavailable where servers stay away, OSError where results cannot be written; what is over
+        then stays, and the next run goes on from there.
+        """
+        self._take_up()
+        with closing(Journal(self.journal)) as self._lines:
+            self._survey = Survey(self.source, self._lines)
+            try:
+                asyncio.run(self._go_on())
+            except Away as away:
+                raise away.error from away
+            self._lines.sync()
+            self._finish()
+        return self.tally
+
+    def _take_up(self) -> None:
+        """What an earlier run left becomes the journal that this one goes on with."""
+        self.journal.parent.mkdir(parents=True, exist_ok=True)
+        if self._table and self._out.exists() and not self.journal.exists():
+            from tessera_jobs.table import read_table
+
+            rewrite(self.journal, read_table(self._out))
+        if self.settings.again and self.journal.exists():
+            with closing(Journal(self.journal)) as lines:
+                Survey(self.source, lines)  # which refuses another job's
+                lines.rewrite(result for result in lines.results() if result["error"] is None)
+
+    def _finish(self) -> None:
+        places = self._survey.places
+        moved = self.settings.in_order and bool((places[1:] < places[:-1]).any())
+        results = map(self._lines.at, places.tolist()) if moved else self._lines.results()
+        if self._table:
+            from tessera_jobs.table import write_table
+
+            write_table(results, self._out, self._survey.id_type)
+            self.journal.unlink()
+        elif moved:
+            rewrite(self.journal, results)
+
+    async def _go_on(self) -> None:
+        """Asks the rows that have no result, after a look at those that have one."""
+        async with self.settings.client() as client:
+            model = OneModel(client)
+            self._asker = self.settings.asker(client, model)
+            served: ServedModel | None = None
+            try:
+                if (self._survey.places < 0).any():
+                    await self._asker.begin(self.waiting)
+                served = await model.begin()
+            except (ConnectionFailed, Unavailable):
+                if (self._survey.places < 0).any():
+                    raise
+                # Else nothing is to be asked.
+            self._hold_against(served)
+            survey, tally = self._survey, self.tally
+            tally.rows, tally.errors, tally.kept = len(survey.places), survey.errors, int((survey.places >= 0).sum())
+            if tally.kept < tally.rows:
+                await self._ask_all()
+
+    def waiting(self, error: TesseraClientError) -> None:
+        self.notice(f"waiting up to {self.settings.patience:g} s for {self.settings.url}: {error.message}")
+
+    def _hold_against(self, served: ServedModel | None) -> None:
+        """Drops the results of other models and pictures where that is wanted. Raises InvalidRequest where not."""
+        changed = changed_rows(self.source, self._survey, self._lines)
+        found, unknown, others = [], self._survey.checkpoints[b""], 0
+        if served is not None:
+            self._checkpoint = served.checkpoint[:16]
+            others = self._survey.checkpoints.total() - unknown - self._survey.checkpoints[self._checkpoint.encode()]
+        if served is not None and others:
+            found.append(f"{others} of its rows were asked of another model than {described(served)}")
+        if changed:
+            name = self._lines.at(changed[0])["id"]
+            found.append(f"the pictures of {len(changed)} of its rows have changed since, the first {name!r:.80}")
+        if not self.settings.force:
+            if found:
+                remedy = "--force asks these rows again; or give another -o"
+                raise InvalidRequest(f"{self._out} holds other results: {'; '.join(found)}", remedy)
+            if unknown:
+                words = f"{unknown} rows of {self._out} do not say which model or which pictures they are of"
+                self.notice(f"{words} (an earlier version's): they are kept; --force asks them again")
+        dropped, of_others = set(self._survey.mended), self.settings.force and bool(others or unknown)
+        if self.settings.force:
+            dropped |= set(changed)
+            if served is None and (found or unknown):
+                raise Unavailable("no server is there to ask again", "start one")
+        if dropped or of_others:
+            self._lines.rewrite(
+                result
+                for place, result in self._lines.placed()
+                if place not in dropped and not (of_others and result.get("checkpoint") != self._checkpoint)
+            )
+            self._survey.match(self._lines)
+
+    async def _ask_all(self) -> None:
+        self._rows, self._ahead, self._turn = self._missing(), deque[Row](), asyncio.Lock()
+        self._under_way: dict[str, asyncio.Future[None]] = {}
+        self._reported = self._synced = self._started = time.monotonic()
+        self._progress(self.tally.kept, self.tally.rows, "")
+        with ThreadPoolExecutor(FILES, "tessera-pictures") as self._files:
+            workers = [asyncio.ensure_future(self._work()) for _ in range(self.settings.concurrency)]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+        self.tally.seconds = time.monotonic() - self._started
+
+    def _missing(self) -> Iterator[Row]:
+        """The rows without a result."""
+        wanted = self._survey.places < 0
+        found = 0
+        try:
+            for row in self.source.rows(wanted):
+                if row.asked != self._survey.asked[row.number]:
+                    break
+                yield row
+                found += 1
+        except IndexError:  # there are more than there were
+            found = -1
+        if found != wanted.sum():
+            raise InvalidRequest(f"{self.source.path} changed while it was read", "run the same command again")
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            async with self._turn:
+                if not self._ahead:
+                    self._ahead.extend(await loop.run_in_executor(self._files, list, islice(self._rows, AHEAD)))
+                if not self._ahead:
+                    return
+                row = self._ahead.popleft()
+            try:
+                await self._answer(row)
+            except _Failed as failed:
+                reason = f"{type(failed.error).__name__}: {' '.join(str(failed.error).split())}"
+                self._write(row, {"answer": None, "error": reason[:LONGEST_ERROR]}, failed.content)
+            if time.monotonic() > self._synced + SYNC_S:
+                self._synced = time.monotonic()
+                await loop.run_in_executor(self._files, self._lines.sync)
+
+    async def _answer(self, row: Row) -> None:
+        """Writes the row's result. Raises the error that is to be written instead."""
+        loop = asyncio.get_running_loop()
+        content = ""
+        try:
+            reading = loop.run_in_executor(self._files, contents, row) if row.images or row.messages else None
+            pictures, content = await reading if reading else contents(row)
+            call = question(row, pictures)
+
+            if row.options.get("temperature") and row.options.get("seed") is None:  # each answer is another
+                self._write(row, told(await self._asker.ask(call)), content)
+            else:
+                await self._answer_once(row, content, call)
+        except TesseraClientError as error:
+            raise _Failed(error, content) from error
+
+    async def _answer_once(self, row: Row, content: str, call: Call) -> None:
+        """Takes the answer to the same question about the same pictures where there is one."""
+        while other := self._under_way.get(content):
+            await asyncio.wait([other])
+        if (place := self._survey.answers.get(content)) is not None:
+            kept = self._lines.at(place)
+            if kept["content"] == content:
+                fields = ("answer", "error", "finish_reason", "choices", "logprobs")
+                same = {name: kept[name] for name in fields if name in kept}
+                self._write(row, {**same, "same_as": kept["id"]}, content)
+                return
+        self._under_way[content] = over = asyncio.get_running_loop().create_future()
+        try:
+            answer = await self._asker.ask(call)
+            self._survey.answers.put(content, self._write(row, told(answer), content))
+        finally:
+            del self._under_way[content]
+            over.set_result(None)
+
+    def _write(self, row: Row, result: dict[str, Any], content: str = "") -> int:
+        digests = {"asked": f"{row.asked:016x}"} | ({"content": content} if content else {})
+        digests |= ({"stat": f"{row.stat:016x}"} if row.stat else {}) | {"checkpoint": self._checkpoint}
+        place = self._survey.places[row.number] = self._lines.append({"id": row.id, **result, **digests})
+        tally = self.tally
+        tally.pictures += len(row.images)
+        tally.same += "same_as" in result
+        if result["error"] is None:
+            tally.answered += 1
+        else:
+            tally.failed += 1
+            tally.errors += 1
+            tally.first_error = tally.first_error or f"{row.id}: {result['error']}"
+        over = tally.kept + tally.answered + tally.failed
+        if (now := time.monotonic()) > self._reported + REPORT_S or over == tally.rows:
+            self._reported = now
+            self._progress(over, tally.rows, tally.speed(now - self._started))
+        return place
+
+
+class _Failed(Exception):
+    """Why a row has no answer, and the digest of what was asked where that is known."""
+
+    def __init__(self, error: TesseraClientError, content: str) -> None:
+        super().__init__(str(error))
+        self.error, self.content = error, content
+
+
+def question(row: Row, pictures: list[bytes]) -> Call:
+    """What asks it."""
+
+    def call(client: AsyncClient) -> Awaitable[Answer]:
+        if row.messages is not None:
+            return client.chat(row.messages, **row.options)
+        return client.ask(pictures, row.question, **row.options)
+
+    return call
+
+
+def told(answer: Answer) -> dict[str, Any]:
+    """An answer as the fields of a result."""
+    result: dict[str, Any] = {"answer": answer.text, "error": None, "finish_reason": answer.finish_reason}
+    if answer.usage is not None:
+        result |= {
+            f"{name}_tokens": getattr(answer.usage, f"{name}_tokens") for name in ("prompt", "image", "completion")
+        }
+    if answer.choices is not None:
+        result["choices"] = [asdict(score) for score in answer.choices]
+    if answer.logprobs is not None:
+        result["logprobs"] = answer.logprobs
+    return result

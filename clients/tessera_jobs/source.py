@@ -1,0 +1,308 @@
+"""Where rows come from: JSON lines, CSV, a folder of pictures, a parquet table. Read lazily, and the same each time.
+
+A line of OpenAI's batch files, ``{"custom_id", "method", "url", "body"}``, as a row: such as the gateway's Batch API
+takes. What the body holds and has no meaning here is refused by name.
+"""
+
+from __future__ import annotations
+
+import atexit
+import csv
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tessera_jobs.rows import FIELDS, Asked, Mask, Row, Source, check_id, located
+from tessera_wire.command_line import missing
+from tessera_wire.errors import InvalidRequest
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+"""Of the files in a folder that count."""
+
+
+def open_source(path: Path, asked: Asked) -> Source:
+    """The source at a path, by what is there and its suffix; ``-`` is standard input. Raises InvalidRequest."""
+    if str(path) == "-":
+        return JsonLinesSource(path, asked, spooled(sys.stdin.buffer))
+    if path.is_dir():
+        return FolderSource(path, asked)
+    if not path.is_file():
+        if path.exists():
+            raise InvalidRequest(f"{path} is neither a file nor a folder", "- reads lines from standard input")
+        raise InvalidRequest(missing(path))
+    if path.suffix == ".parquet":
+        from tessera_jobs.table import TableSource
+
+        return TableSource(path, asked)
+    if path.suffix == ".jsonl":
+        return JsonLinesSource(path, asked)
+    if path.suffix == ".csv":
+        return CsvSource(path, asked)
+    raise InvalidRequest(f"{path} is no source of rows", "give a .jsonl, .csv or .parquet, a folder of pictures, or -")
+
+
+def spooled(stream: BinaryIO) -> Path:
+    """A file of what a stream holds, for it is gone through several times. It is removed when this process ends."""
+    with tempfile.NamedTemporaryFile(prefix="tessera-batch-", suffix=".jsonl", delete=False) as file:
+        atexit.register(Path(file.name).unlink, missing_ok=True)
+        shutil.copyfileobj(stream, file, 1 << 20)
+    return Path(file.name)
+
+
+class JsonLinesSource:
+    """An object a line: ``image`` (a path, relative to the file's folder, a ``data:`` URL, a list of them, or null for
+    a question without a picture), and where wanted ``id``, ``question`` and ``options``. Or OpenAI's lines of a batch
+    (:mod:`tessera_jobs.source`). Without ids, lines are known by their numbers from 1.
+
+    Args:
+        lines: where they are, if not at ``path``; paths of pictures are then relative to the current folder.
+    """
+
+    def __init__(self, path: Path, asked: Asked, lines: Path | None = None) -> None:
+        self.path, self._asked = path, asked
+        self._lines = lines or path
+        self._where = f"{path}, line" if lines is None else "standard input, line"
+        self._folder = str(path.resolve().parent) if lines is None else os.getcwd()
+        self._named: bool | None = None
+        self.passed_over: tuple[str, ...] = ()
+
+    def rows(self, wanted: Mask | None = None) -> Iterator[Row]:
+        number = 0
+        with open(self._lines, "rb") as file:
+            for place, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                if wanted is None or wanted[number]:
+                    try:
+                        yield self._row(number, place, _object(line), line)
+                    except InvalidRequest as error:
+                        yield self._asked.wrong(number, f"{self._where} {place}", error, line.rstrip())
+                number += 1
+
+    def _row(self, number: int, place: int, fields: dict[str, Any], line: bytes) -> Row:
+        batched = is_batch_line(fields)
+        if batched:
+            fields = row_fields(fields)
+        if self._named is None:
+            self._named = "id" in fields
+            self.passed_over = tuple(name for name in fields if name not in (*FIELDS, *MESSAGES))
+        if self._named:
+            check_id(fields.get("id"))
+        elif "id" in fields:
+            raise InvalidRequest("it has an id, and rows before it have none", "give all rows one, or none")
+        else:
+            fields["id"] = place
+        own = (line if self._named else b"%d %b" % (place, line)).rstrip()
+        if batched:
+            return self._asked.conversation(number, fields, own)
+        if "image" not in fields:
+            raise InvalidRequest(
+                f"it has no field 'image', only {', '.join(fields)}", "write null for a question without a picture"
+            )
+        given = fields["image"]
+        images = [] if given is None else given if isinstance(given, list) else [given]
+        return self._asked.row(number, fields, tuple([located(image, self._folder) for image in images]), own)
+
+
+class CsvSource:
+    """A table of text with a header: ``image`` (a path, relative to the file's folder, or a ``data:`` URL; empty for a
+    question without a picture), and where wanted ``id``, ``question`` and ``options`` (a JSON object). Without ids,
+    rows are known by their numbers from 1."""
+
+    def __init__(self, path: Path, asked: Asked) -> None:
+        self.path, self._asked = path, asked
+        self._folder = str(path.resolve().parent)
+        with self._open() as file:
+            self._header = next(csv.reader(file), [])
+        if "image" not in self._header or len(set(self._header)) < len(self._header):
+            names = ", ".join(self._header)
+            raise InvalidRequest(
+                f"{path} needs a first line of names with one 'image' among them; it has {names[:200]}"
+            )
+        self.passed_over = tuple(name for name in self._header if name not in FIELDS)
+
+    def _open(self) -> Any:
+        return open(self.path, encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+    def rows(self, wanted: Mask | None = None) -> Iterator[Row]:
+        with self._open() as file:
+            cells = csv.reader(file, strict=True)
+            next(cells, None)
+            number = 0
+            while True:
+                try:
+                    row = next(cells)
+                except StopIteration:
+                    return
+                except csv.Error as error:  # what follows cannot be told apart
+                    words = f"{self.path}, line {cells.line_num}: not CSV: {error}"
+                    raise InvalidRequest(words, "is a quote missing?") from None
+                if not row:
+                    continue
+                if wanted is None or wanted[number]:
+                    own = repr(row).encode(errors="surrogateescape")
+                    try:
+                        yield self._row(number, row, own)
+                    except InvalidRequest as error:
+                        yield self._asked.wrong(number, f"{self.path}, row {number + 1}", error, own)
+                number += 1
+
+    def _row(self, number: int, cells: list[str], own: bytes) -> Row:
+        if len(cells) != len(self._header):
+            raise InvalidRequest(f"it has {len(cells)} cells; the first line names {len(self._header)}")
+        fields: dict[str, Any] = {name: cell for name, cell in zip(self._header, cells) if cell}
+        if "id" in self._header:
+            check_id(fields.get("id"))
+        else:
+            fields["id"] = number + 1
+            own = b"%d %b" % (number, own)
+        if "options" in fields:
+            fields["options"] = _object(fields["options"].encode(errors="surrogateescape"))
+        images = (located(fields["image"], self._folder),) if "image" in fields else ()
+        return self._asked.row(number, fields, images, own)
+
+
+_decode = json.JSONDecoder().decode
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        fields = _decode(line.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest(f"not a JSON object: {line[:80].decode('utf-8', 'replace')!r}")
+    return fields
+
+
+class FolderSource:
+    """The pictures in a folder and below, in order of their names, known by their paths from there. What is hidden is
+    passed over."""
+
+    passed_over: Sequence[str] = ()
+
+    def __init__(self, path: Path, asked: Asked) -> None:
+        self.path, self._asked = path, asked
+
+    def rows(self, wanted: Mask | None = None) -> Iterator[Row]:
+        number = 0
+        for where, folders, files in os.walk(self.path):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            below = os.path.relpath(where, self.path)
+            for name in sorted(files):
+                if not name.lower().endswith(SUFFIXES) or name.startswith("."):
+                    continue
+                if wanted is None or wanted[number]:
+                    path = os.path.join(where, name)
+                    named = name if below == "." else f"{below}/{name}"
+                    own = os.fsencode(named)
+                    try:
+                        yield self._asked.row(number, {"id": named}, (path,), own)
+                    except InvalidRequest as error:
+                        yield self._asked.wrong(number, path, error, own)
+                number += 1
+        if not number:
+            raise InvalidRequest(f"{self.path} holds no pictures", f"of a folder, these count: {' '.join(SUFFIXES)}")
+
+
+URL = "/v1/chat/completions"
+MESSAGES = ("messages",)
+"""Fields of such a row beside those of others."""
+SAME_NAME = frozenset(
+    (
+        *("temperature", "top_p", "top_k", "stop", "seed", "min_tokens", "ignore_eos", "skip_special_tokens"),
+        *("include_stop_str_in_output", "presence_penalty", "frequency_penalty", "repetition_penalty", "priority"),
+        *("max_tokens", "min_p", "stop_token_ids", "logit_bias"),
+    )
+)
+"""As the SDK has it; what this server does not know, it refuses by name."""
+WITHOUT_EFFECT = frozenset(
+    (
+        "metadata",
+        "model",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    )
+)
+OF_ONE_ANSWER: Mapping[str, tuple[Any, ...]] = {"n": (1,), "stream": (False,), "tools": ([],), "tool_choice": ("none",)}
+"""Allowed with these values, which say what is done anyway."""
+
+
+def is_batch_line(fields: Mapping[str, Any]) -> bool:
+    """Whether it is such a line and no row of ours."""
+    return "body" in fields and "image" not in fields
+
+
+def row_fields(line: Mapping[str, Any]) -> dict[str, Any]:
+    """``id``, ``messages`` and ``options`` of the row. Raises InvalidRequest."""
+    unknown = sorted(line.keys() - {"custom_id", "method", "url", "body"})
+    if unknown:
+        raise InvalidRequest(f"a line of a batch has custom_id, method, url and body, and no {', '.join(unknown)}")
+    if "custom_id" not in line:
+        raise InvalidRequest("it has no custom_id")
+    if line.get("method", "POST") != "POST" or line.get("url", URL) != URL:
+        raise InvalidRequest(f"only POST {URL} is asked here, not {line.get('method')!r} {line.get('url')!r:.80}")
+    body = line["body"]
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"its body must be an object, not {body!r:.80}")
+    body = {name: value for name, value in body.items() if value is not None}
+    messages = body.pop("messages", None)
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest(f"its body needs messages, a list that is not empty, not {messages!r:.80}")
+    messages = [
+        {**message, "role": "system"} if isinstance(message, dict) and message.get("role") == "developer" else message
+        for message in messages
+    ]
+    return {"id": line["custom_id"], "messages": messages, "options": _options(body)}
+
+
+def _options(body: dict[str, Any]) -> dict[str, Any]:
+    options = {name: value for name, value in body.items() if name in SAME_NAME}
+    rest = {name: value for name, value in body.items() if name not in SAME_NAME and name not in WITHOUT_EFFECT}
+    for name, allowed in OF_ONE_ANSWER.items():
+        if name in rest and rest.pop(name) not in allowed:
+            raise InvalidRequest(f"body.{name} is not served here", f"leave {name} out")
+    longest = rest.pop("max_completion_tokens", None)
+    if longest is not None and options.setdefault("max_tokens", longest) != longest:
+        raise InvalidRequest("max_tokens and max_completion_tokens differ", "send one of them")
+    logprobs, top = rest.pop("logprobs", False), rest.pop("top_logprobs", None)
+    if logprobs is True:
+        options["logprobs"] = top or 0
+    elif logprobs is not False or top is not None:
+        raise InvalidRequest("logprobs must be true or false, and top_logprobs needs logprobs: true")
+    options |= _form(rest.pop("response_format", {"type": "text"}))
+    own = _part("tessera", rest.pop("tessera", {}), ("choices", "regex", "tile_policy"))
+    own |= _part("vllm_xargs", rest.pop("vllm_xargs", {}), ("no_repeat_ngram_size",))
+    own |= _part("mm_processor_kwargs", rest.pop("mm_processor_kwargs", {}), ("min_pixels", "max_pixels"))
+    if rest:
+        raise InvalidRequest(f"body.{min(rest)} is not known here", f"leave {', '.join(sorted(rest))} out")
+    return options | own
+
+
+def _form(given: Any) -> dict[str, Any]:
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_object": True}
+    named = given.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
+        raise InvalidRequest(
+            f"body.response_format must be of type text, json_object or json_schema, not {given!r:.80}"
+        )
+    return {"json_schema": named["schema"]}
+
+
+def _part(name: str, given: Any, known: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(given, dict) or given.keys() - set(known):
+        raise InvalidRequest(f"body.{name} must be an object of {', '.join(known)}, not {given!r:.80}")
+    return {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,175 @@
+"""The checkpoint's language model in torch with room for one decoder layer at a time, so that a large one fits.
+
+It is the engine's own model of one layer: whatever body the engine runs, its layers run here unchanged.
+
+What stands where in a decoder layer: which stored modules read which input, and what comes before each input.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from tessera.attention.backend import AttentionStep, SpanTable, create_backend
+from tessera.attention.kv_storage import KvStorage
+from tessera.checkpoint.config import CheckpointConfig
+from tessera.checkpoint.weights import SafetensorsFolder, fill, split_names
+from tessera.kernels.deferred import Unfinished
+from tessera.linear.scheme import Linear
+from tessera.linear.unquantized import Unquantized
+from tessera.models.text.qwen2 import LayerNames
+from tessera.models.text.registry import model_class
+from tessera_quantize.fp8 import rounded_rows
+from tessera_quantize.statistics import InputStatistics
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_BLOCK = 16
+
+
+class Watched(Unquantized):
+    """Plain weights; ``see`` hears of every input, and ``fp8`` rounds each as an FP8 product would."""
+
+    see: Callable[[torch.Tensor], None] | None = None
+    fp8 = False
+
+    def apply_unfinished(self, layer: Linear, x: Any) -> torch.Tensor | Unfinished:
+        if self.see is not None:
+            self.see(x)
+        return super().apply_unfinished(layer, rounded_rows(x) if self.fp8 else x)
+
+
+def _watched(modules: Collection[str]) -> Watched:
+    return Watched()
+
+
+class Body:
+    """``dtype`` and ``device`` are those it computes in; tensors of the checkpoint stay on the CPU as stored."""
+
+    def __init__(self, config: CheckpointConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.source = SafetensorsFolder(config.folder)
+        self.stored = {ours: stored for stored, ours in split_names(self.source.names(), config)["text"].items()}
+        text = replace(config.text, num_hidden_layers=1)
+        self._model = model_class(text.architecture)(text, _watched, dtype, device)
+        ends = {ours: self.source.get(name) for ours, name in self.stored.items() if not _LAYER.fullmatch(ours)}
+        targets = self._model.targets(set(ends))
+        ends_of = {name: target for name, target in targets.items() if not _LAYER.fullmatch(name)}
+        fill("the text model", ends_of, ends.items(), self.stored)
+        self._empty_layer = lambda: self._model.layer_class(text, 0, _watched, dtype, device)
+        self._layer = self._empty_layer()
+
+    @property
+    def layers(self) -> int:
+        return self.config.text.num_hidden_layers
+
+    def tensors(self, index: int) -> dict[str, torch.Tensor]:
+        """Those of a layer as stored, by our names without ``model.layers.N.``."""
+        found = {}
+        for ours, stored in self.stored.items():
+            match = _LAYER.fullmatch(ours)
+            if match and int(match[1]) == index:
+                found[match[2]] = self.source.get(stored)
+        return found
+
+    def stored_name(self, index: int, name: str) -> str:
+        """What the checkpoint calls a tensor of a layer, or would: whatever its last part, its module has a weight."""
+        module, _, leaf = name.rpartition(".")
+        return self.stored[f"model.layers.{index}.{module}.weight"].removesuffix("weight") + leaf
+
+    @property
+    def names(self) -> LayerNames:
+        """What the checkpoint calls the modules of a layer."""
+        return self._layer.names
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Makes ``tensors``, by names as :meth:`tensors` gives them, the one layer."""
+        self._layer = self._empty_layer()
+        named = {self._layer.prefix + name: tensor for name, tensor in tensors.items()}
+        fill("a layer", self._layer.targets(set(named)), named.items())
+
+    @torch.inference_mode()
+    def embed(self, ids: torch.Tensor, places: torch.Tensor | None, rows: torch.Tensor | None) -> torch.Tensor:
+        """ids int64 [n]; ``rows`` [r, hidden] stand at ``places`` int64 [r] -> [n, hidden] on the CPU."""
+        weight = self._model.embedding.get_buffer("weight")
+        placed = (None, None) if rows is None or places is None else (places.to(self.device), rows.to(weight))
+        return self._model.embedding(ids.to(self.device), *placed).cpu()
+
+    @torch.inference_mode()
+    def run(self, hidden: torch.Tensor, positions: torch.Tensor, fp8: bool = False) -> torch.Tensor:
+        """The layer on one sequence: hidden [n, hidden] and positions int64 [axes, n] -> [n, hidden], on the CPU."""
+        for scheme in self._schemes().values():
+            scheme.fp8 = fp8
+        count, shape = len(hidden), self._model.heads
+        x = hidden.to(self.device, copy=True)  # the layer may work in place
+        blocks = -(-count // _BLOCK)
+        storage = KvStorage(1, (blocks, _BLOCK, shape.kv_heads, shape.head_dim), x.dtype, self.device)
+        attention = create_backend("sdpa", shape, storage)
+        one = np.array([count])
+        plan = attention.plan(SpanTable(np.zeros(1, np.int64), one, one, np.arange(blocks)[None]))
+        lengths = torch.full((count,), count, device=self.device)
+        cos, sin = self._model.rotary.angles(positions.to(self.device), lengths)
+        step = AttentionStep(cos, sin, torch.arange(count, device=self.device), None, plan)
+        update, residual = self._layer(x, None, attention, step)
+        return (update + residual).cpu()
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The last layer's hidden rows [n, hidden] -> float32 [n, vocabulary], on the CPU."""
+        return self._model.logits(self._model.norm(hidden.to(self.device, copy=True), None)[0]).float().cpu()
+
+    def watch(
+        self, names: Iterable[str], sequences: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    ) -> dict[str, InputStatistics]:
+        """Runs ``sequences`` (hidden, positions, weights) and gathers the inputs of the linear layers ``names``."""
+        schemes = self._schemes()
+        found = {name: InputStatistics(getattr(self._layer, name).in_features, self.device) for name in names}
+        for hidden, positions, weights in sequences:
+            there = weights.to(self.device)
+            for name, statistics in found.items():
+                schemes[name].see = partial(statistics.add, weights=there)
+            self.run(hidden, positions)
+        for scheme in schemes.values():
+            scheme.see = None
+        return found
+
+    def _schemes(self) -> dict[str, Watched]:
+        return {name: getattr(self._layer, name).scheme for name in INPUTS}
+
+
+#: the linear layers of the engine's DecoderLayer, in the order in which a token meets them
+INPUTS = ("qkv", "output", "gate_up", "down")
+
+
+@dataclass(frozen=True)
+class LayerModules:
+    """Stored modules by the linear layer that they are or are a part of: ``members``.
+
+    ``norms``: what gives a linear layer its input, and gives it to nothing else. ``factors``: a module whose outputs
+    are, one for one, factors of a linear layer's inputs. ``unclipped``: attention scores multiply these two, so that
+    clipping each for its own error would do harm (AWQ leaves them out as well).
+    """
+
+    members: Mapping[str, tuple[str, ...]]
+    norms: Mapping[str, str]
+    factors: Mapping[str, str]
+    unclipped: tuple[str, ...]
+
+
+def layer_modules(names: LayerNames, shapes: Mapping[str, tuple[int, ...]]) -> LayerModules:
+    """The modules that a body calls by ``names``; ``shapes`` of the layer's tensors."""
+    members = {"qkv": names.qkv, "output": (names.output,), "gate_up": names.gate_up, "down": (names.down,)}
+    factors = {}
+    # Where matrices are stored as one, their rows stay together: nothing is folded into a part of them.
+    if len(names.gate_up) == 2:
+        factors["down"] = names.gate_up[1]
+    if len(names.qkv) == 3 and shapes[f"{names.qkv[2]}.weight"][0] == shapes[f"{names.output}.weight"][1]:
+        factors["output"] = names.qkv[2]  # with fewer key heads than heads, a value feeds several inputs
+    norms = {"qkv": names.input_norm, "gate_up": names.post_norm}
+    return LayerModules(members, norms, factors, names.qkv[:2])

@@ -1,0 +1,96 @@
+"""A whole checkpoint of quantized layers: the artefacts as its shards, and everything else as it was."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tessera.checkpoint.config import CheckpointConfig
+from tessera.checkpoint.weights import SafetensorsFolder, split_names
+from tessera_quantize import fp8
+from tessera_quantize.compressed import quantization_config, stored_tensors
+from tessera_quantize.layer import Recipe
+
+# The tower's linear layers, by our names; patch embedding, norms and projector stay as they are.
+_VISION = re.compile(r"layers\.\d+\.(?:attention\.(?:[qkv]_proj|qkv|output)|mlp\.linear[12])\.weight")
+_EMBEDDINGS = ("embed_tokens", "tok_embeddings")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
+
+
+def write(config: CheckpointConfig, layers: Sequence[Path], recipe: Recipe, vision_fp8: bool, out: Path) -> None:
+    """Writes the folder ``out``, which must not exist, of ``layers``' files: whole or not at all."""
+    draft = out.with_name(f"{out.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(config.folder, draft, ignore=shutil.ignore_patterns(*_WEIGHTS))
+    source, quantized = SafetensorsFolder(config.folder), _names(layers)
+    modules = {name.rpartition(".")[0] for name in quantized if name.endswith(".weight_scale")}
+    rest = {name: source.get(name) for name in source.names() if name not in quantized}
+    rest = {name: tensor for name, tensor in rest.items() if name.rpartition(".")[0] not in modules}
+    vision = []
+    for name, ours in split_names(source.names(), config)["vision"].items() if vision_fp8 else ():
+        if _VISION.fullmatch(ours):
+            vision.append(name.removesuffix(".weight"))
+            weight = rest.pop(name)
+            made = stored_tensors(fp8.quantize(weight.float(), weight.dtype), symmetric=True)
+            rest |= {f"{vision[-1]}.{leaf}": tensor for leaf, tensor in made.items()}
+    ignore = [name.removesuffix(".weight") for name, tensor in rest.items() if _is_linear(name, tensor)]
+    ignore = [name for name in ignore if name not in vision]
+    # The output head may share the embedding's weight and have no tensor of its own.
+    head = f"language_model.{'output' if 'InternLM2' in config.text.architecture else 'lm_head'}"
+    _write_shards(draft, layers, rest)
+    raw = dict(config.raw)
+    raw["quantization_config"] = quantization_config(
+        recipe.method,
+        recipe.group_size,
+        recipe.symmetric,
+        {_module_name(config, name) for name in (*ignore, head)},
+        {_module_name(config, name) for name in vision},
+    )
+    (draft / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    draft.rename(out)
+
+
+def weight_bytes(folder: Path) -> int:
+    """What all tensors of a checkpoint take on disk."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _is_linear(name: str, tensor: torch.Tensor) -> bool:
+    module, _, leaf = name.rpartition(".")
+    return leaf == "weight" and tensor.dim() == 2 and not module.endswith(_EMBEDDINGS)
+
+
+def _module_name(config: CheckpointConfig, stored: str) -> str:
+    """What the checkpoint's own code calls a module, and with it whoever reads ``quantization_config``."""
+    for pattern, begin in config.module_names:
+        if match := re.match(pattern, stored):
+            return begin + stored[match.end() :]
+    return stored
+
+
+def _names(files: Iterable[Path]) -> set[str]:
+    found: set[str] = set()
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            found |= set(file.keys())
+    return found
+
+
+def _write_shards(folder: Path, layers: Sequence[Path], rest: Mapping[str, torch.Tensor]) -> None:
+    count = len(layers) + 1
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    save_file(dict(rest), folder / names[0], metadata={"format": "pt"})
+    weight_map = dict.fromkeys(rest, names[0])
+    for path, name in zip(layers, names[1:], strict=True):
+        shutil.copyfile(path, folder / name)
+        weight_map |= dict.fromkeys(_names([path]), name)
+    size = sum((folder / name).stat().st_size for name in names)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,272 @@
+"""The whole of ``tessera quantize``: inputs, layers, checkpoint, report; each phase leaves an artefact.
+
+What each phase leaves on disk, so that a killed run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tessera.checkpoint.config import CheckpointConfig, read_config
+from tessera.errors import ConfigError
+from tessera.models.family import checkpoint_id
+from tessera.models.registry import family_for
+from tessera.settings.user_cache import write_whole
+from tessera_evaluation.datasets import Item
+from tessera_quantize import checkpoint, samples
+from tessera_quantize.body import Body
+from tessera_quantize.compressed import dequantized
+from tessera_quantize.layer import LayerQuantizer, Recipe
+from tessera_quantize.samples import Chain, Sample
+
+#: (what it is about, how many steps) -> a context that gives what to call after each step
+Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do. ``calibration`` and ``held_out``: questions for the search, and those the report is about.
+
+    ``compare``: also search with RTN, and with the method on words alone, for the report's table. ``policies``: names
+    of tile policies, and what a request says for them, that recall is measured with.
+    """
+
+    source: Path
+    out: Path
+    recipe: Recipe
+    calibration: Sequence[Item]
+    held_out: Sequence[Item]
+    device: str = "cpu"
+    vision_fp8: bool = False
+    compare: bool = True
+    policies: tuple[tuple[str, Any], ...] = (("checkpoint's own", None),)
+
+    @property
+    def work(self) -> Path:
+        """Where the artefacts lie until all is done."""
+        return self.out.with_name(f"{self.out.name}.work")
+
+    @property
+    def rows(self) -> dict[str, Recipe]:
+        """The report's rows by name; the first is the one that is written."""
+        rows = {self.recipe.method: self.recipe}
+        if self.compare and self.recipe.method in ("awq", "gptq"):
+            rows["rtn"] = replace(self.recipe, method="rtn")
+            rows[f"{self.recipe.method}, words alone"] = replace(self.recipe, pictures=False)
+        return rows
+
+    def settings(self) -> dict[str, Any]:
+        """What an artefact depends on, as JSON."""
+        parts = self.calibration, self.held_out
+        return {
+            "checkpoint": checkpoint_id(self.source).hex(),
+            "recipe": asdict(self.recipe),
+            "vision_fp8": self.vision_fp8,
+            "device": self.device,
+            "questions": [[[item.picture.name, item.question, item.answer] for item in part] for part in parts],
+        }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report. ``errors``: by layer, each module's share of its outputs' squares that is error.
+
+    ``kl``: the mean divergence from the original in nats, over the words of held-out questions and their answers;
+    ``answers_kl`` over the answers alone. ``same``: the share of those words whose likeliest token is the original's.
+    ``recall``: figures by tile policy.
+    """
+
+    name: str
+    recipe: Recipe | None
+    bytes: int
+    errors: list[dict[str, float]]
+    kl: float
+    answers_kl: float
+    same: float
+    recall: dict[str, dict[str, Any]]
+
+
+def run(job: Job, progress: Progress) -> list[Row]:
+    """Quantizes ``job.source`` into ``job.out``; returns the report's rows, the original first.
+
+    Raises CheckpointError, ConfigError or, of a policy, InvalidRequest saying what does not fit. After a kill, the same
+    call goes on.
+    """
+    if job.out.exists():
+        raise ConfigError(f"{job.out} exists; name a folder that does not")
+    config = read_config(job.source)
+    if any("quantization_config" in (config.raw.get(name) or {}) for name in ("text_config", "llm_config")) or (
+        "quantization_config" in config.raw
+    ):
+        raise ConfigError(f"{job.source} is quantized already; name the original checkpoint")
+    for _, policy in job.policies:  # now, and not after hours of work
+        family_for(config).policy({"tile_policy": policy})
+    claim(job.work, job.settings())
+    dtype = torch.float32 if job.device == "cpu" else torch.bfloat16
+    body = Body(config, dtype, torch.device(job.device))
+    inputs = _Inputs(job, config, body, progress)
+    held_out = inputs.samples("held-out", job.held_out, pictures=True)
+    original = _last_hidden(body, held_out, progress)
+    rows, folders = [], {"original": job.source}
+    for name, recipe in job.rows.items():
+        calibration = inputs.samples(
+            "calibration" if recipe.pictures else "words", job.calibration, pictures=recipe.pictures
+        )
+        place = job.work / name.replace(", ", "-").replace(" ", "-")
+        files, errors, hidden = _quantize_layers(body, recipe, calibration, held_out, place, name, progress)
+        folders[name] = place / "checkpoint"
+        if not folders[name].exists():
+            checkpoint.write(config, files, recipe, job.vision_fp8, folders[name])
+        figures = _divergence(body, original, hidden)
+        rows.append(Row(name, recipe, checkpoint.weight_bytes(folders[name]), errors, *figures, {}))
+    del body, inputs  # room for the engine
+    rows.insert(0, Row("original", None, checkpoint.weight_bytes(job.source), [], 0.0, 0.0, 1.0, {}))
+    for name, policy in job.policies:
+        requests = None
+        for row in rows:
+            if requests is None or job.vision_fp8:
+                with progress(f"pictures: {name}", len(job.held_out)) as advance:
+                    requests = samples.ask(folders[row.name], job.held_out, job.device, policy, advance)
+            with progress(f"recall: {row.name}", len(job.held_out)) as advance:
+                row.recall[name] = samples.figures(folders[row.name], job.held_out, requests, job.device, advance)
+    return rows
+
+
+def finish(job: Job) -> None:
+    """Moves the checkpoint to its place and deletes the artefacts; called when the report is in it."""
+    (job.work / job.recipe.method / "checkpoint").rename(job.out)
+    shutil.rmtree(job.work)
+
+
+_TENSORS = ("hidden", "positions", "weights")
+
+
+class _Inputs:
+    """Samples as artefacts; pictures go through the serving stages, loaded when the first are missing."""
+
+    def __init__(self, job: Job, config: CheckpointConfig, body: Body, progress: Progress) -> None:
+        self._job, self._config, self._body, self._progress = job, config, body, progress
+        self._chain: Chain | None = None
+
+    def samples(self, name: str, items: Sequence[Item], pictures: bool) -> list[Sample]:
+        def make() -> Made:
+            self._chain = self._chain or Chain(self._config, self._job.device)
+            with self._progress(f"inputs: {name}", len(items)) as advance:
+                made = list(self._chain.samples(self._body, items, pictures, advance))
+            tensors = {
+                f"{index}.{name}": getattr(sample, name) for index, sample in enumerate(made) for name in _TENSORS
+            }
+            return tensors, {"counts": [[sample.answer, sample.text] for sample in made]}
+
+        tensors, facts = kept(self._job.work / f"inputs-{name}.safetensors", make)
+        return [
+            Sample(*(tensors[f"{index}.{name}"] for name in _TENSORS), answer, text)  # type: ignore[arg-type,call-arg]
+            for index, (answer, text) in enumerate(facts["counts"])
+        ]
+
+
+def _quantize_layers(
+    body: Body,
+    recipe: Recipe,
+    calibration: list[Sample],
+    held_out: list[Sample],
+    folder: Path,
+    name: str,
+    progress: Progress,
+) -> tuple[list[Path], list[dict[str, float]], list[Sample]]:
+    """The layers' files, the modules' errors, and what the held-out samples became behind the last layer."""
+    files, errors = [], []
+    with progress(f"layers: {name}", body.layers) as advance:
+        for index in range(body.layers):
+            path = folder / f"layer-{index:03d}.safetensors"
+            tensors, facts = kept(path, lambda: _made(body, index, recipe, calibration))  # noqa: B023
+            body.load(_plain(body, index, tensors))
+            fp8 = recipe.method == "fp8"
+            calibration, held_out = (
+                [sample._replace(hidden=body.run(sample.hidden, sample.positions, fp8)) for sample in samples]
+                for samples in (calibration, held_out)
+            )
+            files.append(path)
+            errors.append(facts["errors"])
+            advance()
+    return files, errors, held_out
+
+
+def _made(body: Body, index: int, recipe: Recipe, samples: list[Sample]) -> Made:
+    tensors, errors = LayerQuantizer(body, index, recipe, samples).quantize()
+    return {body.stored_name(index, name): tensor for name, tensor in tensors.items()}, {"errors": errors}
+
+
+def _plain(body: Body, index: int, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A layer's tensors as its file holds them -> unquantized, by our names."""
+    ours = {body.stored_name(index, name).rpartition(".")[0]: name.rpartition(".")[0] for name in body.tensors(index)}
+    modules: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in stored.items():
+        module, _, leaf = name.rpartition(".")
+        modules.setdefault(ours[module], {})[leaf] = tensor
+    return {name: tensor for module, leaves in modules.items() for name, tensor in _leaves(module, leaves)}
+
+
+def _leaves(module: str, leaves: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    if "weight_scale" in leaves:
+        yield f"{module}.weight", dequantized(leaves)
+        leaves = {leaf: tensor for leaf, tensor in leaves.items() if leaf == "bias"}
+    for leaf, tensor in leaves.items():
+        yield f"{module}.{leaf}", tensor
+
+
+def _last_hidden(body: Body, samples: list[Sample], progress: Progress) -> list[Sample]:
+    """What ``samples`` become behind the last layer of the original model."""
+    with progress("layers: original", body.layers) as advance:
+        for index in range(body.layers):
+            body.load(body.tensors(index))
+            samples = [sample._replace(hidden=body.run(sample.hidden, sample.positions)) for sample in samples]
+            advance()
+    return samples
+
+
+def _divergence(body: Body, original: Sequence[Sample], quantized: Sequence[Sample]) -> tuple[float, float, float]:
+    """A Row's ``kl``, ``answers_kl`` and ``same``, of what samples are behind the last layer."""
+    words, answers, same = [], [], []
+    for before, after in zip(original, quantized, strict=True):
+        p, q = (body.logits(each.hidden[-each.text :]).log_softmax(-1) for each in (before, after))
+        divergence = (p.exp() * (p - q)).sum(-1)
+        words.append(divergence)
+        answers.append(divergence[-before.answer :])
+        same.append((p.argmax(-1) == q.argmax(-1)).float())
+    kl, answers_kl, share = (float(torch.cat(parts).mean()) for parts in (words, answers, same))
+    return kl, answers_kl, share
+
+
+Made = tuple[dict[str, torch.Tensor], dict[str, Any]]
+
+
+def kept(path: Path, make: Callable[[], Made]) -> Made:
+    """Tensors from ``path`` (.safetensors) and facts from the JSON beside it; ``make`` makes both if it is not there.
+
+    They are read from disk in either case: whoever resumes sees what an undisturbed run sees.
+    """
+    beside = path.with_suffix(".json")
+    if not path.exists():
+        tensors, facts = make()
+        write_whole(beside, lambda draft: draft.write_text(json.dumps(facts)))
+        write_whole(path, lambda draft: save_file(tensors, draft, metadata={"format": "pt"}))  # last: it says "done"
+    return load_file(path), json.loads(beside.read_text())
+
+
+def claim(folder: Path, settings: dict[str, Any]) -> None:
+    """Makes ``folder`` the place of a run with these settings. Raises ConfigError where another run's lie there."""
+    path, text = folder / "settings.json", json.dumps(settings, indent=1, sort_keys=True)
+    if not path.exists():
+        write_whole(path, lambda draft: draft.write_text(text))
+    elif path.read_text() != text:
+        raise ConfigError(f"{folder} holds the artefacts of a run with other settings: finish that run or delete them")

@@ -1,0 +1,162 @@
+"""The contract of attention over paged keys and values.
+
+Once a step the runner asks for a plan (indices, masks: whatever can be shared by all layers); each layer then calls
+:meth:`AttentionBackend.attend` with its fused q, k, v. Rotating, storing and attending are one call, so that a
+backend may fuse them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
+
+import numpy as np
+import torch
+
+from tessera.attention.kv_storage import KvStorage
+from tessera.errors import ConfigError
+from tessera.kernels.deferred import Unfinished, finished
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Query heads, key/value heads, and their size."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class SpanTable:
+    """Where each sequence of the batch stands, on the host: int64 [s] each, and block numbers [s, most blocks].
+
+    Sequence i's queries are packed rows [row[i], row[i] + count[i]); they see positions [0, context[i]), the last
+    ``count`` of them their own. ``blocks`` is padded with 0.
+    """
+
+    row: np.ndarray
+    count: np.ndarray
+    context: np.ndarray
+    blocks: np.ndarray
+
+    def last_rows(self, which: np.ndarray) -> SpanTable:
+        """The table of one query a sequence, its last, for the sequences that ``which`` (bool [s]) picks."""
+        ones = np.ones(int(which.sum()), np.int64)
+        return SpanTable(np.arange(len(ones)), ones, self.context[which], self.blocks[which])
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """One step's attention, the same for all layers but the last.
+
+    ``cos`` and ``sin`` float32 [n, head_dim / 2], ``slots`` int64 [n] for the n new tokens. ``rows`` int64 [m]: the
+    queries that matter, None for all n; only the last layer drops any. ``plan`` is the backend's own, made for
+    those queries.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    slots: torch.Tensor
+    rows: torch.Tensor | None
+    plan: Any
+
+
+class StaticPieces(ABC):
+    """A step's spans in memory that stays where it is: a CUDA graph may hold their plan."""
+
+    @abstractmethod
+    def plan(self, most_tokens: int) -> Any:
+        """The backend's plan for all spans, of this many tokens at most; rows of no span are not attended."""
+
+    @abstractmethod
+    def last(self, most_tokens: int) -> tuple[torch.Tensor, Any]:
+        """Each span's last query: its row, int64 [s], and the backend's plan for them. What is no span has row 0."""
+
+    @abstractmethod
+    def load(self, table: SpanTable) -> None:
+        """Puts a step's spans there, in place of those before."""
+
+
+class AttentionBackend(ABC):
+    """Attention of one model on one cache."""
+
+    def __init__(self, shape: HeadShape, storage: KvStorage) -> None:
+        self.shape = shape
+        self.storage = storage
+        self.scale = shape.head_dim**-0.5
+
+    @abstractmethod
+    def plan(self, table: SpanTable) -> Any:
+        """What all layers share for these queries and contexts."""
+
+    def captured_plan(self, context: torch.Tensor, blocks: torch.Tensor) -> Any:
+        """A plan for one query a sequence that reads ``context`` int64 [s] and ``blocks`` [most, s] on the device.
+
+        A CUDA graph may hold it: whatever stands in them at a replay counts. A sequence of context 0 is a dummy, and
+        its slot is -1. Raises ConfigError in backends that need to know the numbers beforehand.
+        """
+        raise self._no_graphs()
+
+    def static_pieces(self, most_sequences: int, most_tokens: int, most_blocks: int) -> StaticPieces:
+        """Room for the spans of a step. Raises ConfigError as :meth:`captured_plan`."""
+        raise self._no_graphs()
+
+    def _no_graphs(self) -> ConfigError:
+        return ConfigError(
+            f"engine: attention {type(self).__name__} cannot run in CUDA graphs; set graph_batch_size to 0"
+        )
+
+    @abstractmethod
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+        """q [m, heads, head_dim] -> the same shape.
+
+        Everything a query sees is in the storage already; k and v [n, kv_heads, head_dim] are the new part of it, as
+        the storage gives it back.
+        """
+
+    def attend(self, layer: int, qkv: torch.Tensor | Unfinished, step: AttentionStep) -> torch.Tensor:
+        """qkv [n, (heads + 2 * kv_heads) * head_dim] -> [n or m, heads * head_dim]."""
+        qkv = finished(qkv)
+        heads, kv_heads = self.shape.heads, self.shape.kv_heads
+        split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
+        rotated = rotate(split[:, : heads + kv_heads], step.cos, step.sin)
+        q, k, v = rotated[:, :heads], rotated[:, heads:], split[:, heads + kv_heads :]
+        k, v = self.storage.write(layer, step.slots, k, v)
+        if step.rows is not None:
+            q = q[step.rows]
+        return self._attend(layer, q, k, v, step.plan).flatten(1)
+
+
+def slots_of(blocks: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    """Slots of positions [.., p] of sequences that hold the blocks [.., most]."""
+    return np.take_along_axis(blocks, positions // block_size, axis=-1) * block_size + positions % block_size
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [n, heads, head_dim] by cos, sin [n, head_dim / 2] -> a new tensor of x's shape and dtype."""
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return out
+
+
+_BACKENDS = {
+    "torch": "tessera.attention.torch_backend:TorchBackend",
+    "sdpa": "tessera.attention.torch_backend:SdpaBackend",
+    "triton": "tessera.attention.triton_backend:TritonBackend",
+}
+
+
+def create_backend(name: str, shape: HeadShape, storage: KvStorage) -> AttentionBackend:
+    """The backend called ``name``; "auto" is triton on a GPU, sdpa elsewhere. ConfigError for unknown names."""
+    if name == "auto":
+        name = "triton" if storage.keys[0].is_cuda else "sdpa"
+    if name not in _BACKENDS:
+        raise ConfigError(f"engine: attention {name!r} is not known; known are auto, {', '.join(_BACKENDS)}")
+    return resolve_name(_BACKENDS[name])(shape, storage)

@@ -1,0 +1,121 @@
+"""torch's scaled_dot_product_attention over gathered blocks: one call for all single queries, one a prompt piece.
+
+The readable oracle: a loop over sequences, softmax written out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from tessera.attention.backend import AttentionBackend, SpanTable, slots_of
+from tessera.kernels.transfer import to_device
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Packed rows of one prompt piece; its context's slots and ``mask`` are None where it starts its sequence."""
+
+    rows: slice
+    slots: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The first ``singles`` queries, their slots [singles * length] and mask [singles, 1, 1, length]; then pieces."""
+
+    singles: int
+    slots: torch.Tensor
+    mask: torch.Tensor
+    pieces: list[_Piece]
+
+
+class SdpaBackend(AttentionBackend):
+    """The default on the CPU. A group of query heads shares its key head as several queries of one head."""
+
+    def plan(self, table: SpanTable) -> _Plan:
+        singles = int((table.count == 1).sum())  # they come first
+        context, size = table.context[:singles, None], self.storage.block_size
+        # Behind a context the last position is read again, and masked: what lies there may be NaN.
+        positions = np.arange(context.max(initial=0))[None]
+        seen = np.minimum(positions, context - 1)
+        slots = slots_of(table.blocks[:singles], seen, size)
+        columns = (table.row, table.count, table.context, table.blocks)
+        pieces = [self._piece(*line) for line in zip(*(column[singles:] for column in columns))]
+        bias = self._bias(positions >= context)[:, None, None]
+        return _Plan(singles, self._tensor(slots.reshape(-1)), bias, pieces)
+
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if plan.singles:
+            out[: plan.singles] = self._attend_singles(layer, q[: plan.singles], plan)
+        for piece in plan.pieces:
+            out[piece.rows] = self._attend_piece(layer, q[piece.rows], k, v, piece)
+        return out
+
+    def _attend_singles(self, layer: int, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        kv_heads, head_dim = self.shape.kv_heads, self.shape.head_dim
+        shape = (plan.singles, -1, kv_heads, head_dim)
+        keys, values = (part.view(shape).transpose(1, 2) for part in self.storage.read(layer, plan.slots))
+        grouped = q.view(plan.singles, kv_heads, -1, head_dim)
+        attended = F.scaled_dot_product_attention(grouped, keys, values, plan.mask, scale=self.scale)
+        return attended.reshape(q.shape)
+
+    def _attend_piece(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece
+    ) -> torch.Tensor:
+        if piece.slots is None:
+            keys, values = k[piece.rows], v[piece.rows]
+        else:
+            keys, values = self.storage.read(layer, piece.slots)
+        q, keys, values = (part.transpose(0, 1)[None] for part in (q, keys, values))
+        causal = piece.mask is None
+        attended = F.scaled_dot_product_attention(
+            q, keys, values, piece.mask, is_causal=causal, scale=self.scale, enable_gqa=True
+        )
+        return attended[0].transpose(0, 1)
+
+    def _piece(self, row: int, count: int, context: int, blocks: np.ndarray) -> _Piece:
+        rows = slice(int(row), int(row + count))
+        if count == context:
+            return _Piece(rows, None, None)
+        positions = np.arange(context)
+        unseen = positions[None] > positions[-count:, None]
+        return _Piece(rows, self._tensor(slots_of(blocks, positions, self.storage.block_size)), self._bias(unseen))
+
+    def _bias(self, unseen: np.ndarray) -> torch.Tensor:
+        """0 where a query may look, -inf elsewhere, in the model's dtype."""
+        bias = torch.zeros(unseen.shape, dtype=self.storage.dtype, device=self.storage.keys[0].device)
+        return bias.masked_fill_(self._tensor(unseen), float("-inf"))
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return to_device(array, self.storage.keys[0].device)
+
+
+class TorchBackend(AttentionBackend):
+    """Slow and plain; every other backend is tested against it."""
+
+    def plan(self, table: SpanTable) -> SpanTable:
+        return table
+
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+        out = torch.empty_like(q)
+        for row, count, context, blocks in zip(plan.row, plan.count, plan.context, plan.blocks):
+            slots = slots_of(blocks, np.arange(context), self.storage.block_size)
+            keys, values = self.storage.read(layer, torch.from_numpy(slots).to(q.device))
+            out[row : row + count] = self._attend_one(q[row : row + count], keys.float(), values.float())
+        return out
+
+    def _attend_one(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        group = self.shape.heads // self.shape.kv_heads
+        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * self.scale
+        query_positions = torch.arange(len(keys) - len(q), len(keys), device=q.device)
+        unseen = torch.arange(len(keys), device=q.device)[None] > query_positions[:, None]
+        weights = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
+        return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)

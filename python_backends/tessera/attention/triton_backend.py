@@ -1,0 +1,164 @@
+"""Our own kernels: rotate and store in one launch, split-K decoding, prefill over cached prefixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tessera.attention.backend import (
+    AttentionBackend,
+    AttentionStep,
+    HeadShape,
+    SpanTable,
+    StaticPieces,
+)
+from tessera.attention.kv_storage import KvStorage
+from tessera.kernels.deferred import Unfinished
+from tessera.kernels.paged_decode import choose_splits, decode_attention
+from tessera.kernels.rotary import rotate_and_store
+from tessera.kernels.transfer import load, to_device
+from tessera.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
+
+# Contexts that the number of splits is chosen for where a CUDA graph cannot know them.
+_USUAL_CONTEXT = 4096
+
+
+class _Singles(NamedTuple):
+    """Sequences of one query: context int64 [s], blocks int64 [most, s]."""
+
+    context: torch.Tensor
+    blocks: torch.Tensor
+    splits: int
+
+
+class _Pieces(NamedTuple):
+    """Pieces of prompts, as :func:`prefill_attention` takes them."""
+
+    rows: torch.Tensor
+    counts: torch.Tensor
+    contexts: torch.Tensor
+    blocks: torch.Tensor
+    tiles: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Single queries come first in the batch, pieces after them; any may be missing."""
+
+    singles: _Singles | None
+    pieces: _Pieces | None
+
+
+class _StaticPieces(StaticPieces):
+    """All spans as pieces, single queries too. One piece more is always empty: that of the tiles that are too many."""
+
+    def __init__(self, backend: TritonBackend, most_sequences: int, most_tokens: int, most_blocks: int) -> None:
+        self._backend, self._empty, device = backend, most_sequences, backend.storage.keys[0].device
+        self._lines = torch.zeros((3 + most_blocks, most_sequences + 1), dtype=torch.int64, device=device)
+        self._tiles = torch.zeros((self._tile_count(most_tokens), 2), dtype=torch.int32, device=device)
+
+    def plan(self, most_tokens: int) -> _Plan:
+        rows, counts, contexts = self._lines[:3]
+        tiles = self._tiles[: self._tile_count(most_tokens)]
+        return _Plan(None, _Pieces(rows, counts, contexts, self._lines[3:], tiles))
+
+    def last(self, most_tokens: int) -> tuple[torch.Tensor, _Plan]:
+        lines = self._lines[:, : min(most_tokens, self._empty)]
+        rows = (lines[0] + lines[1] - 1).clamp(min=0)
+        return rows, self._backend.captured_plan(lines[2], lines[3:])
+
+    def load(self, table: SpanTable) -> None:
+        sequences, most = table.blocks.shape
+        lines = np.zeros((3 + most, self._empty + 1), np.int64)
+        lines[:3, :sequences] = table.row, table.count, table.context
+        lines[3:, :sequences] = table.blocks.T
+        load(self._lines[: len(lines)], lines)
+        tiles = np.zeros(self._tiles.shape, np.int32)
+        tiles[:, 0] = self._empty
+        needed = prefill_tiles(table.count, table.context, self._backend.tile_queries)
+        tiles[: len(needed)] = needed
+        load(self._tiles, tiles)
+
+    def _tile_count(self, tokens: int) -> int:
+        """No step of this many tokens has more."""
+        return tokens // self._backend.tile_queries + min(tokens, self._empty)
+
+
+class TritonBackend(AttentionBackend):
+    """The default on a GPU. Pieces of prompts read keys and values as they were stored, whether they begin a prompt or
+    not; single queries have a kernel of their own."""
+
+    def __init__(self, shape: HeadShape, storage: KvStorage) -> None:
+        super().__init__(shape, storage)
+        self._device = storage.keys[0].device
+        plan = default_plan(shape.head_dim, storage.dtype)
+        self.tile_queries = plan.rows // (shape.heads // shape.kv_heads)
+        self._processors = 1
+        if self._device.type == "cuda":
+            self._processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+
+    def plan(self, table: SpanTable) -> _Plan:
+        single = table.count == 1  # they come first
+        return _Plan(
+            self._singles(table, single) if single.any() else None,
+            None if single.all() else self._pieces(table, ~single),
+        )
+
+    def captured_plan(self, context: torch.Tensor, blocks: torch.Tensor) -> _Plan:
+        most = min(blocks.shape[0] * self.storage.block_size, _USUAL_CONTEXT)
+        return _Plan(_Singles(context, blocks, self._splits(len(context), most)), None)
+
+    def static_pieces(self, most_sequences: int, most_tokens: int, most_blocks: int) -> StaticPieces:
+        return _StaticPieces(self, most_sequences, most_tokens, most_blocks)
+
+    def attend(self, layer: int, qkv: torch.Tensor | Unfinished, step: AttentionStep) -> torch.Tensor:
+        """Rotates the queries in ``qkv`` itself."""
+        heads, kv_heads = self.shape.heads, self.shape.kv_heads
+        keys, values, *scales = self.storage.tensors(layer)
+        rotated = rotate_and_store(qkv, step.cos, step.sin, step.slots, keys, values, heads, *scales)
+        q, k, v = rotated.view(rotated.shape[0], -1, self.shape.head_dim).split((heads, kv_heads, kv_heads), dim=1)
+        if step.rows is not None:
+            q = q[step.rows]
+        return self._attend(layer, q, k, v, step.plan).flatten(1)
+
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+        keys, values, key_scales, value_scales = self.storage.tensors(layer)
+        scales: dict[str, Any] = {"key_scales": key_scales, "value_scales": value_scales}
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        singles: _Singles | None = plan.singles
+        pieces: _Pieces | None = plan.pieces
+        if singles is not None:
+            first = len(singles.context)
+            tables = (singles.blocks, singles.context)
+            decode_attention(q[:first], keys, values, *tables, self.scale, singles.splits, out[:first], **scales)
+        if pieces is not None:
+            prefill_attention(q, keys, values, *pieces, self.scale, out, **scales)
+        return out
+
+    def _singles(self, table: SpanTable, which: np.ndarray) -> _Singles:
+        context, blocks = table.context[which], self._blocks(table, which)
+        splits = self._splits(len(context), int(context.max()))
+        return _Singles(self._tensor(context), self._tensor(blocks), splits)
+
+    def _pieces(self, table: SpanTable, which: np.ndarray) -> _Pieces:
+        return _Pieces(
+            self._tensor(table.row[which]),
+            self._tensor(table.count[which]),
+            self._tensor(table.context[which]),
+            self._tensor(self._blocks(table, which)),
+            self._tensor(prefill_tiles(table.count[which], table.context[which], self.tile_queries)),
+        )
+
+    def _blocks(self, table: SpanTable, which: np.ndarray) -> np.ndarray:
+        """Block numbers int64 [most, s]: the sequences' tables as columns, as the kernels want them."""
+        most = -(-int(table.context[which].max()) // self.storage.block_size)
+        return table.blocks[which, :most].T
+
+    def _splits(self, sequences: int, most_tokens: int) -> int:
+        return choose_splits(sequences, self.shape.kv_heads, most_tokens, self._processors)
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return to_device(array, self._device)

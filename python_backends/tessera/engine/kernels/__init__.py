@@ -1,4 +1,0 @@
-"""Triton kernels (the kernel language), one and its launcher a file; importing any of them imports triton.
-
-:mod:`tessera.engine.kernels.reference` holds each one's readable twin in torch.
-"""

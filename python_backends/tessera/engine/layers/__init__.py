@@ -1,1 +1,0 @@
-"""The parts that the text models are built of."""

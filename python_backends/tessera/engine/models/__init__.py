@@ -1,1 +1,0 @@
-"""The text models, one architecture a file, and the table from checkpoint names to them."""

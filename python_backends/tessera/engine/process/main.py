@@ -1,0 +1,185 @@
+"""The engine's own process: serves one stage (`engine_process.py`) until it says stop or is gone.
+
+Steps an engine for as long as it runs, whatever a step does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from tessera.engine.engine import Engine
+from tessera.engine.kv_cache.embedding_pool import rows_at
+from tessera.engine.process.messages import Cancel, Count, Counts, Ready, Rows, Start, Stop, Submit, Taken, Wire
+from tessera.engine.progress import Progress
+from tessera.engine.structured_output.compiling import GrammarLane
+from tessera.errors import TesseraError, Unavailable, end_process_if_lost
+
+_LOG = logging.getLogger(__name__)
+# So soon the thread that steps gets the interpreter back from the one that listens; Python's 5 ms are a step.
+SWITCH_S = 0.0005
+
+
+class EngineServer:
+    """Listens on a thread of its own and steps on the caller's."""
+
+    def __init__(self, wire: Wire, engine: Engine, slab: torch.Tensor | None) -> None:
+        self._wire = wire
+        self._engine = engine
+        self._slab = slab
+        self._loop = StepLoop(engine, self._tell)
+        self._grammars = GrammarLane(engine, self._take, self._answer, self._tell)
+
+    def serve(self) -> None:
+        threading.Thread(target=self._listen, name="listen", daemon=True).start()
+        self._loop.run()
+        self._slab = None  # CUDA tells the stage that nobody reads it any more
+
+    def _listen(self) -> None:
+        try:
+            while not isinstance(message := self._wire.receive(), Stop):
+                self._hear(message)
+        except (EOFError, OSError):
+            os._exit(0)  # the stage is gone: nobody waits for anything, least of all for a step
+        except Exception:  # an engine that hears nothing any more is as good as dead
+            _LOG.exception("a message of the stage could not be understood")
+            logging.shutdown()
+            os._exit(1)
+        self._loop.stop()
+
+    def _hear(self, message: Any) -> None:
+        if isinstance(message, Submit):
+            if self._engine.has_grammar(message.request.sampling):
+                self._take(message)
+            else:
+                self._wait_for_grammar(message)
+        elif isinstance(message, Cancel):
+            if not self._grammars.cancel(message.number, message.reason):
+                self._engine.cancel(message.number, message.reason)
+                self._loop.wake()
+        elif isinstance(message, Count):
+            self._wire.send(Counts(self._engine.metrics.snapshot()))
+        else:
+            _LOG.error("%s is no message for the engine", type(message).__name__)
+
+    def _wait_for_grammar(self, message: Submit) -> None:
+        try:
+            self._grammars.put(message)
+        except TesseraError as error:
+            self._answer(message.request.number, error)
+
+    def _take(self, message: Submit) -> None:
+        self._answer(message.request.number, self._submit(message))
+        self._loop.wake()
+
+    def _answer(self, number: int, refusal: TesseraError | None) -> None:
+        self._wire.send(Taken(number, refusal))
+
+    def _submit(self, message: Submit) -> TesseraError | None:
+        try:
+            rows = None if message.rows is None else self._opened(message.rows)
+            self._engine.submit(replace(message.request, embeddings=rows))
+        except TesseraError as error:
+            return error
+        except Exception:
+            _LOG.exception("a request could not be taken")
+            return Unavailable("the language model could not take the request; the server's log says why")
+        return None
+
+    def _opened(self, rows: Rows) -> torch.Tensor:
+        if rows.place is not None:
+            assert self._slab is not None
+            return rows_at(self._slab, rows.place, rows.shape, rows.dtype)
+        data = torch.frombuffer(bytearray(rows.data), dtype=torch.uint8)
+        return rows_at(data if self._slab is None else data.pin_memory(), 0, rows.shape, rows.dtype)
+
+    def _tell(self, progress: Progress) -> None:
+        if progress:
+            self._wire.send(progress)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="language_model: %(message)s")
+    sys.setswitchinterval(SWITCH_S)
+    wire = Wire(Connection(int(sys.argv[1])))
+    try:
+        start: Start = wire.receive()
+        try:
+            engine = Engine.from_checkpoint(start.folder, start.config)
+        except TesseraError as error:
+            wire.send(error)
+            return
+        slab = None if start.slab is None else start.slab[0](*start.slab[1])
+        wire.send(Ready(engine.metrics.snapshot(), engine.weights, engine.weight_bytes))
+        EngineServer(wire, engine, slab).serve()
+    except (EOFError, OSError):
+        pass  # the stage is gone
+    # Whatever else still runs (a step that waits for a GPU) must not keep the process.
+    logging.shutdown()
+    os._exit(0)
+
+
+_IDLE_SECONDS = 5.0
+
+
+class StepLoop:
+    """Steps ``engine`` while it has work and gives what came of each step to ``tell``, which must be quick.
+
+    A step that raises ends the requests it may have seen with reason "error"; those that come after are served. If it
+    cost the GPU, the process ends. Other threads submit and cancel at the engine and then :meth:`wake` the loop.
+    """
+
+    def __init__(self, engine: Engine, tell: Callable[[Progress], None]) -> None:
+        self._engine = engine
+        self._tell = tell
+        self._wake = threading.Event()
+        self._stopping = False
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Lets :meth:`run` end all requests with reason "error" and return."""
+        self._stopping = True
+        self._wake.set()
+
+    def run(self) -> None:
+        """Returns after :meth:`stop`; nothing is told afterwards."""
+        checked = False
+        while not self._stopping:
+            self._wake.clear()  # before looking, so that whatever comes later wakes us
+            if self._engine.has_work():
+                self._tell(self._step())
+                checked = False
+            elif not self._wake.wait(None if checked else _IDLE_SECONDS):
+                self._check_books()
+                checked = True
+        self._tell(self._engine.close("the language model is stopping"))
+
+    def _step(self) -> Progress:
+        try:
+            return self._engine.step()
+        except Exception:
+            _LOG.exception("a step of the language model failed")
+            end_process_if_lost()
+            return self._engine.fail_all("a step failed; the server's log says why")
+
+    def _check_books(self) -> None:
+        """Idle is the time to look for leaked blocks; books found wrong are begun again."""
+        try:
+            self._engine.scheduler.check()
+        except AssertionError:
+            _LOG.exception("the books of the key/value cache were wrong and are begun again")
+            self._tell(self._engine.fail_all("the key/value cache had to be cleared"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""How a linear layer stores and applies its weights: one scheme a file."""

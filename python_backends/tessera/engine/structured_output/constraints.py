@@ -1,0 +1,284 @@
+"""Constrained answers: which tokens may come next where an answer must match a regular expression or a JSON schema."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+from weakref import WeakSet
+
+import numpy as np
+
+from tessera.engine.structured_output.labels import label_token_ids
+from tessera.errors import InvalidRequest
+from tessera.prompt import grammar
+from tessera.prompt.sampling import SamplingParameters
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+    from tessera.prompt.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
+MOST_COMPILED_BYTES = 256 << 20
+# One counts as its bytes when it was tried, at least these, and for what its lexer grows by while masks are made.
+_LEAST_BYTES = 1 << 20
+_GROWTH_A_SECOND = 64 << 20
+# A mask may take so long on the thread that steps; a grammar so much beyond that is slow for its next masks. Most
+# are so at first only, while their lexer is built.
+_MASK_S = 0.00025
+_MOST_BEYOND_S = 0.005
+_SLOW_FOR = 64
+# What all masks of a step may take on the thread that steps; where they would take longer, they are made beside it.
+_MOST_A_STEP_S = 0.002
+_MEAN_OF = 16  # masks, about
+# Matchers of one compiled grammar share its lexer: what one finds out is quick for the others, but the memory and the
+# limits of the library count for all of them together.
+MOST_COPIES = 32
+
+_Bits: TypeAlias = "bytes | np.ndarray"  # the lowest first
+
+
+@dataclass
+class _Grammar:
+    """What all copies of one compiled grammar have in common. ``seconds``: of computing for masks, all together and
+    beyond what they may take."""
+
+    bytes: int
+    copies: int = 0
+    failed: bool = False
+    seconds: float = 0.0
+    beyond: float = 0.0
+    mean: float = 0.0  # seconds a mask, each counted as what it may take at most
+    slow_for: int = 0  # masks
+    elsewhere: int = 0  # copies that another thread follows just now
+
+    def computed(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.mean += (min(seconds, _MASK_S) - self.mean) / _MEAN_OF
+        self.beyond = max(0.0, self.beyond + seconds - _MASK_S)
+        if self.slow_for:
+            self.slow_for -= 1
+        elif self.beyond > _MOST_BEYOND_S:
+            self.beyond, self.slow_for = 0.0, _SLOW_FOR
+
+
+class Matcher:
+    """Follows one answer. ``mask``: the tokens that may come next, uint8 [ceil(vocabulary / 8)], the lowest bit first.
+
+    A stop token may come wherever the answer may end.
+    """
+
+    def __init__(self, matcher: LLMatcher, ends: np.ndarray, end: int, beside: Beside, size: int = 0) -> None:
+        """``ends``: the mask of all stop tokens; ``end``: the one that llguidance knows; ``size``: bytes."""
+        self._matcher = matcher
+        self._beside = beside
+        self._ends = ends
+        self._end = end
+        self._grammar = _Grammar(max(size, _LEAST_BYTES))
+        self.error: str | None = None
+        self.mask = self._compute(matcher.compute_bitmask)
+
+    @property
+    def worn(self) -> bool:
+        """Whether there should be no more copies, lest what others wrote ends their answers."""
+        return self._grammar.copies >= MOST_COPIES or self._grammar.failed
+
+    @property
+    def slow(self) -> bool:
+        """Whether :meth:`advance` is not for the thread that steps, but :meth:`advance_later` is.
+
+        So it is while a copy is followed elsewhere: a thread that follows another one would wait for its lexer
+        meanwhile, and hold the interpreter.
+        """
+        return self._grammar.slow_for > 0 or self._grammar.elsewhere > 0
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the masks of all that are followed, at what this one's take, would hold up a step."""
+        return len(self._beside.followed) * self._grammar.mean > _MOST_A_STEP_S
+
+    @property
+    def bytes(self) -> int:
+        """About what the compiled grammar takes by now."""
+        return self._grammar.bytes + int(self._grammar.seconds * _GROWTH_A_SECOND)
+
+    def copy(self) -> Matcher:
+        """One that goes its own way from here."""
+        self._grammar.copies += 1
+        copy = object.__new__(Matcher)
+        copy.__dict__.update(self.__dict__, _matcher=self._matcher.deep_copy())
+        self._beside.followed.add(copy)
+        return copy
+
+    def advance(self, token: int) -> None:
+        """Takes a token of the answer that is no stop token. Where nothing can follow it, ``error`` says why."""
+        self._follow(token, self._matcher.compute_bitmask)
+
+    def advance_later(self, token: int) -> Callable[[], None]:
+        """What does so on another thread, at a low priority; it must be called."""
+        self._grammar.elsewhere += 1
+        return partial(self._advance_beside, token)
+
+    def _advance_beside(self, token: int) -> None:
+        try:
+            self._follow(token, partial(self._beside.mask, self._matcher))
+        finally:
+            self._grammar.elsewhere -= 1
+
+    def _follow(self, token: int, compute: Callable[[], _Bits]) -> None:
+        try:
+            self._matcher.consume_token(token)
+            self.mask = self._compute(compute)
+        except Exception:
+            _LOG.exception("a grammar could not be followed")
+            self.error = "it could not be followed; the server's log says why"
+
+    def going_on(self) -> np.ndarray:
+        """``mask`` without the stop tokens, unless nothing else is in it."""
+        others = self.mask & ~self._ends
+        return others if others.any() else self.mask
+
+    def without(self, tokens: np.ndarray) -> None:
+        """Takes ``tokens``, a mask, out of ``mask``, before the first token."""
+        self.mask = self.mask & ~tokens
+
+    def _compute(self, compute: Callable[[], _Bits]) -> np.ndarray:
+        began = time.thread_time()
+        mask = np.frombuffer(compute(), np.uint8)[: len(self._ends)].copy()
+        may_end = mask[self._end // 8] >> self._end % 8 & 1 and self._matcher.is_accepting()
+        mask = mask | self._ends if may_end else mask & ~self._ends
+        self.error = grammar.failure(self._matcher)
+        self._grammar.computed(time.thread_time() - began)
+        if self.error is None and not mask.any():
+            self.error = grammar.NOTHING_FOLLOWS
+        if self.error is not None:
+            self._grammar.failed = True
+        return mask
+
+
+class Beside:
+    """Makes masks on a thread of the library's own, which gets of a busy CPU what others leave.
+
+    A thread of Python's must not have a low priority: it would hold the interpreter and not run.
+    """
+
+    def __init__(self, vocabulary: LLTokenizer) -> None:
+        self.followed: WeakSet[Matcher] = WeakSet()  # one for each answer
+        self._vocabulary = vocabulary
+        self._executor: LLExecutor | None = None
+
+    def mask(self, matcher: LLMatcher) -> np.ndarray:
+        """uint8, the lowest bit first. For one thread."""
+        if self._executor is None:
+            beginning = threading.Thread(target=self._begin)
+            beginning.start()
+            beginning.join()
+        assert self._executor is not None
+        masks = np.zeros((2, -(-self._vocabulary.vocab_size // 32)), np.uint32)
+        both = [(matcher, 0), (self._other, 1)]  # one alone would be made on this thread
+        self._executor.unsafe_compute_mask_ptr(both, masks.ctypes.data, masks[0].nbytes, 2)
+        return masks[0].view(np.uint8)
+
+    def _begin(self) -> None:
+        from llguidance import LLExecutor, LLMatcher
+
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), grammar.NICE)  # which its threads inherit
+        self._executor = LLExecutor(1)
+        self._other = LLMatcher(self._vocabulary, LLMatcher.grammar_from_regex("."), log_level=0)
+
+
+class Constraints:
+    """Compiles what answers must match for one vocabulary, each text now and then; any thread may ask."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Collection[int]) -> None:
+        """``vocab_size``: the model's; ``stop_ids`` are smaller."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._stop_ids = stop_ids
+        self._lock = threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: dict[tuple[str, object], Matcher] = {}  # the one used last at the end
+
+    def matcher(self, parameters: SamplingParameters) -> Matcher:
+        """At the beginning of an answer. Raises InvalidRequest where none could be constrained as asked."""
+        while True:
+            with self._lock:
+                compiled = self._compiled.pop(_asked(parameters), None)
+                if compiled is not None and not compiled.worn:
+                    self._compiled[_asked(parameters)] = compiled
+                    return compiled.copy()
+            self.compile(parameters)
+
+    def has(self, parameters: SamplingParameters) -> bool:
+        """Whether :meth:`matcher` is quick."""
+        with self._lock:
+            compiled = self._compiled.get(_asked(parameters))
+            return compiled is not None and not compiled.worn
+
+    def compile(self, parameters: SamplingParameters, size: int = 0) -> None:
+        """What :meth:`matcher` does where it has none: takes milliseconds, or seconds; nobody else waits for it.
+
+        ``size``: bytes of what is compiled, as far as they are known. What was not asked for for longest gives way.
+        """
+        if not self._stop_ids:
+            raise InvalidRequest(
+                f"{parameters.constraint} needs a checkpoint that names the token that ends an answer; this one does "
+                "not"
+            )
+        self.read_vocabulary()
+        compiled = self._compile(parameters, size)
+        with self._lock:
+            self._compiled.pop(_asked(parameters), None)
+            self._compiled[_asked(parameters)] = compiled
+            total = sum(each.bytes for each in self._compiled.values())
+            for asked, each in list(self._compiled.items())[:-1]:
+                if total > MOST_COMPILED_BYTES:
+                    total -= each.bytes
+                    del self._compiled[asked]
+
+    def read_vocabulary(self) -> None:
+        """Takes up to three seconds for 150,000 tokens, and no other thread runs meanwhile: best before any request."""
+        with self._lock:
+            if self._vocabulary is None and self._stop_ids:
+                self._vocabulary = grammar.tokenizer(self._spelling())
+                self._beside = Beside(self._vocabulary)
+
+    def _compile(self, parameters: SamplingParameters, size: int) -> Matcher:
+        assert self._vocabulary is not None
+        compiled = grammar.compiled(parameters, self._vocabulary)
+        matcher = Matcher(compiled, self._mask(self._stop_ids), min(self._stop_ids), self._beside, size)
+        if self._tokenizer.strips_space:
+            matcher.without(self._spaced)
+        if matcher.error is not None or not matcher.mask.any():
+            reason = matcher.error or "it begins with a space, which this checkpoint's tokenizer takes off an answer"
+            raise grammar.refusal(parameters.constraint or "", reason)
+        return matcher
+
+    def _spelling(self) -> grammar.Spelling:
+        encode = partial(label_token_ids, encode=partial(self._tokenizer.encode, special=False))
+        tokens = [self._spelled(token) for token in range(self._vocab_size)]
+        self._spaced = self._mask([token for token, spelled in enumerate(tokens) if spelled.startswith(b" ")])
+        return grammar.Spelling(tokens, min(self._stop_ids), encode)
+
+    def _spelled(self, token: int) -> bytes:
+        """Nothing for tokens that are no text."""
+        if token in self._stop_ids or token in self._tokenizer.special_ids:
+            return b""
+        return self._tokenizer.token_bytes(token)
+
+    def _mask(self, tokens: Collection[int]) -> np.ndarray:
+        allowed = np.zeros(-(-self._vocab_size // 8) * 8, np.uint8)
+        allowed[list(tokens)] = 1
+        return np.packbits(allowed, bitorder="little")
+
+
+def _asked(parameters: SamplingParameters) -> tuple[str, object]:
+    name = parameters.constraint
+    assert name is not None, "nothing is constrained"
+    return name, getattr(parameters, name)

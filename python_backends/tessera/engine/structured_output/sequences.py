@@ -1,0 +1,216 @@
+"""A request whose answer must match something: which token may come next depends on all before it.
+
+A request that scores labels: branch after branch of their tokens takes the place of an answer.
+
+Where masks are made that take long: beside the thread that steps, for a few answers at a time.
+
+There quick masks are made too where a step needs many, for any number of answers, on another thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tessera.engine.sequence import Report, Request, Sequence
+from tessera.engine.structured_output.constraints import Matcher
+from tessera.engine.structured_output.labels import LabelAnswer, LabelScorer
+
+
+class ConstrainedSequence(Sequence):
+    """Its next step waits until its last token is known and, where that takes long, the mask after it; the others' do
+    not."""
+
+    def __init__(self, request: Request, matcher: Matcher, lane: MaskLane, **options: Any) -> None:
+        """``options`` are Sequence's own. ``matcher`` has come as far as ``outputs``, preempted or not; ``lane`` is
+        where it goes on once it is slow."""
+        super().__init__(request, **options)
+        self._matcher = matcher
+        self._lane = lane
+        self._ready = True
+
+    def take_place(self) -> None:
+        """In the lane, or in the queue before it, where its grammar is slow from the beginning."""
+        if self._matcher.slow:
+            self._lane.holds(self)
+
+    @property
+    def pending(self) -> int:
+        return super().pending if self._ready and not self.in_flight else 0
+
+    @property
+    def parked(self) -> bool:
+        # Whose mask is made keeps its blocks if it has any, but without them need not stand in anybody's way.
+        return self._matcher.slow and not (self._lane.holds(self) and (self._ready or self.block_table))
+
+    @property
+    def failure(self) -> str | None:
+        if not self._ready or self._matcher.error is None:
+            return None
+        return f"{self.request.sampling.constraint}: {self._matcher.error}"
+
+    @property
+    def mask(self) -> np.ndarray | None:
+        short = len(self.outputs) < self.request.sampling.min_tokens
+        return self._matcher.going_on() if short else self._matcher.mask
+
+    def _accept(self, token: int, report: Report | None) -> bool:
+        taken = super()._accept(token, report)
+        if token in self.ends:  # also where the answer is complete before min_tokens
+            self.finish_reason = "stop"
+        if self.finished:
+            return taken
+        if self._matcher.slow:
+            self._ready = False
+            self._lane.run(partial(self._go_on, self._matcher.advance_later(token)))
+        elif self._matcher.crowded:
+            self._ready = False
+            self._lane.collect(partial(self._go_on_among_many, token))
+        else:
+            self._matcher.advance(token)
+            if (failure := self.failure) is not None:
+                self.finish_reason, self.error = "error", failure
+        return taken
+
+    def _go_on_among_many(self, token: int) -> None:
+        if self._matcher.slow:  # which was found out since
+            self._lane.run(partial(self._go_on, self._matcher.advance_later(token)))
+        else:
+            self._go_on(partial(self._matcher.advance, token))
+
+    def _go_on(self, advance: Callable[[], None]) -> None:
+        advance()
+        self._ready = True
+
+
+class LabelSequence(Sequence):
+    """Its ``outputs`` are the path of the branch that is asked for, in the end the best label's tokens."""
+
+    rewinds = True
+
+    def __init__(self, request: Request, scorer: LabelScorer, **options: Any) -> None:
+        """``options`` are Sequence's own."""
+        super().__init__(request, max_tokens=scorer.longest_path + 1, **options)
+        self._scorer = scorer
+        self.cache_limit = min(self.cache_limit, self.prompt_length)  # what follows is written again for every branch
+        self._follow(scorer.branch.path if scorer.branch is not None else ())
+
+    @property
+    def pending(self) -> int:
+        return 0 if self.in_flight else self.length - self.computed
+
+    @property
+    def children(self) -> tuple[int, ...]:
+        branch = self._scorer.branch
+        return () if branch is None else branch.children
+
+    @property
+    def labels(self) -> LabelAnswer | None:
+        return self._scorer.answer() if self.finish_reason == "stop" else None
+
+    def _accept(self, token: int, report: Report | None) -> bool:
+        """On to the next branch: its path takes the place of the one before, as far as they differ."""
+        assert report is not None, "nothing tells how likely the branch's children are"
+        self._scorer.observe([logprob for _, logprob in report.top])
+        branch = self._scorer.branch
+        if branch is None:
+            self.outputs = list(self._scorer.answer().tokens)
+            self.finish_reason = "stop"
+            return False
+        same = 0
+        while same < min(len(branch.path), len(self.outputs)) and branch.path[same] == self.outputs[same]:
+            same += 1
+        self._follow(branch.path)
+        # The branch's last position must run even where its keys are known: its logits are what is asked for.
+        self.computed = min(self.computed, self.prompt_length + same, self.known - 1)
+        return False
+
+    def _follow(self, path: tuple[int, ...]) -> None:
+        self.outputs = list(path)
+        self._make_places()
+        self.ids[self.prompt_length : self.known] = self.cache_ids[self.prompt_length : self.known] = path
+
+
+MOST_OUTSIDE = 64
+
+
+class MaskLane:
+    """One thread, and ``places`` for answers whose masks it makes; further ones stand outside until a place is free.
+
+    Answers are any objects, known by identity. Any thread may call.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._lock = threading.Lock()
+        self._inside: dict[object, None] = {}
+        self._outside: dict[object, None] = {}  # the first that came first
+        self._thread = ThreadPoolExecutor(1, "masks")
+        self._collected: list[Callable[[], None]] = []
+        self._quick = ThreadPoolExecutor(1, "quick masks")
+        self._last: Future[None] | None = None  # of what this one was given
+        self._news = threading.Event()
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to :meth:`wait` for."""
+        return bool(self._inside) or not (self._last is None or self._last.done())
+
+    @property
+    def full(self) -> bool:
+        """Whether there should come no more."""
+        return len(self._outside) >= MOST_OUTSIDE
+
+    def holds(self, answer: object) -> bool:
+        """Whether it has a place. It takes one, or its place outside, when it is first asked for."""
+        with self._lock:
+            if answer not in self._inside and answer not in self._outside:
+                self._outside[answer] = None
+                self._move_up()
+            return answer in self._inside
+
+    def leave(self, answer: object) -> None:
+        with self._lock:
+            self._inside.pop(answer, None)
+            self._outside.pop(answer, None)
+            self._move_up()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Runs ``work`` after all that was given before."""
+        self._thread.submit(self._run, [work])
+
+    def collect(self, work: Callable[[], None]) -> None:
+        """Keeps ``work``, which must not raise, for :meth:`begin`. For the thread that steps."""
+        self._collected.append(work)
+
+    def begin(self) -> None:
+        """Runs what was collected in turn, beside what :meth:`run` was given."""
+        if self._collected:
+            collected, self._collected = self._collected, []
+            self._last = self._quick.submit(self._run, collected)
+
+    def wake(self) -> None:
+        """Ends a :meth:`wait`, the one under way or the next."""
+        self._news.set()
+
+    def wait(self, seconds: float) -> None:
+        """Until some work is done that this has not told of yet, but no longer than this."""
+        self._news.wait(seconds)
+        self._news.clear()
+
+    def _run(self, works: list[Callable[[], None]]) -> None:
+        try:
+            for work in works:
+                work()
+        finally:
+            self._news.set()
+
+    def _move_up(self) -> None:
+        while self._outside and len(self._inside) < self._places:
+            answer = next(iter(self._outside))
+            del self._outside[answer]
+            self._inside[answer] = None

@@ -1,0 +1,225 @@
+"""The residual addition and the root-mean-square normalisation in one pass: two reads and two writes a value.
+
+The root-mean-square normalisation of single heads (Qwen3's q/k norm) inside fused q, k and v.
+
+The residual addition and the layer normalisation in one pass: two reads and two writes a value.
+
+The normalised rows may be written in e4m3, for a linear layer in FP8: half of one of the writes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tessera.kernels.deferred import Partials, Unfinished
+from tessera.kernels.fp8 import early_launch, inverse_of, largest_of, scale_of, wait_for_previous
+from tessera.kernels.fp8_rows import E4M3, Fp8Rows, empty_rows
+
+MAX_SIZE = 8192
+
+
+def add_rms_norm(
+    x: torch.Tensor | Unfinished,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    fp8: bool = False,
+) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
+    """x and residual [n, size], weight [size], all contiguous, of one dtype -> (normalised [n, size], residual).
+
+    ``residual += x`` happens in place and is rounded to the dtype, as ``residual.add_(x)``; without a residual, x is
+    the one returned. Statistics are float32; the normalised value is rounded to the dtype before it meets the weight.
+    ``fp8``: the normalised rows leave quantized, as by :func:`tessera.kernels.fp8_rows.quantize_rows` after the
+    rounding. An unfinished product is finished and rounded first. ValueError for a size over 8192, tensors that are not
+    contiguous, or an unfinished product without a residual, as the sum would have no place.
+    """
+    x_scales = scales = bias = None
+    parts = 0
+    if not isinstance(x, torch.Tensor):
+        if residual is None:
+            raise ValueError("add_rms_norm: an unfinished product without a residual")
+        if isinstance(x, Partials):
+            bias, x = x.bias, x.parts
+            parts = len(x)
+        else:
+            x, x_scales, scales, bias = x
+    n, size = x.shape[-2:]
+    if size > MAX_SIZE:
+        raise ValueError(f"add_rms_norm: rows of at most {MAX_SIZE} values, not {size}")
+    if not (x.is_contiguous() and (residual is None or residual.is_contiguous())):
+        raise ValueError("add_rms_norm: x and residual must be contiguous")
+    rows = empty_rows(n, size, x.device) if fp8 else None
+    out = torch.empty((n, size), dtype=weight.dtype, device=x.device) if rows is None else rows.values
+    block = triton.next_power_of_2(size)
+    if n:
+        given, made = (x, x_scales, scales, bias), None if rows is None else rows.scales
+        options = {"SPLITS": parts, "BLOCK": block, "num_warps": _warps(n, block, parts), **early_launch(x.device)}
+        _add_rms_norm[(n,)](*given, residual, weight, out, made, size, eps, **options)
+    return out if rows is None else rows, x if residual is None else residual
+
+
+def _warps(n: int, block: int, parts: int) -> int:
+    """Few rows have a multiprocessor each, where fewer warps reduce a row sooner; but more fetch partials sooner
+    (measured on an H200)."""
+    values_a_thread = 32 if n <= 128 and not parts else 8
+    return min(max(block // (32 * values_a_thread), 1), 16)
+
+
+@triton.jit
+def _add_rms_norm(
+    x, x_scales, x_column_scales, bias, residual, weight, out, scales, size, eps,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program a row; ``out`` is e4m3 where there are ``scales``, x [SPLITS, n, size] where it comes in parts."""
+    wait_for_previous(EARLY)
+    start = tl.program_id(0).to(tl.int64) * size
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    dtype = weight.dtype.element_ty
+    # Asked for before the reduction, so that its way from the cache hides behind the row's.
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    row = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
+    if x_scales is not None:
+        columns = tl.load(x_column_scales + column, mask=inside, other=0.0)
+        row *= tl.load(x_scales + tl.program_id(0)) * columns
+    for part in tl.static_range(1, SPLITS):
+        row += tl.load(x + part * tl.num_programs(0) * size + start + column, mask=inside, other=0.0)
+    if bias is not None:
+        row += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    row = row.to(dtype).to(tl.float32)
+    if residual is not None:
+        row += tl.load(residual + start + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = row.to(dtype)
+        tl.store(residual + start + column, rounded, mask=inside)
+        row = rounded.to(tl.float32)
+    mean_of_squares = tl.sum(row * row) / size
+    normalised = (row * tl.rsqrt(mean_of_squares + eps)).to(dtype).to(tl.float32)
+    scaled = (normalised * scale).to(dtype)
+    if scales is not None:
+        wide = scaled.to(tl.float32)
+        row_scale = scale_of(largest_of(wide))
+        tl.store(scales + tl.program_id(0), row_scale)
+        tl.store(out + start + column, (wide * inverse_of(row_scale)).to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + start + column, scaled, mask=inside)
+
+
+def norm_heads(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, kv_heads: int, eps: float) -> None:
+    """Normalises each head of q and k in place in qkv [n, (heads + 2 * kv_heads) * d]; the weights are [d].
+
+    All are contiguous and of one dtype, else ValueError. Statistics are float32; a normalised value is rounded to the
+    dtype before it meets the weight.
+    """
+    size = len(q_weight)
+    heads = qkv.shape[1] // size - 2 * kv_heads
+    if heads < 1 or qkv.shape[1] % size:
+        raise ValueError(f"norm_heads: {qkv.shape[1]} values a row are no heads of {size} beside 2 * {kv_heads}")
+    tensors = (qkv, q_weight, k_weight)
+    if not all(x.is_contiguous() and x.dtype == qkv.dtype for x in tensors) or q_weight.shape != k_weight.shape:
+        raise ValueError("norm_heads: qkv and the weights of d values each must be contiguous and of one dtype")
+    head_block, block = triton.next_power_of_2(heads + kv_heads), triton.next_power_of_2(size)
+    if len(qkv):
+        _norm_heads[(len(qkv),)](
+            qkv,
+            q_weight,
+            k_weight,
+            qkv.shape[1],
+            eps,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            SIZE=size,
+            HEAD_BLOCK=head_block,
+            BLOCK=block,
+            num_warps=min(max(head_block * block // 2048, 1), 16),  # 64 values a thread
+            **early_launch(qkv.device),
+        )
+
+
+@triton.jit
+def _norm_heads(
+    qkv,
+    q_weight,
+    k_weight,
+    width,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program a token: its heads are neighbours in memory."""
+    wait_for_previous(EARLY)
+    row = qkv + tl.program_id(0).to(tl.int64) * width
+    head = tl.arange(0, HEAD_BLOCK)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (head < HEADS + KV_HEADS) & (column < SIZE)
+    dtype = qkv.dtype.element_ty
+    of_q = tl.load(q_weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    of_k = tl.load(k_weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    values = tl.load(row + head * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    mean_of_squares = tl.sum(values * values, 1) / SIZE
+    normalised = (values * tl.rsqrt(mean_of_squares + eps)[:, None]).to(dtype).to(tl.float32)
+    scaled = normalised * tl.where(head < HEADS, of_q, of_k)
+    tl.store(row + head * SIZE + column, scaled.to(dtype), mask=inside)
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    update: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    fp8: bool = False,
+) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
+    """x and update [..., size], weight and bias [size], all contiguous, of one dtype -> (normalised sum, sum).
+
+    The sum is ``x += update``, in place and rounded to the dtype; without an update it is x, unchanged. Statistics are
+    float32 and taken from the rounded sum. With ``fp8`` the normalised rows, rounded to the dtype, are quantized as
+    :func:`tessera.kernels.fp8_rows.quantize_rows` does: values [..., size], scales [..., 1].
+    ValueError for a size over 8192 or tensors that are not contiguous.
+    """
+    size = x.shape[-1]
+    if size > MAX_SIZE:
+        raise ValueError(f"add_layer_norm: rows of at most {MAX_SIZE} values, not {size}")
+    if not (x.is_contiguous() and (update is None or update.is_contiguous())):
+        raise ValueError("add_layer_norm: x and update must be contiguous")
+    out = torch.empty_like(x, dtype=E4M3 if fp8 else x.dtype)
+    scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) if fp8 else None
+    block = triton.next_power_of_2(size)
+    # 16 values a thread: two loads of 16 bytes from each tensor in flight, few enough threads to reduce over quickly.
+    warps = min(max(block // 512, 1), 16)
+    if rows := x.numel() // size:
+        _add_layer_norm[(rows,)](x, update, weight, bias, out, scales, size, eps, BLOCK=block, num_warps=warps)
+    return out if scales is None else Fp8Rows(out, scales), x
+
+
+@triton.jit
+def _add_layer_norm(x, update, weight, bias, out, scales, size, eps, BLOCK: tl.constexpr):
+    """One program a row."""
+    start = tl.program_id(0).to(tl.int64) * size
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    dtype = x.dtype.element_ty
+    # Asked for before the reductions, so that their way from the cache hides behind the row's.
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    row = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
+    if update is not None:
+        row += tl.load(update + start + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = row.to(dtype)
+        tl.store(x + start + column, rounded, mask=inside)
+        row = rounded.to(tl.float32)
+    centred = tl.where(inside, row - tl.sum(row) / size, 0.0)
+    variance = tl.sum(centred * centred) / size
+    normed = (centred * tl.rsqrt(variance + eps) * scale + shift).to(dtype)
+    if scales is None:
+        tl.store(out + start + column, normed, mask=inside)
+    else:  # beyond the row's end are zeros, which no maximum sees
+        wide = normed.to(tl.float32)
+        row_scale = scale_of(largest_of(wide))
+        tl.store(out + start + column, (wide * inverse_of(row_scale)).to(out.dtype.element_ty), mask=inside)
+        tl.store(scales + tl.program_id(0), row_scale)

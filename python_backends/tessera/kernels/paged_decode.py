@@ -1,0 +1,284 @@
+"""One query a sequence over paged keys and values: split-K flash decoding with grouped heads, in triton."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tessera.kernels.fp8 import early_launch, wait_for_previous
+
+MAX_SPLITS = 32
+_TOKENS_A_SPLIT = 128
+_WAVES = 2
+# tl.dot wants 16 rows: the heads of a group are padded to that many.
+_ROWS = 16
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """``tokens`` of a tile of keys (a power of two, at least 16), warps of a program, stages of its load pipeline."""
+
+    tokens: int = 64
+    warps: int = 4
+    stages: int = 3
+
+
+DEFAULT_PLAN = DecodePlan()
+
+
+def choose_splits(sequences: int, kv_heads: int, most_tokens: int, sms: int) -> int:
+    """Into how many programs the context of one sequence and key head is split: a power of two up to 32.
+
+    About two programs for each of the ``sms`` multiprocessors, but no split of much less than 128 tokens of the
+    longest context, ``most_tokens``.
+    """
+    wanted = _WAVES * sms // (sequences * kv_heads)
+    sensible = -(-most_tokens // _TOKENS_A_SPLIT)
+    most = max(1, min(wanted, sensible, MAX_SPLITS))
+    return 1 << (most.bit_length() - 1)
+
+
+def check_cache(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+) -> None:
+    """ValueError unless q and out [.., heads, head_dim] and a cache [num_blocks, block_size, kv_heads, head_dim] fit.
+
+    The attention kernels want: head_dim a multiple of 16, block_size a power of two >= 16, 1..16 query heads a key
+    head, one dtype, keys and values laid out alike, and the last two dimensions of all of them contiguous. A cache of
+    another dtype has contiguous scales [num_blocks, block_size, kv_heads], both or none.
+    """
+    block_size, kv_heads, head_dim = keys.shape[1:]
+    heads = q.shape[-2]
+    if q.shape[-1] != head_dim or head_dim < 16 or head_dim % 16:
+        raise ValueError(f"head_dim: {q.shape[-1]} of q, {head_dim} of the cache; want one multiple of 16")
+    if block_size < 16 or block_size & (block_size - 1):
+        raise ValueError(f"block_size {block_size} is no power of two >= 16")
+    if heads % kv_heads or not 1 <= heads // kv_heads <= _ROWS:
+        raise ValueError(f"{heads} heads over {kv_heads} key heads; want 1..{_ROWS} each, all alike")
+    if keys.shape != values.shape or keys.stride() != values.stride():
+        raise ValueError("keys and values differ in shape or strides")
+    if q.shape != out.shape:
+        raise ValueError(f"q is {tuple(q.shape)}, out {tuple(out.shape)}")
+    given = [scales for scales in (key_scales, value_scales) if scales is not None]
+    if any(scales.shape != keys.shape[:3] or not scales.is_contiguous() for scales in given) or len(given) == 1:
+        raise ValueError(f"scales are {[tuple(scales.shape) for scales in given]}; the cache is {tuple(keys.shape)}")
+    if q.dtype != out.dtype or keys.dtype != values.dtype or (keys.dtype != q.dtype and not given):
+        raise ValueError(f"one dtype is wanted: q {q.dtype}, keys {keys.dtype}, values {values.dtype}, out {out.dtype}")
+    for name, x in (("q", q), ("keys", keys), ("out", out)):
+        if x.stride()[-2:] != (head_dim, 1):
+            raise ValueError(f"the last two dimensions of {name} are not contiguous")
+
+
+def decode_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    blocks: torch.Tensor,
+    context: torch.Tensor,
+    scale: float,
+    splits: int,
+    out: torch.Tensor | None = None,
+    plan: DecodePlan = DEFAULT_PLAN,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q [s, heads, head_dim], its rows any stride apart -> the same shape and dtype, in ``out`` if that is given.
+
+    ``keys``, ``values`` [num_blocks, block_size, kv_heads, head_dim]; ``blocks`` integer [most, s], most >= 1: block
+    j of sequence i is blocks[j, i]; ``context`` integer [s]: query i sees positions [0, context[i]), and where that
+    is 0 its row is 0 and the cache is not read. ``splits`` is a power of two up to 32, see :func:`choose_splits`.
+    A cache in e4m3 is multiplied by ``key_scales`` and ``value_scales`` float32 [num_blocks, block_size, kv_heads].
+    Nothing is read back and the grid depends on the shapes alone, so a call can be captured in a CUDA graph.
+    ValueError for what :func:`check_cache` refuses. The method is flash decoding (Dao et al., 2023).
+    """
+    sequences, heads, head_dim = q.shape
+    if out is None:
+        out = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=q.device)
+    check_cache(q, keys, values, out, key_scales, value_scales)
+    if not 1 <= splits <= MAX_SPLITS or splits & (splits - 1):
+        raise ValueError(f"splits {splits} is no power of two up to {MAX_SPLITS}")
+    block_size, kv_heads = keys.shape[1:3]
+    partial, weights = None, None
+    if splits > 1:
+        partial = torch.empty((sequences, heads, splits, head_dim), dtype=torch.float32, device=q.device)
+        weights = torch.empty((sequences, heads, splits), dtype=torch.float32, device=q.device)
+    _decode_kernel[(kv_heads, sequences, splits)](
+        q,
+        keys,
+        values,
+        key_scales,
+        value_scales,
+        blocks,
+        context,
+        out,
+        partial,
+        weights,
+        scale * math.log2(math.e),
+        q.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        blocks.stride(0),
+        blocks.stride(1),
+        out.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        HEAD_DIM=head_dim,
+        COLUMNS=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=block_size,
+        ROWS=_ROWS,
+        TOKENS=plan.tokens,
+        SPLITS=splits,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **early_launch(q.device),
+    )
+    if splits > 1:
+        _merge_kernel[(heads, sequences)](
+            partial,
+            weights,
+            out,
+            out.stride(0),
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            COLUMNS=triton.next_power_of_2(head_dim),
+            SPLITS=splits,
+            num_warps=1,
+            **early_launch(q.device),
+        )
+    return out
+
+
+# What changes from step to step is not specialized: another batch size must not compile another kernel.
+@triton.jit(do_not_specialize=["blocks", "context", "blocks_step", "blocks_column"])
+def _decode_kernel(
+    q,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    blocks,
+    context,
+    out,
+    partial,
+    weights,
+    scale,
+    q_row,
+    cache_block,
+    cache_slot,
+    blocks_step,
+    blocks_column,
+    out_row,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One split of one sequence's context for the query heads of one key head."""
+    wait_for_previous(EARLY)
+    kv_head = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    length = tl.load(context + sequence).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(length, SPLITS), TOKENS) * TOKENS
+    start = split * share
+    end = tl.minimum(start + share, length)
+
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    token = tl.arange(0, TOKENS)
+    inside = (column < HEAD_DIM)[None, :]
+    used = (row < GROUP)[:, None] & inside
+    head = kv_head * GROUP + row
+    query = tl.load(q + sequence * q_row + head[:, None] * HEAD_DIM + column[None, :], mask=used, other=0.0)
+
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, COLUMNS], tl.float32)
+    table = blocks + sequence * blocks_column
+    # Behind the context anything may lie, NaN too: there the last position is read again, and weighs 0.
+    last = tl.maximum(end - 1, 0)
+    block = tl.load(table + (tl.minimum(start + token, last) // BLOCK_SIZE) * blocks_step)
+    for first in range(start, end, TOKENS):
+        position = first + token
+        slot = tl.minimum(position, last) % BLOCK_SIZE
+        place = block.to(tl.int64) * cache_block + slot * cache_slot + kv_head * HEAD_DIM
+        place = place[:, None] + column[None, :]
+        heads = (block.to(tl.int64) * BLOCK_SIZE + slot) * KV_HEADS + kv_head
+        key = load_rows(keys + place, inside, HEAD_DIM == COLUMNS, key_scales, heads, query.dtype)
+        value = load_rows(values + place, inside, HEAD_DIM == COLUMNS, value_scales, heads, query.dtype)
+        # Read a tile ahead, the block numbers do not hold up the pipeline of the loads that need them.
+        block = tl.load(table + (tl.minimum(position + TOKENS, last) // BLOCK_SIZE) * blocks_step)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.where(position[None, :] < end, scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weight = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weight, 1)
+        mixed = tl.dot(weight.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+        top = new_top
+
+    # An empty split leaves zeros, and a weight of exp2(-inf).
+    total = tl.where(total > 0, total, 1.0)
+    mixed = mixed / total[:, None]
+    if SPLITS == 1:
+        target = out + sequence * out_row + head[:, None] * HEAD_DIM + column[None, :]
+        tl.store(target, mixed.to(out.dtype.element_ty), mask=used)
+    else:
+        part = (sequence * (KV_HEADS * GROUP) + head) * SPLITS + split
+        tl.store(partial + part[:, None] * HEAD_DIM + column[None, :], mixed, mask=used)
+        tl.store(weights + part, top + tl.log2(total), mask=row < GROUP)
+
+
+@triton.jit
+def load_rows(pointers, inside, WHOLE: tl.constexpr, scales, heads, dtype: tl.constexpr):
+    """Rows of keys or values; where a head is no power of two (``WHOLE`` is false), zeros behind its end.
+
+    Those of a cache in e4m3 are multiplied by ``scales`` at their numbers among all ``heads``, and of ``dtype`` then.
+    """
+    rows = tl.load(pointers) if WHOLE else tl.load(pointers, mask=inside, other=0.0)
+    if scales is not None:
+        rows = (rows.to(tl.float32) * tl.load(scales + heads)[:, None]).to(dtype)
+    return rows
+
+
+@triton.jit
+def _merge_kernel(
+    partial,
+    weights,
+    out,
+    out_row,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The mean of one head's splits, weighted by the sums of their exponentials (log2 in ``weights``)."""
+    wait_for_previous(EARLY)
+    head = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    part = (sequence * HEADS + head) * SPLITS + tl.arange(0, SPLITS)
+    column = tl.arange(0, COLUMNS)
+    inside = column < HEAD_DIM
+    logs = tl.load(weights + part)
+    mixed = tl.load(partial + part[:, None] * HEAD_DIM + column[None, :], mask=inside[None, :], other=0.0)
+    top = tl.max(logs, 0)
+    # All splits of an empty context weigh -inf.
+    weight = tl.exp2(logs - tl.where(top == -float("inf"), 0.0, top))
+    total = tl.sum(weight, 0)
+    merged = tl.sum(mixed * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + sequence * out_row + head * HEAD_DIM + column, merged.to(out.dtype.element_ty), mask=inside)

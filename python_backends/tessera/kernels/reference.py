@@ -1,0 +1,126 @@
+"""What the kernels compute, in plain torch: the same names, arguments and roundings."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tessera.kernels.deferred import Partials, Unfinished, finished
+from tessera.kernels.fp8_rows import Fp8Rows, fp8_linear, quantize_rows, rescale
+from tessera.kernels.w4_layout import PackedW4, unpack
+
+
+def add_rms_norm(
+    x: torch.Tensor | Unfinished,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    fp8: bool = False,
+) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
+    """x, residual [n, size], weight [size] -> (normalised, residual); residual is changed in place, None means x.
+
+    ``fp8``: the normalised rows leave quantized.
+    """
+    x = finished(x)
+    residual = x if residual is None else residual.add_(x)
+    normalised = F.rms_norm(residual.float(), (x.shape[-1],), None, eps).to(x.dtype)
+    scaled = weight * normalised
+    return quantize_rows(scaled) if fp8 else scaled, residual
+
+
+def norm_heads(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, kv_heads: int, eps: float) -> None:
+    """Normalises each head of q and k inside qkv [n, (heads + 2 * kv_heads) * d]; q_weight and k_weight are [d]."""
+    split = qkv.unflatten(1, (-1, len(q_weight)))
+    heads = split.shape[1] - 2 * kv_heads
+    for part, weight in ((split[:, :heads], q_weight), (split[:, heads : heads + kv_heads], k_weight)):
+        normalised = F.rms_norm(part.float(), weight.shape, None, eps).to(qkv.dtype)
+        torch.mul(weight, normalised, out=part)
+
+
+def silu_and_multiply(
+    gate_up: torch.Tensor, fp8: bool = False, scales: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> torch.Tensor | Fp8Rows:
+    """[n, 2 * size], gate first -> silu(gate) * up [n, size]; ``fp8``: quantized.
+
+    ``scales``: gate_up is a product of e4m3 values that still lacks those of its rows [n, 1] and columns [2 * size].
+    """
+    if scales is not None:
+        gate_up = rescale(gate_up, *scales, None)
+    gate, up = gate_up.chunk(2, dim=-1)
+    product = F.silu(gate).mul_(up)
+    return quantize_rows(product) if fp8 else product
+
+
+def rotate_and_store(
+    qkv: torch.Tensor | Unfinished,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    heads: int,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotates q and k inside qkv [n, (heads + 2 * kv_heads) * d], stores k and v at slots int64 [n] unless negative.
+
+    cos, sin float32 [n, d / 2]; keys, values [blocks, block_size, kv_heads, d], in e4m3 with scales float32
+    [blocks, block_size, kv_heads]. An unfinished product is finished first. Returns qkv.
+    """
+    qkv = finished(qkv)
+    kv_heads, size = keys.shape[2:]
+    split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, size)
+    rotated = split[:, : heads + kv_heads]
+    first, second = rotated.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    rotated.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
+    stored = slots >= 0
+    new_keys, new_values = split[stored, heads:].split(kv_heads, dim=1)
+    for cache, scales, new in ((keys, key_scales, new_keys), (values, value_scales, new_values)):
+        if scales is not None:
+            rows = quantize_rows(new.reshape(-1, size).contiguous())
+            scales.view(-1, kv_heads)[slots[stored]] = rows.scales.view(-1, kv_heads)
+            cache, new = cache.view(torch.uint8), rows.values.view(torch.uint8).view(new.shape)
+        cache.view(-1, kv_heads, size)[slots[stored]] = new
+    return qkv
+
+
+def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [m, k], weight [n, k], bias [n] -> [m, n]."""
+    return F.linear(x, weight, bias)
+
+
+def skinny_unfinished(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Partials:
+    """The same in two halves of k, still to be added."""
+    x_halves, weight_halves = x.float().chunk(2, dim=1), weight.float().chunk(2, dim=1)
+    return Partials(torch.stack([F.linear(*halves) for halves in zip(x_halves, weight_halves)]), bias, x.dtype)
+
+
+def gate_up_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [m, k], weight [2 * size, k], gate first -> silu(gate) * up [m, size]."""
+    gate, up = F.linear(x, weight).chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+#: the same for few rows
+skinny_gate_up = gate_up_silu
+
+
+#: x of few rows e4m3, weight e4m3 [n, k], scales float32 [n], bias [n], dtype -> [m, n]
+skinny_fp8 = fp8_linear
+
+
+def w4a16_linear(x: torch.Tensor, weights: PackedW4, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [m, k], W [n, k], bias [n] -> [m, n]; W is not rounded, sums are float32."""
+    return F.linear(x.float(), unpack(weights), None if bias is None else bias.float()).to(x.dtype)
+
+
+def w4a16_gate_up(x: torch.Tensor, weights: PackedW4, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [m, k], W [2 * size, k], gate first -> silu(gate) * up [m, size]."""
+    gate, up = w4a16_linear(x, weights, bias).chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def widen_w4(weights: PackedW4, dtype: torch.dtype) -> torch.Tensor:
+    """W [n, k]."""
+    return unpack(weights).to(dtype)

@@ -1,0 +1,203 @@
+"""Rotary embedding of fused q, k, v and the write to the paged cache, in one launch.
+
+Queries and keys turned by the place of their patch, in place and in one pass: a read and a write a value.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tessera.kernels.deferred import Partials, Unfinished
+from tessera.kernels.fp8 import early_launch, wait_for_previous
+
+# As in tessera/fp8/rows.py.
+_LARGEST = tl.constexpr(448.0)
+_SMALLEST_SCALE = tl.constexpr(1e-12)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor | Unfinished,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    heads: int,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotates q and k in place in qkv, and copies the rotated k and the v to their slots of the cache. Returns qkv.
+
+    qkv [n, (heads + 2 * kv_heads) * d]; cos, sin float32 [n, d / 2] rotate the first half of a head against its
+    second; slots int64 [n], each ``block * block_size + offset``, negative where nothing is to be stored (a padded
+    graph's dummy rows); keys, values [blocks, block_size, kv_heads, d] of qkv's dtype, or e4m3 with scales float32
+    [blocks, block_size, kv_heads], which are set as :func:`tessera.kernels.fp8_rows.quantize_rows` does for a head. All
+    are contiguous, else ValueError, as for a qkv of another width. The rotation is float32 and rounded once.
+
+    An unfinished product is finished and rounded first, an FP8 product's sums in their own memory.
+    """
+    x_scales = scales = bias = None
+    if isinstance(qkv, Partials):
+        qkv = qkv.product()  # by many programs: one a token would take longer to fetch them (measured on an H200)
+    elif not isinstance(qkv, torch.Tensor):
+        qkv, x_scales, scales, bias = qkv
+    n, (kv_heads, size) = len(qkv), keys.shape[2:]
+    if qkv.shape[1] != (heads + 2 * kv_heads) * size:
+        raise ValueError(f"rotate_and_store: {qkv.shape[1]} values a row are not {heads} + 2 * {kv_heads} of {size}")
+    given = (qkv, cos, sin, slots, keys, values, key_scales, value_scales, x_scales, scales, bias)
+    if not all(tensor.is_contiguous() for tensor in given if tensor is not None):
+        raise ValueError("rotate_and_store: every tensor must be contiguous")
+    if n:
+        _rotate_and_store[(n,)](
+            qkv,
+            cos,
+            sin,
+            slots,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            x_scales,
+            scales,
+            bias,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HALF=size // 2,
+            ROTATED_BLOCK=triton.next_power_of_2(heads + kv_heads),
+            KV_BLOCK=triton.next_power_of_2(kv_heads),
+            HALF_BLOCK=triton.next_power_of_2(size // 2),
+            num_warps=4,
+            **early_launch(qkv.device),
+        )
+    return qkv
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv,
+    cos,
+    sin,
+    slots,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    x_scales,
+    scales,
+    bias,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    ROTATED_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program a token: its angles are read once, and q, k and v are neighbours in memory."""
+    wait_for_previous(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * 2 * HALF
+    row = qkv + token * WIDTH
+    slot = tl.load(slots + token)
+    stored = slot >= 0
+    cache_row = slot * (KV_HEADS * 2 * HALF)
+
+    angle = tl.arange(0, HALF_BLOCK)
+    cosine = tl.load(cos + token * HALF + angle, mask=angle < HALF, other=0.0)[None, :]
+    sine = tl.load(sin + token * HALF + angle, mask=angle < HALF, other=0.0)[None, :]
+
+    head = tl.arange(0, ROTATED_BLOCK)[:, None]
+    inside = (head < HEADS + KV_HEADS) & (angle < HALF)[None, :]
+    at = head * (2 * HALF) + angle[None, :]
+    first = _load_finished(qkv, x_scales, scales, bias, token, at, inside, WIDTH)
+    second = _load_finished(qkv, x_scales, scales, bias, token, at + HALF, inside, WIDTH)
+
+    kv_head = tl.arange(0, KV_BLOCK)[:, None]
+    v_inside = (kv_head < KV_HEADS) & (angle < HALF)[None, :]
+    v_at = kv_head * (2 * HALF) + angle[None, :]
+    v_column = (HEADS + KV_HEADS) * 2 * HALF + v_at
+    v_first = _load_finished(qkv, x_scales, scales, bias, token, v_column, v_inside, WIDTH)
+    v_second = _load_finished(qkv, x_scales, scales, bias, token, v_column + HALF, v_inside, WIDTH)
+    if x_scales is not None:
+        tl.store(row + v_column, v_first.to(qkv.dtype.element_ty), mask=v_inside)
+        tl.store(row + v_column + HALF, v_second.to(qkv.dtype.element_ty), mask=v_inside)
+
+    rotated_first = (first * cosine - second * sine).to(qkv.dtype.element_ty)
+    rotated_second = (second * cosine + first * sine).to(qkv.dtype.element_ty)
+    tl.store(row + at, rotated_first, mask=inside)
+    tl.store(row + at + HALF, rotated_second, mask=inside)
+
+    k_at = keys + cache_row + at - HEADS * 2 * HALF
+    k_inside = inside & (head >= HEADS) & stored
+    if key_scales is not None:
+        k_scale = _scale_of_heads(rotated_first, rotated_second)
+        v_scale = _scale_of_heads(v_first, v_second)
+        is_key = (head >= HEADS) & (head < HEADS + KV_HEADS) & stored
+        tl.store(key_scales + slot * KV_HEADS + head - HEADS, k_scale, mask=is_key)
+        tl.store(value_scales + slot * KV_HEADS + kv_head, v_scale, mask=(kv_head < KV_HEADS) & stored)
+        k_inverse, v_inverse = tl.div_rn(1.0, k_scale), tl.div_rn(1.0, v_scale)
+        rotated_first = rotated_first.to(tl.float32) * k_inverse
+        rotated_second = rotated_second.to(tl.float32) * k_inverse
+        v_first, v_second = v_first * v_inverse, v_second * v_inverse
+    tl.store(k_at, rotated_first.to(keys.dtype.element_ty), mask=k_inside)
+    tl.store(k_at + HALF, rotated_second.to(keys.dtype.element_ty), mask=k_inside)
+    v_cache = values + cache_row + v_at
+    tl.store(v_cache, v_first.to(values.dtype.element_ty), mask=v_inside & stored)
+    tl.store(v_cache + HALF, v_second.to(values.dtype.element_ty), mask=v_inside & stored)
+
+
+@triton.jit
+def _load_finished(qkv, x_scales, scales, bias, token, column, inside, WIDTH: tl.constexpr):
+    """Columns of a token's q, k and v, rounded to qkv's dtype, as float32."""
+    at = token * WIDTH + column
+    value = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
+    if x_scales is not None:
+        value *= tl.load(x_scales + token) * tl.load(scales + column, mask=inside, other=0.0)
+    if bias is not None:
+        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return value.to(qkv.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _scale_of_heads(first, second):
+    """Both halves of heads, [heads, half] each -> their scales [heads, 1]."""
+    largest = tl.maximum(tl.abs(first.to(tl.float32)), tl.abs(second.to(tl.float32)))
+    return tl.maximum(tl.div_rn(tl.max(largest, 1, keep_dims=True), _LARGEST), _SMALLEST_SCALE)
+
+
+_MAX_PAIRS = 16384  # of a patch
+
+
+def turn_heads(qkv: torch.Tensor, turns: torch.Tensor) -> None:
+    """qkv [patches, 3, heads, size], contiguous, of any floating dtype: its queries and keys become what
+    :func:`tessera.kernels.tower_layers.turned` makes of them; turns float32 [2, patches, size / 2], contiguous.
+
+    ValueError for other shapes, or over 16384 pairs a patch.
+    """
+    patches, parts, heads, size = qkv.shape
+    if not (qkv.is_contiguous() and turns.is_contiguous()) or turns.shape != (2, patches, size // 2) or parts != 3:
+        raise ValueError(f"turn_heads: contiguous qkv and turns of one number of patches, not {[*qkv.shape]}")
+    pairs, half = triton.next_power_of_2(2 * heads), triton.next_power_of_2(size // 2)
+    if pairs * half > _MAX_PAIRS:
+        raise ValueError(f"turn_heads: at most {_MAX_PAIRS} pairs a patch, not {pairs} x {half}")
+    if patches:
+        # 16 pairs a thread: two loads of 16 bytes of either half in flight.
+        warps = min(max(pairs * half // 512, 1), 16)
+        _turn_heads[(patches,)](qkv, turns, patches, heads, size // 2, HEADS=pairs, HALF=half, num_warps=warps)
+
+
+@triton.jit(do_not_specialize=["patches"])
+def _turn_heads(qkv, turns, patches, heads, half: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """One program a patch; its queries' heads and its keys' lie beside each other."""
+    patch = tl.program_id(0).to(tl.int64)
+    head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    inside = (head < 2 * heads) & (column < half)
+    at = qkv + patch * (3 * heads * 2 * half) + head * (2 * half) + column
+    cosine = tl.load(turns + patch * half + column, mask=column < half, other=0.0)
+    sine = tl.load(turns + (patches + patch) * half + column, mask=column < half, other=0.0)
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, (first * cosine - second * sine).to(qkv.dtype.element_ty), mask=inside)
+    tl.store(at + half, (second * cosine + first * sine).to(qkv.dtype.element_ty), mask=inside)

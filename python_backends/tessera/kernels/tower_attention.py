@@ -1,0 +1,152 @@
+"""Attention of the vision towers: every token sees every token of its own tile or picture.
+
+torch's scaled_dot_product_attention, with torch's own choice of the kernel (on the CPU its flash kernel) or a given
+one, or a kernel for pictures of any sizes: which is the fastest depends on the GPU and the tokens; a tower measures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import accumulate, groupby
+from typing import cast
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from tessera.kernels.attention_plan import AttentionPlan, HopperPlan
+from tessera.kernels.fp8_rows import Fp8Rows
+from tessera.kernels.transfer import uploaded
+
+# The kernels that torch has for GPUs, without the one that writes all scores to memory.
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+CLASS_APART = "class apart"
+#: query, key, value -> rows
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+#: How many patches each picture has, and their device -> attention of pictures that lie one after the other: every
+#: patch sees every patch of its own. What follows from the lengths is made once, for all layers. The function takes
+#: query, key and value [patches, heads, head size] and gives [patches, heads * head size].
+Within = Callable[[Sequence[int], torch.device], Attend]
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, backend: SDPBackend | None = None
+) -> torch.Tensor:
+    """Unmasked attention, scale 1/sqrt(head size).
+
+    Each argument is [tiles, tokens, heads, head size] of one floating dtype (strides are free); the result is
+    [tiles, tokens, heads * head size], contiguous. RuntimeError when the backend asked for cannot do it.
+    """
+    query, key, value = (rows.transpose(1, 2) for rows in (query, key, value))
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        rows = scaled_dot_product_attention(query, key, value)
+    # The GPU's kernels give their rows in the order of the queries', so that this is a view.
+    return rows.transpose(1, 2).flatten(2)
+
+
+def attend_within(lengths: Sequence[int], device: torch.device, backend: SDPBackend | None = None) -> Attend:
+    """:data:`Within` by :func:`attend`, neighbours of equal length together."""
+    runs = [(length, len(list(equal))) for length, equal in groupby(lengths)]
+
+    def attend_pictures(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        done, start = [], 0
+        for length, count in runs:
+            of_run = slice(start, start + length * count)
+            parts = [rows[of_run].unflatten(0, (count, length)) for rows in (query, key, value)]
+            done.append(attend(parts[0], parts[1], parts[2], backend).flatten(0, 1))
+            start = of_run.stop
+        return done[0] if len(done) == 1 else torch.cat(done)
+
+    return attend_pictures
+
+
+def attend_in_torch(lengths: Sequence[int], device: torch.device) -> Attend:
+    """:data:`Within` by torch's own kernel for any lengths, on GPUs, in 16 bits."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = uploaded(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+    most = max(lengths)
+
+    def attend_pictures(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, varlen_attn(query, key, value, ends, ends, most, most)).flatten(1)
+
+    return attend_pictures
+
+
+def attend_in_triton(lengths: Sequence[int], device: torch.device, plan: AttentionPlan | HopperPlan) -> Attend:
+    """:data:`Within` by a kernel of ours."""
+    from tessera.kernels.varlen_attention import query_tiles
+
+    attention = attention_by(plan)
+    tiles = uploaded(query_tiles(lengths, plan.rows), device)
+
+    def attend_pictures(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return attention(query, key, value, tiles, plan)
+
+    return attend_pictures
+
+
+def attention_by(plan: AttentionPlan | HopperPlan) -> Callable[..., torch.Tensor]:
+    """varlen_attention, or hopper_attention. ImportError where there is no Triton, or none with Gluon."""
+    if isinstance(plan, HopperPlan):
+        from tessera.kernels.hopper_attention import hopper_attention
+
+        return hopper_attention
+    from tessera.kernels.varlen_attention import varlen_attention
+
+    return varlen_attention
+
+
+def plans_of_ours(device: torch.device) -> dict[str, AttentionPlan | HopperPlan]:
+    """Of attend_in_triton, by name; the more on a Hopper GPU."""
+    from tessera.kernels.varlen_attention import PLANS
+
+    plans: dict[str, AttentionPlan | HopperPlan] = {f"triton {plan}": plan for plan in PLANS}
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
+        plan = HopperPlan(torch.cuda.get_device_properties(device).multi_processor_count)
+        plans[f"gluon {plan}"] = plan
+    return plans
+
+
+def attend_class_apart(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fp8: bool = False
+) -> torch.Tensor | Fp8Rows:
+    """The same on a GPU, with token 0, the class token, computed apart; ``fp8``: with its rows quantized.
+
+    cuDNN's kernel works in blocks of 128 tokens, so that a tile of 1 + 1024 costs it what one of 1152 does, for the
+    queries and for the keys: 0.47 ms for 32 tiles of InternViT-300M on an H200, and 0.31 ms for their other tokens
+    alone. What the class token sees and is to the others are two passes that memory bounds.
+    """
+    from tessera.kernels.merge_class import merge_class
+
+    rest = (rows[:, 1:].transpose(1, 2) for rows in (query, key, value))
+    # Its rows, and the logarithms of the softmax's sums.
+    others, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*rest, None, True)
+    first = attend(query[:, :1], key, value, SDPBackend.CUDNN_ATTENTION).unflatten(-1, query.shape[2:])
+    others = others.transpose(1, 2).contiguous()  # which it is, in the order of the queries'
+    return merge_class(first, others, sums.view(others.shape[0], others.shape[2], -1), query, key, value, fp8)
+
+
+def merged(
+    first: torch.Tensor,
+    others: torch.Tensor,
+    sums: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of all tokens from that of the class token, the first, and that among the others.
+
+    first [tiles, 1, heads, size]: of the class token to all. others [tiles, tokens - 1, heads, size] and sums float32
+    [tiles, heads, tokens - 1]: of the others to each other, and the logarithms of their sums of exp(score). query, key,
+    value [tiles, tokens, heads, size] -> [tiles, tokens, heads * size].
+    """
+    scores = (query[:, 1:].float() * key[:, :1].float()).sum(-1) * query.shape[-1] ** -0.5
+    share = torch.sigmoid(scores - sums.transpose(1, 2)).unsqueeze(-1)
+    rest = torch.lerp(others.float(), value[:, :1].float(), share).to(query.dtype)
+    return torch.cat((first, rest), dim=1).flatten(2)

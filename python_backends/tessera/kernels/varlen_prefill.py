@@ -1,0 +1,186 @@
+"""Packed pieces of prompts over paged keys and values: causal flash attention with grouped heads, in triton.
+
+A program takes one tile of queries of one piece and one key head: the tile's rows are (query, head of the group), so
+that a group of 7 heads shares each key read and 18 queries fill 126 of 128 rows.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from tessera.kernels.attention_plan import AttentionPlan
+from tessera.kernels.paged_decode import check_cache, load_rows
+
+
+def default_plan(head_dim: int, dtype: torch.dtype) -> AttentionPlan:
+    """The plan for an H200: rows of up to 256 bytes get the large tiles."""
+    if head_dim * dtype.itemsize > 256:
+        return AttentionPlan(rows=64, tokens=32, warps=4, stages=2)
+    return AttentionPlan(rows=128, tokens=64, warps=8, stages=3)
+
+
+def prefill_tiles(counts: np.ndarray, contexts: np.ndarray, queries: int) -> np.ndarray:
+    """Cuts pieces into tiles of ``queries`` queries: int32 [t, 2] of (piece, first query of the tile in the piece).
+
+    Piece i's queries are the last counts[i] of contexts[i] positions. The tiles that see most come first, so that
+    no long one starts when the others are done.
+    """
+    counts, contexts = np.asarray(counts), np.asarray(contexts)
+    number = -(-counts // queries)
+    piece = np.repeat(np.arange(len(counts)), number)
+    first = (np.arange(len(piece)) - (np.cumsum(number) - number)[piece]) * queries
+    order = np.argsort(-((contexts - counts)[piece] + first), kind="stable")
+    return np.stack([piece, first], axis=1)[order].astype(np.int32)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    contexts: torch.Tensor,
+    blocks: torch.Tensor,
+    tiles: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    plan: AttentionPlan | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q [n, heads, head_dim], its rows any stride apart -> ``out``, the same shape and dtype.
+
+    ``keys``, ``values`` [num_blocks, block_size, kv_heads, head_dim]. ``rows``, ``counts``, ``contexts`` integer
+    [p]: piece i's queries are the packed rows [rows[i], rows[i] + counts[i]) and stand at the last counts[i] of
+    positions [0, contexts[i]); each sees its own position and those before it. ``blocks`` integer [most, p]: block j
+    of piece i is blocks[j, i]. ``tiles`` integer [t, 2], contiguous, is :func:`prefill_tiles` with ``rows // group``
+    of the same plan, or of :func:`default_plan`; tiles behind a piece's end do nothing. ``scale`` is positive. Rows of
+    no piece are left as they are.
+    A cache in e4m3 is multiplied by ``key_scales`` and ``value_scales`` float32 [num_blocks, block_size, kv_heads].
+    ValueError for what :func:`check_cache` refuses. The method is FlashAttention-2 (Dao, 2023).
+    """
+    check_cache(q, keys, values, out, key_scales, value_scales)
+    heads, head_dim = q.shape[1:]
+    block_size, kv_heads = keys.shape[1:3]
+    plan = plan or default_plan(head_dim, q.dtype)
+    if not tiles.is_contiguous():
+        raise ValueError("tiles are not contiguous")
+    if len(tiles):
+        _prefill_kernel[(len(tiles) * kv_heads,)](
+            q,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            rows,
+            counts,
+            contexts,
+            blocks,
+            tiles,
+            out,
+            scale * math.log2(math.e),
+            q.stride(0),
+            keys.stride(0),
+            keys.stride(1),
+            blocks.stride(0),
+            blocks.stride(1),
+            out.stride(0),
+            KV_HEADS=kv_heads,
+            GROUP=heads // kv_heads,
+            HEAD_DIM=head_dim,
+            COLUMNS=triton.next_power_of_2(head_dim),
+            BLOCK_SIZE=block_size,
+            **plan.launch,
+        )
+    return out
+
+
+# What changes from step to step is not specialized: another batch must not compile another kernel.
+@triton.jit(do_not_specialize=["rows", "counts", "contexts", "blocks", "tiles", "blocks_step", "blocks_column"])
+def _prefill_kernel(
+    q,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    rows,
+    counts,
+    contexts,
+    blocks,
+    tiles,
+    out,
+    scale,
+    q_row,
+    cache_block,
+    cache_slot,
+    blocks_step,
+    blocks_column,
+    out_row,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """One tile of one piece's queries for the query heads of one key head."""
+    QUERIES: tl.constexpr = ROWS // GROUP
+    kv_head = tl.program_id(0) % KV_HEADS
+    tile = tl.program_id(0) // KV_HEADS
+    piece = tl.load(tiles + 2 * tile).to(tl.int64)
+    first_query = tl.load(tiles + 2 * tile + 1).to(tl.int32)
+    count = tl.load(counts + piece).to(tl.int32)
+    if first_query >= count:  # a recorded step has room for more tiles than there are
+        return
+    queries = tl.minimum(QUERIES, count - first_query)
+    # The tile's first query stands at position ``begin``; its last is the last to see anything, up to ``end``.
+    begin = tl.load(contexts + piece).to(tl.int32) - count + first_query
+    end = begin + queries
+
+    lane = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = (column < HEAD_DIM)[None, :]
+    token = tl.arange(0, TOKENS)
+    query, head = lane // GROUP, lane % GROUP
+    used = (lane < queries * GROUP)[:, None] & inside
+    row = tl.load(rows + piece).to(tl.int64) + first_query
+    first_head = kv_head * GROUP * HEAD_DIM
+    q_place = (query * q_row + head * HEAD_DIM)[:, None] + column[None, :]
+    asked = tl.load(q + row * q_row + first_head + q_place, mask=used, other=0.0)
+
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, COLUMNS], tl.float32)
+    table = blocks + piece * blocks_column
+    # Behind the end is what no query may see, NaN too: there the last position is read again, and weighs 0.
+    last = end - 1
+    block = tl.load(table + (tl.minimum(token, last) // BLOCK_SIZE) * blocks_step)
+    for first in range(0, end, TOKENS):
+        position = first + token
+        slot = tl.minimum(position, last) % BLOCK_SIZE
+        place = block.to(tl.int64) * cache_block + slot * cache_slot + kv_head * HEAD_DIM
+        place = place[:, None] + column[None, :]
+        heads = (block.to(tl.int64) * BLOCK_SIZE + slot) * KV_HEADS + kv_head
+        key = load_rows(keys + place, inside, HEAD_DIM == COLUMNS, key_scales, heads, asked.dtype)
+        value = load_rows(values + place, inside, HEAD_DIM == COLUMNS, value_scales, heads, asked.dtype)
+        # Read a tile ahead, the block numbers do not hold up the pipeline of the loads that need them.
+        block = tl.load(table + (tl.minimum(position + TOKENS, last) // BLOCK_SIZE) * blocks_step)
+        scores = tl.dot(asked, tl.trans(key), input_precision="ieee")
+        if first + TOKENS > begin + 1:
+            scores = tl.where(position[None, :] > (begin + query)[:, None], -float("inf"), scores)
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        weight = tl.exp2(scores * scale - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weight, 1)
+        mixed = tl.dot(weight.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+        top = new_top
+
+    out_place = (query * out_row + head * HEAD_DIM)[:, None] + column[None, :]
+    mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + row * out_row + first_head + out_place, mixed, mask=used)

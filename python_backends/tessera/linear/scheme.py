@@ -1,0 +1,276 @@
+"""Linear layers and the schemes that decide how they store, load and apply their weights.
+
+A stored format is a reader: it names the tensors of a module and decodes them. An execution form (:mod:`unquantized`,
+:mod:`int4`, :mod:`fp8`) is the scheme class that readers inherit from.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from tessera.checkpoint.weights import Target, TensorError, plain
+from tessera.errors import CheckpointError
+from tessera.kernels.deferred import Unfinished
+from tessera.kernels.fp8_rows import Fp8Rows
+from tessera.kernels.tuning import layer_kernels
+
+if TYPE_CHECKING:
+    from tessera.kernels.tuning import MeasuredChoices
+
+
+class Stored(NamedTuple):
+    """The tensors, named as after the module's name, that a checkpoint must hold for a module, and that it may."""
+
+    required: frozenset[str]
+    optional: frozenset[str] = frozenset()
+
+
+#: where a linear layer stands: in a decoder layer, which decides what runs before and behind it, or alone
+Place = Literal["qkv", "output", "gate_up", "down", "alone"]
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """What the speed of a linear layer depends on; ``most_rows``: of a step, if known, for which there is memory."""
+
+    outputs: int
+    inputs: int
+    bias: bool
+    place: Place
+    dtype: torch.dtype
+    most_rows: int = 0
+
+    def __str__(self) -> str:
+        return f"linear {self.place}{' + bias' * self.bias} {self.outputs} x {self.inputs}"
+
+
+class LinearScheme(ABC):
+    """Owns the tensors of one :class:`Linear`, which may be several stored modules (such as q, k and v) in one.
+
+    The layer's buffers have its output features as dimension 0, so that whatever the format, rows say which module's
+    they are. Those in ``shared`` belong to the input instead: they begin as None, and all modules must agree on them.
+    """
+
+    shared: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def stored(self, has_bias: bool) -> Stored:
+        """What each stored module holds."""
+
+    @abstractmethod
+    def decode(
+        self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+    ) -> dict[str, torch.Tensor]:
+        """The stored tensors of one module -> what goes into the buffers. CheckpointError names what is wrong."""
+
+    @abstractmethod
+    def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> None:
+        """Registers the layer's empty buffers."""
+
+    @abstractmethod
+    def randomize(self, layer: Linear, generator: torch.Generator) -> None:
+        """Fills the buffers so that W is normally distributed by 0.02 about 0."""
+
+    def finish(self, layer: Linear) -> None:  # noqa: B027 - some schemes need nothing here
+        """Called once when the buffers are filled, for instance to repack."""
+
+    @abstractmethod
+    def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        """x [n, in_features] -> [n, out_features]. Only a scheme that ``takes_fp8`` is given Fp8Rows."""
+
+    def apply_unfinished(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
+        """As ``apply``; the end of the product may be left to what comes next."""
+        return self.apply(layer, x)
+
+    def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
+        """x [n, in_features] -> silu(first half of the outputs) * second half [n, out_features / 2], in FP8 if so."""
+        y = self.apply(layer, x)
+        return layer_kernels(y.device.type).silu_and_multiply(y, fp8)
+
+    @abstractmethod
+    def in_words(self, layer: Linear) -> str:
+        """What the layer's weights are, for people: "bfloat16", "fp8"."""
+
+    def takes_fp8(self, layer: Linear, rows: int) -> bool:
+        """Whether for this many rows ``apply`` wants its input already quantized."""
+        return False
+
+    def tune(  # noqa: B027 - some schemes have no choice
+        self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str
+    ) -> None:
+        """Measures what is the fastest for how many rows; ``layers`` differ in nothing but their numbers.
+
+        They have one shape, hold the same buffers, and their schemes are as this one, the first layer's.
+        """
+
+
+#: the rows of a layer that a stored module fills, in the order in which it stores them
+Rows = slice | torch.Tensor
+#: the stored modules of one layer -> their scheme
+SchemeSelector = Callable[[Collection[str]], LinearScheme]
+
+
+def stacked(names: Sequence[str], sizes: Sequence[int]) -> dict[str, Rows]:
+    """Modules whose rows follow each other, of this many output features each; one name holds all of them."""
+    if len(names) == 1:
+        sizes = [sum(sizes)]
+    return {name: slice(end - size, end) for name, size, end in zip(names, sizes, accumulate(sizes), strict=True)}
+
+
+class Linear(nn.Module):
+    """y = x W^T + b over one or several stored modules.
+
+    ``modules``: each one's name and the rows it fills. ``out_features`` may be more than they fill; the rest is zero.
+    The buffers exist from the first module that is read on, and the scheme finishes with the last: so a model is
+    never held in two forms.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The buffers, which each scheme names."""
+
+    def __init__(
+        self,
+        in_features: int,
+        modules: Mapping[str, Rows],
+        bias: bool,
+        schemes: SchemeSelector,
+        dtype: torch.dtype,
+        device: torch.device,
+        out_features: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.sizes = {name: _count(rows) for name, rows in modules.items()}
+        self.out_features = out_features or sum(self.sizes.values())
+        self.has_bias = bias
+        self.dtype = dtype
+        self.device = device
+        self.scheme = schemes(modules)
+        self._rows = modules
+        self._read: dict[str, dict[str, torch.Tensor]] = {}
+        self._unread = set(modules)
+
+    def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        return self.scheme.apply(self, x)
+
+    def unfinished(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
+        """The outputs for who can finish them."""
+        return self.scheme.apply_unfinished(self, x)
+
+    def gated(self, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
+        """Of a layer whose halves are gate and up: silu(gate) * up [n, out_features / 2]."""
+        return self.scheme.apply_gated(self, x, fp8)
+
+    def takes_fp8(self, rows: int) -> bool:
+        """Whether it wants its input of this many rows already quantized."""
+        return self.scheme.takes_fp8(self, rows)
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The names of the buffers that its scheme keeps."""
+        return tuple(sorted(name for name, _ in self.named_buffers()))
+
+    def targets(self, stored: Collection[str]) -> dict[str, Target]:
+        """What fills it, by name; ``stored``: the names that the checkpoint has."""
+        wanted = self.scheme.stored(self.has_bias)
+        targets: dict[str, Target] = {}
+        for module in self._rows:
+            leaves = wanted.required | {leaf for leaf in wanted.optional if f"{module}.{leaf}" in stored}
+            targets |= {f"{module}.{leaf}": partial(self._take, module, leaf, len(leaves)) for leaf in leaves}
+        return targets
+
+    def randomize(self, generator: torch.Generator) -> None:
+        """Fills it as if from a checkpoint of small random numbers."""
+        self.scheme.create(self, self.dtype, self.device)
+        self.scheme.randomize(self, generator)
+        self.scheme.finish(self)
+
+    def _take(self, module: str, leaf: str, count: int, tensor: torch.Tensor) -> None:
+        """Keeps one tensor of a module; with the last of ``count`` decodes them, where the layer is."""
+        read = self._read.setdefault(module, {})
+        read[leaf] = tensor.to(self.device)
+        if len(read) < count:
+            return
+        try:
+            self._settle(module, self._read.pop(module))
+        except TensorError as error:
+            raise TensorError(f"{module}.{error.name}", str(error)) from None
+        except CheckpointError as error:
+            raise TensorError(module, str(error)) from None
+
+    def _settle(self, module: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Decodes a whole module's tensors into the buffers. TensorError names the one at fault as the module does."""
+        decoded = self.scheme.decode(tensors, self.sizes[module], self.in_features)
+        if not self.has_bias and "bias" in decoded and has_values(bias := decoded.pop("bias")) and bool(bias.any()):
+            raise TensorError("bias", "is not zero, and the model has none there")
+        if len(self._unread) == len(self._rows):
+            self.scheme.create(self, self.dtype, self.device)
+        self._place(module, decoded)
+        self._unread.remove(module)
+        if not self._unread and self.device.type != "meta":
+            self.scheme.finish(self)
+
+    def _place(self, module: str, decoded: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in decoded.items():
+            target = getattr(self, name)
+            if name in self.scheme.shared:
+                if target is not None and has_values(target) and not torch.equal(target, tensor):
+                    raise CheckpointError(
+                        f"{name} differ from those of {self._others(module)}, which have the same input"
+                    )
+                setattr(self, name, tensor)
+                continue
+            expected = [self.sizes[module], *target.shape[1:]]
+            if list(tensor.shape) != expected:
+                raise TensorError(name, f"has shape {list(tensor.shape)}, expected {expected}")
+            as_bits = torch.uint8 if target.itemsize == 1 else target.dtype  # not every device indexes float8
+            target.view(as_bits)[self._rows[module]] = tensor.to(target.dtype).view(as_bits)
+
+    def _others(self, module: str) -> str:
+        return ", ".join(name for name in self._rows if name != module)
+
+
+def shaped(
+    tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A module's tensor, which must have this shape, and this dtype or a plain floating one."""
+    tensor = tensors[name]
+    if tensor.shape != shape:
+        raise TensorError(name, f"has shape {list(tensor.shape)}, expected {list(shape)}")
+    if dtype is None:
+        return plain_of(tensors, name)
+    if tensor.dtype != dtype:
+        raise TensorError(name, f"is stored as {tensor.dtype}, expected {dtype}")
+    return tensor
+
+
+def plain_of(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A module's tensor, which must be a plain floating one."""
+    try:
+        return plain(tensors[name])
+    except CheckpointError as error:
+        raise TensorError(name, str(error)) from None
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """False for one that is known by a file's header alone: only its shape and dtype can be judged."""
+    return tensor.device.type != "meta"
+
+
+def bias_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A module's bias, if it has one."""
+    return {"bias": plain_of(tensors, "bias")} if "bias" in tensors else {}
+
+
+def _count(rows: Rows) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)

@@ -1,0 +1,167 @@
+"""transformers' layout of Qwen2-VL, ``Qwen2VLForConditionalGeneration``.
+
+The text model's settings lie in ``text_config`` (newer savers) or in config.json itself (published files). Defaults:
+``configuration_qwen2_vl.py`` and ``image_processing_qwen2_vl.py``; weight names: ``modeling_qwen2_vl.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tessera.checkpoint.config import CheckpointConfig, NameTable
+from tessera.checkpoint.files import check_sizes, one_of, read_processor, section
+from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD, Channels, pixel_statistics
+from tessera.checkpoint.text import assemble
+from tessera.checkpoint.weights import WB, WBS
+from tessera.errors import CheckpointError
+
+PILLOW_BICUBIC = 3
+PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+
+_TOWER, _LAYER = r"(?:model\.)?visual\.", r"(?:model\.)?visual\.blocks\.(\d+)\."
+VISION_NAMES: NameTable = (
+    (rf"{_TOWER}patch_embed\.proj\.weight", "patch_embedding.weight"),
+    (rf"{_LAYER}norm([12])\.{WB}", r"layers.\1.norm\2.\3"),
+    (rf"{_LAYER}attn\.qkv\.{WBS}", r"layers.\1.attention.qkv.\2"),
+    (rf"{_LAYER}attn\.proj\.{WBS}", r"layers.\1.attention.output.\2"),
+    (rf"{_LAYER}mlp\.fc([12])\.{WBS}", r"layers.\1.mlp.linear\2.\3"),
+    (rf"{_TOWER}merger\.ln_q\.{WB}", r"projector.norm.\1"),
+    (rf"{_TOWER}merger\.mlp\.0\.{WBS}", r"projector.linear1.\1"),
+    (rf"{_TOWER}merger\.mlp\.2\.{WBS}", r"projector.linear2.\1"),
+)
+# The modules of transformers 5, whichever saver named the weights.
+MODULE_NAMES: NameTable = (
+    (r"(?:model\.)?(?:language_model\.)?lm_head", "lm_head"),
+    (r"(?:model\.)?visual\.", "model.visual."),
+    (r"(?:model\.)?(?:language_model\.)?(?:model\.)?", "model.language_model."),
+)
+# What Qwen2VLTextConfig has otherwise than Qwen2Config.
+_TEXT_DEFAULTS = dict(
+    vocab_size=152064,
+    hidden_size=8192,
+    intermediate_size=29568,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-5,
+    rope_theta=1e6,
+)
+_SECTIONS = [16, 24, 24]
+# What vision_config may state besides VisionConfig's fields, none of which changes the tower.
+_PASSED_OVER = ("model_type", "initializer_range", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
+_COUNTS = ("depth", "embed_dim", "num_heads", "mlp_ratio", "patch_size", "spatial_merge_size", "temporal_patch_size")
+_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+_SIZE_KEYS = ("shortest_edge", "longest_edge", "min_pixels", "max_pixels")
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """The tower by vision_config's names; ``embed_dim`` is its width, ``hidden_size`` that of the rows.
+
+    It sees (x / 255 - ``pixel_mean``) / ``pixel_std``, a channel each, in ``temporal_patch_size`` equal frames.
+    """
+
+    depth: int = 32
+    embed_dim: int = 1280
+    num_heads: int = 16
+    mlp_ratio: int = 4
+    hidden_act: str = "quick_gelu"
+    hidden_size: int = 3584
+    patch_size: int = 14
+    spatial_merge_size: int = 2
+    temporal_patch_size: int = 2
+    rope_theta: float = 10000.0
+    pixel_mean: Channels = CLIP_MEAN
+    pixel_std: Channels = CLIP_STD
+
+
+@dataclass(frozen=True)
+class PixelRange:
+    """How many pixels a picture has once it is resized, as far as whole groups of patches allow."""
+
+    min_pixels: int
+    max_pixels: int
+
+
+def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
+    """The configuration of a folder whose config.json is ``raw``. Raises CheckpointError."""
+    where, processor = f"{folder}/config.json", read_processor(folder)
+    text = {**_TEXT_DEFAULTS, **(section(raw, "text_config", where) if raw.get("text_config") else raw)}
+    statistics = pixel_statistics({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **processor})
+    vision = read_vision(section(raw, "vision_config", where), statistics, f"{where}: vision_config")
+    _check_processor(processor, vision)
+    config = assemble(
+        folder,
+        raw,
+        # Only what the body is counts: architectures name the whole model here.
+        text | {"model_type": "qwen2", "architectures": None},
+        tie=raw.get("tie_word_embeddings") or text.get("tie_word_embeddings", False),
+        mrope_section=_SECTIONS,
+        vision_names=VISION_NAMES,
+        module_names=MODULE_NAMES,
+        layout="qwen2_vl",
+        vision=vision,
+        pictures=_read_pixel_range(processor),
+        image_token_id=raw.get("image_token_id", 151655),
+    )
+    one_of(vision.hidden_size, (config.text.hidden_size,), f"{where}: vision_config.hidden_size")
+    return config
+
+
+def read_vision(stated: Mapping[str, Any], statistics: tuple[Channels, Channels], where: str) -> VisionConfig:
+    """The tower for pixels of these ``statistics`` (mean, std). Raises CheckpointError that begins with ``where``."""
+    values = {name: value for name, value in stated.items() if name not in _PASSED_OVER}
+    for name in ("in_channels", "in_chans"):
+        one_of(values.pop(name, 3), (3,), f"{where}.{name}")
+    rope = values.pop("rope_parameters", None) or {}
+    for name in rope:
+        one_of(name, ("rope_type", "rope_theta"), f"{where}.rope_parameters: key")
+    one_of(rope.get("rope_type", "axial"), ("axial",), f"{where}.rope_parameters: rope_type")
+    spatial = values.pop("spatial_patch_size", None)
+    for name in values:
+        one_of(name, (field.name for field in fields(VisionConfig)), f"{where}: setting")
+    own = {
+        "rope_theta": rope.get("rope_theta", VisionConfig.rope_theta),
+        "pixel_mean": statistics[0],
+        "pixel_std": statistics[1],
+    }
+    vision = VisionConfig(**values | own)
+    one_of(vision.hidden_act, ("quick_gelu", "gelu", "gelu_pytorch_tanh", "silu"), f"{where}.hidden_act")
+    check_sizes(vars(vision), _COUNTS, f"{where}.")
+    one_of(spatial or vision.patch_size, (vision.patch_size,), f"{where}.spatial_patch_size")
+    if vision.embed_dim % (4 * vision.num_heads):
+        raise CheckpointError(
+            f"{where}: {vision.embed_dim} channels over {vision.num_heads} heads: a head must have a multiple of 4, "
+            "whose pairs turn with two axes"
+        )
+    return vision
+
+
+def _check_processor(processor: Mapping[str, Any], vision: VisionConfig) -> None:
+    one_of(processor.get("image_processor_type", PROCESSORS[0]), PROCESSORS, "image_processor_type")
+    one_of(processor.get("resample", PILLOW_BICUBIC), (PILLOW_BICUBIC,), "the image processor's resample")
+    sizes = {
+        "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+    }
+    for name, size in sizes.items():
+        one_of(processor.get(name, size), (size,), f"with this vision_config, the image processor's {name}")
+
+
+def _read_pixel_range(processor: Mapping[str, Any]) -> PixelRange:
+    """``min_pixels`` and ``max_pixels``, which go before ``size``; older savers use these names inside of it too."""
+    size = section({"size": _SIZE, **processor}, "size", "the image processor")
+    for name in size:
+        one_of(name, _SIZE_KEYS, "the image processor's size: key")
+    least = processor.get("min_pixels", size.get("shortest_edge", size.get("min_pixels")))
+    most = processor.get("max_pixels", size.get("longest_edge", size.get("max_pixels")))
+    if type(least) is not int or type(most) is not int or not 1 <= least <= most:
+        raise CheckpointError(
+            f"the image processor's min_pixels {least!r:.50} and max_pixels {most!r:.50} must be whole numbers of at "
+            "least 1, the first not above the second"
+        )
+    return PixelRange(least, most)

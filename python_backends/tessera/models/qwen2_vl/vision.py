@@ -1,0 +1,332 @@
+"""Qwen2-VL's tower: patches of pictures of any size -> rows of the language model.
+
+The rules are those of transformers ``modeling_qwen2_vl.py``. Two things are arranged for speed, neither of which
+changes the result beyond rounding: a still picture would be all frames of a patch, so the kernel of the patch embedding
+is summed over them; and pixel normalisation is folded into it, so that pixels travel as uint8.
+
+Forwards of few patches as CUDA graphs: there the launches of some 300 kernels take longer than the kernels.
+
+A graph is recorded for each of some numbers of patches. A smaller forward is filled up with what the buffers held
+before, as pictures of their own whose rows nobody reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import cache, lru_cache, partial
+from itertools import cycle
+from typing import Protocol, cast
+
+import torch
+from torch import nn
+
+from tessera.checkpoint.config import CheckpointConfig
+from tessera.checkpoint.weights import Target, copy_whole
+from tessera.kernels.attention_plan import AttentionPlan, HopperPlan
+from tessera.kernels.fp8_rows import Fp8Rows
+from tessera.kernels.graphs import record
+from tessera.kernels.tower_attention import Attend, Within, attend_in_triton, attention_by, plans_of_ours
+from tessera.kernels.tower_layers import PLAIN, Fp8Linear, TowerKernels, fp8_kernels, gpu_kernels, within_ways
+from tessera.kernels.transfer import uploaded
+from tessera.kernels.tuning import MeasuredChoices
+from tessera.kernels.varlen_attention import query_tiles
+from tessera.models.internvl.vision import MLP, fold_normalisation
+from tessera.models.tower import Forward, Tower, Wires
+
+_EPS = 1e-6  # of every norm
+# Taken off the pixels, which 16-bit numbers hold either way: otherwise weights and bias would nearly cancel for the
+# greys near the mean, and their own rounding to 16 bits would be larger than what is left.
+_GREY = 128
+# Patches of the large pictures that ways of attention are measured on: 896 pixels wide and high, in patches of 14.
+_LARGE = 64**2
+_SMALL = 32**2  # and of the one that graphs have theirs measured on
+_PLACE = 8  # bytes of a patch's row and column
+
+
+class Attention(nn.Module):
+    """Self-attention within each picture; queries and keys are turned by their patch's row and column."""
+
+    def __init__(self, size: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(size, 3 * size)
+        self.output = nn.Linear(size, size)
+
+    def forward(
+        self, x: torch.Tensor | Fp8Rows, turns: torch.Tensor, attend: Attend, kernels: TowerKernels
+    ) -> torch.Tensor:
+        """x [patches, hidden] -> the same; ``turns`` as :meth:`Qwen2ViT.turns` gives them."""
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
+        return self.output(attend(*kernels.turn(qkv, turns)))
+
+
+class Layer(nn.Module):
+    """One block: x + attention(norm1(x)), then x + mlp(norm2(x)); the last addition is left to what comes next."""
+
+    def __init__(self, size: int, heads: int, inner: int, activation: str) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(size, eps=_EPS), nn.LayerNorm(size, eps=_EPS)
+        self.attention = Attention(size, heads)
+        self.mlp = MLP(size, inner, size, activation)
+
+    def forward(
+        self, x: torch.Tensor, update: torch.Tensor | None, turns: torch.Tensor, attend: Attend, kernels: TowerKernels
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and what is still to be added to it -> the same after this layer; all [patches, hidden]."""
+        normed, x = kernels.add_and_norm(x, update, self.norm1)
+        normed, x = kernels.add_and_norm(x, self.attention(normed, turns, attend, kernels), self.norm2)
+        return x, self.mlp(normed, kernels)
+
+
+class Merger(MLP):
+    """LayerNorm of each patch, then a group of them side by side through Linear, GELU, Linear to the text's width."""
+
+    def __init__(self, size: int, group: int, text_size: int) -> None:
+        super().__init__(size * group, size * group, text_size, "gelu")
+        self.norm = nn.LayerNorm(size, eps=_EPS)
+
+    def forward(self, x: torch.Tensor | Fp8Rows, kernels: TowerKernels = PLAIN) -> torch.Tensor:
+        """Patches [n * group, hidden] -> rows [n, text hidden]."""
+        return super().forward(self.norm(x).view(-1, self.linear1.in_features), kernels)
+
+
+class Qwen2ViT(Tower):
+    """uint8 groups of patches [n, merge, merge, side, side, 3] (RGB, 0..255), each picture's in reading order -> their
+    rows [n, text hidden] of the weights' dtype. ``wires``: (1, height, width) of each picture, in patches.
+    """
+
+    splits = False
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        super().__init__()
+        vision, text_size = config.vision, config.text.hidden_size
+        size, side, self.merge = vision.embed_dim, vision.patch_size, vision.spatial_merge_size
+        self.statistics, self.frames = (vision.pixel_mean, vision.pixel_std), vision.temporal_patch_size
+        self.theta, self.head_size = vision.rope_theta, size // vision.num_heads
+        self.unit_shape, self.row_shape = (self.merge, self.merge, side, side, 3), (1, text_size)
+        self.batch_unit = max(1, 616 // (self.merge * side)) ** 2
+        self.patch_embedding = nn.Linear(3 * side**2, size)
+        nn.init.zeros_(self.patch_embedding.bias)  # normalisation alone has one
+        self.layers = nn.ModuleList(
+            Layer(size, vision.num_heads, size * vision.mlp_ratio, vision.hidden_act) for _ in range(vision.depth)
+        )
+        self.projector = Merger(size, self.merge**2, text_size)
+
+    def forward(self, pixels: torch.Tensor, wires: Wires = (), kernels: TowerKernels = PLAIN) -> torch.Tensor:
+        attend = kernels.attend_within([height * width for _, height, width in wires], pixels.device)
+        return self.rows(pixels, self.turns(wires, pixels.device), attend, kernels)
+
+    def rows(self, pixels: torch.Tensor, turns: torch.Tensor, attend: Attend, kernels: TowerKernels) -> torch.Tensor:
+        """:meth:`forward` with what follows from the pictures' sizes: :meth:`turns` and attention within them."""
+        x, update = self.embed(pixels), None
+        for layer in self.layers:
+            x, update = layer(x, update, turns, attend, kernels)
+        return self.projector(x if update is None else x + update, kernels)
+
+    def embed(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Groups of patches -> the first layer's input [patches, hidden]."""
+        values = pixels.to(self.patch_embedding.weight.dtype).sub_(_GREY)
+        return self.patch_embedding(values.view(-1, self.patch_embedding.in_features))
+
+    def turns(self, wires: Wires, device: torch.device) -> torch.Tensor:
+        """Cosine and sine of the angles by which pairs of a head's values turn, float32 [2, patches, head size / 2]:
+        the first half of the pairs turns with the patch's row in its picture, the second with its column.
+        """
+        places = torch.cat([_places(height, width, self.merge) for _, height, width in wires])
+        half = self.head_size // 2
+        speeds = self.theta ** (torch.arange(0, half, 2, device=device) / half)
+        angles = (uploaded(places, device)[:, :, None] / speeds).flatten(1)
+        return torch.stack((angles.cos(), angles.sin()))
+
+    @torch.inference_mode()
+    def tuned(self, cost: int, choices: MeasuredChoices) -> Forward:
+        """With the attention that is the fastest for pictures of one size, and for others; in float32 torch's own."""
+        layer, weight = cast(Layer, self.layers[0]), self.patch_embedding.weight
+        if weight.itemsize > 2:
+            return partial(self, kernels=gpu_kernels("default", epilogue=False))
+
+        heads, most = layer.attention.heads, cost * self.merge**2
+        qkv = torch.randn(most, 3, heads, self.head_size, dtype=weight.dtype, device=weight.device)
+
+        def fastest(kind: str, lengths: Sequence[int], ways: Mapping[str, Within]) -> str:
+            query, key, value = qkv[: sum(lengths)].unbind(1)
+            return choices.fastest(
+                f"vision attention within {kind} pictures, {len(lengths)} of {len(query)} patches, {heads} heads of "
+                f"{self.head_size}, {weight.dtype}, {torch.cuda.get_device_name(weight.device)}, torch "
+                f"{torch.__version__}",
+                {name: _call(way, lengths, query, key, value) for name, way in ways.items()},
+            )
+
+        chosen: dict[str, Within] = {}
+        for kind, lengths in (("equal", [min(_LARGE, most)] * max(1, most // _LARGE)), ("mixed", _mixed(most))):
+            ways = within_ways(weight.device, kind == "equal")
+            chosen[kind] = ways[fastest(kind, lengths, ways)]
+        kernels = fp8_kernels if isinstance(layer.attention.output, Fp8Linear) else partial(gpu_kernels, epilogue=False)
+        within = partial(_by_kind, chosen["equal"], chosen["mixed"])
+        forward = partial(self, kernels=kernels("default", within=within))
+        small = (1, self.merge, self.merge)
+        for wires in ([small], [small, (1, self.merge, 2 * self.merge)]):  # compiles what would hold up requests
+            units = sum(height * width for _, height, width in wires) // self.merge**2
+            forward(torch.zeros(units, *self.unit_shape, dtype=torch.uint8, device=weight.device), wires)
+        sizes = [size for size in SIZES if size <= most]
+        if not sizes:
+            return forward
+        plans = plans_of_ours(weight.device)
+        ways = {name: partial(attend_in_triton, plan=plan) for name, plan in plans.items()}
+        plan = plans[fastest("single", [min(_SMALL, most)], ways)]
+        return PatchGraphs(self, weight.device, sizes, plan, kernels("default"), forward)
+
+    def activation_bytes(self, cost: int, scores: bool = False) -> int:
+        """With PLAIN kernels: in proportion to the patches, however they are spread over pictures.
+
+        The most is held in a layer, beside its input, its update, their sum and that normed: in the MLP (its inner rows
+        three times), where heads turn (q, k and v; in float32 q, k, halves and results), in the attention (q, k and v,
+        the turned q and k, rows apart and joined, and three for copies that torch's kernel may want); or where the
+        pixels are wide. Not counted are what the allocator rounds up and the scratch memory of matrix products.
+        """
+        layer, value = cast(Layer, self.layers[0]), self.patch_embedding.weight.itemsize
+        hidden, inner, patches = layer.mlp.linear2.out_features, layer.mlp.linear1.out_features, cost * self.merge**2
+        largest = max(
+            (4 * hidden + 3 * inner) * value,
+            7 * hidden * value + (4 if value == 4 else 6) * hidden * 4,
+            14 * hidden * value,
+            (self.patch_embedding.in_features + 2 * hidden) * value,
+        )
+        written = 2 * layer.attention.heads * patches * value if scores else 0
+        return patches * (largest + written + 4 * self.head_size + _PLACE)
+
+    def squares(self, draw: Callable[[tuple[int, ...]], torch.Tensor]) -> tuple[torch.Tensor, Wires]:
+        count, (merge, _, side, _, _) = math.isqrt(self.batch_unit), self.unit_shape
+        pictures = draw((count * merge * side,) * 2 + (3,)).unflatten(2, (count, merge, side))
+        groups = pictures.unflatten(1, (count, merge, side)).permute(0, 1, 4, 2, 5, 3, 6, 7).flatten(0, 2)
+        return groups, [(1, count * merge, count * merge)] * len(pictures)
+
+    def fp8_linears(self) -> dict[str, nn.Linear]:
+        linears = {name: module for name, module in self.named_modules() if isinstance(module, nn.Linear)}
+        del linears["patch_embedding"]
+        return linears
+
+    def targets(self, stored: Set[str]) -> dict[str, Target]:
+        targets = super().targets(stored)
+        del targets["patch_embedding.bias"]
+        targets["patch_embedding.weight"] = self._sum_frames
+        return targets
+
+    def _sum_frames(self, stored: torch.Tensor) -> None:
+        kernel = torch.empty(self.patch_embedding.out_features, 3, self.frames, *self.unit_shape[2:4])
+        copy_whole(kernel, stored)
+        self.patch_embedding.weight.copy_(kernel.sum(2).permute(0, 2, 3, 1).flatten(1))
+
+    def finish_loading(self) -> None:
+        mean, std = self.statistics
+        fold_normalisation(self.patch_embedding, [value - _GREY / 255 for value in mean], std)
+
+
+@lru_cache(maxsize=32)
+def _places(height: int, width: int, merge: int) -> torch.Tensor:
+    """Row and column of each patch of a picture of height x width patches, in the order of its groups: int32 [n, 2]."""
+    grid = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"), dim=-1)
+    groups = grid.view(height // merge, merge, width // merge, merge, 2).transpose(1, 2)
+    return groups.reshape(-1, 2).to(torch.int32)
+
+
+def _mixed(count: int) -> list[int]:
+    """The patches of pictures of several sizes, ``count`` altogether."""
+    lengths: list[int] = []
+    for size in cycle((_LARGE, 100, 1000, 300)):
+        if not count:
+            return lengths
+        lengths.append(min(size, count))
+        count -= lengths[-1]
+    raise AssertionError("a cycle ends")
+
+
+def _by_kind(equal: Within, mixed: Within, lengths: Sequence[int], device: torch.device) -> Attend:
+    return (equal if len(set(lengths)) == 1 else mixed)(lengths, device)
+
+
+def _call(
+    way: Within, lengths: Sequence[int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    """The way's attention alone, without what is made once for all layers; a way that cannot do it raises at a call."""
+    attend = cache(partial(way, lengths, query.device))
+    return lambda: attend()(query, key, value)
+
+
+#: patches of a forward that is worth a graph: beyond them an H200's kernels take longer than a host's launches
+SIZES = (256, 512, 1024, 1536, 2048, 3072, 4096)
+_PICTURES = 64  # of a graph's forward: each may end in the middle of a tile of queries
+
+
+class PatchTower(Protocol):
+    """What is asked of a tower: :class:`tessera.models.qwen2_vl.vision.Qwen2ViT`."""
+
+    merge: int
+    head_size: int
+    unit_shape: tuple[int, ...]
+
+    def turns(self, wires: Wires, device: torch.device) -> torch.Tensor: ...
+
+    def rows(
+        self, pixels: torch.Tensor, turns: torch.Tensor, attend: Attend, kernels: TowerKernels
+    ) -> torch.Tensor: ...
+
+
+class PatchGraphs:
+    """A tower's forward; used by one thread at a time.
+
+    ``kernels`` are those of the recorded forwards, whose attention is ours by ``plan``; ``otherwise`` is the forward of
+    more patches than the largest of ``sizes``, or of more small pictures. On the CPU a replay computes.
+    """
+
+    def __init__(
+        self,
+        tower: PatchTower,
+        device: torch.device,
+        sizes: Sequence[int],
+        plan: AttentionPlan | HopperPlan,
+        kernels: TowerKernels,
+        otherwise: Forward,
+    ) -> None:
+        self._tower, self._plan, self._otherwise, self._sizes = tower, plan, otherwise, sorted(sizes)
+        self._group, largest = tower.merge**2, self._sizes[-1]
+        self._pixels = torch.zeros(largest // self._group, *tower.unit_shape, dtype=torch.uint8, device=device)
+        self._turns = {size: torch.zeros(2, size, tower.head_size // 2, device=device) for size in self._sizes}
+        self._tiles = torch.zeros(self._room(largest), 3, dtype=torch.int32, device=device)
+        self._rows: dict[int, torch.Tensor] = {}  # in memory that all graphs share
+
+        def prepare(size: int) -> None:
+            self._cut([], size)
+
+        def run(size: int) -> None:
+            tiles = self._tiles[: self._room(size)]
+            attend = partial(attention_by(plan), tiles=tiles, plan=plan)
+            self._rows[size] = tower.rows(self._pixels[: size // self._group], self._turns[size], attend, kernels)
+
+        self._replays: dict[int, Callable[[], None]] = record("vision graphs", self._sizes, prepare, run, device)
+
+    def __call__(self, pixels: torch.Tensor, wires: Wires) -> torch.Tensor:
+        """Rows that are the caller's to keep."""
+        lengths = [height * width for _, height, width in wires]
+        patches = sum(lengths)
+        size = next((size for size in self._sizes if size >= patches), None)
+        if size is None or len(lengths) > _PICTURES:
+            return self._otherwise(pixels, wires)
+        self._cut(lengths, size)
+        self._pixels[: len(pixels)].copy_(pixels)
+        self._turns[size][:, :patches].copy_(self._tower.turns(wires, pixels.device))
+        self._replays[size]()
+        return self._rows[size][: len(pixels)].clone()
+
+    def _room(self, size: int) -> int:
+        """Tiles of a forward of ``size`` patches at most."""
+        return size // self._plan.rows + _PICTURES + 1
+
+    def _cut(self, lengths: Sequence[int], size: int) -> None:
+        """The tiles of pictures of such ``lengths``; what fills them up to ``size`` is cut into pictures of one tile,
+        which cost the least, and whose rows are numbers whatever lay in memory."""
+        full, rest = divmod(size - sum(lengths), self._plan.rows)
+        tiles = query_tiles([*lengths, *[self._plan.rows] * full, *[rest] * bool(rest)], self._plan.rows)
+        self._tiles[: len(tiles)].copy_(uploaded(tiles, self._tiles.device))
+        self._tiles[len(tiles) : self._room(size)] = 0

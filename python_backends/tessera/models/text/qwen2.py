@@ -1,0 +1,212 @@
+"""The decoder shared by Qwen2 and Llama: they differ only in biases and rotary scaling, which the config states.
+
+Sources: transformers ``modeling_qwen2.py``, ``modeling_llama.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tessera.attention.backend import AttentionBackend, AttentionStep, HeadShape
+from tessera.checkpoint.weights import Target, copy_whole
+from tessera.errors import CheckpointError
+from tessera.kernels.deferred import Unfinished
+from tessera.linear.layers import Embedding, RmsNorm
+from tessera.linear.scheme import Linear, Rows, SchemeSelector, stacked
+from tessera.models.text.rotary import Rotary
+
+if TYPE_CHECKING:
+    from tessera.checkpoint.config import TextConfig
+
+
+_HEAD_MULTIPLE = 16
+
+#: x and residual [n, hidden] between two layers; x may be unfinished; no residual yet: None
+Stream = tuple["torch.Tensor | Unfinished", "torch.Tensor | None"]
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """A checkpoint's names inside one layer; ``qkv`` and ``gate_up`` are one name where they are stored as one."""
+
+    input_norm: str = "input_layernorm"
+    post_norm: str = "post_attention_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, both after a norm and onto the residual stream."""
+
+    names = LayerNames()
+
+    def __init__(
+        self, config: TextConfig, index: int, schemes: SchemeSelector, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        queries = config.num_attention_heads * config.head_dim
+        self.index = index
+        self.prefix = f"model.layers.{index}."
+
+        def linear(size: int, modules: Mapping[str, Rows], bias: bool) -> Linear:
+            named = {self.prefix + name: rows for name, rows in modules.items()}
+            return Linear(size, named, bias, schemes, dtype, device)
+
+        def norm() -> RmsNorm:
+            return RmsNorm(hidden, config.rms_norm_eps, dtype, device)
+
+        self.input_norm, self.post_norm = norm(), norm()
+        self.qkv = linear(hidden, self.qkv_modules(head_shape(config)), config.attention_bias)
+        self.output = linear(queries, stacked([self.names.output], [hidden]), config.output_bias)
+        self.gate_up = linear(hidden, stacked(self.names.gate_up, [inner, inner]), config.mlp_bias)
+        self.down = linear(inner, stacked([self.names.down], [hidden]), config.mlp_bias)
+
+    def qkv_modules(self, heads: HeadShape) -> dict[str, Rows]:
+        """The stored modules of q, k and v, and which rows of them all (q above k above v) they are."""
+        sizes = [count * heads.head_dim for count in (heads.heads, heads.kv_heads, heads.kv_heads)]
+        return stacked(self.names.qkv, sizes)
+
+    def forward(
+        self,
+        x: torch.Tensor | Unfinished,
+        residual: torch.Tensor | None,
+        attention: AttentionBackend,
+        step: AttentionStep,
+    ) -> tuple[torch.Tensor | Unfinished, torch.Tensor]:
+        """x and residual [n, hidden] -> the same behind this layer; x may be unfinished."""
+        rows = len(x) if isinstance(x, torch.Tensor) else x.rows
+        normal, residual = self.input_norm(x, residual, self.qkv.takes_fp8(rows))
+        attended = attention.attend(self.index, self.heads(self.qkv.unfinished(normal)), step)
+        if step.rows is not None:
+            residual = residual[step.rows]
+        rows = len(residual)
+        normal, residual = self.post_norm(self.output.unfinished(attended), residual, self.gate_up.takes_fp8(rows))
+        return self.down.unfinished(self.gate_up.gated(normal, self.down.takes_fp8(rows))), residual
+
+    def heads(self, qkv: torch.Tensor | Unfinished) -> torch.Tensor | Unfinished:
+        """What becomes of q, k and v [n, (heads + 2 * kv_heads) * head_dim] before their rotation: here nothing."""
+        return qkv
+
+    def targets(self, stored: Collection[str]) -> dict[str, Target]:
+        """As :meth:`Qwen2.targets`, for this layer."""
+        norms = {self.names.input_norm: self.input_norm, self.names.post_norm: self.post_norm}
+        targets = norm_targets({self.prefix + name: norm for name, norm in norms.items()})
+        for linear in (self.qkv, self.output, self.gate_up, self.down):
+            targets |= linear.targets(stored)
+        return targets
+
+
+class Qwen2(nn.Module):
+    """Token ids and picture rows in, hidden rows and logits out; covers Qwen2ForCausalLM and LlamaForCausalLM."""
+
+    layer_class: type[DecoderLayer] = DecoderLayer
+    embedding_name = "model.embed_tokens.weight"
+    head_name = "lm_head"
+
+    def __init__(self, config: TextConfig, schemes: SchemeSelector, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        if config.hidden_act != "silu":
+            raise CheckpointError(f"hidden_act {config.hidden_act!r} of the text model is not supported; only silu is")
+        self.config = config
+        self.heads = head_shape(config)
+        self.rotary = Rotary(
+            config.head_dim,
+            config.rope_theta,
+            config.rope_scaling,
+            config.max_position_embeddings,
+            device,
+            config.mrope_section,
+        )
+        # Matrix units want whole tiles: the head's rows are padded, and what they give is cut off.
+        padded = -(-config.vocab_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+        self.embedding = Embedding(padded, config.hidden_size, dtype, device)
+        self.layers = nn.ModuleList(
+            self.layer_class(config, index, schemes, dtype, device) for index in range(config.num_hidden_layers)
+        )
+        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.head: Linear | None = None
+        if not config.tie_word_embeddings:
+            modules = stacked([self.head_name], [config.vocab_size])
+            self.head = Linear(config.hidden_size, modules, False, schemes, dtype, device, out_features=padded)
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        image_index: torch.Tensor | None,
+        image_rows: torch.Tensor | None,
+        attention: AttentionBackend,
+        step: AttentionStep,
+        last_step: AttentionStep,
+    ) -> torch.Tensor:
+        """ids int64 [n] -> normalised hidden rows [m, hidden] for the rows ``last_step`` keeps.
+
+        The last layer runs past its keys and values only for those rows.
+        """
+        return self.behind_layers(self.embedding(ids, image_index, image_rows), attention, step, last_step)
+
+    def behind_layers(
+        self, x: torch.Tensor, attention: AttentionBackend, step: AttentionStep, last_step: AttentionStep
+    ) -> torch.Tensor:
+        """As :meth:`forward`, of tokens that are embedded, [n, hidden]; they may be overwritten."""
+        stream: Stream = x, None
+        for layer in self.layers[:-1]:
+            stream = layer(*stream, attention, step)
+        return self.norm(*self.layers[-1](*stream, attention, last_step))[0]
+
+    @property
+    def products_a_token(self) -> int:
+        """Multiplications by weights that the layers take for one token."""
+        linears = (module for module in self.layers.modules() if isinstance(module, Linear))
+        return sum(linear.in_features * linear.out_features for linear in linears)
+
+    def weights_in_words(self) -> str:
+        """What the layers' weights are, for people."""
+        linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
+        return " and ".join(sorted({linear.scheme.in_words(linear) for linear in linears}))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[m, hidden] -> [m, vocabulary] of the model's dtype."""
+        rows = F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)  # type: ignore[arg-type]
+        return rows[:, : self.config.vocab_size]
+
+    def targets(self, stored: Collection[str]) -> dict[str, Target]:
+        """What fills the model, by the checkpoint's names; ``stored``: those that it has."""
+        targets: dict[str, Target] = {
+            self.embedding_name: partial(copy_whole, self.embedding.get_buffer("weight")[: self.config.vocab_size]),
+            **norm_targets({"model.norm": self.norm}),
+        }
+        if self.head is not None:
+            targets |= self.head.targets(stored)
+        for layer in self.layers:
+            targets |= cast(DecoderLayer, layer).targets(stored)
+        return targets
+
+    def randomize(self, seed: int) -> None:
+        """Fills the model as if from a checkpoint of small random numbers (norms: one)."""
+        embedding = self.embedding.get_buffer("weight")
+        generator = torch.Generator(embedding.device).manual_seed(seed)
+        embedding.normal_(0, 0.02, generator=generator)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.randomize(generator)
+            elif isinstance(module, RmsNorm):
+                module.get_buffer("weight").fill_(1)
+
+
+def head_shape(config: TextConfig) -> HeadShape:
+    return HeadShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+
+
+def norm_targets(norms: Mapping[str, RmsNorm]) -> dict[str, Target]:
+    """What fills norms, which are given by name."""
+    return {f"{name}.weight": partial(copy_whole, norm.get_buffer("weight")) for name, norm in norms.items()}

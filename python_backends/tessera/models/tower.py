@@ -1,0 +1,179 @@
+"""What the stage needs of a vision tower, and which tower a checkpoint has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
+from hashlib import blake2b
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+
+from tessera.checkpoint.config import CheckpointConfig
+from tessera.checkpoint.weights import SafetensorsFolder, SafetensorsHeaders, Target, copy_whole, fill, split_names
+from tessera.errors import CheckpointError, ConfigError
+from tessera.kernels.tuning import MeasuredChoices
+
+# model_type -> the tower's class
+TOWERS = {
+    "internvl": "tessera.models.internvl.vision:InternViT",
+    "internvl_chat": "tessera.models.internvl.vision:InternViT",
+    "qwen2_vl": "tessera.models.qwen2_vl.vision:Qwen2ViT",
+}
+
+#: as a tower's ``forward``
+Forward = Callable[..., torch.Tensor]
+#: each picture's (t, h, w) of tensor PLAN
+Wires = Sequence[tuple[int, int, int]]
+
+
+class Tower(torch.nn.Module):
+    """The pixels of pictures -> rows of the language model; made from a CheckpointConfig, which is its one argument.
+
+    Cost counts what the family's plans count: tiles, or patches. A subclass sets these:
+    """
+
+    #: whether a picture's units are independent of each other, so that a forward may take any of them
+    splits: bool = True
+    #: the cost that the setting ``infer_batch_size`` counts as one
+    batch_unit: int = 1
+    #: "module:function" that writes it as an ONNX graph, if there is one
+    onnx_graph: str | None = None
+    #: uint8 shape of the pixels of one unit of cost
+    unit_shape: tuple[int, ...]
+    #: (rows that one unit of cost becomes at most, values of a row)
+    row_shape: tuple[int, int]
+
+    def forward(self, pixels: torch.Tensor, wires: Wires = ()) -> torch.Tensor:
+        """uint8 [cost, *unit_shape], picture after picture -> rows [rows, hidden] of the weights' dtype.
+
+        No wires where the tower ``splits``.
+        """
+        raise NotImplementedError
+
+    def activation_bytes(self, cost: int, scores: bool = False) -> int:
+        """The most memory that a forward takes at a time, its rows included; ``scores``: attention writes its own."""
+        raise NotImplementedError
+
+    def tuned(self, cost: int, choices: MeasuredChoices) -> Forward:
+        """The forward for so much, in a tower that does not split for up to that, with what is the fastest on its GPU.
+
+        Without wires where the tower splits.
+        """
+        return self
+
+    def squares(self, draw: Callable[[tuple[int, ...]], torch.Tensor]) -> tuple[torch.Tensor, Wires]:
+        """``forward``'s arguments for some square pictures; ``draw``: (side, side, 3) -> uint8 [n, side, side, 3]."""
+        return draw(self.unit_shape), ()
+
+    def fp8_linears(self) -> dict[str, torch.nn.Linear]:
+        """Module name -> the linear layers that FP8 may take the place of. Raises ConfigError where there are none."""
+        raise ConfigError(f"{type(self).__name__} does not run in FP8: set quantization to checkpoint or fp8-language")
+
+    def targets(self, stored: Set[str]) -> dict[str, Target]:
+        """What fills the tower, by our names of the weights; ``stored``: those that the checkpoint has."""
+        return {name: partial(copy_whole, value) for name, value in self.state_dict().items()}
+
+    def finish_loading(self) -> None:
+        """Called once when all float32 weights are there."""
+
+
+def tower_class(config: CheckpointConfig) -> type[Tower]:
+    """Raises CheckpointError for a model type that no tower is registered for."""
+    if config.model_type not in TOWERS:
+        raise CheckpointError(f"no vision tower for model_type {config.model_type!r}; known are {sorted(TOWERS)}")
+    return resolve_name(TOWERS[config.model_type])
+
+
+def onnx_writer(config: CheckpointConfig) -> Callable[..., Any]:
+    """(tower, fingerprint) -> onnx.ModelProto. Raises ConfigError for a tower that has no graph."""
+    place = tower_class(config).onnx_graph
+    if place is None:
+        raise ConfigError(f"the vision tower of model_type {config.model_type!r} has no ONNX graph: it runs in torch")
+    return resolve_name(place)
+
+
+def load_tower(config: CheckpointConfig, dtype: torch.dtype = torch.float32, random_weights: bool = False) -> Any:
+    """The vision tower of a checkpoint on the CPU, ready to run, weights in ``dtype``.
+
+    ``random_weights`` draws them from a fixed seed instead (benchmarks on folders without weights).
+    Raises CheckpointError for weights that are missing, left over or of a wrong shape.
+    """
+    tower = tower_class(config)(config).requires_grad_(False).eval()
+    if random_weights:
+        _draw(tower)
+    else:
+        _fill(tower, SafetensorsFolder(config.folder), config)
+    tower.finish_loading()
+    return tower.to(dtype)
+
+
+def check_tower(config: CheckpointConfig) -> Tower:
+    """The tower's shapes, which the checkpoint's weights fit, as far as the headers of its files tell.
+
+    Raises CheckpointError as :func:`load_tower` does.
+    """
+    with torch.device("meta"):
+        tower = tower_class(config)(config).requires_grad_(False)
+        _fill(tower, SafetensorsHeaders(config.folder), config)
+    return tower
+
+
+def _fill(tower: Tower, source: SafetensorsFolder, config: CheckpointConfig) -> None:
+    stored = {ours: name for name, ours in split_names(source.names(), config)["vision"].items()}
+    owner = f"the vision tower {type(tower).__name__}"
+    fill(owner, tower.targets(set(stored)), _dequantized(source, stored), stored)
+
+
+def stored_in_fp8(config: CheckpointConfig) -> Set[str]:
+    """The tower's linear layers that the checkpoint has in FP8, and so means to run in it: all, or all but the
+    projector's; none where it is fewer, which run dequantized."""
+    names = split_names(SafetensorsFolder(config.folder).names(), config)["vision"].values()
+    scaled = {name.removesuffix(".weight_scale") for name in names if name.endswith(".weight_scale")}
+    scaled = {re.sub(r"[qkv]_proj$", "qkv", module) for module in scaled}  # which may be stored apart
+    every = unfilled_tower(config).fp8_linears().keys() if scaled else set()
+    layers = {name for name in every if not name.startswith("projector.")}
+    return next((some for some in (set(every), layers) if some <= scaled), set())
+
+
+def unfilled_tower(config: CheckpointConfig, dtype: torch.dtype = torch.float32) -> Tower:
+    """The tower's shapes without its weights, to count bytes with."""
+    with torch.device("meta"):
+        return tower_class(config)(config).to(dtype)
+
+
+def vision_fingerprint(config: CheckpointConfig) -> str:
+    """A hex digest of the vision weights as stored and of the settings that shape their use."""
+    source = SafetensorsFolder(config.folder)
+    digest = blake2b(repr(config.vision).encode(), digest_size=16)
+    for name in sorted(split_names(source.names(), config)["vision"]):
+        digest.update(name.encode())
+        digest.update(source.get(name).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _dequantized(source: SafetensorsFolder, stored: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Our names and tensors, by the names they are ``stored`` under; weights in e4m3 times their scales, in float32."""
+    for name, place in stored.items():
+        weight, scale = (stored.get(f"{name.rpartition('.')[0]}.{leaf}") for leaf in ("weight", "weight_scale"))
+        quantized = weight is not None and scale is not None and source.dtype(weight) == "F8_E4M3"
+        if not quantized or place not in (weight, scale):
+            yield name, source.get(place)
+        elif place == weight:
+            assert scale is not None
+            values, scales = source.get(weight).float(), source.get(scale).float().flatten()
+            if len(scales) not in (1, len(values)):
+                raise CheckpointError(f"{scale} has {len(scales)} values for the {len(values)} rows of {weight}")
+            yield name, values * scales[:, None]
+
+
+def _draw(tower: Tower) -> None:
+    """Random matrices from a fixed seed, no biases; norms keep their initial values."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in tower.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=0.02, generator=generator)
+        elif name.endswith("bias"):
+            parameter.zero_()

@@ -1,0 +1,156 @@
+"""The engine's settings.
+
+How pictures and prompts are prepared, and what one request may ask for.
+
+How the vision stage runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tessera.errors import ConfigError
+from tessera.settings.schema import check, setting
+
+LANGUAGE_QUANTIZATIONS = {"checkpoint": "checkpoint", "fp8": "fp8", "fp8-language": "fp8", "fp8-vision": "checkpoint"}
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of one engine; all sizes are per engine.
+
+    ``device``: a torch device name. ``dtype``: "auto" (float32 on cpu, bfloat16 elsewhere), "float32", "bfloat16" or
+    "float16". ``block_size``: tokens a key/value block. ``max_batched_tokens``: tokens one step may run.
+    ``max_sequences``: sequences that may run at once; it stays below ``max_batched_tokens``, so that a step full of
+    decodes still moves a prompt on. ``max_in_flight``: requests accepted at once, waiting ones included.
+    ``max_model_len``: prompt + answer; None takes the checkpoint's context length. ``kv_cache_bytes``: 0 takes what
+    ``max_sequences`` full contexts need, at most 1 GiB on the CPU, on a GPU what the engine's share leaves.
+    ``kv_cache_dtype``: "auto" is the model's, "fp8" e4m3 with a scale a position and head (half the bytes of bfloat16).
+    ``memory_bytes``: that share, weights included (gpu_memory.py divides a card); 0 is nine tenths of the card but
+    ``embedding_pool_bytes``, for the rows of pictures whose requests wait or run. ``graph_batch_size``: decode steps of
+    up to this many sequences run as CUDA graphs, and other small steps too; 0 records none. ``prefix_cache``: "content"
+    reuses equal prefixes including pictures, "exclude" stops before the first picture, "off" reuses nothing.
+    ``weights``: "random" draws them from ``seed`` instead of reading the checkpoint's. ``quantization``: "checkpoint"
+    runs the weights as they are stored, "fp8" quantizes unquantized ones, all but the head's, while they are read (a
+    user says it for both stages at once). ``resident``: "auto" keeps an FP8 copy of 4-bit weights for many rows while
+    half of the card is free, "off" never. ``attention``: a backend's name, or "auto". ``threads``: torch's intra-op
+    threads on the CPU.
+    """
+
+    device: str = "cpu"
+    dtype: str = setting("auto", cpu="float32", cuda="bfloat16", common=True, choices=DTYPES)
+    block_size: int = setting(16, settable=False, least=1)
+    max_batched_tokens: int = setting(8192, cpu=2048, least=1)
+    max_sequences: int = setting(256, cpu=64, least=1)
+    max_in_flight: int = setting(512, settable=False, least=1)
+    max_model_len: int | None = setting(None, common=True, kind=int, least=2)
+    kv_cache_dtype: str = setting("auto", choices=("auto", "fp8"))
+    kv_cache_bytes: int = setting(0, cpu=512 << 20, least=0)
+    memory_bytes: int = setting(0, settable=False, least=0, share="language")
+    embedding_pool_bytes: int = setting(4 << 30, cuda=0, settable=False, least=0, share="embedding_pool")
+    graph_batch_size: int = setting(256, settable=False, least=0)
+    prefix_cache: str = setting("content", choices=("content", "exclude", "off"))
+    weights: str = setting("checkpoint", common=True, choices=("checkpoint", "random"))
+    quantization: str = setting("checkpoint", common=True, choices=LANGUAGE_QUANTIZATIONS)
+    resident: str = setting("auto", settable=False, choices=("auto", "off"))
+    attention: str = setting("auto", settable=False)
+    threads: int = setting(1, common=True, least=1)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check(self, "engine")
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"engine: device is {self.device!r}; it must be cpu or cuda (CUDA_VISIBLE_DEVICES says which GPU)"
+            )
+        if self.max_sequences >= self.max_batched_tokens:
+            raise ConfigError(
+                f"engine: max_sequences {self.max_sequences} must stay below max_batched_tokens "
+                f"{self.max_batched_tokens}, or decodes could keep every prompt out"
+            )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for. ``max_file_pixels`` is for each picture, ``max_request_bytes`` for all together.
+
+    ``max_cost``: the work of all its pictures together, in the family's units (InternVL: tiles); 0: the family's limit.
+    """
+
+    max_images: int = setting(8, least=0)
+    max_cost: int = setting(0, least=0)
+    max_file_pixels: int = setting(50_000_000, least=1)
+    max_request_bytes: int = setting(64 << 20, least=1)
+
+    def __post_init__(self) -> None:
+        check(self, "preprocess")
+
+
+@dataclass(frozen=True)
+class PreprocessSettings:
+    """A deployment's settings. None means the checkpoint's own: how pictures are cut, context in tokens, system text.
+
+    ``tile_policy``: how finely pictures are cut where a request does not say (docs/tile_policies.md; for models of
+    native resolution docs/preprocessing.md). ``resize``: reference, as the checkpoint was trained, or fast
+    (docs/preprocessing.md). ``gpu_pixels``: JPEGs of at least this many pixels are left to the vision stage, to decode
+    them on its GPU; 0 leaves it none.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    resize: str = setting("reference", choices=("reference", "fast"))
+    tile_policy: Any = setting(None, kind=str)
+    context_length: int | None = setting(None, name="max_model_len", common=True, kind=int, least=2)
+    system: str | None = None
+    gpu_pixels: int = setting(0, common=True, least=0)
+
+    def __post_init__(self) -> None:
+        check(self, "preprocess")
+
+
+VISION_QUANTIZATIONS = {"checkpoint": "checkpoint", "fp8": "fp8", "fp8-language": "checkpoint", "fp8-vision": "fp8"}
+
+
+@dataclass(frozen=True)
+class VisionSettings:
+    """The deployment's choices.
+
+    ``runner``: onnx on the CPU, graph (CUDA graphs) on a GPU, torch as the readable twin of both and for towers that
+    these do not take; ``threads`` in one forward; ``infer_batch_size`` bounds what the pictures of one forward cost
+    (InternVL: tiles; Qwen2-VL: pictures of 616 x 616 pixels, however these are spread); ``cache_bytes`` bounds the
+    rows kept of pictures seen before; with ``gpu_pixels`` pictures may come encoded, each of which may take
+    ``decode_bytes`` of the GPU to decode; ``memory_bytes`` bounds all that the stage holds (encoding/memory.py: what
+    that is), 0 nothing.
+
+    ``quantization``: fp8 has the tower's linear layers quantized when they are loaded (runners/fp8_tower.py), and is
+    refused where that changes the rows too much; checkpoint runs them in FP8 if they are stored so. On the CPU a tower
+    in FP8 gives the rows that a GPU would, through the torch runner: no onnx graph holds it, and it is slower.
+
+    ``tile_policy``: preprocess's, which says how large a picture may be that the tower takes whole; None: the
+    checkpoint's.
+    """
+
+    runner: str = setting("onnx", cuda="graph", settable=False, choices=("onnx", "torch", "graph"))
+    infer_batch_size: int = setting(4, cuda=16, name="visual_infer_batch_size", least=1)
+    threads: int = setting(1, common=True, least=1)
+    dtype: str = setting("float32", cuda="bfloat16", common=True, choices=("float32", "bfloat16", "float16"))
+    quantization: str = setting("checkpoint", common=True, choices=VISION_QUANTIZATIONS)
+    device: str = "cpu"
+    random_weights: bool = setting(False, name="weights", common=True, choices={"checkpoint": False, "random": True})
+    cache_bytes: int = setting(256 << 20, cuda=512 << 20, least=0)
+    gpu_pixels: int = setting(0, common=True, least=0)
+    decode_bytes: int = setting(2 << 30, settable=False, least=0)
+    memory_bytes: int = setting(0, settable=False, least=0, share="vision")
+    send_batch_size: int = setting(1, name="visual_send_batch_size", least=1)
+    vision_url: str = setting("", divides=True)
+    tile_policy: Any = None
+
+    def __post_init__(self) -> None:
+        check(self, "vision_encoder")
+        if self.runner == "onnx" and (self.dtype, self.device) != ("float32", "cpu"):
+            raise ConfigError("the onnx runner computes in float32 on the CPU; for anything else use graph or torch")
+        if self.runner == "graph" and not self.device.startswith("cuda"):
+            raise ConfigError(f"the graph runner records CUDA graphs; it needs device cuda, not {self.device!r}")
+        if self.gpu_pixels and not self.vision_url and not self.device.startswith("cuda"):
+            raise ConfigError(f"gpu_pixels has pictures decoded on the GPU; it needs device cuda, not {self.device!r}")

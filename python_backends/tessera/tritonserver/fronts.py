@@ -1,0 +1,190 @@
+"""What both fronts share: hand a request on to this server's ensemble, watch for clients that go away.
+
+Tensors pass through as they are, both ways: preprocess checks a request, the ensemble's config says what is answered.
+
+Cancellation does not reach a step of an ensemble that has begun, so a front, which sees its own client leave, ends the
+lease that the request names at the language model (tritonserver/leases.py).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tessera.tritonserver import gpu_pool, tensors
+from tessera.tritonserver.failures import KEY as TIMEOUT_KEY
+from tessera.tritonserver.failures import error_response, failure
+from tessera.tritonserver.responder import Channel, Outbox, Responder
+from tessera.tritonserver.settings import StageSettings
+from tessera_wire import errors
+from tessera_wire.connection import Connection
+from tessera_wire.line import Line
+from tessera_wire.tensors import Tensor, bytes_tensor, elements
+
+ENSEMBLE = "vlm"
+WATCH_SECONDS = 0.02
+CLOSE_SECONDS = 3.0
+SENDER_THREADS = 4
+NUMBERS = {"INT32": np.int32, "FP32": np.float32}
+
+# The ensemble's errors -> the status a front answers with; whatever is not here is INTERNAL.
+STATUS: dict[type[errors.TesseraClientError], str] = {
+    errors.InvalidRequest: "INVALID_ARGUMENT",
+    errors.Unavailable: "UNAVAILABLE",
+    errors.DeadlineExceeded: "UNAVAILABLE",
+    errors.ConnectionFailed: "UNAVAILABLE",
+    errors.Cancelled: "CANCELLED",
+}
+
+
+@dataclass
+class Watched:
+    """A request whose client is watched, and what it is cancelled by: ids may come again, leases do not."""
+
+    request_id: str
+    lease: str
+    cancelled: bool = False
+
+
+class Front(ABC):
+    """Base of the two fronts. A few threads send what the ensemble answers; one more watches the clients."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        gpu_pool.one_per_core()
+        stage = StageSettings(args)
+        self._name = stage.stage
+        self._line = self.open_line(stage.grpc_address)
+        self._outbox = Outbox(self._name, SENDER_THREADS)
+        self._watched: dict[Responder, Watched] = {}
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._watcher = threading.Thread(target=self._watch, name=f"{self._name}-watch", daemon=True)
+        self._watcher.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            responder = Responder(request)
+            try:
+                self._take(request, responder)
+            except Exception as error:
+                self._forget(responder)
+                responder.send(error_response(self._name, error), final=True)
+
+    def finalize(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._watcher.join()
+        self._line.close(CLOSE_SECONDS)
+        self._outbox.close()
+
+    def open_line(self, address: str) -> Line:
+        """The way to this server's ensemble; the connection itself is made by the first request."""
+        return Line(Connection(address))
+
+    @abstractmethod
+    def wants_stream(self, request: Any) -> bool:
+        """Whether the ensemble is to answer in parts."""
+
+    @abstractmethod
+    def pong(self, responder: Responder) -> None:
+        """Answers a ping."""
+
+    @abstractmethod
+    def relay(self, message: Any, responder: Responder) -> None:
+        """Sends on one response of the ensemble's, or ends the request where it is None, the end."""
+
+    def _take(self, request: Any, responder: Responder) -> None:
+        if tensors.text(request, "PING") is not None:
+            self.pong(responder)
+            return
+        sampling = tensors.sampling(request, "sampling_parameters")
+        inputs, priority = self._inputs(request, sampling), sampling.get("priority")
+        with self._changed:
+            # An id of our own where the client gave none, or one that is under way: it is what a control request
+            # names, and what tells the answers apart.
+            taken = {watched.request_id for watched in self._watched.values()}
+            own = responder.request_id and responder.request_id not in taken
+            request_id = responder.request_id if own else uuid.uuid4().hex
+            lease = uuid.uuid4().hex
+            self._watched[responder] = Watched(request_id, lease)
+            self._changed.notify()
+        channel: Channel[Any] = Channel(partial(self._answer, responder))
+        self._line.send(
+            *(ENSEMBLE, request_id, inputs, partial(self._outbox.post, channel)),
+            priority=priority if isinstance(priority, int) else 0,
+            lease=lease,
+        )
+
+    def _inputs(self, request: Any, sampling: dict[str, Any]) -> list[Tensor]:
+        """The client's tensors, unchecked, but for those that a front decides or that request parameters add to."""
+        if request.timeout() > 0:  # ends the request on the server, not here
+            sampling.setdefault(TIMEOUT_KEY, request.timeout())
+        flags = {
+            "stream": self.wants_stream(request),
+            "exclude_input_in_output": tensors.flag(request, "exclude_input_in_output", False),
+        }
+        inputs = [
+            bytes_tensor(tensor.name(), *map(bytes, tensor.as_numpy().reshape(-1)))
+            for tensor in request.inputs()
+            if tensor.name() not in (*flags, "sampling_parameters")
+        ]
+        if sampling:
+            inputs.append(bytes_tensor("sampling_parameters", json.dumps(sampling).encode()))
+        return [*inputs, *(Tensor(name, "BOOL", (1,), bytes([value])) for name, value in flags.items())]
+
+    def _answer(self, responder: Responder, items: list[Any]) -> None:
+        for item in items:
+            ended = item is None or isinstance(item, errors.TesseraClientError)
+            try:
+                if item is not None and ended:
+                    responder.send(failure(STATUS.get(type(item), "INTERNAL"), item.message), final=True)
+                else:
+                    self.relay(item, responder)
+            except Exception as error:
+                responder.send(error_response(self._name, error), final=True)
+            if ended:
+                self._forget(responder)
+
+    def _forget(self, responder: Responder) -> None:
+        with self._changed:
+            self._watched.pop(responder, None)
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._watched or self._stopping)
+                if self._stopping:
+                    return
+                watched = list(self._watched.items())
+            for responder, request in watched:
+                if not request.cancelled and responder.is_cancelled():
+                    request.cancelled = True
+                    self._line.cancel(request.lease)
+            time.sleep(WATCH_SECONDS)
+
+
+def response(message: Any) -> Any:
+    """One response of the ensemble (a ModelInferResponse) as a response of a front."""
+    import triton_python_backend_utils as pb_utils
+
+    outputs = zip(message.outputs, message.raw_output_contents, strict=True)
+    return pb_utils.InferenceResponse(
+        [tensors.output(each.name, values_of(each.datatype, raw).reshape(each.shape)) for each, raw in outputs]
+    )
+
+
+def values_of(datatype: str, raw: bytes) -> np.ndarray:
+    """A BYTES, INT32 or FP32 tensor's raw contents as a flat array."""
+    if datatype == "BYTES":
+        return np.array(list(elements(raw)), dtype=np.object_)
+    return np.frombuffer(bytearray(raw), dtype=NUMBERS[datatype])

@@ -1,0 +1,216 @@
+"""The stage `language_model`: token ids, spans and embedding rows in; text, reason, usage and timings out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from tessera.checkpoint.config import read_config
+from tessera.engine.process.client import EngineProcess
+from tessera.engine.sequence import Request, SamplingParameters, TokenEvent
+from tessera.errors import InvalidRequest, end_process_if_lost
+from tessera.settings.gpu import GpuMeter
+from tessera.settings.stages import EngineConfig
+from tessera.tritonserver import leases, tensors
+from tessera.tritonserver.engine_metrics import MetricsPage
+from tessera.tritonserver.failures import deadline_exceeded, error_response, failure
+from tessera.tritonserver.gpu_pool import answer_warm_up
+from tessera.tritonserver.leases import Leases
+from tessera.tritonserver.metrics import show_weights, write_to_server_log
+from tessera.tritonserver.responder import Channel, Outbox, Responder
+from tessera.tritonserver.settings import StageSettings
+from tessera.tritonserver.tensors import unpacked
+
+_LOG = logging.getLogger(__name__)
+
+SENDER_THREADS = 2
+SWITCH_S = 0.0001  # for whoever waits for the interpreter while text is made
+STAMPS = 6  # deadline, priority, and when preprocess received and ended, vision began and ended
+STAMPS_OF_PREPROCESS = 4  # as they come past a vision stage that keeps no time (a TensorRT plan)
+
+
+def meter_of(device: str) -> GpuMeter | None:
+    """Of the GPU that this process computes on, if there is one and it tells."""
+    if device == "cpu":
+        return None
+    try:
+        return GpuMeter.of_process(os.environ)
+    except OSError as error:
+        _LOG.warning("no joules among the metrics: %s", error)
+        return None
+
+
+class TritonPythonModel:
+    """tritonserver's interface to the engine: execute() only submits, sender threads answer."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        write_to_server_log("language_model")
+        settings = StageSettings(args)
+        sys.setswitchinterval(SWITCH_S)
+        self._outbox = Outbox("language_model", SENDER_THREADS)
+        self._hidden = read_config(settings.checkpoint).text.hidden_size
+        # Without its engine the stage is as good as dead; as a dead process it is noticed and restarted.
+        config = settings.read(EngineConfig)
+        self._device = config.device
+        self._engine = EngineProcess(settings.checkpoint, config, partial(os._exit, 1))
+        show_weights("language_model", self._engine.weights, self._engine.weight_bytes)
+        self._page = MetricsPage(self._engine.counts, meter_of(config.device))
+        self._leases = Leases(self._engine.cancel_all)
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            responder = Responder(request)
+            try:
+                self._take(request, responder)
+            except Exception as error:
+                responder.send(error_response("language_model", error), final=True)
+
+    def finalize(self) -> None:
+        self._leases.stop()
+        self._engine.stop()
+        self._outbox.close()
+        self._page.close()
+
+    def _take(self, request: Any, responder: Responder) -> None:
+        ping = tensors.text(request, "PING")
+        if ping == "":
+            answer_warm_up(responder, "timings", torch.zeros(6, device=self._device))
+            return
+        if ping is not None:
+            end_process_if_lost()
+            responder.finish()
+            return
+        cancel = tensors.text(request, "CANCEL")
+        if cancel is not None:
+            if not cancel:
+                raise InvalidRequest("CANCEL is empty; it names the request id, or the lease, to cancel")
+            self._leases.end(cancel)
+            responder.finish()
+            return
+        lease = tensors.text(request, "LEASE")
+        if lease is not None:
+            self._leases.open(lease, responder)
+            return
+        reply = Reply(request, responder, self._page)
+        whole, rows = read_request(request, reply.stream, reply.deadline_ns)
+        rows = None if rows is None else unpacked(rows, self._hidden)
+        taken = self._engine.submit(whole, partial(self._outbox.post, reply.channel), rows)
+        taken.add_done_callback(partial(self._tell_refusal, responder))
+        if leases.is_over(whole.lease):  # asked after it can be cancelled: none falls between
+            self._engine.cancel(whole.number)
+        self._later(partial(self._cancel_if_left, responder, whole.number))
+
+    def _tell_refusal(self, responder: Responder, taken: Future[None]) -> None:
+        if (refusal := taken.exception()) is not None:
+            self._later(partial(responder.send, error_response("language_model", refusal), final=True))
+
+    def _cancel_if_left(self, responder: Responder, number: int) -> None:
+        """For a client that left while an earlier stage ran, of which nobody else tells."""
+        if responder.is_cancelled():
+            self._engine.cancel(number)
+
+    def _later(self, call: Callable[[], Any]) -> None:
+        """On a sender's thread: what asks the server or tells it something waits for it."""
+        self._outbox.post(Channel(lambda calls: calls[0]()), call)
+
+
+def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[Request, torch.Tensor | None]:
+    """The stage's tensors as the engine's Request, and its rows, the server's own: valid during execute()."""
+    import triton_python_backend_utils as pb_utils
+
+    input_ids, spans = tensors.array(request, "INPUT_IDS"), tensors.array(request, "SPANS")
+    if input_ids is None or spans is None:
+        raise InvalidRequest("language_model wants INPUT_IDS and SPANS; clients talk to the ensemble 'vlm'")
+    digest, positions = tensors.array(request, "DIGEST"), tensors.array(request, "POSITIONS")
+    sampling = SamplingParameters.parse(tensors.sampling(request, "sampling_parameters"))
+    rows = pb_utils.get_input_tensor_by_name(request, "EMBEDDINGS")
+    whole = Request(
+        request_id=request.request_id(),
+        lease=tensors.lease(request),
+        input_ids=input_ids.copy(),
+        spans=spans.copy(),
+        embeddings=None,
+        digest=np.zeros(0, np.int64) if digest is None else digest.reshape(-1).copy(),
+        sampling=sampling,
+        stream=stream,
+        deadline_ns=deadline_ns,
+        positions=None if positions is None else positions.copy(),
+    )
+    # A text-only request past a plan brings the rows of a blank tile, which nothing points at.
+    has_rows = rows is not None and spans.size > 0
+    return whole, torch.from_dlpack(rows).flatten(0, -2) if has_rows else None
+
+
+def read_stamps(request: Any) -> list[int]:
+    """Deadline, priority and times as the earlier stages gave them; zeros without any.
+
+    Where the vision stage gave none, all that passed since preprocess ended is its own.
+    """
+    stamps = tensors.array(request, "STAMPS")
+    if stamps is None:
+        return [0] * STAMPS
+    times: list[int] = stamps.reshape(-1).tolist()
+    if len(times) == STAMPS_OF_PREPROCESS:
+        return [*times, times[-1], time.monotonic_ns()]
+    if len(times) != STAMPS:
+        raise InvalidRequest(f"STAMPS has {len(times)} values; language_model wants {STAMPS} or {STAMPS_OF_PREPROCESS}")
+    return times
+
+
+class Reply:
+    """Turns one request's token events into responses."""
+
+    def __init__(self, request: Any, responder: Responder, page: MetricsPage) -> None:
+        self.responder = responder
+        self._page = page
+        self.stream = tensors.flag(request, "stream", True)
+        echo = not tensors.flag(request, "exclude_input_in_output", False)
+        self._prefix = (tensors.text(request, "text_input") or "") if echo else ""
+        deadline, _priority, *self._stamps = read_stamps(request)
+        self.deadline_ns = deadline or None
+        self.channel: Channel[TokenEvent] = Channel(self._deliver)
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        import triton_python_backend_utils as pb_utils
+
+        last = events[-1]
+        if last.finish_reason is not None:
+            self._page.observe(last)
+        if last.finish_reason == "error":
+            self.responder.send(failure("INTERNAL", f"language_model failed: {last.error}"), final=True)
+            return
+        if last.finish_reason == "deadline" and not last.usage.completion_tokens:
+            self.responder.send(deadline_exceeded(self._stamps[0]), final=True)
+            return
+        text, self._prefix = self._prefix + "".join(event.text for event in events), ""
+        entries = [entry for event in events for entry in event.logprobs or []]
+        final = last.finish_reason is not None
+        response = pb_utils.InferenceResponse(
+            output_tensors=[
+                tensors.text_output("text_output", text),
+                tensors.text_output("finish_reason", last.finish_reason or ""),
+                tensors.output("usage", np.array(last.usage if final else (0, 0, 0), dtype=np.int32)),
+                # Not a fourth number of usage: clients of before unpack that as three.
+                tensors.output("cached_tokens", np.array([last.cached_tokens if final else 0], dtype=np.int32)),
+                tensors.output("timings", self._timings(last) if final else np.zeros(6, np.float32)),
+                tensors.text_output("logprobs", json.dumps(entries) if entries else ""),
+                tensors.text_output("choices", json.dumps(last.choices) if last.choices else ""),
+            ]
+        )
+        self.responder.send(response, final)
+
+    def _timings(self, event: TokenEvent) -> np.ndarray:
+        """Milliseconds from one station to the next: see `timings` in the stage's config.pbtxt."""
+        passed = [*self._stamps, event.scheduled_ns, event.first_token_ns, event.emitted_ns]
+        stations = np.maximum.accumulate(np.array(passed, dtype=np.int64))
+        return (np.diff(stations) / 1e6).astype(np.float32)

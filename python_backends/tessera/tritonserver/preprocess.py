@@ -1,0 +1,136 @@
+"""The stage `preprocess`: client tensors in, pixels, plans, token ids and spans out."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tessera.checkpoint.config import read_config
+from tessera.errors import ConfigError, InvalidRequest
+from tessera.models.family import ImagePlan, ModelFamily, View
+from tessera.preprocess.decode import use_one_thread
+from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
+from tessera.prompt.grammar import grammar
+from tessera.prompt.sampling import POLICY_KEYS, SamplingParameters
+from tessera.settings.stages import PreprocessSettings
+from tessera.tritonserver import leases, tensors
+from tessera.tritonserver.failures import deadline_ns, error_response, failure
+from tessera.tritonserver.settings import StageSettings
+
+
+class TritonPythonModel:
+    """tritonserver's interface; one picture-decoding thread, so the server runs several instances."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        stage = StageSettings(args)
+        settings = stage.read(PreprocessSettings)
+        use_one_thread(settings.resize)
+        self._preprocessor = Preprocessor.from_checkpoint(stage.checkpoint, settings)
+        # Batch jobs go on with earlier results only where these came from the same checkpoint.
+        model_type = read_config(stage.checkpoint).model_type
+        self._served = json.dumps({"checkpoint": self._preprocessor.checkpoint.hex(), "model_type": model_type})
+        # The config `tensorrt` has pictures leave as whole tiles.
+        whole = "TILES" in stage.outputs
+        self._blank_tile = _blank_tile(self._preprocessor.family, settings.gpu_pixels) if whole else None
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        received = time.monotonic_ns()
+        try:
+            if tensors.text(request, "PING") is not None:
+                return _pong(received, self._served)
+            if leases.is_over(tensors.lease(request)):
+                return failure("CANCELLED", "the client has gone")
+            sampling = tensors.sampling(request, "sampling_parameters")
+            deadline = deadline_ns(request, sampling, received)
+            # The engine checks all of it again, but would refuse only after all the other work.
+            parameters = SamplingParameters.parse(sampling)
+            grammar(parameters)  # read; the engine compiles it
+            prepared = self._preprocessor(read_request(request, sampling))
+            self._check_room(len(prepared.input_ids), parameters.least_room)
+        except Exception as error:
+            return error_response("preprocess", error)
+        outputs = self._outputs(prepared, deadline, parameters.priority, received)
+        if "CUT" in request.requested_output_names():  # the ensemble does not
+            outputs.append(tensors.text_output("CUT", cut_json(self._preprocessor.family, prepared.plans)))
+        return _response(outputs)
+
+    def _check_room(self, prompt: int, answer: int) -> None:
+        context = self._preprocessor.prompts.context_length
+        if prompt + answer > context:
+            raise InvalidRequest(
+                f"{prompt} prompt tokens and {answer} for the answer exceed the context of {context} tokens; "
+                "shorten the prompt, use fewer or smaller images or lower max_tokens"
+            )
+
+    def _outputs(self, prepared: Prepared, deadline: int, priority: int, received: int) -> list[Any]:
+        stamps = np.array([[deadline, priority, received, time.monotonic_ns()]], dtype=np.int64)
+        outputs = [
+            *self._pictures(prepared),
+            # A leading 1: the vision stage batches requests along it.
+            tensors.output("DIGEST", prepared.digest.reshape(1, -1)),
+            tensors.output("STAMPS", stamps),
+            tensors.output("INPUT_IDS", prepared.input_ids),
+            tensors.output("SPANS", prepared.spans),
+        ]
+        if prepared.positions is not None:
+            outputs.append(tensors.output("POSITIONS", prepared.positions))
+        return outputs
+
+    def _pictures(self, prepared: Prepared) -> list[Any]:
+        if self._blank_tile is None:
+            return [
+                tensors.output("PIXELS", prepared.pixels.reshape(1, -1)),
+                tensors.output("PLAN", prepared.plan.reshape(1, -1)),
+            ]
+        tiles = prepared.pixels.reshape(-1, *self._blank_tile.shape[1:])
+        return [tensors.output("TILES", tiles if len(tiles) else self._blank_tile)]
+
+
+def _blank_tile(family: ModelFamily, gpu_pixels: int) -> np.ndarray:
+    """What a request without pictures sends where they leave as tiles."""
+    if gpu_pixels:
+        raise ConfigError(
+            f"preprocess: where pictures leave as TILES none may travel encoded; set gpu_pixels to 0, not {gpu_pixels}"
+        )
+    if family.cost_unit != "tiles":
+        raise ConfigError(f"preprocess: TILES does not go with pictures of {family.cost_unit}")
+    return np.zeros((1, *family.unit_shape), np.uint8)
+
+
+def _pong(now: int, served: str) -> Any:
+    stamps = tensors.output("STAMPS", np.array([[now]], dtype=np.int64))
+    return _response([stamps, tensors.text_output("SERVED", served)])
+
+
+def _response(outputs: list[Any]) -> Any:
+    import triton_python_backend_utils as pb_utils
+
+    return pb_utils.InferenceResponse(output_tensors=outputs)
+
+
+def cut_json(family: ModelFamily, plans: Sequence[ImagePlan]) -> str:
+    """For people, how pictures of these plans are cut: a JSON array of what the SDK's PicturePlan holds."""
+
+    def seen(view: View) -> dict[str, int]:
+        rows, columns = view.grid
+        return {"width": view.width, "height": view.height, "rows": rows, "columns": columns}
+
+    common = {"unit": family.cost_unit, "policies": family.policy_names}
+    return json.dumps([{"tokens": plan.tokens, **common, "views": [*map(seen, plan.views)]} for plan in plans])
+
+
+def read_request(request: Any, sampling: Mapping[str, Any]) -> PreprocessRequest:
+    """The client's tensors as a PreprocessRequest; raises InvalidRequest that names the input at fault."""
+    return PreprocessRequest(
+        text=tensors.text(request, "text_input"),
+        messages=tensors.json_value(request, "messages", list),
+        images=tensors.byte_strings(request, "image"),
+        **{name: sampling.get(name) for name in POLICY_KEYS},
+    )

@@ -1,0 +1,181 @@
+"""The stage `vision_encoder`: ragged uint8 pixels of many requests in, embedding rows of each out."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tessera.checkpoint.config import read_config
+from tessera.errors import InvalidRequest, end_process_if_lost
+from tessera.models.tower import tower_class
+from tessera.settings.stages import VisionSettings
+from tessera.tritonserver import gpu_pool, leases, tensors
+from tessera.tritonserver.failures import deadline_exceeded, error_response, is_over, log_exception
+from tessera.tritonserver.gpu_pool import answer_warm_up
+from tessera.tritonserver.metrics import Counter, Gauge, Renewed, show_weights, write_to_server_log
+from tessera.tritonserver.responder import Responder
+from tessera.tritonserver.settings import StageSettings
+from tessera.tritonserver.tensors import packed
+from tessera.tritonserver.vision_dispatch import LocalDispatcher
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import VisionItem
+from tessera.vision.remote import RemoteDispatcher
+
+STAMPS = 4  # deadline, priority, and when preprocess received and ended
+RECEIVED = 2  # place of that time
+
+
+class TritonPythonModel:
+    """tritonserver's interface to one dispatcher: execute() hands over, the answers come from other threads."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        gpu_pool.one_per_core()  # what one thread allocates, another sends and frees
+        write_to_server_log("vision_encoder")
+        stage = StageSettings(args)
+        settings = replace(stage.read(VisionSettings), tile_policy=stage.tile_policy)
+        url = settings.vision_url
+        self._device = "cpu" if url else settings.device  # where rows are sent from
+        self._dispatcher = RemoteDispatcher(url) if url else local_dispatcher(stage.checkpoint, settings)
+        self._page = page_of(self._dispatcher) if isinstance(self._dispatcher, LocalDispatcher) else None
+
+    def execute(self, requests: list[Any]) -> None:
+        jobs = []
+        for request in requests:
+            job = StageJob(request)
+            try:
+                word = tensors.text(request, "PING")
+                if word == "":
+                    job.warm_up(self._device)
+                elif word is not None:
+                    end_process_if_lost()
+                    self._dispatcher.ping(job)
+                elif job.read(request):
+                    self._dispatcher.check(job.item)
+                    jobs.append(job)
+            except Exception as error:
+                job.fail(error)
+        self._dispatcher.encode(jobs)
+
+    def finalize(self) -> None:
+        self._dispatcher.close()
+        if self._page:
+            self._page.close()
+
+
+def local_dispatcher(checkpoint: Path, settings: VisionSettings) -> LocalDispatcher:
+    """The tower in this process."""
+    config = read_config(checkpoint)
+    if not tower_class(config).splits:
+        # A forward of whole pictures is long, a step of the language model short and waited for: its kernels start
+        # first. For tiles this would even out no load, and make some requests wait much longer than others.
+        os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")
+    encoder = VisionEncoder.from_checkpoint(config, settings)
+    show_weights("vision_encoder", *encoder.weights)
+    return LocalDispatcher(encoder, settings.send_batch_size)
+
+
+def page_of(dispatcher: LocalDispatcher) -> Renewed:
+    """The dispatcher's numbers on the server's metrics page."""
+    rows = Gauge("tessera_vision_row_bytes", "Rows of pictures reserved or held for requests that are not answered")
+    waiting = Gauge("tessera_vision_requests_waiting", "Requests that wait for the vision stage's encoder")
+    computed = Counter(
+        "tessera_vision_pictures_total", "Pictures that the vision tower computed, repeated ones left out"
+    )
+
+    def renew() -> None:
+        computed.raise_to(dispatcher.computed)
+        rows.set(dispatcher.used_bytes)
+        waiting.set(len(dispatcher.queue))
+
+    return Renewed(renew)
+
+
+class StageJob:
+    """One request and the way back to it; see :class:`tessera.vision.scheduler.Job`."""
+
+    item = VisionItem(np.empty(0, np.uint8), np.empty(0, np.int32), np.empty(0, np.int64))
+
+    def __init__(self, request: Any) -> None:
+        self._responder = Responder(request)
+        self._started = time.monotonic_ns()
+        self._stamps: list[int] = []
+        self._lease = ""
+
+    @property
+    def deadline_ns(self) -> int:
+        """On time.monotonic_ns's clock; 0 is none. Long past where the client has gone."""
+        if leases.is_over(self._lease):
+            return 1
+        return self._stamps[0] if self._stamps else 0
+
+    @property
+    def priority(self) -> int:
+        """Lower goes first; 0 where preprocess said nothing."""
+        return self._stamps[1] if self._stamps else 0
+
+    def begin(self) -> None:
+        """It waits no longer."""
+        self._started = time.monotonic_ns()
+
+    def read(self, request: Any) -> bool:
+        """Reads the request's tensors; False if it needed no work and is answered."""
+        self._stamps, self._lease = read_stamps(request), tensors.lease(request)
+        if is_over(self.deadline_ns):  # its time ran out while it waited here: no work goes into it
+            self._responder.send(deadline_exceeded(self._stamps[RECEIVED]), final=True)
+            return False
+        self.item = read_item(request)
+        if not (self.item.plan.size or self.item.pixels.size or self.item.digest.size):  # a prompt alone
+            self.answer(None)
+            return False
+        return True
+
+    def warm_up(self, device: str) -> None:
+        answer_warm_up(self._responder, "EMBEDDINGS", torch.zeros(1, 1, dtype=torch.bfloat16, device=device))
+
+    def answer(self, rows: torch.Tensor | None) -> None:
+        self._responder.send(_response(rows, [*self._stamps, self._started, time.monotonic_ns()]), final=True)
+
+    def fail(self, error: BaseException) -> None:
+        late = isinstance(error, TimeoutError) and self._stamps
+        try:
+            response = deadline_exceeded(self._stamps[RECEIVED]) if late else error_response("vision_encoder", error)
+            self._responder.send(response, final=True)
+        except Exception as unsent:
+            log_exception("vision_encoder", unsent)
+
+
+def read_stamps(request: Any) -> list[int]:
+    """Deadline, priority and times as preprocess gave them; none in a ping or in a request from another server."""
+    stamps = tensors.array(request, "STAMPS")
+    if stamps is None:
+        return []
+    if stamps.size != STAMPS:
+        raise InvalidRequest(f"STAMPS has {stamps.size} values; vision_encoder wants {STAMPS}")
+    return stamps.reshape(-1).tolist()
+
+
+def read_item(request: Any) -> VisionItem:
+    """One request's pixels, plan and digest; views of the server's memory, valid while the request is held."""
+    pixels = tensors.array(request, "PIXELS")
+    plan = tensors.array(request, "PLAN")
+    digest = tensors.array(request, "DIGEST")
+    if pixels is None or plan is None or digest is None:
+        raise InvalidRequest("vision_encoder wants PIXELS, PLAN and DIGEST; clients talk to the ensemble 'vlm'")
+    return VisionItem(pixels=pixels.reshape(-1), plan=plan.reshape(-1), digest=digest.reshape(-1))
+
+
+def _response(rows: torch.Tensor | None, stamps: list[int]) -> Any:
+    import triton_python_backend_utils as pb_utils
+
+    outputs = [tensors.output("STAMPS", np.array([stamps], dtype=np.int64))]
+    if rows is not None:
+        # The tensor itself, not a capsule: only then are the streams of a GPU synchronised.
+        outputs.append(pb_utils.Tensor.from_dlpack("EMBEDDINGS", packed(rows)))
+    return pb_utils.InferenceResponse(output_tensors=outputs)

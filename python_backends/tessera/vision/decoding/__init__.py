@@ -1,1 +1,0 @@
-"""Pictures that travel encoded, decoded on the GPU."""

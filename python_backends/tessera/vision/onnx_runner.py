@@ -1,0 +1,91 @@
+"""A vision tower in onnxruntime on the CPU, from a graph that is exported on first use and kept."""
+
+from __future__ import annotations
+
+import logging
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+
+from tessera.checkpoint.config import CheckpointConfig
+from tessera.models import tower as towers
+from tessera.models.tower import Tower, load_tower, onnx_writer, unfilled_tower, vision_fingerprint
+from tessera.settings.stages import VisionSettings
+from tessera.settings.user_cache import cache_folder, is_kept, remove_unused, write_whole
+from tessera.vision.runner import Wires
+
+_LOG = logging.getLogger(__name__)
+MOST_BYTES = (1 << 31) - (1 << 24)  # of weights in one protobuf message
+
+
+class OnnxRunner:
+    """Runs a graph of one input, the pixels, and one output, the rows; ``tower`` is the one it was written from."""
+
+    beside = 0
+
+    def __init__(self, model: Path | bytes, threads: int = 1, tower: Tower | None = None) -> None:
+        self.tower: Any = tower
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        # The stages share the cores: a thread that spins while it waits takes them from another stage.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # A quantised graph is here to be judged, so it computes what its nodes say; integer kernels round otherwise,
+        # and there are none for float8.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
+        options.log_severity_level = 3
+        self._session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        self._input = self._session.get_inputs()[0].name
+
+    @classmethod
+    def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> OnnxRunner:
+        """Raises CheckpointError."""
+        graph = _written(config) if settings.random_weights else kept_graph(config)
+        return cls(graph, settings.threads, unfilled_tower(config))
+
+    def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
+        """float32 rows."""
+        (rows,) = self._session.run(None, {self._input: np.asarray(pixels)})
+        return torch.from_numpy(rows).flatten(0, -2)
+
+    def activation_bytes(self, cost: int) -> int:
+        return self.tower.activation_bytes(cost, scores=True)
+
+
+def kept_graph(config: CheckpointConfig) -> Path | bytes:
+    """The file of a checkpoint's graph in the user's cache, exported now if it is not there; its bytes if none can be.
+
+    Several processes may do so at once: each writes the same file, whole. Files of the same weights that other code
+    wrote go when nobody uses them any more.
+    """
+    fingerprint = vision_fingerprint(config)
+    path = graph_path(fingerprint)
+    if is_kept(path):
+        return path
+    content = _written(config, fingerprint)
+    try:
+        write_whole(path, lambda draft: draft.write_bytes(content))
+        remove_unused(path.parent.glob(f"vision-{fingerprint}-*.onnx"))
+    except OSError as error:
+        _LOG.warning("the exported vision graph is not kept: %s", error)
+        return content
+    _LOG.info("exported the vision graph to %s (%.0f MiB)", path, len(content) / 2**20)
+    return path
+
+
+def graph_path(fingerprint: str) -> Path:
+    """Where the graph of these weights, as today's code writes it, is kept."""
+    code = blake2b(digest_size=8)
+    for source in sorted(Path(towers.__file__).parent.glob("*.py")):
+        code.update(source.read_bytes())
+    return cache_folder() / f"vision-{fingerprint}-{code.hexdigest()}.onnx"
+
+
+def _written(config: CheckpointConfig, fingerprint: str = "") -> bytes:
+    write = onnx_writer(config)
+    tower = load_tower(config, random_weights=not fingerprint)
+    return write(tower, fingerprint).SerializeToString()

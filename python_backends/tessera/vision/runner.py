@@ -1,0 +1,49 @@
+"""What computes a forward: the contract."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tessera.checkpoint.config import CheckpointConfig
+from tessera.models.tower import Tower, Wires, unfilled_tower
+from tessera.settings.stages import VisionSettings
+from tessera.vision.fp8_tower import linears_in_fp8
+
+
+class Runner(Protocol):
+    """Used by one thread at a time. Runners on a GPU also take pixels that are there already, and return before it is
+    done: pixels and rows are ready in the order of the current stream."""
+
+    #: what it runs, perhaps without its weights
+    tower: Tower
+    #: a forward that costs at most this may run beside one that costs more, on another stream, but not beside another
+    #: such; 0: none may
+    beside: int
+
+    def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
+        """What the tower's ``forward`` makes of them, the caller's to keep."""
+        ...
+
+    def activation_bytes(self, cost: int) -> int:
+        """The device memory that a forward of so much allocates at most, rows included, known before it runs."""
+        ...
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Of a GPU, what this process has; what it only kept for later is given back first. 0 on the CPU."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
+
+
+def weight_bytes(config: CheckpointConfig, settings: VisionSettings) -> int:
+    """What the tower's weights take, from the shapes alone."""
+    tower = unfilled_tower(config, getattr(torch, settings.dtype))
+    plain = sum(parameter.nbytes for parameter in tower.parameters())
+    names = linears_in_fp8(config, settings)  # a byte a weight, and a float32 an output channel
+    linears = [linear for name, linear in tower.fp8_linears().items() if name in names] if names else []
+    return plain - sum(linear.weight.nbytes - linear.weight.numel() - 4 * linear.out_features for linear in linears)

@@ -1,1 +1,0 @@
-"""What computes a tower's forward: onnxruntime, torch, CUDA graphs."""

@@ -1,0 +1,136 @@
+"""A vision tower in torch: the readable twin of the exported graph, the way onto other devices, and for towers of which
+no graph is recorded the way onto a GPU, with the kernels that are the fastest there.
+
+A vision tower as CUDA graphs: one recorded launch instead of hundreds. For towers whose units are independent.
+
+A graph is recorded for each of some costs (numbers of tiles); a smaller forward is filled up with whatever the input
+buffer held before, whose rows nobody reads. The graphs share one pool of memory, so together they take little more than
+the largest and the few that go first, and a forward allocates nothing but the rows that it gives away. Those few share
+nothing with the larger ones that either writes, so that one of them may run beside a larger one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from tessera.checkpoint.config import CheckpointConfig
+from tessera.errors import ConfigError
+from tessera.kernels.graphs import record
+from tessera.kernels.transfer import uploadable, uploaded
+from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds
+from tessera.models.tower import Forward, Tower
+from tessera.settings.stages import VisionSettings
+from tessera.vision.fp8_tower import serving_tower
+from tessera.vision.runner import Wires
+
+
+class TorchRunner:
+    """Runs the tower in the dtype and on the device its weights have, by ``forward`` or the tower's own."""
+
+    beside = 0
+
+    def __init__(self, tower: Tower, forward: Forward | None = None) -> None:
+        self.tower = tower
+        self._forward: Forward = forward or tower
+        self.device = next(tower.parameters()).device
+
+    @classmethod
+    def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> TorchRunner:
+        """The settings' threads are torch's, which holds for the whole process: on a GPU they copy into pinned memory,
+        and spin where they find no core. Kernels are measured if the settings' runner is graph, for what has none."""
+        torch.set_num_threads(settings.threads)
+        tower = serving_tower(config, settings)
+        if settings.runner != "graph":
+            return cls(tower)
+        choices = MeasuredChoices(choices_path(), graph_milliseconds)
+        return cls(tower, tower.tuned(settings.infer_batch_size * tower.batch_unit, choices))
+
+    def activation_bytes(self, cost: int) -> int:
+        return self.tower.activation_bytes(cost)
+
+    @torch.inference_mode()
+    def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
+        return self._forward(uploaded(pixels, self.device), wires)
+
+
+# A forward of so few tiles is short and somebody may wait for it; beside a step of 8,192 tokens each of its kernels
+# would wait for a wave of a long one.
+_URGENT_UP_TO = 4
+
+
+class GraphRunner:
+    """Runs a tower on the device and in the dtype its weights have; used by one thread at a time.
+
+    ``forward_for`` a cost gives the forward to record. On the CPU nothing is recorded: a replay computes.
+    """
+
+    def __init__(self, tower: Tower, sizes: Sequence[int], forward_for: Callable[[int], Forward] | None = None) -> None:
+        self.tower = tower
+        self.sizes = sorted(sizes)
+        weight = next(tower.parameters())
+        self._device, self._dtype = weight.device, weight.dtype
+        urgent = [size for size in self.sizes if size <= _URGENT_UP_TO]
+        larger = self.sizes[len(urgent) :]
+        self.beside = urgent[-1] if urgent and larger else 0
+        self._pixels: dict[int, torch.Tensor] = {}
+        for together in filter(None, (urgent, larger)):
+            buffer = torch.zeros((together[-1], *tower.unit_shape), dtype=torch.uint8, device=self._device)
+            self._pixels |= {size: buffer[:size] for size in together}
+        self._forwards: dict[int, Forward] = {}
+        self._rows: dict[int, torch.Tensor] = {}  # of the last forward: in memory that graphs of one stream share
+
+        def prepare(size: int) -> None:
+            self._forwards[size] = forward_for(size) if forward_for else tower
+
+        def run(size: int) -> None:
+            self._rows[size] = self._forwards[size](self._pixels[size])
+
+        with torch.inference_mode():
+            self._replays = record("vision graphs", self.sizes, prepare, run, self._device, _URGENT_UP_TO)
+
+    @classmethod
+    def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> GraphRunner:
+        """Graphs for up to ``infer_batch_size``, with the kernels that are the fastest on this GPU.
+
+        Raises CheckpointError, or ConfigError when the GPU's memory does not hold them.
+        """
+        largest = settings.infer_batch_size
+        choices = MeasuredChoices(choices_path(), graph_milliseconds)
+        try:
+            tower = serving_tower(config, settings)
+            runner = cls(tower, bucket_sizes(largest), lambda cost: tower.tuned(cost, choices))
+        except torch.cuda.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the vision tower with forwards of {largest} tiles does not fit the GPU's free memory: lower "
+                f"visual_infer_batch_size or gpu_memory ({error})"
+            ) from error
+        return runner
+
+    def activation_bytes(self, cost: int) -> int:
+        """What a forward allocates: its rows. All else was allocated when the graphs were recorded."""
+        rows, width = self.tower.row_shape
+        return cost * rows * width * self._dtype.itemsize
+
+    @torch.inference_mode()
+    def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
+        """Returns before the GPU is done. Pixels on the device must be ready on the current stream, and that is the
+        stream on which the rows, which are the caller's to keep, become ready.
+        """
+        largest = self.sizes[-1]
+        parts = [self._forward(pixels[start : start + largest]) for start in range(0, len(pixels), largest)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _forward(self, pixels: np.ndarray | torch.Tensor) -> torch.Tensor:
+        source = uploadable(pixels, self._device)
+        size = next(size for size in self.sizes if size >= len(source))
+        self._pixels[size][: len(source)].copy_(source, non_blocking=True)
+        self._replays[size]()
+        return self._rows[size][: len(source) * self.tower.row_shape[0]].clone()
+
+
+def bucket_sizes(largest: int) -> list[int]:
+    """Costs worth a graph: so close that a filled-up forward wastes less than a third of itself."""
+    return sorted({min(size, largest) for size in (1, 2, 4, 6, 8, 12, *range(16, largest + 8, 8))})

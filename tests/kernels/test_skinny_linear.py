@@ -1,0 +1,150 @@
+"""The skinny products against their twins, and how they are planned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tessera.kernels import reference
+
+pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
+
+from tessera.kernels.deferred import Partials
+from tessera.kernels.skinny_linear import (
+    SkinnyPlan,
+    plan_skinny,
+    plan_skinny_gate_up,
+    skinny_gate_up,
+    skinny_linear,
+    skinny_unfinished,
+)
+from tessera.kernels.split_k import add_partials
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+SHAPES = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (151680, 3584)]
+
+
+def operands(half, device, generator, m, n, k):
+    """x [m, k] and weight [n, k] whose products are about 1."""
+    x = torch.randn((m, k), dtype=half, device=device, generator=generator)
+    return x, torch.randn((n, k), dtype=half, device=device, generator=generator) / k**0.5
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    step = torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=2 * step, atol=2 * step)
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The product in float32, whose order of sums does not show after rounding."""
+    return x.float() @ weight.float().T
+
+
+@pytest.mark.parametrize("m", [1, 5, 16, 17, 33, 64])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_linear(half, device, generator, m, has_bias):
+    x, weight = operands(half, device, generator, m, 96, 256)
+    bias = torch.randn(96, dtype=half, device=device, generator=generator) if has_bias else None
+    close(skinny_linear(x, weight, bias), reference.skinny_linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 5])
+@pytest.mark.parametrize(("block_n", "n"), [(16, 40), (64, 64), (128, 130)])
+def test_linear_with_splits_and_odd_columns(half, device, generator, splits, block_n, n):
+    # Five steps of k: they divide evenly among 1 and 5 splits only.
+    x, weight = operands(half, device, generator, 3, n, 320)
+    bias = torch.randn(n, dtype=half, device=device, generator=generator)
+    out = skinny_linear(x, weight, bias, plan=SkinnyPlan(block_n, 64, splits))
+    assert out.dtype == half
+    close(out, exact(x, weight) + bias.float())
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_what_a_split_leaves_becomes_the_same_product(half, device, generator, has_bias):
+    x, weight = operands(half, device, generator, 3, 40, 320)
+    bias = torch.randn(40, dtype=half, device=device, generator=generator) if has_bias else None
+    split, whole = (skinny_unfinished(x, weight, bias, SkinnyPlan(16, 64, splits)) for splits in (3, 1))
+    assert isinstance(split, Partials) and split.rows == 3 and isinstance(whole, torch.Tensor)
+    for product in (add_partials(*split), split.product()):
+        close(product, whole.float())
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_linear_gives_the_same_bits_again(half, device, generator, splits):
+    x, weight = operands(half, device, generator, 7, 64, 512)
+    first, *others = [skinny_linear(x, weight, plan=SkinnyPlan(32, 64, splits)) for _ in range(4)]
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(half, device, generator):
+    x, weight = operands(half, device, generator, 16, 64, 256)
+    plan = SkinnyPlan(32, 64, 2)
+    whole = skinny_linear(x, weight, plan=plan)
+    x[1:] = float("nan")
+    assert torch.equal(skinny_linear(x, weight, plan=plan)[0], whole[0])
+    assert torch.equal(skinny_linear(x[:1], weight, plan=plan)[0], whole[0])
+
+
+@pytest.mark.parametrize("m", [1, 16, 20, 64])
+@pytest.mark.parametrize("size", [16, 50])
+def test_gate_up(half, device, generator, m, size):
+    x, weight = operands(half, device, generator, m, 2 * size, 128)
+    close(skinny_gate_up(x, weight), reference.skinny_gate_up(x, weight))
+
+
+@pytest.mark.parametrize("plan", [SkinnyPlan(16, 64), SkinnyPlan(64, 128, stages=2), SkinnyPlan(128, 64, warps=8)])
+def test_gate_up_of_a_given_plan(half, device, generator, plan):
+    x, weight = operands(half, device, generator, 3, 2 * 70, 256)
+    close(skinny_gate_up(x, weight, plan=plan), reference.skinny_gate_up(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "message"),
+    [
+        (torch.ones(65, 64).half(), torch.ones(8, 64).half(), r"not \[65, 64\]"),
+        (torch.ones(0, 64).half(), torch.ones(8, 64).half(), r"not \[0, 64\]"),
+        (torch.ones(2, 96).half(), torch.ones(8, 96).half(), "multiple of 64"),
+        (torch.ones(2, 64).half(), torch.ones(8, 128).half(), r"\[8, 128\]"),
+        (torch.ones(2, 64), torch.ones(8, 64), "bfloat16 or both float16"),
+        (torch.ones(2, 64).half(), torch.ones(8, 64).bfloat16(), "bfloat16 or both float16"),
+        (torch.ones(2, 64).half(), torch.ones(64, 8).half().T, "contiguous"),
+    ],
+)
+def test_refuses_operands(x, weight, message):
+    for product in (skinny_linear, skinny_gate_up):
+        with pytest.raises(ValueError, match=message):
+            product(x, weight)
+
+
+def test_refuses_plans():
+    x, weight = torch.ones(2, 192).half(), torch.ones(8, 192).half()
+    with pytest.raises(ValueError, match="does not fit k = 192"):
+        skinny_linear(x, weight, plan=SkinnyPlan(16, 128))
+    with pytest.raises(ValueError, match="does not fit k = 192"):
+        skinny_linear(x, weight, plan=SkinnyPlan(16, 64, splits=4))
+    with pytest.raises(ValueError, match="splits"):
+        skinny_gate_up(x, weight, plan=SkinnyPlan(16, 64, splits=2))
+
+
+@pytest.mark.parametrize("m", [1, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, (8, 64), (100, 192)])
+@pytest.mark.parametrize("sms", [1, 60, 132])
+def test_plans_are_possible(m, n, k, sms):
+    rows = 16 if m <= 16 else 32 if m <= 32 else 64
+    for plan in (plan_skinny(m, n, k, sms), plan_skinny_gate_up(m, n // 2, k, sms)):
+        assert k % plan.block_k == 0
+        assert 1 <= plan.splits <= k // plan.block_k
+        stage = 2 * plan.block_k * (plan.block_n + rows)
+        programs = 1 if rows == 64 else 2
+        assert programs * plan.stages * stage <= 227 * 1024, "this many programs share a multiprocessor's memory"
+        assert plan.splits == 1 or 8 * plan.splits * m <= k // 4, "partials stay below an eighth of the weights"
+    assert plan_skinny_gate_up(m, n // 2, k, sms).splits == 1
+
+
+@pytest.mark.parametrize("m", [1, 32])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_plans_fill_an_h200(m, n, k):
+    plan = plan_skinny(m, n, k, 132)
+    programs = -(-n // plan.block_n) * plan.splits
+    assert programs >= 0.8 * 132
+    assert plan.splits == 1 or programs <= 2 * 132

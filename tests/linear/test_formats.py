@@ -1,0 +1,101 @@
+"""Every format that is read, in every layout and body: W = (q - z) * s to the last bit, and the answers it gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from packers import FORMATS, quantize_folder
+from tiny_checkpoints import Shape, as_internvl_chat, hf_native
+from tiny_qwen2_vl import as_saved_by_4_52, flatten, write_model
+
+from tessera.checkpoint.config import read_config
+from tessera.engine.execution.model_runner import load_model
+from tessera.settings.stages import EngineConfig
+
+# Wider than a block of 128, and a feed-forward layer that ends within one.
+SHAPE = dict(text_hidden=256, head_dim=64, text_heads=4, text_kv_heads=2, text_mlp=320, text_layers=1, vision_layers=1)
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+
+
+def internlm2(tmp_path):
+    return as_internvl_chat(hf_native(tmp_path / "llama", Shape(text="llama", **SHAPE)), tmp_path / "internlm2")
+
+
+def in_chat(text):
+    def build(tmp_path):
+        native = hf_native(tmp_path / text, Shape(text=text, **SHAPE))
+        return as_internvl_chat(native, tmp_path / "chat", text=text)
+
+    return build
+
+
+def native(text, **options):
+    return lambda tmp_path: hf_native(tmp_path / text, Shape(text=text, **SHAPE), **options)
+
+
+def qwen2_vl(as_saved, tied):
+    def build(tmp_path):
+        sizes = dict(hidden_size=256, num_attention_heads=4, intermediate_size=320, num_hidden_layers=1)
+        write_model(tmp_path, sizes, tied)
+        return as_saved(tmp_path)
+
+    return build
+
+
+def separate(found):
+    """q, k and v, and gate and up, of one layer's W by module: as Qwen2, Qwen3 and Llama store them."""
+    qkv = [found[f"self_attn.{part}_proj"] for part in "qkv"]
+    gate_up = [found[f"mlp.{part}_proj"] for part in ("gate", "up")]
+    return torch.cat(qkv), found["self_attn.o_proj"], torch.cat(gate_up), found["mlp.down_proj"]
+
+
+def grouped(found):
+    """InternLM2: rows of wqkv are grouped by key head."""
+    groups = found["attention.wqkv"].view(KV_HEADS, HEADS // KV_HEADS + 2, HEAD_DIM, -1)
+    qkv = [groups[:, :-2].flatten(0, 2), groups[:, -2].flatten(0, 1), groups[:, -1].flatten(0, 1)]
+    gate_up = [found[f"feed_forward.{name}"] for name in ("w1", "w3")]
+    return torch.cat(qkv), found["attention.wo"], torch.cat(gate_up), found["feed_forward.w2"]
+
+
+def as_stored(found):
+    """Phi-3: q, k and v are one matrix, gate and up another, in our order."""
+    return found["self_attn.qkv_proj"], found["self_attn.o_proj"], found["mlp.gate_up_proj"], found["mlp.down_proj"]
+
+
+# (what writes the folder, what its modules are in our fused layers)
+BODIES = {
+    "qwen2": (native("qwen2"), separate),
+    "qwen2, names of transformers 4.52": (native("qwen2", prefix="model."), separate),
+    "qwen2, original layout": (in_chat("qwen2"), separate),
+    "llama": (native("llama"), separate),
+    "llama, original layout": (in_chat("llama"), separate),
+    "qwen3": (native("qwen3"), separate),
+    "qwen3, original layout": (in_chat("qwen3"), separate),
+    "phi3": (native("phi3"), as_stored),
+    "phi3, original layout": (in_chat("phi3"), as_stored),
+    "qwen2_vl": (qwen2_vl(lambda folder: folder, tied=True), separate),
+    "qwen2_vl, names of transformers 4.52": (qwen2_vl(as_saved_by_4_52, tied=False), separate),
+    "qwen2_vl, as published": (qwen2_vl(flatten, tied=False), separate),
+    "internlm2, original layout": (internlm2, grouped),
+}
+
+
+def load(folder):
+    return load_model(read_config(folder), EngineConfig(threads=1, max_sequences=2))
+
+
+def in_layer(expected, number=0):
+    """W by module of one layer, whatever the prefix."""
+    key = f"layers.{number}."
+    return {module.split(key)[1]: w for module, w in expected.items() if key in module}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("body", BODIES)
+def test_w_is_exact(tmp_path, body, form):
+    build, fused = BODIES[body]
+    folder = build(tmp_path)
+    expected = quantize_folder(folder, FORMATS[form])
+    layer = load(folder).layers[0]
+    for linear, w in zip((layer.qkv, layer.output, layer.gate_up, layer.down), fused(in_layer(expected)), strict=True):
+        assert torch.equal(linear.weight, w)

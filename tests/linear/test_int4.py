@@ -1,0 +1,242 @@
+"""How layers of 4-bit weights run: packed, with an FP8 copy beside them or without, and which way is chosen."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tessera.kernels.fp8_rows import Fp8Rows, Fp8Sums
+from tessera.linear.formats import int4
+from tessera.linear.formats.int4 import DEQUANTIZED, W4A16, Int4, dequantize
+from tessera.linear.measured import PRODUCTS
+from tessera.linear.quantization import scheme_selector
+from tessera.linear.scheme import Linear, LinearShape, Stored
+
+ROWS, SIZE, GROUP = {"gate": 32, "up": 32}, 512, 128
+
+
+class Plain(Int4):
+    """Stores the canonical tensors themselves."""
+
+    def stored(self, has_bias):
+        return Stored(frozenset({"codes", "scales", "zeros"} | ({"bias"} if has_bias else set())), frozenset({"order"}))
+
+    def decode(self, tensors, out_features, in_features):
+        columns = self.columns(tensors, "order", in_features, torch.device("cpu"))
+        return {name: tensor for name, tensor in tensors.items() if name != "order"} | {"columns": columns}
+
+
+class FirstWays:
+    """Choices that take the given way wherever it is asked for."""
+
+    def __init__(self, wanted):
+        self.wanted, self.asked = wanted, {}
+
+    def fastest(self, question, ways, margin):
+        for way in ways.values():
+            way()
+        self.asked[question] = list(ways)
+        return self.wanted if self.wanted in ways else next(iter(ways))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As on a GPU that has the kernel and room for copies; the twins compute."""
+    monkeypatch.setattr(Int4, "_packs", lambda scheme, layer: True)
+    monkeypatch.setattr(int4, "has_units", lambda layer: True)
+    monkeypatch.setattr(int4, "_half_is_free", lambda device: True)
+
+
+def made(scattered=False, bias=True, resident="auto"):
+    """A layer, and its W and bias in float32."""
+    generator = torch.Generator().manual_seed(3)
+    scheme = Plain(GROUP)
+    scheme.resident = resident
+    modules = {"gate": slice(0, 32), "up": slice(32, 64)}
+    layer = Linear(SIZE, modules, bias, lambda names: scheme, torch.float32, torch.device("cpu"))
+    order = torch.randperm(SIZE, generator=generator) // GROUP
+    weights, biases, stored = [], [], {}
+    for name, rows in ROWS.items():
+        codes = torch.randint(0, 16, (rows, SIZE), dtype=torch.uint8, generator=generator)
+        scales = torch.rand((rows, SIZE // GROUP), generator=generator).half().float() / 64
+        zeros = torch.randint(0, 17, (rows, SIZE // GROUP), generator=generator).float()
+        tensors = {"codes": codes, "scales": scales, "zeros": zeros}
+        if scattered:
+            tensors["order"] = order.int()
+        if bias:
+            tensors["bias"] = torch.randn(rows, generator=generator)
+            biases.append(tensors["bias"])
+        stored |= {f"{name}.{leaf}": tensor for leaf, tensor in tensors.items()}
+        weights.append(dequantize(codes, scales, zeros, order.argsort(stable=True) if scattered else None))
+    targets = layer.targets(stored)
+    for name, tensor in stored.items():
+        targets[name](tensor)
+    return layer, torch.cat(weights), torch.cat(biases) if bias else None
+
+
+def rows_of(n):
+    return torch.randn((n, SIZE), generator=torch.Generator().manual_seed(n))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("way", [W4A16, DEQUANTIZED, *PRODUCTS])
+def test_every_way_computes_the_product(scattered, bias, way):
+    layer, weight, added = made(scattered, bias)
+    layer.scheme.ways = ((8, way),)
+    exact = F.linear(rows_of(5), weight, added)
+    close = (1e-4, 1e-4) if way in (W4A16, DEQUANTIZED) else (0.1, 0.5)  # e4m3 twice
+    torch.testing.assert_close(layer(rows_of(5)), exact, rtol=close[0], atol=close[1])
+    gate, up = exact.chunk(2, dim=1)
+    torch.testing.assert_close(layer.gated(rows_of(5)), F.silu(gate) * up, rtol=close[0], atol=4 * close[1])
+    gated = layer.gated(rows_of(5), fp8=True)
+    assert isinstance(gated, Fp8Rows)
+    torch.testing.assert_close(gated.dequantized(), layer.gated(rows_of(5)), rtol=0.07, atol=0.07)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("way", [W4A16, *PRODUCTS])
+def test_the_copys_scales_may_be_left_to_the_norm(way):
+    layer, weight, _ = made(bias=False)
+    layer.scheme.ways = ((8, way),)
+    unfinished = layer.unfinished(rows_of(5))
+    assert isinstance(unfinished, Fp8Sums) == (way == "rescaled")
+    torch.testing.assert_close(
+        unfinished.product() if way == "rescaled" else unfinished, F.linear(rows_of(5), weight), rtol=0.1, atol=0.5
+    )
+
+
+@pytest.mark.usefixtures("hopper")
+def test_packed_weights_and_their_copy_take_the_place_of_the_codes():
+    layer, _, _ = made()
+    held = {name: (buffer.dtype, buffer.nbytes) for name, buffer in layer.named_buffers()}
+    assert held == {
+        "packed": (torch.int16, 64 * SIZE // 2),
+        "words": (torch.int32, 64 * SIZE // GROUP * 4),
+        "arrivals": (torch.int32, 64 * 4),
+        "weight": (torch.float8_e4m3fn, 64 * SIZE),
+        "scales": (torch.float32, 64 * 4),
+        "bias": (torch.float32, 64 * 4),
+    }
+
+
+@pytest.mark.usefixtures("hopper")
+def test_many_rows_take_the_copy_or_all_of_the_weights_anew(monkeypatch):
+    layer, _, _ = made()
+    assert [layer.takes_fp8(rows) for rows in (0, 1, 64, 65, 8192)] == [True, False, False, True, True]
+    assert made(resident="off")[0].weight is None
+    monkeypatch.setattr(int4, "_half_is_free", lambda device: False)
+    layer, weight, bias = made()
+    assert layer.weight is None
+    assert not layer.takes_fp8(8192)
+    torch.testing.assert_close(layer(rows_of(80)), F.linear(rows_of(80), weight, bias), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("resident", ["auto", "off"])
+@pytest.mark.parametrize("place", ["qkv", "gate_up"])
+def test_the_fastest_way_is_measured_for_each_number_of_rows(resident, place):
+    layers = [made(resident=resident)[0] for _ in range(2)]
+    choices = FirstWays("rescaled")
+    shape = LinearShape(64, SIZE, True, place, torch.float32)
+    layers[0].scheme.tune(layers, shape, choices, "a machine")
+    asked = dict(zip((16, 32, 64, 96, 128, 256, 512, 1024), choices.asked.values(), strict=True))
+    copies = ["rescaled", "rows"] if resident == "auto" else []
+    skinny = ["skinny"] if resident == "auto" else []
+    assert asked[64] == [*copies, *skinny, W4A16, DEQUANTIZED]
+    assert asked[96] == [*copies, *skinny, DEQUANTIZED]
+    assert asked[512] == [*copies, DEQUANTIZED]
+    best = {16: "rescaled", 1024: "rescaled"} if copies else {16: W4A16, 1024: DEQUANTIZED}
+    for layer in layers:
+        assert {rows: way for rows, way in layer.scheme.ways if rows in best} == best
+
+
+@pytest.mark.usefixtures("hopper")
+def test_layers_that_hold_other_things_are_asked_for_by_themselves():
+    """Such as those for which the card had no room any more."""
+    pytest.importorskip("triton", reason="tuning measures triton's kernels")
+    from tessera.engine.execution.tuning import layers_alike
+
+    kinds = [{}, {"resident": "off"}, {"scattered": True}]
+    layers = [made(**kind)[0] for kind in kinds * 2]
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(layers)
+    choices = FirstWays("rescaled")
+    for shape, alike in layers_alike(model):
+        alike[0].scheme.tune(alike, shape, choices, "a machine")
+    assert [layer.scheme.way(layer, 1024) for layer in layers] == ["rescaled", DEQUANTIZED, "rescaled"] * 2
+    assert len(choices.asked) == 3 * 8
+
+
+@pytest.mark.parametrize("resident", ["auto", "off"])
+def test_the_setting_reaches_every_layer(resident):
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    schemes = scheme_selector(settings, resident=resident)
+    assert schemes(["model.layers.0.mlp.down_proj"]).resident == resident
+
+
+def test_the_cpu_dequantizes_for_good():
+    layer, weight, bias = made(scattered=True)
+    assert {name for name, _ in layer.named_buffers()} == {"weight", "bias"}
+    torch.testing.assert_close(layer(rows_of(3)), F.linear(rows_of(3), weight, bias))
+    assert not layer.takes_fp8(1000)
+    choices = FirstWays(W4A16)
+    layer.scheme.tune([layer], LinearShape(64, SIZE, True, "qkv", torch.float32), choices, "a machine")
+    assert not choices.asked
+
+
+def raises(y):
+    raise RuntimeError("does not compile")
+
+
+def spoilt(y, rows, columns, value):
+    y[rows, columns] = value
+    return y
+
+
+WRONG = {
+    "a tenth too much": lambda y: 1.1 * y,
+    "no numbers": lambda y: y * torch.nan,
+    "the last column": lambda y: spoilt(y, slice(None), -1, 0.0),
+    "the eighth row": lambda y: spoilt(y, slice(7, None), 0, torch.nan),
+    "fails": raises,
+}
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_kernel_that_rounds_single_values_otherwise_is_used(monkeypatch):
+    layer, _, _ = made()
+    right = int4.layer_kernels("cpu")
+
+    def rounding(*given):
+        y = right.w4a16_linear(*given)
+        return spoilt(y, slice(None), 0, 1.05 * y[:, 0])
+
+    monkeypatch.setattr(
+        int4, "layer_kernels", lambda device: SimpleNamespace(**vars(right) | {"w4a16_linear": rounding})
+    )
+    place = LinearShape(layer.out_features, SIZE, True, "alone", torch.float32)
+    layer.scheme.tune([layer], place, FirstWays(W4A16), "here")
+    assert layer.scheme.way(layer, 16) == W4A16
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_kernel_that_is_wrong_is_found_at_the_start_and_not_used(wrong, monkeypatch, caplog):
+    layer, _, _ = made()
+    right = int4.layer_kernels("cpu")
+    broken = vars(right) | {"w4a16_linear": lambda *given: WRONG[wrong](right.w4a16_linear(*given))}
+    monkeypatch.setattr(int4, "layer_kernels", lambda device: SimpleNamespace(**broken))
+    choices = FirstWays(W4A16)
+    place = LinearShape(layer.out_features, SIZE, True, "alone", torch.float32)
+    layer.scheme.tune([layer], place, choices, "here")
+    assert choices.asked and not any(W4A16 in ways for ways in choices.asked.values())
+    assert W4A16 not in dict(layer.scheme.ways).values()
+    assert "not used" in caplog.text
+    monkeypatch.setattr(int4, "layer_kernels", lambda device: right)
+    layer.scheme.tune([layer], place, FirstWays(W4A16), "here")
+    assert layer.scheme.way(layer, 16) == W4A16

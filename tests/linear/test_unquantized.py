@@ -1,0 +1,116 @@
+"""Plain weights: which product is measured against the library's, and which one runs from then on."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tessera.kernels import reference
+from tessera.kernels.fp8_rows import Fp8Rows
+from tessera.linear import unquantized
+from tessera.linear.layers import RmsNorm
+from tessera.linear.scheme import Linear, LinearShape
+from tessera.linear.unquantized import Unquantized
+
+pytest.importorskip("triton", reason="tuning measures triton's kernels")
+
+SIZE, K, STEP = 16, 64, 8192
+
+
+class Choices:
+    """Stands for MeasuredChoices: runs all ways, and ours wins with the given numbers of rows."""
+
+    def __init__(self, *won: int) -> None:
+        self.won, self.asked = won, []
+
+    def fastest(self, question, ways, margin=0.0):
+        for way in ways.values():
+            way()
+        library, ours = ways
+        rows = int(re.search(r", (\d+) rows, .*, 2 layers, here$", question)[1])
+        self.asked.append((rows, ours))
+        return ours if rows in self.won else library
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The kernels of few and of many rows that ran, by name; the twins compute."""
+    calls: list[str] = []
+
+    def named(name):
+        return lambda *given: (calls.append(name), getattr(reference, name)(*given))[1]
+
+    names = ("skinny_unfinished", "skinny_gate_up", "gate_up_silu")
+    kernels = SimpleNamespace(**{name: named(name) for name in names})
+    monkeypatch.setattr(unquantized, "layer_kernels", lambda device: kernels)
+    return calls
+
+
+def tuned(choices, *, size=SIZE, k=K, bias=False, place="gate_up", dtype=torch.bfloat16, most_rows=STEP):
+    layers = [
+        Linear(k, {"w": slice(0, 2 * size)}, bias, lambda names: Unquantized(), dtype, torch.device("cpu"))
+        for _ in range(2)
+    ]
+    for layer in layers:
+        layer.randomize(torch.Generator().manual_seed(1))
+    shape = LinearShape(2 * size, k, bias, place, dtype, most_rows)
+    layers[0].scheme.tune(layers, shape, choices, "here")
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("won", "asked", "first"),
+    [
+        ((8192, 4096, 2048, 1024), (8192, 4096, 2048, 1024), 1024),
+        ((8192, 4096, 1024), (8192, 4096, 2048), 4096),
+        ((4096, 2048), (8192,), None),
+    ],
+)
+def test_the_fused_product_is_measured_from_the_largest_step_down(ran, won, asked, first):
+    choices = Choices(32, 16, *won)
+    layers = tuned(choices)
+    assert choices.asked == [*((rows, "skinny") for rows in (16, 32, 64)), *((rows, "fused") for rows in asked)]
+    assert all(layer.scheme.fused_rows == first and layer.scheme.skinny_rows == 32 for layer in layers)
+
+
+def test_products_are_measured_between_their_neighbours(monkeypatch, ran):
+    normalised = []
+    monkeypatch.setattr(RmsNorm, "forward", lambda norm, x, *others: (normalised.append(len(x)), (x, x))[1])
+    tuned(Choices())
+    assert normalised.count(16) == ran.count("skinny_gate_up") * 2 == 4  # two layers, ours and the library's
+
+
+def test_it_runs_from_the_found_number_of_rows_on(ran):
+    layer = tuned(Choices(16, 8192, 4096))[1]
+    ran.clear()
+    for rows, kernels in {0: [], 16: ["skinny_gate_up"], 17: [], 4095: [], 4096: ["gate_up_silu"]}.items():
+        x = torch.randn(rows, K).bfloat16()
+        torch.testing.assert_close(layer.gated(x), reference.gate_up_silu(x, layer.weight))
+        assert ran == kernels
+        ran.clear()
+    assert isinstance(layer.gated(torch.randn(4096, K).bfloat16(), fp8=True), Fp8Rows)
+    layer(torch.randn(4096, K).bfloat16())
+    assert not ran
+
+
+@pytest.mark.parametrize(
+    ("layer", "asked"),
+    [
+        (dict(most_rows=5000), [4096, 2048, 1024]),  # for more there is no memory
+        (dict(most_rows=1000), []),
+        (dict(k=40), [8192, 4096, 2048, 1024]),
+        (dict(k=36), []),
+        (dict(size=12), []),
+        (dict(bias=True), []),
+        (dict(dtype=torch.float32), []),
+        (dict(place="qkv"), []),
+    ],
+)
+def test_it_is_measured_only_where_it_can_run(ran, layer, asked):
+    choices = Choices(8192, 4096, 2048, 1024)
+    found = tuned(choices, **layer)
+    assert [rows for rows, way in choices.asked if way == "fused"] == asked
+    assert found[0].scheme.fused_rows == (asked[-1] if asked else None)

@@ -1,0 +1,68 @@
+"""Digests: equal inputs, equal names; any difference, another name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from tessera.models.family import ImagePlan, View, checkpoint_id, digest
+
+PLAN = ImagePlan(768, 3, (3, 1, 2), (View(896, 448, (1, 448, 2, 448, 3), (0, 2, 1, 3, 4)),))
+
+
+def test_every_part_counts() -> None:
+    base = digest(b"picture", 0, PLAN, "settings", b"id")
+    assert base.dtype == np.int64 and base.shape == (2,)
+    assert np.array_equal(base, digest(b"picture", 0, PLAN, "settings", b"id"))
+    others = [
+        digest(b"picturf", 0, PLAN, "settings", b"id"),
+        digest(b"picture", 1, PLAN, "settings", b"id"),
+        digest(b"picture", 0, replace(PLAN, wire=(3, 2, 1)), "settings", b"id"),
+        digest(b"picture", 0, replace(PLAN, views=(replace(PLAN.views[0], order=(2, 0, 1, 3, 4)),)), "settings", b"id"),
+        digest(b"picture", 0, PLAN, "setting", b"sid"),
+        digest(b"picture", 0, PLAN, "settings", b"iD"),
+    ]
+    assert len({tuple(value) for value in [base, *others]}) == 7
+
+
+def write_checkpoint(folder: Path, weights: bytes) -> bytes:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    header = b'{"w": {}}'
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + weights)
+    return checkpoint_id(folder)
+
+
+def test_checkpoint_id_tells_fine_tunes_apart_and_nothing_else(tmp_path: Path) -> None:
+    weights = bytes(range(256)) * 4096
+    first = write_checkpoint(tmp_path / "a", weights)
+    assert write_checkpoint(tmp_path / "b", weights) == first
+    # Fine-tuning changes weights everywhere: samples suffice, the header is the same.
+    assert write_checkpoint(tmp_path / "c", weights[1:] + weights[:1]) != first
+    assert write_checkpoint(tmp_path / "d", weights + b"\0") != first
+
+
+def test_checkpoint_id_knows_one_tensor_of_many_and_the_words_beside_them(tmp_path: Path) -> None:
+    """Of a file too large to be read whole."""
+
+    def write(name: str, changed: int = -1, template: str = "{{ messages }}") -> bytes:
+        folder, size, count = tmp_path / name, 1 << 20, 80
+        folder.mkdir()
+        tensors = {
+            str(n): {"dtype": "U8", "shape": [size], "data_offsets": [n * size, (n + 1) * size]} for n in range(count)
+        }
+        header = json.dumps(tensors).encode()
+        with (folder / "model.safetensors").open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for number in range(count):
+                file.write((b"\1" if number == changed else b"\0") * size)
+        (folder / "config.json").write_text("{}")
+        (folder / "chat_template.jinja").write_text(template)
+        return checkpoint_id(folder)
+
+    first = write("a")
+    assert write("b") == first
+    assert len({first, write("c", changed=33), write("d", changed=34), write("e", template="{{ bos }}")}) == 4

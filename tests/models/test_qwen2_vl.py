@@ -1,0 +1,229 @@
+"""What Qwen2-VL makes of pictures and chats: sizes, token counts by either bound, plans, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.backend import InferenceRequest, strings
+from preprocess import encoded_pictures as pictures
+from tiny_qwen2_vl import GROUP, edit, write_folder
+
+from tessera.errors import CheckpointError, ConfigError, InvalidRequest
+from tessera.models.family import View
+from tessera.preprocess.decode import Limits
+from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
+from tessera.prompt.sampling import SamplingParameters
+from tessera.tritonserver.preprocess import TritonPythonModel
+
+MODEL = Path(__file__).parents[2] / "model_repository" / "preprocess"
+PAGE = pictures.jpeg(620, 877)  # A4 at 75 dots per inch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("qwen2_vl"), min_pixels=4 * GROUP, max_pixels=1280 * GROUP)
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> Preprocessor:
+    return Preprocessor.from_checkpoint(folder)
+
+
+def tokens(found: Prepared) -> list[int]:
+    return found.spans[:, 1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("deployment", "request_", "count"),
+    [
+        ({}, {}, 22 * 31),
+        ({"max_pixels": 256 * GROUP}, {}, 13 * 19),
+        ({"min_pixels": 1024 * GROUP}, {}, 27 * 39),
+        ({}, {"max_pixels": 256 * GROUP}, 13 * 19),
+        ({}, {"min_pixels": 1024 * GROUP}, 27 * 39),
+        ({"max_pixels": 256 * GROUP}, {"max_pixels": 64 * GROUP}, 6 * 9),
+        ({"max_pixels": 256 * GROUP}, {"max_pixels": 1280 * GROUP}, 22 * 31),
+        ({"min_pixels": 1024 * GROUP}, {"min_pixels": 1}, 22 * 31),
+        ({"max_pixels": 256 * GROUP}, {"min_pixels": 256 * GROUP}, 13 * 19),
+    ],
+)
+def test_a_page_s_tokens(folder: Path, deployment: dict[str, int], request_: dict[str, int], count: int) -> None:
+    """By what the deployment sets and what the request says, which goes before it; else the checkpoint's 4 to 1280."""
+    preprocessor = Preprocessor.from_checkpoint(folder, PreprocessSettings(tile_policy=json.dumps(deployment)))
+    found = preprocessor(PreprocessRequest(text="?", images=[PAGE], **request_))
+    as_policy = preprocessor(PreprocessRequest(text="?", images=[PAGE], tile_policy=request_))
+    assert np.array_equal(found.digest, as_policy.digest)
+    assert tokens(found) == [count]
+    assert found.pixels.size == count * GROUP * 3
+    assert int((found.input_ids == preprocessor.family.image_token_id).sum()) == count
+
+
+def test_a_checkpoint_s_own_bounds(tmp_path: Path) -> None:
+    small = Preprocessor.from_checkpoint(write_folder(tmp_path, min_pixels=4 * GROUP, max_pixels=256 * GROUP))
+    assert tokens(small(PreprocessRequest(text="?", images=[PAGE]))) == [13 * 19]
+
+
+def test_low_detail_is_512_by_512_pixels_at_most(ours: Preprocessor) -> None:
+    messages = [{"role": "user", "content": [{"type": "image", "detail": "low"}]}]
+    for most in (None, 64 * GROUP):
+        found = ours(PreprocessRequest(messages=messages, images=[PAGE], max_pixels=most))
+        assert (
+            found.plans[0].tokens * GROUP
+            <= min(512 * 512, most or 512 * 512)
+            < ours(PreprocessRequest(text="?", images=[PAGE])).plans[0].tokens * GROUP
+        )
+
+
+def test_other_bounds_are_other_pixels_to_every_cache(ours: Preprocessor) -> None:
+    usual, again, other = (
+        ours(PreprocessRequest(text="?", images=[PAGE], max_pixels=most)) for most in (None, 900 * GROUP, 256 * GROUP)
+    )
+    assert np.array_equal(usual.digest, again.digest) and not np.array_equal(usual.digest, other.digest)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"max_pixels": "1003520"}, "max_pixels must be a whole number from 1 to 2147483647, not '1003520'"),
+        ({"max_pixels": True}, "not True"),
+        ({"min_pixels": 0}, "min_pixels must be"),
+        ({"min_pixels": 10**410}, "min_pixels must be"),
+        ({"min_pixels": 2000 * GROUP}, f"min_pixels {2000 * GROUP} is above max_pixels {1280 * GROUP}"),
+        ({"max_pixels": 5000 * GROUP}, "makes up to 5000 image tokens of a picture; this server's limit is 4096"),
+        ({"tile_policy": "native"}, "unknown key 'name'; this model's are min_pixels, max_pixels"),
+        ({"tile_policy": {"max_tiles": 6}}, "unknown key 'max_tiles'"),
+    ],
+)
+def test_a_request_s_bounds_are_refused(ours: Preprocessor, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        ours(PreprocessRequest(text="?", images=[PAGE], **asked))
+    assert len(str(caught.value)) <= 400
+
+
+def test_a_deployment_s_are_refused_at_start(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="preprocess: min_pixels 10000 is above max_pixels 784"):
+        Preprocessor.from_checkpoint(folder, PreprocessSettings(tile_policy={"min_pixels": 10000, "max_pixels": 784}))
+    with pytest.raises(ConfigError, match="preprocess: tile policy: unknown key 'name'"):
+        Preprocessor.from_checkpoint(folder, PreprocessSettings(tile_policy="native"))
+
+
+def stage() -> TritonPythonModel:
+    started = TritonPythonModel()
+    started.initialize({"model_name": "preprocess", "model_repository": str(MODEL), "model_config": "{}"})
+    return started
+
+
+def test_positions_leave_the_stage_where_the_family_has_any(
+    backend: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answered() -> dict[str, np.ndarray]:
+        (response,) = stage().execute([InferenceRequest([strings("image", PAGE), strings("text_input", b"What?")])])
+        assert not response.has_error(), response.error()
+        return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+
+    assert "POSITIONS" not in answered()  # of the default model, InternVL
+    monkeypatch.setenv("TESSERA_CHECKPOINT", str(folder))
+    found = answered()
+    assert found["POSITIONS"].shape == (3, len(found["INPUT_IDS"])) and found["POSITIONS"].dtype == np.int32
+
+
+def test_the_stage_reads_both_from_the_environment_and_the_request(
+    backend: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESSERA_CHECKPOINT", str(folder))
+    monkeypatch.setenv("TESSERA_PREPROCESS_TILE_POLICY", '{"max_pixels": 200704}')
+    preprocess = stage()
+    for sampling, patches in ((b"{}", [38, 26]), (b'{"max_pixels": 50176}', [18, 12])):
+        request = InferenceRequest([strings("image", PAGE), strings("sampling_parameters", sampling)])
+        (response,) = preprocess.execute([request])
+        assert not response.has_error(), response.error()
+        (plan,) = (tensor for tensor in response.output_tensors() if tensor.name() == "PLAN")
+        assert plan.as_numpy().tolist() == [[0, 1, *patches]]
+
+
+def test_the_stage_says_how_a_picture_is_cut_where_that_is_asked(
+    backend: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESSERA_CHECKPOINT", str(folder))
+    request = InferenceRequest([strings("image", PAGE, PAGE)], outputs=("CUT",))
+    (response,) = stage().execute([request])
+    cuts = {tensor.name(): tensor for tensor in response.output_tensors()}["CUT"].as_numpy()
+    view = {"width": 616, "height": 868, "rows": 31, "columns": 22}
+    assert json.loads(cuts[0]) == [{"tokens": 682, "unit": "image tokens", "policies": [], "views": [view]}] * 2
+
+
+def test_the_engine_passes_over_what_preprocess_reads() -> None:
+    assert SamplingParameters.parse({"min_pixels": 784, "max_pixels": 7840}) == SamplingParameters()
+
+
+def test_limits_count_image_tokens(folder: Path, ours: Preprocessor) -> None:
+    limited = Preprocessor.from_checkpoint(folder, PreprocessSettings(limits=Limits(max_cost=1000)))
+    with pytest.raises(InvalidRequest, match="2 images make 1364 image tokens; the limit is 1000.*lower max_pixels"):
+        limited(PreprocessRequest(text="?", images=[PAGE, PAGE]))
+    with pytest.raises(InvalidRequest, match=r"4092 of them for 6 images.*or lower max_pixels"):
+        ours(PreprocessRequest(text="?", images=[PAGE] * 6))
+
+
+def test_a_plan(ours: Preprocessor) -> None:
+    plan = ours.family.plan_of((1, 4, 6))
+    assert (plan.tokens, plan.cost, plan.wire) == (6, 6, (1, 4, 6))
+    assert plan.views == (View(84, 56, (2, 2, 14, 3, 2, 14, 3), (0, 3, 1, 4, 2, 5, 6)),)
+    assert plan.pixel_bytes == 6 * np.prod(ours.family.unit_shape)
+    assert ours.family.pieces(plan) == (("<|image_pad|>", 6),)
+
+
+@pytest.mark.parametrize("wire", [(1, 0, 2), (1, 3, 2), (1, 2, 5), (1, -2, -2)])
+def test_what_can_be_no_plan_is_refused(ours: Preprocessor, wire: tuple[int, int, int]) -> None:
+    with pytest.raises(InvalidRequest, match=f"{wire[1]}x{wire[2]} patches are no grid of groups of 2x2"):
+        ours.family.plan_of(wire)
+
+
+def test_video_is_refused_by_name(ours: Preprocessor) -> None:
+    with pytest.raises(InvalidRequest, match="2 frames: video is not supported; send pictures"):
+        ours.family.plan_of((2, 4, 4))
+    for part in ({"type": "video"}, {"type": "video_url", "video_url": {"url": "data:,"}}):
+        with pytest.raises(InvalidRequest, match=f"image or image_url, not '{part['type']}'"):
+            ours(PreprocessRequest(messages=[{"role": "user", "content": [part]}]))
+    pad = ours.prompts.tokenizer.token_id("<|video_pad|>")
+    assert pad not in ours(PreprocessRequest(text="<|video_pad|>")).input_ids
+
+
+def test_a_picture_200_times_as_long_is_the_last(ours: Preprocessor) -> None:
+    assert ours.family.plan(2000, 10, ours.policy).wire == (1, 2, 58)
+    long = pictures.jpeg(2001, 10)
+    with pytest.raises(
+        InvalidRequest, match="image 1: 2001x10 pixels are more than 200 times as long as they are wide"
+    ):
+        ours(PreprocessRequest(text="?", images=[PAGE, long]))
+
+
+def test_a_marker_is_an_image_with_its_vision_tokens(ours: Preprocessor) -> None:
+    """In front of the text as the template has it, so that both ways are one prompt."""
+    marked = ours(PreprocessRequest(text="<image>What is this?", images=[PAGE]))
+    by_part = ours(PreprocessRequest(text="What is this?", images=[PAGE]))
+    assert np.array_equal(marked.input_ids, by_part.input_ids)
+    (start, length), names = marked.spans[0], ours.prompts.tokenizer.token_id
+    assert marked.input_ids[start - 1] == names("<|vision_start|>")
+    assert marked.input_ids[start + length] == names("<|vision_end|>")
+
+
+def test_a_user_spells_no_picture_but_may_mark_boxes(ours: Preprocessor) -> None:
+    forged = ours(PreprocessRequest(text="<|vision_start|><|image_pad|><|vision_end|><|box_start|>"))
+    found, names = set(forged.input_ids.tolist()), ours.prompts.tokenizer.token_id
+    assert not found & {names("<|vision_start|>"), names("<|image_pad|>")} and names("<|box_start|>") in found
+
+
+def test_another_image_token_needs_another_id(tmp_path: Path, ours: Preprocessor) -> None:
+    write_folder(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"image_token": "<|video_pad|>"}))
+    with pytest.raises(
+        CheckpointError, match=r"image token <\|video_pad\|> has id \d+ in the tokenizer, \d+ in config.json"
+    ):
+        Preprocessor.from_checkpoint(tmp_path)
+    edit(tmp_path, image_token_id=ours.prompts.tokenizer.token_id("<|video_pad|>"))
+    assert Preprocessor.from_checkpoint(tmp_path).family.image_token == "<|video_pad|>"

@@ -1,0 +1,183 @@
+"""Policies by name and by key, plans and their token counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import checkpoint_folders as folders
+import pytest
+from grid_oracle import expected_grid, expected_native_grid, random_sizes
+
+from tessera.checkpoint.config import read_config
+from tessera.errors import InvalidRequest
+from tessera.models.family import ModelFamily
+from tessera.models.internvl.processor import InternVL
+from tessera.models.registry import family_for
+from tessera.models.tile_policy import THUMBNAIL_RULES, TILE_POLICIES, TilePolicy
+
+
+@pytest.fixture(scope="module", params=["hf_native", "internvl_chat"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelFamily:
+    folder = tmp_path_factory.mktemp("policy")
+    if request.param == "hf_native":
+        folders.write_hf_folder(folder, folders.byte_level())
+    else:
+        folders.write_chat_folder(folder, "internlm2-chat")
+    return family_for(read_config(folder))
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens"),
+    [
+        ((448, 448), (256, 256, 256, 256)),
+        ((480, 320), (256, 256, 1792, 1792)),
+        ((320, 480), (256, 768, 1792, 1792)),
+        ((640, 480), (256, 256, 1792, 3328)),
+        ((480, 360), (256, 256, 1792, 3328)),
+        ((1920, 1080), (256, 768, 768, 2304)),
+    ],
+)
+def test_token_counts(family: ModelFamily, size: tuple[int, int], tokens: tuple[int, ...]) -> None:
+    found = tuple(family.plan(*size, TilePolicy(max_tiles=most)).tokens for most in (1, 2, 6, 12))
+    assert found == tokens
+
+
+@pytest.mark.parametrize("name", TILE_POLICIES)
+@pytest.mark.parametrize("thumbnail", THUMBNAIL_RULES)
+def test_every_policy_on_random_sizes(family: ModelFamily, name: str, thumbnail: str) -> None:
+    wrong = []
+    for index, size in enumerate(random_sizes(600)):
+        budget = (None, 512, 1024, 2000, 2304, 5000)[index % 6] if name != "dense" else None
+        policy = replace(TILE_POLICIES[name], thumbnail=thumbnail, token_budget=budget)
+        if name == "two-tile" and budget == 512 and thumbnail != "never":
+            with pytest.raises(InvalidRequest, match=r"512 is less than the 768 tokens .* \(2 tiles and a thumbnail\)"):
+                family.plan(*size, policy)
+            continue
+        plan = family.plan(*size, policy)
+        columns, rows = expected(family, name, size, thumbnail, budget)
+        tiles = columns * rows + {"never": 0, "always": 1, "auto": int(columns * rows > 1)}[thumbnail]
+        if (plan.wire, plan.cost, plan.tokens) != ((tiles, rows, columns), tiles, 256 * tiles):
+            wrong.append((size, budget, plan))
+        assert budget is None or plan.tokens <= budget
+    assert not wrong
+
+
+def expected(
+    family: ModelFamily, name: str, size: tuple[int, int], thumbnail: str, budget: int | None
+) -> tuple[int, int]:
+    """The grid by a policy's description, its bounds found by trying all."""
+    least, most = {"dense": (7, 12), "two-tile": (2, 2)}.get(name, (1, 12))
+    costs = {n: 256 * (n + (thumbnail == "always" or (thumbnail == "auto" and n > 1))) for n in range(least, most + 1)}
+    most = max(n for n, cost in costs.items() if budget is None or cost <= budget)
+    if name == "native":
+        return expected_native_grid(*size, least, most)
+    assert isinstance(family, InternVL)
+    return expected_grid(family.order, *size, least, most)
+
+
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [
+        ((480, 320), (1, 1)),  # 1.5 times as wide as high: just within the bound, and 0.57 of a tile's pixels
+        ((481, 320), (2, 1)),  # just beyond it
+        ((448, 448), (1, 1)),
+        ((517, 517), (1, 1)),  # 0.75 * 517^2 = 200,466 pixels of a tile's 200,704
+        ((518, 518), (2, 2)),  # 201,243: two and three tiles have no square
+        ((1920, 1080), (4, 2)),  # 0.75 of its pixels are 7.75 tiles
+        ((1344, 1344), (3, 3)),  # 6.75 tiles: seven is no shape for it, and 4x2 is twice as wide as high
+        ((3840, 2160), (4, 3)),  # 31 tiles would be needed: as many as allowed
+        ((8000, 400), (12, 1)),  # no grid is as long as that
+        ((10, 10), (1, 1)),
+    ],
+)
+def test_native_grids(family: ModelFamily, size: tuple[int, int], grid: tuple[int, int]) -> None:
+    plan = family.plan(*size, TILE_POLICIES["native"])
+    columns, rows = grid
+    assert plan.wire == (columns * rows + (grid != (1, 1)), rows, columns)
+
+
+def test_token_counts_of_480x320_by_name(family: ModelFamily) -> None:
+    """As tile_policy.py's table has them."""
+    tokens = {name: family.plan(480, 320, policy).tokens for name, policy in TILE_POLICIES.items()}
+    assert tokens == {"reference": 1792, "dense": 3328, "two-tile": 512, "budget": 256, "native": 256}
+    one_tile_and_thumbnail = TilePolicy.parse({"max_tiles": 1, "thumbnail": "always"}, TilePolicy())
+    assert family.plan(480, 320, one_tile_and_thumbnail).tokens == 512
+
+
+def test_a_budget_bounds_a_picture_thumbnail_included(family: ModelFamily) -> None:
+    """1920x1080 by nearest aspect: 4x2 of up to 8 tiles, 2x1 of up to 7 (16:9 lies nearest 2:1)."""
+
+    def tokens(**keys: object) -> int:
+        return family.plan(1920, 1080, TilePolicy.parse({"name": "budget", **keys}, TilePolicy())).tokens
+
+    found = [tokens(token_budget=budget) for budget in (256, 767, 768, 2303, 2304)]
+    assert found == [256, 256, 768, 768, 2304]
+    assert [tokens(token_budget=budget, thumbnail="never") for budget in (256, 512, 2048)] == [256, 512, 2048]
+    assert tokens(token_budget=512, thumbnail="always") == 512
+    assert tokens(token_budget=99999, max_tiles=2) == 768
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"token_budget": 255}, r"255 is less than the 256 tokens .*\(1 tiles\)"),
+        ({"token_budget": 511, "thumbnail": "always"}, r"511 is less than the 512 .* and a thumbnail"),
+        ({"name": "dense", "token_budget": 2047}, r"2047 is less than the 2048 .*\(7 tiles and a thumbnail"),
+    ],
+)
+def test_a_budget_too_small_for_any_grid_is_refused(family: ModelFamily, keys: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        family.plan(480, 320, TilePolicy.parse(keys, TilePolicy()))
+
+
+def test_thumbnail_rules(family: ModelFamily) -> None:
+    tiles = {
+        rule: [family.plan(*size, TilePolicy(thumbnail=rule)).cost for size in ((448, 448), (1792, 448))]
+        for rule in ("auto", "never", "always")
+    }
+    assert tiles == {"auto": [1, 5], "never": [1, 4], "always": [2, 5]}
+
+
+def test_policy_parsing() -> None:
+    default = TilePolicy("deployment", 1, 6, "never")
+    parse = TilePolicy.parse
+    assert parse(None, default) == default
+    assert parse("two-tile", default) == TILE_POLICIES["two-tile"]
+    assert parse('{"max_tiles": 4}', default) == TilePolicy("deployment", 1, 4, "never")
+    assert parse({"name": "dense", "thumbnail": "never"}, default) == TilePolicy("dense", 7, 12, "never")
+    assert parse({"name": "native", "max_tiles": 6}, default) == TilePolicy("native", 1, 6, "auto", None, "native")
+    assert parse({"name": "budget", "token_budget": 512}, default) == TilePolicy("budget", 1, 12, "auto", 512)
+    assert parse({"name": "budget", "token_budget": None}, default) == TilePolicy("budget")
+    assert parse({"name": "deployment", "token_budget": 9}, default) == TilePolicy("deployment", 1, 6, "never", 9)
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        ("nonsense", "nonsense"),
+        ("{broken", "JSON"),
+        ({"max_tile": 3}, "max_tile"),
+        ({"max_tiles": 0}, "max_tiles"),
+        ({"max_tiles": "many"}, "many"),
+        ({"min_tiles": 4, "max_tiles": 3}, "above"),
+        ({"thumbnail": True}, "thumbnail"),
+        ({"token_budget": 0}, "token_budget"),
+        ({"token_budget": "1k"}, "1k"),
+        ({"grid": "native"}, "unknown key 'grid'"),  # a name chooses it
+        ({"name": ["a"]}, "name"),
+        (7, "int"),
+    ],
+)
+def test_wrong_policies(value: object, word: str) -> None:
+    with pytest.raises(InvalidRequest, match=word):
+        TilePolicy.parse(value, TilePolicy())  # type: ignore[arg-type]
+
+
+def test_policies_stated_by_checkpoints(tmp_path: Path) -> None:
+    def stated(**raw: object) -> TilePolicy:
+        return family_for(read_config(folders.write_chat_folder(tmp_path, "Hermes-2", **raw))).policy({})
+
+    assert stated() == TilePolicy("checkpoint", 1, 12, "auto")
+    assert stated(max_dynamic_patch=6, use_thumbnail=False) == TilePolicy("checkpoint", 1, 6, "never")
+    assert stated(dynamic_image_size=False) == TilePolicy("checkpoint", 1, 1, "auto")
