@@ -13,25 +13,32 @@ PACKAGES = Path(__file__).resolve().parents[2]
 SOURCES = [PACKAGES / "python_backends", PACKAGES / "clients"]
 
 # package or module -> what importing it may not touch
+_ABOVE = "tessera.preprocess tessera.vision tessera.engine tessera.tritonserver tessera.launcher"
+_HEAVY = "cv2 onnxruntime transformers tritonclient"
+_NO_TORCH = f"torch {_HEAVY} PIL sentencepiece safetensors"
 BLOCKED = {
-    "tessera.family": "torch cv2 onnxruntime transformers PIL sentencepiece safetensors"
-    " tessera.preprocess tessera.vision tessera.engine",
-    "tessera.checkpoint.config": "torch cv2 onnxruntime transformers",
-    "tessera.preprocess": "onnxruntime transformers tritonclient tessera.vision tessera.engine",
-    "tessera.vision": "cv2 transformers tritonclient tessera.preprocess tessera.engine",
-    "tessera.engine": "cv2 onnxruntime transformers tritonclient tessera.preprocess tessera.vision",
-    "tessera.settings.stages": "torch numpy tessera.family",
-    "tessera.engine.structured_output.labels": "torch numpy tessera.family",
+    "tessera.errors": f"{_NO_TORCH} numpy tessera.settings",
+    "tessera.settings": f"torch numpy tessera.checkpoint tessera.kernels tessera.models tessera.prompt {_ABOVE}",
+    "tessera.checkpoint": f"{_HEAVY} tessera.models.family tessera.kernels tessera.prompt {_ABOVE}",
+    "tessera.checkpoint.config": f"torch {_HEAVY}",
+    "tessera.kernels": f"{_HEAVY} tokenizers tessera.attention tessera.linear tessera.models tessera.prompt {_ABOVE}",
+    "tessera.kernels.tuning": "torch numpy",
+    "tessera.attention": f"{_HEAVY} tokenizers tessera.models tessera.prompt {_ABOVE}",
+    "tessera.linear": f"{_HEAVY} tokenizers tessera.models tessera.prompt {_ABOVE}",
+    "tessera.models": f"{_HEAVY} tessera.prompt {_ABOVE}",
+    "tessera.models.registry": f"{_NO_TORCH}",
+    "tessera.models.internvl.processor": f"{_NO_TORCH}",
+    "tessera.models.qwen2_vl.processor": f"{_NO_TORCH}",
+    "tessera.prompt": f"{_NO_TORCH} {_ABOVE}",
+    "tessera.preprocess": "onnxruntime transformers tritonclient tessera.vision tessera.engine tessera.tritonserver",
+    "tessera.vision": "cv2 transformers tritonclient tessera.preprocess tessera.engine tessera.tritonserver",
+    "tessera.engine": f"{_HEAVY} tessera.preprocess tessera.vision tessera.tritonserver",
+    "tessera.engine.structured_output.labels": "torch numpy tessera.prompt",
     "tessera.engine.engine": "torch tokenizers",
-    "tessera.engine.process.main": "torch tokenizers",
     "tessera.engine.scheduling": "torch",
     "tessera.engine.kv_cache.block_manager": "torch",
-    "tessera.engine.kv_cache.block_manager": "torch",
-    "tessera.kernels": "cv2 onnxruntime transformers tokenizers tessera.preprocess tessera.vision tessera.engine",
-    "tessera.kernels.tuning": "torch numpy tessera.engine tessera.vision",
-    "tessera.tritonserver": "torch triton_python_backend_utils",
-    "tessera.fronts": "torch triton_python_backend_utils tessera.engine tessera.vision tessera.preprocess"
-    " tessera_client",
+    "tessera.tritonserver": f"{_HEAVY} triton_python_backend_utils".replace("cv2 ", "").replace(" tritonclient", ""),
+    "tessera.tritonserver.fronts": f"torch triton_python_backend_utils {_ABOVE.replace('tessera.tritonserver ', '')}",
     "tessera.launcher": "torch numpy tritonclient triton_python_backend_utils pytriton",
     "tessera_wire": "torch numpy grpc tritonclient httpx tessera tessera_client",
     "tessera_client": "torch numpy grpc tritonclient ray pyarrow tessera tessera_evaluation tessera_command",
@@ -72,9 +79,9 @@ def test_importing_needs_only_what_it_may(package):
 def test_the_wall_stops_what_is_blocked():
     environment = {"PYTHONPATH": ":".join(map(str, SOURCES)), "PATH": ""}
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "tessera.family", "numpy"], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", PROGRAM, "tessera.prompt", "numpy"], env=environment, capture_output=True, text=True
     )
-    assert "tessera.family may not need numpy" in run.stderr
+    assert "tessera.prompt may not need numpy" in run.stderr
 
 
 def imports() -> dict[str, set[str]]:
@@ -124,8 +131,8 @@ def test_the_client_stands_between_the_wire_and_the_command():
         "tessera_wire": {"tessera_wire"},
         "tessera": {"tessera", "tessera_wire"},
         "tessera_client": {"tessera_client", "tessera_wire"},
-        "tessera_gateway": {"tessera_gateway", "tessera_client", "tessera_wire"},
-        "tessera_documents": {"tessera_documents", "tessera_client", "tessera_wire"},
+        "tessera_gateway": {"tessera_gateway", "tessera_jobs", "tessera_client", "tessera_wire"},
+        "tessera_documents": {"tessera_documents", "tessera_jobs", "tessera_client", "tessera_wire"},
         "tessera_jobs": {"tessera_jobs", "tessera_client", "tessera_wire"},
         "tessera_evaluation": {"tessera_evaluation", "tessera_client", "tessera_wire"},
         "tessera_quantize": {"tessera_quantize", "tessera", "tessera_evaluation", "tessera_wire"},

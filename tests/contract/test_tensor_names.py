@@ -14,10 +14,11 @@ from tessera_client.messages import Request
 
 ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = ROOT / "model_repository"
+ADAPTERS = ROOT / "python_backends" / "tessera" / "tritonserver"
 STAGES = {
-    "preprocess": "preprocess/tritonserver_model.py",
-    "vision_encoder": "vision/tritonserver_model.py",
-    "language_model": "engine/tritonserver_model.py",
+    "preprocess": "preprocess.py",
+    "vision_encoder": "vision.py",
+    "language_model": "language_model.py",
 }
 
 
@@ -95,14 +96,14 @@ def test_a_stage_reads_and_writes_what_its_config_declares(stage):
     declared = [config(stage)]
     if config(stage, "tensorrt").backend == "python":  # the same code serves both
         declared.append(config(stage, "tensorrt"))
-    read, written = tensors_named(ROOT / "python_backends" / "tessera" / STAGES[stage])
+    read, written = tensors_named(ADAPTERS / STAGES[stage])
     assert read - set(declared[0].parameters) == set().union(*(names(config.input) for config in declared))
     assert written == set().union(*(names(config.output) for config in declared))
 
 
 def test_the_sign_of_work_is_a_metric_that_the_stage_has():
     sign = config("vision_encoder").parameters["SIGN_OF_WORK"].string_value
-    assert f'Gauge("{sign}"' in (ROOT / "python_backends" / "tessera" / STAGES["vision_encoder"]).read_text()
+    assert f'Gauge("{sign}"' in (ADAPTERS / STAGES["vision_encoder"]).read_text()
 
 
 @pytest.mark.parametrize("named", NAMED)
@@ -160,9 +161,8 @@ def test_the_fronts_look_like_the_ensemble(model):
 def test_the_fronts_and_the_client_name_the_ensembles_tensors():
     """A front hands on whatever tensors come; it names those that it decides, and writes only the answer to a ping."""
     ensemble = config("vlm")
-    fronts = ROOT / "python_backends" / "tessera" / "fronts"
     read, written = set(), set()
-    for file in fronts.glob("*.py"):
+    for file in map(ADAPTERS.joinpath, ("fronts.py", "vlm_unary.py", "vlm_stream.py")):
         more_read, more_written = tensors_named(file)
         read, written = read | more_read, written | more_written
     decided = {"stream", "sampling_parameters", "exclude_input_in_output"}

@@ -60,8 +60,8 @@ class Recorder:
 @pytest.fixture
 def kernels(monkeypatch):
     recorder = Recorder()
-    for module in ("in_place", "scheme", "measured", "int4"):
-        monkeypatch.setattr(f"tessera.engine.quantization.{module}.layer_kernels", lambda device: recorder)
+    for module in ("scheme", "measured", "formats.int4"):
+        monkeypatch.setattr(f"tessera.linear.{module}.layer_kernels", lambda device: recorder)
     monkeypatch.setattr("tessera.linear.layers.layer_kernels", lambda device: recorder)
     monkeypatch.setattr(Fp8, "_has_units", lambda scheme, layer: True)
     return recorder

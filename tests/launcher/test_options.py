@@ -180,9 +180,9 @@ def test_one_server_per_gpu_with_ports_of_its_own(tmp_path: Path) -> None:
     first, second = one_per_gpu(options, gpus)
     assert (first.http_port, first.grpc_port, first.metrics_port) == (base, base + 1, base + 2)
     assert (second.http_port, second.grpc_port, second.metrics_port) == (base + 10, base + 11, base + 12)
-    for server, gpu, address in ((first, "3", f"127.0.0.1:{base + 1}"), (second, "GPU-5ac2-11", "127.0.0.1:20011")):
+    for server, number, address in ((first, "3", f"127.0.0.1:{base + 1}"), (second, "GPU-5ac2-11", "127.0.0.1:20011")):
         environment = server_environment(server, INSTALLATION, CPU)
-        assert environment["CUDA_VISIBLE_DEVICES"] == gpu and server.name == f"gpu{gpu}"
+        assert environment["CUDA_VISIBLE_DEVICES"] == number and server.name == f"gpu{number}"
         assert environment["TESSERA_GRPC_ADDRESS"] == address
     assert log_path(replace(first, log_path=Path("/x/server.log"))) == Path("/x/server-gpu3.log")
     assert log_path(first).name != log_path(second).name

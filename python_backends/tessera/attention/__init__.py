@@ -1,0 +1,1 @@
+"""Attention over paged keys and values, behind one small contract."""

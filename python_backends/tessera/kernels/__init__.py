@@ -1,4 +1,1 @@
-"""Triton kernels (the kernel language), one and its launcher a file; importing any of them imports triton.
-
-:mod:`tessera.kernels.reference` holds each one's readable twin in torch.
-"""
+"""Triton and Gluon kernels beside their twins in torch; Triton is imported by the kernels alone."""

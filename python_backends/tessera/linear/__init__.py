@@ -1,0 +1,1 @@
+"""How a linear layer stores and applies its weights."""

@@ -1,0 +1,1 @@
+"""What a request says: messages, templates, token ids, sampling parameters, grammars."""

@@ -1,0 +1,1 @@
+"""Quantized forms of weights, one file each."""

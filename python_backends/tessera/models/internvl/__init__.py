@@ -1,0 +1,1 @@
+"""InternVL: tiles of one size, InternViT and its projector."""

@@ -1,0 +1,1 @@
+"""Text bodies, one architecture a file."""
