@@ -23,7 +23,7 @@ from tiny_qwen2_vl import reference_processor, write_model
 
 from tessera_command.cli import main
 from tessera_documents import TesseraVlmClient, mineru_client
-from tessera_documents.job import quiet
+from tessera_documents.job import Job, quiet
 
 pytestmark = [pytest.mark.clients, pytest.mark.server]
 
@@ -88,10 +88,19 @@ def test_pages_read_the_same_by_every_way(served: tuple[Any, Any, str, str], mon
         assert read(mineru_client(vlm, **OPTIONS), pages) == by_http
 
 
-def test_the_command_before_a_real_server(served: tuple[Any, Any, str, str], tmp_path: Path) -> None:
+def test_the_command_before_a_real_server(
+    served: tuple[Any, Any, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     for number in range(6):
         page(number).save(tmp_path / f"{number}.png")
     asked = ["--url", served[3], "--max-tokens", "16", "-o", str(tmp_path / "out")]
+    assert main(["parse", str(tmp_path), *asked]) == 2  # its weights are random
+    assert "reads no documents: it found nothing on a page of text" in capsys.readouterr().err
+
+    async def looked_at(job: Job) -> None:
+        pass
+
+    monkeypatch.setattr(Job, "_check_reads_documents", looked_at)
     assert main(["parse", str(tmp_path), *asked]) == 0
     found = [json.loads((tmp_path / "out" / f"{number}.png" / "page-0001.json").read_text()) for number in range(6)]
     assert [each["blocks"] for each in found] == [[]] * 6
