@@ -1,5 +1,5 @@
 """Writes the figures into the documents: the newest of every metric into docs/figures.md, those of bench_joules.py into
-docs/joules.md, and into README.md how the server compares with the newest peer on the standard workloads. record.py
+docs/joules.md, and into README.md the pairs of peers.json that were taken side by side with the newest peer. record.py
 does it too, after it has kept new ones.
 
     python loadtest/report.py [--check]     (--check writes nothing; 1 says that a table would change)
@@ -40,23 +40,16 @@ def table(figures: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def comparison(figures: Mapping[str, dict[str, Any]], peers: Mapping[str, dict[str, Any]]) -> str:
-    """A Markdown table of the standard workloads: ours and the peer's in bf16, who is ahead there, and both in FP8."""
-    lines = [
-        "| | Tessera bf16 | vLLM 0.33 bf16 | ahead in bf16 | Tessera FP8 | vLLM 0.33 FP8 |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, peer in peers.items():
-        unit, cells = peer["unit"], [peer["title"]]
-        run = f"{peer.get('figures', 'serve')}.{name}"
-        runs = {"bf16": run if run.startswith("docs.") else f"{run}.bf16", "fp8": f"{run}.fp8"}
-        for kind in runs:
-            theirs = rate_cell(peer[kind], unit, peer.get("ttft_ms", {}).get(kind)) if kind in peer else "not measured"
-            cells += [own_cell(figures, runs[kind], unit) or "not measured yet", theirs]
-            if kind == "bf16":
-                cells.append(who_is_ahead(own_rate(figures, runs[kind], unit), peer))
-        if int4 := own_cell(figures, f"{run}.w4a16", unit):
-            cells[4] += f"; with 4-bit weights {int4}"
+def comparison(peers: Mapping[str, dict[str, Any]]) -> str:
+    """A Markdown table of pairs that were taken side by side: Tessera's rate, vLLM's, and the first over the second."""
+    kinds = {"bf16": "bf16", "fp8": "FP8"}
+    heads = [head for name in kinds.values() for head in (f"Tessera {name}", f"vLLM {name}", "ratio")]
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for peer in peers.values():
+        cells = [peer["title"]]
+        for kind in kinds:
+            pair = peer.get(kind)
+            cells += [*(rate(each, peer["unit"]) for each in pair), f"{pair[0] / pair[1]:.2f}"] if pair else [""] * 3
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -88,37 +81,8 @@ def _wholes(name: str) -> tuple[str, str]:
     return f"{group}.whole", f"{group}.whole_{'W2' if name.endswith('_W2') else 'W1'}"
 
 
-def own_rate(figures: Mapping[str, dict[str, Any]], run: str, unit: str) -> float | None:
-    """Our rate in a run's figures, None where there is none."""
-    rate = figures.get(f"{run}.{'tok_s' if unit == 'tok/s' else 'req_s'}")
-    return rate and rate["value"]
-
-
-def own_cell(figures: Mapping[str, dict[str, Any]], run: str, unit: str) -> str | None:
-    """As :func:`own_rate`, for the table."""
-    rate, first = own_rate(figures, run, unit), figures.get(f"{run}.ttft_p50_ms")
-    return rate and rate_cell(rate, unit, first and first["value"])
-
-
-def who_is_ahead(own: float | None, peer: Mapping[str, Any]) -> str:
-    """By the pairs that were taken side by side, or, where there is none, by figures of different days and machines."""
-    if pairs := peer.get("side_by_side"):
-        return ahead([ours / theirs for ours, theirs in pairs])
-    return "not measured yet" if own is None else f"{ahead([own / peer['bf16']])} (on different days and machines)"
-
-
-def rate_cell(rate: float, unit: str, first_token_ms: float | None) -> str:
-    """A rate, and when the first token came where answers are streamed."""
-    text = f"{rate:,.0f} {unit}" if rate >= 1000 else f"{rate:.4g} {unit}"
-    return text if first_token_ms is None else f"{text}, first token {first_token_ms:.0f} ms"
-
-
-def ahead(ratios: list[float]) -> str:
-    """Who is ahead, by our rate over the peer's, each pair from one machine in one hour."""
-    told = " and ".join(f"{ratio:.2f}" for ratio in sorted(ratios))
-    if min(ratios) > 1:
-        return f"Tessera: {told} times vLLM"
-    return f"vLLM: Tessera has {told} of it" if max(ratios) < 1 else f"neither: {told}"
+def rate(value: float, unit: str) -> str:
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
 
 
 def rounded(value: float) -> str:
@@ -139,7 +103,7 @@ def update(check: bool = False) -> bool:
     """Writes all tables; whether any of them changes."""
     figures, peers = newest(), json.loads(PEERS.read_text())["workloads"]
     changed = [
-        write(ROOT / "README.md", comparison(figures, peers), check),
+        write(ROOT / "README.md", comparison(peers), check),
         write(ROOT / "docs" / "figures.md", table(figures[name] for name in sorted(figures)), check),
         write(ROOT / "docs" / "joules.md", joules(figures), check),
     ]

@@ -1,5 +1,5 @@
 """Clients that go away without a word, by every door: where the server is told, what the engine holds for them is freed
-at once, else by their deadlines. This is what README.md says of each model."""
+at once, else by their deadlines. This is what docs/serving.md says of each model."""
 
 from __future__ import annotations
 
