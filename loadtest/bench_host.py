@@ -50,7 +50,7 @@ class NoModel(ModelRunner):
         runner = cls.of_model(load_model(read_config(CHECKPOINT), CONFIG), CONFIG, MOST_CONTEXT)
         sizes, most_blocks = graph_sizes(CONFIG.max_sequences), MOST_CONTEXT // CONFIG.block_size
         graphs = DecodeGraphs(runner._model, runner._attention, sizes, most_blocks, runner._last_sampled)
-        graphs._greedy = dict.fromkeys(sizes, lambda: None)
+        graphs._greedy.replay = lambda size: None  # type: ignore[method-assign]
         runner._graphs, runner.overlaps = graphs, True
         return runner
 

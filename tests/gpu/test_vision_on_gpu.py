@@ -61,7 +61,7 @@ def runner(dtype) -> GraphRunner:
 
 
 def test_every_graph_and_every_filled_up_size(runner, dtype, tiles, expected):
-    assert runner.sizes == bucket_sizes(LARGEST)
+    assert runner._graphs.sizes == bucket_sizes(LARGEST)
     for count in range(1, LARGEST + 1):
         rows = runner.run(tiles[LARGEST - count :])  # others than those that the buffer held at the same place
         assert rows.is_cuda and rows.dtype == getattr(torch, dtype)

@@ -1,52 +1,66 @@
-"""Recording the same work for several sizes as CUDA graphs: one launch instead of hundreds."""
+"""The same work recorded for several sizes as CUDA graphs: one launch instead of hundreds."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 
 _LOG = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
-def record(
-    what: str,
-    sizes: Iterable[int],
-    prepare: Callable[[int], None],
-    run: Callable[[int], None],
-    device: torch.device,
-    urgent_up_to: int = 0,
-) -> dict[int, Callable[[], None]]:
-    """For each size, what repeats ``run(size)``: a graph's replay, on the CPU ``run`` itself.
+class GraphPool(Generic[Result]):
+    """``run(size)`` for the smallest of some ``sizes`` that holds a count: a graph's replay, on the CPU ``run`` itself.
 
-    ``prepare(size)`` is called once before; it fills the static inputs with dummies. ``what``, for the log: "decode
-    graphs", and so on. The largest is recorded first, so that the smaller ones live in its memory. Kernels of sizes up
-    to ``urgent_up_to`` start before all others that wait for a multiprocessor, of other processes too under MPS; these
-    graphs have memory of their own.
+    ``run`` reads static inputs, which are the caller's to fill; what of a size lies behind the count must do no harm,
+    and its rows are not read. What it returns lies in memory that the graphs share: the next replay overwrites it.
+    ``what``, for the log: "decode graphs", and so on. Kernels of sizes up to ``urgent_up_to`` start before all others
+    that wait for a multiprocessor, of other processes too under MPS; these graphs have memory of their own.
     """
-    replays: dict[int, Callable[[], None]] = {}
-    started, before = time.perf_counter(), _reserved(device)
-    pool = None
-    ahead = torch.cuda.Stream(device, priority=-1) if urgent_up_to and device.type == "cuda" else None
-    for size in sorted(sizes, reverse=True):
-        prepare(size)
-        run(size)  # compiles kernels and makes workspaces, which must not happen while recording
-        if device.type == "cpu":
-            replays[size] = partial(run, size)
-            continue
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=ahead if size <= urgent_up_to else None):
-            run(size)
-        pool = graph.pool()
-        replays[size] = graph.replay
-    spent, kept = time.perf_counter() - started, (_reserved(device) - before) / 2**20
-    _LOG.info("%s: %d sizes up to %d in %.1f s, %.0f MiB", what, len(replays), max(replays), spent, kept)
-    return replays
 
+    def __init__(
+        self, what: str, sizes: Iterable[int], run: Callable[[int], Result], device: torch.device, urgent_up_to: int = 0
+    ) -> None:
+        self.sizes = sorted(sizes)
+        self._what, self._run, self._device, self._urgent_up_to = what, run, device, urgent_up_to
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._results: dict[int, Result] = {}
 
-def _reserved(device: torch.device) -> int:
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    def record(self, prepare: Callable[[int], object]) -> None:
+        """``prepare(size)`` is called once before each size is recorded; it fills the static inputs with dummies.
+
+        The largest is recorded first, so that the smaller ones live in its memory.
+        """
+        started, before = time.perf_counter(), self._reserved()
+        on_gpu, pool = self._device.type == "cuda", None
+        ahead = torch.cuda.Stream(self._device, priority=-1) if self._urgent_up_to and on_gpu else None
+        for size in reversed(self.sizes):
+            prepare(size)
+            self._run(size)  # compiles kernels and makes workspaces, which must not happen while recording
+            if not on_gpu:
+                continue
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=ahead if size <= self._urgent_up_to else None):
+                self._results[size] = self._run(size)
+            pool = graph.pool()
+            self._graphs[size] = graph
+        spent, kept = time.perf_counter() - started, (self._reserved() - before) / 2**20
+        _LOG.info("%s: %d sizes up to %d in %.1f s, %.0f MiB", self._what, len(self.sizes), self.sizes[-1], spent, kept)
+
+    def size_for(self, count: int) -> int:
+        """The smallest size that holds ``count``, which the largest does."""
+        return next(size for size in self.sizes if size >= count)
+
+    def replay(self, size: int) -> Result:
+        if size not in self._graphs:
+            return self._run(size)
+        self._graphs[size].replay()
+        return self._results[size]
+
+    def _reserved(self) -> int:
+        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tessera.kernels.attention_plan import AttentionPlan, HopperPlan
 from tessera.kernels.fp8_rows import Fp8Rows
-from tessera.kernels.transfer import uploaded
+from tessera.kernels.transfer import to_device
 
 # The kernels that torch has for GPUs, without the one that writes all scores to memory.
 BACKENDS = {
@@ -69,7 +69,7 @@ def attend_in_torch(lengths: Sequence[int], device: torch.device) -> Attend:
     """:data:`Within` by torch's own kernel for any lengths, on GPUs, in 16 bits."""
     from torch.nn.attention.varlen import varlen_attn
 
-    ends = uploaded(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+    ends = to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
     most = max(lengths)
 
     def attend_pictures(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def attend_in_triton(lengths: Sequence[int], device: torch.device, plan: Attenti
     from tessera.kernels.varlen_attention import query_tiles
 
     attention = attention_by(plan)
-    tiles = uploaded(query_tiles(lengths, plan.rows), device)
+    tiles = to_device(query_tiles(lengths, plan.rows), device)
 
     def attend_pictures(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return attention(query, key, value, tiles, plan)

@@ -1,7 +1,4 @@
-"""Arrays to the device and back through pinned memory, and moments on its clock: nobody waits unasked.
-
-From the host to the device without waiting for it.
-"""
+"""Arrays to the device and back through pinned memory, and moments on its clock, without waiting unless asked."""
 
 from __future__ import annotations
 
@@ -11,21 +8,20 @@ import numpy as np
 import torch
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A tensor of ``array`` on ``device``; on the CPU it shares the array's memory."""
-    return _source(array, device).to(device, non_blocking=True)
+def to_device(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``values`` on ``device``, in the order of the current stream; on the CPU they share their memory."""
+    return uploadable(values, device).to(device, non_blocking=True)
 
 
-def load(target: torch.Tensor, array: np.ndarray) -> None:
-    """Copies ``array`` into ``target``, of its shape and dtype, which stays where it is."""
-    target.copy_(_source(array, target.device), non_blocking=True)
+def load(target: torch.Tensor, values: np.ndarray) -> None:
+    """Copies ``values`` into ``target``, of their shape and dtype, which stays where it is."""
+    target.copy_(uploadable(values, target.device), non_blocking=True)
 
 
-def _source(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """``array`` where ``device`` reads it while the host goes on."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    # torch keeps a pinned block alive until the copies out of it are done.
-    return tensor if device.type == "cpu" else tensor.pin_memory()
+def uploadable(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor that ``device`` reads while the host goes on; torch keeps a pinned block until the copies are done."""
+    source = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+    return source.pin_memory() if device.type == "cuda" and not source.is_cuda else source
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,14 +51,3 @@ class Moment:
         if self._event is None or earlier._event is None:
             return self._host_ns - earlier._host_ns
         return int(earlier._event.elapsed_time(self._event) * 1e6)
-
-
-def uploadable(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor that a GPU can fetch by itself; torch keeps a pinned block until the copies out of it are done."""
-    source = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
-    return source.pin_memory() if device.type == "cuda" and not source.is_cuda else source
-
-
-def uploaded(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same on the device, there in the order of the current stream."""
-    return uploadable(values, device).to(device, non_blocking=True)

@@ -4,7 +4,7 @@ no graph is recorded the way onto a GPU, with the kernels that are the fastest t
 A vision tower as CUDA graphs: one recorded launch instead of hundreds. For towers whose units are independent.
 
 A graph is recorded for each of some costs (numbers of tiles); a smaller forward is filled up with whatever the input
-buffer held before, whose rows nobody reads. The graphs share one pool of memory, so together they take little more than
+buffer held before. The graphs share one pool of memory, so together they take little more than
 the largest and the few that go first, and a forward allocates nothing but the rows that it gives away. Those few share
 nothing with the larger ones that either writes, so that one of them may run beside a larger one.
 """
@@ -18,8 +18,8 @@ import torch
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError
-from tessera.kernels.graphs import record
-from tessera.kernels.transfer import uploadable, uploaded
+from tessera.kernels.graphs import GraphPool
+from tessera.kernels.transfer import to_device, uploadable
 from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds
 from tessera.models.tower import Forward, Tower
 from tessera.settings.stages import VisionSettings
@@ -53,10 +53,10 @@ class TorchRunner:
 
     @torch.inference_mode()
     def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
-        return self._forward(uploaded(pixels, self.device), wires)
+        return self._forward(to_device(pixels, self.device), wires)
 
 
-# A forward of so few tiles is short and somebody may wait for it; beside a step of 8,192 tokens each of its kernels
+# A forward of this few tiles is short and may be waited for; beside a step of 8,192 tokens each of its kernels
 # would wait for a wave of a long one.
 _URGENT_UP_TO = 4
 
@@ -69,27 +69,24 @@ class GraphRunner:
 
     def __init__(self, tower: Tower, sizes: Sequence[int], forward_for: Callable[[int], Forward] | None = None) -> None:
         self.tower = tower
-        self.sizes = sorted(sizes)
         weight = next(tower.parameters())
         self._device, self._dtype = weight.device, weight.dtype
-        urgent = [size for size in self.sizes if size <= _URGENT_UP_TO]
-        larger = self.sizes[len(urgent) :]
+        self._graphs = GraphPool("vision graphs", sizes, self._compute, weight.device, _URGENT_UP_TO)
+        urgent = [size for size in self._graphs.sizes if size <= _URGENT_UP_TO]
+        larger = self._graphs.sizes[len(urgent) :]
         self.beside = urgent[-1] if urgent and larger else 0
         self._pixels: dict[int, torch.Tensor] = {}
         for together in filter(None, (urgent, larger)):
             buffer = torch.zeros((together[-1], *tower.unit_shape), dtype=torch.uint8, device=self._device)
             self._pixels |= {size: buffer[:size] for size in together}
-        self._forwards: dict[int, Forward] = {}
-        self._rows: dict[int, torch.Tensor] = {}  # of the last forward: in memory that graphs of one stream share
+        self._forwards: dict[int, Forward] = dict.fromkeys(sizes, tower)
 
         def prepare(size: int) -> None:
-            self._forwards[size] = forward_for(size) if forward_for else tower
-
-        def run(size: int) -> None:
-            self._rows[size] = self._forwards[size](self._pixels[size])
+            if forward_for is not None:
+                self._forwards[size] = forward_for(size)
 
         with torch.inference_mode():
-            self._replays = record("vision graphs", self.sizes, prepare, run, self._device, _URGENT_UP_TO)
+            self._graphs.record(prepare)
 
     @classmethod
     def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> GraphRunner:
@@ -119,16 +116,18 @@ class GraphRunner:
         """Returns before the GPU is done. Pixels on the device must be ready on the current stream, and that is the
         stream on which the rows, which are the caller's to keep, become ready.
         """
-        largest = self.sizes[-1]
+        largest = self._graphs.sizes[-1]
         parts = [self._forward(pixels[start : start + largest]) for start in range(0, len(pixels), largest)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _forward(self, pixels: np.ndarray | torch.Tensor) -> torch.Tensor:
         source = uploadable(pixels, self._device)
-        size = next(size for size in self.sizes if size >= len(source))
+        size = self._graphs.size_for(len(source))
         self._pixels[size][: len(source)].copy_(source, non_blocking=True)
-        self._replays[size]()
-        return self._rows[size][: len(source) * self.tower.row_shape[0]].clone()
+        return self._graphs.replay(size)[: len(source) * self.tower.row_shape[0]].clone()
+
+    def _compute(self, size: int) -> torch.Tensor:
+        return self._forwards[size](self._pixels[size])
 
 
 def bucket_sizes(largest: int) -> list[int]:

@@ -7,7 +7,7 @@ is summed over them; and pixel normalisation is folded into it, so that pixels t
 Forwards of few patches as CUDA graphs: there the launches of some 300 kernels take longer than the kernels.
 
 A graph is recorded for each of some numbers of patches. A smaller forward is filled up with what the buffers held
-before, as pictures of their own whose rows nobody reads.
+before, as pictures of their own.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import Target, copy_whole
 from tessera.kernels.attention_plan import AttentionPlan, HopperPlan
 from tessera.kernels.fp8_rows import Fp8Rows
-from tessera.kernels.graphs import record
+from tessera.kernels.graphs import GraphPool
 from tessera.kernels.tower_attention import Attend, Within, attend_in_triton, attention_by, plans_of_ours
 from tessera.kernels.tower_layers import PLAIN, Fp8Linear, TowerKernels, fp8_kernels, gpu_kernels, within_ways
-from tessera.kernels.transfer import uploaded
+from tessera.kernels.transfer import to_device
 from tessera.kernels.tuning import MeasuredChoices
 from tessera.kernels.varlen_attention import query_tiles
 from tessera.models.internvl.vision import MLP, fold_normalisation
@@ -136,7 +136,7 @@ class Qwen2ViT(Tower):
         places = torch.cat([_places(height, width, self.merge) for _, height, width in wires])
         half = self.head_size // 2
         speeds = self.theta ** (torch.arange(0, half, 2, device=device) / half)
-        angles = (uploaded(places, device)[:, :, None] / speeds).flatten(1)
+        angles = (to_device(places, device)[:, :, None] / speeds).flatten(1)
         return torch.stack((angles.cos(), angles.sin()))
 
     @torch.inference_mode()
@@ -289,35 +289,30 @@ class PatchGraphs:
         kernels: TowerKernels,
         otherwise: Forward,
     ) -> None:
-        self._tower, self._plan, self._otherwise, self._sizes = tower, plan, otherwise, sorted(sizes)
-        self._group, largest = tower.merge**2, self._sizes[-1]
+        self._tower, self._plan, self._kernels, self._otherwise = tower, plan, kernels, otherwise
+        self._graphs = GraphPool("vision graphs", sizes, self._compute, device)
+        self._group, largest = tower.merge**2, self._graphs.sizes[-1]
         self._pixels = torch.zeros(largest // self._group, *tower.unit_shape, dtype=torch.uint8, device=device)
-        self._turns = {size: torch.zeros(2, size, tower.head_size // 2, device=device) for size in self._sizes}
+        self._turns = {size: torch.zeros(2, size, tower.head_size // 2, device=device) for size in sizes}
         self._tiles = torch.zeros(self._room(largest), 3, dtype=torch.int32, device=device)
-        self._rows: dict[int, torch.Tensor] = {}  # in memory that all graphs share
-
-        def prepare(size: int) -> None:
-            self._cut([], size)
-
-        def run(size: int) -> None:
-            tiles = self._tiles[: self._room(size)]
-            attend = partial(attention_by(plan), tiles=tiles, plan=plan)
-            self._rows[size] = tower.rows(self._pixels[: size // self._group], self._turns[size], attend, kernels)
-
-        self._replays: dict[int, Callable[[], None]] = record("vision graphs", self._sizes, prepare, run, device)
+        self._graphs.record(partial(self._cut, []))
 
     def __call__(self, pixels: torch.Tensor, wires: Wires) -> torch.Tensor:
         """Rows that are the caller's to keep."""
         lengths = [height * width for _, height, width in wires]
         patches = sum(lengths)
-        size = next((size for size in self._sizes if size >= patches), None)
-        if size is None or len(lengths) > _PICTURES:
+        if patches > self._graphs.sizes[-1] or len(lengths) > _PICTURES:
             return self._otherwise(pixels, wires)
+        size = self._graphs.size_for(patches)
         self._cut(lengths, size)
         self._pixels[: len(pixels)].copy_(pixels)
         self._turns[size][:, :patches].copy_(self._tower.turns(wires, pixels.device))
-        self._replays[size]()
-        return self._rows[size][: len(pixels)].clone()
+        return self._graphs.replay(size)[: len(pixels)].clone()
+
+    def _compute(self, size: int) -> torch.Tensor:
+        tiles = self._tiles[: self._room(size)]
+        attend = partial(attention_by(self._plan), tiles=tiles, plan=self._plan)
+        return self._tower.rows(self._pixels[: size // self._group], self._turns[size], attend, self._kernels)
 
     def _room(self, size: int) -> int:
         """Tiles of a forward of ``size`` patches at most."""
@@ -328,5 +323,5 @@ class PatchGraphs:
         which cost the least, and whose rows are numbers whatever lay in memory."""
         full, rest = divmod(size - sum(lengths), self._plan.rows)
         tiles = query_tiles([*lengths, *[self._plan.rows] * full, *[rest] * bool(rest)], self._plan.rows)
-        self._tiles[: len(tiles)].copy_(uploaded(tiles, self._tiles.device))
+        self._tiles[: len(tiles)].copy_(to_device(tiles, self._tiles.device))
         self._tiles[len(tiles) : self._room(size)] = 0
