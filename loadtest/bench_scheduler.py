@@ -20,7 +20,7 @@ import shlex
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import counting
@@ -29,8 +29,9 @@ import numpy as np
 from engine_load import PICTURE_START
 
 from tessera.engine.kv_cache.block_manager import BlockManager
-from tessera.engine.scheduling import scheduler as scheduling
-from tessera.engine.scheduling.scheduler import ScheduledBatch
+from tessera.engine.scheduling import policies
+from tessera.engine.scheduling.policies import Rules
+from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from tessera.engine.sequence import Request, Sequence
 from tessera.prompt.sampling import SamplingParameters
 
@@ -42,6 +43,7 @@ PREPROCESS_MS = 5.0
 HAND_OVER_MS = 1.5  # from vision to the language model, one request at a time
 OWN_TOKENS = 21  # at the end of a prompt, of which a picture's next question has others
 SKIPPED_MS = 10_000.0
+EVERY_RULE = Rules()
 
 
 def step_ms(tokens: int) -> float:
@@ -73,13 +75,15 @@ class Simulation:
         questions: int = 1,
         step_time: float = 1.0,
         hand_over_ms: float = HAND_OVER_MS,
+        rules: Rules = EVERY_RULE,
+        max_batched_tokens: int = 8192,
     ) -> None:
         self.now = 0.0  # ms
         self.first_tokens: list[float] = []
         self.queued: list[float] = []  # from vision to the step that reads the prompt
         self.tokens = self.steps = 0
         self.idle = 0.0  # ms of the GPU
-        self._scheduler = scheduling.Scheduler(BlockManager(400_000, 16), 8192, 256, gathers=True)
+        self._scheduler = Scheduler(BlockManager(400_000, 16), max_batched_tokens, 256, rules)
         self._sizes, self._questions, self._random = (tiles, prompt, answer), questions, random.Random(seed)
         self._step_time, self._hand_over_ms = step_time, hand_over_ms
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -195,6 +199,22 @@ class Simulation:
         self._scheduler.add(sequence)
 
 
+def add_rules(parser: argparse.ArgumentParser) -> None:
+    rules = [field.name for field in fields(Rules)]
+    parser.add_argument("--without", nargs="+", default=[], choices=rules, help="rules that are turned off")
+    parser.add_argument("--max-batched-tokens", type=int, default=8192)
+
+
+def rules_of(options: argparse.Namespace) -> Rules:
+    return Rules(**dict.fromkeys(options.without, False))
+
+
+def name_of_rules(options: argparse.Namespace) -> str:
+    """What a figure's name adds where rules or the step's size are not the default."""
+    size = f".b{options.max_batched_tokens}" * (options.max_batched_tokens != 8192)
+    return size + "".join(f".no_{rule}" for rule in options.without)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--concurrency", type=int, default=64)
@@ -205,6 +225,7 @@ def main() -> int:
     parser.add_argument("--step-time", type=float, default=1.0, help="times that in bf16; in FP8 it is about 0.6")
     parser.add_argument("--hand-over-ms", type=float, default=HAND_OVER_MS, help="from vision to the language model")
     parser.add_argument("--seconds", type=float, default=30.0)
+    add_rules(parser)
     options = parser.parse_args()
     if options.seconds <= SKIPPED_MS / 1e3:
         parser.error(f"the first {SKIPPED_MS / 1e3:g} s do not count; give more --seconds")
@@ -217,8 +238,10 @@ def main() -> int:
         options.questions,
         options.step_time,
         options.hand_over_ms,
+        rules_of(options),
+        options.max_batched_tokens,
     )
-    scheduling.time = simulation  # type: ignore[assignment]  # its clock
+    policies.time = simulation  # type: ignore[assignment]  # its clock
     simulation.run(1e3 * options.seconds)
     counted = options.seconds - SKIPPED_MS / 1e3
     first, queued = (
@@ -228,6 +251,7 @@ def main() -> int:
     for letter, what in (("t", "tiles"), ("q", "questions"), ("s", "step_time"), ("h", "hand_over_ms")):
         if (given := getattr(options, what)) != parser.get_default(what):
             name += f".{letter}{given:g}"
+    name += name_of_rules(options)
     command = f'make bench NAME=scheduler ARGS="{shlex.join(sys.argv[1:])}"'
     figures.emit(
         f"{name}.tok_s",

@@ -25,12 +25,13 @@ from typing import Any
 import counting
 import figures
 import numpy as np
-from bench_scheduler import FORWARD_TILES, SKIPPED_MS, TILE_MS, step_ms
+from bench_scheduler import EVERY_RULE, FORWARD_TILES, SKIPPED_MS, TILE_MS, add_rules, name_of_rules, rules_of, step_ms
 from engine_load import PICTURE_START
 
 from tessera.engine.kv_cache.block_manager import BlockManager
-from tessera.engine.scheduling import scheduler as scheduling
-from tessera.engine.scheduling.scheduler import ScheduledBatch
+from tessera.engine.scheduling import policies
+from tessera.engine.scheduling.policies import Rules
+from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from tessera.engine.sequence import Request, Sequence
 from tessera.prompt.sampling import SamplingParameters, rank
 from tessera.vision.scheduler import MOST
@@ -67,11 +68,11 @@ class Work:
 class Simulation:
     """W1 in a closed loop, and this many questions a second beside it."""
 
-    def __init__(self, questions_s: float, seed: int) -> None:
+    def __init__(self, questions_s: float, seed: int, rules: Rules, max_batched_tokens: int) -> None:
         self.now = 0.0  # ms
         self.answered: list[float] = []  # ms from the job's requests to their answers' ends
         self.first_tokens: list[float] = []  # of the questions
-        self._scheduler = scheduling.Scheduler(BlockManager(400_000, 16), 8192, 256, gathers=True)
+        self._scheduler = Scheduler(BlockManager(400_000, 16), max_batched_tokens, 256, rules)
         self._random, self._rate = random.Random(seed), questions_s
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
@@ -223,9 +224,11 @@ def _of_question(forward: Work) -> bool:
     return forward.of[0].priority < JOB_PRIORITY
 
 
-def simulated(questions_s: float, seconds: float) -> Simulation:
-    simulation = Simulation(questions_s, seed=1)
-    scheduling.time = simulation  # type: ignore[assignment]  # its clock
+def simulated(
+    questions_s: float, seconds: float, rules: Rules = EVERY_RULE, max_batched_tokens: int = 8192
+) -> Simulation:
+    simulation = Simulation(questions_s, 1, rules, max_batched_tokens)
+    policies.time = simulation  # type: ignore[assignment]  # its clock
     simulation.run(1e3 * seconds)
     return simulation
 
@@ -234,10 +237,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=2.0, help="questions a second")
     parser.add_argument("--seconds", type=float, default=300.0)
+    add_rules(parser)
     options = parser.parse_args()
     if options.seconds <= SKIPPED_MS / 1e3:
         parser.error(f"the first {SKIPPED_MS / 1e3:g} s do not count; give more --seconds")
-    alone, beside = simulated(0.0, options.seconds), simulated(options.rate, options.seconds)
+    given = rules_of(options), options.max_batched_tokens
+    alone, beside = simulated(0.0, options.seconds, *given), simulated(options.rate, options.seconds, *given)
     waited = sorted(beside.first_tokens)
     p50, p99 = (round(counting.percentile(waited, part), 1) for part in (0.5, 0.99))
     median, slowest = (counting.percentile(sorted(alone.answered), part) for part in (0.5, 0.99))
@@ -248,7 +253,9 @@ def main() -> int:
         "alone_p99_over_p50": round(slowest / median, 3),
     }
     command = f'make bench NAME=scheduler_jobs ARGS="{shlex.join(sys.argv[1:])}"'
-    name = "simulated.jobs" + f".r{options.rate:g}" * (options.rate != parser.get_default("rate"))
+    name = (
+        "simulated.jobs" + f".r{options.rate:g}" * (options.rate != parser.get_default("rate")) + name_of_rules(options)
+    )
     figures.emit(f"{name}.ttft_p50_ms", p50, "ms", command, ttft_p99_ms=p99, questions=len(waited))
     loss = 1 - len(beside.answered) / len(alone.answered)
     figures.emit(f"{name}.loss_pct", round(100 * loss, 2), "%", command, **rates)

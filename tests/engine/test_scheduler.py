@@ -17,7 +17,8 @@ from engine_fakes import (
 )
 
 from tessera.engine.kv_cache.block_manager import BlockManager
-from tessera.engine.scheduling import scheduler as scheduling
+from tessera.engine.scheduling import policies
+from tessera.engine.scheduling.policies import Rules
 from tessera.engine.scheduling.scheduler import Scheduler
 from tessera.engine.sequence import Sequence
 
@@ -146,7 +147,7 @@ def a_question_waits(*others, **settings):
     return engine, [sequence.request.request_id for sequence in engine.scheduler.waiting]
 
 
-LONGEST_PASSED_MS = scheduling._PASSED_NS // 1_000_000
+LONGEST_PASSED_MS = policies.MOST_PASSED_NS // 1_000_000
 
 
 def test_a_follow_up_passes_what_came_shortly_before_and_is_to_be_read():
@@ -198,9 +199,9 @@ def test_where_nothing_is_cached_nobody_is_passed():
 
 @pytest.mark.parametrize(("ns_a_token", "answers", "most"), [(2, 1, 256), (1, 1, 512), (2, 17, 512)])
 def test_beside_follow_ups_with_short_answers_long_steps_are_half_as_long(monkeypatch, ns_a_token, answers, most):
-    monkeypatch.setattr(scheduling, "_BESIDE_LONG_ANSWERS", 10_000)  # those cut steps by a rule of their own
+    monkeypatch.setattr(policies, "CHUNK_BESIDE_LONG_ANSWERS", 10_000)  # those cut steps by a rule of their own
     engine, runner = make_engine(num_blocks=900, max_model_len=1000, max_batched_tokens=512, max_sequences=8)
-    runner.device_ns = lambda number, tokens: scheduling._LONG_NS // 512 * ns_a_token * tokens
+    runner.device_ns = lambda number, tokens: policies.LONG_NS // 512 * ns_a_token * tokens
     for number in range(20):
         engine.submit(make_request([100 + number] * 400, max_tokens=answers, ignore_eos=True))
     run(engine)
@@ -229,10 +230,10 @@ def test_beside_follow_ups_with_short_answers_long_steps_are_half_as_long(monkey
 def long_steps(monkeypatch, ns_a_token=2, answers=1, before=(), **config):
     """An engine in which steps of 512 tokens take long, or not, after N answers of M tokens and after one
     of each of the priorities ``before``."""
-    monkeypatch.setattr(scheduling, "_BESIDE_LONG_ANSWERS", 10_000)  # those cut steps by a rule of their own
+    monkeypatch.setattr(policies, "CHUNK_BESIDE_LONG_ANSWERS", 10_000)  # those cut steps by a rule of their own
     sizes = {"num_blocks": 4000, "max_model_len": 1000, "max_batched_tokens": 512, "max_sequences": 40}
     engine, runner = make_engine(**sizes | config, prefix_cache="off")
-    runner.device_ns = lambda number, tokens: scheduling._LONG_NS // 512 * ns_a_token * tokens
+    runner.device_ns = lambda number, tokens: policies.LONG_NS // 512 * ns_a_token * tokens
     for number in range(20):
         engine.submit(make_request([number] * 400, max_tokens=answers, ignore_eos=True))
     for priority in before:
@@ -342,8 +343,8 @@ def cut(tokens, step):
 def beside_long_answers(decoding, tokens=0):
     """How many tokens a step has that decodes this many sequences and would read this many: the next tile's end or the
     last one's, whichever is nearer."""
-    wanted = decoding + max(tokens, scheduling._BESIDE_LONG_ANSWERS)
-    return min(range(0, 10_000, scheduling._TILE), key=lambda ends: abs(ends - wanted))
+    wanted = decoding + max(tokens, policies.CHUNK_BESIDE_LONG_ANSWERS)
+    return min(range(0, 10_000, policies.TILE), key=lambda ends: abs(ends - wanted))
 
 
 def test_beside_questions_no_step_is_launched_behind_one_of_many_tokens():
@@ -401,7 +402,7 @@ def test_no_step_is_launched_behind_one_that_takes_long(too_much, behind_prompts
     engine, runner = make_engine(
         num_blocks=600, max_model_len=2100, max_batched_tokens=512, max_sequences=4, overlaps=True
     )
-    runner.device_ns = lambda number, tokens: (scheduling._LONG_NS // 512 + too_much) * tokens
+    runner.device_ns = lambda number, tokens: (policies.LONG_NS // 512 + too_much) * tokens
     under_way, launch = [], runner.launch
     runner.launch = lambda batch: (under_way.append(len(engine._under_way)), launch(batch))[1]
     engine.submit(make_request([7] * 2048, max_tokens=4, ignore_eos=True))
@@ -411,7 +412,7 @@ def test_no_step_is_launched_behind_one_that_takes_long(too_much, behind_prompts
     assert under_way == [0, 1] + [behind_prompts] * 3 + [1, 1]
 
 
-def steps_with_a_prompt(device_ns, tokens=480, answers=scheduling._SHORT + 1, before=10):
+def steps_with_a_prompt(device_ns, tokens=480, answers=policies.SHORT_ANSWER + 1, before=10):
     """Tokens of each step of up to 2048 that reads of a prompt of N, beside one that decodes and after others of
     ``answers`` tokens, which told how long a token takes, all of priority 10; ``before`` is that of the first one."""
     engine, runner = make_engine(
@@ -431,7 +432,7 @@ def steps_with_a_prompt(device_ns, tokens=480, answers=scheduling._SHORT + 1, be
     return [sum(end - start for _, start, end, _ in batch) for batch in runner.batches[begun:]]
 
 
-LONG_FULL_STEP = 2 * scheduling._LONG_NS // 2048  # ns a token, where a step may have 2048 tokens
+LONG_FULL_STEP = 2 * policies.LONG_NS // 2048  # ns a token, where a step may have 2048 tokens
 
 
 def a_token_takes(ns):
@@ -445,21 +446,21 @@ def test_beside_long_answers_steps_with_prompts_are_short_where_full_ones_are_lo
 
 
 def test_beside_long_answers_the_more_is_unread_the_longer_a_step_is(monkeypatch):
-    monkeypatch.setattr(scheduling, "_BESIDE_LONG_ANSWERS", 32)
+    monkeypatch.setattr(policies, "CHUNK_BESIDE_LONG_ANSWERS", 32)
     steps, left = steps_with_a_prompt(a_token_takes(LONG_FULL_STEP), 2000), 2000
     for step in steps:
-        assert step - 1 == min(left, beside_long_answers(1, left // scheduling._SPREAD) - 1)
+        assert step - 1 == min(left, beside_long_answers(1, left // policies.LEAST_CHUNK_PART) - 1)
         left -= step - 1
-    assert left == 0 and steps[0] > 2000 // scheduling._SPREAD
+    assert left == 0 and steps[0] > 2000 // policies.LEAST_CHUNK_PART
 
 
 def test_beside_long_answers_steps_read_as_much_of_a_prompt_however_many_decode(monkeypatch):
-    decoding = scheduling._BESIDE_LONG_ANSWERS + 100
+    decoding = policies.CHUNK_BESIDE_LONG_ANSWERS + 100
     engine, runner = make_engine(
         num_blocks=9000, max_model_len=2000, max_batched_tokens=2048, max_sequences=decoding + 1
     )
-    engine.scheduler._short_share = 0.0
-    monkeypatch.setattr(engine.scheduler, "_is_long", lambda tokens: tokens == 2048)
+    engine.scheduler.load.short_share = 0.0
+    monkeypatch.setattr(engine.scheduler.load, "is_long", lambda tokens: tokens == 2048)
     for number in range(decoding):
         engine.submit(make_request([number], max_tokens=100, ignore_eos=True))
     while len(engine.scheduler.running) < decoding:
@@ -474,8 +475,8 @@ def test_beside_long_answers_steps_read_as_much_of_a_prompt_however_many_decode(
 
 def test_beside_long_answers_what_could_not_begin_makes_no_step_longer(monkeypatch):
     engine, runner = make_engine(num_blocks=9000, max_model_len=2000, max_batched_tokens=2048, max_sequences=4)
-    engine.scheduler._short_share = 0.0
-    monkeypatch.setattr(engine.scheduler, "_is_long", lambda tokens: tokens == 2048)
+    engine.scheduler.load.short_share = 0.0
+    monkeypatch.setattr(engine.scheduler.load, "is_long", lambda tokens: tokens == 2048)
     for number in range(3):
         engine.submit(make_request([number], max_tokens=100, ignore_eos=True))
     engine.step()
@@ -487,19 +488,22 @@ def test_beside_long_answers_what_could_not_begin_makes_no_step_longer(monkeypat
 
 def test_steps_that_somebody_waits_for_are_no_longer_than_others(monkeypatch):
     engine, _ = make_engine(num_blocks=600, max_model_len=1100, max_batched_tokens=1024, max_sequences=400)
-    scheduler = engine.scheduler
-    monkeypatch.setattr(scheduler, "_full_tokens", 193)
-    monkeypatch.setattr(scheduler, "_hurried", 0)
-    assert scheduler._step_tokens(10) == scheduler._step_tokens(0) == 193
+    load = engine.scheduler.load
+    load.record_arrival(10, 0)
+    load.record_arrival(0, 1)
+    load.waiting.append(Sequence(make_request([1], max_tokens=1)))
+    monkeypatch.setattr(policies, "prompt_tokens", lambda load: 193)
+    budget = policies.StepBudget.of(load)
+    assert budget.urgent == 0 and budget.tokens(10) == budget.tokens(0) == 193
 
 
 @pytest.mark.parametrize(
     ("device_ns", "answers"),
     [
-        (a_token_takes(LONG_FULL_STEP), scheduling._SHORT),
-        (a_token_takes(scheduling._LONG_NS // 2048), scheduling._SHORT + 1),
-        (lambda number, tokens: scheduling._LONG_NS // 2, scheduling._SHORT + 1),
-        (lambda number, tokens: 0 if number else 10**11, scheduling._SHORT + 1),
+        (a_token_takes(LONG_FULL_STEP), policies.SHORT_ANSWER),
+        (a_token_takes(policies.LONG_NS // 2048), policies.SHORT_ANSWER + 1),
+        (lambda number, tokens: policies.LONG_NS // 2, policies.SHORT_ANSWER + 1),
+        (lambda number, tokens: 0 if number else 10**11, policies.SHORT_ANSWER + 1),
     ],
     ids=["short answers", "short full steps", "steps of few tokens that take as long", "one that compiled"],
 )
@@ -509,7 +513,7 @@ def test_prompts_are_not_cut_where_answers_or_full_steps_are_short(device_ns, an
 
 def test_a_preempted_sequence_waits_for_the_tokens_it_was_promised():
     """Steps are planned ahead; a token that is not known yet cannot be computed again."""
-    scheduler = Scheduler(BlockManager(5, 4), 20, 4)
+    scheduler = Scheduler(BlockManager(5, 4), 20, 4, Rules(bursts=False))
     runner = BookkeepingRunner(5, 4)
     sequences = [Sequence(make_request([n] * 7, max_tokens=4, ignore_eos=True)) for n in range(2)]
     for sequence in sequences:
@@ -541,8 +545,8 @@ class Gathering:
 
     def __init__(self, monkeypatch, max_sequences=32):
         self.now_ms = 0
-        monkeypatch.setattr(scheduling.time, "monotonic_ns", lambda: self.now_ms * 1_000_000)
-        self.scheduler = Scheduler(BlockManager(400, 4), 64, max_sequences, gathers=True)
+        monkeypatch.setattr(policies.time, "monotonic_ns", lambda: self.now_ms * 1_000_000)
+        self.scheduler = Scheduler(BlockManager(400, 4), 64, max_sequences, Rules())
 
     def add(self, name, at_ms, tokens=10, **sampling):
         self.now_ms = at_ms

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from bench_scheduler import Simulation
 
-from tessera.engine.scheduling import scheduler as scheduling
+from tessera.engine.scheduling import policies
 
 
 def simulated(monkeypatch: pytest.MonkeyPatch, concurrency: int, answer: int, questions: int = 1) -> Simulation:
     simulation = Simulation(concurrency, tiles=1, prompt=64, answer=answer, seed=3, questions=questions)
-    monkeypatch.setattr(scheduling, "time", simulation)
+    monkeypatch.setattr(policies, "time", simulation)
     monkeypatch.setattr(bench_scheduler, "SKIPPED_MS", 500.0)
     simulation.run(3000.0)
     return simulation

@@ -17,6 +17,7 @@ import numpy as np
 
 from tessera.engine.kv_cache.block_manager import BlockManager, image_cache_ids
 from tessera.engine.progress import End, EngineMetrics, Progress
+from tessera.engine.scheduling.policies import Rules
 from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from tessera.engine.sequence import Request, Sequence
 from tessera.engine.structured_output.constraints import Constraints
@@ -53,7 +54,8 @@ class Engine:
         eos_token_ids: Iterable[int],
     ) -> None:
         blocks = BlockManager(runner.num_blocks, config.block_size)
-        self.scheduler = Scheduler(blocks, config.max_batched_tokens, config.max_sequences, gathers=runner.overlaps)
+        rules = Rules(bursts=runner.overlaps)
+        self.scheduler = Scheduler(blocks, config.max_batched_tokens, config.max_sequences, rules)
         self.metrics = EngineMetrics(kv_blocks_total=runner.num_blocks, max_model_len=max_model_len)
         self.max_model_len = max_model_len
         self.weights, self.weight_bytes = runner.weights, runner.weight_bytes

@@ -1,0 +1,262 @@
+"""The scheduler's rules, one function or class each, with the figure that each has earned and a switch in `Rules`.
+
+W1, W4a and the other workloads: docs/figures.md. What was measured how, and against what: docs/gpu.md. ``make bench
+NAME=scheduler ARGS="--without even_steps"`` and ``NAME=scheduler_jobs`` simulate a rule's absence without a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from tessera.engine.kv_cache.block_manager import BlockManager
+from tessera.engine.sequence import Sequence
+from tessera.prompt.sampling import Expected
+
+SHORT_ANSWER = 16  # tokens
+# A step that takes longer is long: the later the next is planned the more it knows of, and the less it is in the way.
+LONG_NS = 50_000_000
+# Prompts that fill this part of a step say what a token takes; less would mostly say what a step costs anyway.
+TELLING_PART = 8
+# As long as no request is this far behind the one before, they are taken to be of one burst. Where answers are short,
+# steps run for the prompts' sake, and the fewer the better; where they are long, steps run anyway, and a prompt that
+# waits only holds up its own answer.
+BURST_GAP_NS = 12_000_000
+BURST_GAP_BESIDE_LONG_ANSWERS_NS = 3_000_000
+LONGEST_BURST_NS = 100_000_000  # but none waits for the others longer than that
+MOST_PASSED_NS = 1_000_000_000
+CHUNK_BESIDE_LONG_ANSWERS = 192
+LEAST_CHUNK_PART = 16
+TILE = 64
+EVEN_PROMPTS = 16
+EVEN_PART = 23 / 32
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which rules hold; all but where a simulation turns one off, or a runner has no use for it.
+
+    ``bursts``: :func:`waits_for_burst`. ``cached_first``: :func:`passes_unread`. ``short_chunks``, ``half_steps`` and
+    ``even_steps``: :func:`prompt_tokens`. ``urgency``: :class:`StepBudget`. ``preemption``: :func:`gives_way`.
+    ``awaited_steps``: :func:`must_end_first`.
+    """
+
+    bursts: bool = True
+    cached_first: bool = True
+    short_chunks: bool = True
+    half_steps: bool = True
+    even_steps: bool = True
+    urgency: bool = True
+    preemption: bool = True
+    awaited_steps: bool = True
+
+
+class Load:
+    """What the rules look at: the limits, the queues, and what steps, answers and arrivals so far have told."""
+
+    def __init__(self, max_batched_tokens: int, max_sequences: int, rules: Rules) -> None:
+        self.max_batched_tokens = max_batched_tokens
+        self.max_sequences = max_sequences
+        self.rules = rules
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        # Never so few that decodes could keep every prompt out.
+        self.least_tokens = min(max_batched_tokens, 2 * max_sequences)
+        self.expected = Expected()
+        self.worst_priority = -(2**63)  # of all so far
+        self.short_share = 1.0  # of the recent answers
+        self._ns_a_token: deque[float] = deque(maxlen=8)  # in the recent steps that tell
+
+    def record_arrival(self, priority: int, arrival_ns: int) -> None:
+        self.expected.saw(priority, arrival_ns)
+        self.worst_priority = max(self.worst_priority, priority)
+
+    def record_step(self, tokens: int, prompt_tokens: int, device_ns: int) -> None:
+        """A step of ``tokens``, of which prompts had ``prompt_tokens``, took this long."""
+        if prompt_tokens >= max(tokens // 2, self.max_batched_tokens // TELLING_PART):
+            self._ns_a_token.append(device_ns / tokens)
+
+    def record_answer(self, tokens: int) -> None:
+        """An answer of at least one token has ended."""
+        self.short_share += ((tokens <= SHORT_ANSWER) - self.short_share) / 16
+
+    def is_long(self, tokens: int) -> bool:
+        """Whether a step of N tokens takes long, by the fastest of those that told: others had company on the GPU."""
+        return bool(self._ns_a_token) and tokens * min(self._ns_a_token) > LONG_NS
+
+    @property
+    def answers_are_short(self) -> bool:
+        return self.short_share > 0.5
+
+    def admissible(self) -> list[Sequence]:
+        """Those that wait and for which there are places."""
+        return list(islice(self.waiting, self.max_sequences - len(self.running)))
+
+    def outranked_by_head(self) -> Sequence | None:
+        """The last running sequence that the head of the queue passes."""
+        if not self.waiting or self.waiting[0].request.sampling.priority >= self.worst_priority:
+            return None
+        return next((sequence for sequence in reversed(self.running) if self.waiting[0].passes(sequence)), None)
+
+
+def gives_way(load: Load, blocks: BlockManager) -> Sequence | None:
+    """The last running sequence, where it holds up a better priority that waits: by its place or its blocks in a full
+    house, or as a long prompt that is half read and found again at its next turn.
+
+    With ``urgency`` and what the vision stage does, a question beside W1 at a worse priority waits about 200 ms for its
+    first token instead of 1,544, and the job loses 1.8 to 2.8 %.
+    """
+    if not load.rules.preemption or (victim := load.outranked_by_head()) is None:
+        return None
+    # Each running one may take a block in this step, and soon want another.
+    full = len(load.running) >= load.max_sequences or not blocks.fits(load.waiting[0], reserve=2 * len(load.running))
+    long_prompt = victim.pending > load.least_tokens and blocks.keeps(victim)
+    return victim if full or long_prompt else None
+
+
+def must_end_first(load: Load, tokens: int, worst_priority: int) -> bool:
+    """Whether a step of N tokens, for priorities up to this one, should have ended before the next is planned.
+
+    With the vision stage's forwards one at a time W1 has 127.3 req/s instead of 120.7 to 122.4; alone 121.9.
+    """
+    if not load.rules.awaited_steps or tokens <= load.least_tokens:
+        return False
+    return load.is_long(tokens) or load.expected.above(worst_priority)
+
+
+def mostly_cached(load: Load, sequence: Sequence, cached: int) -> bool:
+    """Whether a sequence with this many cached positions is a follow-up: the cache leaves little of it to read."""
+    return sequence.prompt_length - cached <= min(cached, load.least_tokens)
+
+
+def passes_unread(sequence: Sequence, other: Sequence) -> bool:
+    """Whether a follow-up goes before one of its priority that came earlier, is not one itself and has not begun.
+
+    Else whoever asks several questions about a picture waits until all others are through with their first, and then
+    all ask their second together: the GPU has everybody's costly prompts at once, and later cheap ones, in small
+    steps. W6 320 -> 382 req/s, in FP8 392 -> 570 (with ``half_steps``); simulated 331 -> 354 alone.
+    """
+    if not sequence.follows or other.follows or other.scheduled_ns:
+        return False
+    of_one = sequence.request.sampling.priority == other.request.sampling.priority
+    return of_one and sequence.request.arrival_ns - other.request.arrival_ns <= MOST_PASSED_NS
+
+
+def prompt_tokens(load: Load) -> int:
+    """How many tokens the next step has where nobody of a better priority waits for it: fewer than all only where a
+    full step would be long."""
+    if not load.is_long(load.max_batched_tokens):
+        return load.max_batched_tokens
+    if not load.answers_are_short:
+        return _short_chunk(load) if load.rules.short_chunks else load.max_batched_tokens
+    if any(sequence.follows for sequence in chain(load.running, load.waiting)):
+        return _half_step(load) if load.rules.half_steps else load.max_batched_tokens
+    return _even_step(load) if load.rules.even_steps else load.max_batched_tokens
+
+
+def _short_chunk(load: Load) -> int:
+    """Beside long answers: the weights are read for those that decode anyway, which takes about as long as 192 tokens
+    of prompts. W4a 8,963 -> 9,217 and 9,208 tok/s, first token 361 -> 172 and 84 ms.
+
+    And prompts that share a step are answered together, so that their callers' next ones come together again, and the
+    first waits for the last. But at least a sixteenth of what could be read now: else prompts could come faster than
+    they are read; were it more, those that came together would go on together (simulated only). And the nearest
+    multiple of 64, which graphs and the tiles of their products have: 202 tokens cost what 256 do (W4b +0.3 % in
+    turns, W4a 9,208 -> 9,722 across hosts).
+    """
+    reading = [sequence for sequence in load.running[-1:] if sequence.pending > 1]
+    unread = sum(sequence.pending for sequence in (*reading, *load.admissible()))
+    tokens = len(load.running) - len(reading) + max(CHUNK_BESIDE_LONG_ANSWERS, unread // LEAST_CHUNK_PART)
+    return min((tokens + TILE // 2) // TILE * TILE, load.max_batched_tokens)
+
+
+def _half_step(load: Load) -> int:
+    """Beside a follow-up: it takes little but waits for the whole step, and its caller's next question with it.
+
+    Simulated: W6 354 -> 395 req/s with ``cached_first``, 331 -> 334 alone; W1 loses 2 % if all share a prefix.
+    """
+    return max(load.least_tokens, load.max_batched_tokens // 2)
+
+
+def _even_step(load: Load) -> int:
+    """Where a step would begin at least 16 prompts: they are answered together, and who just missed them is answered a
+    step later, so the shorter the steps, the more equal the latencies; fewer prompts are a small part of all in flight
+    anyway. W1's rate is unchanged, its p99 / p50 goes from 1.07..1.12 to 1.03.
+
+    Of 8,192 tokens it is 5,888, at which InternVL3-8B's products fill their waves of tiles on an H200 as well as with
+    all. A job beside questions keeps full steps: with these, questions would wait 141 ms instead of 168, but it would
+    lose 3.1 % instead of 1.1 (simulated).
+    """
+    if not _begins_many(load) or load.expected.above(load.waiting[-1].request.sampling.priority):
+        return load.max_batched_tokens
+    return max(load.least_tokens, int(EVEN_PART * load.max_batched_tokens) // TILE * TILE)
+
+
+def _begins_many(load: Load) -> bool:
+    """Whether a step of all tokens would begin many of the prompts that wait."""
+    left = load.max_batched_tokens - sum(sequence.pending for sequence in load.running)
+    begun = 0
+    for sequence in load.admissible():
+        if left <= 0:
+            break
+        left -= sequence.pending
+        begun += 1
+    return begun >= EVEN_PROMPTS
+
+
+@dataclass(frozen=True)
+class StepBudget:
+    """How many tokens a step may have for prompts: ``full``, but only ``short`` for those of a worse priority than
+    ``urgent``. So the step that gives a question its first token is short, and so are those that give it the next
+    ones of an answer that is read as it comes. ``most`` is the limit of all steps."""
+
+    most: int
+    full: int
+    short: int
+    urgent: int
+
+    @classmethod
+    def of(cls, load: Load) -> StepBudget:
+        full = prompt_tokens(load)
+        return cls(load.max_batched_tokens, full, min(load.least_tokens, full), _urgent_priority(load))
+
+    def tokens(self, priority: int) -> int:
+        return self.short if self.urgent < priority else self.full
+
+    def share(self, sequence: Sequence, pending: int, left: int) -> int:
+        """How many of its pending tokens a step takes that has this many left."""
+        if pending > 1:
+            left -= self.most - self.tokens(sequence.request.sampling.priority)
+        return max(0, min(pending, left))
+
+
+def _urgent_priority(load: Load) -> int:
+    """The best priority of those that a long step would hold up; the worst there is where nobody differs."""
+    if not load.rules.urgency or not load.expected.above(load.worst_priority):
+        return load.worst_priority
+    held_up = [each for each in load.running if each.pending > 1 or len(each.outputs) > SHORT_ANSWER]
+    return min(
+        (each.request.sampling.priority for each in (*held_up, *islice(load.waiting, 1))), default=load.worst_priority
+    )
+
+
+def waits_for_burst(load: Load, budget: StepBudget) -> bool:
+    """Whether prompts that wait should go on waiting for others, to share a step with them.
+
+    A GPU reads all weights for each step, however few its tokens: W1 117 (3 ms) -> 122 req/s, in FP8 161 (no waiting)
+    and 170 (3 ms) -> 179. Beside long answers 3 ms and not 12: W4b (4-bit) +6 %, first token 94 -> 55 ms.
+    """
+    if not (load.rules.bursts and load.running and load.waiting):
+        return False
+    if len(load.running) + len(load.waiting) >= load.max_sequences:  # there is no room for others
+        return False
+    if load.waiting[0].passes(load.waiting[-1]) or load.outranked_by_head():
+        return False
+    now = time.monotonic_ns()
+    arrivals = [sequence.request.arrival_ns for sequence in load.waiting]
+    gap = BURST_GAP_NS if load.answers_are_short else BURST_GAP_BESIDE_LONG_ANSWERS_NS
+    if now - max(arrivals) > gap or now - min(arrivals) > LONGEST_BURST_NS:
+        return False
+    return sum(sequence.pending for sequence in load.waiting) < budget.tokens(load.waiting[0].request.sampling.priority)
