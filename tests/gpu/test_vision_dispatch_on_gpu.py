@@ -13,11 +13,11 @@ from parity import CHECKPOINT
 
 from tessera.checkpoint.config import read_config
 from tessera.settings.stages import VisionSettings
-from tessera.tritonserver.vision_dispatch import LocalDispatcher
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.memory import EmbeddingCache, Lane
 from tessera.vision.pictures import VisionItem, joined
 from tessera.vision.runner import weight_bytes
+from tessera.vision.scheduler import VisionScheduler
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,12 +117,12 @@ def test_small_forwards_beside_large_ones_give_the_rows_of_each_alone():
     for number in range(rounds):
         job, asked = jobs[number % 3], dice.sample(questions, 3)
         stage.lane.launch(partial(torch.cuda._sleep, 20_000_000))  # or this tower's largest forward is too soon done
-        launched = [(job, next(stage.encode_in_groups([job]))[0])]
+        launched = [(job, next(stage.launch([job])))]
         for question in asked:
             goes = stage.fit_beside([question]) == 1
             known += stage.pictures(question)[0].key in stage.cache
             beside += goes
-            launched.append((question, next(stage.encode_in_groups([question], beside=goes))[0]))
+            launched.append((question, next(stage.launch([question], beside=goes))))
         for of, pending in reversed(launched):
             with pending.rows() as rows:
                 earlier += of is not job and not stage.lane._forward.done
@@ -140,12 +140,12 @@ def test_joined_pixels_are_where_the_gpu_fetches_them_itself():
     assert whole.is_pinned() and np.array_equal(whole.numpy(), np.concatenate(parts))
 
 
-@pytest.mark.parametrize(("infer", "send"), [(1, 8), (8, 1), (32, 8)])
-def test_rows_of_many_requests_are_those_of_each_alone(infer, send):
+@pytest.mark.parametrize("infer", [1, 8, 32])
+def test_rows_of_many_requests_are_those_of_each_alone(infer):
     stage = encoder(infer_batch_size=infer, cache_bytes=1 << 20)
     items = [item(seed, 1 + seed % 5) for seed in range(40)]
     jobs = [Job(each, priority=-number % 4) for number, each in enumerate(items)]
-    dispatcher = LocalDispatcher(stage, send)
+    dispatcher = VisionScheduler(stage)
     for start in range(0, len(jobs), 10):
         dispatcher.encode(jobs[start : start + 10])
     dispatcher.close()
@@ -167,7 +167,7 @@ def test_rows_from_a_small_cache_are_those_that_were_computed():
     dice = random.Random(3)
     numbers = [dice.randrange(6) if dice.random() < 0.7 else dice.randrange(12) for _ in range(200)]
     jobs = [Job(items[number]) for number in numbers]
-    dispatcher = LocalDispatcher(stage, 2)
+    dispatcher = VisionScheduler(stage)
     for start in range(0, len(jobs), 5):
         dispatcher.encode(jobs[start : start + 5])
         for job in jobs[start : start + 5]:  # those that wait together ask the cache once
@@ -183,7 +183,7 @@ def test_the_stage_stays_within_its_share():
     share, cache = 192 << 20, 16 << 20
     before = torch.cuda.memory_allocated()
     stage = encoder(infer_batch_size=8, cache_bytes=cache, memory_bytes=share)
-    warm_up = LocalDispatcher(stage, 8)  # on a thread as below, for the matrix library has a workspace for each
+    warm_up = VisionScheduler(stage)  # on a thread as below, for the matrix library has a workspace for each
     warm_up.encode([Job(item(1000, 8))])
     warm_up.close()
     torch.cuda.synchronize()
@@ -192,7 +192,7 @@ def test_the_stage_stays_within_its_share():
     libraries = max(0, torch.cuda.memory_allocated() - before - weights - cache)
     torch.cuda.reset_peak_memory_stats()
     jobs = [Job(item(seed, 1 + seed % 13)) for seed in range(120)]
-    dispatcher = LocalDispatcher(stage, 8)
+    dispatcher = VisionScheduler(stage)
     dispatcher.encode(jobs)
     dispatcher.close()
     assert all(isinstance(job.outcome, torch.Tensor) for job in jobs)

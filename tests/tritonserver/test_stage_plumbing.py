@@ -32,21 +32,21 @@ def stage_args(tmp_path, **parameters):
 
 
 def test_settings_come_from_the_config_and_yield_to_the_environment(tmp_path):
-    args = stage_args(tmp_path, threads="2", visual_send_batch_size="3", checkpoint="../weights")
+    args = stage_args(tmp_path, threads="2", visual_infer_batch_size="3", checkpoint="../weights")
     for name in ("models", "weights", "other"):
         (tmp_path / name).mkdir()
     plain = StageSettings(args, {})
     read = plain.read(VisionSettings)
-    assert (read.threads, read.send_batch_size, read.device) == (2, 3, "cpu")
+    assert (read.threads, read.infer_batch_size, read.device) == (2, 3, "cpu")
     assert plain.checkpoint == tmp_path / "weights"
     environment = {
         "TESSERA_THREADS": "4",
-        "TESSERA_VISION_ENCODER_VISUAL_SEND_BATCH_SIZE": "8",
+        "TESSERA_VISION_ENCODER_VISUAL_INFER_BATCH_SIZE": "8",
         "TESSERA_CHECKPOINT": str(tmp_path / "other"),
     }
     overridden = StageSettings(args, environment)
     read = overridden.read(VisionSettings)
-    assert (read.threads, read.send_batch_size) == (4, 8)
+    assert (read.threads, read.infer_batch_size) == (4, 8)
     assert overridden.checkpoint == tmp_path / "other"
 
 

@@ -1,4 +1,4 @@
-"""Forwards, groups and waves are cut independently of each other, and every request is answered exactly once."""
+"""Forwards and waves are cut independently of each other, and every request is answered exactly once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import pytest
 from fakes.backend import wait_until
 from test_encoder import TOKENS, CountingRunner, TileFamily, item, tiles_of
 
-from tessera.errors import ConfigError, InvalidRequest
-from tessera.settings.stages import VisionSettings
-from tessera.tritonserver.vision_dispatch import LocalDispatcher
-from tessera.vision.encoder import VisionEncoder, in_groups
+from tessera.errors import InvalidRequest
+from tessera.vision.encoder import VisionEncoder
 from tessera.vision.memory import RowBudget
 from tessera.vision.pictures import Picture
+from tessera.vision.scheduler import VisionScheduler
 
 BYTES = TOKENS * 2 * 4  # of a tile's rows
 # Pictures' tiles a request: big ones to be split, small ones to be merged, one without pictures, two with several.
@@ -53,30 +52,27 @@ class FailingRunner(CountingRunner):
         return super().run(tiles)
 
 
-def dispatched(runner, infer, send, requests=REQUESTS, **more):
+def dispatched(runner, infer, requests=REQUESTS, **more):
     """All answers in their order, once the dispatcher is closed."""
     answers = []
     encoder = VisionEncoder(runner, TileFamily(), infer, **more)
-    dispatcher = LocalDispatcher(encoder, send)
+    dispatcher = VisionScheduler(encoder)
     dispatcher.encode([Job(number, pictures, answers) for number, pictures in enumerate(requests)])
     dispatcher.close()
     return answers
 
 
-def groups_of(infer, send):
-    """(indices, forwards run so far) of each group."""
+def launched(infer):
+    """(index, forwards run so far) of each request."""
     encoder = VisionEncoder(CountingRunner(), TileFamily(), infer)
-    found = []
-    for group in encoder.encode_in_groups([item(*pictures) for pictures in REQUESTS], send):
-        found.append(([encoded.index for encoded in group], len(encoder.runner.batches)))
-        assert all(list(map(len, REQUESTS))[encoded.index] == encoded.pictures for encoded in group)
-    return found
+    items = [item(*pictures) for pictures in REQUESTS]
+    return [(pending.index, len(encoder.runner.batches)) for pending in encoder.launch(items)]
 
 
-@pytest.mark.parametrize(("infer", "send"), [(1, 1), (1, 8), (8, 8), (32, 1)])
-def test_everyone_is_answered_once_whatever_the_sizes(infer, send):
+@pytest.mark.parametrize("infer", [1, 8, 32])
+def test_everyone_is_answered_once_whatever_the_sizes(infer):
     runner = CountingRunner()
-    answers = dict(dispatched(runner, infer, send))
+    answers = dict(dispatched(runner, infer))
     assert len(answers) == len(REQUESTS)
     for number, pictures in enumerate(REQUESTS):
         assert answers[number] == ([tile for picture in pictures for tile in picture] or None)
@@ -84,47 +80,28 @@ def test_everyone_is_answered_once_whatever_the_sizes(infer, send):
     assert all(count == infer for count in runner.batches[:-1]) and runner.batches[-1] <= infer
 
 
-def test_forwards_and_groups_are_cut_independently():
-    # One tile a forward, one picture a group: each goes out with its last tile; without pictures at once.
-    assert groups_of(1, 1) == [
-        ([2], 0), ([0], 3), ([1], 4), ([3], 5), ([4], 8), ([5], 9), ([6], 14), ([7], 15), ([8], 16), ([9], 18),
-    ]  # fmt: skip
-    # Small forwards, large groups: eight pictures are together after 15 of the 18 forwards.
-    assert groups_of(1, 8) == [([2], 0), ([0, 1, 3, 4, 5, 6, 7], 15), ([8, 9], 18)]
-    # Forwards end after tiles 8, 16 and 18; the group ends where the eighth picture does.
-    assert groups_of(8, 8) == [([2], 0), ([0, 1, 3, 4, 5, 6, 7], 2), ([8, 9], 3)]
+def test_forwards_are_cut_and_requests_go_out_independently():
+    # One tile a forward: each goes out with its last tile; without pictures at once.
+    order = [2, 0, 1, 3, 4, 5, 6, 7, 8, 9]
+    assert launched(1) == list(zip(order, [0, 3, 4, 5, 8, 9, 14, 15, 16, 18], strict=True))
+    # Forwards end after tiles 8, 16 and 18.
+    assert launched(8) == list(zip(order, [0, 1, 1, 1, 1, 2, 2, 2, 2, 3], strict=True))
     # All in one forward, still one by one.
-    assert groups_of(32, 1) == [([2], 0), *(([number], 1) for number in (0, 1, 3, 4, 5, 6, 7, 8, 9))]
+    assert launched(32) == list(zip(order, [0] + [1] * 9, strict=True))
 
 
-@pytest.mark.parametrize(("infer", "send"), [(1, 1), (1, 8), (8, 8), (32, 1)])
+@pytest.mark.parametrize("infer", [1, 8, 32])
 @pytest.mark.parametrize("at", [1, 8, 14, 18])
-def test_an_error_in_the_middle_ends_the_rest_and_keeps_what_was_done(infer, send, at):
+def test_an_error_in_the_middle_ends_the_rest_and_keeps_what_was_done(infer, at):
     budget = RowBudget(BYTES, TILES * BYTES)
     runner = FailingRunner(at)
-    answers = dispatched(runner, infer, send, budget=budget)
+    answers = dispatched(runner, infer, budget=budget)
     assert sorted(number for number, _ in answers) == list(range(len(REQUESTS)))
     computed = sum(runner.batches)
     for number, outcome in answers:
         last = max((tile for picture in REQUESTS[number] for tile in picture), default=0)
         assert (str(outcome) == "the card melted") == (last > computed)
     assert budget.used_bytes == 0
-
-
-def test_what_is_held_goes_out_before_the_error_does():
-    class One:
-        pictures = 1
-
-    held = One()
-
-    def breaking():
-        yield held
-        raise RuntimeError("late")
-
-    groups = in_groups(breaking(), 8)
-    assert next(groups) == [held]
-    with pytest.raises(RuntimeError, match="late"):
-        next(groups)
 
 
 def test_a_failing_answer_fails_its_own_request_only():
@@ -135,7 +112,7 @@ def test_a_failing_answer_fails_its_own_request_only():
             raise OSError("no shared memory")
 
     budget = RowBudget(BYTES, 100 * BYTES)
-    dispatcher = LocalDispatcher(VisionEncoder(CountingRunner(), TileFamily(), budget=budget), 2)
+    dispatcher = VisionScheduler(VisionEncoder(CountingRunner(), TileFamily(), budget=budget))
     dispatcher.encode([Clumsy(0, [[1]], answers), Job(1, [[2]], answers)])
     dispatcher.close()
     assert [(number, str(outcome)) for number, outcome in answers] == [(0, "no shared memory"), (1, "[2]")]
@@ -152,7 +129,7 @@ def test_the_next_batch_is_computed_while_answers_are_being_sent():
             super().answer(rows)
 
     runner = CountingRunner()
-    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily()), 1)
+    dispatcher = VisionScheduler(VisionEncoder(runner, TileFamily()))
     dispatcher.encode([Slow(0, [[1]], answers)])
     assert entered.wait(5)
     dispatcher.encode([Job(1, [[2]], answers)])
@@ -166,10 +143,10 @@ def test_the_next_batch_is_computed_while_answers_are_being_sent():
 def test_rows_are_gone_when_their_bytes_are_given_to_the_next_wave():
     vision = VisionEncoder(CountingRunner(), TileFamily(), 1, budget=RowBudget(BYTES, 2 * BYTES))
     living = []
-    for group in vision.encode_in_groups([item([number]) for number in range(1, 7)]):
-        while group:
-            with group.pop().rows():
-                pass
+    for pending in vision.launch([item([number]) for number in range(1, 7)]):
+        with pending.rows():
+            pass
+        del pending
         gc.collect()
         living.append(sum(type(each) is Picture and each.rows is not None for each in gc.get_objects()))
     assert len(living) == 6 and max(living) == 2
@@ -181,7 +158,7 @@ def test_rows_that_exceed_the_budget_together_go_in_waves():
     run = runner.run
     runner.run = lambda tiles, wires: peaks.append(held.used_bytes) or run(tiles)
     answers = []
-    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily(), 4, budget=held), 8)
+    dispatcher = VisionScheduler(VisionEncoder(runner, TileFamily(), 4, budget=held))
     dispatcher.encode([Job(number, pictures, answers) for number, pictures in enumerate(REQUESTS)])
     dispatcher.close()
     assert len(answers) == len(REQUESTS) and not any(isinstance(outcome, Exception) for _, outcome in answers)
@@ -191,22 +168,17 @@ def test_rows_that_exceed_the_budget_together_go_in_waves():
 
 
 def test_a_request_that_can_never_fit_is_refused_with_numbers():
-    dispatcher = LocalDispatcher(VisionEncoder(CountingRunner(), TileFamily(), budget=RowBudget(1 << 20, 5 << 20)), 1)
+    dispatcher = VisionScheduler(VisionEncoder(CountingRunner(), TileFamily(), budget=RowBudget(1 << 20, 5 << 20)))
     dispatcher.check(item([1, 2, 3], [4, 5]))
     with pytest.raises(InvalidRequest, match=r"6 tiles need 6.0 MiB .* has 5.0 MiB, which is 5 tiles.*gpu_memory"):
         dispatcher.check(item([1, 2, 3], [4, 5, 6]))
     dispatcher.close()
 
 
-def test_a_group_has_at_least_one_picture():
-    with pytest.raises(ConfigError, match="visual_send_batch_size is 0"):
-        VisionSettings(send_batch_size=0)
-
-
 def test_rows_are_independent_of_the_pixels_memory():
     """A stage's pixels are the server's memory, which it takes back when execute() returns."""
     answers = []
-    dispatcher = LocalDispatcher(VisionEncoder(CountingRunner(), TileFamily()), 1)
+    dispatcher = VisionScheduler(VisionEncoder(CountingRunner(), TileFamily()))
     job = Job(0, [[7]], answers)
     pixels = job.item.pixels
     dispatcher.encode([job])
@@ -232,7 +204,7 @@ def passed(coming, **more):
     """The forwards of a job of 24 tiles, while whose n-th forward ``coming[n]`` is asked: {n: jobs}."""
     answers = []
     runner = HeldRunner(lambda number: dispatcher.encode(coming(answers).get(number, [])))
-    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily(), 8, **more), 1)
+    dispatcher = VisionScheduler(VisionEncoder(runner, TileFamily(), 8, **more))
     dispatcher.encode([Job(number, [[3 * number + tile for tile in range(1, 4)]], answers, 10) for number in range(8)])
     wait_until(lambda: len(answers) >= 8, 5)
     dispatcher.close()
@@ -274,16 +246,16 @@ def test_a_ping_passes_everyone_and_goes_by_both_threads():
 
     answers = []
     runner = HeldRunner(during)
-    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily(), 1), 1)
+    dispatcher = VisionScheduler(VisionEncoder(runner, TileFamily(), 1))
     dispatcher.encode([Job(number, [[number]], answers, -7) for number in range(1, 5)])
     dispatcher.close()
     assert [number for number, _ in answers] == [1, "ping", 2, 3, 4]  # behind those that others wait for too
-    assert [name.startswith("vision_encoder-send-") for name in forwards_before] == [True]
+    assert [name.startswith("vision_encoder-send") for name in forwards_before] == [True]
 
 
 def test_a_job_whose_time_ran_out_in_the_queue_costs_no_forward():
     runner, answers = CountingRunner(), []
-    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily()), 1)
+    dispatcher = VisionScheduler(VisionEncoder(runner, TileFamily()))
     late = Job(0, [[1]], answers)
     late.deadline_ns = 7
     dispatcher.encode([late, Job(1, [[2]], answers)])

@@ -95,13 +95,12 @@ def test_a_frame_comes_back() -> None:
 
 def answers_of(vision, items):
     """(index, rows or the error in their place) as they are given out."""
-    for group in vision.encode_in_groups(items):
-        for pending in group:
-            try:
-                with pending.rows() as rows:
-                    yield pending.index, rows
-            except (InvalidRequest, RuntimeError) as error:
-                yield pending.index, error
+    for pending in vision.launch(items):
+        try:
+            with pending.rows() as rows:
+                yield pending.index, rows
+        except (InvalidRequest, RuntimeError) as error:
+            yield pending.index, error
 
 
 GOOD = frame(1, 2)

@@ -120,9 +120,8 @@ def test_towers_that_split_are_told_nothing_of_pictures():
 
 def test_a_request_is_answered_before_later_forwards_run():
     vision = encoder(batch=2)
-    groups = vision.encode_in_groups([item([1, 2, 3]), item([4]), item(), item([5])])
-    seen = [([encoded.index for encoded in group], len(vision.runner.batches)) for group in groups]
-    assert seen == [([2], 0), ([0], 2), ([1], 2), ([3], 3)]
+    launched = vision.launch([item([1, 2, 3]), item([4]), item(), item([5])])
+    assert [(each.index, len(vision.runner.batches)) for each in launched] == [(2, 0), (0, 2), (1, 2), (3, 3)]
 
 
 def test_pixels_are_joined_while_the_forward_before_is_under_way(monkeypatch):
@@ -133,7 +132,7 @@ def test_pixels_are_joined_while_the_forward_before_is_under_way(monkeypatch):
     )
     monkeypatch.setattr(vision.lane, "make_room", lambda: order.append("wait"))
     vision.runner.run = lambda *args: (order.append("run"), run(*args))[1]
-    for _ in vision.encode_in_groups([item([1, 2, 3]), item([4])], before_forward=lambda: order.append("pass")):
+    for _ in vision.launch([item([1, 2, 3]), item([4])], before_forward=lambda: order.append("pass")):
         pass
     assert order == ["join", "pass", "wait", "run"] * 2
 

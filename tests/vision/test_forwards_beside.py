@@ -15,9 +15,9 @@ from fakes.backend import wait_until
 from test_dispatch import BYTES, Job
 from test_encoder import TOKENS, CountingRunner, TileFamily
 
-from tessera.tritonserver.vision_dispatch import LocalDispatcher
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.memory import EmbeddingCache, Lane, LaunchedWork, RowBudget
+from tessera.vision.scheduler import VisionScheduler
 
 JOB = list(range(1, 9))  # the tiles of a full forward
 
@@ -97,7 +97,7 @@ def held(cache=0, runner=None, expects=True, **more):
     runner = runner or NotingRunner()
     lane = HeldLane(runner)
     kept = EmbeddingCache(cache * BYTES, 2, torch.float32)
-    dispatcher = LocalDispatcher(VisionEncoder(runner, TileFamily(), 8, lane=lane, cache=kept, **more), 1)
+    dispatcher = VisionScheduler(VisionEncoder(runner, TileFamily(), 8, lane=lane, cache=kept, **more))
     test = SimpleNamespace(dispatcher=dispatcher, lane=lane, forwards=runner.forwards, answers=[])
 
     def ask(number, *pictures, priority=0):

@@ -54,10 +54,10 @@ def stage(backend, monkeypatch):
 
 def test_what_preprocess_cuts_is_known_here_too(stage, monkeypatch):
     told = []
-    started = vision.local_dispatcher
+    started = vision.local_scheduler
     monkeypatch.setattr(
         vision,
-        "local_dispatcher",
+        "local_scheduler",
         lambda checkpoint, settings: (told.append(settings.tile_policy), started(checkpoint, settings))[1],
     )
     for said in (None, "native", "0"):
@@ -78,7 +78,7 @@ def test_forwards_of_whole_pictures_stand_below_the_language_model(model, priori
 
     monkeypatch.setattr(vision.VisionEncoder, "from_checkpoint", from_checkpoint)
     with pytest.raises(InterruptedError, match=str(priority)):
-        vision.local_dispatcher(ROOT / "build" / model / "checkpoint", VisionSettings())
+        vision.local_scheduler(ROOT / "build" / model / "checkpoint", VisionSettings())
 
 
 def request(tiles, digest=1, deadline=0, priority=0, **change):
@@ -111,7 +111,7 @@ def test_the_warm_up_has_rows_for_an_answer_before_execute_returns(stage):
 
 
 def test_a_batch_is_answered_one_by_one(stage):
-    model = stage(infer_batch_size=2, send_batch_size=8)
+    model = stage(infer_batch_size=2)
     ping = InferenceRequest([strings("PING", b"?")])
     first, prompt_alone, late, wrong, again, pong = answers(
         model, request(2), request(0), request(1, deadline=7), request(1, PIXELS=np.zeros((1, 9), np.uint8)),

@@ -142,7 +142,6 @@ class VisionSettings:
     gpu_pixels: int = setting(0, common=True, least=0)
     decode_bytes: int = setting(2 << 30, settable=False, least=0)
     memory_bytes: int = setting(0, settable=False, least=0, share="vision")
-    send_batch_size: int = setting(1, name="visual_send_batch_size", least=1)
     vision_url: str = setting("", divides=True)
     tile_policy: Any = None
 

@@ -23,10 +23,10 @@ from tessera.tritonserver.metrics import Counter, Gauge, Renewed, show_weights, 
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.settings import StageSettings
 from tessera.tritonserver.tensors import packed
-from tessera.tritonserver.vision_dispatch import LocalDispatcher
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.pictures import VisionItem
 from tessera.vision.remote import RemoteDispatcher
+from tessera.vision.scheduler import VisionScheduler
 
 STAMPS = 4  # deadline, priority, and when preprocess received and ended
 RECEIVED = 2  # place of that time
@@ -42,8 +42,8 @@ class TritonPythonModel:
         settings = replace(stage.read(VisionSettings), tile_policy=stage.tile_policy)
         url = settings.vision_url
         self._device = "cpu" if url else settings.device  # where rows are sent from
-        self._dispatcher = RemoteDispatcher(url) if url else local_dispatcher(stage.checkpoint, settings)
-        self._page = page_of(self._dispatcher) if isinstance(self._dispatcher, LocalDispatcher) else None
+        self._dispatcher = RemoteDispatcher(url) if url else local_scheduler(stage.checkpoint, settings)
+        self._page = page_of(self._dispatcher) if isinstance(self._dispatcher, VisionScheduler) else None
 
     def execute(self, requests: list[Any]) -> None:
         jobs = []
@@ -69,7 +69,7 @@ class TritonPythonModel:
             self._page.close()
 
 
-def local_dispatcher(checkpoint: Path, settings: VisionSettings) -> LocalDispatcher:
+def local_scheduler(checkpoint: Path, settings: VisionSettings) -> VisionScheduler:
     """The tower in this process."""
     config = read_config(checkpoint)
     if not tower_class(config).splits:
@@ -78,10 +78,10 @@ def local_dispatcher(checkpoint: Path, settings: VisionSettings) -> LocalDispatc
         os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")
     encoder = VisionEncoder.from_checkpoint(config, settings)
     show_weights("vision_encoder", *encoder.weights)
-    return LocalDispatcher(encoder, settings.send_batch_size)
+    return VisionScheduler(encoder)
 
 
-def page_of(dispatcher: LocalDispatcher) -> Renewed:
+def page_of(dispatcher: VisionScheduler) -> Renewed:
     """The dispatcher's numbers on the server's metrics page."""
     rows = Gauge("tessera_vision_row_bytes", "Rows of pictures reserved or held for requests that are not answered")
     waiting = Gauge("tessera_vision_requests_waiting", "Requests that wait for the vision stage's encoder")

@@ -3,13 +3,13 @@
 What the pictures of all items cost (tiles, or patches) is lined up whatever request they belong to, cut into forwards
 of at most ``infer_batch_size``, and the rows put back together by picture. Where a tower wants a picture's units in one
 forward, none is cut, and one that alone costs more has a forward for itself. A picture seen before (same digest, same
-plan) is not computed again. Items go out in groups that are cut by pictures, wherever the forwards were cut. Items that
-are asked for at once may have a small forward of their own, beside the one under way.
+plan) is not computed again. Each item goes out when its last forward is launched. Items that are asked for at once
+may have a small forward of their own, beside the one under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +42,6 @@ class PendingRows:
     """An item's rows, perhaps still being computed: ``with pending.rows() as rows`` waits for them."""
 
     index: int
-    pictures: int
     _cost: int
     _rows: torch.Tensor | Exception | None
     _work: LaunchedWork
@@ -50,7 +49,7 @@ class PendingRows:
 
     @contextmanager
     def rows(self) -> Iterator[torch.Tensor | None]:
-        """Of all the item's ``pictures`` in order, [tokens, hidden], None without any; given up when it is left.
+        """Of all the item's pictures in order, [tokens, hidden], None without any; given up when it is left.
 
         It must be entered once, or their bytes stay counted. Items with the same picture may share rows: do not change
         them in place. Entering raises what kept a picture from being decoded, InvalidRequest if the file did.
@@ -145,20 +144,15 @@ class VisionEncoder:
         pixels, plan and digest do not agree, or a picture cannot be decoded.
         """
         found: dict[int, torch.Tensor | None] = {}
-        for group in self.encode_in_groups(items):
-            for pending in group:
-                with pending.rows() as rows:
-                    found[pending.index] = rows
+        for pending in self.launch(items):
+            with pending.rows() as rows:
+                found[pending.index] = rows
         return [found[index] for index in range(len(items))]
 
-    def encode_in_groups(
-        self,
-        items: Sequence[VisionItem],
-        size: int = 1,
-        before_forward: Callable[[], None] = lambda: None,
-        beside: bool = False,
-    ) -> Iterator[list[PendingRows]]:
-        """The same one by one, each as soon as the forwards that it needs are launched, in groups of ``size`` pictures.
+    def launch(
+        self, items: Sequence[VisionItem], before_forward: Callable[[], None] = lambda: None, beside: bool = False
+    ) -> Iterator[PendingRows]:
+        """The same one by one, each as soon as the forwards that it needs are launched.
 
         ``before_forward`` is called when a forward is ready to be launched, perhaps while the one before is under way,
         which is waited for afterwards; it may have other items encoded. ``beside``: these items are as many as
@@ -175,7 +169,7 @@ class VisionEncoder:
             for index in wave:  # their rows must be gone when their bytes are given to the next wave
                 pictures[index] = []
             self.budget.reserve(sum(costs[index] for index in wave))
-            yield from in_groups(self._encode(waiting, before_forward, beside), size)
+            yield from self._encode(waiting, before_forward, beside)
 
     def pictures(self, item: VisionItem) -> list[Picture]:
         """Raises InvalidRequest when an item's pixels, plan and digest do not agree or it can never fit."""
@@ -235,7 +229,7 @@ class VisionEncoder:
     def _take(self, waiting: Waiting, done: Rows, work: LaunchedWork) -> Iterator[PendingRows]:
         for index, rows in done.items():
             group = waiting.pop(index)
-            yield PendingRows(index, len(group), _cost(group), rows, work, self.budget)
+            yield PendingRows(index, _cost(group), rows, work, self.budget)
 
     def _recall(self, waiting: Waiting, known: Mapping[Hashable, Picture]) -> Rows:
         """Gives pictures their rows that were seen before."""
@@ -288,29 +282,6 @@ class VisionEncoder:
             found = [error]
         for picture, decoded in zip(line, found, strict=False):
             picture.take(decoded, self.family.unit_shape)
-
-
-def in_groups(finished: Iterable[PendingRows], size: int) -> Iterator[list[PendingRows]]:
-    """Holds items back until ``size`` pictures are together, or no more come; what has no picture is not held.
-
-    If ``finished`` raises, what is held is given out first: it is done, whatever became of the rest.
-    """
-    group: list[PendingRows] = []
-    try:
-        for pending in finished:
-            if not pending.pictures:
-                yield [pending]
-                continue
-            group.append(pending)
-            if sum(each.pictures for each in group) >= size:
-                yield group
-                group = []
-    except Exception:
-        if group:
-            yield group
-        raise
-    if group:
-        yield group
 
 
 def _cost(pictures: list[Picture]) -> int:

@@ -1,6 +1,10 @@
-"""Requests that wait for the encoder, by rank (ranking.py).
+"""The vision stage's scheduler: requests wait here by rank and go through the encoder to their answers.
 
 They wait here and not in tritonserver, whose queue nobody could look into between two forwards.
+
+A send is a handshake with the server and waits for the rows. While it lasts the encoder goes on, with this batch and
+with the next; the rows' budget and the lane bound how far. Those of a better priority pass: a few tiles
+beside the forward that is under way, where the runner can, and all others before the next one of the batch.
 """
 
 from __future__ import annotations
@@ -9,12 +13,17 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
+from tessera.errors import end_process_if_lost
 from tessera.prompt.sampling import Expected, rank
+from tessera.vision.encoder import PendingRows, VisionEncoder
 from tessera.vision.pictures import VisionItem
 
 # Requests worked off together. More would hold up whoever comes with no better priority but a small picture.
@@ -80,17 +89,15 @@ class JobQueue:
     def put(self, jobs: Iterable[Job]) -> None:
         """Adds requests, all at once."""
         now = time.monotonic_ns()
+        entries = [Entry(rank(job.priority, now), next(self._numbers), job) for job in jobs]
         with self._changed:
-            for job in jobs:
-                self._expected.saw(job.priority, now)
-                heapq.heappush(self._entries, Entry(rank(job.priority, now), next(self._numbers), job))
-            self._changed.notify_all()
+            for entry in entries:
+                self._expected.saw(entry.job.priority, now)
+        self.put_back(entries)
 
     def put_first(self, job: Job) -> None:
         """Adds a ping, which goes before every request."""
-        with self._changed:
-            heapq.heappush(self._entries, Entry(_FIRST, next(self._numbers), job))
-            self._changed.notify_all()
+        self.put_back([Entry(_FIRST, next(self._numbers), job)])
 
     def put_back(self, entries: Iterable[Entry]) -> None:
         """As if they had not been taken."""
@@ -118,14 +125,12 @@ class JobQueue:
 
     def wake(self) -> None:
         """Has :meth:`take_before` ask at once whether it still is to wait."""
-        with self._changed:
-            self._changed.notify_all()
+        self.put_back(())
 
     def close(self) -> None:
         """No more jobs come."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self.wake()
 
     def _taken(self, before: float = float("inf")) -> list[Entry]:
         taken: list[Entry] = []
@@ -135,3 +140,139 @@ class JobQueue:
                 break
             taken.append(heapq.heappop(self._entries))
         return taken
+
+
+class VisionScheduler:
+    """Jobs through an encoder of this process; remote.py has those of another.
+
+    Args:
+        encoder: used by a thread of this scheduler only, but for :meth:`check`.
+    """
+
+    def __init__(self, encoder: VisionEncoder) -> None:
+        self._encoder = encoder
+        # One sends, another what passes: its rows are there before some that were to be sent earlier.
+        self._sender, self._passing = (ThreadPoolExecutor(1, "vision_encoder-send") for _ in range(2))
+        self._priority = 0  # of the last forward that was not beside another
+        self.queue = JobQueue()
+        self._thread = threading.Thread(target=self._run, name="vision_encoder-encode", daemon=True)
+        self._thread.start()
+
+    @property
+    def used_bytes(self) -> int:
+        """Of rows reserved, or not sent yet."""
+        return self._encoder.budget.used_bytes
+
+    @property
+    def computed(self) -> int:
+        """Pictures, but for those whose rows were known."""
+        return self._encoder.computed
+
+    def check(self, item: VisionItem) -> None:
+        """Raises InvalidRequest for what can never be done."""
+        self._encoder.pictures(item)
+
+    def encode(self, jobs: Sequence[Job]) -> None:
+        """Sees to it that every job is answered, now or later. Their items are copied before it returns."""
+        for job in jobs:
+            job.item = replace(job.item, **{name: values.copy() for name, values in vars(job.item).items()})
+        self.queue.put(jobs)
+
+    def ping(self, job: Job) -> None:
+        """Answers a job without pictures by way of both threads, as soon as the forwards under way allow."""
+        self.queue.put_first(job)
+
+    def close(self) -> None:
+        """Returns when all jobs are answered."""
+        self.queue.close()
+        self._thread.join()
+        self._sender.shutdown()
+        self._passing.shutdown()
+
+    def _run(self) -> None:
+        while entries := self.queue.take():
+            if beside := self._fit_beside(entries):
+                self.queue.put_back(entries[beside:])
+                self._encode(entries[:beside], passing=True, beside=True)
+            else:
+                self._encode(entries)
+            del entries  # and their pixels
+
+    def _fit_beside(self, entries: Sequence[Entry]) -> int:
+        """How many of the first can run together beside the forward under way; it must be of a worse priority."""
+        if entries[0].job.priority >= self._priority:
+            return 0
+        return self._encoder.fit_beside(_items(entries))
+
+    def _encode(self, entries: Iterable[Entry], passing: bool = False, beside: bool = False) -> None:
+        """Works off jobs of one priority; those of a better one pass, unless these are ``passing`` others themselves.
+
+        ``beside``: they are as many as :meth:`_fit_beside`.
+        """
+        waiting = dict(enumerate(_in_time(entries)))
+        if not waiting:
+            return
+        # A ping shows that the thread is alive which most answers need.
+        sender = self._passing if passing and not waiting[0].is_ping else self._sender
+        before = partial(self._before_forward, waiting, passing, beside)
+        try:
+            for pending in self._encoder.launch(_items(waiting.values()), before, beside):
+                sender.submit(self._answer, waiting.pop(pending.index).job, pending)
+                del pending  # its rows are freed once they are sent
+        except Exception as error:
+            end_process_if_lost()
+            for entry in waiting.values():
+                entry.job.fail(error)
+
+    def _before_forward(self, waiting: dict[int, Entry], passing: bool, beside: bool) -> None:
+        first = next(iter(waiting.values()))
+        if not passing:
+            self._let_pass(first)
+        if not beside:
+            self._priority = first.job.priority
+
+    def _let_pass(self, entry: Entry) -> None:
+        """Until the lane is free: works off those that go before ``entry``, and whose rows fit beside its batch's.
+
+        Those that cannot run beside the forward under way are worked off when it has ended.
+        """
+        lane = self._encoder.lane
+        if not (self._encoder.runner.beside and self.queue.expects_before(entry.job.priority)):
+            lane.make_room()  # which learns of its end at once
+        while better := self.queue.take_before(entry, lambda: lane.free):
+            free = lane.free
+            count = len(better) if free else self._fit_beside(better)
+            if not self._encoder.has_room(_items(better[:count])):
+                count = 0
+            self.queue.put_back(better[count:])
+            if count:
+                self._encode(better[:count], passing=True, beside=not free)
+            elif free:
+                return
+            else:
+                lane.make_room()
+
+    def _answer(self, job: Job, pending: PendingRows) -> None:
+        try:
+            with pending.rows() as rows:
+                self.queue.wake()  # a forward has ended, and the encoder's thread may wait for that
+                job.answer(rows)
+        except Exception as error:
+            end_process_if_lost()
+            job.fail(error)
+
+
+def _items(entries: Iterable[Entry]) -> list[VisionItem]:
+    return [entry.job.item for entry in entries]
+
+
+def _in_time(entries: Iterable[Entry]) -> list[Entry]:
+    """Those whose time did not run out while they waited; the others fail."""
+    found = []
+    for entry in entries:
+        if 0 < entry.job.deadline_ns <= time.monotonic_ns():
+            entry.job.fail(TimeoutError())
+        else:
+            entry.job.begin()
+            found.append(entry)
+    return found
