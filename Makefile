@@ -4,7 +4,6 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-BENCH = $(firstword $(wildcard loadtest/bench_$(NAME).py loadtest/$(NAME).py))
 
 .PHONY: env demo serve test test-faults test-clients test-gpu soak fuzz bench loadtest
 
@@ -45,9 +44,7 @@ fuzz: $(VENV)/.ready
 # a benchmark by its name, for instance: make bench NAME=load ARGS="--workloads W1 W4a"
 # its figures are kept by: make bench NAME=... | .venv/bin/python loadtest/record.py
 bench: $(VENV)/.ready
-	@test -n "$(BENCH)" || { echo 'make bench NAME=..., one of:' \
-	    $(sort $(patsubst loadtest/bench_%.py,%,$(wildcard loadtest/bench_*.py)) gpu_sharing load parity) >&2; exit 2; }
-	$(PY) $(BENCH) $(ARGS)
+	$(PY) loadtest/bench $(NAME) $(ARGS)
 
 # Locust for a minute against the server of `make serve`, and a report of it in loadtest.html; any other run by ARGS
 # (loadtest/locustfile.py)

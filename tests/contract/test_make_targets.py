@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from bench import PROGRAMS
+
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[1].split()
@@ -13,7 +15,7 @@ NAMED = re.compile(r"(?:^|`|    )make ([a-z][a-z-]*)(?: NAME=(\w+))?", re.MULTIL
 TEXTS = [
     *ROOT.glob("*.md"),
     *(path for path in (ROOT / "docs").glob("*.md") if path.name != "figures.md"),
-    *(ROOT / "loadtest").glob("*.py"),
+    *(ROOT / "loadtest").rglob("*.py"),
     ROOT / ".ci" / "run",
 ]
 
@@ -29,7 +31,6 @@ def test_targets_and_benchmarks_that_are_named_exist():
     missing = [
         (file, target, name)
         for file, target, name in sorted(named)
-        if target not in TARGETS
-        or (name and not any((ROOT / "loadtest" / f"{stem}.py").is_file() for stem in (f"bench_{name}", name)))
+        if target not in TARGETS or (name and name not in PROGRAMS)
     ]
     assert missing == []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import poison
 import pytest
+from bench import poison
 
 pytestmark = [pytest.mark.clients, pytest.mark.server]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parity import CHECKPOINT, Ours, pictures
+from bench.parity import CHECKPOINT, Ours, pictures
 
 from tessera.engine.engine import Engine
 from tessera.engine.kv_cache.embedding_pool import EmbeddingPool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parity import CHECKPOINT
+from bench.parity import CHECKPOINT
 
 from tessera.checkpoint.config import read_config
 from tessera.kernels.fp8_rows import Fp8Rows

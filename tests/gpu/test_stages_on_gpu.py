@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parity import CHECKPOINT, Ours, pictures
+from bench.parity import CHECKPOINT, Ours, pictures
 
 from tessera.engine.engine import Engine
 from tessera.settings.stages import EngineConfig, VisionSettings

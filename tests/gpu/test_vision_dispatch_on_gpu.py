@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from parity import CHECKPOINT
+from bench.parity import CHECKPOINT
 
 from tessera.checkpoint.config import read_config
 from tessera.settings.stages import VisionSettings

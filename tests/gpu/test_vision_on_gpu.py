@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from parity import CHECKPOINT
+from bench.parity import CHECKPOINT
 
 from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError

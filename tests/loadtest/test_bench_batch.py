@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-import bench_batch
 import pytest
+from bench import batch as bench_batch
 
 
 def test_rows_that_are_lost_or_doubled_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-import bench_cpu
 import pytest
+from bench import cpu as bench_cpu
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-import bench_engine
 import numpy as np
 import pytest
-from bench_engine import SHAPE, Report, Shape
-from engine_load import ClosedLoop, Load, Prompts, check, decode_step_s, prefill_tokens_per_s
+from bench import engine as bench_engine
+from bench.engine import SHAPE, Report, Shape
+from bench.engine_load import ClosedLoop, Load, Prompts, check, decode_step_s, prefill_tokens_per_s
 
 from tessera.checkpoint.config import read_config
 from tessera.engine.engine import Engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cProfile
 
-from bench_host import CHECKPOINT, PARTS, STEPS, NoModel, one_round
+from bench.host import CHECKPOINT, PARTS, STEPS, NoModel, one_round
 
 from tessera.prompt.tokenizer import Tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 
-import bench_jobs
+from bench import jobs as bench_jobs
 from serving import Running
 from standin_server import standin
 

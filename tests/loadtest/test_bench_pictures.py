@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import bench_pictures
-import picture_attention
 import pytest
 import torch
+from bench import picture_attention
+from bench import pictures as bench_pictures
 from torch.utils.flop_counter import FlopCounterMode
 
 from tessera.checkpoint.config import read_config

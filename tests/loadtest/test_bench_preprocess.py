@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import bench_preprocess
 import numpy as np
 import pytest
+from bench import preprocess as bench_preprocess
 
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessSettings
 

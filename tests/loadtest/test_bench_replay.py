@@ -10,15 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import bench_replay
 import counting
 import pytest
-import replay_set
-from bench_replay import LOADS, Load, Reader
+from bench import replay as bench_replay
+from bench import replay_set
+from bench.replay import LOADS, Load, Reader
+from bench.replay_set import Page, Request
 from closed_loop import Answered
 from gpu_power import Draw
 from PIL import Image
-from replay_set import Page, Request
 from tiny_qwen2_vl import write_model
 
 from tessera_client import Answer, Timings, Usage

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import bench_scheduler
 import numpy as np
 import pytest
-from bench_scheduler import Simulation
+from bench import scheduler as bench_scheduler
+from bench.scheduler import Simulation
 
 from tessera.engine.scheduling import policies
 

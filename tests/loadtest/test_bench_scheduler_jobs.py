@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 
-import bench_scheduler_jobs
 import counting
 import pytest
-from bench_scheduler_jobs import CONCURRENCY, simulated
+from bench import scheduler_jobs as bench_scheduler_jobs
+from bench.scheduler_jobs import CONCURRENCY, simulated
 
 from tessera.engine.scheduling import policies
 from tessera.engine.scheduling.policies import Rules

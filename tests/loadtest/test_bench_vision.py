@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
-import bench_vision
 import pytest
 import torch
+from bench import vision as bench_vision
+from bench.vision_peer import load_peer
 from tiny_checkpoints import Shape, hf_native
 from torch.utils.flop_counter import FlopCounterMode
-from vision_peer import load_peer
 
 from tessera.models.tower import load_tower
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from document_parity import Asked, Difference, Theirs, batches
+from bench.document_parity import Asked, Difference, Theirs, batches
 from document_shape import build_model, save_model
 from document_tokens import PROMPTS, SYSTEM
 from PIL import Image

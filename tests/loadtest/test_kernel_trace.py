@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from kernel_trace import Kernel, Trace, read_kernels
+from bench.kernel_trace import Kernel, Trace, read_kernels
 
 
 def test_only_kernels_are_read_and_times_become_seconds():

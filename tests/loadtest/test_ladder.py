@@ -11,15 +11,13 @@ from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
-import bench_ladder
-import ladder_report
-import ladder_rungs
-import ladder_transformers
 import numpy as np
 import pytest
+from bench import ladder as bench_ladder
+from bench import ladder_report, ladder_rungs, ladder_transformers
+from bench.ladder_report import Ladder
+from bench.ladder_rungs import NAMES, STAGES, jobs, kept_ways
 from figures import ROOT
-from ladder_report import Ladder
-from ladder_rungs import NAMES, STAGES, jobs, kept_ways
 from serving import DEFAULT_CHECKPOINT
 from workloads import PROMPT, picture
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pdf_blocks
 import pypdfium2
+from bench import pdf_blocks
 from documents.document_reader import PAGE, write_drawn_pdf
 
 PARAGRAPH = [

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import replay_pages
+from bench import replay_pages
+from bench.replay_set import Page, ReplaySet
 from documents.document_reader import PAGE, write_drawn_pdf
-from replay_set import Page, ReplaySet
 
 WORDS = "one two three four five six seven eight nine ten eleven twelve"
 

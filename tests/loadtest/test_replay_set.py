@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench.replay_set import Client, Page, ReplaySet, Request, marked, png, write
 from mineru_vl_utils.mineru_client import MinerUClientHelper
 from PIL import Image
-from replay_set import Client, Page, ReplaySet, Request, marked, png, write
 
 from tessera_documents import TesseraVlmClient, mineru_client
 

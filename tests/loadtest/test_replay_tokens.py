@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 
-from replay_tokens import Tokens
+from bench.replay_tokens import Tokens
 
 WORDS = ["he", "ll", "hell", "hello", " w", "or", "ld", " wor", " world", "te", "xt", "text", "ta", "bl", "ble"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from parity import Ours, Theirs, pictures
+from bench.parity import Ours, Theirs, pictures
 
 from tessera.preprocess.preprocessor import PreprocessRequest
 

@@ -8,11 +8,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import bench_recall
 import numpy as np
 import onnx
 import pytest
 import torch
+from bench import recall as bench_recall
 from calibration import KINDS, Quantization, calibrate, quantized_layers
 from document_shape import build_config
 from onnx import TensorProto, numpy_helper

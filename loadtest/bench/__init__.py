@@ -1,0 +1,54 @@
+"""The benchmarks: `make bench` lists them, `make bench NAME=... ARGS="..."` runs one, as `python loadtest/bench NAME` does.
+
+Each is a module with a ``main()`` that reads ``sys.argv``. Imports nothing but the one that is asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+PROGRAMS = {
+    "load": ("load", "a load on our server or any of OpenAI's API: workloads, sweeps, an open loop"),
+    "gateway": ("bench.gateway", "what the gateway costs beside gRPC"),
+    "jobs": ("bench.jobs", "questions beside a batch job: first tokens, and what the job loses"),
+    "batch": ("bench.batch", "`tessera batch` through kills, and alone with a million rows"),
+    "poison": ("bench.poison", "odd pictures among good ones: no good answer may change"),
+    "floods": ("bench.floods", "plain questions while somebody floods the server"),
+    "starts": ("bench.starts", "cold starts, each with a first burst: does every stage live?"),
+    "stub": ("bench.stub", "cold starts of a toy stage without a GPU, until one dies"),
+    "replay": ("bench.replay", "pages of real documents, asked as `tessera parse` asks"),
+    "replay_pages": ("bench.replay_pages", "makes the set of pages for `replay`"),
+    "ladder": ("bench.ladder", "one job from the plain loop of transformers up, an optimisation a rung"),
+    "ladder_transformers": ("bench.ladder_transformers", "the foot of the ladder alone: the loop of transformers"),
+    "recall": ("bench.recall", "the held-out set through the server, tile policies too"),
+    "quantization": ("bench.quantization", "what quantized weights cost in recall"),
+    "parity": ("bench.parity", "our greedy tokens against transformers' on held-out pictures"),
+    "document_parity": ("bench.document_parity", "the same on held-out pages, through the server"),
+    "cpu": ("bench.cpu", "the server against a transformers loop, on the CPU"),
+    "preprocess": ("bench.preprocess", "JPEG to tiles: Pillow against both resize modes"),
+    "gpu_preprocess": ("bench.gpu_preprocess", "big pictures decoded and resized on the GPU against the CPU"),
+    "preprocess_stage": ("bench.preprocess_stage", "the preprocess stage alone in the server"),
+    "scheduler": ("bench.scheduler", "the scheduler simulated in a closed loop"),
+    "scheduler_jobs": ("bench.scheduler_jobs", "the scheduler simulated with questions beside a job"),
+    "host": ("bench.host", "what the engine's Python costs a decoded token"),
+    "engine": ("bench.engine", "the engine alone on a GPU: prefill, decode, closed loops"),
+    "vision": ("bench.vision", "the vision tower alone on a GPU, against transformers"),
+    "pictures": ("bench.pictures", "Qwen2-VL's tower alone on a GPU"),
+    "attention": ("bench.attention", "attention kernels on a GPU, beside torch's"),
+    "kernels": ("bench.kernels", "elementwise kernels and skinny products on a GPU"),
+    "linear": ("bench.linear", "linear layers of 4-bit and FP8 weights on a GPU"),
+}
+"""Name -> (module, what it measures)."""
+
+
+def main() -> int:
+    """Runs the program that the first argument names; without one, lists them (exit code 2)."""
+    name, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+    if name not in PROGRAMS:
+        print("make bench NAME=... [ARGS=...], where NAME is one of:", file=sys.stderr)
+        for known, (_, words) in PROGRAMS.items():
+            print(f"  {known:18} {words}", file=sys.stderr)
+        return 2
+    sys.argv = [name, *rest]
+    return import_module(PROGRAMS[name][0]).main() or 0

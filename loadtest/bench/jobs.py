@@ -1,0 +1,163 @@
+"""Questions of people beside a batch job that fills the server: what they wait for their first token, and what the job
+loses (docs/gpu.md).
+
+    python loadtest/bench jobs --gpus 0 --weights random --checkpoint loadtest/shapes/internvl3-8b-shape \\
+        --instances preprocess=10
+
+The job is W1 in a closed loop; the questions are W1's own, streamed, two a second at random times. Four runs on one
+server: the job alone, then at priority 10 with questions at 0, alone again, and both at 0. The loss is that of the
+second run against the mean of the first and the third, the questions' own cost included. Exit code 1 where a figure
+misses its bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import counting
+import figures
+from closed_loop import Answered
+from measuring import Taken, stage_names, take
+from serving import Running, add_arguments, serve, setup, setup_notes
+from targets import TesseraAsker
+from workloads import WORKLOADS, Workload
+
+JOB_PRIORITY = 10
+QUESTIONS_S = 2.0
+BARS = {"ttft_p50_ms": 250.0, "ttft_p99_ms": 500.0, "loss_pct": 3.0}
+
+
+@contextmanager
+def questions(asker: TesseraAsker, rate: float) -> Iterator[list[Answered]]:
+    """This many a second at random times while the context lasts, in it and afterwards all that were answered.
+
+    Raises what went wrong with one of them.
+    """
+    answered: list[Answered] = []
+    ended, dice, pictures = threading.Event(), random.Random(asker.seed), asker.pictures(0, 0)
+    workload = asker.workload
+
+    def ask_one() -> None:
+        picture, began = pictures.deal(), time.perf_counter()
+        answered.append(Answered.of(ask(picture, workload, workload.prompts[0]), began))
+
+    def ask_all() -> None:
+        with ThreadPoolExecutor(64) as pool:
+            asked = []
+            while not ended.wait(dice.expovariate(rate)):
+                asked.append(pool.submit(ask_one))
+            for each in asked:
+                each.result()
+
+    with asker.connection() as ask, ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask_all)
+        try:
+            yield answered
+        finally:
+            ended.set()
+        asking.result()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A server, and how it is asked."""
+
+    server: Running
+    job: Workload
+    options: argparse.Namespace
+    seed: int
+
+    def alone(self, number: int) -> Taken:
+        """The job without questions."""
+        taken = self._take(self.job, number)
+        print(f"alone: {taken.run.requests_s:.2f} req/s", file=sys.stderr, flush=True)
+        return taken
+
+    def beside(self, number: int, priority: int) -> tuple[Taken, list[Answered]]:
+        """The job at this priority, and the questions that were asked in its steady part."""
+        workload = replace(self.job, always_streamed=True)
+        asker = TesseraAsker(self.server.grpc, workload, self.seed + number + 100)
+        with questions(asker, self.options.rate) as answered:
+            taken = self._take(replace(self.job, priority=priority), number)
+        run = taken.run
+        counted = [each for each in answered if run.began <= each.ended - each.seconds <= run.ended]
+        if not counted:
+            raise RuntimeError(f"no question was asked in the {run.ended - run.began:.1f} s that count")
+        print(f"priority {priority}: {run.requests_s:.2f} req/s, {first_tokens(counted)}", file=sys.stderr, flush=True)
+        return taken, counted
+
+    def _take(self, job: Workload, number: int) -> Taken:
+        asker = TesseraAsker(self.server.grpc, job, self.seed + number)
+        gpus = self.options.gpus.split(",") if self.options.gpus else []
+        return take(asker, self.options.processes, gpus, self.server.metrics, self.options.least)
+
+
+def first_tokens(answered: list[Answered]) -> dict[str, Any]:
+    """Of questions, in milliseconds."""
+    spent = sorted(1e3 * each.first_token for each in answered if each.first_token is not None)
+    stages = zip(stage_names(), zip(*(each.stages for each in answered)))
+    return {
+        "ttft_p50_ms": round(counting.percentile(spent, 0.5), 1),
+        "ttft_p99_ms": round(counting.percentile(spent, 0.99), 1),
+        "most_ms": round(spent[-1], 1),
+        "questions": len(spent),
+        "stages_p50": {name: round(counting.percentile(sorted(values), 0.5), 1) for name, values in stages},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--processes", type=int, default=6, help="of the job's load")
+    parser.add_argument("--concurrency", type=int, default=WORKLOADS["W1"].concurrency, help="of the job")
+    parser.add_argument("--least", type=int, default=2560, help="steady answers of the job in each run")
+    parser.add_argument("--rate", type=float, default=QUESTIONS_S, help="questions a second")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30), help="of pictures and times")
+    parser.add_argument("--label", default="", help="stands behind `jobs` in the figures' names")
+    options = parser.parse_args()
+    job = replace(WORKLOADS["W1"], concurrency=options.concurrency)
+    with serve(setup(options)) as server:
+        bench = Bench(server, job, options, options.seed)
+        before = bench.alone(0)
+        taken, asked = bench.beside(1, JOB_PRIORITY)
+        after = bench.alone(2)
+        equal_taken, equal_asked = bench.beside(3, 0)
+
+    alone = (before.run.requests_s + after.run.requests_s) / 2
+    found, equal = first_tokens(asked), first_tokens(equal_asked)
+    loss = round(100 * (1 - taken.run.requests_s / alone), 2)
+    prefix = ".".join(filter(None, ("jobs", options.label)))
+    notes = {"concurrency": options.concurrency, "rate": options.rate, **taken.notes, **setup_notes(options)}
+
+    def emit(name: str, value: float, unit: str, **more: Any) -> None:
+        command = f'make bench NAME=jobs ARGS="{" ".join(sys.argv[1:])}"'
+        figures.emit(f"{prefix}.{name}", value, unit, command, **notes, **more)
+
+    rates = {
+        "alone_req_s": [round(each.run.requests_s, 2) for each in (before, after)],
+        "beside_req_s": round(taken.run.requests_s, 2),
+        "equal_req_s": round(equal_taken.run.requests_s, 2),
+        "ci95": [round(each.run.margin * each.run.requests_s, 2) for each in (before, taken, after, equal_taken)],
+    }
+    emit("ttft_p50_ms", found["ttft_p50_ms"], "ms", **found)
+    emit("ttft_p99_ms", found["ttft_p99_ms"], "ms")
+    emit("loss_pct", loss, "%", **rates)
+    emit("equal.ttft_p50_ms", equal["ttft_p50_ms"], "ms", **equal)
+    if taken.power:
+        taken.power.emit(emit, taken.run.requests_s)
+    missed = {name: bar for name, bar in BARS.items() if (found | {"loss_pct": loss})[name] > bar}
+    print(f"missed: {missed}" if missed else "all bars are kept", file=sys.stderr, flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

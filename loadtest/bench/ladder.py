@@ -1,0 +1,257 @@
+"""The ladder: one job, an optimisation a rung, from the plain loop of transformers up (`make bench NAME=ladder`).
+
+The job is W2's: distinct pictures of 480x320, at most 12 tiles, 1,852 prompt tokens, 4 tokens of answer, on
+InternVL3-8B's shape with random weights. At "equal" tokens it is that; from the rung of the tile policy on it is also
+asked by "policy", which gives fewer tokens. Recall is the default model's, on the yes/no questions of the held-out set,
+by the same server and request options. In three parts, each by itself if need be, all of them into --results:
+
+    python loadtest/bench ladder --parts speed --rungs transformers start fast_preprocessing tile_policy
+    python loadtest/bench ladder --parts recall --gpus ""      on a CPU, without what concerns a GPU only
+    python loadtest/bench ladder --parts report                docs/ladder.md, its plot, and the figures `ladder.*`
+
+A rung that fails is told at the end and does not stop the others. Times on an H200: a server 12 to 22 s, its jobs 4 to
+16 s, the loop of transformers a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import figures
+from measuring import stage_milliseconds, take
+from serving import DEFAULT_CHECKPOINT, serve
+from targets import TesseraAsker
+from workloads import PROMPT, picture
+
+from bench import ladder_report
+from bench.ladder_rungs import GPU_ONLY, NAMES, RUNGS, SHAPE, Job, jobs, recall_checkpoint, setup
+from tessera_client import Client
+from tessera_evaluation import recall
+from tessera_evaluation.datasets import Item, heldout_items
+
+TRANSFORMERS = "transformers"
+LOOP = (str(figures.ROOT / "loadtest" / "bench"), "ladder_transformers")
+PARTS = ("speed", "recall", "report")
+ANSWER_TOKENS = 16  # more than yes or no has
+
+
+class Results:
+    """A file of JSON lines that grows; the newest line of a rung and job counts."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._about = {
+            "machine": figures.machine(),
+            "versions": {name: figures.versions().get(name) for name in ("torch", "triton", "transformers")},
+            "commit": figures.commit(),
+            "date": datetime.date.today().isoformat(),
+        }
+
+    def add(self, **line: Any) -> None:
+        """Numbers are rounded to five digits."""
+        short = {name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in line.items()}
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with self._file.open("a") as stream:
+            stream.write(json.dumps(short | self._about, separators=(",", ":")) + "\n")
+        say({name: value for name, value in short.items() if name != "wrong"})
+
+
+def say(what: object) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def servers(names: Iterable[str]) -> dict[str, list[str]]:
+    """The rungs asked of each rung's server."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(RUNGS[name].server or name, []).append(name)
+    return found
+
+
+def measure_speed(server_of: str, names: list[str], options: argparse.Namespace, results: Results) -> None:
+    """The jobs of the rungs that this rung's server is asked."""
+    gpus = tuple(filter(None, [options.gpus]))
+    with (
+        tempfile.TemporaryDirectory(prefix="tessera-ladder-") as folder,
+        serve(setup(server_of, Path(folder), gpus, options.checkpoint)) as server,
+    ):
+        for name in names:
+            for kind, job in jobs(name).items():
+                if kind not in options.jobs:
+                    continue
+                job = replace(job, concurrency=options.in_flight or job.concurrency)
+                prompt_tokens = first_answers(server.grpc, job)
+                asker = TesseraAsker(server.grpc, job, random.randrange(1 << 30))
+                run, power, notes, _ = take(asker, options.processes, gpus, server.metrics)
+                results.add(
+                    rung=name,
+                    job=kind,
+                    req_s=run.requests_s,
+                    ci95=run.margin * run.requests_s,
+                    p50_ms=1e3 * run.p50,
+                    p99_ms=1e3 * run.p99,
+                    tokens=0 if job.labels else job.tokens,
+                    prompt_tokens=prompt_tokens,
+                    requests=run.count,
+                    concurrency=job.concurrency,
+                    startup_s=server.startup_s,
+                    stages_p50=stage_milliseconds(run),
+                    **({} if power is None else power._asdict()),
+                    **notes,
+                )
+
+
+def first_answers(addresses: list[str], job: Job) -> int:
+    """As many as will be in flight, so that no kernel is compiled later; of how many tokens their prompts were."""
+    seeds = [random.randrange(1 << 30) for _ in range(job.concurrency)]
+    asked = ((picture(job.width, job.height, seed), PROMPT) for seed in seeds)
+    with Client(addresses) as client:
+        answers = client.ask_many(asked, concurrency=job.concurrency, **job.sampling)
+        (tokens,) = {answer.usage.prompt_tokens for answer in answers}
+    return tokens
+
+
+def run_loop(options: argparse.Namespace, *arguments: str) -> Iterator[Any]:
+    """What the loop of transformers prints, line by line."""
+    device = ["--device", "cuda" if options.gpus else "cpu"]
+    command = [options.transformers_python, *LOOP, *device, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as loop:
+        assert loop.stdout is not None
+        yield from map(json.loads, loop.stdout)
+    if loop.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {loop.returncode}")
+
+
+def loop_speed(options: argparse.Namespace, results: Results) -> None:
+    """The foot of the ladder, at all its batch sizes."""
+    checkpoint, seed = options.checkpoint or SHAPE, random.randrange(1 << 30)
+    batches = ["--batches", *map(str, options.batches)] if options.batches else []
+    for line in run_loop(options, "--checkpoint", str(checkpoint), "--seed", str(seed), *batches):
+        results.add(**line)
+
+
+def loop_recall(options: argparse.Namespace, items: list[Item], results: Results) -> None:
+    """What transformers answers to the questions, one after the other."""
+    with tempfile.TemporaryDirectory(prefix="tessera-ladder-") as folder:
+        file = Path(folder) / "questions.json"
+        file.write_text(json.dumps([(str(item.picture), item.question) for item in items]))
+        (texts,) = run_loop(options, "--checkpoint", str(DEFAULT_CHECKPOINT), "--questions", str(file))
+    add_recall(results, TRANSFORMERS, "equal", [recall.Outcome(*pair) for pair in zip(items, texts, strict=True)])
+
+
+def measure_recall(
+    server_of: str, names: list[str], options: argparse.Namespace, items: list[Item], results: Results
+) -> None:
+    """The same servers and request options with a trained model."""
+    checkpoint = recall_checkpoint(server_of, options.int4)
+    if checkpoint is None:
+        say(f"{server_of}: no recall without --int4 FOLDER, the default model as `tessera quantize` writes it")
+        return
+    gpus = tuple(filter(None, [options.gpus]))
+    with (
+        tempfile.TemporaryDirectory(prefix="tessera-ladder-") as folder,
+        serve(setup(server_of, Path(folder), gpus, checkpoint)) as server,
+        Client(server.grpc) as client,
+    ):
+        for name in names:
+            for kind, job in jobs(name).items():
+                if kind not in options.jobs:
+                    continue
+                asked = job.sampling
+                if not job.labels:
+                    asked |= {"ignore_eos": False, "max_tokens": ANSWER_TOKENS}
+                outcomes, _ = recall.run(client, items, concurrency=options.recall_in_flight, **asked)
+                add_recall(results, name, kind, outcomes)
+
+
+def add_recall(results: Results, name: str, kind: str, outcomes: list[recall.Outcome]) -> None:
+    """One line, with the places of the wrong answers in the set. Raises RuntimeError where a question failed."""
+    if errors := [outcome.error for outcome in outcomes if outcome.error]:
+        raise RuntimeError(f"{len(errors)} questions failed: {errors[0]}")
+    results.add(
+        rung=name,
+        job=kind,
+        recall=recall.figures(outcomes, 0.0)["recall.macro"],
+        questions=len(outcomes),
+        wrong=[place for place, outcome in enumerate(outcomes) if not outcome.right],
+    )
+
+
+def questions(options: argparse.Namespace, folder: Path) -> list[Item]:
+    """The yes/no questions that count, or the first of them."""
+    items = heldout_items(options.limit, options.pictures or folder, root=figures.ROOT)
+    return [item for item in items if item.kind == "presence" and item.scored]
+
+
+def climb(options: argparse.Namespace, results: Results) -> list[str]:
+    """Measures what is asked for; names of rungs that failed."""
+    failed = []
+
+    def attempt(name: str, measure: Any, *arguments: Any) -> None:
+        began = time.perf_counter()
+        try:
+            measure(*arguments, results)
+        except Exception:  # the time on a GPU is short: the other rungs are worth it
+            traceback.print_exc()
+            failed.append(name)
+        say(f"{name}: {time.perf_counter() - began:.1f} s")
+
+    grouped = servers(name for name in options.rungs if name != TRANSFORMERS)
+    if "speed" in options.parts:
+        if TRANSFORMERS in options.rungs:
+            attempt(TRANSFORMERS, loop_speed, options)
+        for server_of, names in grouped.items():
+            attempt(server_of, measure_speed, server_of, names, options)
+    if "recall" in options.parts:
+        with tempfile.TemporaryDirectory(prefix="tessera-ladder-") as folder:
+            items = questions(options, Path(folder))
+            if TRANSFORMERS in options.rungs:
+                attempt(TRANSFORMERS, loop_recall, options, items)
+            for server_of, names in grouped.items():
+                if asked := [name for name in names if name not in GPU_ONLY]:
+                    attempt(server_of, measure_recall, server_of, asked, options, items)
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rungs", nargs="+", choices=(TRANSFORMERS, *NAMES), default=[TRANSFORMERS, *NAMES])
+    parser.add_argument("--jobs", nargs="+", choices=("equal", "policy"), default=["equal", "policy"])
+    parser.add_argument("--results", type=Path, default=ladder_report.RESULTS, metavar="FILE.jsonl")
+    parser.add_argument("--gpus", default="0", help="the GPU's number; empty for the CPU")
+    parser.add_argument("--checkpoint", type=Path, help="of the speed; default: InternVL3-8B's shape, random weights")
+    parser.add_argument("--int4", type=Path, metavar="FOLDER", help="the default model in 4 bits, for its recall")
+    parser.add_argument("--in-flight", type=int, help="requests, in place of a rung's own number")
+    parser.add_argument("--recall-in-flight", type=int, default=16)
+    parser.add_argument("--processes", type=int, default=4, help="of the load generator")
+    parser.add_argument("--batches", nargs="*", type=int, help="of the loop of transformers; default: 1 to 32")
+    parser.add_argument("--limit", type=int, help="recall by the first N questions of the held-out set")
+    parser.add_argument("--pictures", type=Path, help="a folder that keeps the rendered pictures for the next run")
+    parser.add_argument("--transformers-python", default=sys.executable, help="one that imports transformers")
+    options = parser.parse_args()
+    failed = climb(options, Results(options.results))
+    if "report" in options.parts:
+        ladder = ladder_report.Ladder.read(options.results)
+        ladder_report.update(ladder)
+        for metric, value, unit, notes in ladder.figures():
+            figures.emit(metric, value, unit, "make bench NAME=ladder", **notes)
+    if failed:
+        say(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

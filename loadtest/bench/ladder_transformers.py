@@ -1,0 +1,143 @@
+"""The foot of the ladder: W2's job in the plain loop that transformers' own pages show, at several batch sizes.
+
+Pictures are opened and cut by transformers' processor on Pillow, then `generate` gives four greedy tokens (bf16, SDPA);
+while pictures are prepared the GPU waits, as it does in such a loop. ladder runs it, with a Python that has
+transformers, and reads its lines; by itself:
+
+    PYTHONPATH=python_backends:clients python3 loadtest/ladder_transformers.py --device cuda --batches 1 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median, stdev
+from typing import Any
+
+import torch
+from gpu_power import GpuPower
+from PIL import Image
+from workloads import PROMPT, WORKLOADS, Pictures
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "build" / "default_model"))
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+ANSWER_TOKENS = 16  # more than yes or no has
+#: Student's t for 95 %, by the number of rounds
+STUDENT = {3: 4.303, 5: 2.776, 10: 2.262}
+
+
+class Loop:
+    """Model and processor of a checkpoint folder."""
+
+    def __init__(self, checkpoint: Path, device: str, random_weights: bool) -> None:
+        from architecture import load_processor
+        from transformers import AutoConfig, AutoModelForImageTextToText
+
+        self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        about = {"dtype": self.dtype, "attn_implementation": "sdpa"}
+        if random_weights:
+            torch.manual_seed(0)
+            with torch.device(device):  # a GPU draws 8 billion numbers in no time
+                model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(checkpoint), **about)
+        else:
+            model = AutoModelForImageTextToText.from_pretrained(checkpoint, **about).to(device)
+        self.model = model.eval()
+        self.processor = load_processor(checkpoint)
+        self.processor.tokenizer.padding_side = "left"
+
+    def inputs(self, pictures: Sequence[bytes], questions: Sequence[str]) -> dict[str, torch.Tensor]:
+        """What the model takes, on its device."""
+        opened = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures]
+        texts = []
+        for question in questions:
+            content = [{"type": "image"}, {"type": "text", "text": question}]
+            turn = [{"role": "user", "content": content}]
+            texts.append(self.processor.apply_chat_template(turn, add_generation_prompt=True))
+        made = self.processor(images=opened, text=texts, return_tensors="pt", padding=True)
+        made["pixel_values"] = made["pixel_values"].to(self.dtype)
+        return {name: tensor.to(self.model.device) for name, tensor in made.items()}
+
+    @torch.inference_mode()
+    def tokens(self, inputs: dict[str, torch.Tensor], least: int, most: int) -> torch.Tensor:
+        """The greedy answers' tokens [batch, least .. most], on the CPU."""
+        answers = self.model.generate(**inputs, do_sample=False, min_new_tokens=least, max_new_tokens=most)
+        return answers[:, inputs["input_ids"].shape[1] :].cpu()
+
+    def answer(self, picture: bytes, question: str) -> str:
+        """The answer in words."""
+        (tokens,) = self.tokens(self.inputs([picture], [question]), 1, ANSWER_TOKENS)
+        return str(self.processor.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def rounds(batch: int) -> int:
+    """Timed batches of a size: as many as its figure needs and no more, for a large one takes seconds."""
+    return 10 if batch == 1 else 5 if batch == 2 else 3
+
+
+def measure(loop: Loop, batch: int, deal: Callable[[], bytes], gpus: Sequence[str]) -> dict[str, Any]:
+    """One line of the results: W2's job at a batch size, after one batch that is not counted."""
+    tokens, spent, prompt_tokens = WORKLOADS["W2"].tokens, [], 0
+    with GpuPower(gpus) as power:
+        for number in range(1 + rounds(batch)):
+            pictures = [deal() for _ in range(batch)]
+            began = time.perf_counter()
+            inputs = loop.inputs(pictures, [PROMPT] * batch)
+            answers = loop.tokens(inputs, tokens, tokens)
+            if answers.shape != (batch, tokens):
+                raise RuntimeError(f"asked for {batch} answers of {tokens} tokens, got {list(answers.shape)}")
+            prompt_tokens = inputs["input_ids"].shape[1]
+            if number:
+                spent.append(time.perf_counter() - began)
+        ended = time.perf_counter()
+    draw = power.between(ended - sum(spent), ended)
+    rates = [batch / seconds for seconds in spent]
+    return {
+        "rung": "transformers",
+        "job": "equal",
+        "batch": batch,
+        "req_s": batch * len(spent) / sum(spent),
+        "ci95": STUDENT[len(spent)] * stdev(rates) / len(spent) ** 0.5,
+        "p50_ms": 1e3 * median(spent),
+        "p99_ms": 1e3 * max(spent),
+        "tokens": tokens,
+        "prompt_tokens": prompt_tokens,
+        "requests": batch * len(spent),
+        "concurrency": batch,
+        **({} if draw is None else draw._asdict()),
+    }
+
+
+def answer_questions(loop: Loop, file: Path) -> list[str]:
+    """The answers to the questions of a JSON file of [path of a picture, question], one after the other."""
+    return [loop.answer(Path(picture).read_bytes(), question) for picture, question in json.loads(file.read_text())]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, default=ROOT / "loadtest" / "shapes" / "internvl3-8b-shape")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batches", nargs="*", type=int, choices=BATCHES, default=BATCHES)
+    parser.add_argument("--questions", type=Path, metavar="FILE.json", help="answer these in place of the job")
+    parser.add_argument("--seed", type=int, default=0, help="of the pictures")
+    options = parser.parse_args()
+    loop = Loop(options.checkpoint, options.device, not (options.checkpoint / "model.safetensors").exists())
+    if options.questions:
+        torch.set_num_threads(1)
+        print(json.dumps(answer_questions(loop, options.questions)), flush=True)
+        return 0
+    pictures = Pictures(WORKLOADS["W2"], options.seed, sum(batch * (1 + rounds(batch)) for batch in options.batches))
+    gpus = () if options.device == "cpu" else ("0",)
+    for batch in options.batches:
+        print(json.dumps(measure(loop, batch, pictures.deal, gpus)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,299 @@
+"""A replay of real documents without real weights: pages of PDFs as MinerU's client would ask about them (`make bench
+NAME=replay`).
+
+Each page is asked as `tessera parse` asks: the layout, then all its crops at once, with MinerU's prompts, sampling
+parameters and pictures, by its system prompt, over gRPC. The weights are random, so that answers mean nothing; what
+the layout finds and how long each answer is (`ignore_eos`) come from the set of pages, which replay_pages.py makes from
+the text layers of PDFs. So speed is replayed, and nothing is said about what a model would read.
+
+    python loadtest/bench replay replay.zip --gpus 0 \\
+        --checkpoint loadtest/shapes/mineru25-shape --weights random --instances preprocess=10
+
+Two loads. `c10`: exactly 10 requests in flight, of 10 pages. `saturated`: 96 pages in flight, at most 256 of their
+requests, as many as the engine runs at once. Pages are counted by the rule of counting.py, where concurrency is the
+number of pages; requests, tokens and latencies are those of the steady part's pages. Answers are streamed, so that
+first tokens are seen; with `--whole` they are asked for whole, as `tessera parse` does. Pictures are cut and encoded
+before the load begins, and each time that one is sent it has a mark of its own, so that no cache knows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import closed_loop
+import counting
+import figures
+import measuring
+from closed_loop import Answered, Ask, Reply
+from gpu_power import Draw, GpuPower
+from metrics_page import counted
+from serving import Running, add_arguments, serve, setup, setup_notes
+from tqdm import tqdm
+
+from bench.replay_set import ReplaySet, marked
+from tessera_client import Client, Retry
+
+LABEL = "a replay: true pages, crops and lengths, random weights"
+
+
+@dataclass(frozen=True)
+class Load:
+    """``pages`` are in flight at all times, and at most ``requests`` of theirs."""
+
+    name: str
+    pages: int
+    requests: int
+
+
+LOADS = {load.name: load for load in (Load("c10", 10, 10), Load("saturated", 96, 256))}
+
+
+def picture_file(folder: Path, page: int, request: int) -> Path:
+    """Where the picture of a page's request lies once it is encoded."""
+    return folder / f"{page}-{request}.png"
+
+
+def encode(path: Path, folder: Path, page: int) -> None:
+    """Writes a page's pictures."""
+    pages = ReplaySet(path)
+    picture = pages.picture(page)
+    for number, request in enumerate(pages.pages[page].requests):
+        picture_file(folder, page, number).write_bytes(pages.client.picture(picture, request))
+
+
+def encode_all(path: Path, folder: Path, count: int) -> None:
+    """All pages', on all cores."""
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(tqdm(pool.map(partial(encode, path, folder), range(count)), "cutting crops", count, unit="page"))
+
+
+class Reader:
+    """Asks servers about the pages of a set. All processes of a load have one together.
+
+    Args:
+        addresses: of the servers.
+        path, folder: the set, and its encoded pictures.
+        load: how many requests may be in flight.
+        seed: of the marks: no two runs with different ones send equal pictures.
+        whole: ask for answers whole instead of streamed.
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], path: Path, folder: Path, load: Load, seed: int, whole: bool = False
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._addresses, self._path, self._folder = list(addresses), path, folder
+        self._load, self._seed, self._whole = load, seed, whole
+        self._begun: Any = context.Value("q", 0)
+        self._ended: Any = context.Value("q", 0)
+        self._slots: Any = context.Semaphore(load.requests)
+
+    @property
+    def ended(self) -> int:
+        """Pages that are read, of all processes."""
+        return self._ended.value
+
+    @contextmanager
+    def prepare(self, number: int, stock: int) -> Iterator[Ask]:
+        """For :func:`closed_loop.run`, whose requests are pages here."""
+        pages = ReplaySet(self._path)
+        with (
+            Client(self._addresses, timeout=closed_loop.PATIENCE_S, retry=Retry(attempts=1)) as client,
+            ThreadPoolExecutor(self._load.requests) as pool,
+        ):
+            yield lambda: self._read(pages, client, pool)
+
+    def _read(self, pages: ReplaySet, client: Client, pool: ThreadPoolExecutor) -> Reply:
+        """One page: its layout, then all its crops."""
+        with self._begun.get_lock():
+            turn = self._begun.value
+            self._begun.value += 1
+        ask = partial(self._ask, pages, client, turn)
+        layout = ask(0)
+        crops = pool.map(ask, range(1, len(pages.pages[in_turn(turn, len(pages.pages))].requests)))
+        answers = (layout, *crops)
+        with self._ended.get_lock():
+            self._ended.value += 1
+        tokens, parts = sum(answer.tokens for answer in answers), sum(answer.parts for answer in answers)
+        return Reply(None, tokens, parts, made_of=answers)
+
+    def _ask(self, pages: ReplaySet, client: Client, turn: int, number: int) -> Answered:
+        page = in_turn(turn, len(pages.pages))
+        request = pages.pages[page].requests[number]
+        picture = picture_file(self._folder, page, number).read_bytes()
+        messages = pages.client.messages(request, marked(picture, f"{self._seed} {turn} {number}"))
+        sampling, first, parts = pages.client.sampling(request), None, 0
+        with self._slots:
+            began = time.perf_counter()
+            if self._whole:
+                answer = client.chat(messages, **sampling)
+            else:
+                with client.chat_stream(messages, **sampling) as stream:
+                    for _ in stream:
+                        first = first or time.perf_counter()
+                        parts += 1
+                    answer = stream.answer()
+            if answer.usage is None or answer.usage.completion_tokens != request.tokens:
+                raise RuntimeError(f"asked for {request.tokens} tokens, got {answer.usage}")
+            assert answer.timings is not None
+            return Answered.of(Reply(first, request.tokens, max(1, parts), astuple(answer.timings)), began)
+
+
+def in_turn(turn: int, pages: int) -> int:
+    """Which page is the so-manieth: each time through all of them in another order, the same in all runs."""
+    order = list(range(pages))
+    random.Random(turn // pages).shuffle(order)
+    return order[turn % pages]
+
+
+def pages_of_a_run(load: Load, pages: int) -> int:
+    """How many make whole rounds (counting.py), at least five steady ones, and have each page read at least once."""
+    least = counting.requests(load.pages)
+    return least + max(0, -(-(pages - least) // load.pages)) * load.pages
+
+
+@contextmanager
+def progress(reader: Reader, pages: int, name: str) -> Iterator[None]:
+    """A bar of the pages that are read."""
+    over = threading.Event()
+
+    def follow(bar: Any) -> None:
+        while not over.wait(0.5):
+            bar.update(reader.ended - bar.n)
+        bar.update(reader.ended - bar.n)
+
+    with tqdm(total=pages, desc=name, unit="page") as bar, ThreadPoolExecutor(1) as thread:
+        thread.submit(follow, bar)
+        try:
+            yield
+        finally:
+            over.set()
+
+
+def first_token_ms(answer: Answered) -> float:
+    """From sending to the first token, as the client saw it; by the server's own clock where it was not streamed."""
+    return sum(answer.stages[:-1]) if answer.first_token is None else 1e3 * answer.first_token
+
+
+def token_ms(answer: Answered) -> float:
+    """For each token after the first."""
+    spent = answer.stages[-1] if answer.first_token is None else 1e3 * (answer.seconds - answer.first_token)
+    return spent / max(1, answer.tokens - 1)
+
+
+def report(
+    load: Load,
+    run: counting.Run,
+    steady: Sequence[Answered],
+    power: Draw | None,
+    name: str,
+    **notes: Any,
+) -> None:
+    """Emits the figures of a run and its ``steady`` pages; ``name`` is what their names begin with."""
+    command = f'make bench NAME=replay ARGS="{" ".join(sys.argv[1:])}"'
+    answers = [answer for page in steady for answer in page.made_of]
+    asked = [len(page.made_of) for page in steady]
+
+    def p50(values: Sequence[float]) -> float:
+        return round(counting.percentile(sorted(values), 0.5), 2)
+
+    notes |= {
+        "what": LABEL,
+        "pages": len(steady),
+        "pages_in_flight": load.pages,
+        "requests_in_flight": load.requests,
+        "tokens_a_page": round(fmean(page.tokens for page in steady), 1),
+        "crops_a_page": round(fmean(asked) - 1, 1),
+    }
+    emit = partial(figures.emit, command=command, **notes)
+    stages = zip(measuring.stage_names(), zip(*(answer.stages for answer in answers)))
+    emit(f"{name}.pages_s", round(run.requests_s, 3), "pages/s", stages_p50={stage: p50(ms) for stage, ms in stages})
+    emit(f"{name}.whole", round(run.whole_requests_s, 3), "pages/s")
+    emit(f"{name}.req_s", round(run.requests_s * fmean(asked[1:]), 2), "req/s")
+    emit(f"{name}.tok_s", round(run.tokens_s, 1), "tok/s", responses_s=round(run.parts_s, 1))
+    for what, each in (("prefill", first_token_ms), ("decode", token_ms)):
+        apart = {f"{what}_p50_ms_of_layouts": p50([each(page.made_of[0]) for page in steady])}
+        emit(f"{name}.{what}_p50_ms", p50([each(answer) for answer in answers]), "ms", **apart)
+    emit(f"{name}.page_p50_s", round(run.p50, 3), "s", p99_s=round(run.p99, 3))
+    if power:
+        power.emit(lambda what, value, unit: emit(f"{name}.{what}", value, unit), run.requests_s, "page")
+
+
+def measure(
+    server: Running,
+    reader: Reader,
+    load: Load,
+    pages: int,
+    processes: int,
+    gpus: Sequence[str],
+    name: str,
+    **notes: Any,
+) -> None:
+    """Runs one load and emits its figures."""
+    before = [counted(url) for url in server.metrics]
+    with GpuPower(gpus) as power, progress(reader, pages, load.name):
+        began, answers = closed_loop.run(reader.prepare, load.pages, pages, processes)
+    after = [counted(url) for url in server.metrics]
+    run = counting.count(began, answers, load.pages)
+    notes |= measuring.server_notes(before, after, answers[-1].ended - began)
+    steady = counting.steady_part(answers, load.pages)
+    report(load, run, steady, power.between(run.began, run.ended), name, gpus=len(gpus), **notes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("set", type=Path, help="what replay_pages.py made")
+    add_arguments(parser)
+    parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=LOADS)
+    parser.add_argument("--pages", type=int, help="in flight, instead of the load's own")
+    parser.add_argument("--requests", type=int, help="in flight at most, instead of the load's own")
+    parser.add_argument("--processes", type=int, default=8, help="of the load generator")
+    parser.add_argument("--whole", action="store_true", help="ask for answers whole, as tessera parse does")
+    parser.add_argument("--seed", type=int, help="of the pictures' marks; default: a new one")
+    parser.add_argument("--label", default="bf16", help="stands in the figures' names unless it is bf16")
+    arguments = parser.parse_args()
+    asked = setup(arguments)
+    seed = random.randrange(1 << 30) if arguments.seed is None else arguments.seed
+    count = len(ReplaySet(arguments.set).pages)
+    with tempfile.TemporaryDirectory(prefix="tessera-replay-") as folder:
+        encode_all(arguments.set, Path(folder), count)
+        with serve(asked) as server:
+            for name in arguments.loads:
+                load = LOADS[name]
+                load = replace(load, pages=arguments.pages or load.pages, requests=arguments.requests or load.requests)
+                # No two loads share pictures, which the server would know by then.
+                own_seed = seed + list(LOADS).index(name)
+                reader = Reader(server.grpc, arguments.set, Path(folder), load, own_seed, arguments.whole)
+                named = [part for part in (arguments.label, name) if part not in ("bf16", "saturated")]
+                measure(
+                    server,
+                    reader,
+                    load,
+                    pages_of_a_run(load, count),
+                    arguments.processes,
+                    asked.gpus,
+                    ".".join(["docs.replay", *named]),
+                    seed=own_seed,
+                    startup_s=server.startup_s,
+                    streamed=not arguments.whole,
+                    **setup_notes(arguments),
+                )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,146 @@
+"""A set of pages to replay as one file: what replay_pages.py writes and replay reads.
+
+A zip: ``set.json``, and each page as lossless WebP, which is a third of PNG's size. Crops are cut from the pages when
+they are read, as MinerU's client cuts them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import zipfile
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+
+@dataclass(frozen=True)
+class Request:
+    """``kind``: of :attr:`Client.kinds`. ``tokens``: the answer's, its end among them. ``box``: left, top, right and
+    bottom in thousandths of the page; None for the whole page, whose layout is asked."""
+
+    kind: str
+    tokens: int
+    box: tuple[int, int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Page:
+    """``name``: the package, the file in it and the page from 1. The layout is the first of the requests."""
+
+    name: str
+    requests: tuple[Request, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers."""
+        return sum(request.tokens for request in self.requests)
+
+    @property
+    def read_tokens(self) -> int:
+        """Of the answers about crops: what is read on the page."""
+        return sum(request.tokens for request in self.requests[1:])
+
+
+@dataclass(frozen=True)
+class Client:
+    """What MinerU's client does, as it said itself when the set was made.
+
+    ``kinds``: the prompt and the sampling parameters by name. ``layout_size``: width and height in pixels that a page
+    is stretched to. Crops are made at least ``min_edge`` pixels wide and high, at most ``max_ratio`` times as long as
+    wide.
+    """
+
+    version: str
+    system: str
+    kinds: dict[str, dict[str, Any]]
+    layout_size: tuple[int, int]
+    min_edge: int
+    max_ratio: float
+
+    def messages(self, request: Request, picture: bytes) -> list[dict[str, Any]]:
+        """The conversation of a request, for the SDK's ``chat``."""
+        content = [{"type": "image", "image": picture}, {"type": "text", "text": self.kinds[request.kind]["prompt"]}]
+        return [{"role": "system", "content": self.system}, {"role": "user", "content": content}]
+
+    def sampling(self, request: Request) -> dict[str, Any]:
+        """With the answer's length forced."""
+        return {**self.kinds[request.kind]["sampling"], "max_tokens": request.tokens, "ignore_eos": True}
+
+    def picture(self, page: Image.Image, request: Request) -> bytes:
+        """What is sent with the request: a PNG."""
+        if request.box is None:
+            return png(page.resize(self.layout_size, Image.Resampling.BICUBIC))
+        box = [side / 1000.0 * length for side, length in zip(request.box, page.size * 2)]
+        crop = page.crop((box[0], box[1], box[2], box[3]))
+        width, height = crop.size
+        if max(crop.size) / min(crop.size) > self.max_ratio:
+            least = math.ceil(max(crop.size) / self.max_ratio)
+            padded = Image.new("RGB", (max(width, least), max(height, least)), "white")
+            padded.paste(crop, ((padded.width - width) // 2, (padded.height - height) // 2))
+            crop = padded
+        if min(crop.size) < self.min_edge:
+            scale = self.min_edge / min(crop.size)
+            crop = crop.resize(
+                (math.ceil(crop.width * scale), math.ceil(crop.height * scale)), Image.Resampling.BICUBIC
+            )
+        return png(crop)
+
+
+def png(picture: Image.Image) -> bytes:
+    """As MinerU's client encodes."""
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+END_OF_PNG = 12  # bytes of its last chunk
+
+
+def marked(encoded: bytes, mark: str) -> bytes:
+    """The same picture in other bytes: a PNG with a comment. The server's caches know pictures by their bytes, so that
+    each mark costs all that a new picture costs."""
+    body = b"tEXt" + b"Comment\0" + mark.encode("latin-1")
+    chunk = (len(body) - 4).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
+    return encoded[:-END_OF_PNG] + chunk + encoded[-END_OF_PNG:]
+
+
+class ReplaySet:
+    """An open file. Raises FileNotFoundError, and ValueError for one that is no such set."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            with zipfile.ZipFile(path) as file:
+                told = json.loads(file.read("set.json"))
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise ValueError(f"{path.name} is no set of pages: {error}") from None
+        client, pages = told["client"], told["pages"]
+        self.client = Client(**client | {"layout_size": tuple(client["layout_size"])})
+        self.pages = [Page(page["name"], tuple(map(_request, page["requests"]))) for page in pages]
+
+    def picture(self, number: int) -> Image.Image:
+        """A page as it was rendered, RGB."""
+        with zipfile.ZipFile(self._path) as file:
+            return Image.open(io.BytesIO(file.read(f"{number}.webp"))).convert("RGB")
+
+
+def _request(told: dict[str, Any]) -> Request:
+    return Request(told["kind"], told["tokens"], told["box"] and tuple(told["box"]))
+
+
+def write(path: Path, client: Client, pages: Iterable[tuple[Page, Image.Image]]) -> None:
+    """Pages one after the other, so that all of them need not be in memory."""
+    told = []
+    with zipfile.ZipFile(path, "w") as file:
+        for number, (page, picture) in enumerate(pages):
+            buffer = io.BytesIO()
+            picture.save(buffer, "WEBP", lossless=True, quality=100, method=4)
+            file.writestr(zipfile.ZipInfo(f"{number}.webp"), buffer.getvalue())
+            told.append(asdict(page))
+        file.writestr(zipfile.ZipInfo("set.json"), json.dumps({"client": asdict(client), "pages": told}))

@@ -1,0 +1,271 @@
+"""What the scheduler's rules do to a closed loop, without a GPU: the scheduler itself, with steps that take as long as
+they were measured to take (`make bench NAME=scheduler`).
+
+    python loadtest/bench scheduler --concurrency 64 --prompt 316 --answer 256
+    python loadtest/bench scheduler --concurrency 256 --answer 4 --questions 4
+
+Steps' times are InternVL3-8B's shape in bf16 on one H200 (2026-11-23). A forward of vision takes its time from the
+language model's steps. Questions about one picture come one after the other; from the second on the picture has its
+rows and its keys and values. What is not known here: how the two processes slow each other, and the host. Simulated
+rates were 2 to 7 % above measured ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import random
+import shlex
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import counting
+import figures
+import numpy as np
+
+from bench.engine_load import PICTURE_START
+from tessera.engine.kv_cache.block_manager import BlockManager
+from tessera.engine.scheduling import policies
+from tessera.engine.scheduling.policies import Rules
+from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
+from tessera.engine.sequence import Request, Sequence
+from tessera.prompt.sampling import SamplingParameters
+
+TOKENS = (0, 64, 128, 256, 320, 576, 8192)
+STEP_MS = (4.1, 4.85, 5.9, 7.8, 9.7, 15.1, 171.0)
+TILE_MS = 1.45  # of the GPU's time
+FORWARD_TILES = 16
+PREPROCESS_MS = 5.0
+HAND_OVER_MS = 1.5  # from vision to the language model, one request at a time
+OWN_TOKENS = 21  # at the end of a prompt, of which a picture's next question has others
+SKIPPED_MS = 10_000.0
+EVERY_RULE = Rules()
+
+
+def step_ms(tokens: int) -> float:
+    """Of a step of this many tokens; those of more than 64 come in graphs of multiples of that."""
+    return float(np.interp(tokens if tokens <= 64 else -(-tokens // 64) * 64, TOKENS, STEP_MS))
+
+
+@dataclass(eq=False)
+class Question:
+    """One request: which ``number`` it has among its picture's, when it was ``asked`` and left the vision stage."""
+
+    ids: np.ndarray
+    number: int
+    asked: float
+    seen: float = 0.0
+
+
+class Simulation:
+    """A closed loop of ``concurrency`` requests, each of ``tiles``, ``prompt`` and ``answer`` tokens, this many
+    ``questions`` about each picture. ``step_time``: times that in bf16."""
+
+    def __init__(
+        self,
+        concurrency: int,
+        tiles: int,
+        prompt: int,
+        answer: int,
+        seed: int,
+        questions: int = 1,
+        step_time: float = 1.0,
+        hand_over_ms: float = HAND_OVER_MS,
+        rules: Rules = EVERY_RULE,
+        max_batched_tokens: int = 8192,
+    ) -> None:
+        self.now = 0.0  # ms
+        self.first_tokens: list[float] = []
+        self.queued: list[float] = []  # from vision to the step that reads the prompt
+        self.tokens = self.steps = 0
+        self.idle = 0.0  # ms of the GPU
+        self._scheduler = Scheduler(BlockManager(400_000, 16), max_batched_tokens, 256, rules)
+        self._sizes, self._questions, self._random = (tiles, prompt, answer), questions, random.Random(seed)
+        self._step_time, self._hand_over_ms = step_time, hand_over_ms
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._numbers = itertools.count()
+        self._vision: deque[Question] = deque()  # those that wait there for a forward
+        self._forward_ends, self._owed, self._handed_over = 0.0, 0.0, 0.0
+        self._asked: dict[Sequence, Question] = {}
+        for _ in range(concurrency):
+            self._ask()
+
+    def monotonic_ns(self) -> int:
+        """The scheduler's clock."""
+        return int(self.now * 1e6)
+
+    def run(self, until: float) -> None:
+        """Steps, of which one is launched ahead as the engine does it."""
+        under_way: deque[tuple[ScheduledBatch, float]] = deque()
+        free = 0.0
+        while self.now < until:
+            ends_first = bool(under_way) and self._scheduler.ends_first(under_way[-1][0])
+            batch = ScheduledBatch([]) if ends_first else self._scheduler.schedule()
+            if batch.spans:
+                self._scheduled(batch)
+                took = self._step_time * step_ms(batch.tokens)
+                self._scheduler.took(batch, int(took * 1e6))
+                begins = max(free, self.now + 0.3)
+                self.idle += begins - free - self._see(begins - free)
+                free = begins + took + self._see(took)
+                under_way.append((batch, free))
+            if len(under_way) > bool(batch.spans):
+                self._apply(*under_way.popleft())
+            elif not under_way:
+                self._advance(self.now + 0.5)
+
+    def _scheduled(self, batch: ScheduledBatch) -> None:
+        if self.now < SKIPPED_MS:
+            self.idle = 0.0
+            return
+        self.steps += 1
+        for sequence in (span.sequence for span in batch.spans):
+            if not sequence.scheduled_ns:
+                sequence.scheduled_ns = self.monotonic_ns()
+                self.queued.append(self.now - self._asked[sequence].seen)
+
+    def _see(self, most: float) -> float:
+        """What forwards take of the GPU's time in so long."""
+        vision = min(self._owed, most)
+        self._owed -= vision
+        return vision
+
+    def _apply(self, batch: ScheduledBatch, ended: float) -> None:
+        self._advance(ended)
+        for sequence, _, _ in self._scheduler.apply(batch, [(1, None)] * len(batch.sampling)):
+            counts = self.now > SKIPPED_MS
+            self.tokens += counts
+            if len(sequence.outputs) == 1 and counts:
+                self.first_tokens.append(self.now - self._asked[sequence].asked)
+            if sequence.finished:
+                self._ask(self._asked.pop(sequence))
+
+    def _advance(self, to: float) -> None:
+        while self._events and self._events[0][0] <= to:
+            at, _, act, arguments = heapq.heappop(self._events)
+            self.now = max(self.now, at)
+            act(*arguments)
+        self.now = max(self.now, to)
+
+    def _at(self, when: float, act: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._events, (when, next(self._numbers), act, arguments))
+
+    def _ask(self, before: Question | None = None) -> None:
+        ids, number = self._random_ids(self._sizes[1]), 0
+        if before and before.number + 1 < self._questions:
+            ids[:-OWN_TOKENS], number = before.ids[:-OWN_TOKENS], before.number + 1
+        question = Question(ids, number, self.now)
+        self._at(self.now + PREPROCESS_MS * self._random.uniform(0.7, 1.5), self._arrive, question)
+
+    def _random_ids(self, count: int) -> np.ndarray:
+        return np.array([self._random.randrange(1 << 30) for _ in range(count)], np.int32)
+
+    def _arrive(self, question: Question) -> None:
+        if question.number:  # its rows are copied behind the forward under way
+            self._hand_over(question, max(self.now, self._forward_ends))
+        else:
+            self._vision.append(question)
+            self._forward()
+
+    def _forward(self) -> None:
+        if self.now < self._forward_ends or not self._vision:
+            return
+        tiles = self._sizes[0]
+        group = [self._vision.popleft() for _ in range(min(len(self._vision), max(1, FORWARD_TILES // tiles)))]
+        work = self._step_time * TILE_MS * tiles * len(group)
+        self._owed += work
+        self._forward_ends = self.now + 1 + 1.6 * work  # beside steps
+        for question in group:
+            self._hand_over(question, self._forward_ends)
+        self._at(self._forward_ends, self._forward)
+
+    def _hand_over(self, question: Question, seen: float) -> None:
+        question.seen = seen
+        self._handed_over = max(self._handed_over, seen) + self._hand_over_ms
+        self._at(self._handed_over, self._submit, question)
+
+    def _submit(self, question: Question) -> None:
+        sampling = SamplingParameters(max_tokens=self._sizes[2], ignore_eos=True)
+        spans, digest = np.array([[PICTURE_START, 0]], np.int32), np.zeros(2, np.int64)
+        request = Request("", question.ids, spans, None, digest, sampling)
+        sequence = Sequence(
+            replace(request, arrival_ns=self.monotonic_ns()), cache_limit=None if self._questions > 1 else 0
+        )
+        self._asked[sequence] = question
+        self._scheduler.add(sequence)
+
+
+def add_rules(parser: argparse.ArgumentParser) -> None:
+    rules = [field.name for field in fields(Rules)]
+    parser.add_argument("--without", nargs="+", default=[], choices=rules, help="rules that are turned off")
+    parser.add_argument("--max-batched-tokens", type=int, default=8192)
+
+
+def rules_of(options: argparse.Namespace) -> Rules:
+    return Rules(**dict.fromkeys(options.without, False))
+
+
+def name_of_rules(options: argparse.Namespace) -> str:
+    """What a figure's name adds where rules or the step's size are not the default."""
+    size = f".b{options.max_batched_tokens}" * (options.max_batched_tokens != 8192)
+    return size + "".join(f".no_{rule}" for rule in options.without)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--tiles", type=int, default=1)
+    parser.add_argument("--prompt", type=int, default=316, help="tokens")
+    parser.add_argument("--answer", type=int, default=256, help="tokens")
+    parser.add_argument("--questions", type=int, default=1, help="about each picture, one after the other")
+    parser.add_argument("--step-time", type=float, default=1.0, help="times that in bf16; in FP8 it is about 0.6")
+    parser.add_argument("--hand-over-ms", type=float, default=HAND_OVER_MS, help="from vision to the language model")
+    parser.add_argument("--seconds", type=float, default=30.0)
+    add_rules(parser)
+    options = parser.parse_args()
+    if options.seconds <= SKIPPED_MS / 1e3:
+        parser.error(f"the first {SKIPPED_MS / 1e3:g} s do not count; give more --seconds")
+    simulation = Simulation(
+        options.concurrency,
+        options.tiles,
+        options.prompt,
+        options.answer,
+        1,
+        options.questions,
+        options.step_time,
+        options.hand_over_ms,
+        rules_of(options),
+        options.max_batched_tokens,
+    )
+    policies.time = simulation  # type: ignore[assignment]  # its clock
+    simulation.run(1e3 * options.seconds)
+    counted = options.seconds - SKIPPED_MS / 1e3
+    first, queued = (
+        round(counting.percentile(sorted(each), 0.5)) for each in (simulation.first_tokens, simulation.queued)
+    )
+    name = f"simulated.{options.prompt}to{options.answer}.c{options.concurrency}"
+    for letter, what in (("t", "tiles"), ("q", "questions"), ("s", "step_time"), ("h", "hand_over_ms")):
+        if (given := getattr(options, what)) != parser.get_default(what):
+            name += f".{letter}{given:g}"
+    name += name_of_rules(options)
+    command = f'make bench NAME=scheduler ARGS="{shlex.join(sys.argv[1:])}"'
+    figures.emit(
+        f"{name}.tok_s",
+        round(simulation.tokens / counted),
+        "tok/s",
+        command,
+        req_s=round(simulation.tokens / counted / options.answer, 1),
+        ttft_p50_ms=first,
+        queued_p50_ms=queued,
+        steps_s=round(simulation.steps / counted, 1),
+        idle=round(simulation.idle / counted / 1e3, 3),
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
