@@ -1,4 +1,4 @@
-"""Writes the figures into the documents: the newest of every metric into docs/figures.md, those of bench_joules.py into
+"""Writes the figures into the documents: the newest of every metric into docs/figures.md, those of joules into
 docs/joules.md, and into README.md the pairs of peers.json that were taken side by side with the newest peer. record.py
 does it too, after it has kept new ones.
 

@@ -1,4 +1,4 @@
-"""The benchmarks: `make bench` lists them, `make bench NAME=... ARGS="..."` runs one, as `python loadtest/bench NAME` does.
+"""The benchmarks: `make bench` lists them, `make bench NAME=... ARGS="..."` runs one (as does `python loadtest/bench`).
 
 Each is a module with a ``main()`` that reads ``sys.argv``. Imports nothing but the one that is asked for.
 """
