@@ -45,8 +45,8 @@ from tessera.kernels.w4_layout import PackedW4
 from tessera.kernels.w4a16 import W4Plan, padded_rows, plan_w4a16, w4a16_gate_up, w4a16_linear
 from tessera.linear.formats.awq import Awq
 from tessera.linear.formats.fp8 import Fp8OnLoad
-from tessera.linear.measured import InPlace, MeasuredScheme
 from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Place
+from tessera.linear.tuning import InPlace, MeasuredScheme
 from tessera.linear.unquantized import Unquantized
 
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}  # n, k

@@ -20,9 +20,9 @@ from tessera.linear.formats import int4
 from tessera.linear.formats.awq import Awq
 from tessera.linear.formats.fp8 import Fp8, Fp8OnLoad
 from tessera.linear.formats.int4 import Int4
-from tessera.linear.measured import InPlace, taking_turns
 from tessera.linear.scheme import Linear, LinearShape
-from tessera.linear.unquantized import Unquantized
+from tessera.linear.tuning import InPlace, taking_turns
+from tessera.linear.unquantized import FEW_ROWS, Unquantized
 from tessera.models.text.qwen2 import DecoderLayer
 from tessera.models.text.registry import model_class
 from tessera.settings.stages import EngineConfig
@@ -60,7 +60,7 @@ class Recorder:
 @pytest.fixture
 def kernels(monkeypatch):
     recorder = Recorder()
-    for module in ("scheme", "measured", "formats.int4"):
+    for module in ("scheme", "tuning", "formats.int4"):
         monkeypatch.setattr(f"tessera.linear.{module}.layer_kernels", lambda device: recorder)
     monkeypatch.setattr("tessera.linear.layers.layer_kernels", lambda device: recorder)
     monkeypatch.setattr(Fp8, "_has_units", lambda scheme, layer: True)
@@ -203,7 +203,7 @@ def test_what_split_products_leave_is_added_by_whoever_comes_next(monkeypatch, a
     make = Partials.__new__
     monkeypatch.setattr(Partials, "__new__", lambda cls, *given: (left.append(cls), make(cls, *given))[1])
     for linear in linears:
-        linear.scheme.skinny_rows = 64
+        linear.scheme.ways = ((64, FEW_ROWS),)
     torch.testing.assert_close(logits_of(model, attention), expected)
     # q, k and v, output and down of both steps; in the first the last layer's two latter have no row to compute.
     assert len(left) == 2 * 3 * len(model.layers) - 2
@@ -215,7 +215,7 @@ def test_layers_that_choose_otherwise_than_their_neighbours_answer_alike(monkeyp
 
     def logits(choose):
         for index, linear in enumerate(linears):
-            ways = linear.scheme.possible(linear, 11)
+            ways = linear.scheme.possible(linear, LinearShape(0, 0, False, "alone", torch.float32), 11)
             linear.scheme.ways = (1, choose(ways, index)), (11, choose(ways, index + 1))
         return logits_of(model, attention)
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from tessera.errors import CheckpointError
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows, Fp8Sums, quantize_rows, quantize_weight
 from tessera.linear.formats.fp8 import Fp8, Fp8OnLoad
-from tessera.linear.measured import PRODUCTS
 from tessera.linear.quantization import scheme_selector
 from tessera.linear.scheme import Linear, LinearScheme, LinearShape
+from tessera.linear.tuning import PRODUCTS
 from tessera.linear.unquantized import Unquantized
 
 CPU = torch.device("cpu")

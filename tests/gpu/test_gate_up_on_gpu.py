@@ -71,5 +71,5 @@ def test_measuring_it_takes_less_than_the_memory_kept_back(tmp_path):
     before = torch.cuda.memory_reserved()
     layers[0].scheme.tune(layers, shape, choices, "here")
     taken = torch.cuda.max_memory_reserved() - before
-    print(f"{taken / 2**30:.2f} GiB; fused from {layers[0].scheme.fused_rows} rows on: {choices._known}")
+    print(f"{taken / 2**30:.2f} GiB; {layers[0].scheme.ways}: {choices._known}")
     assert taken < memory_budget._RESERVE_BYTES

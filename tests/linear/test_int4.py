@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from tessera.kernels.fp8_rows import Fp8Rows, Fp8Sums
 from tessera.linear.formats import int4
 from tessera.linear.formats.int4 import DEQUANTIZED, W4A16, Int4, dequantize
-from tessera.linear.measured import PRODUCTS
 from tessera.linear.quantization import scheme_selector
-from tessera.linear.scheme import Linear, LinearShape, Stored
+from tessera.linear.scheme import Linear, LinearShape
+from tessera.linear.tuning import PRODUCTS, layers_alike
 
 ROWS, SIZE, GROUP = {"gate": 32, "up": 32}, 512, 128
 
@@ -21,12 +21,14 @@ ROWS, SIZE, GROUP = {"gate": 32, "up": 32}, 512, 128
 class Plain(Int4):
     """Stores the canonical tensors themselves."""
 
-    def stored(self, has_bias):
-        return Stored(frozenset({"codes", "scales", "zeros"} | ({"bias"} if has_bias else set())), frozenset({"order"}))
+    optional = frozenset({"order"})
+
+    def leaves(self):
+        return {"codes", "scales", "zeros"}
 
     def decode(self, tensors, out_features, in_features):
         columns = self.columns(tensors, "order", in_features, torch.device("cpu"))
-        return {name: tensor for name, tensor in tensors.items() if name != "order"} | {"columns": columns}
+        return {name: tensors[name] for name in self.leaves()} | {"columns": columns}
 
 
 class FirstWays:
@@ -144,13 +146,16 @@ def test_the_fastest_way_is_measured_for_each_number_of_rows(resident, place):
     choices = FirstWays("rescaled")
     shape = LinearShape(64, SIZE, True, place, torch.float32)
     layers[0].scheme.tune(layers, shape, choices, "a machine")
-    asked = dict(zip((16, 32, 64, 96, 128, 256, 512, 1024), choices.asked.values(), strict=True))
-    copies = ["rescaled", "rows"] if resident == "auto" else []
-    skinny = ["skinny"] if resident == "auto" else []
-    assert asked[64] == [*copies, *skinny, W4A16, DEQUANTIZED]
-    assert asked[96] == [*copies, *skinny, DEQUANTIZED]
-    assert asked[512] == [*copies, DEQUANTIZED]
-    best = {16: "rescaled", 1024: "rescaled"} if copies else {16: W4A16, 1024: DEQUANTIZED}
+    asked = dict(zip((16, 32, 64, 96, 128, 256, 512, 1024), choices.asked.values()))
+    if resident == "auto":
+        assert len(choices.asked) == 8
+        assert asked[64] == ["rescaled", "rows", "skinny", W4A16, DEQUANTIZED]
+        assert asked[96] == ["rescaled", "rows", "skinny", DEQUANTIZED]
+        assert asked[512] == ["rescaled", "rows", DEQUANTIZED]
+        best = {16: "rescaled", 1024: "rescaled"}
+    else:  # there is nothing to ask about more rows
+        assert asked == {rows: [W4A16, DEQUANTIZED] for rows in (16, 32, 64)}
+        best = {16: W4A16, 1024: DEQUANTIZED}
     for layer in layers:
         assert {rows: way for rows, way in layer.scheme.ways if rows in best} == best
 
@@ -158,18 +163,13 @@ def test_the_fastest_way_is_measured_for_each_number_of_rows(resident, place):
 @pytest.mark.usefixtures("hopper")
 def test_layers_that_hold_other_things_are_asked_for_by_themselves():
     """Such as those for which the card had no room any more."""
-    pytest.importorskip("triton", reason="tuning measures triton's kernels")
-    from tessera.engine.execution.tuning import layers_alike
-
     kinds = [{}, {"resident": "off"}, {"scattered": True}]
     layers = [made(**kind)[0] for kind in kinds * 2]
-    model = torch.nn.Module()
-    model.layers = torch.nn.ModuleList(layers)
     choices = FirstWays("rescaled")
-    for shape, alike in layers_alike(model):
+    for shape, alike in layers_alike(dict.fromkeys(layers, "alone")):
         alike[0].scheme.tune(alike, shape, choices, "a machine")
     assert [layer.scheme.way(layer, 1024) for layer in layers] == ["rescaled", DEQUANTIZED, "rescaled"] * 2
-    assert len(choices.asked) == 3 * 8
+    assert len(choices.asked) == 8 + 3 + 8  # without a copy, up to the kernel's 64 rows
 
 
 @pytest.mark.parametrize("resident", ["auto", "off"])

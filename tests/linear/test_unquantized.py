@@ -13,7 +13,7 @@ from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.linear import unquantized
 from tessera.linear.layers import RmsNorm
 from tessera.linear.scheme import Linear, LinearShape
-from tessera.linear.unquantized import Unquantized
+from tessera.linear.unquantized import CUBLAS, FEW_ROWS, FUSED, Unquantized
 
 pytest.importorskip("triton", reason="tuning measures triton's kernels")
 
@@ -29,7 +29,7 @@ class Choices:
     def fastest(self, question, ways, margin=0.0):
         for way in ways.values():
             way()
-        library, ours = ways
+        library, *_, ours = ways
         rows = int(re.search(r", (\d+) rows, .*, 2 layers, here$", question)[1])
         self.asked.append((rows, ours))
         return ours if rows in self.won else library
@@ -61,32 +61,32 @@ def tuned(choices, *, size=SIZE, k=K, bias=False, place="gate_up", dtype=torch.b
     return layers
 
 
-@pytest.mark.parametrize(
-    ("won", "asked", "first"),
-    [
-        ((8192, 4096, 2048, 1024), (8192, 4096, 2048, 1024), 1024),
-        ((8192, 4096, 1024), (8192, 4096, 2048), 4096),
-        ((4096, 2048), (8192,), None),
-    ],
-)
-def test_the_fused_product_is_measured_from_the_largest_step_down(ran, won, asked, first):
+@pytest.mark.parametrize("won", [(8192, 4096, 2048, 1024), (8192, 4096, 1024), (4096, 2048), ()])
+def test_each_number_of_rows_is_measured_and_holds_down_to_the_one_before(ran, won):
     choices = Choices(32, 16, *won)
     layers = tuned(choices)
-    assert choices.asked == [*((rows, "skinny") for rows in (16, 32, 64)), *((rows, "fused") for rows in asked)]
-    assert all(layer.scheme.fused_rows == first and layer.scheme.skinny_rows == 32 for layer in layers)
+    many = (1024, 2048, 4096, 8192)
+    assert choices.asked == [*((rows, FEW_ROWS) for rows in (16, 32, 64)), *((rows, FUSED) for rows in many)]
+    for layer in layers:
+        ways = {rows: layer.scheme.way(layer, rows) for rows in (1, 32, 33, 64, 65, 512)}
+        assert ways == {1: FEW_ROWS, 32: FEW_ROWS, 33: CUBLAS, 64: CUBLAS, 65: CUBLAS, 512: CUBLAS}
+        for rows in many:
+            found = {layer.scheme.way(layer, each) for each in (rows // 2 + 1, rows)}
+            assert found == {FUSED if rows in won else CUBLAS}
+        assert layer.scheme.way(layer, 9000) == (FUSED if 8192 in won else CUBLAS)
 
 
 def test_products_are_measured_between_their_neighbours(monkeypatch, ran):
     normalised = []
     monkeypatch.setattr(RmsNorm, "forward", lambda norm, x, *others: (normalised.append(len(x)), (x, x))[1])
     tuned(Choices())
-    assert normalised.count(16) == ran.count("skinny_gate_up") * 2 == 4  # two layers, ours and the library's
+    assert normalised.count(16) == 4 and ran.count("skinny_gate_up") == 6  # two layers: ours and the library's, by rows
 
 
 def test_it_runs_from_the_found_number_of_rows_on(ran):
     layer = tuned(Choices(16, 8192, 4096))[1]
     ran.clear()
-    for rows, kernels in {0: [], 16: ["skinny_gate_up"], 17: [], 4095: [], 4096: ["gate_up_silu"]}.items():
+    for rows, kernels in {0: [], 16: ["skinny_gate_up"], 17: [], 2048: [], 2049: ["gate_up_silu"]}.items():
         x = torch.randn(rows, K).bfloat16()
         torch.testing.assert_close(layer.gated(x), reference.gate_up_silu(x, layer.weight))
         assert ran == kernels
@@ -99,9 +99,9 @@ def test_it_runs_from_the_found_number_of_rows_on(ran):
 @pytest.mark.parametrize(
     ("layer", "asked"),
     [
-        (dict(most_rows=5000), [4096, 2048, 1024]),  # for more there is no memory
+        (dict(most_rows=5000), [1024, 2048, 4096]),  # for more there is no memory
         (dict(most_rows=1000), []),
-        (dict(k=40), [8192, 4096, 2048, 1024]),
+        (dict(k=40), [1024, 2048, 4096, 8192]),
         (dict(k=36), []),
         (dict(size=12), []),
         (dict(bias=True), []),
@@ -112,5 +112,5 @@ def test_it_runs_from_the_found_number_of_rows_on(ran):
 def test_it_is_measured_only_where_it_can_run(ran, layer, asked):
     choices = Choices(8192, 4096, 2048, 1024)
     found = tuned(choices, **layer)
-    assert [rows for rows, way in choices.asked if way == "fused"] == asked
-    assert found[0].scheme.fused_rows == (asked[-1] if asked else None)
+    assert [rows for rows, way in choices.asked if way == FUSED] == asked
+    assert found[0].scheme.way(found[0], 5000) == (FUSED if asked else CUBLAS)

@@ -57,13 +57,19 @@ class LinearScheme(ABC):
 
     The layer's buffers have its output features as dimension 0, so that whatever the format, rows say which module's
     they are. Those in ``shared`` belong to the input instead: they begin as None, and all modules must agree on them.
+    ``optional``: tensors that a stored module may have. The bias is the layer's own affair.
     """
 
     shared: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
 
     @abstractmethod
+    def leaves(self) -> set[str]:
+        """What each stored module holds beside a bias."""
+
     def stored(self, has_bias: bool) -> Stored:
         """What each stored module holds."""
+        return Stored(frozenset(self.leaves() | ({"bias"} if has_bias else set())), self.optional)
 
     @abstractmethod
     def decode(
@@ -191,9 +197,16 @@ class Linear(nn.Module):
 
     def randomize(self, generator: torch.Generator) -> None:
         """Fills it as if from a checkpoint of small random numbers."""
-        self.scheme.create(self, self.dtype, self.device)
+        self._create()
         self.scheme.randomize(self, generator)
+        if self.has_bias:
+            self.bias.normal_(0, 0.02, generator=generator)
         self.scheme.finish(self)
+
+    def _create(self) -> None:
+        self.scheme.create(self, self.dtype, self.device)
+        bias = torch.zeros(self.out_features, dtype=self.dtype, device=self.device) if self.has_bias else None
+        self.register_buffer("bias", bias)
 
     def _take(self, module: str, leaf: str, count: int, tensor: torch.Tensor) -> None:
         """Keeps one tensor of a module; with the last of ``count`` decodes them, where the layer is."""
@@ -211,10 +224,14 @@ class Linear(nn.Module):
     def _settle(self, module: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Decodes a whole module's tensors into the buffers. TensorError names the one at fault as the module does."""
         decoded = self.scheme.decode(tensors, self.sizes[module], self.in_features)
-        if not self.has_bias and "bias" in decoded and has_values(bias := decoded.pop("bias")) and bool(bias.any()):
-            raise TensorError("bias", "is not zero, and the model has none there")
+        if "bias" in tensors:
+            bias = plain_of(tensors, "bias")
+            if self.has_bias:
+                decoded["bias"] = bias
+            elif has_values(bias) and bool(bias.any()):
+                raise TensorError("bias", "is not zero, and the model has none there")
         if len(self._unread) == len(self._rows):
-            self.scheme.create(self, self.dtype, self.device)
+            self._create()
         self._place(module, decoded)
         self._unread.remove(module)
         if not self._unread and self.device.type != "meta":
@@ -265,11 +282,6 @@ def plain_of(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
 def has_values(tensor: torch.Tensor) -> bool:
     """False for one that is known by a file's header alone: only its shape and dtype can be judged."""
     return tensor.device.type != "meta"
-
-
-def bias_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A module's bias, if it has one."""
-    return {"bias": plain_of(tensors, "bias")} if "bias" in tensors else {}
 
 
 def _count(rows: Rows) -> int:

@@ -20,6 +20,7 @@ from tessera.engine.execution.step_graphs import DecodeGraphs, PromptGraphs, gra
 from tessera.engine.scheduling.scheduler import ScheduledBatch
 from tessera.kernels.transfer import Moment, to_device
 from tessera.linear.quantization import scheme_selector, stored_modules
+from tessera.linear.tuning import tune
 from tessera.models.text.qwen2 import Qwen2
 from tessera.models.text.registry import model_class
 from tessera.settings.stages import EngineConfig
@@ -84,10 +85,8 @@ class ModelRunner:
         _LOG.info("cache: %d blocks of %d tokens", num_blocks, config.block_size)
         whole = runner(num_blocks)
         if whole.overlaps:
-            from tessera.engine.execution.tuning import tune
-
             with torch.inference_mode():  # answers found before are read from disk
-                tune(model, weight.device, config.max_batched_tokens)
+                tune(model.places(), weight.device, config.max_batched_tokens)
         largest = min(config.graph_batch_size, config.max_sequences)
         if largest and whole.overlaps:
             most_blocks = min(num_blocks, -(-max_model_len // config.block_size))

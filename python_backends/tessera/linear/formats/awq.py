@@ -13,7 +13,7 @@ import torch
 
 from tessera.linear.formats.gptq import unpack
 from tessera.linear.formats.int4 import Int4
-from tessera.linear.scheme import Stored, bias_of, shaped
+from tessera.linear.scheme import shaped
 from tessera.linear.settings import Groups, Settings
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -33,8 +33,8 @@ def read(settings: Settings) -> Groups:
 
 
 class Awq(Int4):
-    def stored(self, has_bias: bool) -> Stored:
-        return Stored(frozenset({"qweight", "qzeros", "scales"} | ({"bias"} if has_bias else set())))
+    def leaves(self) -> set[str]:
+        return {"qweight", "qzeros", "scales"}
 
     def decode(
         self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
@@ -46,7 +46,6 @@ class Awq(Int4):
             "codes": _columns(qweight)[:, :out_features].T,
             "zeros": _columns(qzeros)[:, :out_features].T.float(),
             "scales": shaped(tensors, "scales", (groups, out_features)).T.float(),
-            **bias_of(tensors),
         }
 
 

@@ -17,7 +17,7 @@ from tessera.errors import CheckpointError
 from tessera.linear.formats.fp8 import BLOCK, Fp8
 from tessera.linear.formats.gptq import unpack
 from tessera.linear.formats.int4 import ZERO, Int4
-from tessera.linear.scheme import LinearScheme, Stored, bias_of, has_values, shaped
+from tessera.linear.scheme import LinearScheme, has_values, shaped
 from tessera.linear.settings import Groups, Settings
 
 _FORMATS = ("pack-quantized", "float-quantized", "naive-quantized")  # the last is another name for FP8's
@@ -96,11 +96,10 @@ class Packed(Int4):
         super().__init__(group_size)
         self.symmetric, self.by_group = symmetric, by_group
 
-    def stored(self, has_bias: bool) -> Stored:
+    def leaves(self) -> set[str]:
         names = {"weight_packed", "weight_scale", "weight_shape"}
         names |= {"weight_g_idx"} if self.by_group else set()
-        names |= set() if self.symmetric else {"weight_zero_point"}
-        return Stored(frozenset(names | {"bias"} if has_bias else names))
+        return names if self.symmetric else names | {"weight_zero_point"}
 
     def decode(
         self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
@@ -120,5 +119,4 @@ class Packed(Int4):
             "zeros": zeros,
             "scales": shaped(tensors, "weight_scale", (out_features, groups)).float(),
             "columns": self.columns(tensors, "weight_g_idx", in_features, packed.device),
-            **bias_of(tensors),
         }

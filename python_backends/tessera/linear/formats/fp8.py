@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from tessera.checkpoint.weights import TensorError
 from tessera.kernels.deferred import Unfinished
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows, quantize_rows, quantize_weight
-from tessera.linear.measured import MeasuredScheme, Ways, has_units, products_for, rows_of
-from tessera.linear.scheme import Linear, Stored, bias_of, plain_of
+from tessera.linear.scheme import Linear, LinearShape, plain_of
 from tessera.linear.settings import Groups, Settings
+from tessera.linear.tuning import MeasuredScheme, Ways, has_units, products_for, rows_of
 
 BLOCK = 128
 
@@ -36,9 +36,8 @@ class Fp8(MeasuredScheme):
         self.scale_name, self.static, self.blocks = scale_name, static, blocks
         self.ways: Ways = ((32, "skinny"), (256, "rescaled"))
 
-    def stored(self, has_bias: bool) -> Stored:
-        names = {"weight", self.scale_name} | ({"input_scale"} if self.static else set())
-        return Stored(frozenset(names | ({"bias"} if has_bias else set())))
+    def leaves(self) -> set[str]:
+        return {"weight", self.scale_name} | ({"input_scale"} if self.static else set())
 
     def decode(
         self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
@@ -58,7 +57,7 @@ class Fp8(MeasuredScheme):
             raise TensorError(self.scale_name, f"has shape {list(scale.shape)}, expected one scale, or one a row")
         if self.static:
             decoded["input_scale"] = _scalar("input_scale", tensors).expand(out_features)
-        return decoded | bias_of(tensors)
+        return decoded
 
     def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> None:
         rows, columns = layer.out_features, layer.in_features
@@ -66,7 +65,6 @@ class Fp8(MeasuredScheme):
         shape = (rows, -(-columns // BLOCK)) if self.blocks else (rows,)
         layer.register_buffer("scales", torch.zeros(shape, device=device))
         layer.register_buffer("input_scale", torch.zeros(rows, device=device) if self.static else None)
-        layer.register_buffer("bias", torch.zeros(rows, dtype=dtype, device=device) if layer.has_bias else None)
 
     def randomize(self, layer: Linear, generator: torch.Generator) -> None:
         weight = torch.empty(layer.weight.shape, device=layer.device).normal_(0, 0.02, generator=generator)
@@ -75,8 +73,6 @@ class Fp8(MeasuredScheme):
         layer.scales.copy_(scales[:, None].expand_as(layer.scales) if self.blocks else scales)
         if self.static:
             layer.input_scale.fill_(16 / 448)
-        if layer.has_bias:
-            layer.bias.normal_(0, 0.02, generator=generator)
 
     def finish(self, layer: Linear) -> None:
         if self.static:
@@ -93,7 +89,7 @@ class Fp8(MeasuredScheme):
     def takes_fp8(self, layer: Linear, rows: int) -> bool:
         return layer.scales is not None and not self.static
 
-    def possible(self, layer: Linear, rows: int) -> list[str]:
+    def possible(self, layer: Linear, shape: LinearShape, rows: int) -> list[str]:
         return [] if layer.scales is None else products_for(layer, rows)
 
     def beyond(self, layer: Linear) -> str:
@@ -133,14 +129,14 @@ class Fp8(MeasuredScheme):
 class Fp8OnLoad(Fp8):
     """The same from an unquantized checkpoint: each output channel is quantized as it is read."""
 
-    def stored(self, has_bias: bool) -> Stored:
-        return Stored(frozenset({"weight", "bias"} if has_bias else {"weight"}))
+    def leaves(self) -> set[str]:
+        return {"weight"}
 
     def decode(
         self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
     ) -> dict[str, torch.Tensor]:
         weight, scales = quantize_weight(plain_of(tensors, "weight"))
-        return {"weight": weight, "scales": scales} | bias_of(tensors)
+        return {"weight": weight, "scales": scales}
 
 
 def dequantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

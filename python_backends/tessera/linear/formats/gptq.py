@@ -16,7 +16,7 @@ import torch
 
 from tessera.errors import CheckpointError
 from tessera.linear.formats.int4 import ZERO, Int4
-from tessera.linear.scheme import Stored, bias_of, has_values, shaped
+from tessera.linear.scheme import has_values, shaped
 from tessera.linear.settings import Groups, Settings
 
 _VERSIONS = {"gptq": 1, "gptq_v2": 2}
@@ -52,14 +52,14 @@ def read(settings: Settings) -> Groups:
 class Gptq(Int4):
     """``version`` and ``symmetric`` are what the file's label says, which its values may contradict."""
 
+    optional = frozenset({"g_idx", "bias"})  # AutoGPTQ gives every module a bias; where the model has none it is zero
+
     def __init__(self, group_size: int, version: int, symmetric: bool) -> None:
         super().__init__(group_size)
         self.version, self.symmetric = version, symmetric
 
-    def stored(self, has_bias: bool) -> Stored:
-        # AutoGPTQ gives every module a bias; where the model has none it is zero.
-        names = {"qweight", "qzeros", "scales"}
-        return Stored(frozenset(names | {"bias"} if has_bias else names), frozenset({"g_idx", "bias"}))
+    def leaves(self) -> set[str]:
+        return {"qweight", "qzeros", "scales"}
 
     def decode(
         self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
@@ -73,7 +73,6 @@ class Gptq(Int4):
             "zeros": self._zeros(unpack(qzeros)[:, :out_features].T, codes).float(),
             "scales": shaped(tensors, "scales", (groups, out_features)).T.float(),
             "columns": self.columns(tensors, "g_idx", in_features, qweight.device),
-            **bias_of(tensors),
         }
 
     def _zeros(self, stored: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

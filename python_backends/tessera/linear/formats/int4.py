@@ -13,8 +13,8 @@ from tessera.errors import CheckpointError
 from tessera.kernels.fp8_rows import Fp8Rows, quantize_rows, quantize_weight
 from tessera.kernels.tuning import layer_kernels
 from tessera.kernels.w4_layout import PackedW4, chunk_of, pack, zeros_fit
-from tessera.linear.measured import PRODUCTS, MeasuredScheme, Ways, has_units, products_for, rows_of
 from tessera.linear.scheme import Linear, LinearShape, has_values, shaped
+from tessera.linear.tuning import PRODUCTS, MeasuredScheme, Ways, has_units, products_for, rows_of
 
 if TYPE_CHECKING:
     from tessera.kernels.tuning import MeasuredChoices
@@ -80,7 +80,6 @@ class Int4(MeasuredScheme):
         for name in ("scales", "zeros"):
             layer.register_buffer(name, torch.zeros((rows, groups), dtype=torch.float32, device=device))
         layer.register_buffer("columns", None)
-        layer.register_buffer("bias", torch.zeros(rows, dtype=dtype, device=device) if layer.has_bias else None)
 
     def randomize(self, layer: Linear, generator: torch.Generator) -> None:
         weight = torch.empty(layer.out_features, layer.in_features, device=layer.device)
@@ -89,8 +88,6 @@ class Int4(MeasuredScheme):
         layer.codes.copy_((grouped / scales[..., None]).round().add(ZERO).flatten(1))
         layer.scales.copy_(scales)
         layer.zeros.fill_(ZERO)
-        if layer.has_bias:
-            layer.bias.normal_(0, 0.02, generator=generator)
 
     def finish(self, layer: Linear) -> None:
         if layer.columns is not None and bool((layer.columns.diff() == 1).all()):  # in order
@@ -139,7 +136,7 @@ class Int4(MeasuredScheme):
         gated = layer_kernels(layer.device.type).w4a16_gate_up(_sorted(layer, x), _packed(layer), layer.bias)
         return quantize_rows(gated) if fp8 else gated
 
-    def possible(self, layer: Linear, rows: int) -> list[str]:
+    def possible(self, layer: Linear, shape: LinearShape, rows: int) -> list[str]:
         if not _is_packed(layer):
             return []
         copies = [] if layer.weight is None else products_for(layer, rows)
@@ -149,7 +146,7 @@ class Int4(MeasuredScheme):
         return super().way(layer, rows) if _is_packed(layer) else DEQUANTIZED
 
     def tune(self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:
-        """As ever, but for a kernel that computes something else than the dequantized weights: that is not used.
+        """As for any scheme, without a kernel that computes something else than the dequantized weights.
 
         The kernel's language is an experimental part of triton, and no machine without a Hopper GPU can run it.
         """
@@ -203,7 +200,7 @@ def _sorted(layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
 
 
 def _half_is_free(device: torch.device) -> bool:
-    """Whether half of the card is still free: what is left becomes cache, and a copy shall not eat that."""
+    """Whether half of the card is still free: what is left becomes cache, and leave that memory for the KV cache."""
     free, total = torch.cuda.mem_get_info(device)
     return 2 * free >= total
 

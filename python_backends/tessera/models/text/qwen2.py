@@ -19,7 +19,7 @@ from tessera.checkpoint.weights import Target, copy_whole
 from tessera.errors import CheckpointError
 from tessera.kernels.deferred import Unfinished
 from tessera.linear.layers import Embedding, RmsNorm
-from tessera.linear.scheme import Linear, Rows, SchemeSelector, stacked
+from tessera.linear.scheme import Linear, Place, Rows, SchemeSelector, stacked
 from tessera.models.text.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -163,16 +163,21 @@ class Qwen2(nn.Module):
             stream = layer(*stream, attention, step)
         return self.norm(*self.layers[-1](*stream, attention, last_step))[0]
 
+    def places(self, with_head: bool = True) -> dict[Linear, Place]:
+        """The linear layers, and where they stand."""
+        places: dict[Linear, Place] = {}
+        for layer in cast("list[DecoderLayer]", list(self.layers)):
+            places |= {layer.qkv: "qkv", layer.output: "output", layer.gate_up: "gate_up", layer.down: "down"}
+        return places if self.head is None or not with_head else {**places, self.head: "alone"}
+
     @property
     def products_a_token(self) -> int:
         """Multiplications by weights that the layers take for one token."""
-        linears = (module for module in self.layers.modules() if isinstance(module, Linear))
-        return sum(linear.in_features * linear.out_features for linear in linears)
+        return sum(linear.in_features * linear.out_features for linear in self.places(with_head=False))
 
     def weights_in_words(self) -> str:
         """What the layers' weights are, for people."""
-        linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
-        return " and ".join(sorted({linear.scheme.in_words(linear) for linear in linears}))
+        return " and ".join(sorted({linear.scheme.in_words(linear) for linear in self.places(with_head=False)}))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, hidden] -> [m, vocabulary] of the model's dtype."""

@@ -1,40 +1,38 @@
-"""Schemes with several ways to compute a product: which is the fastest depends on the number of rows, and is measured.
+"""Schemes with several ways to compute a product: which is the fastest depends on the number of rows, and is measured
+on a model's own weights and shapes before the first request.
 
 The ways in ``PRODUCTS`` multiply rows in e4m3 by weights in e4m3; a scheme may have others beside them.
 
-A linear layer between the kernels that stand before and behind it in a decoder layer.
-
-That is how its speed is measured: where weights or activations are quantized, part of a product's cost lies in its
-neighbours. The one in front may have to quantize its output, the one behind to apply the product's scales.
+A layer is measured between its neighbours in a decoder layer: where weights or activations are quantized, part of a
+product's cost lies in them. The kernel before it may have to quantize its output, the one after it to apply the
+product's scales.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
 import torch
 
+from tessera import kernels
 from tessera.kernels.deferred import Unfinished
 from tessera.kernels.fp8_rows import MULTIPLE, Fp8Rows, Fp8Sums, fp8_linear, fp8_sums, quantize_rows, rescale
-from tessera.kernels.tuning import layer_kernels
+from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds, layer_kernels
 from tessera.linear.layers import RmsNorm
-from tessera.linear.scheme import Linear, LinearScheme, LinearShape
-
-if TYPE_CHECKING:
-    from tessera.kernels.tuning import MeasuredChoices
-
+from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Place
 
 #: the skinny product's limits (tessera.kernels.skinny_linear, which imports triton)
 SKINNY_ROWS = 256
 SKINNY_MULTIPLE = 128
 _UNITS_FROM = (8, 9)  # the compute capability
-_ROWS = (16, 32, 64, 96, 128, 256, 512, 1024)  # where the fastest way is measured
-# Ways within this share of the fastest are as fast, since clocks and neighbours are others in a model: then cuBLAS.
-_MARGIN = 0.03
 
 #: ascending numbers of rows, and the way's name up to each
 Ways = tuple[tuple[int, str], ...]
@@ -63,11 +61,15 @@ class MeasuredScheme(LinearScheme):
     For the ways in PRODUCTS a layer has ``weight`` e4m3 [out, in], ``scales`` float32 [out] and ``bias``.
     """
 
-    ways: Ways
+    ways: Ways = ()
+    #: the numbers of rows that the fastest way is measured for
+    measured_rows: Sequence[int] = (16, 32, 64, 96, 128, 256, 512, 1024)
+    #: ways within this share of the fastest are as fast, since clocks and neighbours are others in a model: then cuBLAS
+    margin = 0.03
 
     @abstractmethod
-    def possible(self, layer: Linear, rows: int) -> list[str]:
-        """The ways to multiply this many rows, of equally fast ones the best first; none where there is no choice."""
+    def possible(self, layer: Linear, shape: LinearShape, rows: int) -> list[str]:
+        """The ways to multiply this many rows, of equally fast ones the best first; none where none is looked for."""
 
     @abstractmethod
     def beyond(self, layer: Linear) -> str:
@@ -117,19 +119,48 @@ class MeasuredScheme(LinearScheme):
                 place.run(layer)
 
         found: list[tuple[int, str]] = []
-        for rows in _ROWS:
-            names = self.possible(layers[0], rows)
-            if not names:
-                return
-            place = InPlace(shape, rows, layers[0].device)
-            question = (
-                f"{self.in_words(layers[0])} {shape} ({', '.join(layers[0].held)}), {rows} rows, {shape.dtype}, "
-                f"{len(measured)} layers, {machine}"
-            )
-            ways = {name: partial(run, place, ((rows, name),)) for name in names}
-            found.append((rows, choices.fastest(question, ways, _MARGIN)))
-        for scheme in schemes:
+        for rows in self.measured_rows:
+            names = self.possible(layers[0], shape, rows)
+            if len(names) > 1:
+                place = InPlace(shape, rows, layers[0].device)
+                question = (
+                    f"{self.in_words(layers[0])} {shape} ({', '.join(layers[0].held)}), {rows} rows, {shape.dtype}, "
+                    f"{len(measured)} layers, {machine}"
+                )
+                ways = {name: partial(run, place, ((rows, name),)) for name in names}
+                names = [choices.fastest(question, ways, self.margin)]
+            found += [(rows, name) for name in names]
+        for scheme in schemes if found else ():
             scheme.ways = tuple(found)
+
+
+def tune(places: Mapping[Linear, Place], device: torch.device, most_rows: int) -> None:
+    """Lets the schemes of a model's layers choose, on a GPU.
+
+    ``most_rows``: of a step. The cache has left the memory of such a step free, and no layer takes more by itself.
+    """
+    choices = MeasuredChoices(choices_path(), graph_milliseconds)
+    machine = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, kernels {kernels_version()}"
+    for shape, layers in layers_alike(places):
+        layers[0].scheme.tune(layers, replace(shape, most_rows=most_rows), choices, machine)
+
+
+def kernels_version() -> str:
+    """Eight digits that change with the text of our kernels, and of how they are measured."""
+    files = [*sorted(Path(str(kernels.__file__)).parent.glob("*.py")), *sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
+
+
+def layers_alike(places: Mapping[Linear, Place]) -> list[tuple[LinearShape, list[Linear]]]:
+    """The layers that have the same choices, which are of one shape, and hold the same kind of weights.
+
+    Of one shape only some may be packed, have scattered columns, or still have found room for an FP8 copy.
+    """
+    groups: dict[tuple[LinearShape, str, tuple[str, ...]], list[Linear]] = defaultdict(list)
+    for layer, place in places.items():
+        shape = LinearShape(layer.out_features, layer.in_features, layer.has_bias, place, layer.dtype)
+        groups[shape, layer.scheme.in_words(layer), layer.held].append(layer)
+    return [(shape, layers) for (shape, *_), layers in groups.items()]
 
 
 def products_for(layer: Linear, rows: int) -> list[str]:
