@@ -73,7 +73,7 @@ def create_app(
     state.door = Door(state.counters, settings.bodies_bytes, settings.max_connections_per_peer, settings.drain_s)
     state.batches = batches.Room(Path(settings.batch_folder), state.counters) if settings.batch_folder else None
 
-    for room in (completions, responses, batches, service, page, service):
+    for room in (completions, responses, batches, service, page):
         app.include_router(room.router)
 
     app.add_exception_handler(errors.ApiError, errors.answer_api_error)

@@ -75,12 +75,12 @@ class StandIn:
         self.url = ""
         self.app = FastAPI()
         self.app.include_router(page.router)
-        self.app.include_router(service.router)
         self.app.state.client, self.app.state.settings = Client(), Settings()
         self.app.add_exception_handler(TesseraClientError, lambda request, error: refusal(400, str(error)))
         self.app.get("/metrics/servers/0")(lambda: PlainTextResponse(METRICS))
         self.app.get("/v1/models")(lambda: {"object": "list", "data": [{"id": "tessera-small", "object": "model"}]})
         self.app.post("/v1/chat/completions")(self.chat)
+        self.app.include_router(service.router)  # after its own: the first that fits answers
 
     async def chat(self, request: Request) -> Any:
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
