@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends
 
 from onnx_cpu import for_cpu
 
-from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError, TesseraError
 from tessera.models.internvl.onnx_graph import FINGERPRINT, PRECISION
 from tessera.models.internvl.vision import InternViT
+from tessera.models.registry import read_config
 from tessera.models.tower import load_tower, vision_fingerprint
 
 # The least cosine to torch in float32 that passes, by what the matrix products compute in. bfloat16 has 8 bits, fp8 4.

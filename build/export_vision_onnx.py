@@ -25,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends
 from calibration import KINDS, Quantization, calibrate
 from vision_graphs import PRECISIONS, tensorrt_graph
 
-from tessera.checkpoint.config import CheckpointConfig, read_config
+from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError, TesseraError
 from tessera.models.internvl.onnx_graph import vision_graph
 from tessera.models.internvl.vision import InternViT
+from tessera.models.registry import read_config
 from tessera.models.tower import load_tower, vision_fingerprint
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
 from tessera.settings.user_cache import write_whole

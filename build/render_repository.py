@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends"))
 
-from tessera.checkpoint.config import read_config as read_checkpoint
 from tessera.errors import CheckpointError, TesseraError
 from tessera.launcher.settings import config_file, read_config
+from tessera.models.registry import read_config as read_checkpoint
 
 SOURCE = Path(__file__).resolve().parent.parent / "model_repository"
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.numpy import save_file
 
 from tessera.errors import ConfigError
+from tessera.models.registry import MODELS, vision_tensors
 from tessera.settings import gpu
 from tessera.settings.gpu import (
     CONTEXTS_BYTES,
@@ -28,6 +29,8 @@ from tessera.settings.gpu import (
     weights_of,
 )
 from tessera.settings.schema import Sources
+
+VISION = MODELS[0].vision_tensors  # InternVL's
 
 
 @pytest.mark.parametrize("card", [16, 24, 80, 140])
@@ -51,7 +54,7 @@ def test_a_vision_stage_elsewhere_has_no_share_here(tmp_path: Path) -> None:
     def vision(**environment: str) -> int:
         said = {f"TESSERA_VISION_ENCODER_{name}": value for name, value in environment.items()}
         sources = Sources("vision_encoder", {}, said)
-        return divide_for(80 * GIB, ServerSettings(), tmp_path, sources, language=True).vision
+        return divide_for(80 * GIB, ServerSettings(), tmp_path, sources, True, VISION).vision
 
     assert vision() == divide(80 * GIB, 0.9, (0, 0)).vision
     assert vision(VISION_URL="other:8001") == 0
@@ -68,19 +71,19 @@ def test_weights_are_counted_by_their_files_headers(tmp_path: Path) -> None:
     save_file({"language_model.d": whole, "packed": np.zeros(9, np.int32)}, tmp_path / "b.safetensors")
     fp8 = {"language_model.e": torch.zeros(7, dtype=torch.float8_e4m3fn)}
     safetensors.torch.save_file(fp8, tmp_path / "d.safetensors")
-    assert weights_of(tmp_path, "bfloat16") == (2 * (32 + 32 + 15), 2 * 15 + 36 + 7)
-    assert weights_of(tmp_path, "float32") == (4 * (32 + 32 + 15), 4 * 15 + 36 + 7)
-    assert weights_of(tmp_path / "none", "") == (0, 0)
+    assert weights_of(tmp_path, "bfloat16", VISION) == (2 * (32 + 32 + 15), 2 * 15 + 36 + 7)
+    assert weights_of(tmp_path, "float32", VISION) == (4 * (32 + 32 + 15), 4 * 15 + 36 + 7)
+    assert weights_of(tmp_path / "none", "", VISION) == (0, 0)
     (tmp_path / "c.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     with pytest.raises(ConfigError, match="c.safetensors is no safetensors file"):
-        weights_of(tmp_path, "")
+        weights_of(tmp_path, "", VISION)
 
 
 def test_both_stages_weights_of_the_default_checkpoint_are_found() -> None:
     folder = Path(__file__).resolve().parents[1] / "build" / "default_model" / "checkpoint"
     header = json.loads((folder / "model.safetensors").read_bytes()[8:].split(b"]}}", 1)[0] + b"]}}")
     header.pop("__metadata__", None)
-    vision, language = weights_of(folder, "")
+    vision, language = weights_of(folder, "", vision_tensors(folder))
     assert vision > 1 << 20 and language > 1 << 20
     assert vision + language == sum(2 * int(np.prod(tensor["shape"])) for tensor in header.values())
 

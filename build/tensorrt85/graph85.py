@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from check_export import test_tiles
 from vision_graphs import tensorrt_graph
 
-from tessera.checkpoint.config import read_config
 from tessera.models.internvl.vision import InternViT
+from tessera.models.registry import read_config
 from tessera.models.tower import load_tower
 
 PRECISION = {

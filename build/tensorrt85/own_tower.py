@@ -15,8 +15,8 @@ from judge import least_cosine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python_backends"))
 
-from tessera.checkpoint.config import read_config
 from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds
+from tessera.models.registry import read_config
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import serving_tower
 

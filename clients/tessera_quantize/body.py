@@ -23,8 +23,8 @@ from tessera.checkpoint.weights import SafetensorsFolder, fill, split_names
 from tessera.kernels.deferred import Unfinished
 from tessera.linear.scheme import Linear
 from tessera.linear.unquantized import Unquantized
+from tessera.models.registry import model_class
 from tessera.models.text.qwen2 import LayerNames
-from tessera.models.text.registry import model_class
 from tessera_quantize.fp8 import rounded_rows
 from tessera_quantize.statistics import InputStatistics
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tessera.checkpoint.config import CheckpointConfig, read_config
+from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError
 from tessera.models.family import checkpoint_id
-from tessera.models.registry import family_for
+from tessera.models.registry import family_for, read_config
 from tessera.settings.user_cache import write_whole
 from tessera_evaluation.datasets import Item
 from tessera_quantize import checkpoint, samples

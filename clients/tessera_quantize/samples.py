@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tessera.checkpoint.config import CheckpointConfig, read_config
+from tessera.checkpoint.config import CheckpointConfig
 from tessera.engine.engine import Engine
 from tessera.engine.sequence import Request
 from tessera.engine.structured_output.labels import label_token_ids
+from tessera.models.registry import read_config
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
 from tessera.prompt.sampling import SamplingParameters
 from tessera.prompt.tokenizer import Tokenizer

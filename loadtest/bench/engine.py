@@ -33,8 +33,9 @@ from workloads import WORKLOADS
 
 from bench.engine_load import PROMPT_TOKENS, ClosedLoop, Load, Prompts, decode_step_s, prefill_tokens_per_s
 from bench.kernel_trace import Trace
-from tessera.checkpoint.config import TextConfig, read_config
+from tessera.checkpoint.config import TextConfig
 from tessera.engine.engine import Engine
+from tessera.models.registry import read_config
 from tessera.settings.stages import EngineConfig
 
 SHAPE = figures.ROOT / "loadtest" / "shapes" / "internvl3-8b-shape"

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from bench.engine_load import check
-from tessera.checkpoint.config import read_config
 from tessera.engine.engine import Engine
 from tessera.engine.execution.batch_inputs import PackedBatch
 from tessera.engine.execution.model_runner import ModelRunner, load_model
@@ -31,6 +30,7 @@ from tessera.engine.execution.step_graphs import DecodeGraphs, graph_sizes
 from tessera.engine.rendering import Answers
 from tessera.engine.scheduling.scheduler import ScheduledBatch
 from tessera.engine.sequence import Request
+from tessera.models.registry import read_config
 from tessera.prompt.sampling import SamplingParameters
 from tessera.prompt.tokenizer import Tokenizer
 from tessera.settings.stages import EngineConfig

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from bench.kernel_trace import Trace
 from bench.vision import milliseconds, say
-from tessera.checkpoint.config import read_config
+from tessera.models.registry import read_config
 from tessera.settings.stages import VisionSettings
 from tessera.vision.torch_runner import TorchRunner
 

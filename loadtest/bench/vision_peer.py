@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tessera.checkpoint.config import CheckpointConfig, read_config
+from tessera.checkpoint.config import CheckpointConfig
+from tessera.models.registry import read_config
 
 
 class Peer:

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 
-from tessera.checkpoint.config import read_config
 from tessera.checkpoint.weights import SafetensorsFolder, copy_whole, fill, split_names
 from tessera.errors import CheckpointError
+from tessera.models.registry import read_config
 from tessera.models.tower import tower_class
 
 

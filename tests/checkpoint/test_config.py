@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 
-from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError
+from tessera.models.registry import read_config
 
 
 @pytest.fixture

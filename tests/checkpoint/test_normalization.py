@@ -14,10 +14,9 @@ from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 from transformers import InternVLForConditionalGeneration
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
-from tessera.checkpoint.config import read_config
 from tessera.checkpoint.normalization import IMAGENET_MEAN, IMAGENET_STD
 from tessera.errors import CheckpointError
-from tessera.models.registry import family_for
+from tessera.models.registry import family_for, read_config
 from tessera.models.tower import load_tower
 
 STATED: list[dict[str, Any]] = [

@@ -9,11 +9,11 @@ import pytest
 from models.checkpoint_folders import write
 from tiny_qwen2_vl import ROPE, edit, flatten, write_folder
 
-from tessera.checkpoint.config import read_config
 from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD
 from tessera.checkpoint.weights import split_names
 from tessera.errors import CheckpointError
 from tessera.models.qwen2_vl.config import PixelRange
+from tessera.models.registry import read_config
 
 PUBLISHED = dict(min_pixels=3136, max_pixels=12845056)
 

@@ -17,10 +17,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from tessera.checkpoint.config import TextConfig, read_config
+from tessera.checkpoint.config import TextConfig
 from tessera.checkpoint.rope import TRAINED, Rope, read_rope
-from tessera.checkpoint.text import ARCHITECTURES
 from tessera.errors import CheckpointError
+from tessera.models.registry import read_config
+from tessera.models.text.config import BODIES
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 4096}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -71,9 +72,9 @@ BESIDE = [{}, {"rope_theta": 5e5}, {"rope_theta": None}, {"partial_rotary_factor
 
 def ours(family: str, section: dict[str, Any]) -> Rope:
     sections = {"axes": [16, 24, 24], "section": {"rope_theta": 1e6} | section} if family == "qwen2_vl" else {}
-    architecture = ARCHITECTURES.get(family, "Qwen2ForCausalLM")
-    return read_rope(**{"section": section, "root": {}} | sections, architecture=architecture, head_dim=128,
-                     positions=4096, where="config.json")  # fmt: skip
+    body = next((body for body in BODIES if body.model_type == family), BODIES[0])
+    return read_rope(**{"section": section, "root": {}} | sections, rules=body.ropes, head_dim=128, positions=4096,
+                     where="config.json", always=body.rope_sections)  # fmt: skip
 
 
 def theirs(family: str, section: dict[str, Any]) -> dict[str, Any]:

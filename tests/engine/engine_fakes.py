@@ -14,7 +14,7 @@ from tessera.engine.rendering import Answers
 from tessera.engine.sequence import Report, Request, SamplingParameters
 from tessera.engine.structured_output.labels import LabelScorer
 from tessera.linear.quantization import scheme_selector
-from tessera.models.text.registry import model_class
+from tessera.models.registry import model_class
 from tessera.prompt.tokenizer import TextStream
 from tessera.settings.stages import EngineConfig
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from tessera.checkpoint.weights import fill
 from tessera.errors import CheckpointError, ConfigError
 from tessera.linear.quantization import scheme_selector
-from tessera.models.text.registry import model_class
+from tessera.models.registry import model_class
 from tessera.settings.stages import EngineConfig
 
 HIDDEN, INNER = 32, 64

@@ -6,10 +6,10 @@ import pytest
 import torch
 from bench.parity import CHECKPOINT
 
-from tessera.checkpoint.config import read_config
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.tower_attention import attend, attend_class_apart
 from tessera.kernels.tower_layers import ATTENTIONS, fp8_kernels
+from tessera.models.registry import read_config
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import gate_tiles, serving_tower
 from tessera.vision.loading import load_runner

@@ -11,7 +11,7 @@ import pytest
 import torch
 from bench.parity import CHECKPOINT
 
-from tessera.checkpoint.config import read_config
+from tessera.models.registry import read_config
 from tessera.settings.stages import VisionSettings
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.memory import EmbeddingCache, Lane

@@ -7,8 +7,8 @@ import pytest
 import torch
 from bench.parity import CHECKPOINT
 
-from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError
+from tessera.models.registry import read_config
 from tessera.settings.stages import VisionSettings
 from tessera.vision import torch_runner
 from tessera.vision.loading import load_runner

@@ -8,8 +8,8 @@ from packers import FORMATS, quantize_folder
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 from tiny_qwen2_vl import as_saved_by_4_52, flatten, write_model
 
-from tessera.checkpoint.config import read_config
 from tessera.engine.execution.model_runner import load_model
+from tessera.models.registry import read_config
 from tessera.settings.stages import EngineConfig
 
 # Wider than a block of 128, and a feed-forward layer that ends within one.

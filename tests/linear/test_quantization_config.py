@@ -11,13 +11,13 @@ from packers import FORMATS, LINEAR, change_config, int4, quantize_folder
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 
-from tessera.checkpoint.config import read_config
 from tessera.engine.execution.model_runner import load_model
 from tessera.errors import CheckpointError
 from tessera.linear.formats.fp8 import Fp8
 from tessera.linear.formats.int4 import Int4
 from tessera.linear.quantization import scheme_selector
 from tessera.linear.unquantized import Unquantized
+from tessera.models.registry import read_config
 from tessera.settings.stages import EngineConfig
 
 SHAPE = dict(text_layers=1, vision_layers=1)

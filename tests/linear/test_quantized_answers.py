@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from tiny_checkpoints import Shape, hf_native
 from tiny_qwen2_vl import LEAST, MOST, picture, reference_processor, write_model
 
-from tessera.checkpoint.config import read_config
 from tessera.engine.engine import Engine
 from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.sequence import Request, SamplingParameters
+from tessera.models.registry import read_config
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
 from tessera.settings.stages import EngineConfig
 from tessera.vision.encoder import VisionEncoder

@@ -10,8 +10,8 @@ from bench import engine as bench_engine
 from bench.engine import SHAPE, Report, Shape
 from bench.engine_load import ClosedLoop, Load, Prompts, check, decode_step_s, prefill_tokens_per_s
 
-from tessera.checkpoint.config import read_config
 from tessera.engine.engine import Engine
+from tessera.models.registry import read_config
 from tessera.settings.stages import EngineConfig
 
 SMALL = bench_engine.figures.ROOT / "build" / "default_model" / "checkpoint"

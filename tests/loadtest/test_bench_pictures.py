@@ -8,8 +8,8 @@ from bench import picture_attention
 from bench import pictures as bench_pictures
 from torch.utils.flop_counter import FlopCounterMode
 
-from tessera.checkpoint.config import read_config
 from tessera.kernels.tower_attention import attend_within
+from tessera.models.registry import read_config
 from tessera.models.tower import unfilled_tower
 
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from grid_oracle import random_sizes
 
-from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError, InvalidRequest
 from tessera.models.family import ModelFamily, View
-from tessera.models.registry import family_for
+from tessera.models.registry import family_for, read_config
 from tessera.models.tile_policy import THUMBNAIL_RULES, TilePolicy
 
 

@@ -9,11 +9,10 @@ import checkpoint_folders as folders
 import pytest
 from grid_oracle import expected_grid, expected_native_grid, random_sizes
 
-from tessera.checkpoint.config import read_config
 from tessera.errors import InvalidRequest
 from tessera.models.family import ModelFamily
 from tessera.models.internvl.processor import InternVL
-from tessera.models.registry import family_for
+from tessera.models.registry import family_for, read_config
 from tessera.models.tile_policy import THUMBNAIL_RULES, TILE_POLICIES, TilePolicy
 
 

@@ -11,11 +11,11 @@ import torch
 from published_sizes import BODIES, NATIVE_NAMES, REFUSED, SIZES, TOWERS, Size
 from tiny_tokenizers import write_json
 
-from tessera.checkpoint.config import CheckpointConfig, read_config
+from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import CheckpointError
 from tessera.linear.quantization import scheme_selector
 from tessera.linear.scheme import Linear
-from tessera.models.text.registry import model_class
+from tessera.models.registry import model_class, read_config
 from tessera.models.tower import unfilled_tower
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"

@@ -13,7 +13,7 @@ from tessera.engine.engine import Engine
 from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.sequence import Request, SamplingParameters
 from tessera.linear.quantization import scheme_selector
-from tessera.models.text.registry import model_class
+from tessera.models.registry import model_class
 from tessera.prompt.tokenizer import TextStream
 from tessera.settings.stages import EngineConfig
 

@@ -8,7 +8,7 @@ import torch
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 from transformers import InternVLForConditionalGeneration
 
-from tessera.checkpoint.config import read_config
+from tessera.models.registry import read_config
 from tessera.models.tower import load_tower
 from tessera.settings.stages import VisionSettings
 from tessera.vision.encoder import VisionEncoder

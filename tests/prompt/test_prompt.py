@@ -15,10 +15,9 @@ from test_family_tokenizer import PHI3_TOKENS
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError, InvalidRequest
 from tessera.models.family import ModelFamily
-from tessera.models.registry import family_for
+from tessera.models.registry import family_for, read_config
 from tessera.models.tile_policy import TilePolicy
 from tessera.prompt.messages import parse_chat
 from tessera.prompt.prompt import Prompt, PromptBuilder, stop_token_ids

@@ -14,9 +14,9 @@ import quantize_fakes
 import torch
 from safetensors.torch import load_file
 
-from tessera.checkpoint.config import read_config
 from tessera.checkpoint.weights import SafetensorsFolder
 from tessera.errors import CheckpointError, ConfigError
+from tessera.models.registry import read_config
 from tessera.models.tower import stored_in_fp8
 from tessera_quantize import report
 from tessera_quantize.body import Body

@@ -15,9 +15,9 @@ from tritonclient.grpc import model_config_pb2
 from vision_graphs import tensorrt_graph
 
 import scene
-from tessera.checkpoint.config import read_config
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
+from tessera.models.registry import read_config
 from tessera.models.tower import load_tower
 from tessera_client import Client, InvalidRequest
 

@@ -20,9 +20,9 @@ from onnx_cpu import for_cpu
 from tiny_checkpoints import Shape, hf_native
 from vision_graphs import PRECISIONS, tensorrt_graph
 
-from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError
 from tessera.models.internvl.vision import InternViT
+from tessera.models.registry import read_config
 from tessera.models.tower import load_tower
 from tessera.vision.onnx_runner import OnnxRunner, graph_path
 from tessera.vision.torch_runner import TorchRunner

@@ -20,9 +20,9 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 from vision_graphs import tensorrt_graph
 
-from tessera.checkpoint.config import read_config
 from tessera.models.internvl.onnx_graph import vision_graph
 from tessera.models.internvl.vision import InternViT
+from tessera.models.registry import read_config
 from tessera.models.tower import load_tower
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 from tiny_qwen2_vl_tower import config_of, model_of, save
 
-from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError
 from tessera.kernels.tower_layers import Fp8Linear, fp8_kernels, requantized
+from tessera.models.registry import read_config
 from tessera.models.tower import load_tower
 from tessera.settings.stages import VisionSettings
 from tessera.vision import fp8_tower

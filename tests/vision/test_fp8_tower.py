@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import Shape, hf_native
 
-from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows
 from tessera.kernels.tower_layers import Fp8Linear, fp8_kernels
+from tessera.models.registry import read_config
 from tessera.models.tower import Tower
 from tessera.settings.stages import VisionSettings
 from tessera.vision import fp8_tower

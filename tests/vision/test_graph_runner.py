@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny_checkpoints import Shape, hf_native
 
-from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError
+from tessera.models.registry import read_config
 from tessera.models.tower import load_tower
 from tessera.settings.stages import VisionSettings
 from tessera.vision.torch_runner import GraphRunner, TorchRunner, bucket_sizes

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 
-from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError
 from tessera.kernels.tower_attention import attend
 from tessera.models.internvl.vision import InternViT
+from tessera.models.registry import read_config
 from tessera.models.tower import load_tower
 
 SMALL = dict(image_size=56, patch_size=14)

@@ -19,11 +19,11 @@ from onnx_cpu import for_cpu
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 from vision_graphs import tensorrt_graph
 
-from tessera.checkpoint.config import read_config
 from tessera.errors import CheckpointError, ConfigError, InvalidRequest
+from tessera.models import registry
 from tessera.models.internvl.onnx_graph import vision_graph
-from tessera.models.registry import FAMILIES
-from tessera.models.tower import TOWERS, Tower, load_tower, onnx_writer
+from tessera.models.registry import read_config
+from tessera.models.tower import Tower, load_tower, onnx_writer
 from tessera.settings.stages import VisionSettings
 from tessera.settings.user_cache import remove_unused, write_whole
 from tessera.vision import onnx_runner
@@ -286,9 +286,10 @@ class OtherFamily:
 
 def test_another_family_passes_without_an_edit(checkpoint, monkeypatch):
     """A tower of the test, registered by name: no graphs on a GPU, no ONNX graph, memory by its largest picture."""
-    config = replace(read_config(checkpoint), model_type="other")
-    for registry, name in ((TOWERS, "OtherTower"), (FAMILIES, "OtherFamily")):
-        monkeypatch.setitem(registry, "other", f"{__name__}:{name}")
+    config = read_config(checkpoint)
+    config = replace(config, model_type="other", raw=config.raw | {"architectures": ["Other"]})
+    spec = registry.ModelSpec(("Other",), "", f"{__name__}:OtherFamily", f"{__name__}:OtherTower", "")
+    monkeypatch.setattr(registry, "models", lambda: {"Other": spec})
     settings = VisionSettings(
         runner="torch", random_weights=True, infer_batch_size=2, cache_bytes=0, memory_bytes=1 << 20
     )
@@ -304,8 +305,8 @@ def test_another_family_passes_without_an_edit(checkpoint, monkeypatch):
     assert isinstance(make_runner(config, replace(settings, runner="onnx")), TorchRunner)
     with pytest.raises(ConfigError, match="model_type 'other' has no ONNX graph: it runs in torch"):
         onnx_writer(config)
-    with pytest.raises(CheckpointError, match="no vision tower for model_type 'third'"):
-        VisionEncoder.from_checkpoint(replace(config, model_type="third"), settings)
+    with pytest.raises(CheckpointError, match="architecture 'Third' is not supported; supported are Other"):
+        VisionEncoder.from_checkpoint(replace(config, raw={"architectures": ["Third"]}), settings)
 
 
 def test_check_export_names_the_layer_that_differs(checkpoint, tmp_path):

@@ -7,7 +7,6 @@ import torch
 from tiny_checkpoints import Shape, hf_native
 from torch import nn
 
-from tessera.checkpoint.config import read_config
 from tessera.kernels.tower_attention import attend_class_apart
 from tessera.kernels.tower_layers import (
     add_and_norm,
@@ -17,6 +16,7 @@ from tessera.kernels.tower_layers import (
     linear_with_epilogue,
 )
 from tessera.kernels.tuning import MeasuredChoices
+from tessera.models.registry import read_config
 from tessera.models.tower import load_tower
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")

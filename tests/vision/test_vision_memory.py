@@ -11,8 +11,8 @@ import torch
 from tiny_checkpoints import Shape, hf_native
 from torch.profiler import ProfilerActivity, profile
 
-from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError
+from tessera.models.registry import read_config
 from tessera.models.tower import load_tower, unfilled_tower
 from tessera.settings.stages import VisionSettings
 from tessera.vision.encoder import VisionEncoder

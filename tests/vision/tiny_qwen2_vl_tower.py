@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig, Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
-from tessera.checkpoint.config import CheckpointConfig, read_config
+from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD
+from tessera.models.registry import read_config
 
 PATCH = 14
 ARCHITECTURE = "Qwen2VLForConditionalGeneration"

@@ -1,4 +1,5 @@
-"""``config.json`` of any known layout -> one frozen description that the rest of the house reads.
+"""What the rest of the house reads of a checkpoint folder: one frozen description, made by the readers of
+``tessera.models``.
 
 Values a file omits take the defaults of the class that wrote it, because savers leave defaults out.
 Code named by a checkpoint (``auto_map``) is never looked at.
@@ -11,31 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
-from tessera.checkpoint.files import one_of, read_json
+from tessera.checkpoint.files import read_json
 from tessera.errors import CheckpointError, ConfigError
 
-#: (pattern of a stored name, our name) for each weight; a layout gives the vision tower's
+#: (pattern of a stored name, our name) for each weight; no name of ours for what the configuration says already
 NameTable = tuple[tuple[str, str], ...]
-#: architecture as config.json names it -> the layout's reader, (folder, config.json) -> CheckpointConfig
-LAYOUTS = {
-    "InternVLForConditionalGeneration": "tessera.models.internvl.hf_native:read",
-    "internvl": "tessera.models.internvl.hf_native:read",
-    "InternVLChatModel": "tessera.models.internvl.internvl_chat:read",
-    "internvl_chat": "tessera.models.internvl.internvl_chat:read",
-    "Qwen2VLForConditionalGeneration": "tessera.models.qwen2_vl.config:read",
-    "qwen2_vl": "tessera.models.qwen2_vl.config:read",
-}
-# Relatives of Qwen2-VL that are known and refused: what they have that its tower and body do not.
-_WINDOWS = "its vision tower attends within windows"
-_DEEPSTACK = "its vision tower also feeds the first layers of the language model (deepstack)"
-_REFUSED = {
-    **dict.fromkeys(("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"), _WINDOWS),
-    **dict.fromkeys(("qwen3_vl", "Qwen3VLForConditionalGeneration"), _DEEPSTACK),
-    **dict.fromkeys(("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"), _DEEPSTACK),
-}
 
 
 @dataclass(frozen=True)
@@ -74,7 +57,7 @@ class CheckpointConfig:
     ``layout`` is a name for messages: what differs between layouts stands in the other fields. ``vision`` describes the
     vision tower and ``pictures`` how pictures are cut for it; only the family and its tower look into them.
     ``image_token_id`` is None where only the tokenizer knows it. ``conversation`` names the turn template of
-    ``family/conversation.py``, None where the checkpoint has a chat template; ``system_message`` is config.json's own,
+    ``prompt/templates.py``, None where the checkpoint has a chat template; ``system_message`` is config.json's own,
     unchecked, None where it states none. ``weight_names`` are the tables of ``split_names``, by part: "vision" and
     "text". ``module_names``: (how stored names of modules may begin, what the checkpoint's own code has there), of
     which the first that fits holds; where none does, modules are stored by their names. ``raw`` is config.json itself,
@@ -97,6 +80,11 @@ class CheckpointConfig:
     system_message: Any = None
 
     @property
+    def architecture(self) -> str:
+        """What config.json names, by which ``models.registry`` knows the model."""
+        return architecture_of(self.raw)
+
+    @property
     def quantization(self) -> dict[str, Any] | None:
         """quantization_config, from the file's root or from the text model's section; None if nothing is quantized.
 
@@ -112,24 +100,9 @@ class CheckpointConfig:
         return found[0] if found else None
 
 
-def read_config(folder: Path | str) -> CheckpointConfig:
-    """Read the configuration of a checkpoint folder.
-
-    Raises CheckpointError when config.json is missing, names an architecture that is not supported, or asks
-    for something the implementation does not do.
-    """
-    folder = Path(folder)
-    raw = read_json(folder, "config.json")
-    if not raw:
-        raise CheckpointError(f"{folder} has no config.json; name a folder that holds a complete checkpoint")
-    architecture = (raw.get("architectures") or [raw.get("model_type")])[0]
-    if architecture in _REFUSED:
-        raise CheckpointError(
-            f"{folder}/config.json: {architecture!r} is not supported: {_REFUSED[architecture]}; supported are "
-            f"{', '.join(LAYOUTS)}"
-        )
-    one_of(architecture, LAYOUTS, f"{folder}/config.json: architecture")
-    return resolve_name(LAYOUTS[architecture])(folder, raw)
+def architecture_of(raw: Mapping[str, Any]) -> str:
+    """The class that config.json names, else its model type."""
+    return str((raw.get("architectures") or [raw.get("model_type")])[0])
 
 
 def context_length(text: TextConfig, max_model_len: int | None = None) -> int:

@@ -13,9 +13,12 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tessera.errors import CheckpointError
+
+PILLOW_BICUBIC = 3  # as an image processor's "resample" has it
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -69,10 +72,11 @@ def check_number(value: Any, what: str) -> None:
         raise CheckpointError(f"{what} must be a positive number, not {value!r:.50}")
 
 
-def one_of(value: Any, supported: Iterable[Any], what: str) -> None:
-    """Raises CheckpointError for any other value."""
+def one_of(value: Any, supported: Iterable[Any], what: str, refused: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raises CheckpointError for any other value; ``refused``: why, of those that are known and not supported."""
     if value not in (known := list(supported)):
-        raise CheckpointError(f"{what} {value!r:.80} is not supported; supported are {', '.join(map(str, known))}")
+        why = f": {reason}" if (reason := refused.get(str(value))) else ""
+        raise CheckpointError(f"{what} {value!r:.80} is not supported{why}; supported are {', '.join(map(str, known))}")
 
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -15,8 +15,6 @@ from tessera.errors import CheckpointError
 
 TRAINED = "original_max_position_embeddings"
 _SECTIONS = ("rope_scaling", "rope_parameters")
-_OTHERS = ("linear", "dynamic", "llama3")
-_ROPES = {"Phi3ForCausalLM": ("longrope",), "InternLM2ForCausalLM": ("linear", "dynamic")}
 # What each rule needs, and what it may have besides.
 _NEEDED = {
     "default": (),
@@ -40,25 +38,26 @@ class Rope(NamedTuple):
 def read_rope(
     section: Mapping[str, Any],
     root: Mapping[str, Any],
-    architecture: str,
+    rules: Sequence[str],
     head_dim: int,
     positions: int,
     where: str,
     axes: Sequence[int] | None = None,
+    always: Sequence[str] = (),
 ) -> Rope:
     """The rope of the language model in ``section``, whose context is ``positions`` tokens.
 
     ``root``: all of config.json, whose own rope transformers passes over where ``section`` lies inside of it.
-    ``axes``: the ``mrope_section`` of a body whose positions have several axes where none is stated. Raises
-    CheckpointError for a rope that is not supported or not understood, and for two that differ.
+    ``rules``: the rope types that the body has beside plain rope. ``axes``: the ``mrope_section`` of a body whose
+    positions have several axes where none is stated. ``always``: the sections that mean plain rope where they are
+    missing, as to code that looks there alone. Raises CheckpointError for a rope that is not supported or not
+    understood, and for two that differ.
     """
 
     def resolve(name: str, settings: Any, beside: Mapping[str, Any]) -> Rope:
-        return _resolve(settings, beside, architecture, head_dim, positions, f"{where}: {name}", axes)
+        return _resolve(settings, beside, rules, head_dim, positions, f"{where}: {name}", axes)
 
-    stated = {name: section[name] for name in _SECTIONS if section.get(name)}
-    if architecture == "InternLM2ForCausalLM":  # its own code knows rope_scaling alone
-        stated = {"rope_scaling": section.get("rope_scaling") or {}} | stated
+    stated = {name: section.get(name) or {} for name in _SECTIONS if section.get(name) or name in always}
     found = {name: resolve(name, settings, section) for name, settings in (stated or {"rope_parameters": {}}).items()}
     for name in _SECTIONS:
         if root.get(name):
@@ -81,7 +80,7 @@ def _shown(rope: Rope) -> str:
 def _resolve(
     stated: Any,
     beside: Mapping[str, Any],
-    architecture: str,
+    rules: Sequence[str],
     head_dim: int,
     positions: int,
     where: str,
@@ -105,10 +104,9 @@ def _resolve(
         kind = "default" if kind == "mrope" else kind
         axes = settings.pop("mrope_section", axes)
         _check_axes(axes, head_dim, where)
-    renamed = kind == "su" and "longrope" in _ROPES.get(architecture, ())
+    renamed = kind == "su" and "longrope" in rules
     kind = "longrope" if renamed else kind
-    scaled = () if axes else _ROPES.get(architecture, _OTHERS)
-    one_of(kind, ("default", *scaled), f"{where}: {'beside mrope_section, ' if axes else ''}rope type")
+    one_of(kind, ("default", *(() if axes else rules)), f"{where}: {'beside mrope_section, ' if axes else ''}rope type")
     if TRAINED in _NEEDED[kind]:
         trained = 4096 if kind == "longrope" else settings.get(TRAINED, positions)
         trained = beside.get(TRAINED, trained)

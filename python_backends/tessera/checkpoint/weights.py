@@ -5,7 +5,8 @@ Pickle files are refused: unpickling runs whatever the file says. torch is impor
 Exact tables of weight names: each layout's stored names -> the names our modules use.
 
 Every pattern matches a whole name. A name that no pattern matches is an error, so a weight that nobody reads
-cannot pass unseen. The language models' tables stand here, the vision towers' with their layouts.
+cannot pass unseen; one that follows from the configuration stands there with no name of ours. The tables are the
+families'.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from tessera.checkpoint.config import CheckpointConfig, NameTable
+from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -209,56 +210,7 @@ LINEAR = (
     r"|weight_scale_inv|input_scale)"
 )
 
-# "language_model.model.x" (saved by transformers 5 and by the original code) and "model.language_model.x"
-# (transformers 4.52) are the same module; Qwen2-VL's savers write "model.x".
-_BODY = r"(?:model\.|(?:model\.)?language_model\.(?:model\.)?)"
-_HEAD = r"(?:model\.)?(?:language_model\.)?"
-_OUTSIDE: NameTable = (
-    (rf"{_BODY}embed_tokens\.weight", "model.embed_tokens.weight"),
-    (rf"{_BODY}layers\.(\d+)\.(input|post_attention)_layernorm\.weight", r"model.layers.\1.\2_layernorm.weight"),
-    (rf"{_BODY}norm\.weight", "model.norm.weight"),
-    (rf"{_HEAD}lm_head\.{LINEAR}", r"lm_head.\1"),
-)
-_LLAMA_TEXT: NameTable = (
-    *_OUTSIDE,
-    (rf"{_BODY}layers\.(\d+)\.self_attn\.([qkvo])_proj\.{LINEAR}", r"model.layers.\1.self_attn.\2_proj.\3"),
-    (rf"{_BODY}layers\.(\d+)\.mlp\.(gate|up|down)_proj\.{LINEAR}", r"model.layers.\1.mlp.\2_proj.\3"),
-)
-_QWEN3_TEXT: NameTable = (
-    *_LLAMA_TEXT,
-    (rf"{_BODY}layers\.(\d+)\.self_attn\.([qk])_norm\.weight", r"model.layers.\1.self_attn.\2_norm.weight"),
-)
-_PHI3_TEXT: NameTable = (
-    *_OUTSIDE,
-    (rf"{_BODY}layers\.(\d+)\.self_attn\.(qkv|o)_proj\.{LINEAR}", r"model.layers.\1.self_attn.\2_proj.\3"),
-    (rf"{_BODY}layers\.(\d+)\.mlp\.(gate_up|down)_proj\.{LINEAR}", r"model.layers.\1.mlp.\2_proj.\3"),
-)
-_INTERNLM2_TEXT: NameTable = (
-    (rf"{_BODY}tok_embeddings\.weight", "model.tok_embeddings.weight"),
-    (rf"{_BODY}layers\.(\d+)\.attention\.(wqkv|wo)\.{LINEAR}", r"model.layers.\1.attention.\2.\3"),
-    (rf"{_BODY}layers\.(\d+)\.feed_forward\.w([123])\.{LINEAR}", r"model.layers.\1.feed_forward.w\2.\3"),
-    (rf"{_BODY}layers\.(\d+)\.(attention|ffn)_norm\.weight", r"model.layers.\1.\2_norm.weight"),
-    (rf"{_BODY}norm\.weight", "model.norm.weight"),
-    (rf"{_HEAD}output\.{LINEAR}", r"output.\1"),
-)
-
-#: the language model's table, by its architecture
-TEXT_NAMES = {
-    "Qwen2ForCausalLM": _LLAMA_TEXT,
-    "Qwen3ForCausalLM": _QWEN3_TEXT,
-    "LlamaForCausalLM": _LLAMA_TEXT,
-    "Phi3ForCausalLM": _PHI3_TEXT,
-    "InternLM2ForCausalLM": _INTERNLM2_TEXT,
-}
-# A buffer that old savers stored; it follows from the configuration.
-_IGNORED = re.compile(rf"{_BODY}layers\.\d+\.(?:self_attn|attention)\.rotary_emb\.inv_freq")
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
-_OUTPUT_HEAD = re.compile(rf"{_HEAD}(?:lm_head|output)\.(?:weight|qweight|weight_packed)")
-
-
-def has_output_head(names: Iterable[str]) -> bool:
-    """Whether the stored names include the language model's own output projection."""
-    return any(_OUTPUT_HEAD.fullmatch(name) for name in names)
 
 
 def split_names(names: Iterable[str], config: CheckpointConfig) -> dict[str, dict[str, str]]:
@@ -273,12 +225,12 @@ def split_names(names: Iterable[str], config: CheckpointConfig) -> dict[str, dic
     unknown: list[str] = []
     taken: dict[tuple[str, str], str] = {}
     for name in sorted(names):
-        if _IGNORED.fullmatch(name):
-            continue
         matches = ((part, re.fullmatch(pattern, name), ours) for part, pattern, ours in tables)
         found = next(((part, match.expand(ours)) for part, match, ours in matches if match), None)
         if found is None:
             unknown.append(name)
+            continue
+        if not found[1]:
             continue
         if found in taken:
             raise CheckpointError(f"{config.folder}: weights {taken[found]!r} and {name!r} are the same weight")

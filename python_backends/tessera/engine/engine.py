@@ -81,8 +81,9 @@ class Engine:
         Raises CheckpointError for a folder that does not hold what it should, ConfigError for settings that
         contradict each other or the checkpoint.
         """
-        from tessera.checkpoint.config import context_length, read_config
+        from tessera.checkpoint.config import context_length
         from tessera.engine.execution.model_runner import ModelRunner
+        from tessera.models.registry import read_config
 
         checkpoint = read_config(folder)
         stop_ids: Iterable[int] = checkpoint.eos_token_ids

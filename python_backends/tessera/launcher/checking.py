@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tessera.errors import CheckpointError, TesseraError
 from tessera.launcher.settings import LANGUAGE, PREPROCESS, VISION, ServerSetup
+from tessera.models.registry import read_config, vision_tensors
 from tessera.settings.gpu import GIB, weights_of
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ def judge(setup: ServerSetup) -> str:
 
     Raises CheckpointError, in one paragraph with all that is wrong with it, or that does not go with the settings.
     """
-    from tessera.checkpoint.config import read_config
 
     folder = Path(next(each.value for each in setup.effective if each.name == "checkpoint"))
     faults: list[str] = []
@@ -101,7 +101,7 @@ def _memory(folder: Path, setup: ServerSetup, found: Sequence[Found]) -> str:
         return f"it fits: {setup.division.describe()}"
     if setup.device == "cuda":
         dtype = next((str(each.value) for each in setup.effective if each.name == "dtype"), "")
-        size = sum(weights_of(folder, dtype))
+        size = sum(weights_of(folder, dtype, vision_tensors(folder)))
         return (
             f"the weights take {_size(size)}; whether they fit is not known, for the GPU's driver does not say its size"
         )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tessera.checkpoint.files import find_checkpoint, is_name
 from tessera.errors import ConfigError
+from tessera.models.registry import vision_tensors
 from tessera.settings import schema
 from tessera.settings.gpu import Division, ServerSettings, card_bytes, divide_for, find_device, why_no_gpu
 from tessera.settings.schema import Effective, Sources, settings_of, variable
@@ -114,7 +115,7 @@ def set_up(
         checkpoint = find_checkpoint(server.checkpoint, all_told, repository)
     division = None
     if device == "cuda" and {VISION, LANGUAGE} & kinds.keys() and (card := card_bytes(all_told)):
-        division = divide_for(card, server, checkpoint, first, LANGUAGE in kinds)
+        division = divide_for(card, server, checkpoint, first, LANGUAGE in kinds, vision_tensors(checkpoint))
     instances, stages = None, {}
     for stage, kind in kinds.items():
         sources[stage].refuse_unknown(kind, ServerSettings)

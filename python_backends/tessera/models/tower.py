@@ -1,4 +1,4 @@
-"""What the stage needs of a vision tower, and which tower a checkpoint has."""
+"""What the stage needs of a vision tower, and how one is filled from a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import SafetensorsFolder, SafetensorsHeaders, Target, copy_whole, fill, split_names
 from tessera.errors import CheckpointError, ConfigError
 from tessera.kernels.tuning import MeasuredChoices
-
-# model_type -> the tower's class
-TOWERS = {
-    "internvl": "tessera.models.internvl.vision:InternViT",
-    "internvl_chat": "tessera.models.internvl.vision:InternViT",
-    "qwen2_vl": "tessera.models.qwen2_vl.vision:Qwen2ViT",
-}
+from tessera.models.registry import spec_of
 
 #: as a tower's ``forward``
 Forward = Callable[..., torch.Tensor]
@@ -81,10 +75,8 @@ class Tower(torch.nn.Module):
 
 
 def tower_class(config: CheckpointConfig) -> type[Tower]:
-    """Raises CheckpointError for a model type that no tower is registered for."""
-    if config.model_type not in TOWERS:
-        raise CheckpointError(f"no vision tower for model_type {config.model_type!r}; known are {sorted(TOWERS)}")
-    return resolve_name(TOWERS[config.model_type])
+    """The vision tower of a checkpoint's family."""
+    return resolve_name(spec_of(config.raw, config.folder).vision_tower)
 
 
 def onnx_writer(config: CheckpointConfig) -> Callable[..., Any]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.models.family import (
     FRAME,
@@ -22,7 +21,7 @@ from tessera.models.family import (
     checkpoint_id,
     digest,
 )
-from tessera.models.registry import family_for
+from tessera.models.registry import family_for, read_config
 from tessera.preprocess.decode import RESIZE_MODES, decode, encoded_bytes, read_checked_header
 from tessera.preprocess.headers import Header
 from tessera.prompt.messages import Chat, parse_chat

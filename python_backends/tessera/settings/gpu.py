@@ -28,7 +28,6 @@ from tessera.settings.schema import Sources, setting
 GIB = 1 << 30
 CONTEXTS_BYTES = 2 * GIB
 """What CUDA itself takes, for tritonserver and for both stages' processes."""
-OF_THE_VISION_STAGE = re.compile(r"(model\.)?(vision|visual|mlp1|multi_modal_projector)")
 TRACES_OF_GPUS = (("/proc/driver/nvidia/gpus", "*"), ("/dev", "nvidia[0-9]*"), ("/dev", "dxg"))  # the last: WSL
 FLOATS = ("F64", "F32", "BF16", "F16")
 DEFAULT_MODELS = {
@@ -108,10 +107,11 @@ def divide(
     return division
 
 
-def weights_of(checkpoint: Path, dtype: str) -> tuple[int, int]:
+def weights_of(checkpoint: Path, dtype: str, vision_tensors: str) -> tuple[int, int]:
     """Bytes that the vision stage and the language model will load, by the headers of the safetensors files alone.
 
-    Floating-point tensors count as ``dtype``. Zeros for a folder without weights, which only random ones can serve.
+    ``vision_tensors``: the pattern of how names of the vision stage's weights begin. Floating-point tensors count as
+    ``dtype``. Zeros for a folder without weights, which only random ones can serve.
     """
     size = {"float32": 4}.get(dtype, 2)
     vision = language = 0
@@ -127,18 +127,21 @@ def weights_of(checkpoint: Path, dtype: str) -> tuple[int, int]:
                 continue
             begin, end = tensor["data_offsets"]
             count = size * math.prod(tensor["shape"]) if tensor["dtype"] in FLOATS else end - begin
-            if OF_THE_VISION_STAGE.match(name):
+            if re.match(vision_tensors, name):
                 vision += count
             else:
                 language += count
     return vision, language
 
 
-def divide_for(card: int, settings: ServerSettings, checkpoint: Path, sources: Sources, language: bool) -> Division:
+def divide_for(
+    card: int, settings: ServerSettings, checkpoint: Path, sources: Sources, language: bool, vision_tensors: str
+) -> Division:
     """:func:`divide` for this checkpoint, as ``sources`` say the dtype, the quantization, and where vision is."""
     environment = sources.environment
     remote = bool(environment.get("TESSERA_VISION_ENCODER_VISION_URL"))
-    vision, body = weights_of(checkpoint, environment.get("TESSERA_DTYPE") or sources.parameters.get("dtype", ""))
+    dtype = environment.get("TESSERA_DTYPE") or sources.parameters.get("dtype", "")
+    vision, body = weights_of(checkpoint, dtype, vision_tensors)
     said = environment.get("TESSERA_QUANTIZATION") or sources.parameters.get("quantization")
     halves = {"fp8": (2, 2), "fp8-language": (1, 2), "fp8-vision": (2, 1)}.get(said or "", (1, 1))
     return divide(card, settings.gpu_memory, (vision // halves[0], body // halves[1]), 0 if remote else None, language)

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessera.checkpoint.config import read_config
 from tessera.engine.process.client import EngineProcess
 from tessera.engine.sequence import Request, SamplingParameters, TokenEvent
 from tessera.errors import InvalidRequest, end_process_if_lost
+from tessera.models.registry import read_config
 from tessera.settings.gpu import GpuMeter
 from tessera.settings.stages import EngineConfig
 from tessera.tritonserver import leases, tensors

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tessera.checkpoint.config import read_config
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.models.family import ImagePlan, ModelFamily, View
+from tessera.models.registry import read_config
 from tessera.preprocess.decode import use_one_thread
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
 from tessera.prompt.grammar import grammar

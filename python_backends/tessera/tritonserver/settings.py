@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tessera.checkpoint.files import find_checkpoint
+from tessera.models.registry import vision_tensors
 from tessera.settings import schema
 from tessera.settings.gpu import Division, ServerSettings, divide_for, find_device
 
@@ -76,4 +77,4 @@ class StageSettings:
 
         card = torch.cuda.get_device_properties(0).total_memory
         language = (self._models / "language_model").is_dir()
-        return divide_for(card, self._server, self.checkpoint, self._sources, language)
+        return divide_for(card, self._server, self.checkpoint, self._sources, language, vision_tensors(self.checkpoint))

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessera.checkpoint.config import read_config
 from tessera.errors import InvalidRequest, end_process_if_lost
-from tessera.models.tower import tower_class
+from tessera.models.registry import read_config, spec_of
 from tessera.settings.stages import VisionSettings
 from tessera.tritonserver import gpu_pool, leases, tensors
 from tessera.tritonserver.failures import deadline_exceeded, error_response, is_over, log_exception
@@ -72,10 +71,8 @@ class TritonPythonModel:
 def local_scheduler(checkpoint: Path, settings: VisionSettings) -> VisionScheduler:
     """The tower in this process."""
     config = read_config(checkpoint)
-    if not tower_class(config).splits:
-        # A forward of whole pictures is long, a step of the language model short and waited for: its kernels start
-        # first. For tiles this would even out no load, and make some requests wait much longer than others.
-        os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")
+    if (priority := spec_of(config.raw, config.folder).mps_priority) is not None:
+        os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", str(priority))
     encoder = VisionEncoder.from_checkpoint(config, settings)
     show_weights("vision_encoder", *encoder.weights)
     return VisionScheduler(encoder)

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tessera.checkpoint.config import CheckpointConfig, read_config
+from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.models.family import ModelFamily
-from tessera.models.registry import family_for
+from tessera.models.registry import family_for, read_config
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import in_fp8
 from tessera.vision.loading import load_runner

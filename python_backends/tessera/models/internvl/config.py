@@ -1,15 +1,74 @@
-"""What both layouts of InternVL describe: the tower (InternViT and its projector) and how pictures become tiles."""
+"""Both layouts of InternVL: the tower (InternViT and its projector), how pictures become tiles, names of weights.
+
+transformers' layout, ``InternVLForConditionalGeneration``: ``modeling_internvl.py`` (module names) and
+``conversion_mapping.py`` (the names it saves, without the leading ``model.``).
+
+The original layout, OpenGVLab's ``InternVLChatModel``, whose code travels with it and is never run:
+``modeling_internvl_chat.py`` and ``modeling_intern_vit.py``; defaults: ``configuration_intern_vit.py``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.files import check_number, check_sizes, one_of
-from tessera.checkpoint.normalization import IMAGENET_MEAN, IMAGENET_STD, Channels
+from tessera.checkpoint.config import CheckpointConfig, NameTable, architecture_of
+from tessera.checkpoint.files import PILLOW_BICUBIC, check_number, check_sizes, one_of, read_processor, section
+from tessera.checkpoint.normalization import IMAGENET_MEAN, IMAGENET_STD, Channels, pixel_statistics
+from tessera.checkpoint.weights import WB, WBS
 from tessera.errors import CheckpointError
+from tessera.models.text.config import assemble
 
+PROCESSORS = ("GotOcr2ImageProcessor", "GotOcr2ImageProcessorFast", "GotOcr2ImageProcessorPil")
+_TOWER, _PROJECTOR = r"(?:model\.)?vision_tower\.", r"(?:model\.)?multi_modal_projector\."
+_LAYER = _TOWER + r"encoder\.layer\.(\d+)\."
+# Our names are the parameters of the tower, InternViT, before packing.
+_NATIVE_NAMES: NameTable = (
+    (rf"{_TOWER}embeddings\.cls_token", "class_embedding"),
+    (rf"{_TOWER}embeddings\.position_embeddings", "position_embedding"),
+    (rf"{_TOWER}embeddings\.patch_embeddings\.projection\.{WB}", r"patch_embedding.\1"),
+    (rf"{_LAYER}attention\.([qkv])_proj\.{WBS}", r"layers.\1.attention.\2_proj.\3"),
+    (rf"{_LAYER}attention\.([qk])_norm\.weight", r"layers.\1.attention.\2_norm.weight"),
+    (rf"{_LAYER}attention\.projection_layer\.{WBS}", r"layers.\1.attention.output.\2"),
+    (rf"{_LAYER}layernorm_before\.{WB}", r"layers.\1.norm1.\2"),
+    (rf"{_LAYER}layernorm_after\.{WB}", r"layers.\1.norm2.\2"),
+    (rf"{_LAYER}lambda_([12])", r"layers.\1.scale\2"),
+    (rf"{_LAYER}mlp\.fc([12])\.{WBS}", r"layers.\1.mlp.linear\2.\3"),
+    (rf"{_TOWER}layernorm\.{WB}", r"final_norm.\1"),
+    (rf"{_PROJECTOR}layer_norm\.{WB}", r"projector.norm.\1"),
+    (rf"{_PROJECTOR}linear_([12])\.{WBS}", r"projector.linear\1.\2"),
+)
+# transformers' classes nest the model and its language model otherwise than its files do.
+_NATIVE_MODULES: NameTable = (
+    (r"(?:model\.)?(?:language_model\.)?lm_head", "lm_head"),
+    (r"(?:model\.)?language_model\.(?:model\.)?", "model.language_model."),
+    (r"(?:model\.)?", "model."),
+)
+_MODEL, _MLP = r"(?:model\.)?vision_model\.", r"(?:model\.)?mlp1\."
+_BLOCK = _MODEL + r"encoder\.layers\.(\d+)\."
+_ORIGINAL_NAMES: NameTable = (
+    (rf"{_MODEL}embeddings\.class_embedding", "class_embedding"),
+    (rf"{_MODEL}embeddings\.position_embedding", "position_embedding"),
+    (rf"{_MODEL}embeddings\.patch_embedding\.{WB}", r"patch_embedding.\1"),
+    (rf"{_BLOCK}attn\.qkv\.{WBS}", r"layers.\1.attention.qkv.\2"),
+    (rf"{_BLOCK}attn\.([qk])_norm\.weight", r"layers.\1.attention.\2_norm.weight"),
+    (rf"{_BLOCK}attn\.proj\.{WBS}", r"layers.\1.attention.output.\2"),
+    (rf"{_BLOCK}norm([12])\.{WB}", r"layers.\1.norm\2.\3"),
+    (rf"{_BLOCK}ls([12])", r"layers.\1.scale\2"),
+    (rf"{_BLOCK}mlp\.fc([12])\.{WBS}", r"layers.\1.mlp.linear\2.\3"),
+    (rf"{_MLP}0\.{WB}", r"projector.norm.\1"),
+    (rf"{_MLP}1\.{WBS}", r"projector.linear1.\1"),
+    (rf"{_MLP}3\.{WBS}", r"projector.linear2.\1"),
+)
+_ORIGINAL_DEFAULTS = dict(
+    hidden_size=3200,
+    intermediate_size=12800,
+    num_hidden_layers=48,
+    num_attention_heads=25,
+    norm_type="rms_norm",
+)
 _ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu", "silu")
 # What the tower does: any other value is refused by name.
 _SUPPORTED = {
@@ -72,7 +131,91 @@ class TileRule:
     order: str
 
 
-def read_vision(stated: Mapping[str, Any], where: str) -> VisionConfig:
+def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
+    """The configuration of a folder whose config.json is ``raw``. Raises CheckpointError."""
+    original = architecture_of(raw) in ("InternVLChatModel", "internvl_chat")
+    return (_read_original if original else _read_native)(folder, raw)
+
+
+def _read_native(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
+    """transformers' layout."""
+    where, processor = f"{folder}/config.json", read_processor(folder)
+    one_of(
+        raw.get("vision_feature_select_strategy", "default"), ("default",), f"{where}: vision_feature_select_strategy"
+    )
+    mean, std = pixel_statistics(processor)
+    outside = {
+        "feature_layer": raw.get("vision_feature_layer", -1),
+        "downsample_ratio": raw.get("downsample_ratio", 0.5),
+        "projector_hidden_act": raw.get("projector_hidden_act", "gelu"),
+        "pixel_mean": mean,
+        "pixel_std": std,
+    }
+    vision = _read_vision(section(raw, "vision_config", where) | outside, f"{where}: vision_config")
+    tile = {"height": vision.image_size, "width": vision.image_size}
+    tokens = processor.get("image_seq_length", raw.get("image_seq_length", vision.tokens_per_tile))
+    # crop_to_patches is not asked: transformers' InternVLProcessor cuts tiles whatever it says.
+    one_of(processor.get("image_processor_type", PROCESSORS[0]), PROCESSORS, "image_processor_type")
+    one_of(processor.get("size", tile), (tile,), "the image processor's size")
+    one_of(processor.get("resample", PILLOW_BICUBIC), (PILLOW_BICUBIC,), "the image processor's resample")
+    one_of(tokens, (vision.tokens_per_tile,), "with this vision_config, image_seq_length")
+    return assemble(
+        folder,
+        raw,
+        # Only the model_type counts: architectures may name the class without its head.
+        {"model_type": "qwen2"} | section(raw, "text_config", where) | {"architectures": None},
+        tie=raw.get("tie_word_embeddings"),
+        vision_names=_NATIVE_NAMES,
+        module_names=_NATIVE_MODULES,
+        layout="hf_native",
+        vision=vision,
+        pictures=TileRule(processor.get("min_patches", 1), processor.get("max_patches", 12), "auto", "columns"),
+        image_token_id=raw.get("image_token_id", raw.get("image_token_index", 151667)),
+    )
+
+
+def _read_original(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
+    """The original layout.
+
+    How grey levels are normalised stands in the layout's code alone; its preprocessor_config.json is never used.
+    """
+    where = f"{folder}/config.json"
+    stated = section(raw, "vision_config", where)
+    renamed = {
+        "image_size": raw.get("force_image_size") or stated.get("image_size", 224),
+        "attention_bias": stated.get("qkv_bias", False),
+        "use_qk_norm": stated.get("qk_normalization", True),
+        "qk_norm_eps": stated.get("layer_norm_eps", 1e-6),
+        "feature_layer": raw.get("select_layer", -1),
+        "downsample_ratio": raw.get("downsample_ratio", 0.5),
+        "ps_version": raw.get("ps_version", "v1"),
+    }
+    most = raw.get("max_dynamic_patch", 12) if raw.get("dynamic_image_size", True) else 1
+    least, thumbnail = min(raw.get("min_dynamic_patch", 1), most), raw.get("use_thumbnail", True)
+    return assemble(
+        folder,
+        raw,
+        _named_as_transformers_does(section(raw, "llm_config", where)),
+        vision_names=_ORIGINAL_NAMES,
+        layout="internvl_chat",
+        vision=_read_vision(_ORIGINAL_DEFAULTS | stated | renamed, f"{where}: vision_config"),
+        pictures=TileRule(least, most, "auto" if thumbnail else "never", "set"),
+        image_token_id=raw.get("img_context_token_id"),
+        conversation=str(raw.get("template")),
+        system_message=raw.get("system_message"),
+    )
+
+
+def _named_as_transformers_does(llm: dict[str, Any]) -> dict[str, Any]:
+    """The language model's section; the Phi-3 code of published files calls longrope "su", and has its trained length
+    beside the section alone, where transformers wants it inside for this name."""
+    scaling = llm.get("rope_scaling")
+    if not isinstance(scaling, dict) or scaling.get("type") != "su":
+        return llm
+    return llm | {"rope_scaling": scaling | {"type": "longrope"}}
+
+
+def _read_vision(stated: Mapping[str, Any], where: str) -> VisionConfig:
     """The tower by the names of VisionConfig's fields. Raises CheckpointError that begins with ``where``."""
     values = {field.name: stated.get(field.name, field.default) for field in fields(VisionConfig)}
     for name in ("image_size", "patch_size"):

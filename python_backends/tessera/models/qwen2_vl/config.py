@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tessera.checkpoint.config import CheckpointConfig, NameTable
-from tessera.checkpoint.files import check_sizes, one_of, read_processor, section
+from tessera.checkpoint.files import PILLOW_BICUBIC, check_sizes, one_of, read_processor, section
 from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD, Channels, pixel_statistics
-from tessera.checkpoint.text import assemble
 from tessera.checkpoint.weights import WB, WBS
 from tessera.errors import CheckpointError
+from tessera.models.text.config import assemble
 
-PILLOW_BICUBIC = 3
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 
 _TOWER, _LAYER = r"(?:model\.)?visual\.", r"(?:model\.)?visual\.blocks\.(\d+)\."

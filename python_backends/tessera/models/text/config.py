@@ -1,0 +1,229 @@
+"""Which bodies the engine runs, and the language model's section of config.json -> TextConfig.
+
+Defaults are those of transformers ``configuration_qwen2.py``, ``configuration_qwen3.py``, ``configuration_llama.py``
+and ``configuration_phi3.py``, and of OpenGVLab ``configuration_internlm2.py``.
+
+What every layout reads alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tessera.checkpoint.config import CheckpointConfig, NameTable, TextConfig
+from tessera.checkpoint.files import check_number, check_sizes, one_of, read_json, read_processor
+from tessera.checkpoint.rope import read_rope
+from tessera.checkpoint.weights import LINEAR, SafetensorsFolder
+from tessera.errors import CheckpointError
+
+# "language_model.model.x" (saved by transformers 5 and by the original code) and "model.language_model.x"
+# (transformers 4.52) are the same module; Qwen2-VL's savers write "model.x".
+_BODY = r"(?:model\.|(?:model\.)?language_model\.(?:model\.)?)"
+_HEAD = r"(?:model\.)?(?:language_model\.)?"
+_OUTSIDE: NameTable = (
+    (rf"{_BODY}layers\.\d+\.(?:self_attn|attention)\.rotary_emb\.inv_freq", ""),  # as old savers stored it
+    (rf"{_BODY}embed_tokens\.weight", "model.embed_tokens.weight"),
+    (rf"{_BODY}layers\.(\d+)\.(input|post_attention)_layernorm\.weight", r"model.layers.\1.\2_layernorm.weight"),
+    (rf"{_BODY}norm\.weight", "model.norm.weight"),
+    (rf"{_HEAD}lm_head\.{LINEAR}", r"lm_head.\1"),
+)
+_LLAMA_NAMES: NameTable = (
+    *_OUTSIDE,
+    (rf"{_BODY}layers\.(\d+)\.self_attn\.([qkvo])_proj\.{LINEAR}", r"model.layers.\1.self_attn.\2_proj.\3"),
+    (rf"{_BODY}layers\.(\d+)\.mlp\.(gate|up|down)_proj\.{LINEAR}", r"model.layers.\1.mlp.\2_proj.\3"),
+)
+_QWEN3_NAMES: NameTable = (
+    *_LLAMA_NAMES,
+    (rf"{_BODY}layers\.(\d+)\.self_attn\.([qk])_norm\.weight", r"model.layers.\1.self_attn.\2_norm.weight"),
+)
+_PHI3_NAMES: NameTable = (
+    *_OUTSIDE,
+    (rf"{_BODY}layers\.(\d+)\.self_attn\.(qkv|o)_proj\.{LINEAR}", r"model.layers.\1.self_attn.\2_proj.\3"),
+    (rf"{_BODY}layers\.(\d+)\.mlp\.(gate_up|down)_proj\.{LINEAR}", r"model.layers.\1.mlp.\2_proj.\3"),
+)
+_INTERNLM2_NAMES: NameTable = (
+    (rf"{_BODY}layers\.\d+\.(?:self_attn|attention)\.rotary_emb\.inv_freq", ""),  # as old savers stored it
+    (rf"{_BODY}tok_embeddings\.weight", "model.tok_embeddings.weight"),
+    (rf"{_BODY}layers\.(\d+)\.attention\.(wqkv|wo)\.{LINEAR}", r"model.layers.\1.attention.\2.\3"),
+    (rf"{_BODY}layers\.(\d+)\.feed_forward\.w([123])\.{LINEAR}", r"model.layers.\1.feed_forward.w\2.\3"),
+    (rf"{_BODY}layers\.(\d+)\.(attention|ffn)_norm\.weight", r"model.layers.\1.\2_norm.weight"),
+    (rf"{_BODY}norm\.weight", "model.norm.weight"),
+    (rf"{_HEAD}output\.{LINEAR}", r"output.\1"),
+)
+_OUTPUT_HEAD = re.compile(rf"{_HEAD}(?:lm_head|output)\.(?:weight|qweight|weight_packed)")
+_LLAMA = dict(
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=None,
+    head_dim=None,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-6,
+)
+_QWEN2 = dict(_LLAMA, vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768)
+# Published bodies that are known and refused: what they have that no model here does.
+_EXPERTS = "its feed-forward layers are mixtures of experts"
+_OWN_CODE = "it is defined by code that comes with the checkpoint, which is never run"
+_REFUSED = {
+    **dict.fromkeys(("qwen3_moe", "Qwen3MoeForCausalLM"), _EXPERTS),
+    **dict.fromkeys(("gpt_oss", "GptOssForCausalLM"), _EXPERTS),
+    **dict.fromkeys(("internlm3", "InternLM3ForCausalLM"), _OWN_CODE),
+}
+
+
+@dataclass(frozen=True)
+class TextSpec:
+    """A body. ``model``: the import path of its class; ``names``: the exact table of its weights; ``defaults``: what a
+    saver may have left out because it equals the class default.
+
+    ``biases``: whether the attention's projections have them, q/k/v's and the output's, or the switch of the
+    configuration that says so for both, and its default. ``ropes``: the rules that it has beside plain rope;
+    ``rope_sections``: those of the configuration that its own code looks at alone. ``mlp_switch``: whether mlp_bias
+    means anything; ``windowed``: whether a stated window is in force.
+    """
+
+    architecture: str
+    model_type: str
+    model: str
+    names: NameTable
+    defaults: Mapping[str, Any]
+    biases: tuple[bool, bool] | tuple[str, bool]
+    ropes: tuple[str, ...] = ("linear", "dynamic", "llama3")
+    rope_sections: tuple[str, ...] = ()
+    mlp_switch: bool = False
+    windowed: bool = False
+
+
+_PHI3 = dict(
+    _LLAMA,
+    vocab_size=32064,
+    hidden_size=3072,
+    intermediate_size=8192,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+)
+_QWEN3 = dict(_QWEN2, head_dim=128)
+_SWITCH, _ROOM = ("attention_bias", False), "tessera.models.text"
+BODIES = (
+    TextSpec("Qwen2ForCausalLM", "qwen2", f"{_ROOM}.qwen2:Qwen2", _LLAMA_NAMES, _QWEN2, (True, False)),
+    TextSpec("Qwen3ForCausalLM", "qwen3", f"{_ROOM}.variants:Qwen3", _QWEN3_NAMES, _QWEN3, _SWITCH),
+    TextSpec("LlamaForCausalLM", "llama", f"{_ROOM}.qwen2:Qwen2", _LLAMA_NAMES, _LLAMA, _SWITCH, mlp_switch=True),
+    TextSpec(
+        "Phi3ForCausalLM",
+        "phi3",
+        f"{_ROOM}.variants:Phi3",
+        _PHI3_NAMES,
+        _PHI3,
+        (False, False),
+        ropes=("longrope",),
+        windowed=True,
+    ),
+    TextSpec(
+        "InternLM2ForCausalLM",
+        "internlm2",
+        f"{_ROOM}.variants:InternLM2",
+        _INTERNLM2_NAMES,
+        dict(_LLAMA, vocab_size=103168),
+        ("bias", True),
+        ropes=("linear", "dynamic"),
+        rope_sections=("rope_scaling",),
+    ),
+)
+
+
+def _read_text(
+    folder: Path,
+    section: Mapping[str, Any],
+    root: Mapping[str, Any],
+    spec: TextSpec,
+    tie: bool | None,
+    mrope_section: Sequence[int] | None,
+) -> TextConfig:
+    """The language model that ``section`` of the folder's config.json, ``root``, describes."""
+    where = f"{folder}/config.json"
+    one_of(section.get("hidden_act", "silu"), ("silu",), f"{where}: the text model's hidden_act")
+    values = {name: section.get(name, default) for name, default in spec.defaults.items()}
+    heads = values["num_attention_heads"]
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = heads
+    check_sizes(
+        values, [name for name in values if name not in ("head_dim", "rms_norm_eps")], f"{where}: text model's "
+    )
+    if heads % values["num_key_value_heads"]:
+        raise CheckpointError(f"{where}: {heads} heads do not divide over {values['num_key_value_heads']} key heads")
+    if values["head_dim"] is None:
+        values["head_dim"] = values["hidden_size"] // heads
+    check_sizes(values, ["head_dim"], f"{where}: text model's ")
+    check_number(values["rms_norm_eps"], f"{where}: text model's rms_norm_eps")
+    positions = values["max_position_embeddings"]
+    rope = read_rope(section, root, spec.ropes, values["head_dim"], positions, where, mrope_section, spec.rope_sections)
+    _refuse_windows(section, section.get("sliding_window") if spec.windowed else None, positions, where)
+    switch, other = spec.biases
+    biases = (bool(section.get(switch, other)),) * 2 if isinstance(switch, str) else (switch, other)
+    tied = section.get("tie_word_embeddings", False) if tie is None else tie
+    return TextConfig(
+        architecture=spec.architecture,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        mrope_section=rope.mrope_section,
+        attention_bias=biases[0],
+        output_bias=biases[1],
+        mlp_bias=spec.mlp_switch and bool(section.get("mlp_bias", False)),
+        # A stored head wins over the flag, as in transformers' tie_weights.
+        tie_word_embeddings=bool(tied) and not any(map(_OUTPUT_HEAD.fullmatch, SafetensorsFolder(folder).names())),
+        hidden_act="silu",
+        **values,
+    )
+
+
+def _refuse_windows(section: Mapping[str, Any], window: int | None, positions: int, where: str) -> None:
+    """No window is applied: ``window``, one in force, is refused where it is shorter than the context."""
+    what = f"{where}: sliding-window attention"
+    one_of(bool(section.get("use_sliding_window")), (False,), f"{what}: use_sliding_window")
+    for kind in section.get("layer_types") or ():
+        one_of(kind, ("full_attention",), f"{what}: layer type")
+    if window is not None and window < positions:
+        raise CheckpointError(
+            f"{what} is not supported: the window of {window} tokens is shorter than the context of {positions}"
+        )
+
+
+def assemble(
+    folder: Path,
+    raw: dict[str, Any],
+    text_section: Mapping[str, Any],
+    tie: bool | None = None,
+    mrope_section: Sequence[int] | None = None,
+    bodies: Sequence[TextSpec] = BODIES,
+    **fields: Any,
+) -> CheckpointConfig:
+    """A checkpoint whose language model, one of ``bodies``, is what ``text_section`` describes.
+
+    ``tie`` is what config.json says of tied embeddings outside of the section; ``mrope_section`` what holds where the
+    section states none, None for a body whose positions have one axis. ``fields`` are CheckpointConfig's others, and
+    ``vision_names``. Raises CheckpointError for a body that is not supported, or one that wants what the engine does
+    not do.
+    """
+    specs = {spec.architecture: spec for spec in bodies}
+    model_type = text_section.get("model_type")
+    of_type = next((spec.architecture for spec in bodies if spec.model_type == model_type), model_type)
+    architecture = (text_section.get("architectures") or [of_type])[0]
+    one_of(architecture, specs, f"{folder}/config.json: text model", _REFUSED)
+    spec = specs[architecture]
+    eos = read_json(folder, "generation_config.json").get("eos_token_id", text_section.get("eos_token_id"))
+    return CheckpointConfig(
+        folder=folder,
+        model_type=raw.get("model_type", fields["layout"]),
+        text=_read_text(folder, text_section, raw, spec, tie, mrope_section),
+        weight_names={"vision": fields.pop("vision_names"), "text": spec.names},
+        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        raw=raw,
+        processor=read_processor(folder),
+        **fields,
+    )
