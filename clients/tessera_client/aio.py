@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -112,6 +111,8 @@ class AsyncClient(BaseClient[Coroutine[Any, Any, Answer], AsyncStream]):
     connections are one thread's work, however many requests are under way.
     """
 
+    _new_stream = AsyncStream
+
     async def ask_many(
         self,
         items: Iterable[tuple[Images, str]],
@@ -186,15 +187,6 @@ class AsyncClient(BaseClient[Coroutine[Any, Any, Answer], AsyncStream]):
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    def _stream(self, request: Request, timeout: Seconds) -> AsyncStream:
-        streamed = replace(request, stream=True)
-        return AsyncStream(
-            self._transport, streamed, self._seconds(timeout), self._retry, self._begin_trace, self._name
-        )
-
     async def _answer(self, request: Callable[[], Request], timeout: Seconds, retry: Retry | None = None) -> Answer:
-        retry = retry or self._retry
-        async with AsyncStream(
-            self._transport, request(), self._seconds(timeout), retry, self._begin_trace, self._name
-        ) as stream:
+        async with self._stream(request(), timeout, retry) as stream:
             return await stream.answer()

@@ -49,6 +49,8 @@ StreamT = TypeVar("StreamT", covariant=True)
 class BaseClient(ABC, Generic[AnswerT, StreamT]):
     """What both clients are given, and what they ask: an AnswerT is an answer, or what is awaited for one."""
 
+    _new_stream: Callable[..., StreamT]
+
     def __init__(
         self,
         url: str | Sequence[str] = "localhost:8001",
@@ -88,7 +90,7 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
 
     def stream(self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any) -> StreamT:
         """The answer as it is written, for a ``with`` block; leaving it early cancels. Arguments as for :meth:`ask`."""
-        return self._stream(question_request(image, question, **sampling), timeout)
+        return self._stream(replace(question_request(image, question, **sampling), stream=True), timeout)
 
     def chat(
         self, messages: Messages, images: Images = None, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
@@ -105,7 +107,7 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
         self, messages: Messages, images: Images = None, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any
     ) -> StreamT:
         """:meth:`chat`, streamed as :meth:`stream` does."""
-        return self._stream(chat_request(messages, images, **sampling), timeout)
+        return self._stream(replace(chat_request(messages, images, **sampling), stream=True), timeout)
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -150,8 +152,10 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
     def _answer(self, request: Callable[[], Request], timeout: Seconds, retry: Retry | None = None) -> AnswerT:
         """The answer to the request that is made when its turn comes."""
 
-    @abstractmethod
-    def _stream(self, request: Request, timeout: Seconds) -> StreamT: ...
+    def _stream(self, request: Request, timeout: Seconds, retry: Retry | None = None) -> StreamT:
+        return self._new_stream(
+            self._transport, request, self._seconds(timeout), retry or self._retry, self._begin_trace, self._name
+        )
 
     def _begin_trace(self, request: Request) -> Trace | None:
         if self._tracer is None:
@@ -192,6 +196,8 @@ class Client(BaseClient[Answer, Stream]):
 
     Every method raises errors of :mod:`tessera_wire.errors` only.
     """
+
+    _new_stream = Stream
 
     def ask_many(
         self,
@@ -265,13 +271,8 @@ class Client(BaseClient[Answer, Stream]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _stream(self, request: Request, timeout: Seconds) -> Stream:
-        streamed = replace(request, stream=True)
-        return Stream(self._transport, streamed, self._seconds(timeout), self._retry, self._begin_trace, self._name)
-
     def _answer(self, request: Callable[[], Request], timeout: Seconds, retry: Retry | None = None) -> Answer:
-        retry = retry or self._retry
-        with Stream(self._transport, request(), self._seconds(timeout), retry, self._begin_trace, self._name) as stream:
+        with self._stream(request(), timeout, retry) as stream:
             return stream.answer()
 
 
