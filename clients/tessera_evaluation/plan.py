@@ -12,18 +12,17 @@ answers where a folder has no such classes.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 from tessera_client.client import Client
 from tessera_client.messages import Answer
 from tessera_client.pictures import encode_image
 from tessera_evaluation import recall
+from tessera_evaluation.charts import Chart, ticks
 from tessera_evaluation.datasets import Item
 from tessera_wire.errors import InvalidRequest
 
@@ -226,61 +225,25 @@ def plot(measured: Sequence[Measurement], max_loss: float, about: Mapping[str, A
     # Room for one point at least below and above, so that a flat curve looks flat.
     low, high, fastest = min(*recalls, least) - 1, max(recalls) + 1, 1.1 * points[0].qpm
 
-    def x(qpm: float) -> float:
-        return round(LEFT + (RIGHT - LEFT) * qpm / fastest, 1)
-
-    def y(percent: float) -> float:
-        return round(BOTTOM - (BOTTOM - TOP) * (percent - low) / (high - low), 1)
-
     title = f"Tile policies: {points[0].questions} questions of {about.get('data', 'unknown data')}"
     if "concurrency" in about:
         title += f", {about['concurrency']} at a time"
     height = max(BOTTOM + 60, TOP + 34 * len(points) + 20)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        _text(20, 22, title, size="14"),
-        _text(20, 40, str(about.get("machine") or about.get("url") or "unknown machine"), fill="#555"),
-        _text((LEFT + RIGHT) / 2, BOTTOM + 42, "questions a minute", anchor="middle"),
-        _text(20, TOP - 10, "recall, %"),
-    ]
-    for value in _ticks(0, fastest):
-        parts += [_line(x(value), TOP, x(value), BOTTOM), _text(x(value), BOTTOM + 18, f"{value:g}", anchor="middle")]
-    for value in _ticks(low, min(high, 100)):
-        parts += [_line(LEFT, y(value), RIGHT, y(value)), _text(LEFT - 8, y(value) + 4, f"{value:g}", anchor="end")]
-    parts += [
-        _line(LEFT, y(least), RIGHT, y(least), f'stroke="{RED}" stroke-dasharray="5 4"'),
-        _text(RIGHT, y(least) + 14, f"allowed loss: {max_loss:g}", anchor="end", fill=RED),
-    ]
+    chart = Chart((WIDTH, height), (LEFT, RIGHT, TOP, BOTTOM), (0, fastest), (low, high))
+    chart.text(20, 22, title, size="14")
+    chart.text(20, 40, str(about.get("machine") or about.get("url") or "unknown machine"), fill="#555")
+    chart.text(20, TOP - 10, "recall, %")
+    chart.axes(ticks(0, fastest), ticks(low, min(high, 100)), "questions a minute")
+    chart.line(LEFT, chart.y(least), RIGHT, chart.y(least), f'stroke="{RED}" stroke-dasharray="5 4"')
+    chart.text(RIGHT, chart.y(least) + 14, f"allowed loss: {max_loss:g}", "end", RED)
     unbeaten = [each for n, each in enumerate(points) if all(recalls[n] > other for other in recalls[:n])]
-    corners = " ".join(f"{x(each.qpm)},{y(100 * each.recall)}" for each in unbeaten)
-    parts.append(f'<polyline points="{corners}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>')
+    chart.curve(((each.qpm, 100 * each.recall) for each in unbeaten), BLUE, 1.5)
     for number, (each, percent) in enumerate(zip(points, recalls, strict=True), 1):
-        across, down, row = x(each.qpm), y(percent), TOP + 34 * (number - 1)
+        across, down, row = chart.x(each.qpm), chart.y(percent), TOP + 34 * (number - 1)
         fill, ink, weight, word = (BLUE, "white", "bold", " (recommended)") if each == chosen else UNMARKED
+        chart.dot(across, down, fill, BLUE)
+        chart.text(across, down + 4, str(number), "middle", ink)
+        chart.text(RIGHT + 20, row, f"{number}  {each.policy}{word}", weight=weight)
         figures = f"{percent:.2f}%, {each.qpm:g} QPM, {each.image_tokens:g} image tokens"
-        parts += [
-            f'<circle cx="{across}" cy="{down}" r="9" fill="{fill}" stroke="{BLUE}"/>',
-            _text(across, down + 4, str(number), anchor="middle", fill=ink),
-            _text(RIGHT + 20, row, f"{number}  {each.policy}{word}", weight=weight),
-            _text(RIGHT + 34, row + 14, figures, fill="#555"),
-        ]
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """About five round numbers between low and high."""
-    rough = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * n for n in (1, 2, 5, 10) if power * n >= rough)
-    return [step * n for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", fill: str = "black", **font: str) -> str:
-    style = "".join(f' font-{name}="{value}"' for name, value in font.items())
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{fill}"{style}>{escape(text)}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, style: str = 'stroke="#ddd"') -> str:
-    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" {style}/>'
+        chart.text(RIGHT + 34, row + 14, figures, fill="#555")
+    return chart.svg()

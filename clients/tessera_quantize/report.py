@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from typing import Any
-from xml.sax.saxutils import escape
 
+from tessera_evaluation.charts import Chart
 from tessera_quantize.run import Job, Row
 
 COLOURS = ("#1f5fbf", "#c0392b", "#2e8b57")
@@ -98,27 +98,11 @@ def plot(rows: Sequence[Row]) -> str:
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) + 1e-9)
     last = max(len(curve) for curve in curves.values()) - 1
 
-    def x(layer: int) -> float:
-        return round(LEFT + (RIGHT - LEFT) * layer / max(last, 1), 1)
-
-    def y(value: float) -> float:
-        return round(BOTTOM - (BOTTOM - TOP) * (math.log10(max(value, 10.0**low)) - low) / max(high - low, 1), 1)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{LEFT}" y="24" font-size="14">Error of the layers: share of their outputs\' squares</text>',
-        f'<text x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 36}" text-anchor="middle">layer</text>',
-    ]
-    for power in range(low, high + 1):
-        height = y(10.0**power)
-        parts.append(f'<line x1="{LEFT}" y1="{height}" x2="{RIGHT}" y2="{height}" stroke="#ddd"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{height + 4}" text-anchor="end">{100 * 10.0**power:g}%</text>')
-    for layer in range(0, last + 1, max(1, last // 8)):
-        parts.append(f'<text x="{x(layer)}" y="{BOTTOM + 18}" text-anchor="middle">{layer}</text>')
+    chart = Chart((WIDTH, HEIGHT), (LEFT, RIGHT, TOP, BOTTOM), (0, max(last, 1)), (low, max(high, low + 1)))
+    chart.text(LEFT, 24, "Error of the layers: share of their outputs' squares", size="14")
+    powers = {float(power): f"{100 * 10.0**power:g}%" for power in range(low, high + 1)}
+    chart.axes({float(layer): str(layer) for layer in range(0, last + 1, max(1, last // 8))}, powers, "layer")
     for number, ((name, curve), colour) in enumerate(zip(curves.items(), COLOURS)):
-        points = " ".join(f"{x(layer)},{y(value)}" for layer, value in enumerate(curve))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="{RIGHT + 16}" y="{TOP + 20 * number}" fill="{colour}">{escape(name)}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+        chart.curve(((layer, math.log10(max(value, 10.0**low))) for layer, value in enumerate(curve)), colour, 2)
+        chart.text(RIGHT + 16, TOP + 20 * number, name, fill=colour)
+    return chart.svg()
