@@ -20,7 +20,7 @@ from typing import Any
 
 from tessera_client.client import Client
 from tessera_client.messages import ServerStatus
-from tessera_command import ask, batch, parse, sample, terminal
+from tessera_command import ask, jobs, sample, terminal
 from tessera_command.terminal import command, console, positive, progress, sampling
 from tessera_evaluation import plan, recall
 from tessera_evaluation.datasets import Item, folder_items, heldout_items
@@ -32,15 +32,14 @@ from tessera_wire.tensors import addresses, parse_url
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code. Faults become one line on standard error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["serve"]:
-        return _serve(arguments[1:])
-    if arguments[:1] == ["check"]:
-        named = ["--checkpoint"] if arguments[1:] and not arguments[1].startswith("-") else []
-        return _serve(["--check", *named, *arguments[1:]])
-    if arguments[:1] == ["gateway"]:
-        return _gateway(arguments[1:])
-    if arguments[:1] == ["quantize"]:
-        return _quantize(arguments[1:])
+    if arguments and arguments[0] in ELSEWHERE:
+        name, *arguments = arguments
+        try:
+            run = _elsewhere(name)
+        except ImportError as error:
+            print(f"tessera {name}: {ELSEWHERE[name][1]} not installed here: {error}", file=sys.stderr)
+            return 1
+        return run(arguments)
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
@@ -61,52 +60,51 @@ def exit_code(error: errors.TesseraClientError) -> int:
     return 4 if isinstance(error, errors.DeadlineExceeded) else 1
 
 
-def _serve(arguments: list[str]) -> int:
-    try:
-        from tessera.launcher.cli import serve_main
-        from tessera_gateway.settings import add_options
-    except ImportError as error:
-        print(f"tessera serve: the server's package is not installed here: {error}", file=sys.stderr)
-        return 1
-    return serve_main(arguments, add_options)
+ELSEWHERE = {
+    "serve": ("start the server; `tessera serve --help` lists its options", "the server's package is"),
+    "check": (
+        "say whether a checkpoint can be served: tessera check DIR, and any option of serve",
+        "the server's package is",
+    ),
+    "gateway": (
+        "open servers to OpenAI's clients; `tessera gateway --help` lists its options",
+        "its packages are",
+    ),
+    "quantize": ("make a smaller checkpoint; `tessera quantize --help` lists its options", "the server's packages are"),
+}
+"""The commands whose packages need not be here, which have their own parsers: what they do, and what they need."""
 
 
-def _gateway(arguments: list[str]) -> int:
-    try:
+def _elsewhere(name: str) -> Callable[[list[str]], int]:
+    if name == "gateway":
         from tessera_gateway.cli import gateway_main
-    except ImportError as error:
-        print(f"tessera gateway: its packages are not installed here: {error}", file=sys.stderr)
-        return 1
-    return gateway_main(arguments)
 
-
-def _quantize(arguments: list[str]) -> int:
-    try:
+        return gateway_main
+    if name == "quantize":
         from tessera_quantize.cli import quantize_main
-    except ImportError as error:
-        print(f"tessera quantize: the server's packages are not installed here: {error}", file=sys.stderr)
-        return 1
-    return quantize_main(arguments)
+
+        return quantize_main
+    from tessera.launcher.cli import serve_main
+    from tessera_gateway.settings import add_options
+
+    def serve(arguments: list[str]) -> int:
+        if name == "check":
+            named = ["--checkpoint"] if arguments and not arguments[0].startswith("-") else []
+            arguments = ["--check", *named, *arguments]
+        return serve_main(arguments, add_options)
+
+    return serve
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="tessera", description="Questions about pictures, served by tritonserver.")
     parser.add_argument("--version", action="version", version=f"tessera {VERSION}")
-    names = "{serve,check,gateway,quantize,ask,batch,parse,recall,plan,status,sample}"
-    commands = parser.add_subparsers(dest="command", required=True, metavar=names)
-    commands.add_parser("serve", help="start the server; `tessera serve --help` lists its options", add_help=False)
-    check = "say whether a checkpoint can be served: tessera check DIR, and any option of serve"
-    commands.add_parser("check", help=check, add_help=False)
-    gateway = "open servers to OpenAI's clients; `tessera gateway --help` lists its options"
-    commands.add_parser("gateway", help=gateway, add_help=False)
-    quantize = "make a smaller checkpoint; `tessera quantize --help` lists its options"
-    commands.add_parser("quantize", help=quantize, add_help=False)
-
-    sample.add(commands)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (text, _) in ELSEWHERE.items():
+        commands.add_parser(name, help=text, add_help=False)
     ask.add(commands)
-    batch.add(commands)
-
-    parse.add(commands)
+    jobs.add_batch(commands)
+    jobs.add_parse(commands)
 
     add = command(commands, "recall", _recall, "measure how often the served model is right")
     add("--folder", type=Path, help="your own pictures: a folder with labels.csv (file,question,...)")
@@ -130,6 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true")
     port = "the health port of `tessera serve` (default: TESSERA_HEALTH_URL, else port 8003 of the same host)"
     add("--health-url", default=os.environ.get("TESSERA_HEALTH_URL"), help=port)
+    sample.add(commands)
+    commands.metavar = f"{{{','.join(commands.choices)}}}"
     return parser
 
 

@@ -1,23 +1,26 @@
-"""The command ``tessera batch``: its arguments, and what it says at the end."""
+"""The commands ``tessera batch`` and ``tessera parse``, which go on where they ended: their arguments, and what they
+say at the end."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tessera_client.retry import Retry
 from tessera_command.terminal import command, labels, positive, progress, sampling
 
 if TYPE_CHECKING:
     from tessera_jobs.job import Job, Tally
 
 
-def add(commands: Any) -> None:
+def add_batch(commands: Any) -> None:
     """Adds the command to the others."""
-    add = command(commands, "batch", run, "ask about any number of pictures; goes on where it ended")
+    add = command(commands, "batch", _batch, "ask about any number of pictures; goes on where it ended")
     rows = "a .jsonl (id, image, question, options; or OpenAI's lines of a batch), a .csv or .parquet with such columns"
     add("source", type=Path, help=f"{rows}, a folder of pictures, or - for lines on standard input")
     add("--prompt", metavar="TEXT", help="the question of rows that have none of their own")
@@ -25,24 +28,41 @@ def add(commands: Any) -> None:
     add("-o", "--output", type=Path, required=True, metavar="OUT", help=where)
     sampling(add)
     add("--choices", type=labels, metavar="A,B,...", help="answer with the likeliest of these")
-    add("--concurrency", type=positive, default=64, metavar="N", help="requests at a time (%(default)s)")
-    lower = "lower is served earlier (%(default)s: behind people's questions, which have 0)"
-    add("--priority", type=int, default=10, metavar="N", help=lower)
     add("--in-order", action="store_true", help="results in the order of the rows, not as they come")
     add("--again", action="store_true", help="ask rows again that failed in an earlier run")
-    add(
-        "--patience",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="seconds to wait for servers, at the start too (%(default)g)",
-    )
     changed = "ask rows again that another model answered, or whose pictures have changed since"
-    add("--force", action="store_true", help=changed)
+    _job_options(add, "seconds to wait for servers, at the start too (%(default)g)", changed)
     add("--dry-run", action="store_true", help="say what it will cost, from some of the rows; nothing is written")
 
 
-def run(options: argparse.Namespace) -> int:
+def add_parse(commands: Any) -> None:
+    """Adds the command to the others."""
+    add = command(commands, "parse", _parse, "read documents: PDFs and pictures of pages to Markdown and JSON", 600)
+    add("file", nargs="+", type=Path, help="PDFs, pictures of pages, and folders with any of them")
+    each = "a folder for each file, and errors.jsonl; the same command goes on where it ended, page by page"
+    add("-o", "--output", type=Path, required=True, metavar="OUT", help=each)
+    add("--pages", metavar="RANGES", help="of each document these, as in 1-3,7,10- (all)")
+    add("--password", metavar="TEXT", help="of the PDFs that want one")
+    add("--dpi", type=positive, default=200, metavar="N", help="at which a PDF's pages are drawn (%(default)s)")
+    longest = "longest answer to a layout or a crop, in tokens (as many as fit)"
+    add("--max-tokens", type=positive, metavar="N", help=longest)
+    changed = "read pages again that another model has read"
+    _job_options(add, "seconds to wait for servers (%(default)g)", changed)
+
+
+def _job_options(add: Callable[..., Any], patience: str, force: str) -> None:
+    add("--concurrency", type=positive, default=64, metavar="N", help="requests at a time (%(default)s)")
+    lower = "lower is served earlier (%(default)s: behind people's questions, which have 0)"
+    add("--priority", type=int, default=10, metavar="N", help=lower)
+    add("--patience", type=float, default=600.0, metavar="S", help=patience)
+    add("--force", action="store_true", help=force)
+
+
+def _saying(name: str) -> Callable[[str], None]:
+    return lambda words: print(f"tessera {name}: {words}", file=sys.stderr)
+
+
+def _batch(options: argparse.Namespace) -> int:
     from tessera_jobs.job import Job, Settings
     from tessera_jobs.rows import Asked
     from tessera_jobs.source import open_source
@@ -61,9 +81,9 @@ def run(options: argparse.Namespace) -> int:
     )
     try:
         if options.dry_run:
-            return _estimate(Job(source, options.output, settings, notice=_notice))
+            return _estimate(Job(source, options.output, settings, notice=_saying("batch")))
         with progress("asking") as advance:
-            job = Job(source, options.output, settings, advance, _notice)
+            job = Job(source, options.output, settings, advance, _saying("batch"))
             tally = job.run()
     except OSError as error:
         print(f"tessera batch: {error}", file=sys.stderr)
@@ -75,10 +95,6 @@ def run(options: argparse.Namespace) -> int:
         first = f"; the first of this run: {tally.first_error}" if tally.first_error else ""
         print(f"tessera batch: {tally.errors} rows of {options.output} have an error{first}", file=sys.stderr)
     return 1 if tally.errors else 0
-
-
-def _notice(words: str) -> None:
-    print(f"tessera batch: {words}", file=sys.stderr)
 
 
 def _sentence(tally: Tally) -> str:
@@ -108,3 +124,32 @@ def _estimate(job: Job) -> int:
     print("\n".join(lines), file=sys.stderr)
     print(json.dumps(asdict(found)))
     return 0
+
+
+def _parse(options: argparse.Namespace) -> int:
+    try:
+        from tessera_documents import TesseraVlmClient
+        from tessera_documents.job import Job, quiet
+    except ImportError as error:
+        print(f"tessera parse: {error}", file=sys.stderr)
+        return 1
+    quiet()
+    asking = {"timeout": options.timeout, "retry": Retry.patient(options.patience), "max_tokens": options.max_tokens}
+    names = ("dpi", "concurrency", "priority", "pages", "password", "force", "patience")
+    flight = {name: getattr(options, name) for name in names}
+    with TesseraVlmClient(options.url, **asking) as vlm, progress("parsing") as advance:
+        job = Job(options.file, options.output, vlm, progress=advance, notice=_saying("parse"), **flight)
+        try:
+            tally = job.run()
+        except OSError as error:
+            print(f"tessera parse: cannot write the results: {error}", file=sys.stderr)
+            return 1
+    pages, rate = f"{tally.made} page{'s' * (tally.made != 1)}", f"{tally.made / tally.seconds:.2f} pages/s"
+    kept = f", {tally.kept} were there already" if tally.kept else ""
+    print(f"{pages} in {tally.seconds:.1f} s ({rate}){kept}")
+    if tally.warned:
+        print(f"tessera parse: warnings on {tally.warned} pages; the first: {tally.first_warning}", file=sys.stderr)
+    if tally.failed:
+        rows = options.output / "errors.jsonl"
+        print(f"tessera parse: {tally.failed} failed, see {rows}; the first: {tally.first_error}", file=sys.stderr)
+    return 1 if tally.failed else 0
