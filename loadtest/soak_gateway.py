@@ -105,7 +105,7 @@ def asked(text: str, picture: bytes | None = None, **fields: Any) -> dict[str, A
 @contextmanager
 def door(server: str, timeout: float) -> Iterator[Door]:
     """A gateway before a server, by its gRPC address."""
-    command = [sys.executable, "-m", "tessera_gateway", "--url", server, "--port", "0", "--workers", str(WORKERS)]
+    command = [sys.executable, "-m", "tessera_gateway.cli", "--url", server, "--port", "0", "--workers", str(WORKERS)]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

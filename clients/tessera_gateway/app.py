@@ -16,14 +16,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from tessera_client import AsyncClient, Retry, TesseraClientError
-from tessera_gateway import body, completions, errors, page, responses, service, tracing
+from tessera_gateway import completions, errors, middleware, page, responses, service, tracing
 from tessera_gateway.batches import routes as batches
 from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.runner import Runner
-from tessera_gateway.body import LimitBody
 from tessera_gateway.connections import Door
 from tessera_gateway.keys import EndTurn, RequireKey, Turns, read_keys
-from tessera_gateway.metrics import Counters, CountRequests
+from tessera_gateway.metrics import Counters
 from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.settings import Settings
 
@@ -76,15 +75,15 @@ def create_app(
     for room in (completions, responses, batches, service, page):
         app.include_router(room.router)
 
-    app.add_exception_handler(errors.ApiError, errors.answer_api_error)
-    app.add_exception_handler(TesseraClientError, errors.answer_wire_error)
+    app.add_exception_handler(errors.ApiError, errors.answer_error)
+    app.add_exception_handler(TesseraClientError, errors.answer_error)
     app.add_exception_handler(batches.StorageError, batches.answer_storage_error)
     app.add_exception_handler(HTTPException, errors.answer_http_error)
     app.add_exception_handler(Exception, errors.answer_fault)
 
     # The last one added is the first that a request meets.
     uploads = settings.max_file_mib << 20 if settings.batch_folder else limit
-    app.add_middleware(LimitBody, limit=limit, file_limit=uploads, counters=state.counters)
+    app.add_middleware(middleware.LimitBody, limit=limit, file_limit=uploads, counters=state.counters)
     app.add_middleware(EndTurn)
     if keys:
         app.add_middleware(RequireKey, keys=keys, counters=state.counters)
@@ -97,12 +96,12 @@ def create_app(
             expose_headers=["x-request-id", "retry-after"],
         )
     if settings.allowed_hosts is not None:
-        app.add_middleware(body.AllowedHosts, hosts=settings.allowed_hosts)
-    app.add_middleware(body.Heads)
-    app.add_middleware(CountRequests, counters=state.counters)
+        app.add_middleware(middleware.AllowedHosts, hosts=settings.allowed_hosts)
+    app.add_middleware(middleware.Heads)
+    app.add_middleware(middleware.CountRequests, counters=state.counters)
     if provider is not None:
         app.add_middleware(tracing.TraceRequests, provider=provider)
-    app.add_middleware(body.RequestIds)
+    app.add_middleware(middleware.RequestIds)
     return app
 
 

@@ -1,4 +1,4 @@
-"""``tessera gateway``: the HTTP door to servers that run already."""
+"""``tessera gateway``: the HTTP door to servers that run already. `tessera serve` starts this module as its child."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import httpx
@@ -35,6 +35,10 @@ LONGEST_DRAIN_S = 3600.0
 STOP_SECONDS = 3  # after the drain, until uvicorn cancels what is left
 QUIET_SECONDS = 75  # of a connection kept; longer than clients keep theirs, or one would ask on a line just closed
 STALLED_MS = 60_000  # a client that takes nothing for so long has gone: its connection ends, and with it its request
+ABOVE_0 = (
+    *("workers", "max_in_flight", "max_tokens", "timeout", "max_body_mib", "max_bodies_mib"),
+    *("max_connections_per_peer", "batch_concurrency", "max_file_mib"),
+)
 LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -82,16 +86,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     """Raises InvalidRequest, ValueError or OSError for what cannot work."""
     for each in addresses(options.url):
         parse_url(each)
-    numbers = (
-        "workers",
-        "max_in_flight",
-        "max_tokens",
-        "timeout",
-        "max_body_mib",
-        "max_bodies_mib",
-        "max_connections_per_peer",
-    )
-    for name in (*numbers, "batch_concurrency", "max_file_mib"):
+    for name in ABOVE_0:
         given = getattr(options, name)
         if given is not None and not 0 < given <= LONGEST:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, and at most {LONGEST:g}")
@@ -106,27 +101,15 @@ def _settings(options: argparse.Namespace) -> Settings:
         Database(options.batch_folder).close()  # made before several workers would do so at once
         with FolderLock(options.batch_folder) as lock:
             lock.take()
-    return Settings(
-        url=options.url,
-        metrics=options.metrics,
-        model_names=options.model_name,
-        max_tokens=options.max_tokens,
-        timeout_s=options.timeout,
-        drain_s=options.drain,
-        max_in_flight=options.max_in_flight,
-        max_body_mib=options.max_body_mib,
-        max_bodies_mib=options.max_bodies_mib,
-        max_connections_per_peer=options.max_connections_per_peer,
-        fetch_from=options.fetch_from,
-        allowed_origins=options.allowed_origins,
-        allowed_hosts=_allowed_hosts(options),
-        priority_floor=options.priority_floor,
-        keys=str(options.keys.resolve()) if options.keys else None,
-        batch_folder=str(options.batch_folder.resolve()) if options.batch_folder else None,
-        batch_concurrency=options.batch_concurrency,
-        max_file_mib=options.max_file_mib,
-        workers=options.workers,
-    )
+    given = vars(options) | {
+        "model_names": options.model_name,
+        "timeout_s": options.timeout,
+        "drain_s": options.drain,
+        "allowed_hosts": _allowed_hosts(options),
+        "keys": str(options.keys.resolve()) if options.keys else None,
+        "batch_folder": str(options.batch_folder.resolve()) if options.batch_folder else None,
+    }
+    return Settings(**{each.name: given[each.name] for each in fields(Settings) if each.name in given})
 
 
 def _allowed_hosts(options: argparse.Namespace) -> tuple[str, ...] | None:
@@ -205,3 +188,7 @@ def _say_ready(address: str) -> None:
 def _end_with_standard_input() -> None:
     sys.stdin.buffer.read()
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    raise SystemExit(gateway_main())

@@ -6,7 +6,6 @@ Answers as server-sent events; those of chat completions are each a ``chat.compl
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
@@ -22,7 +21,6 @@ from tessera_gateway.errors import REQUEST_ID, ApiError, from_wire, renamed
 from tessera_gateway.keys import Turns
 from tessera_gateway.metrics import COMPLETIONS, MODEL, STATUS, USAGE
 from tessera_gateway.pictures_from import Fetcher
-from tessera_gateway.protocol import ChatRequest
 from tessera_gateway.settings import Settings
 from tessera_gateway.tools import names
 
@@ -34,7 +32,7 @@ router = APIRouter()
 @router.post(COMPLETIONS)
 async def complete(request: Request) -> Response:
     asked = await request_in(request, protocol.ChatRequest)
-    return await answered(request, asked, ChatTold(asked))
+    return await answered(request, asked, translation.Completion(asked))
 
 
 async def request_in(request: Request, kind: type[T]) -> T:
@@ -154,60 +152,10 @@ class EventStream(Response):
                 async for told in self._told.events(coming):
                     await send(_body(told))
         except (TesseraClientError, ApiError) as error:
-            refusal = error if isinstance(error, ApiError) else from_wire(error)
+            refusal = from_wire(error)
             scope[STATUS] = refusal.status
             await send(_body(self._told.failed(refusal)))
         await send(_body(self._told.ending, more=False))
-
-
-class ChatTold:
-    """As chat completions."""
-
-    ending = b"data: [DONE]\n\n"
-
-    def __init__(self, asked: ChatRequest) -> None:
-        self.used: dict[str, Any] | None = None
-        self._completion, self._count = translation.Completion(asked), asked.n or 1
-        self._include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        whole = self._completion.whole(answers)
-        self.used = whole["usage"]
-        return whole
-
-    def failed(self, error: ApiError) -> bytes:
-        return event(error.body)
-
-    async def events(self, coming: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
-        async for chunk in self._chunks(coming):
-            yield event(chunk)
-
-    async def _chunks(self, coming: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[dict[str, Any]]:
-        new = self._completion.chunk
-        readers = [self._completion.reader() for _ in range(self._count)]
-        for index in range(len(readers)):
-            yield new(index, {"role": "assistant", "content": ""})
-        endings: dict[int, Delta] = {}
-        async for index, delta in coming:
-            reader = readers[index]
-            reason = translation.finish_reason(delta.finish_reason) if delta.finish_reason else None
-            changes = reader.read(delta.text) + (reader.end(reason == "stop") if reason else [])
-            for change in changes or [{"content": ""}] * bool(delta.logprobs):
-                yield new(index, change, entries=delta.logprobs)
-            if reason is None:
-                continue
-            endings[index] = delta
-            ended = new(index, {}, self._completion.reason(reason, reader))
-            if len(endings) < len(readers):
-                yield ended
-                continue
-            self.used = translation.usage([each.usage for each in endings.values()])
-            own = {"tessera": translation.extras(endings[0])}
-            if self._include_usage:
-                yield ended
-                yield self._completion.usage_chunk() | {"usage": self.used} | own
-            else:
-                yield ended | own
 
 
 async def merged(firsts: Sequence[Delta], streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, Delta], None]:
@@ -236,8 +184,3 @@ async def merged(firsts: Sequence[Delta], streams: Sequence[AsyncStream]) -> Asy
 
 def _body(content: bytes, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": content, "more_body": more}
-
-
-def event(content: dict[str, Any], kind: str = "") -> bytes:
-    named = f"event: {kind}\n".encode() if kind else b""
-    return named + b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -22,9 +22,10 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from tessera_gateway.body import end_all, id_of
+from tessera_gateway.body import end_all
 from tessera_gateway.errors import RETRY_AFTER, ApiError
 from tessera_gateway.metrics import STATUS, Counters
+from tessera_gateway.middleware import id_of
 
 HEAD_BYTES = 16 << 10  # of a request line and its header fields
 HEAD_FIELDS = 100

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -65,12 +65,13 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     return error
 
 
-def from_wire(error: wire.TesseraClientError) -> ApiError:
-    """The answer for an error of the SDK's."""
+def from_wire(error: ApiError | wire.TesseraClientError) -> ApiError:
+    """The answer for an error of the SDK's; one of the gateway's own is the answer."""
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, wire.InvalidRequest):
-        refusal = in_api_words(str(error))
-        return ApiError(400, refusal.message, refusal.param, refusal.code)
-    words = without_internals(str(error))
+        return _in_api_words(str(error))
+    words = _without_internals(str(error))
     if isinstance(error, wire.DeadlineExceeded):
         return ApiError(504, words, code="deadline_exceeded")
     if isinstance(error, wire.ConnectionFailed):
@@ -84,13 +85,9 @@ def from_wire(error: wire.TesseraClientError) -> ApiError:
     return ApiError(500, words, code="server_error")
 
 
-async def answer_api_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def answer_wire_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, wire.TesseraClientError)
+async def answer_error(_: Request, error: Exception) -> JSONResponse:
+    """For what was refused here or by the servers."""
+    assert isinstance(error, (ApiError, wire.TesseraClientError))
     return from_wire(error).response()
 
 
@@ -138,30 +135,24 @@ INTERNAL = (
 )
 
 
-class Refusal(NamedTuple):
-    """``param``: the path of the field at fault, where the words tell."""
-
-    message: str
-    param: str | None
-    code: str = "invalid_request"
-
-
-def in_api_words(words: str) -> Refusal:
-    """What a server says of a request, as somebody reads it who knows the API alone."""
+def _in_api_words(words: str) -> ApiError:
+    """What a server says of a request, for a reader who knows the API alone; with the field at fault if it tells."""
     if TOO_LONG.search(words):
-        return Refusal(words, "messages", "context_length_exceeded")
+        return ApiError(400, words, "messages", "context_length_exceeded")
+    param = None
     if named := PARAMETER.match(words) or SHAPE.match(words):
         param = FIELDS.get(named[1], named[1]) + named[2]
-        return Refusal(f"{param}{words[named.end() :]}", param)
-    words = without_internals(words)
-    if words.startswith("tile policy"):
-        return Refusal(words, FIELDS["tile_policy"])
-    if (place := MESSAGE.match(words)) or PICTURE.match(words):
-        return Refusal(words, place[0] if place else "messages")
-    return Refusal(words, None)
+        words = f"{param}{words[named.end() :]}"
+    else:
+        words = _without_internals(words)
+        if words.startswith("tile policy"):
+            param = FIELDS["tile_policy"]
+        elif (place := MESSAGE.match(words)) or PICTURE.match(words):
+            param = place[0] if place else "messages"
+    return ApiError(400, words, param, "invalid_request")
 
 
-def without_internals(words: str) -> str:
+def _without_internals(words: str) -> str:
     """The words without names of stages and tensors, which no client of the API knows."""
     for pattern, instead in INTERNAL:
         words = pattern.sub(instead, words)

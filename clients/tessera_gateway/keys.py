@@ -36,6 +36,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tessera_gateway.errors import RETRY_AFTER, ApiError
 from tessera_gateway.metrics import Counters, of_key
+from tessera_gateway.middleware import Middleware
 
 GUARDED = ("/v1/", "/tessera/", "/metrics")
 """What begins with these needs a key. The page itself and /health do not; what the page asks for does."""
@@ -130,15 +131,16 @@ class Rates:
         return 0.0
 
 
-class RequireKey:
-    """Middleware that answers 401 to a request for a guarded path without one of the keys, and 429 where one has asked
+class RequireKey(Middleware):
+    """Answers 401 to a request for a guarded path without one of the keys, and 429 where one has asked
     more than its rate. What only looks (GET) costs none of that."""
 
     def __init__(self, app: ASGIApp, keys: list[Key], counters: Counters) -> None:
-        self._app, self._keys, self._rates = app, keys, Rates(counters, keys)
+        super().__init__(app)
+        self._keys, self._rates = keys, Rates(counters, keys)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(GUARDED):
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not scope["path"].startswith(GUARDED):
             return await self._app(scope, receive, send)
         key = self._key(scope)
         if key is None:
@@ -322,13 +324,10 @@ class Turns:
         self._go_on()
 
 
-class EndTurn:
-    """Middleware that gives a request's place back when its answer is over."""
+class EndTurn(Middleware):
+    """Gives a request's place back when its answer is over."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._app(scope, receive, send)
         finally:

@@ -11,12 +11,9 @@ import fcntl
 import mmap
 import os
 import struct
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
-
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 STATUSES = (200, 400, 401, 404, 405, 408, 413, 429, 431, 499, 500, 501, 503, 504, 0)
 """0 is any other."""
@@ -132,36 +129,3 @@ def _claim(file: IO[bytes], rows: int) -> int:
             continue
         return row
     raise RuntimeError(f"more than {rows} workers")
-
-
-class CountRequests:
-    """Middleware that counts what is answered."""
-
-    def __init__(self, app: ASGIApp, counters: Counters) -> None:
-        self._app, self._counters = app, counters
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        status = 499  # where no answer is begun
-        began = time.perf_counter()
-
-        async def note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        self._counters.add("requests_under_way")
-        try:
-            await self._app(scope, receive, note)
-        except Exception:
-            status = 500
-            raise
-        finally:
-            status = scope[STATUS] = scope.get(STATUS, status)
-            self._counters.add("requests_under_way", -1)
-            self._counters.ended(status)
-            if scope["path"] in (COMPLETIONS, RESPONSES) and status == 200:
-                self._counters.completed(time.perf_counter() - began, scope.get(USAGE))
-        return None

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from tessera_client import Answer, Delta
 from tessera_gateway import translation
-from tessera_gateway.completions import answered, event, request_in
+from tessera_gateway.completions import answered, request_in
 from tessera_gateway.errors import ApiError, renamed
 from tessera_gateway.metrics import RESPONSES
 from tessera_gateway.protocol import (
@@ -254,7 +254,7 @@ class ResponseTold:
 
     def _named(self, kind: str, **content: Any) -> bytes:
         number, self._number = self._number, self._number + 1
-        return event({"type": kind, "sequence_number": number, **content}, kind)
+        return translation.event({"type": kind, "sequence_number": number, **content}, kind)
 
     def _part(self) -> dict[str, Any]:
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}

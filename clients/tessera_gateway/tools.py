@@ -30,11 +30,11 @@ _WHOLE_CHARACTERS = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*')
 
 @dataclass(frozen=True)
 class Calls:
-    """What an answer may call. ``named``: the client chose the one; ``words``: it may also be no call."""
+    """What an answer may call, if anything. ``named``: the client chose the one; ``words``: it may also be no call."""
 
-    functions: tuple[Function, ...]
-    named: bool
-    words: bool
+    functions: tuple[Function, ...] = ()
+    named: bool = False
+    words: bool = False
 
     @property
     def alone(self) -> Function | None:
@@ -70,26 +70,32 @@ class Calls:
         return f"# Functions\n\n{listed}\n\n{how}"
 
     def reader(self) -> PlainReader:
+        """What makes OpenAI's deltas of one answer's text."""
+        if not self.functions:
+            return PlainReader()
         return CallReader() if self.alone is None else ArgumentsReader(self.alone.name)
 
     def reason(self, reason: str, called: bool) -> str:
-        """OpenAI's: an answer that had to be this very call just ends."""
+        """OpenAI's word for how a finished answer ended: one that had to be this very call just ends."""
         return "tool_calls" if reason == "stop" and called and not self.named else reason
 
 
-def calling(request: ChatRequest) -> Calls | None:
-    """What the answer may call; None where it may call nothing."""
+def calling(request: ChatRequest) -> Calls:
+    """What the answer may call."""
     choice = request.tool_choice or "auto"
     if not request.tools or choice == "none":
-        return None
+        return Calls()
     functions = tuple(tool.function for tool in request.tools)
     if isinstance(choice, NamedTool):
         functions = tuple(each for each in functions if each.name == choice.function.name)
     return Calls(functions, isinstance(choice, NamedTool), choice == "auto")
 
 
-def instructed(messages: list[dict[str, Any]], instructions: str) -> list[dict[str, Any]]:
-    """The conversation, in the SDK's form, whose system message ends in the instructions."""
+def instructed(messages: list[dict[str, Any]], calls: Calls) -> list[dict[str, Any]]:
+    """The conversation, in the SDK's form, whose system message ends in what the model must know of the functions."""
+    if not calls.functions:
+        return messages
+    instructions = calls.instructions
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": f"You are a helpful assistant.\n\n{instructions}"}, *messages]
     content = messages[0]["content"]
@@ -251,7 +257,8 @@ def shape(request: ChatRequest) -> dict[str, Any]:
 def names(request: ChatRequest) -> dict[str, str]:
     """What a refusal is to call the field that says what the answer must be, by what it calls it."""
     for path, option, _ in _asked(request):
-        if path == "tools" and (calls := calling(request)) is not None:
+        if path == "tools":
+            calls = calling(request)
             tools = [tool.function.name for tool in request.tools or ()]
             parameters = {each.name: f"tools[{tools.index(each.name)}].function.parameters" for each in calls.functions}
             inside = {f"{FIELDS[option]}.$defs.{name}": path for name, path in parameters.items()}
@@ -267,7 +274,7 @@ def _asked(request: ChatRequest) -> Iterator[tuple[str, str, Any]]:
         yield "response_format", "json_object", True
     if isinstance(request.response_format, JsonSchema):
         yield "response_format", "json_schema", request.response_format.json_schema.schema_
-    if (calls := calling(request)) is not None:
+    if (calls := calling(request)).functions:
         yield "tools", "json_schema", calls.schema
     given: list[tuple[str, str, Any]] = [
         ("guided_json", "json_schema", request.guided_json),

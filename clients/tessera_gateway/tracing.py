@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tessera_gateway.errors import REQUEST_ID
 from tessera_gateway.metrics import COMPLETIONS, MODEL, RESPONSES, STATUS
+from tessera_gateway.middleware import Middleware
 
 if TYPE_CHECKING:
     from opentelemetry.sdk import trace as sdk
@@ -73,14 +74,15 @@ async def shut_down(provider: sdk.TracerProvider) -> None:
     await asyncio.to_thread(sending.join, FLUSH_S)
 
 
-class TraceRequests:
-    """Middleware: a completion's span, from its header to the end of its answer."""
+class TraceRequests(Middleware):
+    """A completion's span, from its header to the end of its answer."""
 
     def __init__(self, app: ASGIApp, provider: TracerProvider) -> None:
-        self._app, self._tracer = app, provider.get_tracer("tessera")
+        super().__init__(app)
+        self._tracer = provider.get_tracer("tessera")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in (COMPLETIONS, RESPONSES):
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in (COMPLETIONS, RESPONSES):
             return await self._app(scope, receive, send)
         about: dict[str, Any] = {"http.request.method": scope["method"], "http.route": scope["path"]}
         parent = propagate.extract(Headers(scope=scope))

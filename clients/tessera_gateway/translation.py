@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from tessera_client.messages import Answer, Delta, Usage
 from tessera_gateway.errors import ApiError
 from tessera_gateway.protocol import ChatRequest, Content, Message, Picture
-from tessera_gateway.tools import PlainReader, calling, instructed, message, shape, written
+from tessera_gateway.tools import calling, instructed, message, shape, written
 
 SAME_NAME = (
     *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "min_tokens", "ignore_eos"),
@@ -64,8 +65,7 @@ def messages(request: ChatRequest, fetched: Mapping[str, bytes]) -> list[dict[st
         else:
             turns.append(said)
         after_tool = turn.role == "tool"
-    calls = calling(request)
-    return turns if calls is None else instructed(turns, calls.instructions)
+    return instructed(turns, calling(request))
 
 
 def _turn(turn: Message, fetched: Mapping[str, bytes]) -> dict[str, Any]:
@@ -114,61 +114,87 @@ def urls(request: ChatRequest) -> list[tuple[str, str]]:
 
 
 class Completion:
-    """What every part of one completion's answer has in common."""
+    """The answer to a chat completion: one object, or events that are each a ``chat.completion.chunk``."""
+
+    ending = b"data: [DONE]\n\n"
 
     def __init__(self, asked: ChatRequest) -> None:
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = asked.model
-        # What became of the wish, as with OpenAI.
-        self._tier = {"service_tier": "default"} if asked.service_tier else {}
-        self._calls = calling(asked)
-
-    def reader(self) -> PlainReader:
-        """What makes OpenAI's deltas of one answer's text."""
-        return PlainReader() if self._calls is None else self._calls.reader()
-
-    def reason(self, reason: str, reader: PlainReader) -> str:
-        """OpenAI's word for how a finished answer ended, which ``reader`` has read."""
-        return reason if self._calls is None else self._calls.reason(reason, reader.called)
+        self.used: dict[str, Any] | None = None
+        self._asked, self._calls = asked, calling(asked)
+        self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The answers in one object."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        own = {"usage": usage([answer.usage for answer in answers]), "tessera": extras(answers[0])}
-        return self._object("chat.completion", choices) | own
+        self.used = usage([answer.usage for answer in answers])
+        return self._object("chat.completion", choices) | {"usage": self.used, "tessera": extras(answers[0])}
+
+    async def events(self, coming: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
+        """The answers as events, of deltas that each have their answer's number."""
+        readers = [self._calls.reader() for _ in range(self._asked.n or 1)]
+        for index in range(len(readers)):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+        endings: dict[int, Delta] = {}
+        async for index, delta in coming:
+            reader = readers[index]
+            reason = finish_reason(delta.finish_reason) if delta.finish_reason else None
+            changes = reader.read(delta.text) + (reader.end(reason == "stop") if reason else [])
+            for change in changes or [{"content": ""}] * bool(delta.logprobs):
+                yield self._chunk(index, change, entries=delta.logprobs)
+            if reason is None:
+                continue
+            endings[index] = delta
+            own: dict[str, Any] = {}
+            if len(endings) == len(readers):
+                self.used = usage([each.usage for each in endings.values()])
+                own = {"tessera": extras(endings[0])}
+            apart = own and self._asked.stream_options and self._asked.stream_options.include_usage
+            yield self._chunk(index, {}, self._calls.reason(reason, reader.called), **({} if apart else own))
+            if apart:  # the last object for a client that wants the usage has no choice
+                yield event(self._object("chat.completion.chunk", []) | {"usage": self.used} | own)
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event of an error that comes after others."""
+        return event(error.body)
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        reader, reason = self.reader(), finish_reason(answer.finish_reason)
+        reader, reason = self._calls.reader(), finish_reason(answer.finish_reason)
         deltas = reader.read(answer.text) + reader.end(reason == "stop")
         return {
             "index": index,
             "message": {"role": "assistant", **message(deltas)},
             "logprobs": logprobs(answer.logprobs),
-            "finish_reason": self.reason(reason, reader),
+            "finish_reason": self._calls.reason(reason, reader.called),
         }
 
-    def chunk(
-        self, index: int, delta: Mapping[str, Any], finish: str | None = None, entries: Any = None
-    ) -> dict[str, Any]:
-        """An object of a stream."""
+    def _chunk(
+        self,
+        index: int,
+        delta: Mapping[str, Any],
+        finish: str | None = None,
+        entries: Any = None,
+        **own: Any,
+    ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs(entries), "finish_reason": finish}
-        return self._object("chat.completion.chunk", [choice])
-
-    def usage_chunk(self) -> dict[str, Any]:
-        """The last object of a stream for a client that wants the usage; it has no choice."""
-        return self._object("chat.completion.chunk", [])
+        return event({**self._object("chat.completion.chunk", [choice]), **own})
 
     def _object(self, kind: str, choices: list[Any]) -> dict[str, Any]:
         return {
             "id": self._id,
             "object": kind,
             "created": self._created,
-            "model": self._model,
+            "model": self._asked.model,
             "system_fingerprint": None,
             "choices": choices,
-            **self._tier,
+            # What became of the wish, as with OpenAI.
+            **({"service_tier": "default"} if self._asked.service_tier else {}),
         }
+
+
+def event(content: dict[str, Any], kind: str = "") -> bytes:
+    """A server-sent event."""
+    named = f"event: {kind}\n".encode() if kind else b""
+    return named + b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def usage(answers: Sequence[Usage | None]) -> dict[str, Any] | None:

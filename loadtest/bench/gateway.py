@@ -33,7 +33,7 @@ from workloads import WORKLOADS, Workload
 @contextmanager
 def gateway(servers: list[str], workers: int, *flags: str) -> Iterator[str]:
     """A gateway before these servers; its host and port."""
-    command = [sys.executable, "-m", "tessera_gateway", "--url", ",".join(servers), "--port", "0"]
+    command = [sys.executable, "-m", "tessera_gateway.cli", "--url", ",".join(servers), "--port", "0"]
     with subprocess.Popen([*command, "--workers", str(workers), *flags], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

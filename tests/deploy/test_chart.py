@@ -119,7 +119,7 @@ def test_the_launcher_understands_its_options_and_listens_where_the_chart_says(
 
 def test_the_gateway_understands_its_options_and_knows_every_server(objects: Objects) -> None:
     gateway = container(pods(objects)["gateway"])
-    assert gateway["command"] == ["python3", "-m", "tessera_gateway"]
+    assert gateway["command"] == ["python3", "-m", "tessera_gateway.cli"]
     options = gateway_cli._parser().parse_args(gateway["args"])
     assert (options.host, options.port) == ("0.0.0.0", gateway["ports"][0]["containerPort"])
     servers = objects["StatefulSet", "server"]

@@ -47,7 +47,7 @@ EXPECTED = {
 @contextmanager
 def gateway(server: str) -> Iterator[tuple[int, int]]:
     """(port, process id) of a gateway of one worker before a server."""
-    command = [sys.executable, "-m", "tessera_gateway", "--url", server, "--port", "0", "--workers", "1"]
+    command = [sys.executable, "-m", "tessera_gateway.cli", "--url", server, "--port", "0", "--workers", "1"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -110,7 +110,7 @@ def test_an_answer_under_way_may_end() -> None:
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_as_a_process_it_drains_and_its_port_is_free_at_once(workers: str) -> None:
     """A request that waits for a server which is not there is under way for long."""
-    command = [sys.executable, "-m", "tessera_gateway", "--url", "127.0.0.1:1", "--port", "0", "--workers", workers]
+    command = [sys.executable, "-m", "tessera_gateway.cli", "--url", "127.0.0.1:1", "--port", "0", "--workers", workers]
     with subprocess.Popen([*command, "--drain", "0.2"], stdout=-1, stderr=-1, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         url = process.stdout.readline().split()[-1]

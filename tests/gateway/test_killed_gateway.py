@@ -34,7 +34,7 @@ def wait_for(server: Server, in_flight: int, seconds: float) -> None:
 
 @contextmanager
 def gateway(server: Server, workers: int) -> Iterator[tuple[subprocess.Popen[str], httpx.URL]]:
-    command = [sys.executable, "-m", "tessera_gateway", "--url", server.grpc_url, "--port", "0"]
+    command = [sys.executable, "-m", "tessera_gateway.cli", "--url", server.grpc_url, "--port", "0"]
     process = subprocess.Popen([*command, "--workers", str(workers)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

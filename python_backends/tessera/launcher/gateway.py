@@ -61,7 +61,7 @@ class Gateway:
     def start(self, grpc: Sequence[str], metrics: Sequence[str]) -> None:
         """Returns when it answers. Raises TesseraError where it does not."""
         self._command = [
-            *(sys.executable, "-m", "tessera_gateway", "--with-parent"),
+            *(sys.executable, "-m", "tessera_gateway.cli", "--with-parent"),
             *("--host", self._host, "--port", str(self._port)),
             *("--url", ",".join(grpc), "--metrics", ",".join(metrics)),
             *self._options,
@@ -133,7 +133,7 @@ def _end(process: subprocess.Popen[str], drain_s: float = 0.0) -> None:
 
 def _check(options: Sequence[str]) -> None:
     """Raises ConfigError in the gateway's own words where it could not start with them."""
-    command = [sys.executable, "-m", "tessera_gateway", "--check", *options]
+    command = [sys.executable, "-m", "tessera_gateway.cli", "--check", *options]
     trial = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if trial.returncode != 0:
         said = trial.stderr.strip().splitlines() or [f"it ended with exit code {trial.returncode}"]
