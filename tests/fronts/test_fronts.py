@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from fakes.backend import InferenceRequest, Tensor, strings, wait_until
 
-from tessera.tritonserver import vlm_stream, vlm_unary
+from tessera.tritonserver.fronts import Stream, Unary
 from tessera_wire import errors
 from tessera_wire.connection import Connection
 from tessera_wire.tensors import Tensor as Sent
 from tessera_wire.tensors import bytes_tensor, elements
 
-BOTH = [(vlm_unary, "vlm_unary"), (vlm_stream, "vlm_stream")]
+BOTH = [(Unary, "vlm_unary"), (Stream, "vlm_stream")]
 MESSAGES = Connection("127.0.0.1:9")._messages
 
 
@@ -77,7 +77,7 @@ class Ensemble:
 
 
 def started(kind, name, ensemble, monkeypatch):
-    front = kind.TritonPythonModel()
+    front = kind()
     monkeypatch.setattr(front, "open_line", lambda address: ensemble)
     front.initialize({"model_name": name, "model_config": "{}", "model_repository": "/m"})
     return front
@@ -89,7 +89,7 @@ def outputs(response) -> dict[str, list]:
 
 def test_unary_asks_for_one_response_and_hands_all_of_it_on(backend, monkeypatch):
     ensemble = Ensemble(lambda _: [LAST])
-    front = started(vlm_unary, "vlm_unary", ensemble, monkeypatch)
+    front = started(Unary, "vlm_unary", ensemble, monkeypatch)
     given = [
         strings("text_input", b"?"),
         strings("image", b"one", b"two"),
@@ -121,7 +121,7 @@ def test_unary_asks_for_one_response_and_hands_all_of_it_on(backend, monkeypatch
 
 def test_stream_relays_every_response_and_then_ends(backend, monkeypatch):
     ensemble = Ensemble(lambda _: [answer_of("a"), LAST])
-    front = started(vlm_stream, "vlm_stream", ensemble, monkeypatch)
+    front = started(Stream, "vlm_stream", ensemble, monkeypatch)
     request = InferenceRequest([strings("text_input", b"?")])
     front.execute([request])
     front.finalize()
@@ -163,7 +163,7 @@ def test_a_stream_that_breaks_after_its_first_part_is_not_begun_again(backend, m
         raise errors.ConnectionFailed("the line broke")
 
     ensemble = Ensemble(answer)
-    front = started(vlm_stream, "vlm_stream", ensemble, monkeypatch)
+    front = started(Stream, "vlm_stream", ensemble, monkeypatch)
     request = InferenceRequest([strings("text_input", b"?")])
     front.execute([request])
     front.finalize()
@@ -196,7 +196,7 @@ def test_two_requests_under_one_id_are_told_apart(backend, monkeypatch):
         yield answer_of(request_id, "stop")
 
     ensemble = Ensemble(answer)
-    front = started(vlm_unary, "vlm_unary", ensemble, monkeypatch)
+    front = started(Unary, "vlm_unary", ensemble, monkeypatch)
     requests = [InferenceRequest([strings("text_input", b"?")], "same") for _ in range(2)]
     front.execute(requests)
     front.finalize()
@@ -205,7 +205,7 @@ def test_two_requests_under_one_id_are_told_apart(backend, monkeypatch):
     assert set(answered) == set(ensemble.requests)
 
 
-@pytest.mark.parametrize(("kind", "name", "responses"), [(vlm_unary, "vlm_unary", 1), (vlm_stream, "vlm_stream", 0)])
+@pytest.mark.parametrize(("kind", "name", "responses"), [(Unary, "vlm_unary", 1), (Stream, "vlm_stream", 0)])
 def test_a_ping_is_answered_by_the_front_itself(backend, monkeypatch, kind, name, responses):
     ensemble = Ensemble(lambda _: [LAST])
     front = started(kind, name, ensemble, monkeypatch)
@@ -219,7 +219,7 @@ def test_a_ping_is_answered_by_the_front_itself(backend, monkeypatch, kind, name
 
 def test_a_timeout_travels_in_the_sampling_parameters(backend, monkeypatch):
     ensemble = Ensemble(lambda _: [LAST])
-    front = started(vlm_unary, "vlm_unary", ensemble, monkeypatch)
+    front = started(Unary, "vlm_unary", ensemble, monkeypatch)
     front.execute([InferenceRequest([strings("sampling_parameters", b'{"max_tokens": 3}')], timeout=500)])
     refused = InferenceRequest([strings("sampling_parameters", b"not json")], timeout=500)
     front.execute([refused])
@@ -246,7 +246,7 @@ def test_request_parameters_travel_in_the_sampling_parameters(kind, name, backen
 
 
 def test_an_ensemble_without_an_answer_is_an_error_and_never_silence(backend, monkeypatch):
-    front = started(vlm_unary, "vlm_unary", Ensemble(lambda _: []), monkeypatch)
+    front = started(Unary, "vlm_unary", Ensemble(lambda _: []), monkeypatch)
     request = InferenceRequest([strings("text_input", b"?")])
     front.execute([request])
     front.finalize()
@@ -267,7 +267,7 @@ def test_an_answer_that_cannot_be_relayed_is_an_error(backend, monkeypatch, kind
 def test_what_only_preprocess_judges_passes_through(backend, monkeypatch):
     """Text that is no UTF-8, and whatever tensor the ensemble learns to take."""
     ensemble = Ensemble(lambda _: [LAST])
-    front = started(vlm_unary, "vlm_unary", ensemble, monkeypatch)
+    front = started(Unary, "vlm_unary", ensemble, monkeypatch)
     front.execute([InferenceRequest([strings("text_input", b"\xff"), strings("new", b"x")], "mine")])
     front.execute([InferenceRequest([strings("sampling_parameters", b"\xff")], "timed", timeout=500)])
     front.finalize()

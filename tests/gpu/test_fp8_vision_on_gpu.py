@@ -12,8 +12,7 @@ from tessera.kernels.tower_layers import ATTENTIONS, fp8_kernels
 from tessera.models.registry import read_config
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import gate_tiles, serving_tower
-from tessera.vision.loading import load_runner
-from tessera.vision.runner import weight_bytes
+from tessera.vision.runner import load_runner, weight_bytes
 from tessera.vision.torch_runner import GraphRunner
 
 pytestmark = [

@@ -11,7 +11,7 @@ from tessera.kernels.tower_attention import attend_within, attention_by, plans_o
 from tessera.kernels.tower_layers import gpu_kernels, turned, within_ways
 from tessera.kernels.varlen_attention import query_tiles
 from tessera.settings.stages import VisionSettings
-from tessera.vision.loading import make_runner
+from tessera.vision.runner import make_runner
 from tessera.vision.torch_runner import TorchRunner
 
 pytestmark = [

@@ -16,8 +16,8 @@ from tritonclient.grpc import model_config_pb2
 
 import scene
 from tessera.errors import ConfigError, InvalidRequest
-from tessera.tritonserver.language_model import read_stamps
 from tessera.tritonserver.preprocess import TritonPythonModel
+from tessera.tritonserver.tensors import OF_BOTH, OF_PREPROCESS, RequestTimestamps, timestamps
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "model_repository" / "preprocess"
@@ -75,15 +75,16 @@ def test_pictures_that_are_no_tiles_do_not_leave_as_such(
         stage("configs/tensorrt.pbtxt")
 
 
-def stamps(*values: int) -> InferenceRequest:
-    return InferenceRequest([Tensor("STAMPS", np.array([values], np.int64))] if values else [])
+def stamps(*values: int) -> RequestTimestamps:
+    request = InferenceRequest([Tensor("STAMPS", np.array([values], np.int64))] if values else [])
+    return timestamps(request, "STAMPS", "language_model", OF_BOTH, OF_PREPROCESS)
 
 
 def test_without_the_vision_stages_own_times_all_the_time_is_its(backend: Any) -> None:
-    assert read_stamps(stamps(1, 2, 3, 4, 5, 6)) == [1, 2, 3, 4, 5, 6]
-    assert read_stamps(stamps()) == [0] * 6
+    assert stamps(1, 2, 3, 4, 5, 6) == (1, 2, 3, 4, 5, 6)
+    assert stamps() == (0,) * 6
     before = time.monotonic_ns()
-    *given, began, ended = read_stamps(stamps(1, 2, 3, 4))
+    *given, began, ended = stamps(1, 2, 3, 4)
     assert given == [1, 2, 3, 4] and began == 4 and before <= ended <= time.monotonic_ns()
-    with pytest.raises(InvalidRequest, match="5 values"):
-        read_stamps(stamps(1, 2, 3, 4, 5))
+    with pytest.raises(InvalidRequest, match="STAMPS has 5 values; language_model wants 6 or 4"):
+        stamps(1, 2, 3, 4, 5)

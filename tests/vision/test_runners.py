@@ -28,9 +28,9 @@ from tessera.settings.stages import VisionSettings
 from tessera.settings.user_cache import remove_unused, write_whole
 from tessera.vision import onnx_runner
 from tessera.vision.encoder import VisionEncoder
-from tessera.vision.loading import make_runner
 from tessera.vision.onnx_runner import OnnxRunner, kept_graph
 from tessera.vision.pictures import VisionItem
+from tessera.vision.runner import make_runner
 from tessera.vision.torch_runner import TorchRunner
 
 BUILD = Path(__file__).resolve().parents[2] / "build"

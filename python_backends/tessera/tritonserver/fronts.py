@@ -1,4 +1,4 @@
-"""What both fronts share: hand a request on to this server's ensemble, watch for clients that go away.
+"""The fronts `vlm_unary` and `vlm_stream`: hand a request on to this server's ensemble, watch for clients that leave.
 
 Tensors pass through as they are, both ways: preprocess checks a request, the ensemble's config says what is answered.
 
@@ -56,7 +56,7 @@ class Watched:
 
 
 class Front(ABC):
-    """Base of the two fronts. A few threads send what the ensemble answers; one more watches the clients."""
+    """What both share. A few threads send what the ensemble answers; one more watches the clients."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         gpu_pool.one_per_core()
@@ -171,6 +171,40 @@ class Front(ABC):
                     request.cancelled = True
                     self._line.cancel(request.lease)
             time.sleep(WATCH_SECONDS)
+
+
+class Unary(Front):
+    """`vlm_unary`: asks the ensemble not to stream and hands its one response on."""
+
+    def wants_stream(self, request: Any) -> bool:
+        return False
+
+    def pong(self, responder: Responder) -> None:
+        import triton_python_backend_utils as pb_utils
+
+        responder.send(pb_utils.InferenceResponse([tensors.text_output("finish_reason", "")]), final=True)
+
+    def relay(self, message: Any, responder: Responder) -> None:
+        if message is not None:
+            responder.send(response(message), final=True)
+        else:  # not sent where the answer was
+            responder.send(failure("INTERNAL", "the ensemble gave no answer"), final=True)
+
+
+class Stream(Front):
+    """`vlm_stream`: relays each response as it comes."""
+
+    def wants_stream(self, request: Any) -> bool:
+        return tensors.flag(request, "stream", True)
+
+    def pong(self, responder: Responder) -> None:
+        responder.finish()
+
+    def relay(self, message: Any, responder: Responder) -> None:
+        if message is None:
+            responder.finish()
+        else:
+            responder.send(response(message), final=False)
 
 
 def response(message: Any) -> Any:

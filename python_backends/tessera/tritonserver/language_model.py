@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -35,8 +34,6 @@ _LOG = logging.getLogger(__name__)
 
 SENDER_THREADS = 2
 SWITCH_S = 0.0001  # for whoever waits for the interpreter while text is made
-STAMPS = 6  # deadline, priority, and when preprocess received and ended, vision began and ended
-STAMPS_OF_PREPROCESS = 4  # as they come past a vision stage that keeps no time (a TensorRT plan)
 
 
 def meter_of(device: str) -> GpuMeter | None:
@@ -151,22 +148,6 @@ def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[R
     return whole, torch.from_dlpack(rows).flatten(0, -2) if has_rows else None
 
 
-def read_stamps(request: Any) -> list[int]:
-    """Deadline, priority and times as the earlier stages gave them; zeros without any.
-
-    Where the vision stage gave none, all that passed since preprocess ended is its own.
-    """
-    stamps = tensors.array(request, "STAMPS")
-    if stamps is None:
-        return [0] * STAMPS
-    times: list[int] = stamps.reshape(-1).tolist()
-    if len(times) == STAMPS_OF_PREPROCESS:
-        return [*times, times[-1], time.monotonic_ns()]
-    if len(times) != STAMPS:
-        raise InvalidRequest(f"STAMPS has {len(times)} values; language_model wants {STAMPS} or {STAMPS_OF_PREPROCESS}")
-    return times
-
-
 class Reply:
     """Turns one request's token events into responses."""
 
@@ -176,8 +157,8 @@ class Reply:
         self.stream = tensors.flag(request, "stream", True)
         echo = not tensors.flag(request, "exclude_input_in_output", False)
         self._prefix = (tensors.text(request, "text_input") or "") if echo else ""
-        deadline, _priority, *self._stamps = read_stamps(request)
-        self.deadline_ns = deadline or None
+        self._stamps = tensors.timestamps(request, "STAMPS", "language_model", tensors.OF_BOTH, tensors.OF_PREPROCESS)
+        self.deadline_ns = self._stamps.deadline or None
         self.channel: Channel[TokenEvent] = Channel(self._deliver)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
@@ -190,7 +171,7 @@ class Reply:
             self.responder.send(failure("INTERNAL", f"language_model failed: {last.error}"), final=True)
             return
         if last.finish_reason == "deadline" and not last.usage.completion_tokens:
-            self.responder.send(deadline_exceeded(self._stamps[0]), final=True)
+            self.responder.send(deadline_exceeded(self._stamps.received), final=True)
             return
         text, self._prefix = self._prefix + "".join(event.text for event in events), ""
         entries = [entry for event in events for entry in event.logprobs or []]
@@ -211,6 +192,6 @@ class Reply:
 
     def _timings(self, event: TokenEvent) -> np.ndarray:
         """Milliseconds from one station to the next: see `timings` in the stage's config.pbtxt."""
-        passed = [*self._stamps, event.scheduled_ns, event.first_token_ns, event.emitted_ns]
+        passed = [*self._stamps[2:], event.scheduled_ns, event.first_token_ns, event.emitted_ns]
         stations = np.maximum.accumulate(np.array(passed, dtype=np.int64))
         return (np.diff(stations) / 1e6).astype(np.float32)

@@ -70,12 +70,12 @@ class TritonPythonModel:
             )
 
     def _outputs(self, prepared: Prepared, deadline: int, priority: int, received: int) -> list[Any]:
-        stamps = np.array([[deadline, priority, received, time.monotonic_ns()]], dtype=np.int64)
+        stamps = tensors.RequestTimestamps(deadline, priority, received, time.monotonic_ns())[: tensors.OF_PREPROCESS]
         outputs = [
             *self._pictures(prepared),
             # A leading 1: the vision stage batches requests along it.
             tensors.output("DIGEST", prepared.digest.reshape(1, -1)),
-            tensors.output("STAMPS", stamps),
+            tensors.output("STAMPS", np.array([stamps], dtype=np.int64)),
             tensors.output("INPUT_IDS", prepared.input_ids),
             tensors.output("SPANS", prepared.spans),
         ]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -138,6 +139,42 @@ def lease(request: Any) -> str:
     if not isinstance(value, str):
         raise InvalidRequest(f"request parameter '{LEASE}' must be text, not {value!r:.50}")
     return value
+
+
+class RequestTimestamps(NamedTuple):
+    """What STAMPS carries from stage to stage; times are nanoseconds on time.monotonic_ns's clock.
+
+    ``deadline``: 0 for none. ``priority``: lower goes first. The others: when preprocess ``received`` the request and
+    had it ``prepared``, and when the vision stage began ``encoding`` and had its pictures ``encoded``.
+    """
+
+    deadline: int = 0
+    priority: int = 0
+    received: int = 0
+    prepared: int = 0
+    encoding: int = 0
+    encoded: int = 0
+
+
+OF_PREPROCESS, OF_BOTH = 4, 6
+"""Values of STAMPS behind preprocess, and behind a vision stage that keeps time (a TensorRT plan does not)."""
+
+
+def timestamps(request: Any, name: str, stage: str, *sizes: int) -> RequestTimestamps:
+    """The named input (STAMPS), of one of these ``sizes``; zeros without any, as in a ping.
+
+    Where the vision stage gave no times, all that passed since preprocess ended is its own. Raises InvalidRequest.
+    """
+    values = array(request, name)
+    if values is None:
+        return RequestTimestamps()
+    if values.size not in sizes:
+        wanted = " or ".join(map(str, sizes))
+        raise InvalidRequest(f"STAMPS has {values.size} values; {stage} wants {wanted}")
+    found = RequestTimestamps(*values.reshape(-1).tolist())
+    if values.size == OF_BOTH:
+        return found
+    return found._replace(encoding=found.prepared, encoded=time.monotonic_ns())
 
 
 def output(name: str, values: np.ndarray) -> Any:

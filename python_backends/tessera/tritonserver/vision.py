@@ -27,9 +27,6 @@ from tessera.vision.pictures import VisionItem
 from tessera.vision.remote import RemoteDispatcher
 from tessera.vision.scheduler import VisionScheduler
 
-STAMPS = 4  # deadline, priority, and when preprocess received and ended
-RECEIVED = 2  # place of that time
-
 
 class TritonPythonModel:
     """tritonserver's interface to one dispatcher: execute() hands over, the answers come from other threads."""
@@ -102,7 +99,7 @@ class StageJob:
     def __init__(self, request: Any) -> None:
         self._responder = Responder(request)
         self._started = time.monotonic_ns()
-        self._stamps: list[int] = []
+        self._stamps = tensors.RequestTimestamps()
         self._lease = ""
 
     @property
@@ -110,12 +107,12 @@ class StageJob:
         """On time.monotonic_ns's clock; 0 is none. Long past where the client has gone."""
         if leases.is_over(self._lease):
             return 1
-        return self._stamps[0] if self._stamps else 0
+        return self._stamps.deadline
 
     @property
     def priority(self) -> int:
         """Lower goes first; 0 where preprocess said nothing."""
-        return self._stamps[1] if self._stamps else 0
+        return self._stamps.priority
 
     def begin(self) -> None:
         """It waits no longer."""
@@ -123,9 +120,10 @@ class StageJob:
 
     def read(self, request: Any) -> bool:
         """Reads the request's tensors; False if it needed no work and is answered."""
-        self._stamps, self._lease = read_stamps(request), tensors.lease(request)
+        self._stamps = tensors.timestamps(request, "STAMPS", "vision_encoder", tensors.OF_PREPROCESS)
+        self._lease = tensors.lease(request)
         if is_over(self.deadline_ns):  # its time ran out while it waited here: no work goes into it
-            self._responder.send(deadline_exceeded(self._stamps[RECEIVED]), final=True)
+            self._responder.send(deadline_exceeded(self._stamps.received), final=True)
             return False
         self.item = read_item(request)
         if not (self.item.plan.size or self.item.pixels.size or self.item.digest.size):  # a prompt alone
@@ -137,25 +135,17 @@ class StageJob:
         answer_warm_up(self._responder, "EMBEDDINGS", torch.zeros(1, 1, dtype=torch.bfloat16, device=device))
 
     def answer(self, rows: torch.Tensor | None) -> None:
-        self._responder.send(_response(rows, [*self._stamps, self._started, time.monotonic_ns()]), final=True)
+        self._responder.send(
+            _response(rows, self._stamps._replace(encoding=self._started, encoded=time.monotonic_ns())), final=True
+        )
 
     def fail(self, error: BaseException) -> None:
-        late = isinstance(error, TimeoutError) and self._stamps
+        late = isinstance(error, TimeoutError)
         try:
-            response = deadline_exceeded(self._stamps[RECEIVED]) if late else error_response("vision_encoder", error)
+            response = deadline_exceeded(self._stamps.received) if late else error_response("vision_encoder", error)
             self._responder.send(response, final=True)
         except Exception as unsent:
             log_exception("vision_encoder", unsent)
-
-
-def read_stamps(request: Any) -> list[int]:
-    """Deadline, priority and times as preprocess gave them; none in a ping or in a request from another server."""
-    stamps = tensors.array(request, "STAMPS")
-    if stamps is None:
-        return []
-    if stamps.size != STAMPS:
-        raise InvalidRequest(f"STAMPS has {stamps.size} values; vision_encoder wants {STAMPS}")
-    return stamps.reshape(-1).tolist()
 
 
 def read_item(request: Any) -> VisionItem:
@@ -168,7 +158,7 @@ def read_item(request: Any) -> VisionItem:
     return VisionItem(pixels=pixels.reshape(-1), plan=plan.reshape(-1), digest=digest.reshape(-1))
 
 
-def _response(rows: torch.Tensor | None, stamps: list[int]) -> Any:
+def _response(rows: torch.Tensor | None, stamps: tensors.RequestTimestamps) -> Any:
     import triton_python_backend_utils as pb_utils
 
     outputs = [tensors.output("STAMPS", np.array([stamps], dtype=np.int64))]

@@ -26,10 +26,9 @@ from tessera.models.family import ModelFamily
 from tessera.models.registry import family_for, read_config
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import in_fp8
-from tessera.vision.loading import load_runner
 from tessera.vision.memory import COPIES_OF_ROWS, EmbeddingCache, Lane, LaunchedWork, RowBudget, row_budget
 from tessera.vision.pictures import GpuDecoder, Picture, Pixels, VisionItem, joined, pictures_of
-from tessera.vision.runner import Runner
+from tessera.vision.runner import Runner, load_runner
 
 Batch = list[tuple[Picture, slice]]  # of a forward: pictures, and which of their units
 Waiting = dict[int, list[Picture]]  # an item's index -> its pictures

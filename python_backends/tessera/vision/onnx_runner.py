@@ -13,10 +13,9 @@ import torch
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.models import tower as towers
-from tessera.models.tower import Tower, load_tower, onnx_writer, unfilled_tower, vision_fingerprint
+from tessera.models.tower import Tower, Wires, load_tower, onnx_writer, unfilled_tower, vision_fingerprint
 from tessera.settings.stages import VisionSettings
 from tessera.settings.user_cache import cache_folder, is_kept, remove_unused, write_whole
-from tessera.vision.runner import Wires
 
 _LOG = logging.getLogger(__name__)
 MOST_BYTES = (1 << 31) - (1 << 24)  # of weights in one protobuf message

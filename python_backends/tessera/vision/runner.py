@@ -1,4 +1,4 @@
-"""What computes a forward: the contract."""
+"""What computes a forward: the contract, the runner that the settings ask for, and what it keeps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.models.tower import Tower, Wires, unfilled_tower
+from tessera.models.tower import Tower, Wires, tower_class, unfilled_tower
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import linears_in_fp8
 
@@ -47,3 +47,29 @@ def weight_bytes(config: CheckpointConfig, settings: VisionSettings) -> int:
     names = linears_in_fp8(config, settings)  # a byte a weight, and a float32 an output channel
     linears = [linear for name, linear in tower.fp8_linears().items() if name in names] if names else []
     return plain - sum(linear.weight.nbytes - linear.weight.numel() - 4 * linear.out_features for linear in linears)
+
+
+def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:
+    """Load the tower of a checkpoint. Raises CheckpointError or ConfigError saying what does not fit."""
+    tower = tower_class(config)
+    if settings.runner == "onnx" and tower.onnx_graph and not linears_in_fp8(config, settings):  # which no graph holds
+        from tessera.vision.onnx_runner import MOST_BYTES, OnnxRunner
+
+        if weight_bytes(config, settings) <= MOST_BYTES:
+            return OnnxRunner.from_checkpoint(config, settings)
+    if settings.runner == "graph" and tower.splits:  # no graph is recorded of pictures of any size
+        from tessera.vision.torch_runner import GraphRunner
+
+        return GraphRunner.from_checkpoint(config, settings)
+    from tessera.vision.torch_runner import TorchRunner
+
+    return TorchRunner.from_checkpoint(config, settings)
+
+
+def load_runner(config: CheckpointConfig, settings: VisionSettings) -> tuple[Runner, int]:
+    """As :func:`make_runner`, with the bytes that the runner keeps: weights, on a GPU graphs and buffers as well."""
+    device = torch.device(settings.device)
+    before = reserved_bytes(device)
+    runner = make_runner(config, settings)
+    kept = weight_bytes(config, settings) if device.type == "cpu" else reserved_bytes(device) - before
+    return runner, kept

@@ -21,10 +21,9 @@ from tessera.errors import ConfigError
 from tessera.kernels.graphs import GraphPool
 from tessera.kernels.transfer import to_device, uploadable
 from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds
-from tessera.models.tower import Forward, Tower
+from tessera.models.tower import Forward, Tower, Wires
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import serving_tower
-from tessera.vision.runner import Wires
 
 
 class TorchRunner:
