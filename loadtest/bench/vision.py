@@ -138,7 +138,7 @@ def measure_parts(tower: InternViT, count: int) -> Parts:
     """Measures on a GPU and prints."""
     layer, projector = tower.blocks[0], tower.projector
     attention, mlp = layer.attention, layer.mlp
-    kernels = gpu_kernels("default", epilogue=False)
+    kernels = gpu_kernels()
     weight = tower.class_embedding
     tokens, width = tower.position_embedding.shape[1], weight.shape[-1]
 

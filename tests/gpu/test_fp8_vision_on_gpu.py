@@ -8,7 +8,7 @@ from bench.parity import CHECKPOINT
 
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.tower_attention import attend, attend_class_apart
-from tessera.kernels.tower_layers import ATTENTIONS, fp8_kernels
+from tessera.kernels.tower_layers import ATTENTIONS, gpu_kernels
 from tessera.models.registry import read_config
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import gate_tiles, serving_tower
@@ -58,7 +58,7 @@ def test_every_attention_in_front_of_the_output_in_fp8(tiles, attention):
     tower = serving_tower(read_config(CHECKPOINT), ON_GPU)
     given = tiles.cuda()
     with torch.inference_mode():
-        found = cosine(tower(given, kernels=fp8_kernels(attention)), tower(given))
+        found = cosine(tower(given, kernels=gpu_kernels(attention, fp8=True)), tower(given))
     assert found.mean() > 0.995  # the steps of e4m3 that the last bits decide
 
 

@@ -8,7 +8,7 @@ from vision.tiny_qwen2_vl_tower import config_of, groups, model_of, picture, sav
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.kernels.tower_attention import attend_within, attention_by, plans_of_ours
-from tessera.kernels.tower_layers import gpu_kernels, turned, within_ways
+from tessera.kernels.tower_layers import PLAIN, gpu_kernels, within_ways
 from tessera.kernels.varlen_attention import query_tiles
 from tessera.settings.stages import VisionSettings
 from tessera.vision.runner import make_runner
@@ -67,8 +67,8 @@ def test_heads_of_a_whole_batch_are_turned_as_the_twin_turns_them():
     qkv = qkv_of(5476, 16, 80)
     angles = torch.rand(5476, 40, device=DEVICE) * 70
     turns = torch.stack((angles.cos(), angles.sin()))
-    expected = torch.stack(turned(qkv, turns), dim=1)
-    rows = torch.stack(gpu_kernels("default", epilogue=False).turn(qkv, turns), dim=1)
+    expected = torch.stack(PLAIN.turn(qkv, turns), dim=1)
+    rows = torch.stack(gpu_kernels().turn(qkv, turns), dim=1)
     torch.testing.assert_close(rows, expected, rtol=2**-7, atol=2**-7)
 
 

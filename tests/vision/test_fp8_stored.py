@@ -13,7 +13,7 @@ from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 from tiny_qwen2_vl_tower import config_of, model_of, save
 
 from tessera.errors import CheckpointError
-from tessera.kernels.tower_layers import Fp8Linear, fp8_kernels, requantized
+from tessera.kernels.tower_layers import Fp8Linear, gpu_kernels, requantized
 from tessera.models.registry import read_config
 from tessera.models.tower import load_tower
 from tessera.settings.stages import VisionSettings
@@ -160,7 +160,7 @@ def test_a_projector_left_as_it_was_stays_so(folder):
         1, tower.projector.linear1.in_features // 8
     )
     with torch.inference_mode():
-        mixed = fp8_kernels("default").linear_and_activate(x, tower.projector.linear1, "gelu")
+        mixed = gpu_kernels(fp8=True).linear_and_activate(x, tower.projector.linear1, "gelu")
         torch.testing.assert_close(mixed, torch.nn.functional.gelu(tower.projector.linear1(x)))
         assert tower(*tower.squares(counting)).isfinite().all()
 

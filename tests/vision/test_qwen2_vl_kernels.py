@@ -11,7 +11,7 @@ from tiny_qwen2_vl_tower import config_of, groups, picture, wires
 from tessera.kernels.attention_plan import AttentionPlan
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.tower_attention import attend_in_triton
-from tessera.kernels.tower_layers import Fp8Linear, fp8_kernels, gpu_kernels
+from tessera.kernels.tower_layers import Fp8Linear, gpu_kernels
 from tessera.kernels.tuning import MeasuredChoices
 from tessera.models.qwen2_vl.vision import Qwen2ViT
 from tessera.models.tower import load_tower
@@ -21,8 +21,6 @@ from tessera.vision.fp8_tower import put
 from tessera.vision.torch_runner import TorchRunner
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
-
-from tessera.kernels import activation, norm
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GRIDS = [(6, 4), (2, 2), (8, 6)]
@@ -41,14 +39,13 @@ def pixels() -> torch.Tensor:
 def test_a_tower_of_faster_kernels_gives_the_same_rows(tower):
     with torch.inference_mode():
         expected = tower(pixels(), wires(GRIDS))
-        actual = tower(pixels(), wires(GRIDS), gpu_kernels("default", epilogue=False, within=WITHIN))
+        actual = tower(pixels(), wires(GRIDS), gpu_kernels(within=WITHIN))
     torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=1e-4)
 
 
 def test_in_fp8_what_comes_before_a_linear_layer_quantizes_its_rows(tower, monkeypatch):
     if DEVICE.type == "cpu":  # where the interpreter's cast to e4m3 loses carries
-        for module in (norm, activation):
-            monkeypatch.setattr(module, "E4M3", torch.float32)
+        monkeypatch.setattr("tessera.kernels.fp8_rows.ROWS_DTYPE", torch.float32)
     quantized = {name: Fp8Linear.of(each, torch.bfloat16, DEVICE) for name, each in tower.fp8_linears().items()}
     if DEVICE.type == "cpu":
         for linear in quantized.values():
@@ -68,7 +65,7 @@ def test_in_fp8_what_comes_before_a_linear_layer_quantizes_its_rows(tower, monke
     with torch.inference_mode():
         expected = tower(pixels(), wires(GRIDS))
         assert not any(given.values())
-        actual = tower(pixels(), wires(GRIDS), fp8_kernels("default", within=WITHIN))
+        actual = tower(pixels(), wires(GRIDS), gpu_kernels(within=WITHIN, fp8=True))
     assert {name.split(".", 2)[-1] for name, rows in given.items() if not rows and "layers" in name} == {
         "attention.output"  # whose rows are of all heads, each of which is computed by itself
     }

@@ -7,13 +7,12 @@ import torch
 from tiny_checkpoints import Shape, hf_native
 from torch import nn
 
+from tessera.kernels.reference import add_and_norm
 from tessera.kernels.tower_attention import attend_class_apart
 from tessera.kernels.tower_layers import (
-    add_and_norm,
     gpu_kernels,
     linear_and_activate,
     linear_and_activate_in_place,
-    linear_with_epilogue,
 )
 from tessera.kernels.tuning import MeasuredChoices
 from tessera.models.registry import read_config
@@ -105,7 +104,7 @@ def test_a_tower_of_faster_kernels_gives_the_same_rows(tmp_path, shape, epilogue
     tower = load_tower(read_config(hf_native(tmp_path, shape))).to(DEVICE)
     pixels = (torch.arange(2 * 56 * 56 * 3) % 251).to(torch.uint8).view(2, 56, 56, 3).to(DEVICE)
     with torch.inference_mode():
-        expected, actual = tower(pixels), tower(pixels, kernels=gpu_kernels("default", epilogue))
+        expected, actual = tower(pixels), tower(pixels, kernels=gpu_kernels(epilogue=epilogue))
     torch.testing.assert_close(actual, expected, atol=1e-3 if epilogue else 2e-5, rtol=1e-3 if epilogue else 1e-5)
 
 
@@ -123,7 +122,7 @@ def test_each_part_is_chosen_by_measurement(tmp_path, monkeypatch):
 
     kernels = tower.tuned(3, Scripted(tmp_path / "choices.json", lambda way: 1.0)).keywords["kernels"]
     assert kernels.attend is attend_class_apart
-    assert kernels.linear_and_activate is linear_with_epilogue
+    assert kernels.epilogue
     attention, gelu = questions
     for named in ("3 x 17", "heads of", "torch.bfloat16", "some card"):
         assert named in attention
@@ -131,4 +130,4 @@ def test_each_part_is_chosen_by_measurement(tmp_path, monkeypatch):
         assert named in gelu
     wide = load_tower(read_config(folder)).to(DEVICE)
     exact = wide.tuned(3, Scripted(tmp_path / "choices.json", lambda way: 1.0)).keywords["kernels"]
-    assert exact.linear_and_activate is linear_and_activate_in_place and len(questions) == 2
+    assert not exact.epilogue and len(questions) == 2

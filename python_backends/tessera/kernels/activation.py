@@ -19,9 +19,10 @@ from tessera.kernels.fp8 import (
     row_blocks,
     row_warps,
     scale_of,
+    store_row,
     wait_for_previous,
 )
-from tessera.kernels.fp8_rows import E4M3, Fp8Rows, empty_rows
+from tessera.kernels.fp8_rows import Fp8Rows, empty_rows
 
 _BLOCK = 2048
 
@@ -58,7 +59,7 @@ def _quantized(gate_up: torch.Tensor, size: int, scales: Scales | tuple[None, No
     if size > MAX_SIZE:
         raise ValueError(f"silu_and_multiply: quantized rows of at most {MAX_SIZE} values, not {size}")
     n = len(gate_up)
-    rows = empty_rows(n, size, gate_up.device)
+    rows = empty_rows((n, size), gate_up.device)
     if n:
         options = {**row_blocks(size), "num_warps": row_warps(n, size), **early_launch(gate_up.device)}
         _silu_multiply_quantize[(n,)](gate_up, *scales, *rows, size, **options)
@@ -150,7 +151,7 @@ def gelu_rows(x: torch.Tensor, quick: bool = False) -> Fp8Rows:
     size = x.shape[-1]
     if size > MAX_SIZE or not x.is_contiguous():
         raise ValueError(f"gelu_rows: contiguous rows of at most {MAX_SIZE} values, not {list(x.shape)}")
-    rows = Fp8Rows(torch.empty_like(x, dtype=E4M3), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+    rows = empty_rows(x.shape, x.device)
     block = triton.next_power_of_2(size)
     # 32 values a thread.
     warps = min(max(block // 1024, 1), 16)
@@ -188,7 +189,4 @@ def _gelu_rows(x, values, scales, size, BLOCK: tl.constexpr, QUICK: tl.constexpr
         gelu = 0.5 * row * (1.0 + tanh)
     else:
         gelu = row / (1.0 + tl.exp(-2.0 * bend))
-    wide = gelu.to(x.dtype.element_ty).to(tl.float32)
-    row_scale = scale_of(largest_of(wide))
-    tl.store(values + start + column, (wide * inverse_of(row_scale)).to(values.dtype.element_ty), mask=inside)
-    tl.store(scales + tl.program_id(0), row_scale)
+    store_row(values, scales, tl.program_id(0), start + column, gelu.to(x.dtype.element_ty), inside)

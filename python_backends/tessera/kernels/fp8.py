@@ -82,6 +82,18 @@ def inverse_of(scale):
 
 
 @triton.jit
+def store_row(out, scales, row, at, values, inside):
+    """A row's values, rounded to their dtype and zero outside -> ``out`` at ``at``, in e4m3 where there are scales."""
+    if scales is None:
+        tl.store(out + at, values, mask=inside)
+    else:
+        wide = values.to(tl.float32)
+        scale = scale_of(largest_of(wide))
+        tl.store(scales + row, scale)
+        tl.store(out + at, (wide * inverse_of(scale)).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _quantize_rows(x, scale, values, scales, size, HEAD: tl.constexpr, TAIL: tl.constexpr, EARLY: tl.constexpr):
     """One program a row."""
     wait_for_previous(EARLY)

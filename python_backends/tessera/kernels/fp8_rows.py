@@ -7,12 +7,14 @@ the twins here compute the same numbers in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
 E4M3 = torch.float8_e4m3fn
+ROWS_DTYPE = E4M3  # what kernels write rows in; the interpreter's cast to e4m3 loses carries, so its tests replace it
 LARGEST = 448.0
 SMALLEST_SCALE = 1e-12
 #: rows and columns of a weight that ``torch._scaled_mm`` takes
@@ -49,11 +51,19 @@ class Fp8Sums(NamedTuple):
         return rescale(*self)
 
 
-def empty_rows(n: int, size: int, device: torch.device) -> Fp8Rows:
-    """Memory for n rows."""
-    return Fp8Rows(
-        torch.empty((n, size), dtype=E4M3, device=device), torch.empty((n, 1), dtype=torch.float32, device=device)
-    )
+def empty_rows(shape: Sequence[int], device: torch.device) -> Fp8Rows:
+    """Memory for values [..., size] and their scales [..., 1]."""
+    values = torch.empty(shape, dtype=ROWS_DTYPE, device=device)
+    return Fp8Rows(values, torch.empty((*shape[:-1], 1), dtype=torch.float32, device=device))
+
+
+def empty_like(x: torch.Tensor, fp8: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Memory for a kernel's rows of x's shape: quantized values and their scales, or of x's dtype and None."""
+    return empty_rows(x.shape, x.device) if fp8 else (torch.empty_like(x), None)
+
+
+def rows_or_tensor(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor | Fp8Rows:
+    return values if scales is None else Fp8Rows(values, scales)
 
 
 def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> Fp8Rows:
@@ -66,7 +76,7 @@ def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> Fp8Rows
     if x.is_cuda:
         from tessera.kernels import fp8
 
-        rows = empty_rows(len(x), x.shape[1], x.device)
+        rows = empty_rows(x.shape, x.device)
         fp8.quantize_rows(x, scale, *rows)
         return rows
     wide = x.float()

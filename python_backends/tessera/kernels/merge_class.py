@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tessera.kernels.fp8 import inverse_of, largest_of, scale_of
-from tessera.kernels.fp8_rows import E4M3, Fp8Rows
+from tessera.kernels.fp8 import store_row
+from tessera.kernels.fp8_rows import Fp8Rows, empty_like, rows_or_tensor
 
 MAX_SIZE = 8192
 
@@ -34,17 +34,15 @@ def merge_class(
         raise ValueError(f"merge_class: rows of at most {MAX_SIZE} values, not {heads} x {size}")
     if any(each.stride()[2:] != (size, 1) for each in (first, others, query, key, value)):
         raise ValueError("merge_class: a token's heads must lie beside each other")
-    dtype = E4M3 if fp8 else query.dtype
-    out = torch.empty((tiles, tokens, heads * size), dtype=dtype, device=query.device)
-    scales = query.new_empty((tiles, tokens, 1), dtype=torch.float32) if fp8 else None
+    rows = empty_like(query.new_empty((tiles, tokens, heads * size)), fp8)
     if tiles:
         _merge_class[(tiles * tokens,)](
-            first, others, sums.contiguous(), query, key, value, out, scales,
+            first, others, sums.contiguous(), query, key, value, *rows,
             tokens, heads, size,
             first.stride(0), *others.stride()[:2], *query.stride()[:2], key.stride(0), value.stride(0),
             size**-0.5, HEADS=block[0], SIZE=block[1], num_warps=min(max(block[0] * block[1] // 512, 1), 16),
         )  # fmt: skip
-    return out if scales is None else Fp8Rows(out, scales)
+    return rows_or_tensor(*rows)
 
 
 @triton.jit
@@ -73,13 +71,4 @@ def _merge_class(
         share = 1.0 / (1.0 + tl.exp(total - score))
         row = row.to(tl.float32)
         row += share * (v - row)
-    rounded = row.to(query.dtype.element_ty)
-    if scales is None:
-        tl.store(out + program * heads * size + at, rounded, mask=inside)
-    else:
-        wide = rounded.to(tl.float32)
-        row_scale = scale_of(largest_of(wide))
-        tl.store(
-            out + program * heads * size + at, (wide * inverse_of(row_scale)).to(out.dtype.element_ty), mask=inside
-        )
-        tl.store(scales + program, row_scale)
+    store_row(out, scales, program, program * heads * size + at, row.to(query.dtype.element_ty), inside)

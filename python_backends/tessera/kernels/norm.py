@@ -12,10 +12,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import nn
 
+from tessera.kernels import reference
 from tessera.kernels.deferred import Partials, Unfinished
-from tessera.kernels.fp8 import early_launch, inverse_of, largest_of, scale_of, wait_for_previous
-from tessera.kernels.fp8_rows import E4M3, Fp8Rows, empty_rows
+from tessera.kernels.fp8 import early_launch, store_row, wait_for_previous
+from tessera.kernels.fp8_rows import Fp8Rows, empty_like, rows_or_tensor
 
 MAX_SIZE = 8192
 
@@ -50,14 +52,13 @@ def add_rms_norm(
         raise ValueError(f"add_rms_norm: rows of at most {MAX_SIZE} values, not {size}")
     if not (x.is_contiguous() and (residual is None or residual.is_contiguous())):
         raise ValueError("add_rms_norm: x and residual must be contiguous")
-    rows = empty_rows(n, size, x.device) if fp8 else None
-    out = torch.empty((n, size), dtype=weight.dtype, device=x.device) if rows is None else rows.values
+    total = x if residual is None else residual
+    rows = empty_like(total, fp8)
     block = triton.next_power_of_2(size)
     if n:
-        given, made = (x, x_scales, scales, bias), None if rows is None else rows.scales
         options = {"SPLITS": parts, "BLOCK": block, "num_warps": _warps(n, block, parts), **early_launch(x.device)}
-        _add_rms_norm[(n,)](*given, residual, weight, out, made, size, eps, **options)
-    return out if rows is None else rows, x if residual is None else residual
+        _add_rms_norm[(n,)](x, x_scales, scales, bias, residual, weight, *rows, size, eps, **options)
+    return rows_or_tensor(*rows), total
 
 
 def _warps(n: int, block: int, parts: int) -> int:
@@ -96,14 +97,7 @@ def _add_rms_norm(
         row = rounded.to(tl.float32)
     mean_of_squares = tl.sum(row * row) / size
     normalised = (row * tl.rsqrt(mean_of_squares + eps)).to(dtype).to(tl.float32)
-    scaled = (normalised * scale).to(dtype)
-    if scales is not None:
-        wide = scaled.to(tl.float32)
-        row_scale = scale_of(largest_of(wide))
-        tl.store(scales + tl.program_id(0), row_scale)
-        tl.store(out + start + column, (wide * inverse_of(row_scale)).to(out.dtype.element_ty), mask=inside)
-    else:
-        tl.store(out + start + column, scaled, mask=inside)
+    store_row(out, scales, tl.program_id(0), start + column, (normalised * scale).to(dtype), inside)
 
 
 def norm_heads(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, kv_heads: int, eps: float) -> None:
@@ -187,14 +181,22 @@ def add_layer_norm(
         raise ValueError(f"add_layer_norm: rows of at most {MAX_SIZE} values, not {size}")
     if not (x.is_contiguous() and (update is None or update.is_contiguous())):
         raise ValueError("add_layer_norm: x and update must be contiguous")
-    out = torch.empty_like(x, dtype=E4M3 if fp8 else x.dtype)
-    scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) if fp8 else None
+    normalised = empty_like(x, fp8)
     block = triton.next_power_of_2(size)
     # 16 values a thread: two loads of 16 bytes from each tensor in flight, few enough threads to reduce over quickly.
     warps = min(max(block // 512, 1), 16)
     if rows := x.numel() // size:
-        _add_layer_norm[(rows,)](x, update, weight, bias, out, scales, size, eps, BLOCK=block, num_warps=warps)
-    return out if scales is None else Fp8Rows(out, scales), x
+        _add_layer_norm[(rows,)](x, update, weight, bias, *normalised, size, eps, BLOCK=block, num_warps=warps)
+    return rows_or_tensor(*normalised), x
+
+
+def add_and_norm(
+    x: torch.Tensor, update: torch.Tensor | None, norm: nn.Module, fp8: bool = False
+) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
+    """:func:`add_layer_norm` where the norm is one and its rows fit, else the twin."""
+    if isinstance(norm, nn.LayerNorm) and x.shape[-1] <= MAX_SIZE:
+        return add_layer_norm(x, update, norm.weight, norm.bias, norm.eps, fp8)
+    return reference.add_and_norm(x, update, norm)
 
 
 @triton.jit
@@ -216,10 +218,4 @@ def _add_layer_norm(x, update, weight, bias, out, scales, size, eps, BLOCK: tl.c
     centred = tl.where(inside, row - tl.sum(row) / size, 0.0)
     variance = tl.sum(centred * centred) / size
     normed = (centred * tl.rsqrt(variance + eps) * scale + shift).to(dtype)
-    if scales is None:
-        tl.store(out + start + column, normed, mask=inside)
-    else:  # beyond the row's end are zeros, which no maximum sees
-        wide = normed.to(tl.float32)
-        row_scale = scale_of(largest_of(wide))
-        tl.store(out + start + column, (wide * inverse_of(row_scale)).to(out.dtype.element_ty), mask=inside)
-        tl.store(scales + tl.program_id(0), row_scale)
+    store_row(out, scales, tl.program_id(0), start + column, normed, inside)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tessera.kernels.deferred import Partials, Unfinished, finished
 from tessera.kernels.fp8_rows import Fp8Rows, fp8_linear, quantize_rows, rescale
@@ -83,6 +84,24 @@ def rotate_and_store(
             cache, new = cache.view(torch.uint8), rows.values.view(torch.uint8).view(new.shape)
         cache.view(-1, kv_heads, size)[slots[stored]] = new
     return qkv
+
+
+def turn_heads(qkv: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """qkv [patches, 3, heads, size] of any floating dtype -> query, key and value [patches, heads, size], pair i (i and
+    size / 2 + i) of the first two turned by the angle whose cosine and sine are turns[:, patch, i], in float32.
+    """
+    first, second = qkv[:, :2].float().chunk(2, dim=-1)
+    cosine, sine = turns[:, :, None, None]
+    rows = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(qkv.dtype)
+    return rows[:, 0], rows[:, 1], qkv[:, 2]
+
+
+def add_and_norm(
+    x: torch.Tensor, update: torch.Tensor | None, norm: nn.Module, fp8: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and update [..., size] -> (norm(x + update), x + update). ``fp8``: the kernel would quantize the first."""
+    x = x if update is None else x + update
+    return norm(x), x
 
 
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -10,11 +10,7 @@ import triton
 import triton.language as tl
 
 from tessera.kernels.deferred import Partials, Unfinished
-from tessera.kernels.fp8 import early_launch, wait_for_previous
-
-# As in tessera/fp8/rows.py.
-_LARGEST = tl.constexpr(448.0)
-_SMALLEST_SCALE = tl.constexpr(1e-12)
+from tessera.kernels.fp8 import early_launch, inverse_of, scale_of, wait_for_previous
 
 
 def rotate_and_store(
@@ -137,7 +133,7 @@ def _rotate_and_store(
         is_key = (head >= HEADS) & (head < HEADS + KV_HEADS) & stored
         tl.store(key_scales + slot * KV_HEADS + head - HEADS, k_scale, mask=is_key)
         tl.store(value_scales + slot * KV_HEADS + kv_head, v_scale, mask=(kv_head < KV_HEADS) & stored)
-        k_inverse, v_inverse = tl.div_rn(1.0, k_scale), tl.div_rn(1.0, v_scale)
+        k_inverse, v_inverse = inverse_of(k_scale), inverse_of(v_scale)
         rotated_first = rotated_first.to(tl.float32) * k_inverse
         rotated_second = rotated_second.to(tl.float32) * k_inverse
         v_first, v_second = v_first * v_inverse, v_second * v_inverse
@@ -164,15 +160,15 @@ def _load_finished(qkv, x_scales, scales, bias, token, column, inside, WIDTH: tl
 def _scale_of_heads(first, second):
     """Both halves of heads, [heads, half] each -> their scales [heads, 1]."""
     largest = tl.maximum(tl.abs(first.to(tl.float32)), tl.abs(second.to(tl.float32)))
-    return tl.maximum(tl.div_rn(tl.max(largest, 1, keep_dims=True), _LARGEST), _SMALLEST_SCALE)
+    return scale_of(tl.max(largest, 1, keep_dims=True))
 
 
 _MAX_PAIRS = 16384  # of a patch
 
 
-def turn_heads(qkv: torch.Tensor, turns: torch.Tensor) -> None:
-    """qkv [patches, 3, heads, size], contiguous, of any floating dtype: its queries and keys become what
-    :func:`tessera.kernels.tower_layers.turned` makes of them; turns float32 [2, patches, size / 2], contiguous.
+def turn_heads(qkv: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """qkv [patches, 3, heads, size], contiguous, of any floating dtype -> its queries, keys and values, the first two
+    turned in place as by :func:`tessera.kernels.reference.turn_heads`; turns float32 [2, patches, size / 2].
 
     ValueError for other shapes, or over 16384 pairs a patch.
     """
@@ -186,6 +182,7 @@ def turn_heads(qkv: torch.Tensor, turns: torch.Tensor) -> None:
         # 16 pairs a thread: two loads of 16 bytes of either half in flight.
         warps = min(max(pairs * half // 512, 1), 16)
         _turn_heads[(patches,)](qkv, turns, patches, heads, size // 2, HEADS=pairs, HALF=half, num_warps=warps)
+    return qkv[:, 0], qkv[:, 1], qkv[:, 2]
 
 
 @triton.jit(do_not_specialize=["patches"])

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from tessera.kernels import reference
 from tessera.kernels.fp8_rows import E4M3, LARGEST, Fp8Rows, fp8_linear, quantize_rows, quantize_weight
 from tessera.kernels.tower_attention import (
     BACKENDS,
@@ -25,6 +28,7 @@ from tessera.kernels.tower_attention import (
     attend_within,
     plans_of_ours,
 )
+from tessera.kernels.tuning import layer_kernels
 
 
 def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -48,46 +52,57 @@ ATTENTIONS: dict[str, Callable[..., torch.Tensor | Fp8Rows]] = {
     CLASS_APART: attend_class_apart,
 }
 GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")
-Turned = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def add_and_norm(x: torch.Tensor, update: torch.Tensor | None, norm: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and update [..., size] -> (norm(x + update), x + update)."""
-    x = x if update is None else x + update
-    return norm(x), x
-
-
-def linear_and_activate(x: torch.Tensor, linear: nn.Module, activation: str) -> torch.Tensor:
-    """A linear layer and one of ACTIVATIONS."""
-    return ACTIVATIONS[activation](linear(x))
-
-
-def turned(qkv: torch.Tensor, turns: torch.Tensor) -> Turned:
-    """qkv [patches, 3, heads, size] of any floating dtype -> query, key and value [patches, heads, size], pair i (i and
-    size / 2 + i) of the first two turned by the angle whose cosine and sine are turns[:, patch, i], in float32.
-    """
-    first, second = qkv[:, :2].float().chunk(2, dim=-1)
-    cosine, sine = turns[:, :, None, None]
-    rows = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(qkv.dtype)
-    return rows[:, 0], rows[:, 1], qkv[:, 2]
 
 
 @dataclass(frozen=True)
 class TowerKernels:
-    """The functions above, or faster ones with the same arguments; ``add_and_norm`` may then write its sum into x, and
-    ``turn`` its rows into qkv.
+    """Attention, and the layers' kernels (:func:`tessera.kernels.tuning.layer_kernels`). Those of a GPU may write a sum
+    into their argument, turned heads into qkv, and an activation into the layer's output.
 
-    What goes into a linear layer next may come as Fp8Rows, which only an Fp8Linear takes.
+    ``epilogue``: a GELU is applied by the product before it. ``fp8``: for a tower of Fp8Linear: what is computed in
+    front of one gives Fp8Rows, quantized in the same pass.
     """
 
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | Fp8Rows] = attend
     attend_within: Within = attend_within
-    turn: Callable[[torch.Tensor, torch.Tensor], Turned] = turned
-    add_and_norm: Callable[..., tuple[torch.Tensor | Fp8Rows, torch.Tensor]] = add_and_norm
-    linear_and_activate: Callable[..., torch.Tensor | Fp8Rows] = linear_and_activate
+    layers: ModuleType = reference
+    epilogue: bool = False
+    fp8: bool = False
+
+    def turn(self, qkv: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.layers.turn_heads(qkv, turns)
+
+    def add_and_norm(
+        self, x: torch.Tensor, update: torch.Tensor | None, norm: nn.Module
+    ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
+        return self.layers.add_and_norm(x, update, norm, self.fp8)
+
+    def linear_and_activate(self, x: Any, linear: Any, activation: str) -> torch.Tensor | Fp8Rows:
+        """A linear layer, of a tensor or Fp8Rows, and one of ACTIVATIONS.
+
+        In a tower of Fp8Linear every GELU but quick_gelu is computed in its tanh form, see
+        :func:`linear_with_epilogue`, but for a projector that the checkpoint left as it was.
+        """
+        if self.layers is reference:
+            return linear_and_activate(x, linear, activation)
+        if self.fp8 and isinstance(linear, Fp8Linear) and activation in (*GELUS, "quick_gelu"):
+            from tessera.kernels.activation import gelu_rows
+
+            return gelu_rows(linear(x), quick=activation == "quick_gelu")
+        return (linear_with_epilogue if self.epilogue else linear_and_activate_in_place)(x, linear, activation)
 
 
 PLAIN = TowerKernels()
+
+
+def gpu_kernels(
+    attention: str = "default", within: Within = attend_within, epilogue: bool = False, fp8: bool = False
+) -> TowerKernels:
+    """A GPU's: attention by the name of ATTENTIONS."""
+    chosen = ATTENTIONS[attention]
+    if fp8 and attention == CLASS_APART:
+        chosen = partial(chosen, fp8=True)
+    return TowerKernels(chosen, within, layer_kernels("cuda"), epilogue, fp8)
 
 
 def within_ways(device: torch.device, equal: bool) -> dict[str, Within]:
@@ -100,38 +115,8 @@ def within_ways(device: torch.device, equal: bool) -> dict[str, Within]:
     }
 
 
-def gpu_kernels(attention: str, epilogue: bool, within: Within = attend_within) -> TowerKernels:
-    """A GPU's: attention by the name of ATTENTIONS, a GELU as an epilogue or by itself."""
-    return TowerKernels(
-        attend=ATTENTIONS[attention],
-        attend_within=within,
-        turn=_turned_in_place,
-        add_and_norm=_add_and_norm_at_once,
-        linear_and_activate=linear_with_epilogue if epilogue else linear_and_activate_in_place,
-    )
-
-
-def fp8_kernels(attention: str, within: Within = attend_within) -> TowerKernels:
-    """A GPU's for a tower of Fp8Linear: what is computed in front of one quantizes its rows in the same pass."""
-    return TowerKernels(
-        attend=partial(attend_class_apart, fp8=True) if attention == CLASS_APART else ATTENTIONS[attention],
-        attend_within=within,
-        turn=_turned_in_place,
-        add_and_norm=partial(_add_and_norm_at_once, fp8=True),
-        linear_and_activate=linear_and_gelu_rows,
-    )
-
-
-def linear_and_gelu_rows(x: torch.Tensor | Fp8Rows, linear: nn.Module, activation: str) -> torch.Tensor | Fp8Rows:
-    """Every GELU but quick_gelu is computed in its tanh form, see :func:`linear_with_epilogue`."""
-    if activation not in (*GELUS, "quick_gelu"):
-        return ACTIVATIONS[activation](linear(x))
-    if isinstance(linear, nn.Linear):  # a projector that the checkpoint left as it was
-        assert isinstance(x, torch.Tensor)
-        return linear_and_activate_in_place(x, linear, activation)
-    from tessera.kernels.activation import gelu_rows
-
-    return gelu_rows(linear(x), quick=activation == "quick_gelu")
+def linear_and_activate(x: torch.Tensor | Fp8Rows, linear: nn.Module, activation: str) -> torch.Tensor:
+    return ACTIVATIONS[activation](linear(x))
 
 
 def linear_and_activate_in_place(x: torch.Tensor, linear: nn.Linear, activation: str) -> torch.Tensor:
@@ -155,23 +140,6 @@ def linear_with_epilogue(x: torch.Tensor, linear: nn.Linear, activation: str) ->
         return linear_and_activate(x, linear, activation)
     rows = torch._addmm_activation(linear.bias, x.flatten(0, -2), linear.weight.t(), use_gelu=True)
     return rows.unflatten(0, x.shape[:-1])
-
-
-def _turned_in_place(qkv: torch.Tensor, turns: torch.Tensor) -> Turned:
-    from tessera.kernels.rotary import turn_heads
-
-    turn_heads(qkv, turns)
-    return qkv[:, 0], qkv[:, 1], qkv[:, 2]
-
-
-def _add_and_norm_at_once(
-    x: torch.Tensor, update: torch.Tensor | None, norm: nn.Module, fp8: bool = False
-) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
-    from tessera.kernels.norm import MAX_SIZE, add_layer_norm
-
-    if isinstance(norm, nn.LayerNorm) and x.shape[-1] <= MAX_SIZE:
-        return add_layer_norm(x, update, norm.weight, norm.bias, norm.eps, fp8)
-    return add_and_norm(x, update, norm)
 
 
 #: e4m3's largest number of each mantissa, the likeliest last

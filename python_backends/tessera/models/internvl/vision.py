@@ -27,7 +27,6 @@ from tessera.kernels.tower_layers import (
     PLAIN,
     Fp8Linear,
     TowerKernels,
-    fp8_kernels,
     gpu_kernels,
     linear_and_activate_in_place,
     linear_with_epilogue,
@@ -268,21 +267,21 @@ class InternViT(Tower):
         """
         layer, weight = self.blocks[0], self.class_embedding
         if weight.itemsize > 2:
-            return partial(self, kernels=gpu_kernels("default", epilogue=False))
+            return partial(self, kernels=gpu_kernels())
         attention, mlp = layer.attention, layer.mlp
         tokens, width, heads = self.position_embedding.shape[1], weight.shape[-1], attention.heads
         machine = f"{torch.cuda.get_device_name(weight.device)}, torch {torch.__version__}"
         x = torch.randn(cost, tokens, width, dtype=weight.dtype, device=weight.device)
         query, key, value = attention.qkv(x).unflatten(-1, (3, heads, width // heads)).unbind(2)
         fp8 = isinstance(attention.output, Fp8Linear)
-        every = {name: fp8_kernels(name) if fp8 else gpu_kernels(name, epilogue=False) for name in ATTENTIONS}
+        every = {name: gpu_kernels(name, fp8=fp8) for name in ATTENTIONS}
         backend = choices.fastest(  # with the layer after it, in front of which FP8 quantizes
             f"vision attention and output{' in fp8' * fp8}, {cost} x {tokens}, {heads} heads of {width // heads}, "
             f"{weight.dtype}, {machine}",
             {name: partial(attention.mix, query, key, value, kernels) for name, kernels in every.items()},
         )
         if fp8:
-            return partial(self, kernels=fp8_kernels(backend))
+            return partial(self, kernels=gpu_kernels(backend, fp8=True))
         epilogue = False
         if mlp.activation_name in GELUS:
             shape = f"{mlp.linear1.out_features} x {width}, {cost * tokens} rows"
@@ -292,7 +291,7 @@ class InternViT(Tower):
                 {name: partial(way, x, mlp.linear1, mlp.activation_name) for name, way in ways.items()},
             )
             epilogue = chosen == "epilogue"
-        return partial(self, kernels=gpu_kernels(backend, epilogue))
+        return partial(self, kernels=gpu_kernels(backend, epilogue=epilogue))
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from tessera.kernels.attention_plan import AttentionPlan, HopperPlan
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.graphs import GraphPool
 from tessera.kernels.tower_attention import Attend, Within, attend_in_triton, attention_by, plans_of_ours
-from tessera.kernels.tower_layers import PLAIN, Fp8Linear, TowerKernels, fp8_kernels, gpu_kernels, within_ways
+from tessera.kernels.tower_layers import PLAIN, Fp8Linear, TowerKernels, gpu_kernels, within_ways
 from tessera.kernels.transfer import to_device
 from tessera.kernels.tuning import MeasuredChoices
 from tessera.kernels.varlen_attention import query_tiles
@@ -144,7 +144,7 @@ class Qwen2ViT(Tower):
         """With the attention that is the fastest for pictures of one size, and for others; in float32 torch's own."""
         layer, weight = cast(Layer, self.layers[0]), self.patch_embedding.weight
         if weight.itemsize > 2:
-            return partial(self, kernels=gpu_kernels("default", epilogue=False))
+            return partial(self, kernels=gpu_kernels())
 
         heads, most = layer.attention.heads, cost * self.merge**2
         qkv = torch.randn(most, 3, heads, self.head_size, dtype=weight.dtype, device=weight.device)
@@ -162,9 +162,9 @@ class Qwen2ViT(Tower):
         for kind, lengths in (("equal", [min(_LARGE, most)] * max(1, most // _LARGE)), ("mixed", _mixed(most))):
             ways = within_ways(weight.device, kind == "equal")
             chosen[kind] = ways[fastest(kind, lengths, ways)]
-        kernels = fp8_kernels if isinstance(layer.attention.output, Fp8Linear) else partial(gpu_kernels, epilogue=False)
+        kernels = partial(gpu_kernels, fp8=isinstance(layer.attention.output, Fp8Linear))
         within = partial(_by_kind, chosen["equal"], chosen["mixed"])
-        forward = partial(self, kernels=kernels("default", within=within))
+        forward = partial(self, kernels=kernels(within=within))
         small = (1, self.merge, self.merge)
         for wires in ([small], [small, (1, self.merge, 2 * self.merge)]):  # compiles what would hold up requests
             units = sum(height * width for _, height, width in wires) // self.merge**2
@@ -175,7 +175,7 @@ class Qwen2ViT(Tower):
         plans = plans_of_ours(weight.device)
         ways = {name: partial(attend_in_triton, plan=plan) for name, plan in plans.items()}
         plan = plans[fastest("single", [min(_SMALL, most)], ways)]
-        return PatchGraphs(self, weight.device, sizes, plan, kernels("default"), forward)
+        return PatchGraphs(self, weight.device, sizes, plan, kernels(), forward)
 
     def activation_bytes(self, cost: int, scores: bool = False) -> int:
         """With PLAIN kernels: in proportion to the patches, however they are spread over pictures.
