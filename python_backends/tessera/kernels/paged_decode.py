@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -78,6 +79,42 @@ def check_cache(
             raise ValueError(f"the last two dimensions of {name} are not contiguous")
 
 
+def cache_arguments(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    blocks: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+) -> dict[str, Any]:
+    """What the attention kernels are told of queries and a cache that :func:`check_cache` took."""
+    heads, head_dim = q.shape[-2:]
+    block_size, kv_heads = keys.shape[1:3]
+    return {
+        "q": q,
+        "keys": keys,
+        "values": values,
+        "key_scales": key_scales,
+        "value_scales": value_scales,
+        "blocks": blocks,
+        "out": out,
+        "scale": scale * math.log2(math.e),
+        "q_row": q.stride(0),
+        "cache_block": keys.stride(0),
+        "cache_slot": keys.stride(1),
+        "blocks_step": blocks.stride(0),
+        "blocks_column": blocks.stride(1),
+        "out_row": out.stride(0),
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+        "BLOCK_SIZE": block_size,
+        "HEAD_DIM": head_dim,
+        "COLUMNS": triton.next_power_of_2(head_dim),
+    }
+
+
 def decode_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -106,34 +143,16 @@ def decode_attention(
     check_cache(q, keys, values, out, key_scales, value_scales)
     if not 1 <= splits <= MAX_SPLITS or splits & (splits - 1):
         raise ValueError(f"splits {splits} is no power of two up to {MAX_SPLITS}")
-    block_size, kv_heads = keys.shape[1:3]
     partial, weights = None, None
     if splits > 1:
         partial = torch.empty((sequences, heads, splits, head_dim), dtype=torch.float32, device=q.device)
         weights = torch.empty((sequences, heads, splits), dtype=torch.float32, device=q.device)
-    _decode_kernel[(kv_heads, sequences, splits)](
-        q,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-        blocks,
-        context,
-        out,
-        partial,
-        weights,
-        scale * math.log2(math.e),
-        q.stride(0),
-        keys.stride(0),
-        keys.stride(1),
-        blocks.stride(0),
-        blocks.stride(1),
-        out.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        HEAD_DIM=head_dim,
-        COLUMNS=triton.next_power_of_2(head_dim),
-        BLOCK_SIZE=block_size,
+    cache = cache_arguments(q, keys, values, blocks, out, scale, key_scales, value_scales)
+    _decode_kernel[(keys.shape[2], sequences, splits)](
+        context=context,
+        partial=partial,
+        weights=weights,
+        **cache,
         ROWS=_ROWS,
         TOKENS=plan.tokens,
         SPLITS=splits,
@@ -142,18 +161,9 @@ def decode_attention(
         **early_launch(q.device),
     )
     if splits > 1:
-        _merge_kernel[(heads, sequences)](
-            partial,
-            weights,
-            out,
-            out.stride(0),
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            COLUMNS=triton.next_power_of_2(head_dim),
-            SPLITS=splits,
-            num_warps=1,
-            **early_launch(q.device),
-        )
+        merged = {name: cache[name] for name in ("out", "out_row", "HEAD_DIM", "COLUMNS")}
+        options = {"HEADS": heads, "SPLITS": splits, "num_warps": 1, **early_launch(q.device)}
+        _merge_kernel[(heads, sequences)](partial, weights, **merged, **options)
     return out
 
 

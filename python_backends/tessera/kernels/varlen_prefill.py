@@ -6,15 +6,13 @@ that a group of 7 heads shares each key read and 18 queries fill 126 of 128 rows
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from tessera.kernels.attention_plan import AttentionPlan
-from tessera.kernels.paged_decode import check_cache, load_rows
+from tessera.kernels.paged_decode import cache_arguments, check_cache, load_rows
 
 
 def default_plan(head_dim: int, dtype: torch.dtype) -> AttentionPlan:
@@ -65,38 +63,14 @@ def prefill_attention(
     ValueError for what :func:`check_cache` refuses. The method is FlashAttention-2 (Dao, 2023).
     """
     check_cache(q, keys, values, out, key_scales, value_scales)
-    heads, head_dim = q.shape[1:]
-    block_size, kv_heads = keys.shape[1:3]
-    plan = plan or default_plan(head_dim, q.dtype)
+    kv_heads = keys.shape[2]
+    plan = plan or default_plan(q.shape[-1], q.dtype)
     if not tiles.is_contiguous():
         raise ValueError("tiles are not contiguous")
     if len(tiles):
-        _prefill_kernel[(len(tiles) * kv_heads,)](
-            q,
-            keys,
-            values,
-            key_scales,
-            value_scales,
-            rows,
-            counts,
-            contexts,
-            blocks,
-            tiles,
-            out,
-            scale * math.log2(math.e),
-            q.stride(0),
-            keys.stride(0),
-            keys.stride(1),
-            blocks.stride(0),
-            blocks.stride(1),
-            out.stride(0),
-            KV_HEADS=kv_heads,
-            GROUP=heads // kv_heads,
-            HEAD_DIM=head_dim,
-            COLUMNS=triton.next_power_of_2(head_dim),
-            BLOCK_SIZE=block_size,
-            **plan.launch,
-        )
+        pieces = {"rows": rows, "counts": counts, "contexts": contexts, "tiles": tiles}
+        cache = cache_arguments(q, keys, values, blocks, out, scale, key_scales, value_scales)
+        _prefill_kernel[(len(tiles) * kv_heads,)](**pieces, **cache, **plan.launch)
     return out
 
 
