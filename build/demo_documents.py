@@ -29,7 +29,7 @@ from tessera.settings.gpu import DEFAULT_MODELS
 from tessera_command.cli import main as tessera
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / "build" / "document_model"), str(ROOT / "loadtest")]
+sys.path += [str(ROOT / "build" / "document_model"), str(ROOT / "build" / "training"), str(ROOT / "loadtest")]
 REPOSITORY = ROOT / "model_repository"
 NOT_TEXT = ("table", "equation", "image")
 RENAMED = {"list_item": "text"}

@@ -21,13 +21,13 @@ from architecture import (
     load_processor,
 )
 from augment import DEFAULT, TWO_TILES, Policy, QuickCutter, cut, layout, patch_targets, random_policy, tile_windows
-from evaluate import answers, figures, load, picture
-from feed import Asked, Asking, Balance, Batches, Renderers, Store
-from muon import StackedMuon, orthogonalize
-from network import image_rows, patch_states, text_states
+from evaluate_rooms import answers, figures, load, picture
 from PIL import Image
+from room_feed import Asked, Asking, Balance, Batch, Batches, Renderers, Store
+from room_network import image_rows, patch_states, text_states
+from rooms import RoomTrainer
 from sequences import ChatTokens, pack
-from train import Trainer, parse, run
+from train import parse, run
 from transformers import AutoModelForImageTextToText
 
 import scene
@@ -78,20 +78,17 @@ class Rooms:
         return [SimpleNamespace(text="Is there a square?", answer=answer, kind="presence", cls="square")]
 
 
-class Feed:
-    """One batch of the fake world and the store it refers to."""
-
-    def __init__(self, chat: ChatTokens, tiles: int, policy: Policy):
-        asking = Asking(chat, lambda group: 1.0, questions=2, length=32)
-        renderers = Renderers(Rooms, asking, ["square"], workers=0, first_seed=0)
-        self.store = Store(renderers, 2_000_000, torch.device("cpu"))
-        while self.store.received < 12:
-            time.sleep(0.01)
-        batches = Batches(self.store, tiles, seed=0, policy=lambda rng: policy)
-        self.batch = batches.next()
-        batches.close()
-        self.store.close()
-        renderers.close()
+def drawn_batch(chat: ChatTokens, tiles: int, policy: Policy) -> Batch:
+    asking = Asking(chat, lambda group: 1.0, questions=2, length=32)
+    renderers = Renderers(Rooms, asking, ["square"], workers=0, first_seed=0)
+    store = Store(renderers, 2_000_000, torch.device("cpu"))
+    while store.received < 12:
+        time.sleep(0.01)
+    batches = Batches(store, tiles, seed=0, policy=lambda rng: policy)
+    batch = batches.next()
+    for part in (batches, store, renderers):
+        part.close()
+    return batch
 
 
 def test_checkpoint_is_within_its_limits() -> None:
@@ -220,43 +217,25 @@ def test_balance_asks_every_group_about_equally_often(chat: ChatTokens) -> None:
     assert balance.asked["presence", "damp", "no"] < 250
 
 
-def test_muon_follows_torch() -> None:
-    torch.manual_seed(0)
-    ours = torch.nn.Parameter(torch.randn(64, 128) * 0.1)
-    theirs = torch.nn.Parameter(ours.detach().clone())
-    a = StackedMuon([ours], lr=0.01, weight_decay=0.02)
-    b = torch.optim.Muon([theirs], lr=0.01, weight_decay=0.02, adjust_lr_fn="match_rms_adamw")
-    for _ in range(3):
-        gradient = torch.randn(64, 128)
-        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
-        a.step()
-        b.step()
-    torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)
-    values = torch.linalg.svdvals(orthogonalize(torch.randn(2, 32, 96)).float())
-    assert values.min() > 0.5 and values.max() < 1.4
-
-
 def test_steps_reduce_the_loss_of_a_fixed_batch(chat: ChatTokens) -> None:
-    feed = Feed(chat, tiles=3, policy=Policy(1, 1))
-    trainer = Trainer(chat, 1, 3, torch.device("cpu"), lr=3e-3)
-    first = torch.stack(trainer.losses(feed.batch, feed.store)).detach()
-    for _ in range(6):
-        trainer.step = 300  # past the warm-up
-        trainer.train_step(feed.batch, feed.store, progress=0.0)
-    last = torch.stack(trainer.losses(feed.batch, feed.store)).detach()
+    batch = drawn_batch(chat, tiles=3, policy=Policy(1, 1))
+    trainer = RoomTrainer(chat, 1, 3, torch.device("cpu"), lr=3e-3)
+    trainer.step = 300  # past the warm-up
+    first, *_, last = [trainer.train_step(batch, 0.0) for _ in range(7)]
     assert last[0] < 0.7 * first[0] and last[1] < first[1], (first, last)
 
 
-def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoomTrainer, "WORLD", Rooms)
     out = tmp_path / "checkpoint"
     out.mkdir()
     (out / "tokenizer.json").write_bytes((CHECKPOINT / "tokenizer.json").read_bytes())
-    common = f"--out {out} --state {tmp_path / 'state'} --workers 0 --tiles 13 --length 32"
+    common = f"rooms --out {out} --state {tmp_path / 'state'} --workers 0 --tiles 13 --length 32"
     common += " --warm-pictures 4 --store-gb 0.002"
-    assert run(parse(f"{common} --steps 1".split()), Rooms)["steps"] == 1
-    weights = torch.load(tmp_path / "state" / "weights.pt")["model"]
-    assert run(parse(f"{common} --steps 2".split()), Rooms)["steps"] == 2
-    after = torch.load(tmp_path / "state" / "weights.pt")["model"]
+    assert run(parse(f"{common} --steps 1".split()))["steps"] == 1
+    weights = torch.load(tmp_path / "state" / "weights.pt")["part"]
+    assert run(parse(f"{common} --steps 2".split()))["steps"] == 2
+    after = torch.load(tmp_path / "state" / "weights.pt")["part"]
     moved = max((after[name] - weights[name]).abs().max().item() for name in weights)
     assert 0 < moved < 0.05  # one step away, not a fresh start
     assert (out / "model.safetensors").exists()

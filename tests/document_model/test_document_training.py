@@ -24,9 +24,11 @@ from document_network import (
 from document_samples import Sample, block_sample, layout_sample, line_samples, read_blocks
 from document_shape import IMAGE_MEAN, IMAGE_STD, MAX_FOLDER_BYTES, save_model
 from document_tokens import PROMPTS, SYSTEM, ChatTokens
+from documents import DocumentTrainer, penalised
 from evaluate_documents import HeldOut, unpatched
 from PIL import Image
-from train_documents import Trainer, parse, penalised, run
+from train import parse, run
+from trainer import Trainer
 from transformers import Qwen2VLForConditionalGeneration
 
 import pages
@@ -192,7 +194,11 @@ def test_a_run_that_stopped_goes_on_with_the_next_batch(tmp_path: Path, monkeypa
     options += ["--patches", "300", "--chunk", "600", "--layouts", "0"]
 
     def train(name: str, *more: str) -> None:
-        run(parse(["--state", str(tmp_path / name), "--out", str(tmp_path / f"{name}-out"), *options, *more]))
+        run(
+            parse(
+                ["documents", "--state", str(tmp_path / name), "--out", str(tmp_path / f"{name}-out"), *options, *more]
+            )
+        )
 
     train("whole")
     original = Trainer.train_step
@@ -213,7 +219,7 @@ def test_a_run_that_stopped_goes_on_with_the_next_batch(tmp_path: Path, monkeypa
 
 
 def test_a_state_of_several_steps_is_refused(tmp_path: Path) -> None:
-    trainer = Trainer(TOKENS, torch.device("cpu"), 1e-3)
+    trainer = DocumentTrainer(TOKENS, torch.device("cpu"), 1e-3)
     trainer.save_state(tmp_path)
     (tmp_path / "progress.json").write_text(json.dumps({"step": 5, "seconds": 1.0}))
     with pytest.raises(ValueError, match="several steps"):
@@ -223,7 +229,7 @@ def test_a_state_of_several_steps_is_refused(tmp_path: Path) -> None:
 def test_training_lowers_the_loss() -> None:
     made = batch(0, SMALL, TOKENS)
     batches = [Batch(c, c.arrays.pop("patches"), torch.device("cpu")) for c in made]
-    trainer = Trainer(TOKENS, torch.device("cpu"), 3e-3)
+    trainer = DocumentTrainer(TOKENS, torch.device("cpu"), 3e-3)
     trainer.step = 100  # past the slow beginning
     losses = [trainer.train_step(batches, 0.0).tolist() for _ in range(10)]
     assert losses[-1][0] < losses[0][0] - 0.2 and losses[-1][1] < losses[0][1] - 0.2
@@ -232,7 +238,7 @@ def test_training_lowers_the_loss() -> None:
 def test_training_on_small_layouts_lowers_their_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document_samples, "LAYOUT_SIDE", 140)
     made = chunk([layout_sample(pages.sample(seed), TOKENS) for seed in (0, 1)], TOKENS)
-    trainer = Trainer(TOKENS, torch.device("cpu"), 3e-3)
+    trainer = DocumentTrainer(TOKENS, torch.device("cpu"), 3e-3)
     trainer.step = 100  # past the slow beginning
     batches = [Batch(made, made.arrays.pop("patches"), torch.device("cpu"))]
     assert batches[0].layout and batches[0].full
@@ -245,6 +251,7 @@ def test_a_run_begins_with_a_checkpoint_s_weights(
 ) -> None:
     """And goes on with its own, with all of the penalties from the first step on."""
     options = [
+        "documents",
         "--steps",
         "2",
         "--workers",
@@ -261,8 +268,8 @@ def test_a_run_begins_with_a_checkpoint_s_weights(
     options += ["--patches", "300", "--chunk", "600", "--layouts", "0", "--state", str(tmp_path / "state")]
     begun = []
 
-    def step(self, batches, progress, strength):
-        begun.append((self.step, progress, strength, self.model.state_dict()["lm_head.weight"].clone()))
+    def step(self, batches, progress):
+        begun.append((self.step, progress, self.all_penalties, self.model.state_dict()["lm_head.weight"].clone()))
         self.step += 1
         self.model.lm_head.weight.data.add_(1)
         if self.step == 1 and len(begun) == 1:
@@ -274,7 +281,7 @@ def test_a_run_begins_with_a_checkpoint_s_weights(
     with pytest.raises(KeyboardInterrupt):
         run(parse([*options, "--out", str(tmp_path / "out")]))
     run(parse([*options, "--out", str(tmp_path / "out")]))
-    assert [(at, strength) for at, _, strength, _ in begun] == [(0, 1.0), (1, 1.0)]
+    assert [(at, strength) for at, _, strength, _ in begun] == [(0, True), (1, True)]
     expected = model.state_dict()["lm_head.weight"]
     torch.testing.assert_close(begun[0][3], expected, atol=0, rtol=0)
     torch.testing.assert_close(begun[1][3], expected + 1)

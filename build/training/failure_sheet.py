@@ -1,6 +1,6 @@
 """One picture of what was read worst, for the model card: true answers beside those read, and pages with boxes.
 
-Written by evaluate_documents.py --failures.
+Written by `evaluate.py documents --failures`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDTH, LEFT, HIGHEST = 1100, 500, 300  # pixels: of the sheet, of its column of 
 GAP = 12
 MOST_BYTES = 300_000
 LETTERS, LINES = 66, 6
-FONT = Path(__file__).parent / "pages" / "fonts" / "Cousine-Regular.ttf"
+FONT = Path(__file__).parents[1] / "document_model" / "pages" / "fonts" / "Cousine-Regular.ttf"
 TRUE, READ = "#1a7f37", "#cf222e"
 
 

@@ -1,14 +1,11 @@
-"""The training and evaluation forward passes, on the modules (and so the weights) of the transformers model.
-
-Written out rather than called through transformers so that the vision half compiles as one graph and returns the patch
-states that the dense supervision reads; tests hold it equal to transformers' own forward.
-"""
+"""Forward passes of the transformers model in two halves, for what training does between them: the dense supervision
+reads the states of patches, and a picture's rows are shared by branches of questions."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from architecture import IMAGE_MEAN, IMAGE_STD, PATCH
+from architecture import IMAGE_MEAN, IMAGE_STD
 from augment import GRID
 from sequences import attention_mask
 from torch import nn
@@ -28,19 +25,7 @@ def patch_states(
     if gain is not None:
         levels = (levels * gain[:, 0, :, None, None] + gain[:, 1, :, None, None]).clamp(0, 255)
     pixels = (levels / 255 - mean) / std
-    projection = tower.embeddings.patch_embeddings.projection
-    patches = pixels.view(-1, 3, GRID, PATCH, GRID, PATCH).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-    states = F.linear(patches, projection.weight.flatten(1), projection.bias)
-    cls = tower.embeddings.cls_token.to(states.dtype).expand(states.shape[0], -1, -1)
-    states = torch.cat([cls, states], dim=1) + tower.embeddings.position_embeddings
-    for layer in tower.encoder.layer:
-        attention, normed = layer.attention, layer.layernorm_before(states)
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        q, k, v = [p(normed).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for p in projections]
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        states = states + layer.lambda_1 * attention.projection_layer(mixed)
-        states = states + layer.lambda_2 * layer.mlp(layer.layernorm_after(states))
-    return states[:, 1:]
+    return tower(pixels).last_hidden_state[:, 1:]
 
 
 def image_rows(model: InternVLForConditionalGeneration, states: torch.Tensor) -> torch.Tensor:

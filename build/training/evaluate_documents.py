@@ -1,6 +1,4 @@
-"""How well a checkpoint reads the held-out pages, in plain torch.
-
-    python evaluate_documents.py --checkpoint checkpoint --pages 200 --workers 15 --failures failures | record.py
+"""How well the document model reads the held-out pages, in plain torch.
 
 Greedy answers under the penalties of MinerU's client. Prints figures for loadtest/record.py: `docs.cer` (edits over
 characters of all text crops), `docs.layout_f1` (blocks of the right kind at an overlap of 0.5),
@@ -154,15 +152,14 @@ def unpatched(sample: Sample) -> np.ndarray:
     return grid.transpose(0, 2, 1, 3).reshape(rows * 14, columns * 14)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", default=str(Path(__file__).parent / "checkpoint"))
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pages", type=int, default=200)
-    parser.add_argument("--workers", type=int, default=1, help="processes that render")
     parser.add_argument("--failures", type=Path, help="folder for pictures of what was read worst")
     parser.add_argument("--shown", type=int, default=24, help="how many of these")
     parser.add_argument("--no-penalties", action="store_true", help="greedy alone, to see what they cost; no figures")
-    arguments = parser.parse_args()
+
+
+def report(arguments: argparse.Namespace) -> None:
     held_out = HeldOut(arguments.pages, ChatTokens(), arguments.workers)
     held_out.penalties = not arguments.no_penalties
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -171,7 +168,7 @@ def main() -> None:
     sys.path.append(str(Path(__file__).resolve().parents[2] / "loadtest"))
     from figures import emit
 
-    command = f"python build/document_model/evaluate_documents.py --pages {arguments.pages}"
+    command = f"python build/training/evaluate.py documents --pages {arguments.pages}"
     for name, value in figures(held_out.pairs(answers)).items():
         if arguments.no_penalties:
             print(name, value)
@@ -179,7 +176,3 @@ def main() -> None:
         emit(f"docs.{name}", value, "share", command, pages=arguments.pages, samples=len(held_out.samples))
     if arguments.failures:
         write_failures(arguments.failures, failures(held_out, answers), arguments.shown)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import multiprocessing
 import queue
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -215,6 +217,7 @@ class Store:
 class Batch:
     """Pictures with one tile count: what to cut, and the packed questions."""
 
+    store: Store
     pictures: list[Picture]
     layouts: list[Layout]
     tensors: dict[str, torch.Tensor]
@@ -285,7 +288,7 @@ class Batches:
         }
         if self._pinned:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-        return Batch([picture for picture, _ in entries], [plan for _, plan in entries], tensors)
+        return Batch(self._store, [picture for picture, _ in entries], [plan for _, plan in entries], tensors)
 
     def next(self) -> Batch:
         return self._ready.get()
@@ -293,3 +296,38 @@ class Batches:
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
+
+
+class RoomFeed:
+    """Renderers, the store and the batches of a run. A run that goes on gets scenes that the earlier one cannot have
+    reached."""
+
+    def __init__(
+        self,
+        world: Any,
+        asking: Asking,
+        classes: Sequence[str],
+        arguments: argparse.Namespace,
+        first: int,
+        device: torch.device,
+    ) -> None:
+        self._renderers = Renderers(world, asking, classes, arguments.workers, first_seed=1000 + first * 1000)
+        self._arguments, self._first, self._device = arguments, first, device
+        self._store: Store | None = None
+        self._batches: Batches | None = None
+
+    def next(self) -> Batch:
+        """The first one comes when enough pictures are rendered."""
+        if self._store is None:
+            self._store = Store(self._renderers, int(self._arguments.store_gb * 1e9), self._device)
+        while len(self._store.pictures) < self._arguments.warm_pictures and self._batches is None:
+            time.sleep(0.1)
+        if self._batches is None:
+            pinned = self._device.type == "cuda"
+            self._batches = Batches(self._store, self._arguments.tiles, seed=self._first, pinned=pinned)
+        return self._batches.next()
+
+    def close(self) -> None:
+        for part in (self._batches, self._store, self._renderers):  # a store must not wait for a dying renderer's queue
+            if part is not None:
+                part.close()

@@ -50,7 +50,7 @@ class Feed:
         context = multiprocessing.get_context("fork")
         cv2.setNumThreads(1)  # a fork has no use for OpenCV's threads, and would wait for them for ever
         self._memory = mmap.mmap(-1, workers * SLOTS * SLOT_BYTES)  # anonymous and shared: needs no /dev/shm
-        self._number, self._device = first, device
+        self._device = device
         self._free = [context.Semaphore(SLOTS) for _ in range(workers)]
         self._ready = [context.Queue() for _ in range(workers)]
         self._processes = [
@@ -63,7 +63,7 @@ class Feed:
         ]
         for process in self._processes:
             process.start()
-        self._ahead: queue.Queue[tuple[int, list[Batch]] | None] = queue.Queue(maxsize=2)
+        self._ahead: queue.Queue[list[Batch] | None] = queue.Queue(maxsize=2)
         self._stop = threading.Event()
         self._first = first
         self._thread: threading.Thread | None = None
@@ -81,6 +81,7 @@ class Feed:
                     self._ahead.put(None)
                     return
                 continue
+            assert found == number, (found, number)
             chunks = []
             for chunk, at, shape in told:
                 count = int(np.prod(shape))
@@ -91,14 +92,14 @@ class Feed:
             self._free[worker].release()
             while not self._stop.is_set():
                 try:
-                    self._ahead.put((found, chunks), timeout=0.5)
+                    self._ahead.put(chunks, timeout=0.5)
                     break
                 except queue.Full:
                     continue
             number += 1
 
-    def next(self) -> tuple[int, list[Batch]]:
-        """The number of the next batch, and it. Raises RuntimeError where a process died."""
+    def next(self) -> list[Batch]:
+        """The next batch. Raises RuntimeError where a process died."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._fetch, daemon=True)
             self._thread.start()

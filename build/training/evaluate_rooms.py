@@ -1,6 +1,4 @@
-"""How well a checkpoint answers about the held-out pictures, in plain torch.
-
-    python evaluate.py --checkpoint checkpoint --pictures 4524 --workers 15 --policies reference,max1,max6,two-tile
+"""How well the model of rooms answers about the held-out pictures, in plain torch.
 
 Prints one JSON object; see `figures` for its keys.  Greedy answers; a whole answer is right or wrong, only descriptions
 are scored by the words they have in common with the expected one (F1).
@@ -16,13 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import torch
 from architecture import IM_END
 from augment import DEFAULT, TWO_TILES, Policy, cut, layout
-from network import image_rows, patch_states, text_states
+from room_network import image_rows, patch_states, text_states
 from sequences import ChatTokens
 from transformers import AutoModelForImageTextToText, InternVLForConditionalGeneration
+
+import scene
 
 POLICIES = {
     "reference": DEFAULT,
@@ -37,10 +38,6 @@ LARGE_SIDE = 1280
 
 def picture(seed: int) -> np.ndarray:
     """The held-out picture of a scene seed as a server would decode it, uint8 RGB."""
-    import cv2
-
-    import scene
-
     cv2.setNumThreads(1)
     encoded = np.frombuffer(scene.encode_jpeg(scene.sample(seed, "heldout")), np.uint8)
     return cv2.cvtColor(cv2.imdecode(encoded, cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
@@ -164,17 +161,14 @@ def load(folder: str | Path, device: torch.device) -> tuple[InternVLForCondition
     return model, ChatTokens(Path(folder) / "tokenizer.json")
 
 
-def main() -> None:
-    import scene
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", default="checkpoint")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pictures", type=int, default=4524)
-    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--policies", default="reference", help=f"comma-separated, of {', '.join(POLICIES)}")
     parser.add_argument("--mistakes", help="write each wrong answer to this file, a JSON line each (first policy)")
-    arguments = parser.parse_args()
+
+
+def report(arguments: argparse.Namespace) -> None:
     items = scene.heldout(arguments.pictures)
     pictures = render_all(items, arguments.workers)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -189,7 +183,3 @@ def main() -> None:
                     if text.strip() != item.answer:
                         file.write(json.dumps({**vars(item), "got": text}) + "\n")
     print(json.dumps(results, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,13 @@
-"""The forward passes on the modules (and so the weights) of the transformers model, for padded batches.
+"""The forward passes of the transformers model for padded batches.
 
-Written out because training wants the patches' states, grey pictures and a static shape; a test holds them equal to
-transformers' own.
+The tower's is written out, because training wants grey pictures side by side and transformers takes them one behind the
+other; a test holds it equal to transformers' own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -17,7 +16,7 @@ from document_samples import BEGINS, ENDS, NUMBER
 from document_shape import IMAGE_MEAN, IMAGE_STD
 from document_tokens import IM_END
 from torch import nn
-from transformers import Qwen2VLForConditionalGeneration
+from transformers import DynamicCache, Qwen2VLForConditionalGeneration
 
 
 def _turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
@@ -91,52 +90,27 @@ def _text_turns(model: Qwen2VLForConditionalGeneration, positions: torch.Tensor)
     return _turns(torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1))
 
 
-@dataclass
-class Cache:
-    """Keys and values of each layer [batch, 1, length, size], and how many of them a sample has."""
-
-    layers: list[tuple[torch.Tensor, torch.Tensor]]
-    used: torch.Tensor
-
-
 def text_states(
     model: Qwen2VLForConditionalGeneration,
     x: torch.Tensor,
     positions: torch.Tensor,
-    cache: Cache | None = None,
     entering: list[torch.Tensor] | None = None,
+    mask: torch.Tensor | None = None,
+    cache: DynamicCache | None = None,
 ) -> torch.Tensor:
-    """Embeddings [batch, length, width] at ``positions`` [3, batch, length] to last hidden states, causally.
-
-    With a ``cache``: one more token of each sample, or the first ones (where it is empty) of lengths ``cache.used``.
-    ``entering`` is given the states that enter each layer.
-    """
-    body, size, turns = model.model.language_model, _head_size(model), _text_turns(model, positions)
-    first = cache is not None and not cache.layers
-    for index, layer in enumerate(body.layers):
-        if entering is not None:
-            entering.append(x)
-        attention, normed = layer.self_attn, layer.input_layernorm(x)
-        query, key, value = (
-            projection(normed).unflatten(-1, (-1, size)).transpose(1, 2)
-            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        query, key, mask = _turned(query, turns), _turned(key, turns), None
-        if first and cache is not None:
-            cache.layers.append((key, value))
-        elif cache is not None:
-            keys, values = cache.layers[index]
-            samples = torch.arange(len(x), device=x.device)
-            keys[samples, :, cache.used], values[samples, :, cache.used] = key[:, :, 0], value[:, :, 0]
-            key, value = keys, values
-            mask = (torch.arange(keys.shape[2], device=x.device) <= cache.used[:, None])[:, None, None]
-        shape = (-1, query.shape[1], -1, -1)
-        mixed = F.scaled_dot_product_attention(
-            query, key.expand(shape), value.expand(shape), attn_mask=mask, is_causal=mask is None
-        )
-        x = x + attention.o_proj(mixed.transpose(1, 2).flatten(2))
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return body.norm(x)
+    """Embeddings [batch, length, width] at ``positions`` [3, batch, length] to last hidden states: causally, or as
+    ``mask`` bool [batch, 1, length, keys] says. ``entering`` is given the states that enter each layer."""
+    out = model.model.language_model(
+        inputs_embeds=x,
+        attention_mask={"full_attention": mask},
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=cache is not None,
+        output_hidden_states=entering is not None,
+    )
+    if entering is not None:
+        entering += out.hidden_states[:-1]
+    return out.last_hidden_state
 
 
 def embedded(
@@ -282,9 +256,12 @@ def generate(
     length]; ``penalties`` [batch, 2] are taken off a token's logit: once, and for each time that it was answered.
     """
     batch, device = len(x), x.device
-    cache = Cache([], lengths.clone())
-    hidden = text_states(model, x, positions, cache)
-    cache.layers = [tuple(F.pad(t, (0, 0, 0, most)) for t in layer) for layer in cache.layers]  # type: ignore[misc]
+    cache = DynamicCache(config=model.config.text_config)
+    hidden = text_states(model, x, positions, cache=cache)
+    seen = (
+        torch.arange(x.shape[1] + most, device=device) < lengths[:, None]
+    )  # answers stand behind all prompts' padding
+    seen[:, x.shape[1] :] = True
     samples = torch.arange(batch, device=device)
     last = hidden[samples, lengths - 1]
     place = positions.amax(0)[samples, lengths - 1]
@@ -301,8 +278,8 @@ def generate(
         counts[samples, chosen] += 1
         place = place + 1
         x = model.model.language_model.embed_tokens(chosen)[:, None]
-        last = text_states(model, x, place.expand(3, 1, -1).transpose(1, 2), cache)[:, 0]
-        cache.used += 1
+        mask = seen[:, None, None, : cache.get_seq_length() + 1]
+        last = text_states(model, x, place.expand(3, 1, -1).transpose(1, 2), mask=mask, cache=cache)[:, 0]
     return [_ended(row) for row in torch.stack(answers, 1).tolist()]
 
 
