@@ -70,7 +70,7 @@ def serve(setup: Setup) -> Iterator[Running]:
     packages = [str(setup.tree / folder) for folder in ("python_backends", "clients")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(packages)}
     with tempfile.TemporaryDirectory(prefix="tessera-bench-") as folder:
-        command = serve_command(setup, Path(folder), environment)
+        command = serve_command(setup, Path(folder))
         server = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
         )
@@ -86,22 +86,17 @@ def serve(setup: Setup) -> Iterator[Running]:
             server.wait()
 
 
-def serve_command(setup: Setup, folder: Path, environment: Mapping[str, str]) -> list[str]:
-    """The command line of `tessera serve`; what has to be written first goes into ``folder``."""
+def serve_command(setup: Setup, folder: Path) -> list[str]:
+    """The command line of `tessera serve`; its log goes into ``folder`` unless it is to stay."""
     repository = setup.repository or setup.tree / "model_repository"
     options = (setup.tree / "python_backends" / "tessera" / "launcher" / "cli.py").read_text()
-    takes_settings = '"--set"' in options
-    flags = []
-    if takes_settings:
-        flags = ["--device", "cuda" if setup.gpus else "cpu"]
-        counts = {f"{stage}.instances": str(count) for stage, count in setup.instances.items()}
-        weights = {"weights": "random"} if setup.random_weights else {}
-        for name, value in {**counts, **weights, **setup.settings}.items():
-            flags += ["--set", f"{name}={value}"]
-        if setup.only:
-            flags += ["--only", ",".join(setup.only)]
-    elif setup != Setup(checkpoint=setup.checkpoint, mps=setup.mps, tree=setup.tree, log=setup.log):
-        repository = _render(setup, folder / "model_repository", environment)
+    flags = ["--device", "cuda" if setup.gpus else "cpu"]
+    counts = {f"{stage}.instances": str(count) for stage, count in setup.instances.items()}
+    weights = {"weights": "random"} if setup.random_weights else {}
+    for name, value in {**counts, **weights, **setup.settings}.items():
+        flags += ["--set", f"{name}={value}"]
+    if setup.only:
+        flags += ["--only", ",".join(setup.only)]
     if setup.gpus:
         flags += ["--gpus", ",".join(setup.gpus)]
     if not setup.mps:
@@ -114,24 +109,6 @@ def serve_command(setup: Setup, folder: Path, environment: Mapping[str, str]) ->
         *("--model-repository", str(repository), "--checkpoint", str(setup.checkpoint.resolve())),
         *("--log", str(setup.log or folder / "server.log"), *flags),
     ]
-
-
-def _render(setup: Setup, out: Path, environment: Mapping[str, str]) -> Path:
-    """The model repository of a tree whose `tessera serve` takes no settings."""
-    command = [sys.executable, str(setup.tree / "build" / "render_repository.py"), "--out", str(out)]
-    if setup.gpus:
-        command.append("--gpu")
-    stages = ("vision_encoder", "language_model") if setup.random_weights else ()
-    weights = {f"{stage}.weights": "random" for stage in stages}
-    for flag, values in (
-        ("--only", list(setup.only)),
-        ("--instances", [f"{stage}={count}" for stage, count in setup.instances.items()]),
-        ("--set", [f"{name}={value}" for name, value in {**weights, **setup.settings}.items()]),
-    ):
-        if values:
-            command += [flag, *values]
-    subprocess.run(command, env=dict(environment), check=True)
-    return out
 
 
 def _wait_ready(server: subprocess.Popen[str]) -> Running:

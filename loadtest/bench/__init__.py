@@ -36,8 +36,8 @@ PROGRAMS = {
     "vision": ("bench.vision", "the vision tower alone on a GPU, against transformers"),
     "pictures": ("bench.pictures", "Qwen2-VL's tower alone on a GPU"),
     "attention": ("bench.attention", "attention kernels on a GPU, beside torch's"),
-    "kernels": ("bench.kernels", "elementwise kernels and skinny products on a GPU"),
-    "linear": ("bench.linear", "linear layers of 4-bit and FP8 weights on a GPU"),
+    "kernels": ("bench.kernels", "the engine's kernels on a GPU: elementwise, products, quantized layers"),
+    "linear": ("bench.kernels", "its linear layers of 4-bit weights alone: `kernels --only w4a16 layers`"),
 }
 """Name -> (module, what it measures)."""
 

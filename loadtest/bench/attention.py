@@ -1,15 +1,15 @@
-"""The engine's two attention kernels on one GPU, at the heads of InternVL3-8B, in bfloat16.
+"""Attention kernels on one GPU, in bfloat16, beside torch's own (`make bench NAME=attention`).
 
-Prints the ceilings first: copy speed for decoding, a large product for prefill. Then decoding by batch, context and
-splits, in GB/s over the keys and values, each read once; prefill in TFLOP/s over what the causal mask leaves, beside
-torch's own kernels on contiguous keys; and sweeps over both kernels' plans. Every error is that against attention in
-float32, in norm, on fresh random data: outputs, new memory and slots behind a context hold not-a-numbers before.
-A call is timed in a CUDA graph that goes through several copies of the cache, so that none is read from the L2.
-$OUT, a folder, gets every measurement.
+The heads are InternVL3-8B's. Prints the ceilings first: copy speed for decoding, a large product for prefill. Then
+decoding by batch, context and splits, in GB/s over the keys and values, each read once, and prefill in TFLOP/s over
+what the causal mask leaves. Errors are those against attention in float32, in norm: outputs, new memory and slots
+behind a context hold not-a-numbers before. Calls go through several copies of the cache, so that none is read from the
+L2. $OUT, a folder, gets every row.
 
-    PYTHONPATH=python_backends python loadtest/bench attention [--seconds 65]
+    python loadtest/bench attention --pictures
 
-With --pictures the vision tower's ways for pictures of any sizes are measured instead (picture_attention.py).
+measures the vision tower's ways of attention within pictures instead (16 heads of 80 values, Qwen2-VL's): the seed's
+shape beside the seed's own table, the batches of W5a and W5b, and pictures of many sizes.
 """
 
 from __future__ import annotations
@@ -18,35 +18,45 @@ import argparse
 import inspect
 import json
 import os
-import statistics
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import figures
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from triton.runtime.errors import TritonError
 
-from bench import picture_attention
+from bench.kernels import Call, error, in_turns, machine_speeds, poisoned, told
 from tessera.kernels.attention_plan import AttentionPlan
 from tessera.kernels.paged_decode import DEFAULT_PLAN, DecodePlan, choose_splits, decode_attention
+from tessera.kernels.tower_attention import Attend
+from tessera.kernels.tower_layers import within_ways
+from tessera.kernels.tuning import graph_milliseconds
 from tessera.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 28, 4, 128, 16
 GROUP, SCALE = HEADS // KV_HEADS, HEAD_DIM**-0.5
-DEVICE, DTYPE = "cuda", torch.bfloat16
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 # Together well over the 60 MB of an H200's L2.
 CACHE_BYTES, MOST_COPIES = 256 << 20, 128
-TOLERANCE = 1e-2  # of bfloat16 results, relative, in norm
-
-Call = Callable[[], Any]
+PICTURE_HEADS, PICTURE_HEAD_DIM = 16, 80
+SEED = [7956]
+#: milliseconds at that shape on an RTX 4090D, as LightLLM published them
+SEEDS_TABLE = {"sgl_kernel": 2.711, "xFormers": 2.791, "SDPA": 2.906}
+BATCHES = {
+    "the seed's shape": SEED,
+    "16 x 1024": [1024] * 16,
+    "5 x 5476 (W5a)": [5476] * 5,
+    "32 x 1024 (W5b)": [1024] * 32,
+    "60 crops and a page": [5476, *(4 * np.random.default_rng(0).integers(8, 150, 60)).tolist()],
+}
 
 
 @dataclass(frozen=True)
@@ -72,18 +82,7 @@ class Case:
 
 
 DECODES = [Case(pieces, 1, context) for context in (450, 2400) for pieces in (1, 10, 64, 256)]
-DECODE_SWEEP = [Case(1, 1, 450), Case(10, 1, 450), Case(64, 1, 450)]
-DECODE_PLANS = [
-    DecodePlan(*numbers) for numbers in ((32, 4, 3), (32, 2, 4), (64, 2, 3), (64, 4, 4), (128, 4, 2), (128, 8, 3))
-]
 PREFILLS = [Case(26, 316, 316), Case(4, 1852, 1852), Case(3, 2364, 2364), Case(8, 2300, 2300), Case(1, 512, 4608)]
-PREFILL_PLANS = [
-    AttentionPlan(*numbers)
-    for numbers in (
-        *((128, 64, 8, 2), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 8, 3, 128)),
-        *((128, 32, 8, 4), (128, 64, 8, 2, 128), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (64, 128, 4, 2)),
-    )
-]
 
 
 class Paged:
@@ -127,16 +126,15 @@ class Paged:
 
     def error(self, call: Call) -> float:
         """Of ``call``, which reads the first copy, in the first, the middle and the last piece."""
-        torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty give not-a-numbers
         self.out.fill_(float("nan"))
-        call()
-        torch.use_deterministic_algorithms(False)
+        with poisoned():
+            call()
         if not bool(self.out.isfinite().all()):
             return float("nan")
         pieces = sorted({0, self.case.pieces // 2, self.case.pieces - 1})
         ours = self.out.view(self.case.pieces, self.case.count, HEADS, HEAD_DIM)[pieces].float()
         theirs = torch.stack([self._reference(piece) for piece in pieces])
-        return float((ours - theirs).norm() / theirs.norm())
+        return error(ours, theirs)
 
     def _reference(self, piece: int) -> torch.Tensor:
         """float32 [count, heads, head_dim]."""
@@ -155,34 +153,6 @@ class Paged:
 
 def copies_of(case: Case) -> int:
     return max(2, min(MOST_COPIES, -(-CACHE_BYTES // case.kv_bytes)))
-
-
-def measure(calls: list[Call]) -> float:
-    """Median milliseconds of one of the calls, which run one after the other in a CUDA graph."""
-    for call in calls[:2]:
-        call()  # compiled before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(12)]
-    for mark in marks:
-        mark.record()
-        graph.replay()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks)) / len(calls)
-
-
-def ceilings() -> tuple[float, float]:
-    """GB/s of a copy, both directions counted, and TFLOP/s of a product of two 8,192-square matrices."""
-    a, b = torch.randn((2, 8192, 8192), dtype=DTYPE, device=DEVICE)
-    out = torch.empty_like(a)
-    product = 2 * 8192**3 / measure([lambda: torch.mm(a, b, out=out)] * 4) / 1e9
-    source, target = torch.empty((2, 1 << 30), dtype=torch.uint8, device=DEVICE)
-    copy = 2 * source.numel() / measure([lambda: target.copy_(source)] * 4) / 1e6
-    return copy, product
 
 
 def rivals(case: Case) -> Iterator[tuple[str, list[Call]]]:
@@ -221,116 +191,107 @@ def rivals(case: Case) -> Iterator[tuple[str, list[Call]]]:
     yield "varlen_attn", [lambda: varlen_attn(*packed, *lengths, **options)] * 4
 
 
-class Bench:
-    """Prints as it measures, keeps everything, and stops sweeping when the time is up."""
+def decode(stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
+    """Beside the splits that serve, fewer and more."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for case in DECODES:
+        data, chosen = Paged(case, copies_of(case)), choose_splits(case.pieces, KV_HEADS, case.context, sms)
+        ways = {splits: data.decode(splits) for splits in sorted({1, max(1, chosen // 2), chosen, min(32, 2 * chosen)})}
+        taken = in_turns({str(splits): calls for splits, calls in ways.items()}, stream)
+        for splits, calls in ways.items():
+            seconds = taken[str(splits)]
+            row = {"kernel": "decode", "case": f"{case.pieces}x{case.context}", "splits": splits}
+            row |= {"serves": splits == chosen, "us": 1e6 * seconds, "gb_s": case.kv_bytes / seconds / 1e9}
+            yield row | {"error": data.error(calls[0])}
 
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-        self.lines: list[dict[str, Any]] = []
-        self._sms = torch.cuda.get_device_properties(0).multi_processor_count
 
-    def late(self) -> bool:
-        return time.monotonic() > self._end
-
-    def keep(self, kernel: str, case: Case, ms: float, **notes: Any) -> float:
-        self.lines.append({"kernel": kernel, "case": str(case), "context": case.context, "ms": ms, **notes})
-        return ms
-
-    def decode(self) -> None:
-        print("\ndecode: us, GB/s, error; * the splits that choose_splits picks", flush=True)
-        for case in DECODES:
-            data = Paged(case, copies_of(case))
-            chosen = choose_splits(case.pieces, KV_HEADS, case.context, self._sms)
-            cells = []
-            for splits in sorted({1, max(1, chosen // 2), chosen, min(32, 2 * chosen)}):
-                calls = data.decode(splits)
-                error = data.error(calls[0])
-                ms = self.keep("decode", case, measure(calls), splits=splits, error=error)
-                star = "*" if splits == chosen else ""
-                cells.append(f"{splits}{star}: {ms * 1e3:.1f} {case.kv_bytes / ms / 1e6:.0f} {error:.4f}")
-            print(f"{case.pieces} x {case.context}   " + "   ".join(cells), flush=True)
-
-    def prefill(self) -> None:
-        plan = default_plan(HEAD_DIM, DTYPE)
-        print(f"\nprefill: ms, TFLOP/s, error; ours is {plan}", flush=True)
-        for case in PREFILLS:
-            data = Paged(case, 4)
-            calls = data.prefill(plan)
-            error = data.error(calls[0])
-            ms = self.keep("prefill", case, measure(calls), plan=asdict(plan), error=error)
-            cells = [f"ours {ms:.4f} {case.flop / ms / 1e9:.0f} {error:.4f}"]
-            for name, theirs in rivals(case):
-                try:
-                    ms = self.keep(name, case, measure(theirs))
-                    cells.append(f"{name} {ms:.4f} {case.flop / ms / 1e9:.0f}")
-                except (RuntimeError, TypeError, ValueError) as refusal:
-                    cells.append(f"{name} refused: {str(refusal)[:60]!r}")
-            print(f"{case}   " + "   ".join(cells), flush=True)
-
-    def prefill_sweep(self) -> None:
-        print("\nprefill plans, rows/tokens/warps/stages/registers: ms at " + ", ".join(map(str, PREFILLS)), flush=True)
-        data = [Paged(case, 4) for case in PREFILLS]
-        best: dict[Case, tuple[float, AttentionPlan]] = {}
-        for plan in (default_plan(HEAD_DIM, DTYPE), *PREFILL_PLANS):
-            if self.late():
-                print("no time for the rest", flush=True)
-                break
-            cells = []
+def prefill(stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
+    for case in PREFILLS:
+        data = Paged(case, 4)
+        for name, calls in {"ours": data.prefill(default_plan(HEAD_DIM, DTYPE)), **dict(rivals(case))}.items():
+            row: dict[str, Any] = {"kernel": "prefill", "case": str(case), "way": name}
             try:
-                for paged in data:
-                    calls = paged.prefill(plan)
-                    error = paged.error(calls[0])
-                    ms = self.keep("prefill", paged.case, measure(calls), plan=asdict(plan), error=error)
-                    cells.append(f"{ms:.4f}" + verdict(error))
-                    if not verdict(error):
-                        best[paged.case] = min(best.get(paged.case, (ms, plan)), (ms, plan), key=lambda pair: pair[0])
-            except TritonError as refusal:  # a plan may want more shared memory than there is
-                cells.append(str(refusal)[:80])
-            print(f"{plan}   " + " ".join(cells), flush=True)
-        for case, (ms, plan) in best.items():
-            print(f"best at {case}: {plan} {ms:.4f} ms {case.flop / ms / 1e9:.0f} TFLOP/s", flush=True)
-
-    def decode_sweep(self) -> None:
-        print("\ndecode plans, tokens/warps/stages: us at " + ", ".join(map(str, DECODE_SWEEP)), flush=True)
-        data = [(case, Paged(case, copies_of(case))) for case in DECODE_SWEEP]
-        for plan in (DEFAULT_PLAN, *DECODE_PLANS):
-            if self.late():
-                print("no time for the rest", flush=True)
-                break
-            cells = []
-            for case, paged in data:
-                splits = choose_splits(case.pieces, KV_HEADS, case.context, self._sms)
-                calls = paged.decode(splits, plan)
-                error = paged.error(calls[0])
-                ms = self.keep("decode", case, measure(calls), splits=splits, plan=asdict(plan), error=error)
-                cells.append(f"{ms * 1e3:.1f}" + verdict(error))
-            print(f"{'/'.join(map(str, asdict(plan).values()))}   " + " ".join(cells), flush=True)
+                seconds = in_turns({name: calls}, stream)[name]
+            except (RuntimeError, TypeError, ValueError) as refusal:
+                yield row | {"refused": str(refusal)[:60]}
+                continue
+            row |= {"us": 1e6 * seconds, "tflop_s": case.flop / seconds / 1e12}
+            yield row | ({"error": data.error(calls[0])} if name == "ours" else {})
 
 
-def verdict(error: float) -> str:
-    """Empty where the result is right, not-a-numbers included among the wrong."""
-    return "" if error < TOLERANCE else f" WRONG by {error:.3f}"
+def pictures() -> Iterator[dict[str, Any]]:
+    """Each way at each batch; then the figure of the seed's shape."""
+    inputs = {name: _random(lengths) for name, lengths in BATCHES.items()}
+    exact = {name: _exact(lengths, inputs[name]) for name, lengths in BATCHES.items()}
+    at_seed: dict[str, float] = {}
+    for name, way in within_ways(DEVICE, True).items():
+        for batch, lengths in BATCHES.items():
+            row: dict[str, Any] = {"kernel": "pictures", "case": batch, "way": name}
+            try:
+                attend = way(lengths, DEVICE)
+                ms = graph_milliseconds(partial(attend, *inputs[batch]))
+                wrong = _error(attend, inputs[batch], lengths, exact[batch])
+            except Exception as refusal:  # a way that cannot do it: any library's own error
+                yield row | {"refused": str(refusal)[:60]}
+                continue
+            if lengths is SEED:
+                at_seed[name] = round(ms, 4)
+            flop = 4 * sum(length**2 for length in lengths) * PICTURE_HEADS * PICTURE_HEAD_DIM
+            yield row | {"us": 1e3 * ms, "tflop_s": flop / ms / 1e9, "error": wrong}
+    best = min(at_seed, key=at_seed.__getitem__)
+    command = 'make bench NAME=attention ARGS="--pictures"'
+    notes = {"way": best, "ways": at_seed, "seeds_table_4090d": SEEDS_TABLE}
+    figures.emit("vision.attention_seed.ms", at_seed[best], "ms", command, **notes)
+
+
+def _random(lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Query, key and value as the tower has them: views of one product."""
+    qkv = torch.randn(sum(lengths), 3, PICTURE_HEADS, PICTURE_HEAD_DIM, device=DEVICE, dtype=DTYPE)
+    return qkv.unbind(1)
+
+
+def _checked(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """(begin, length) of the first and the last picture."""
+    return [(0, lengths[0]), (sum(lengths) - lengths[-1], lengths[-1])]
+
+
+def _exact(lengths: Sequence[int], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of those pictures the last 300 rows, computed in float32."""
+    found = []
+    for begin, length in _checked(lengths):
+        query, key, value = (rows[begin : begin + length].float().transpose(0, 1) for rows in inputs)
+        weights = (query[:, -300:] @ key.mT * PICTURE_HEAD_DIM**-0.5).softmax(-1)
+        found.append((weights @ value).transpose(0, 1).flatten(1))
+    return found
+
+
+def _error(
+    attend: Attend, inputs: Sequence[torch.Tensor], lengths: Sequence[int], exact: Sequence[torch.Tensor]
+) -> float:
+    rows = attend(*inputs)
+    errors = []
+    for (begin, length), expected in zip(_checked(lengths), exact, strict=True):
+        given = rows[begin : begin + length][-300:].float()
+        errors.append(error(given, expected))
+    return max(errors)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=65, help="no new plan is tried after that many")
-    parser.add_argument("--pictures", action="store_true")
-    arguments = parser.parse_args()
-    bench = Bench(arguments.seconds)
+    parser.add_argument("--pictures", action="store_true", help="attention within pictures")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench attention: needs a GPU, and this machine has none")
     warnings.simplefilter("ignore")  # torch's, on kernels that refuse
+    stream, kept = torch.cuda.Stream(), []
     with torch.inference_mode():
-        copy, product = ceilings()
+        copy, product = machine_speeds(stream)
         print(f"{torch.cuda.get_device_name()}: copy {copy:.0f} GB/s, bf16 product {product:.0f} TFLOP/s", flush=True)
-        if arguments.pictures:
-            picture_attention.table(bench.late)
-            return 0
-        bench.decode()
-        bench.prefill()
-        bench.prefill_sweep()
-        bench.decode_sweep()
+        for row in pictures() if options.pictures else chain(decode(stream), prefill(stream)):
+            print(told(row), flush=True)
+            kept.append(row)
     if "OUT" in os.environ:
-        Path(os.environ["OUT"], "attention.json").write_text(json.dumps(bench.lines, indent=1))
+        Path(os.environ["OUT"], "attention.json").write_text(json.dumps(kept, indent=1))
     return 0
 
 

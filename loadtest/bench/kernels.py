@@ -1,10 +1,20 @@
-"""The engine's elementwise kernels and skinny products on one GPU, at the shapes of InternVL3-8B, in bfloat16.
+"""The engine's kernels on one GPU, at the shapes of InternVL3-8B, in bfloat16 (`make bench NAME=kernels`).
 
-Prints the copy speed first (the ceiling), then each kernel's GB/s over the fewest bytes it must move, and its error
-against its torch twin on poisoned memory. For the skinny products a sweep over plans follows: cuBLAS, the plan that
-``plan_skinny`` picks, and the best one found. Under a minute and a half; $OUT, a folder, gets every measurement.
+Prints the copy speed first (the ceiling), then a row for each kernel, shape and number of rows: microseconds of the
+kernel and of torch's way, GB/s over the fewest bytes that must move, and the error against the torch twin on poisoned
+memory. Ways take turns, each in a CUDA graph over more copies of its weights than any cache holds.
 
-    PYTHONPATH=python_backends python loadtest/bench kernels [--seconds 80]
+    elementwise    norm, activation, rotary embedding with the write to the cache
+    skinny         products of few rows in bfloat16, and the gate-up product with its activation (`gate_up*`)
+    w4a16          the same with 4-bit weights; figures `quant.w4a16.m*` (speed over cuBLAS, summed over four shapes)
+    fp8            products in e4m3 for 96 and 256 rows, beside cuBLAS without scales
+    layers         whole layers as the engine tunes them when it starts, beside FP8 and bfloat16; `quant.chosen.m*`
+
+A layer runs between the kernels that stand before and behind it in a decoder layer (``InPlace``), and what those take
+by themselves is taken off: so a layer pays for quantizing its activations, and has the credit of a neighbour's work
+that it does. `make bench NAME=linear` is `w4a16 layers`. $OUT, a folder, gets every row.
+
+    python loadtest/bench kernels --only elementwise skinny
 """
 
 from __future__ import annotations
@@ -14,62 +24,52 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from figures import emit
 
 from tessera.kernels import reference
 from tessera.kernels.activation import silu_and_multiply
+from tessera.kernels.fp8_rows import fp8_sums, quantize_rows, quantize_weight
 from tessera.kernels.norm import add_rms_norm
 from tessera.kernels.rotary import rotate_and_store
-from tessera.kernels.skinny_linear import (
-    SkinnyPlan,
-    padded_rows,
-    plan_skinny,
-    plan_skinny_gate_up,
-    skinny_gate_up,
-    skinny_linear,
-)
+from tessera.kernels.skinny_linear import skinny_fp8, skinny_gate_up, skinny_linear
+from tessera.kernels.tuning import MeasuredChoices, graph_milliseconds
+from tessera.kernels.w4_layout import PackedW4
+from tessera.kernels.w4a16 import w4a16_gate_up, w4a16_linear
+from tessera.linear.formats.awq import Awq
+from tessera.linear.formats.fp8 import Fp8OnLoad
+from tessera.linear.tuning import InPlace, MeasuredScheme
+from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Place
+from tessera.linear.unquantized import Unquantized
 
 HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, HEAD_DIM = 3584, 18944, 28, 4, 128
-LINEARS = {  # n, k
-    "qkv": (4608, 3584),
-    "o": (3584, 3584),
-    "down": (3584, 18944),
-    "gate_up": (37888, 3584),
-    "head": (151680, 3584),
-}
-GATE_UP = "gate_up*"  # with the activation
-ROWS = (1, 16, 32, 64)
-TILES = [  # block_n, block_k, warps, stages
-    *((16, 256, 2, 4), (16, 512, 4, 4), (32, 128, 4, 5), (32, 256, 4, 4), (32, 256, 4, 6), (64, 64, 4, 6)),
-    *((64, 128, 4, 4), (64, 128, 4, 5), (64, 256, 4, 3), (64, 256, 4, 4), (128, 64, 4, 4), (128, 64, 4, 6)),
-    *((128, 64, 8, 4), (128, 128, 4, 3), (128, 128, 8, 4), (256, 64, 8, 4)),
-]
-SPLITS = (1, 2, 3, 4, 6, 8, 12)
-SHARED_MEMORY = 227 * 1024
+SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}  # n, k
+PLACES: dict[str, Place] = {"qkv": "qkv", "o": "output", "gate_up": "gate_up", "down": "down"}
+HEAD = (151680, 3584)
+GATED = "gate_up*"  # with the activation; beside the sums, not in them
+GROUP, CHUNK = 128, 64  # of 4-bit weights
+ROWS, FP8_ROWS, CHOSEN_ROWS = (1, 16, 32, 64), (96, 256), (1, 16, 32, 64, 96, 256, 8192)
+ROTATED = 256 << 20  # bytes of weights that take turns
 LAUNCHES = 20
 TOLERANCE = 1e-2  # of bfloat16 results, relative, in norm
+CUDA = torch.device("cuda")
 
 Call = Callable[[], Any]
 
 
-def seconds(calls: list[Call], stream: torch.cuda.Stream) -> float:
-    """Median time of one of the calls, which run one after the other in a CUDA graph."""
-    return in_turns({"": calls}, stream)[""]
-
-
 def in_turns(ways: Mapping[str, list[Call]], stream: torch.cuda.Stream) -> dict[str, float]:
-    """The same of several ways, whose graphs take turns: what the clocks do meanwhile falls on all of them."""
+    """Median seconds of one of each way's calls, which run one after the other in a CUDA graph; the graphs take turns,
+    so that what the clocks do meanwhile falls on all of them."""
     torch.cuda.synchronize()  # the operands were made on another stream
     graphs = {}
     with torch.cuda.stream(stream):
@@ -103,24 +103,50 @@ def poisoned() -> Iterator[None]:
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative, in norm; not-a-number where a result is one."""
     return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
 def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    return torch.randn(shape, dtype=torch.bfloat16, device=CUDA)
 
 
-def copy_speed(stream: torch.cuda.Stream) -> float:
-    """Bytes a second, read and written."""
+def machine_speeds(stream: torch.cuda.Stream) -> tuple[float, float]:
+    """GB/s of a copy, both directions counted, and TFLOP/s of a bf16 product of two 8,192-square matrices."""
     source = normal(1 << 30)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / seconds([lambda: target.copy_(source)], stream)
+    target, a, b = torch.empty_like(source), normal(8192, 8192), normal(8192, 8192)
+    ways = {"copy": [lambda: torch.neg(source, out=target)] * 3, "product": [lambda: torch.mm(a, b)] * 4}
+    taken = in_turns(ways, stream)
+    return 2 * source.nbytes / taken["copy"] / 1e9, 2 * 8192**3 / taken["product"] / 1e12
 
 
-# --- elementwise
+@dataclass(frozen=True)
+class Case:
+    """A kernel at a shape. ``ways``: calls by name, ``ours`` among them; ``bytes``: the least that a call moves."""
+
+    kernel: str
+    shape: str
+    rows: int
+    ways: Mapping[str, list[Call]]
+    bytes: int
+    error: float
+
+    def measure(self, stream: torch.cuda.Stream) -> dict[str, Any]:
+        taken = in_turns(self.ways, stream)
+        row = {"kernel": self.kernel, "shape": self.shape, "rows": self.rows}
+        row |= {f"{way}_us": 1e6 * seconds for way, seconds in taken.items()}
+        return row | {"gb_s": self.bytes / taken["ours"] / 1e9, "error": self.error}
 
 
-def norm_case(n: int) -> tuple[Call, int, float]:
+def elementwise() -> Iterator[Case]:
+    """Rows of 8192 come in four copies, more than the L2 cache holds; few rows are about latency."""
+    for make, n in product((_norm, _silu, _rotary), (1, 64, 8192)):
+        made = [make(n) for _ in range(4 if n == 8192 else 1)]
+        calls = [call for call, _, _ in made] * (1 if n == 8192 else LAUNCHES)
+        yield Case(make.__name__.strip("_"), "", n, {"ours": calls}, made[0][1], max(wrong for *_, wrong in made))
+
+
+def _norm(n: int) -> tuple[Call, int, float]:
     """One call, the bytes it must move, and its error."""
     x, residual, weight = normal(n, HIDDEN), normal(n, HIDDEN), normal(HIDDEN)
     expected = torch.cat(reference.add_rms_norm(x, residual.clone(), weight, 1e-6))
@@ -129,157 +155,198 @@ def norm_case(n: int) -> tuple[Call, int, float]:
     return lambda: add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes + weight.nbytes, error(actual, expected)
 
 
-def silu_case(n: int) -> tuple[Call, int, float]:
+def _silu(n: int) -> tuple[Call, int, float]:
     gate_up = normal(n, 2 * FEED_FORWARD)
-    expected = reference.silu_and_multiply(gate_up)
     with poisoned():
-        actual = silu_and_multiply(gate_up)
-    return lambda: silu_and_multiply(gate_up), gate_up.nbytes * 3 // 2, error(actual, expected)
+        wrong = error(silu_and_multiply(gate_up), reference.silu_and_multiply(gate_up))
+    return lambda: silu_and_multiply(gate_up), gate_up.nbytes * 3 // 2, wrong
 
 
-def rotate_case(n: int) -> tuple[Call, int, float]:
+def _rotary(n: int) -> tuple[Call, int, float]:
     qkv = normal(n, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
-    angles = torch.rand((n, HEAD_DIM // 2), device="cuda") * 100
+    angles = torch.rand((n, HEAD_DIM // 2), device=CUDA) * 100
     cos, sin = angles.cos(), angles.sin()
-    cache = torch.zeros((2, n // 16 + 1, 16, KV_HEADS, HEAD_DIM), dtype=qkv.dtype, device="cuda")
-    slots = torch.randperm(cache.shape[1] * 16, device="cuda")[:n]
+    cache = torch.zeros((2, n // 16 + 1, 16, KV_HEADS, HEAD_DIM), dtype=qkv.dtype, device=CUDA)
+    slots = torch.randperm(cache.shape[1] * 16, device=CUDA)[:n]
     slots[3::7] = -1
     results = []
     for rotate in (rotate_and_store, reference.rotate_and_store):
         rows, (keys, values) = qkv.clone(), cache.clone()
         rotate(rows, cos, sin, slots, keys, values, HEADS)
         results.append(torch.cat([rows.flatten(), keys.flatten(), values.flatten()]))
-    slots = torch.randperm(cache.shape[1] * 16, device="cuda")[:n]
+    slots = torch.randperm(cache.shape[1] * 16, device=CUDA)[:n]
     row_bytes = (2 * HEADS + 5 * KV_HEADS) * HEAD_DIM * 2 + HEAD_DIM * 4 + 8
     call = partial(rotate_and_store, qkv, cos, sin, slots, cache[0], cache[1], HEADS)
     return call, n * row_bytes, error(*results)
 
 
-def elementwise(stream: torch.cuda.Stream) -> list[dict[str, Any]]:
-    """Rows of 8192 come in four copies, more than the L2 cache holds; few rows are about latency."""
-    rows = []
-    for (name, case), n in product(
-        (("add_rms_norm", norm_case), ("silu_and_multiply", silu_case), ("rotate_and_store", rotate_case)),
-        (1, 64, 8192),
-    ):
-        cases = [case(n) for _ in range(4 if n == 8192 else 1)]
-        calls = [call for call, _, _ in cases] * (1 if n == 8192 else LAUNCHES)
-        taken, wrong = seconds(calls, stream), max(found for _, _, found in cases)
-        rows.append({"kernel": name, "n": n, "us": taken * 1e6, "gb_s": cases[0][1] / taken / 1e9, "error": wrong})
-    return rows
+def _copies(each_bytes: int) -> range:
+    return range(max(4, -(-ROTATED // each_bytes)))
 
 
-# --- skinny products
+def _product(
+    kernel: str, shape: str, x: Any, weights: list[Any], library: list[Call], ways: tuple[Any, Any], moved: int
+) -> Case:
+    """``ways``: the kernel and its twin, each of (x, weight)."""
+    ours, twin = ways
+    with poisoned():
+        wrong = error(ours(x, weights[-1]), twin(x, weights[-1]))
+    rows = len(x.values) if hasattr(x, "_fields") else len(x)
+    calls = {"cublas": library, "ours": [partial(ours, x, weight) for weight in weights]}
+    return Case(kernel, shape, rows, calls, moved, wrong)
 
 
-def plans(m: int, n: int, k: int, sms: int, most_splits: int) -> list[SkinnyPlan]:
-    """Those worth a try: the tiles fit into the shared memory, and splits neither starve nor flood the GPU."""
-    found = []
-    for (block_n, block_k, warps, stages), splits in product(TILES, SPLITS):
-        programs = -(-n // block_n) * splits
-        if (
-            k % block_k == 0
-            and splits <= min(most_splits, k // block_k)
-            and 2 * stages * block_k * (block_n + padded_rows(m)) <= SHARED_MEMORY
-            and programs >= 0.8 * sms
-            and (splits == 1 or programs <= 4.2 * sms)
-        ):
-            found.append(SkinnyPlan(block_n, block_k, splits, warps, stages))
-    return found
+def _gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return silu_and_multiply(F.linear(x, weight))
 
 
-class Product:
-    """One weight's products with m rows: as many copies of the weight as the buffer holds, taken in turn."""
-
-    def __init__(self, name: str, m: int, buffer: torch.Tensor, sms: int) -> None:
-        self.name, self.m, gated = name, m, name == GATE_UP
-        n, k = LINEARS[name.rstrip("*")]
-        self.weights = [buffer[start : start + n * k].view(n, k) for start in range(0, len(buffer) - n * k + 1, n * k)]
-        self.x = normal(m, k) / k**0.5
-        self.kernel = skinny_gate_up if gated else skinny_linear
-        self.library = (lambda x, w: silu_and_multiply(F.linear(x, w))) if gated else F.linear
-        self.plan = plan_skinny_gate_up(m, n // 2, k, sms) if gated else plan_skinny(m, n, k, sms)
-        self.plans = list(dict.fromkeys([self.plan, *plans(m, n, k, sms, 1 if gated else max(SPLITS))]))
-        self.bytes = 2 * (n * k + m * k + m * (n // 2 if gated else n))
-        self.twin = reference.skinny_gate_up if gated else reference.skinny_linear
-
-    def compile(self, plan: SkinnyPlan) -> None:
-        self.kernel(self.x, self.weights[0], plan=plan)
-
-    def speed(self, function: Callable[..., torch.Tensor], stream: torch.cuda.Stream) -> float:
-        """GB/s"""
-        calls = [partial(function, self.x, weight) for weight in self.weights]
-        return self.bytes / seconds(calls * -(-4 // len(calls)), stream) / 1e9
-
-    def error(self, plan: SkinnyPlan, expected: torch.Tensor) -> float:
-        with poisoned():
-            return error(self.kernel(self.x, self.weights[-1], plan=plan), expected)
+def skinny() -> Iterator[Case]:
+    for name, (n, k) in {**SHAPES, "head": HEAD, GATED: SHAPES["gate_up"]}.items():
+        weights = [normal(n, k) * 0.02 for _ in _copies(2 * n * k)]
+        gated = name == GATED
+        ways = (skinny_gate_up, reference.skinny_gate_up) if gated else (skinny_linear, reference.skinny_linear)
+        for m in ROWS:
+            x = normal(m, k)
+            library = [partial(_gated if gated else F.linear, x, weight) for weight in weights]
+            yield _product("skinny", name, x, weights, library, ways, 2 * (n * k + m * (k + n // (1 + gated))))
 
 
-def sweep(stream: torch.cuda.Stream, deadline: float) -> Iterator[dict[str, Any]]:
-    """One measurement each of cuBLAS and of every plan, until the deadline."""
-    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-    buffer = normal(151680 * 3584)
-    for rows in sorted({padded_rows(m) for m in ROWS}):
-        products = [
-            Product(name, m, buffer, sms)
-            for m, name in product([m for m in ROWS if padded_rows(m) == rows], (*LINEARS, GATE_UP))
-        ]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of a compilation runs outside the interpreter lock
-            list(pool.map(lambda job: job[0].compile(job[1]), [(p, plan) for p in products for plan in p.plans]))
-        for one in products:
-            key = {"product": one.name, "m": one.m}
-            yield {**key, "by": "cuBLAS", "gb_s": one.speed(one.library, stream)}
-            expected = one.twin(one.x, one.weights[-1])
-            for plan in one.plans:
-                if time.monotonic() > deadline:
-                    return
-                speed = one.speed(partial(one.kernel, plan=plan), stream)
-                by = "default" if plan == one.plan else "plan"
-                yield {**key, "by": by, "gb_s": speed, "error": one.error(plan, expected), **asdict(plan)}
+def w4a16() -> Iterator[Case]:
+    for name, (n, k) in {**SHAPES, GATED: SHAPES["gate_up"]}.items():
+        weights = [random_w4(n, k) for _ in _copies(n * k // 2)]
+        halves = [normal(n, k) * 0.02 for _ in _copies(2 * n * k)]
+        gated = name == GATED
+        ways = (w4a16_gate_up, reference.w4a16_gate_up) if gated else (w4a16_linear, reference.w4a16_linear)
+        packed = weights[0].codes.nbytes + weights[0].words.nbytes
+        for m in ROWS:
+            x = normal(m, k)
+            library = [partial(_gated if gated else F.linear, x, weight) for weight in halves]
+            yield _product("w4a16", name, x, weights, library, ways, packed + 2 * m * (k + n // (1 + gated)))
 
 
-def short(row: dict[str, Any]) -> str:
-    plan = "{block_n:3}x{block_k:<3} splits {splits:<2} warps {warps} stages {stages}".format(**row)
-    return f"{row['gb_s']:5.0f}  {plan}"
+def random_w4(n: int, k: int) -> PackedW4:
+    """Weights of about 0.02, zero points of 0 .. 15."""
+    codes = torch.randint(-(1 << 15), 1 << 15, (k // (4 * CHUNK), n, CHUNK), dtype=torch.int16, device=CUDA)
+    scales = torch.rand((k // GROUP, n), device=CUDA) * 0.005 + 0.001
+    words = scales.view(torch.int32) & -32 | torch.randint(0, 16, scales.shape, dtype=torch.int32, device=CUDA)
+    return PackedW4(codes, words, torch.zeros(n, dtype=torch.int32, device=CUDA))
 
 
-def print_sweep(found: list[dict[str, Any]]) -> None:
-    print("\nGB/s of skinny products (gate_up* with the activation); the two best right plans")
-    for name, m in dict.fromkeys((row["product"], row["m"]) for row in found):
-        of_this = [row for row in found if (row["product"], row["m"]) == (name, m)]
-        speeds = {row["by"]: f"{row['gb_s']:5.0f}" for row in of_this}
-        tried = [row for row in of_this if row["by"] != "cuBLAS"]
-        right = sorted((row for row in tried if row["error"] < TOLERANCE), key=lambda row: -row["gb_s"])
-        wrong = f", {len(tried) - len(right)} WRONG" if len(right) < len(tried) else ""
-        best = " | ".join(short(row) for row in right[:2])
-        by = f"cuBLAS {speeds['cuBLAS']}  default {speeds.get('default', '    -')}"
-        print(f"{name:8} m {m:2}  {by}  best of {len(tried)}{wrong}: {best}")
-    print(f"largest error {max((row['error'] for row in found if 'error' in row), default=float('nan')):.1e}")
+def fp8() -> Iterator[Case]:
+    def ours(x: Any, weight: Any) -> torch.Tensor:
+        return skinny_fp8(x, *weight, None, torch.bfloat16)
+
+    def twin(x: Any, weight: Any) -> torch.Tensor:
+        return reference.skinny_fp8(x, *weight, None, torch.bfloat16)
+
+    for name, (n, k) in SHAPES.items():
+        weights = [quantize_weight(normal(n, k) * 0.02) for _ in _copies(n * k)]
+        for m in FP8_ROWS:
+            x = quantize_rows(normal(m, k))
+            library = [partial(fp8_sums, x, weight, torch.bfloat16) for weight, _ in weights]
+            yield _product("fp8", name, x, weights, library, (ours, twin), n * k + m * (k + 2 * n))
 
 
-def main() -> None:
+def layers_of(shape: LinearShape, scheme: Callable[[], LinearScheme]) -> list[Linear]:
+    """As many as make up the bytes that take turns, with 4 bits a weight."""
+    generator = torch.Generator("cuda").manual_seed(4)
+    layers = []
+    for _ in range(-(-2 * ROTATED // (shape.outputs * shape.inputs))):
+        made, modules = scheme(), {"w": slice(0, shape.outputs)}
+        layers.append(Linear(shape.inputs, modules, shape.bias, lambda names, made=made: made, shape.dtype, CUDA))
+        layers[-1].randomize(generator)
+    return layers
+
+
+def layers(stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
+    """One row a shape and number of rows, in microseconds: cuBLAS alone and in its place, FP8 alone, and the way that
+    layers of 4-bit weights chose."""
+    choices = MeasuredChoices(Path(mkdtemp()) / "choices.json", graph_milliseconds)
+    schemes: dict[str, Callable[[], LinearScheme]] = {
+        "in_place": Unquantized,
+        "fp8": Fp8OnLoad,
+        "chosen": partial(Awq, GROUP),
+    }
+    for name, (n, k) in SHAPES.items():
+        shape = LinearShape(n, k, name == "qkv", PLACES[name], torch.bfloat16)
+        kinds = {kind: layers_of(shape, scheme) for kind, scheme in schemes.items()}
+        for kind in ("fp8", "chosen"):
+            kinds[kind][0].scheme.tune(kinds[kind], shape, choices, "here")
+        for m in CHOSEN_ROWS:
+            x, place = normal(m, k), InPlace(shape, m, CUDA)
+            timed: dict[str, list[Call]] = {"cublas": [partial(layer, x) for layer in kinds["in_place"]]}
+            for kind, of_kind in kinds.items():
+                calls = of_kind * -(-8 // len(of_kind))
+                timed[kind] = [partial(place.run, layer) for layer in calls]
+                timed[f"beside {kind}"] = [partial(place.without, of_kind[0].takes_fp8(m))] * len(calls)
+            taken = {way: 1e6 * each for way, each in in_turns(timed, stream).items()}
+            row = {kind: taken[kind] - taken[f"beside {kind}"] for kind in kinds}
+            ways = {f"{kind}_way": _way(kinds[kind][0], m) for kind in ("fp8", "chosen")}
+            yield {"kernel": "layers", "shape": name, "rows": m, "cublas": taken["cublas"]} | row | ways
+
+
+def _way(layer: Linear, m: int) -> str:
+    assert isinstance(layer.scheme, MeasuredScheme)
+    return layer.scheme.way(layer, m)
+
+
+CASES: dict[str, Callable[[], Iterator[Case]]] = {
+    "elementwise": elementwise, "skinny": skinny, "w4a16": w4a16, "fp8": fp8,
+}  # fmt: skip
+
+
+def sums(rows: list[dict[str, Any]], way: str) -> dict[int, float]:
+    """Microseconds of a way by number of rows, summed over the four shapes."""
+    of_four = [row for row in rows if row["shape"] in SHAPES]
+    return {m: sum(row[way] for row in of_four if row["rows"] == m) for m in dict.fromkeys(r["rows"] for r in of_four)}
+
+
+def report(group: str, rows: list[dict[str, Any]]) -> None:
+    """The figures of the products of quantized weights."""
+    if group == "w4a16":
+        cublas, ours = sums(rows, "cublas_us"), sums(rows, "ours_us")
+        for m in ROWS:
+            emit(f"quant.w4a16.m{m}", round(cublas[m] / ours[m], 3), "x", COMMAND, microseconds=round(ours[m], 1))
+    if group == "layers":
+        by = {way: sums(rows, way) for way in ("cublas", "in_place", "fp8", "chosen")}
+        for m in CHOSEN_ROWS:
+            cublas, in_place, fp8_alone, chosen = (by[way][m] for way in by)
+            notes = {"fp8_alone": round(cublas / fp8_alone, 3), "over_bf16_in_place": round(in_place / chosen, 3)}
+            emit(f"quant.chosen.m{m}", round(cublas / chosen, 3), "x", COMMAND, **notes)
+
+
+def told(row: dict[str, Any]) -> str:
+    cells = (f"{name} {value:.4g}" if isinstance(value, float) else f"{value}" for name, value in row.items())
+    return "  ".join(cells) + " WRONG" * (not row.get("error", 0.0) < TOLERANCE)
+
+
+COMMAND = "make bench NAME=linear"
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=80, help="the sweep stops after this many, from the start")
-    deadline = time.monotonic() + parser.parse_args().seconds
+    default = ["w4a16", "layers"] if Path(sys.argv[0]).name == "linear" else [*CASES]
+    parser.add_argument("--only", nargs="+", choices=(*CASES, "layers"), default=default)
+    options = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("kernels needs a GPU")
+        sys.exit("bench kernels: needs a GPU, and this machine has none")
     torch.manual_seed(4)
     stream = torch.cuda.Stream()
+    kept: list[dict[str, Any]] = []
     with torch.inference_mode():
-        ceiling = copy_speed(stream) / 1e9
-        print(f"{torch.cuda.get_device_name()}: copy {ceiling:.0f} GB/s")
-        rows = elementwise(stream)
-        for row in rows:
-            print("{kernel:18} n {n:5}  {us:8.1f} us  {gb_s:6.0f} GB/s  error {error:.1e}".format(**row), flush=True)
-        found = list(sweep(stream, deadline))
-    print_sweep(found)
-    if time.monotonic() > deadline:
-        print("stopped by --seconds: some plans were not measured")
+        copy, multiply = machine_speeds(stream)
+        print(f"{torch.cuda.get_device_name()}: copy {copy:.0f} GB/s, bf16 product {multiply:.0f} TFLOP/s", flush=True)
+        for group in options.only:
+            rows = []
+            for row in layers(stream) if group == "layers" else (case.measure(stream) for case in CASES[group]()):
+                print(told(row), flush=True)
+                rows.append(row)
+            report(group, rows)
+            kept += rows
     if "OUT" in os.environ:
-        lines = [json.dumps({"copy_gb_s": ceiling}), *map(json.dumps, rows + found)]
-        Path(os.environ["OUT"], "kernels.jsonl").write_text("\n".join(lines) + "\n")
+        Path(os.environ["OUT"], "kernels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

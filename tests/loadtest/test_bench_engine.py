@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from bench import engine as bench_engine
-from bench.engine import SHAPE, Report, Shape
-from bench.engine_load import ClosedLoop, Load, Prompts, check, decode_step_s, prefill_tokens_per_s
+from bench.engine import SHAPE, Shape
+from bench.engine_load import ClosedLoop, Load, Prompts, decode_step_s, prefill_tokens_per_s
 
 from tessera.engine.engine import Engine
 from tessera.models.registry import read_config
@@ -82,59 +80,3 @@ def test_a_closed_loop_counts_what_ended_after_the_warm_up(small):
         assert not engine.has_work()
         assert 0 <= engine.metrics.finished["length"] - before - (4 + 8 + concurrency) < concurrency
     assert set(engine.metrics.finished) == {"length"}
-
-
-def test_a_failed_request_spoils_the_figure(small):
-    engine, prompts = small
-    engine.submit(prompts.request(max_tokens=4))
-    engine.step()
-    with pytest.raises(RuntimeError, match="ended by error: broken"):
-        check(engine.fail_all("broken"))
-
-
-def test_settings_are_fields_of_the_engines_config():
-    config = bench_engine.engine_config(["device=cpu", "max_batched_tokens=512", "attention=torch"])
-    assert (config.device, config.max_batched_tokens, config.attention) == ("cpu", 512, "torch")
-    assert config.weights == "random"
-    with pytest.raises(SystemExit, match="no field 'colour'"):
-        bench_engine.engine_config(["device=cpu", "colour=red"])
-
-
-def test_it_says_that_it_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(bench_engine.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="needs a GPU"):
-        bench_engine.engine_config([])
-
-
-def test_parts_run_in_their_order_and_unknown_ones_are_refused():
-    assert bench_engine.chosen_parts("w4a,prefill") == ["prefill", "w4a"]
-    with pytest.raises(bench_engine.argparse.ArgumentTypeError, match="no part w5"):
-        bench_engine.chosen_parts("w4a,w5")
-
-
-@pytest.mark.parametrize(
-    ("ceilings", "record", "name", "ceiling"),
-    [
-        ({"x.ms": 3.0}, True, "engine.x.ms", 3.0),
-        ({"x.ms": 3.0}, False, "trial.engine.x.ms", 3.0),
-        ({}, False, "trial.engine.x.ms", None),
-    ],
-)
-def test_only_figures_for_the_record_carry_its_names(capsys, ceilings, record, name, ceiling):
-    Report(ceilings, record, [])("x.ms", 4.0, "ms", goal=3.5)
-    printed = capsys.readouterr()
-    line = json.loads(printed.out)
-    assert (line["metric"], line["value"], line["ceiling"]) == (name, 4.0, ceiling)
-    assert ("75.0%" in printed.err and "MISSED" in printed.err) == bool(ceilings)
-
-
-def test_fp8_is_measured_beside_bf16(capsys):
-    config = bench_engine.engine_config(["device=cpu", "max_batched_tokens=1024", "memory_bytes=100000000"])
-    text = read_config(SMALL).text
-    prompts = Prompts(text.hidden_size, text.vocab_size, "cpu")
-    bench_engine.fp8_over_bf16(SMALL, config, prompts, Report({}, False, []), quick=True)
-    (line,) = capsys.readouterr().out.splitlines()
-    figure = json.loads(line)
-    (rates,) = figure["tokens_per_s"]
-    assert figure["metric"] == "trial.quant.fp8.prefill_ratio"
-    assert figure["value"] == pytest.approx(rates["fp8"] / rates["bf16"], rel=0.01)

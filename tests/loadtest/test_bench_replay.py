@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import counting
 import pytest
 from bench import replay as bench_replay
 from bench import replay_set
-from bench.replay import LOADS, Load, Reader
+from bench.replay import LOADS, Load
 from bench.replay_set import Page, Request
 from closed_loop import Answered
 from gpu_power import Draw
@@ -83,42 +81,6 @@ class FakeClient:
         return Answer("words", "length", Usage(20, tokens, 9), Timings(1, 2, 3, 4, 5, 60), (), "id", 0.1)
 
 
-def reader(set_file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, client: FakeClient, load: Load) -> Reader:
-    monkeypatch.setattr(bench_replay, "Client", lambda *_, **__: client)
-    for page in range(len(PAGES)):
-        bench_replay.encode(set_file, folder, page)
-    return Reader(["nowhere"], set_file, folder, load, 5, whole=True)
-
-
-def test_a_page_is_its_layout_then_its_crops_with_so_many_in_flight(
-    set_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = FakeClient()
-    asker = reader(set_file, tmp_path, monkeypatch, client, Load("t", 2, 3))
-    with asker.prepare(0, 0) as ask, ThreadPoolExecutor(2) as pool:
-        replies = [each.result() for each in [pool.submit(ask) for _ in range(6)]]
-    assert client.most == 3
-    assert asker.ended == 6
-    assert Counter(reply.tokens for reply in replies) == Counter(2 * [page.tokens for page in PAGES])
-    assert Counter(prompt for prompt, _ in client.asked) == {"Layout:": 6, "Text:": 32}
-    assert client.asked[0][0] == "Layout:"
-    assert len({picture for _, picture in client.asked}) == 38  # each page was read twice, no picture sent twice
-    for reply in replies:
-        layout, *crops = reply.made_of
-        assert layout.tokens == 7 and all(crop.ended - crop.seconds >= layout.ended for crop in crops)
-        assert layout.stages == (1, 2, 3, 4, 5, 60)
-
-
-def test_an_answer_of_another_length_ends_the_run(
-    set_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = FakeClient()
-    client.tokens = 3
-    asker = reader(set_file, tmp_path, monkeypatch, client, Load("t", 2, 3))
-    with asker.prepare(0, 0) as ask, pytest.raises(RuntimeError, match="asked for 7 tokens, got Usage"):
-        ask()
-
-
 def test_every_page_has_its_turn_and_runs_are_whole_rounds() -> None:
     turns = [bench_replay.in_turn(turn, 5) for turn in range(15)]
     assert [sorted(turns[at : at + 5]) for at in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
@@ -160,11 +122,6 @@ def test_the_figures_of_a_run(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert line["what"].startswith("a replay") and line["command"] == 'make bench NAME=replay ARGS="replay.zip"'
     assert (line["pages"], line["tokens_a_page"], line["crops_a_page"], line["seed"]) == (20, 43.0, 2.0, 3)
     assert line["stages_p50"]["decode_ms"] == 2.0
-
-
-def test_an_answer_asked_for_whole_is_timed_by_the_server() -> None:
-    answer = Answered(9.0, 0.5, None, 11, 1, (1.0, 2.0, 3.0, 4.0, 5.0, 60.0))
-    assert (bench_replay.first_token_ms(answer), bench_replay.token_ms(answer)) == (15.0, 6.0)
 
 
 @pytest.mark.server

@@ -9,30 +9,24 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 from bench import ladder as bench_ladder
-from bench import ladder_report, ladder_rungs, ladder_transformers
+from bench import ladder_report, ladder_rungs
 from bench.ladder_report import Ladder
 from bench.ladder_rungs import NAMES, STAGES, jobs, kept_ways
 from figures import ROOT
 from serving import DEFAULT_CHECKPOINT
-from workloads import PROMPT, picture
 
 from tessera.launcher.settings import set_up
 from tessera.linear.formats.int4 import Int4
 from tessera.linear.quantization import scheme_selector
-from tessera.preprocess import preprocessor
-from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
 from tessera.prompt.sampling import SamplingParameters
 from tessera.settings.stages import EngineConfig, VisionSettings
 from tessera.tritonserver import language_model as language_stage
 from tessera.tritonserver import vision as vision_stage
 from tessera.tritonserver.settings import StageSettings
 
-JPEG = picture(480, 320, 3)
 ABOUT = {"machine": "a GPU", "commit": "abc", "date": "2026-11-22", "versions": {"torch": "2.11.0"}}
 SPEED = {
     "ci95": 0.5, "p50_ms": 800.0, "p99_ms": 900.0, "tokens": 4, "prompt_tokens": 1852, "concurrency": 4,
@@ -104,17 +98,6 @@ def stage(name: str) -> ModuleType:
     return module
 
 
-def test_pillow_s_pixels_are_ours_but_for_rounding(monkeypatch: pytest.MonkeyPatch):
-    request = PreprocessRequest(text=PROMPT, images=[JPEG])
-    ours = Preprocessor.from_checkpoint(DEFAULT_CHECKPOINT)(request).pixels
-    for name in ("decode", "RESIZE_MODES"):
-        monkeypatch.setattr(preprocessor, name, getattr(preprocessor, name))  # the stage's import changes them
-    module = stage("preprocess")
-    assert preprocessor.decode is module.decode
-    pillows = Preprocessor.from_checkpoint(DEFAULT_CHECKPOINT)(request).pixels
-    assert pillows.shape == ours.shape and 0 < np.abs(pillows.astype(int) - ours).max() <= 2
-
-
 @pytest.mark.parametrize(
     ("name", "package", "kind", "switched_off"),
     [
@@ -146,17 +129,6 @@ def test_the_first_rung_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 # ---- the loop of transformers
-
-
-def test_the_loop_has_our_prompts_and_says_what_its_batches_took():
-    loop = ladder_transformers.Loop(DEFAULT_CHECKPOINT, "cpu", random_weights=False)
-    inputs = loop.inputs([JPEG], [PROMPT])
-    ours = Preprocessor.from_checkpoint(DEFAULT_CHECKPOINT)(PreprocessRequest(text=PROMPT, images=[JPEG]))
-    assert inputs["input_ids"][0].tolist() == ours.input_ids.tolist()
-    line = ladder_transformers.measure(loop, 4, lambda: JPEG, ())
-    assert (line["batch"], line["requests"], line["prompt_tokens"], line["tokens"]) == (4, 12, 506, 4)
-    assert line["req_s"] == pytest.approx(4e3 / line["p50_ms"], rel=0.9) and line["ci95"] > 0
-    assert loop.answer(JPEG, "Is there a door?").lower().startswith(("yes", "no"))
 
 
 # ---- what becomes of the lines
@@ -200,29 +172,6 @@ def test_figures_are_the_best_rungs_over_transformers_and_recall_s_drop_is_of_th
     notes = found["ladder.recall_drop"][2]
     assert (notes["rung"], notes["below"], notes["questions"]) == ("graph_decoder", "start", 3000)
     assert notes["ci95"] == pytest.approx(0.206, abs=0.001)  # by 9 and 1 of 3002
-
-
-def test_tables_say_what_was_measured_and_what_was_not(file: Path):
-    text = ladder_report.tables(Ladder.read(file))
-    equal, policy = text.split("### By the tile policy")
-    rows = {line.split(" | ")[0]: line for line in equal.splitlines() if line.startswith("| ")}
-    assert (
-        "| 8.00 ± 0.50 | 480 | 200 | 800, 900 | 48, 203 | 4 | 98% | 690 | 1.60 | 0.80 | 100.00% (99.81 to 99.99) |"
-        in next(row for title, row in rows.items() if title.startswith("| our stages"))
-    )
-    assert rows["| OpenCV in place of Pillow"].count("|") == rows["| its best batch, 8"].count("|")
-    assert "not measured yet" in rows["| OpenCV in place of Pillow"]
-    assert rows["| OpenCV in place of Pillow"].endswith(" | 23.67 to 12.03 ms a picture |")
-    assert "**3.05** times |" in equal and "(ladder.svg)" in equal
-    # its recall is the tile policy's, through rungs that change no number
-    assert "| language model as CUDA graphs | 90.00 ± 0.50 | 5400 |" in policy and "99.70% (99.43 to 99.84)" in policy
-    assert "Speed: a GPU (abc, 2026-11-22)." in text and "1: 5.00, 8: 10.00" in text
-
-
-def test_a_bar_for_each_measurement(file: Path):
-    text = ladder_report.picture(Ladder.read(file))
-    ElementTree.fromstring(text)
-    assert text.count("<rect") == 1 + 6 and "3.05" in text
 
 
 @pytest.mark.parametrize(

@@ -86,28 +86,3 @@ def test_pages_are_chosen_and_asked_about(
     )
     assert all(reason in said for reason in passed)
     assert code == 1 and "crops                a page: mean     8.2" in said  # too few of them
-
-
-def test_equal_packages_give_equal_sets(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("one", "two"):
-        prepare(sources, tmp_path / name, monkeypatch)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-
-
-def test_a_long_document_gives_pages_from_all_of_it(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, pages = prepare(sources, tmp_path / "set.zip", monkeypatch, "--most-pages", "2")
-    assert [page.name.split()[-1] for page in pages] == ["1", "3", "1"]
-
-
-def test_enough_is_said_by_the_exit_code(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_pages, "MEAN_CROPS", 8)
-    assert prepare(sources, tmp_path / "set.zip", monkeypatch)[0] == 0
-
-
-def test_packages_without_the_vocabulary_are_refused(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (sources / "v-3-py3-none-any.whl").unlink()
-    monkeypatch.setattr(sys, "argv", ["replay_pages.py", str(sources)])
-    with pytest.raises(SystemExit, match=r"no package in .* holds qwen\.tiktoken"):
-        replay_pages.main()

@@ -54,12 +54,6 @@ def test_a_set_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert again.read_bytes() == (tmp_path / "set.zip").read_bytes()
 
 
-def test_another_file_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "page.png").write_bytes(png(page()))
-    with pytest.raises(ValueError, match=r"page\.png is no set of pages"):
-        ReplaySet(tmp_path / "page.png")
-
-
 def test_marks_change_bytes_and_no_pixel() -> None:
     plain = png(page())
     one, two = marked(plain, "7 1"), marked(plain, "7 2")
@@ -68,12 +62,3 @@ def test_marks_change_bytes_and_no_pixel() -> None:
         picture = Image.open(io.BytesIO(each))
         assert np.array_equal(np.asarray(picture), np.asarray(page()))
     assert picture.text == {"Comment": "7 2"}  # whose checksums Pillow has checked
-
-
-def test_a_request_is_mineru_s_with_its_length_forced() -> None:
-    request = Request("[default]", 12, (1, 2, 3, 4))
-    assert CLIENT.sampling(request) == {"top_k": 1, "max_tokens": 12, "ignore_eos": True}
-    assert CLIENT.messages(request, b"png") == [
-        {"role": "system", "content": "Be kind."},
-        {"role": "user", "content": [{"type": "image", "image": b"png"}, {"type": "text", "text": "\nRead:"}]},
-    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ def test_a_server_that_takes_settings_is_told_them(tmp_path):
         tmp_path, ("0", "1"), {"preprocess.resize": "fast"}, {"preprocess": 10}, ("preprocess", "vision_encoder"),
         random_weights=True, tree=tree, mps=False,
     )  # fmt: skip
-    command = " ".join(serve_command(setup, tmp_path, {}))
+    command = " ".join(serve_command(setup, tmp_path))
     assert f"--model-repository {tree}/model_repository --checkpoint {tmp_path}" in command
     for flags in (
         "--device cuda --set preprocess.instances=10 --set weights=random --set preprocess.resize=fast",
@@ -42,27 +41,7 @@ def test_a_server_that_takes_settings_is_told_them(tmp_path):
     ):
         assert flags in command
     assert "--no-mps" in command and "--no-restart" in command and command.count("-port 0") == 4
-    assert "--device cpu" in " ".join(serve_command(Setup(tree=tree), tmp_path, {}))
-
-
-def test_for_one_that_takes_none_the_repository_is_rendered(tmp_path, monkeypatch):
-    tree = checkout(tmp_path / "tree", "")
-    ran = []
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: ran.append(command))
-    setup = Setup(
-        gpus=("0",), settings={"a.b": "1"}, instances={"e": 2}, only=("a", "c"), random_weights=True, tree=tree
-    )
-    command = " ".join(serve_command(setup, tmp_path, {}))
-    (rendered,) = (" ".join(command[1:]) for command in ran)
-    out = tmp_path / "model_repository"
-    assert rendered == (
-        f"{tree}/build/render_repository.py --out {out} --gpu --only a c --instances e=2 "
-        "--set vision_encoder.weights=random language_model.weights=random a.b=1"
-    )
-    assert f"--model-repository {out}" in command and "--device" not in command and "--set" not in command
-    ran.clear()
-    assert f"--model-repository {tree}/model_repository" in " ".join(serve_command(Setup(tree=tree), tmp_path, {}))
-    assert ran == []
+    assert "--device cpu" in " ".join(serve_command(Setup(tree=tree), tmp_path))
 
 
 def test_the_addresses_are_those_it_says_and_it_is_told_to_stop(tmp_path):

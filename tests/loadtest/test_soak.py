@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import soak
 
-from tessera_client import DeadlineExceeded, InvalidRequest
+from tessera_client import DeadlineExceeded
 
 
 def test_growth_is_measured_after_the_warm_up():
@@ -30,27 +29,6 @@ def test_a_slow_leak_is_seen():
 def test_too_few_samples_are_refused():
     with pytest.raises(ValueError, match="too few"):
         soak.growth_pct([1.0, 2.0, 3.0])
-
-
-def test_the_sparkline_spans_from_least_to_greatest():
-    line = soak.sparkline([float(n) for n in range(600)], width=60)
-    assert len(line) == 60
-    assert (line[0], line[-1]) == ("▁", "█")
-    assert soak.sparkline([7.0] * 5) == "▁▁▁▁▁"
-
-
-def test_memory_and_files_of_a_process_are_read_from_the_kernel():
-    ballast = "import time; block = b'x' * 64_000_000; print('ready', flush=True); time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", ballast], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        process.stdout.readline()
-        rss, pss = soak.memory(process.pid)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-    assert 64e6 < pss <= rss < 128e6
 
 
 def test_a_watch_sees_its_processes_and_says_when_one_is_gone(monkeypatch, tmp_path):
@@ -115,55 +93,6 @@ def test_a_request_that_fails_counts_as_unanswered_and_is_named(traffic, monkeyp
 def test_a_request_still_under_way_is_unanswered(traffic):
     traffic.sent["long"] += 1
     assert traffic.unanswered == 1
-
-
-def test_each_malformed_request_must_be_refused(traffic):
-    class Refusing:
-        def ask(self, *args, **options):
-            raise InvalidRequest("no")
-
-        chat = ask
-
-    class Obliging:
-        def ask(self, *args, **options):
-            return "yes"
-
-        chat = ask
-
-    dice = random.Random(2)
-    assert {traffic._malformed(dice, Refusing()) for _ in range(40)} == {"refused"}
-    for _ in range(40):
-        with pytest.raises(AssertionError, match="was answered"):
-            traffic._malformed(dice, Obliging())
-
-
-def test_an_answer_cut_short_is_a_fault():
-    assert soak.whole("stop") == "answered"
-    with pytest.raises(AssertionError, match="cancelled"):
-        soak.whole("cancelled")
-
-
-def test_the_servers_books_are_read_from_its_page(monkeypatch):
-    page = (
-        "# TYPE tessera_requests_total counter\n"
-        'tessera_requests_total{reason="stop"} 40\n'
-        'tessera_requests_total{reason="cancelled"} 2\n'
-        "tessera_requests_in_flight 3\n"
-        "tessera_requests_waiting 9\n"
-    )
-
-    class Page:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exception):
-            pass
-
-        def read(self):
-            return page.encode()
-
-    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: Page())
-    assert soak.counted_by_server(SimpleNamespace(metrics_url="")) == (42, 3)
 
 
 def test_the_mix_adds_up_and_every_kind_is_there(traffic):

@@ -48,19 +48,7 @@ def test_a_bar_is_as_long_as_its_request_and_bars_lie_in_the_order_of_their_star
     assert drawn["around"][0][2] == pytest.approx(scale * 0.29, abs=0.06)
 
 
-def test_a_long_run_is_shown_by_its_middle():
-    shown = timeline.middle([answer(float(k)) for k in reversed(range(700))])
-    assert (timeline.began(shown[0]), timeline.began(shown[-1]), len(shown)) == (100.0, 599.0, 500)
-
-
 def test_what_the_slowest_spent_their_time_in():
     slow = answer(9.0, 0.35, (10.0, 20.0, 30.0, 140.0, 50.0, 60.0))
     found = timeline.delays([*(answer(float(k)) for k in range(49)), slow])
     assert found == pytest.approx({**dict.fromkeys(timeline.COLOURS, 0.0), "queue": 100.0})
-
-
-def test_it_is_written_and_told(tmp_path):
-    file = tmp_path / "w1.svg"
-    told = timeline.write(file, [answer(1.0), answer(1.1, 0.35)], "W1 <bf16>")
-    assert "W1 &lt;bf16&gt;" in file.read_text()
-    assert "around +50, preprocess +0," in told

@@ -67,7 +67,7 @@ def plan_skinny(m: int, n: int, k: int, sms: int) -> SkinnyPlan:
 
     Wide blocks read x less often (it comes from the L2 cache once a program); splits make up for few blocks until
     the float32 partials, written and read, would come to an eighth of the weights' bytes. 64 rows want one deeply
-    pipelined program a multiprocessor (swept on an H200 by `make bench NAME=kernels`).
+    pipelined program a multiprocessor (swept on an H200: 1dbad80, bench_kernels.py).
     """
     if padded_rows(m) == MAX_ROWS:
         return _plan_64_rows(n, k, sms)
