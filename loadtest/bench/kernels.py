@@ -48,8 +48,8 @@ from tessera.kernels.w4_layout import PackedW4
 from tessera.kernels.w4a16 import w4a16_gate_up, w4a16_linear
 from tessera.linear.formats.awq import Awq
 from tessera.linear.formats.fp8 import Fp8OnLoad
-from tessera.linear.tuning import InPlace, MeasuredScheme
 from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Place
+from tessera.linear.tuning import InPlace, MeasuredScheme
 from tessera.linear.unquantized import Unquantized
 
 HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, HEAD_DIM = 3584, 18944, 28, 4, 128
