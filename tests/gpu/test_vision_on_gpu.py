@@ -8,9 +8,9 @@ import torch
 from bench.parity import CHECKPOINT
 
 from tessera.errors import ConfigError
+from tessera.kernels.graphs import GraphPool
 from tessera.models.registry import read_config
 from tessera.settings.stages import VisionSettings
-from tessera.vision import torch_runner
 from tessera.vision.runner import load_runner
 from tessera.vision.torch_runner import GraphRunner, TorchRunner, bucket_sizes
 
@@ -155,6 +155,6 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     def full(*_):
         raise torch.cuda.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(torch_runner, "record", full)
+    monkeypatch.setattr(GraphPool, "record", full)
     with pytest.raises(ConfigError, match=r"lower\s+visual_infer_batch_size"):
         GraphRunner.from_checkpoint(read_config(CHECKPOINT), on_gpu("graph", "bfloat16"))
