@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import re
 import threading
+import time
 
 import pytest
-from engine_fakes import ends, make_engine, make_request, run, text_of
+from engine_fakes import EOS, VOCABULARY, ByteTokenizer, ends, make_engine, make_request, run, text_of
 
 from tessera.engine.process.messages import Submit
 from tessera.engine.structured_output import compiling, constraints, sequences
 from tessera.engine.structured_output.compiling import MOST_GRAMMARS, GrammarLane
-from tessera.engine.structured_output.constraints import Matcher
+from tessera.engine.structured_output.constraints import Constraints, Matcher
 from tessera.errors import InvalidRequest, Unavailable
+from tessera.prompt.sampling import SamplingParameters
 
 PATIENCE_S = 30
 
@@ -96,6 +99,37 @@ def test_the_masks_of_many_are_made_beside_the_steps(monkeypatch, count, beside,
     assert [text_of(events, job.request_id) for job in jobs] == expected
     assert len(set(threads)) == 1 and (threads[0] != threading.get_ident()) is beside
     assert {sequence.finish_reason for sequence in sequences} == {"stop"} and not engine._lane._inside
+
+
+@pytest.mark.parametrize(
+    ("kind", "slow"),
+    [
+        pytest.param([(0.01, 0.000013)] * 20, False, id="a CPU clock that counts whole ticks"),
+        pytest.param([*[(0.04, 0.05)], *[(0.0001, 0.0001)] * 40, (0.04, 0.04)], False, id="the CPU taken away"),
+        pytest.param([(0.0001, 0.3)] * 20, False, id="another thread on the CPU"),
+        pytest.param([(0.004, 0.004)] * 2, True, id="slow"),
+        pytest.param([(0.00046, 0.00046)] * 24, True, id="somewhat slow for long"),
+    ],
+)
+def test_a_grammar_is_slow_by_what_several_masks_took(monkeypatch, kind, slow):
+    """``kind``: seconds of each mask after the first by the thread's CPU clock, and as they pass."""
+    matcher = Constraints(ByteTokenizer(), VOCABULARY, (EOS,)).matcher(SamplingParameters.parse({"regex": "a{200}"}))
+    matcher._grammar.beyond = 0.0  # of the first, which was really made
+    for clock in (0, 1):
+        readings = [second for seconds in kind for second in (0.0, seconds[clock])]
+        monkeypatch.setattr(time, ("thread_time", "perf_counter")[clock], iter(readings).__next__)
+    for _ in kind:
+        assert not matcher.slow
+        matcher.advance(ord("a"))
+    monkeypatch.undo()
+    assert matcher.slow is slow
+
+
+def test_a_grammar_that_is_slow_to_begin_is_slow_from_there(monkeypatch):
+    matcher = Constraints(ByteTokenizer(), VOCABULARY, (EOS,)).matcher
+    monkeypatch.setattr(time, "thread_time", itertools.count(0, 0.3).__next__)
+    monkeypatch.setattr(time, "perf_counter", itertools.count(0, 0.3).__next__)
+    assert matcher(SamplingParameters.parse({"regex": "a{200}"})).slow
 
 
 class Lane:

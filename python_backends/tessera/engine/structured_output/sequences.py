@@ -65,20 +65,18 @@ class ConstrainedSequence(Sequence):
             self.finish_reason = "stop"
         if self.finished:
             return taken
-        if self._matcher.slow:
+        if self._matcher.slow or self._matcher.crowded:
             self._ready = False
-            self._lane.run(partial(self._go_on, self._matcher.advance_later(token)))
-        elif self._matcher.crowded:
-            self._ready = False
-            self._lane.collect(partial(self._go_on_among_many, token))
-        else:
-            self._matcher.advance(token)
-            if (failure := self.failure) is not None:
-                self.finish_reason, self.error = "error", failure
+            self._lane.collect(partial(self._follow, token))
+            return taken
+        self._matcher.advance(token)
+        if (failure := self.failure) is not None:
+            self.finish_reason, self.error = "error", failure
         return taken
 
-    def _go_on_among_many(self, token: int) -> None:
-        if self._matcher.slow:  # which was found out since
+    def _follow(self, token: int) -> None:
+        """On the lane's quick thread, which hands on what takes long: that may have been found out since."""
+        if self._matcher.slow:
             self._lane.run(partial(self._go_on, self._matcher.advance_later(token)))
         else:
             self._go_on(partial(self._matcher.advance, token))
@@ -184,7 +182,8 @@ class MaskLane:
         self._thread.submit(self._run, [work])
 
     def collect(self, work: Callable[[], None]) -> None:
-        """Keeps ``work``, which must not raise, for :meth:`begin`. For the thread that steps."""
+        """Keeps ``work``, which must not raise and is quick or hands on to :meth:`run`, for :meth:`begin`. For the
+        thread that steps."""
         self._collected.append(work)
 
     def begin(self) -> None:
