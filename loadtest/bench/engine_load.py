@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tessera.engine.engine import Engine
-from tessera.engine.progress import End, Progress
+from tessera.engine.process.messages import End, Progress
 from tessera.engine.sequence import Request
 from tessera.prompt.sampling import SamplingParameters
 

@@ -52,12 +52,9 @@ class TextEngine(Engine):
         self._events = []
 
     def submit(self, request):
+        sequence = super().submit(request)
         self.answers.add(request, self._events.append)
-        try:
-            return super().submit(request)
-        except Exception:
-            self.answers.drop(request.number)
-            raise
+        return sequence
 
     def step(self):
         return self.text_of(super().step())

@@ -39,10 +39,24 @@ class Ends:
     def of(self, request):
         return [event for event in self.events if event.request is request]
 
-    def wait(self, request):
+    def wait(self, request, for_the_end=True):
         with self._changed:
-            assert self._changed.wait_for(lambda: any(e.finish_reason for e in self.of(request)), PATIENCE_S)
+            told = lambda: any(e.finish_reason or not for_the_end for e in self.of(request))  # noqa: E731
+            assert self._changed.wait_for(told, PATIENCE_S)
         return self.of(request)
+
+
+def refused(events, kind, words):
+    """That all these came to is a refusal."""
+    assert type(events[-1].refusal) is kind and words in str(events[-1].refusal)
+    assert [event.finish_reason for event in events][-1] == "refused"
+
+
+def asked(process, ends, *arguments, **sampling):
+    """A request that was handed over; ``rows`` of a picture."""
+    request = make_request(*arguments, **sampling)
+    process.submit(request, ends, picture_rows(sampling.get("rows", 0)))
+    return request
 
 
 def make_request(name, length=20, rows=0, **sampling):
@@ -92,60 +106,31 @@ def test_the_same_answers_as_in_one_loop(parts):
 
 def test_refusals_and_cancelling(parts):
     process, ends = parts
-    with pytest.raises(InvalidRequest, match="exceed the context"):
-        process.submit(make_request("long", max_tokens=10**6), ends).result(PATIENCE_S)
+    refused(ends.wait(asked(process, ends, "long", max_tokens=10**6)), InvalidRequest, "exceed the context")
     endless = {"allOf": [{"type": "integer", "multipleOf": n} for n in (2, 3, 5, 7, 11, 13, 17, 19, 23)]}
-    with pytest.raises(InvalidRequest, match="json_schema is too complex"):  # it would listen to nobody for minutes
-        process.submit(make_request("endless", json_schema=endless, ignore_eos=False), ends).result(PATIENCE_S)
-    running = [make_request(f"{n}", rows=9, max_tokens=3000) for n in range(4)]
-    for request in running:
-        process.submit(request, ends, picture_rows(9))
-    with pytest.raises(Unavailable, match="4 requests are in flight"):
-        process.submit(make_request("one too many", rows=9), ends, picture_rows(9)).result(PATIENCE_S)
+    tried = asked(process, ends, "endless", json_schema=endless, ignore_eos=False)
+    refused(ends.wait(tried), InvalidRequest, "json_schema is too complex")  # it would listen to nobody for minutes
+    running = [asked(process, ends, f"{n}", rows=9, max_tokens=3000) for n in range(4)]
+    refused(ends.wait(asked(process, ends, "one too many", rows=9)), Unavailable, "4 requests are in flight")
     assert process._rows.keys() == {request.number for request in running}
     assert process._answers.numbers_of("one too many") == []
     for request in running:
         process.cancel(request.number)
     assert [ends.wait(request)[-1].finish_reason for request in running] == ["cancelled"] * 4
     process.cancel(running[0].number)  # too late does no harm
-    last = make_request("last")
-    process.submit(last, ends)
-    assert ends.wait(last)[-1].finish_reason == "length"
+    assert ends.wait(asked(process, ends, "last"))[-1].finish_reason == "length"
     assert process.counts()["kv_blocks_total"] > 0
 
 
 def test_a_grammar_that_takes_long_to_try_holds_up_nobody(parts):
     process, ends = parts
     endless = {"allOf": [{"type": "integer", "multipleOf": n} for n in (2, 3, 5, 7, 11, 13, 17, 19, 29)]}
-    tried = make_request("endless", json_schema=endless, ignore_eos=False)
-    refused = process.submit(tried, ends)
-    given_up = make_request("given up", json_schema=endless, ignore_eos=False)
-    process.submit(given_up, ends)
+    tried = asked(process, ends, "endless", json_schema=endless, ignore_eos=False)
+    given_up = asked(process, ends, "given up", json_schema=endless, ignore_eos=False)
     process.cancel(given_up.number)
-    plain = make_request("plain")
-    process.submit(plain, ends).result(PATIENCE_S)
-    assert ends.wait(plain)[-1].finish_reason == "length" and not refused.done()
-    assert ends.wait(given_up)[-1].finish_reason == "cancelled" and not refused.done()
-    with pytest.raises(InvalidRequest, match="json_schema is too complex"):
-        refused.result(PATIENCE_S)
-
-
-def test_nobody_waits_until_a_request_is_taken_and_events_may_come_before(parts):
-    """As they do where a request ends at once: here the word that it was taken is held back."""
-    process, ends = parts
-    request = make_request("early")
-    settle, held_back = process._settle, []
-    process._settle = lambda *word: held_back.append(word)
-    try:
-        taken = process.submit(request, ends)
-        assert ends.wait(request)[-1].finish_reason == "length" and not taken.done()
-    finally:
-        process._settle = settle
-    settle(*held_back[0])
-    assert taken.result(0) is None
-    again = make_request("again")
-    process.submit(again, ends).result(PATIENCE_S)
-    assert ends.wait(again)[-1].finish_reason == "length"
+    assert ends.wait(asked(process, ends, "plain"))[-1].finish_reason == "length" and not ends.of(tried)
+    assert ends.wait(given_up)[-1].finish_reason == "cancelled" and not ends.of(tried)
+    refused(ends.wait(tried), InvalidRequest, "json_schema is too complex")
 
 
 def test_a_missing_checkpoint_is_told_by_name(tmp_path):
@@ -156,13 +141,13 @@ def test_a_missing_checkpoint_is_told_by_name(tmp_path):
 def test_a_death_is_noticed_and_nobody_waits_forever():
     ends, died = Ends(), threading.Event()
     process = EngineProcess(CHECKPOINT, CONFIG, died.set)
-    process.submit(make_request("under way", max_tokens=3000), ends).result(PATIENCE_S)
+    under_way = asked(process, ends, "under way", max_tokens=3000)
+    ends.wait(under_way, for_the_end=False)
     os.kill(process._process.pid, signal.SIGSTOP)
-    sent = process.submit(make_request("sent and not taken"), ends)
+    sent = asked(process, ends, "sent and not taken", rows=9)
     os.kill(process._process.pid, signal.SIGKILL)
     assert died.wait(PATIENCE_S)
-    with pytest.raises(Unavailable, match="gone"):
-        sent.result(PATIENCE_S)
-    with pytest.raises(Unavailable, match="gone"):
-        process.submit(make_request("late"), ends).result(PATIENCE_S)
+    for request in (under_way, sent, asked(process, ends, "late")):
+        refused(ends.wait(request), Unavailable, "gone")
+    assert not process._rows
     process.stop()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 import pytest
+from engine_fakes import ByteTokenizer
 from fakes.backend import InferenceRequest, Tensor, strings, wait_until
 
+from tessera.engine.process.messages import Progress
+from tessera.engine.rendering import Answers
 from tessera.errors import InvalidRequest
 from tessera.tritonserver.language_model import TritonPythonModel
 from tessera.tritonserver.responder import Outbox
@@ -21,11 +24,16 @@ class Engine:
 
     def submit(self, request, deliver, rows):
         assert rows is None
-        self.taken.append(Future())
-        return self.taken[-1]
+        self.taken.append(partial(refuse, request, deliver))
 
     def cancel(self, number):
         self.cancelled.append(number)
+
+
+def refuse(request, deliver, words):
+    answers = Answers(ByteTokenizer(), cancel=None)
+    answers.add(request, deliver)
+    answers.take(Progress.refused(request.number, InvalidRequest(words)))
 
 
 @pytest.fixture
@@ -53,7 +61,7 @@ def test_a_refusal_ends_the_request_when_it_comes(stage):
     request = question()
     stage.execute([request])
     assert not request.sender.final
-    stage._engine.taken[0].set_exception(InvalidRequest("the prompt is too long"))
+    stage._engine.taken[0]("the prompt is too long")
     wait_until(lambda: request.sender.final)
     (response,) = request.sender.responses
     assert "the prompt is too long" in response.error().message()
@@ -63,8 +71,6 @@ def test_a_request_whose_client_has_left_is_cancelled_and_no_other(stage):
     left, stayed = question(), question()
     left.sender.cancelled = True
     stage.execute([left, stayed])
-    for taken in stage._engine.taken:
-        taken.set_result(None)
     stage._outbox.close()  # when all that was asked is told
     assert len(stage._engine.cancelled) == 1
     assert not left.sender.final and not stayed.sender.final  # the engine's last event ends them
@@ -73,14 +79,7 @@ def test_a_request_whose_client_has_left_is_cancelled_and_no_other(stage):
 def test_a_client_that_has_left_is_not_asked_after_a_refusal(stage):
     """Which would crash the server, as the stand-in's sender knows."""
     request = question()
-    submit = stage._engine.submit
-
-    def refuse(*arguments):
-        taken = submit(*arguments)
-        taken.set_exception(InvalidRequest("no"))
-        return taken
-
-    stage._engine.submit = refuse
+    stage._engine.submit = lambda request, deliver, rows: refuse(request, deliver, "no")
     stage.execute([request])
     stage._outbox.close()
     assert request.sender.final and stage._engine.cancelled == []

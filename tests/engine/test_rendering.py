@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from engine_fakes import EOS, ByteTokenizer, make_engine, make_request, run, text_of
 
-from tessera.engine.progress import End, Progress
+from tessera.engine.process.messages import End, Progress
 from tessera.engine.rendering import HOLD_S, MOST_TOKENS, Answers
 from tessera.engine.sequence import Report
+from tessera.errors import InvalidRequest
 
 
 class Asked:
@@ -126,8 +127,21 @@ def test_requests_are_found_by_their_id_until_they_end(parts):
     first, second = parts.asked(), parts.asked()
     assert parts.answers.numbers_of("r") == [first.request.number, second.request.number]
     parts.take(first.end("cancelled"))
-    parts.answers.drop(second.request.number)
-    assert parts.answers.numbers_of("r") == []
+    number, refusal = second.request.number, InvalidRequest("no")
+    (event,) = parts.take(Progress.refused(number, refusal))
+    assert (event.finish_reason, event.refusal) == ("refused", refusal)
+    assert parts.answers.numbers_of("r") == parts.answers.numbers_of() == []
+    assert parts.take(Progress.refused(number, refusal)) == []  # once more does no harm
+
+
+def test_a_refused_answer_that_was_held_is_forgotten(parts):
+    """As where the engine's process dies."""
+    answer = parts.asked()
+    parts.take(answer.token())
+    assert parts.take(answer.token()) == []
+    assert [event.finish_reason for event in parts.take(Progress.refused(answer.request.number, InvalidRequest("")))]
+    parts.now += 1
+    assert parts.take(Progress()) == []
 
 
 def test_a_failing_listener_silences_nobody_else(parts, caplog):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tessera.engine.kv_cache.block_manager import BlockManager, image_cache_ids
-from tessera.engine.progress import End, EngineMetrics, Progress
+from tessera.engine.process.messages import End, EngineMetrics, Progress
 from tessera.engine.scheduling.policies import Rules
 from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from tessera.engine.sequence import Request, Sequence

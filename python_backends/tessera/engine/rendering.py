@@ -12,8 +12,9 @@ from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from tessera.engine.progress import End, Progress
+from tessera.engine.process.messages import End, Progress
 from tessera.engine.sequence import Report, Request, SamplingParameters, TokenEvent, Usage
+from tessera.errors import TesseraError
 
 if TYPE_CHECKING:
     from tessera.prompt.tokenizer import Tokenizer
@@ -51,8 +52,8 @@ class Answers:
 
     A streamed answer's first token goes at once; later ones when 8 are there, after ``hold_s``, or with the last. Any
     other answer is one event. ``cancel`` is called with number and reason where an answer is over before the engine
-    knows, because its text met a stop string. :meth:`add` and :meth:`drop` may be called from any thread, the rest from
-    one.
+    knows, because its text met a stop string. :meth:`add` and
+    :meth:`numbers_of` may be called from any thread, the rest from one.
     """
 
     def __init__(
@@ -73,16 +74,12 @@ class Answers:
         """Of this request progress may come; ``deliver`` gets its events and must be quick."""
         self._answers[request.number] = Answer(request, deliver, Detokenizer(self._tokenizer, request.sampling))
 
-    def drop(self, number: int) -> None:
-        """The engine did not take the request."""
-        self._answers.pop(number, None)
-
-    def numbers_of(self, name: str) -> list[int]:
-        """The requests under way that go by this id or name this lease."""
+    def numbers_of(self, name: str | None = None) -> list[int]:
+        """The requests under way that go by this id or name this lease; all, without one."""
         return [
             number
             for number, answer in list(self._answers.items())
-            if name in (answer.request.request_id, *answer.request.lease.split())
+            if name is None or name in (answer.request.request_id, *answer.request.lease.split())
         ]
 
     def take(self, progress: Progress) -> None:
@@ -101,6 +98,9 @@ class Answers:
                 else:
                     self._since.setdefault(number, now)
         for end in progress.ends:
+            if end.refusal is not None:
+                self._refuse(end.number, end.refusal)
+                continue
             answer = self._answers.pop(end.number)
             if answer.last is None:
                 self._advance(answer, end)
@@ -121,6 +121,13 @@ class Answers:
         """Until when something held is due; None if nothing is."""
         since = next(iter(self._since.values()), None)
         return None if since is None else max(0.0, since + self._hold_s - self._clock())
+
+    def _refuse(self, number: int, refusal: TesseraError) -> None:
+        """Of a malformed request nothing is read; where the engine is gone, its end may have come already."""
+        self._since.pop(number, None)
+        if (answer := self._answers.pop(number, None)) is not None:
+            unused = Usage(0, 0, 0), 0, 0, 0, time.monotonic_ns()
+            self._deliver(answer, TokenEvent(answer.request, "", [], None, "refused", *unused, refusal=refusal))
 
     def _advance(self, answer: Answer, end: End | None = None) -> None:
         number = answer.request.number

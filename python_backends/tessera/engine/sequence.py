@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from tessera.engine.structured_output.labels import LabelAnswer
-from tessera.errors import InvalidRequest
+from tessera.errors import InvalidRequest, TesseraError
 from tessera.prompt.sampling import SamplingParameters, rank
 
 if TYPE_CHECKING:
@@ -304,8 +304,9 @@ class Request:
 class TokenEvent:
     """News of one request: a delta of text and tokens, or its end, or both.
 
-    Exactly one event of a request has a ``finish_reason`` ("stop", "length", "cancelled", "deadline" or "error", the
-    last with ``error``, words for the client), and it is the last. ``logprobs``: one JSON-ready dict a token:
+    Exactly one event of a request has a ``finish_reason``, and it is the last: "stop", "length", "cancelled",
+    "deadline", "error" with ``error``, words for the client, or "refused" with ``refusal``, and nothing else, where the
+    engine did not take the request. ``logprobs``: one JSON-ready dict a token:
     token_id, text, logprob and top, a list of {token_id, text, logprob}. ``choices``: one JSON-ready dict a label, at
     the end of a request that scores labels. Times are on time.monotonic_ns's clock, 0 where it did not happen.
     """
@@ -322,3 +323,4 @@ class TokenEvent:
     emitted_ns: int
     error: str | None = None
     choices: list[dict[str, Any]] | None = None
+    refusal: TesseraError | None = None

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from tessera.engine.progress import ENDED
+from tessera.engine.process.messages import ENDED
 from tessera.engine.sequence import TokenEvent
 from tessera.settings.gpu import GpuMeter
 from tessera.tritonserver.metrics import Counter, Gauge, Histogram, Renewed

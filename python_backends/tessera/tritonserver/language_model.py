@@ -6,8 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -101,24 +100,17 @@ class TritonPythonModel:
         reply = Reply(request, responder, self._page)
         whole, rows = read_request(request, reply.stream, reply.deadline_ns)
         rows = None if rows is None else unpacked(rows, self._hidden)
-        taken = self._engine.submit(whole, partial(self._outbox.post, reply.channel), rows)
-        taken.add_done_callback(partial(self._tell_refusal, responder))
+        self._engine.submit(whole, partial(self._outbox.post, reply.channel), rows)
         if leases.is_over(whole.lease):  # asked after it can be cancelled: none falls between
             self._engine.cancel(whole.number)
-        self._later(partial(self._cancel_if_left, responder, whole.number))
-
-    def _tell_refusal(self, responder: Responder, taken: Future[None]) -> None:
-        if (refusal := taken.exception()) is not None:
-            self._later(partial(responder.send, error_response("language_model", refusal), final=True))
+        # On a sender's thread: what asks the server waits for it.
+        cancel_if_left = partial(self._cancel_if_left, responder, whole.number)
+        self._outbox.post(Channel(lambda calls: calls[0]()), cancel_if_left)
 
     def _cancel_if_left(self, responder: Responder, number: int) -> None:
         """For a client that left while an earlier stage ran, of which nobody else tells."""
         if responder.is_cancelled():
             self._engine.cancel(number)
-
-    def _later(self, call: Callable[[], Any]) -> None:
-        """On a sender's thread: what asks the server or tells it something waits for it."""
-        self._outbox.post(Channel(lambda calls: calls[0]()), call)
 
 
 def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[Request, torch.Tensor | None]:
@@ -165,6 +157,9 @@ class Reply:
         import triton_python_backend_utils as pb_utils
 
         last = events[-1]
+        if last.refusal is not None:
+            self.responder.send(error_response("language_model", last.refusal), final=True)
+            return
         if last.finish_reason is not None:
             self._page.observe(last)
         if last.finish_reason == "error":

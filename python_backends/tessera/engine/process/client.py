@@ -1,6 +1,6 @@
 """The engine in a process of its own, as the stage sees it, so that nobody else's work holds up its interpreter.
 
-The engine's process (`engine_main.py`) steps and nothing else. Requests are taken over, and text is made of their
+The engine's process (`main.py`) steps and nothing else. Requests are taken over, and text is made of their
 tokens, here; both speak over a socket. Rows of pictures on a GPU stay in one slab that is allocated here and opened
 there once (by CUDA's inter-process handle: opening and closing one for every request stops the GPU's queue each time).
 When either process dies, so does the other.
@@ -13,16 +13,14 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tessera.engine.kv_cache.embedding_pool import EmbeddingPool
-from tessera.engine.process import child
-from tessera.engine.process.messages import Cancel, Count, Counts, Ready, Rows, Start, Stop, Submit, Taken, Wire
-from tessera.engine.progress import Progress
+from tessera.engine.process import messages
+from tessera.engine.process.messages import Progress
 from tessera.engine.rendering import Answers
 from tessera.engine.sequence import Request, TokenEvent
 from tessera.errors import ConfigError, TesseraError, Unavailable
@@ -44,16 +42,15 @@ class EngineProcess:
 
     def __init__(self, folder: Path | str, config: EngineConfig, on_death: Callable[[], None]) -> None:
         """Starts the process and waits until it is ready; raises as Engine.from_checkpoint."""
-        self._process, connection = child.start("tessera.engine.process.main")
-        self._wire = Wire(connection)
+        self._process, connection = messages.start_process("tessera.engine.process.main")
+        self._wire = messages.Wire(connection)
         self._on_death = on_death
         self._stopping = False
         self._rows: dict[int, torch.Tensor] = {}  # the pool's, until the engine has ended their request
-        self._taken: dict[int, Future[None]] = {}
         try:
             self._pool = EmbeddingPool(torch.device(config.device), config.embedding_pool_bytes)
-            self._wire.send(Start(Path(folder), config, _shared(self._pool.slab)))
-            ready: Ready | TesseraError = self._wire.receive()
+            self._wire.send(messages.Start(Path(folder), config, _shared(self._pool.slab)))
+            ready: messages.Ready | TesseraError = self._wire.receive()
         except (EOFError, OSError):
             raise ConfigError("the engine's process ended before it was ready; the server's log says why") from None
         if isinstance(ready, TesseraError):
@@ -68,35 +65,29 @@ class EngineProcess:
         self._reader = threading.Thread(target=self._read, name="engine-process", daemon=True)
         self._reader.start()
 
-    def submit(
-        self, request: Request, deliver: Callable[[TokenEvent], None], rows: torch.Tensor | None = None
-    ) -> Future[None]:
+    def submit(self, request: Request, deliver: Callable[[TokenEvent], None], rows: torch.Tensor | None = None) -> None:
         """Queues a request without ``embeddings``; its ``rows`` may be reused when this returns.
 
-        ``deliver`` gets its events and must be quick. The future ends when the engine has taken the request, maybe
-        after some of them: with InvalidRequest where it is malformed or can never fit, with Unavailable where too many
-        are in flight or the engine is gone. What is to be done then runs on the thread that reads, and must be quick.
+        ``deliver`` gets its events and must be quick. The one with a refusal holds InvalidRequest where the request is
+        malformed or can never fit, Unavailable where too many are in flight or the engine is gone.
         """
-        number, taken = request.number, Future[None]()
-        if rows is not None:
-            self._rows[number] = self._pool.take(rows)
-        self._taken[number] = taken
+        self._answers.add(request, deliver)
+        message = None
         try:
-            self._answers.add(request, deliver)
-            self._wire.send(Submit(request, None if rows is None else self._row_message(self._rows[number])))
+            if rows is not None:
+                kept = self._rows[request.number] = self._pool.take(rows)
+                message = self._row_message(kept)
+            self._wire.send(messages.Submit(request, message))
         except OSError:
-            self._settle(number, _gone())
+            self._hear(Progress.refused(request.number, _gone()))
         except Exception:
             _LOG.exception("a request could not be handed to the engine's process")
-            self._settle(
-                number, Unavailable("the language model could not take the request; the server's log says why")
-            )
-        return taken
+            self._hear(Progress.refused(request.number, messages.not_taken()))
 
     def cancel(self, number: int, reason: str = "cancelled") -> None:
         """Ends a request early: its last event, with this reason, follows. Too late does no harm."""
         with contextlib.suppress(OSError):  # its death is noticed elsewhere
-            self._wire.send(Cancel(number, reason))
+            self._wire.send(messages.Cancel(number, reason))
 
     def cancel_all(self, name: str) -> None:
         """Ends the requests that go by this id or name this lease."""
@@ -106,7 +97,7 @@ class EngineProcess:
     def counts(self) -> dict[str, int]:
         """The engine's counters and gauges as of the call before, and those of the embedding pool."""
         with contextlib.suppress(OSError):
-            self._wire.send(Count())
+            self._wire.send(messages.Count())
         return self._counts | {
             "embedding_bytes": self._pool.places.used,
             "embedding_bytes_peak": self._pool.places.most_used,
@@ -118,16 +109,16 @@ class EngineProcess:
         """Ends all requests with reason "error" and waits for process and threads; no event comes afterwards."""
         self._stopping = True
         with contextlib.suppress(OSError):  # it may be gone already
-            self._wire.send(Stop())
+            self._wire.send(messages.Stop())
         self._reader.join()
         self._progress.put(None)
         self._writer.join()
         self._process.wait()
 
-    def _row_message(self, kept: torch.Tensor) -> Rows:
+    def _row_message(self, kept: torch.Tensor) -> messages.Rows:
         place = self._pool.place_of(kept)
         whole = b"" if place is not None else kept.contiguous().view(torch.uint8).numpy().tobytes()
-        return Rows(place, whole, kept.dtype, tuple(kept.shape))
+        return messages.Rows(place, whole, kept.dtype, tuple(kept.shape))
 
     def _read(self) -> None:
         try:
@@ -138,8 +129,8 @@ class EngineProcess:
         except Exception:  # whatever it was: nobody would hear of the engine any more, which is as bad as its death
             _LOG.exception("a message of the engine's process could not be understood")
             self._process.kill()
-        for number in list(self._taken):
-            self._settle(number, _gone())
+        for number in self._answers.numbers_of():
+            self._hear(Progress.refused(number, _gone()))
         if not self._stopping:
             _LOG.error("the engine's process died with exit code %s", self._process.wait())
             self._on_death()
@@ -162,29 +153,13 @@ class EngineProcess:
     def _hear(self, message: Any) -> None:
         if isinstance(message, Progress):
             for end in message.ends:
-                self._give_back(end.number)
+                if (rows := self._rows.pop(end.number, None)) is not None:
+                    self._pool.give_back(rows)
             self._progress.put(message)
-        elif isinstance(message, Taken):
-            self._settle(message.number, message.error)
-        elif isinstance(message, Counts):
+        elif isinstance(message, messages.Counts):
             self._counts = message.values
         else:
             raise TypeError(f"{type(message).__name__} is no message for the stage")
-
-    def _settle(self, number: int, refusal: TesseraError | None) -> None:
-        """A request was taken or refused; its progress, the last one too, may have come before."""
-        if (taken := self._taken.pop(number, None)) is None:
-            return
-        if refusal is None:
-            taken.set_result(None)
-            return
-        self._answers.drop(number)
-        self._give_back(number)
-        taken.set_exception(refusal)
-
-    def _give_back(self, number: int) -> None:
-        if (rows := self._rows.pop(number, None)) is not None:
-            self._pool.give_back(rows)
 
 
 def _gone() -> Unavailable:

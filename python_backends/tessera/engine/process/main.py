@@ -1,4 +1,4 @@
-"""The engine's own process: serves one stage (`engine_process.py`) until it says stop or is gone.
+"""The engine's own process: serves one stage (`client.py`) until it says stop or is gone.
 
 Steps an engine for as long as it runs, whatever a step does.
 """
@@ -18,10 +18,10 @@ import torch
 
 from tessera.engine.engine import Engine
 from tessera.engine.kv_cache.embedding_pool import rows_at
-from tessera.engine.process.messages import Cancel, Count, Counts, Ready, Rows, Start, Stop, Submit, Taken, Wire
-from tessera.engine.progress import Progress
+from tessera.engine.process import messages
+from tessera.engine.process.messages import Progress
 from tessera.engine.structured_output.compiling import GrammarLane
-from tessera.errors import TesseraError, Unavailable, end_process_if_lost
+from tessera.errors import TesseraError, end_process_if_lost
 
 _LOG = logging.getLogger(__name__)
 # So soon the thread that steps gets the interpreter back from the one that listens; Python's 5 ms are a step.
@@ -31,12 +31,12 @@ SWITCH_S = 0.0005
 class EngineServer:
     """Listens on a thread of its own and steps on the caller's."""
 
-    def __init__(self, wire: Wire, engine: Engine, slab: torch.Tensor | None) -> None:
+    def __init__(self, wire: messages.Wire, engine: Engine, slab: torch.Tensor | None) -> None:
         self._wire = wire
         self._engine = engine
         self._slab = slab
         self._loop = StepLoop(engine, self._tell)
-        self._grammars = GrammarLane(engine, self._take, self._answer, self._tell)
+        self._grammars = GrammarLane(engine, self._take, self._tell)
 
     def serve(self) -> None:
         threading.Thread(target=self._listen, name="listen", daemon=True).start()
@@ -45,7 +45,7 @@ class EngineServer:
 
     def _listen(self) -> None:
         try:
-            while not isinstance(message := self._wire.receive(), Stop):
+            while not isinstance(message := self._wire.receive(), messages.Stop):
                 self._hear(message)
         except (EOFError, OSError):
             os._exit(0)  # the stage is gone: nobody waits for anything, least of all for a step
@@ -56,45 +56,35 @@ class EngineServer:
         self._loop.stop()
 
     def _hear(self, message: Any) -> None:
-        if isinstance(message, Submit):
+        if isinstance(message, messages.Submit):
             if self._engine.has_grammar(message.request.sampling):
                 self._take(message)
-            else:
-                self._wait_for_grammar(message)
-        elif isinstance(message, Cancel):
+                return
+            try:
+                self._grammars.put(message)
+            except TesseraError as error:
+                self._tell(Progress.refused(message.request.number, error))
+        elif isinstance(message, messages.Cancel):
             if not self._grammars.cancel(message.number, message.reason):
                 self._engine.cancel(message.number, message.reason)
                 self._loop.wake()
-        elif isinstance(message, Count):
-            self._wire.send(Counts(self._engine.metrics.snapshot()))
+        elif isinstance(message, messages.Count):
+            self._wire.send(messages.Counts(self._engine.metrics.snapshot()))
         else:
             _LOG.error("%s is no message for the engine", type(message).__name__)
 
-    def _wait_for_grammar(self, message: Submit) -> None:
-        try:
-            self._grammars.put(message)
-        except TesseraError as error:
-            self._answer(message.request.number, error)
-
-    def _take(self, message: Submit) -> None:
-        self._answer(message.request.number, self._submit(message))
-        self._loop.wake()
-
-    def _answer(self, number: int, refusal: TesseraError | None) -> None:
-        self._wire.send(Taken(number, refusal))
-
-    def _submit(self, message: Submit) -> TesseraError | None:
+    def _take(self, message: messages.Submit) -> None:
         try:
             rows = None if message.rows is None else self._opened(message.rows)
             self._engine.submit(replace(message.request, embeddings=rows))
+            self._loop.wake()
         except TesseraError as error:
-            return error
+            self._tell(Progress.refused(message.request.number, error))
         except Exception:
             _LOG.exception("a request could not be taken")
-            return Unavailable("the language model could not take the request; the server's log says why")
-        return None
+            self._tell(Progress.refused(message.request.number, messages.not_taken()))
 
-    def _opened(self, rows: Rows) -> torch.Tensor:
+    def _opened(self, rows: messages.Rows) -> torch.Tensor:
         if rows.place is not None:
             assert self._slab is not None
             return rows_at(self._slab, rows.place, rows.shape, rows.dtype)
@@ -109,16 +99,16 @@ class EngineServer:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="language_model: %(message)s")
     sys.setswitchinterval(SWITCH_S)
-    wire = Wire(Connection(int(sys.argv[1])))
+    wire = messages.Wire(Connection(int(sys.argv[1])))
     try:
-        start: Start = wire.receive()
+        start: messages.Start = wire.receive()
         try:
             engine = Engine.from_checkpoint(start.folder, start.config)
         except TesseraError as error:
             wire.send(error)
             return
         slab = None if start.slab is None else start.slab[0](*start.slab[1])
-        wire.send(Ready(engine.metrics.snapshot(), engine.weights, engine.weight_bytes))
+        wire.send(messages.Ready(engine.metrics.snapshot(), engine.weights, engine.weight_bytes))
         EngineServer(wire, engine, slab).serve()
     except (EOFError, OSError):
         pass  # the stage is gone

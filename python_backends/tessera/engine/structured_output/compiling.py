@@ -22,9 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from tessera.engine.engine import Engine
-from tessera.engine.process import child
-from tessera.engine.process.messages import Submit
-from tessera.engine.progress import End, Progress
+from tessera.engine.process.messages import End, Progress, Submit, start_process
 from tessera.errors import InvalidRequest, TesseraError, Unavailable
 from tessera.prompt import grammar
 from tessera.prompt.sampling import SHAPES, SamplingParameters
@@ -36,19 +34,13 @@ MOST_GRAMMARS = 32
 class GrammarLane:
     """One thread that tries and compiles one grammar after the other, then submits those that wait for it.
 
-    ``submit`` gives a request to the engine and its sender the answer; ``refuse`` tells the sender that it was not
-    taken; ``tell`` sends progress: the ends of those that were cancelled, or too late, before their turn.
+    ``submit`` gives a request to the engine; ``tell`` sends progress: the ends of those that are refused, or were
+    cancelled, or too late, before their turn.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        submit: Callable[[Submit], None],
-        refuse: Callable[[int, TesseraError | None], None],
-        tell: Callable[[Progress], None],
-    ) -> None:
+    def __init__(self, engine: Engine, submit: Callable[[Submit], None], tell: Callable[[Progress], None]) -> None:
         self._engine = engine
-        self._submit, self._refuse, self._tell = submit, refuse, tell
+        self._submit, self._tell = submit, tell
         self._trial = GrammarTrial()
         self._changed = threading.Condition()
         self._waiting: dict[Any, dict[int, Submit]] = {}  # by grammar, the first that came first
@@ -73,7 +65,7 @@ class GrammarLane:
         with self._changed:
             found = any(each.pop(number, None) for each in self._waiting.values())
         if found:
-            self._end(number, reason)
+            self._tell(Progress(ends=[End(number, reason)]))
         return found
 
     def _run(self) -> None:
@@ -114,14 +106,10 @@ class GrammarLane:
             if not late and refusal is None:
                 self._submit(message)
         if late:
-            self._end(number, "deadline")
+            self._tell(Progress(ends=[End(number, "deadline")]))
         elif refusal is not None:
-            self._refuse(number, refusal)
+            self._tell(Progress.refused(number, refusal))
         return True
-
-    def _end(self, number: int, reason: str) -> None:
-        self._refuse(number, None)
-        self._tell(Progress(ends=[End(number, reason)]))
 
 
 CPU_SECONDS = 1.0
@@ -152,7 +140,7 @@ class GrammarTrial:
     def _try(self, *forms: Any) -> InvalidRequest | int:
         parameters = SamplingParameters(**dict(zip(_FORMS, forms)))
         if self._process is None or self._process.poll() is not None:
-            self._process, self._connection = child.start("tessera.engine.structured_output.compiling")
+            self._process, self._connection = start_process("tessera.engine.structured_output.compiling")
             self._connection.recv()  # ready
         assert self._connection is not None
         try:
