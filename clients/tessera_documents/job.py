@@ -6,16 +6,15 @@ import asyncio
 import contextvars
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
-from mineru_vl_utils.vlm_client.utils import gather_tasks
 from PIL import Image
 
 from tessera_documents.edges import clear_of_letters
@@ -23,6 +22,7 @@ from tessera_documents.results import ErrorRows, OutputFolder, PageFiles
 from tessera_documents.sources import BadDocument, Document, PageRanges, Source, digest, find, open_document
 from tessera_documents.vlm_client import TesseraVlmClient, known_page, mineru_client
 from tessera_jobs.asker import Asker, OneModel, OtherModel, described
+from tessera_jobs.window import for_each
 from tessera_wire.errors import ConnectionFailed, InvalidRequest, TesseraClientError, Unavailable
 
 REQUESTS_PER_PAGE = 4  # that are under way, over a page's life: its layout alone, then a dozen crops at once
@@ -130,9 +130,7 @@ class Job:
                 self._hold_against([(source, pages) for source, pages in counted if pages])
                 await self._check_reads_documents()
                 self._started = time.monotonic()
-                workers, turn = max(1, self._concurrency // REQUESTS_PER_PAGE), asyncio.Lock()
-                async with aclosing(self._pages(openable)) as pages:
-                    await gather_tasks([self._work(pages, turn) for _ in range(workers)])
+                await for_each(self._pages(openable), self._work, max(1, self._concurrency // REQUESTS_PER_PAGE))
         finally:
             logger.remove(handler)
         self.tally.seconds = time.monotonic() - self._started
@@ -216,31 +214,26 @@ class Job:
             finally:
                 await self._in_order(document.close)
 
-    async def _work(self, pages: AsyncIterator[tuple[_Open, int, Image.Image]], turn: asyncio.Lock) -> None:
-        while True:
-            async with turn:
-                try:
-                    under_way, page, image = await anext(pages)
-                except StopAsyncIteration:
-                    return
-            warnings: list[str] = []
-            try:
-                with logger.contextualize(warnings=warnings):
-                    layout = await self._reader.aio_layout_detect(image, self._priority, self._slots)
-                    await asyncio.to_thread(clear_of_letters, image, layout)
-                    blocks = await self._reader.aio_extract_with_layout(image, layout, self._priority, self._slots)
-            except (ConnectionFailed, Unavailable, OtherModel):
-                raise
-            except Exception as error:  # the server's refusal, or a fault of MinerU's on odd answers
-                await self._end(under_way, page, str(error) or type(error).__name__)
-                continue
-            self._output.check()
-            await asyncio.to_thread(under_way.files.write, page, image, blocks, warnings)
-            self.tally.made += 1
-            if warnings:
-                self.tally.warned += 1
-                self.tally.first_warning = self.tally.first_warning or _line(under_way.source, page, warnings[0])
-            await self._end(under_way, page)
+    async def _work(self, rendered: tuple[_Open, int, Image.Image]) -> None:
+        under_way, page, image = rendered
+        warnings: list[str] = []
+        try:
+            with logger.contextualize(warnings=warnings):
+                layout = await self._reader.aio_layout_detect(image, self._priority, self._slots)
+                await asyncio.to_thread(clear_of_letters, image, layout)
+                blocks = await self._reader.aio_extract_with_layout(image, layout, self._priority, self._slots)
+        except (ConnectionFailed, Unavailable, OtherModel):
+            raise
+        except Exception as error:  # the server's refusal, or a fault of MinerU's on odd answers
+            await self._end(under_way, page, str(error) or type(error).__name__)
+            return
+        self._output.check()
+        await asyncio.to_thread(under_way.files.write, page, image, blocks, warnings)
+        self.tally.made += 1
+        if warnings:
+            self.tally.warned += 1
+            self.tally.first_warning = self.tally.first_warning or _line(under_way.source, page, warnings[0])
+        await self._end(under_way, page)
 
     async def _end(self, under_way: _Open, page: int, error: str = "") -> None:
         if error:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from tessera_jobs.asker import Asker, Away, Call, OneModel, described
 from tessera_jobs.journal import Journal, rewrite
 from tessera_jobs.rows import Row, Source
 from tessera_jobs.survey import Survey, changed_rows, contents
+from tessera_jobs.window import for_each
 from tessera_wire.errors import ConnectionFailed, InvalidRequest, TesseraClientError, Unavailable
 
 AHEAD = 64  # rows that are read at a time
@@ -206,19 +206,18 @@ class Job:
             self._survey.match(self._lines)
 
     async def _ask_all(self) -> None:
-        self._rows, self._ahead, self._turn = self._missing(), deque[Row](), asyncio.Lock()
         self._under_way: dict[str, asyncio.Future[None]] = {}
         self._reported = self._synced = self._started = time.monotonic()
         self._progress(self.tally.kept, self.tally.rows, "")
         with ThreadPoolExecutor(FILES, "tessera-pictures") as self._files:
-            workers = [asyncio.ensure_future(self._work()) for _ in range(self.settings.concurrency)]
-            try:
-                await asyncio.gather(*workers)
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
+            await for_each(self._read_ahead(), self._work, self.settings.concurrency)
         self.tally.seconds = time.monotonic() - self._started
+
+    async def _read_ahead(self) -> AsyncGenerator[Row, None]:
+        loop, rows = asyncio.get_running_loop(), self._missing()
+        while some := await loop.run_in_executor(self._files, list, islice(rows, AHEAD)):
+            for row in some:
+                yield row
 
     def _missing(self) -> Iterator[Row]:
         """The rows without a result."""
@@ -235,23 +234,15 @@ class Job:
         if found != wanted.sum():
             raise InvalidRequest(f"{self.source.path} changed while it was read", "run the same command again")
 
-    async def _work(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            async with self._turn:
-                if not self._ahead:
-                    self._ahead.extend(await loop.run_in_executor(self._files, list, islice(self._rows, AHEAD)))
-                if not self._ahead:
-                    return
-                row = self._ahead.popleft()
-            try:
-                await self._answer(row)
-            except _Failed as failed:
-                reason = f"{type(failed.error).__name__}: {' '.join(str(failed.error).split())}"
-                self._write(row, {"answer": None, "error": reason[:LONGEST_ERROR]}, failed.content)
-            if time.monotonic() > self._synced + SYNC_S:
-                self._synced = time.monotonic()
-                await loop.run_in_executor(self._files, self._lines.sync)
+    async def _work(self, row: Row) -> None:
+        try:
+            await self._answer(row)
+        except _Failed as failed:
+            reason = f"{type(failed.error).__name__}: {' '.join(str(failed.error).split())}"
+            self._write(row, {"answer": None, "error": reason[:LONGEST_ERROR]}, failed.content)
+        if time.monotonic() > self._synced + SYNC_S:
+            self._synced = time.monotonic()
+            await asyncio.get_running_loop().run_in_executor(self._files, self._lines.sync)
 
     async def _answer(self, row: Row) -> None:
         """Writes the row's result. Raises the error that is to be written instead."""

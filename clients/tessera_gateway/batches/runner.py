@@ -7,8 +7,9 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from sqlite3 import Error as StorageError
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -26,6 +27,7 @@ from tessera_gateway.protocol import ChatRequest, parse, parse_object
 from tessera_gateway.settings import Settings
 from tessera_gateway.tools import names
 from tessera_jobs.asker import Asker, Away
+from tessera_jobs.window import end, for_each
 
 T = TypeVar("T")
 
@@ -69,7 +71,7 @@ class Runner:
             try:
                 yield
             finally:
-                await _end([task])
+                await end([task])
 
     async def _run(self, lock: FolderLock) -> None:
         try:
@@ -82,7 +84,7 @@ class Runner:
                     traceback.print_exc(file=sys.stderr)
                     await asyncio.sleep(AGAIN_S)
         finally:
-            await _end([task for _, task in self._tasks.values()])
+            await end([task for _, task in self._tasks.values()])
 
     async def _look(self) -> None:
         """Begins what is new, and turns round what was cancelled or has expired. Raises what a batch met."""
@@ -93,7 +95,7 @@ class Runner:
         for batch in await self._call(self._jobs.live):
             key, ending = batch["key"], _ending(batch["status"], batch["expires_at"])
             if key in self._tasks and self._tasks[key][0] != ending:
-                await _end([self._tasks.pop(key)[1]])
+                await end([self._tasks.pop(key)[1]])
             if key not in self._tasks:
                 work = self._ask_all(key) if ending == "completed" else self._give_up(key, ending)
                 self._tasks[key] = ending, asyncio.ensure_future(work)
@@ -104,32 +106,16 @@ class Runner:
     async def _ask_all(self, key: int) -> None:
         while await self._call(self._jobs.check, key):
             pass
-        asking, after = set[asyncio.Task[None]](), 0
-        try:
-            while request := await self._next(key, after):
-                after = request.number
-                task = asyncio.ensure_future(self._write_answer(key, request))
-                task.add_done_callback(lambda _: self._slots.release())
-                asking.add(task)
-                for over in [each for each in asking if each.done()]:
-                    asking.remove(over)
-                    over.result()
-            await asyncio.gather(*asking)
-        finally:
-            await _end(asking)
+        most = self._settings.batch_concurrency
+        await for_each(self._requests(key), partial(self._write_answer, key), most, self._slots)
         if await self._call(self._jobs.finalize, key):
             await self._finish(key, "completed")
 
-    async def _next(self, key: int, after: int) -> Request | None:
-        """The next request, and with it a slot; its line is read when it has one."""
-        await self._slots.acquire()
-        request = None
-        try:
-            request = await self._call(self._jobs.next, key, after)
-        finally:
-            if request is None:
-                self._slots.release()
-        return request
+    async def _requests(self, key: int) -> AsyncGenerator[Request, None]:
+        after = 0
+        while request := await self._call(self._jobs.next, key, after):
+            yield request
+            after = request.number
 
     async def _give_up(self, key: int, ending: Ending) -> None:
         while await self._call(self._jobs.check, key):
@@ -189,22 +175,21 @@ class Runner:
 
     async def _call(self, work: Callable[..., T], *arguments: object) -> T:
         """As the database does it, once the disk has room for it."""
-        try:
-            return await self._database.call(work, *arguments)
-        except StorageError as error:
-            if not is_full(error):
-                raise
-        self._waits(1)
+        waits = False
         try:
             while True:
-                await asyncio.sleep(AGAIN_S)
                 try:
                     return await self._database.call(work, *arguments)
                 except StorageError as error:
                     if not is_full(error):
                         raise
+                if not waits:
+                    self._waits(1)
+                waits = True
+                await asyncio.sleep(AGAIN_S)
         finally:
-            self._waits(-1)
+            if waits:
+                self._waits(-1)
 
     def _waits(self, change: int) -> None:
         self._waiting += change
@@ -223,10 +208,3 @@ def _ending(status: str, expires_at: int) -> Ending:
     if status == "cancelling":
         return "cancelled"
     return "expired" if status != "finalizing" and expires_at <= time.time() else "completed"
-
-
-async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Cancels them, and returns when they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
