@@ -99,7 +99,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         read_keys(options.keys)
     if options.batch_folder is not None:
         Database(options.batch_folder).close()  # made before several workers would do so at once
-        with FolderLock(options.batch_folder) as lock:
+        with contextlib.closing(FolderLock(options.batch_folder)) as lock:
             lock.take()
     given = vars(options) | {
         "model_names": options.model_name,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -155,7 +154,7 @@ class Database:
 
 
 class FolderLock:
-    """The lock of ``folder``, not taken yet; it ends with the context and with the process.
+    """The lock of ``folder``, not taken yet; it ends when it is closed, and with the process.
 
     Raises OSError, which says what to do, where there can be none.
     """
@@ -183,10 +182,5 @@ class FolderLock:
             ) from error
         return True
 
-    def __enter__(self) -> FolderLock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         os.close(self._file)

@@ -15,9 +15,12 @@ SLICE_BYTES = 1 << 20  # that are read or written at a time; more only where one
 SLICE_LINES = 256
 STALE_S = 3600  # after which an upload that has not gone on never will: its gateway was killed
 UPLOADED, RESULTS = "batch", "batch_output"
-NEW = "INSERT INTO files (id, filename, purpose, state, created_at, touched_at) VALUES (?, ?, ?, 'arriving', ?, ?)"
-LIVE = "('validating', 'in_progress', 'finalizing', 'cancelling')"
-"""What a batch that is not over may be."""
+NEW = (
+    "INSERT INTO files (id, filename, purpose, state, created_at, touched_at) VALUES (?, ?, ?, 'arriving', ?, ?) "
+    "RETURNING key"
+)
+LIVE = ("validating", "in_progress", "finalizing", "cancelling")
+"""What a batch that is not over may be; as Python writes it, it is SQL too."""
 
 
 class Files:
@@ -27,10 +30,7 @@ class Files:
     def begin(self, filename: str, purpose: str) -> int:
         """The key of a new file, which nobody sees before :meth:`finish`."""
         now, name = int(time.time()), f"file-{uuid.uuid4().hex}"
-        self._database.change(NEW, name, filename, purpose, now, now)
-        found = self._database.one("SELECT key FROM files WHERE id = ?", name)
-        assert found is not None
-        return int(found["key"])
+        return int(self._database.all(NEW, name, filename, purpose, now, now)[0]["key"])
 
     def append(self, key: int, lines: Collection[tuple[int, bytes]]) -> None:
         """Adds numbered lines of an upload. Raises sqlite3.IntegrityError for a number that is there,
@@ -52,10 +52,7 @@ class Files:
 
     def finish(self, key: int) -> dict[str, Any]:
         """The file, which is whole now."""
-        self._database.change("UPDATE files SET state = 'whole' WHERE key = ?", key)
-        row = self._database.one("SELECT * FROM files WHERE key = ?", key)
-        assert row is not None
-        return described(row)
+        return described(self._database.all("UPDATE files SET state = 'whole' WHERE key = ? RETURNING *", key)[0])
 
     def drop(self, key: int) -> None:
         """It is gone for everybody at once, and its lines after :meth:`sweep`."""

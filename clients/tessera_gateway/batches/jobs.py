@@ -109,11 +109,7 @@ class Jobs:
 
     def cancel(self, name: str) -> dict[str, Any]:
         """The batch, which the runner then ends. Raises ApiError for one that is over."""
-        change = (
-            "UPDATE batches SET status = 'cancelling', cancelling_at = ? "
-            "WHERE id = ? AND status IN ('validating', 'in_progress')"
-        )
-        self._database.change(change, int(time.time()), name)
+        self._become("cancelling", self.find(name)["key"], "validating", "in_progress")
         batch = self.described(name)
         if batch["status"] not in ("cancelling", "cancelled"):
             raise ApiError(409, f"the batch is {batch['status']}: it cannot be cancelled", "batch_id", "batch_over")
@@ -129,8 +125,7 @@ class Jobs:
         """Gives the next lines a row in ``requests``, a slice of them, and one that is no request its result; whether
         there may be more. After the last line the batch is in progress."""
         with self._database.transaction():
-            batch = self._database.one("SELECT * FROM batches WHERE key = ?", key)
-            assert batch is not None
+            batch = self._batch(key)
             lines = self._files.lines(batch["input"], batch["checked"])
             for number, line in lines:
                 if line.strip():
@@ -138,16 +133,12 @@ class Jobs:
             if lines:
                 self._database.change("UPDATE batches SET checked = ? WHERE key = ?", lines[-1][0], key)
                 return True
-            now, empty = int(time.time()), not self._database.one("SELECT 1 FROM requests WHERE batch = ?", key)
-            if batch["status"] == "validating" and empty:
+            if batch["status"] == "validating" and not batch["total"]:
                 reason = {"code": "empty_file", "message": "the file has no line", "line": None, "param": None}
-                change = "UPDATE batches SET status = 'failed', failed_at = ?, failure = ? WHERE key = ?"
-                self._database.change(change, now, json.dumps(reason), key)
+                self._database.change("UPDATE batches SET failure = ? WHERE key = ?", json.dumps(reason), key)
+                self._become("failed", key, "validating")
                 self._finish_files(batch)
-            change = (
-                "UPDATE batches SET status = 'in_progress', in_progress_at = ? WHERE key = ? AND status = 'validating'"
-            )
-            self._database.change(change, now, key)
+            self._become("in_progress", key, "validating")
             return False
 
     def _check(self, batch: Row, number: int, line: bytes) -> None:
@@ -159,8 +150,7 @@ class Jobs:
         add = "INSERT OR IGNORE INTO requests VALUES (?, ?, ?, ?)"
         if not self._database.change(add, batch["key"], number, custom_id, 0):
             query = "SELECT number FROM requests WHERE batch = ? AND custom_id = ?"
-            first = self._database.one(query, batch["key"], custom_id)
-            assert first is not None
+            first = self._database.all(query, batch["key"], custom_id)[0]
             fault = f"custom_id {custom_id!r:.80} stands on line {first['number']} already"
             # What has that id is the result of the first line alone.
             custom_id = None
@@ -183,8 +173,7 @@ class Jobs:
     def write(self, key: int, number: int, good: bool, line: bytes) -> None:
         """The result of a line, which has none afterwards if it had one before."""
         with self._database.transaction():
-            batch = self._database.one("SELECT * FROM batches WHERE key = ?", key)
-            assert batch is not None
+            batch = self._batch(key)
             self._write(batch, number, good, line)
 
     def _write(self, batch: Row, number: int, good: bool, line: bytes) -> None:
@@ -197,8 +186,7 @@ class Jobs:
     def give_up(self, key: int, code: str, message: str) -> bool:
         """Gives requests without a result an error, a slice of them; whether there may be more."""
         with self._database.transaction():
-            batch = self._database.one("SELECT * FROM batches WHERE key = ?", key)
-            assert batch is not None
+            batch = self._batch(key)
             query = "SELECT number, custom_id FROM requests WHERE batch = ? AND NOT over ORDER BY number LIMIT ?"
             left = self._database.all(query, key, SLICE_LINES)
             for row in left:
@@ -208,11 +196,7 @@ class Jobs:
 
     def finalize(self, key: int) -> bool:
         """Whether a batch in progress is on its way to its end now: not one that is cancelled meanwhile."""
-        change = (
-            "UPDATE batches SET status = 'finalizing', finalizing_at = ifnull(finalizing_at, ?) "
-            "WHERE key = ? AND status IN ('in_progress', 'finalizing')"
-        )
-        return bool(self._database.change(change, int(time.time()), key))
+        return self._become("finalizing", key, "in_progress", "finalizing")
 
     def end(self, key: int, ending: Ending) -> bool:
         """Ends a batch whose lines all have a result, a slice of its work at a time; whether more is to do."""
@@ -221,12 +205,18 @@ class Jobs:
             forget = f"DELETE FROM requests WHERE batch = ? AND number IN ({some})"
             if self._database.change(forget, key, key, 64 * SLICE_LINES):
                 return True
-            batch = self._database.one("SELECT * FROM batches WHERE key = ?", key)
-            assert batch is not None
-            self._finish_files(batch)
-            change = f"UPDATE batches SET status = ?, {ending}_at = ? WHERE key = ? AND status IN {LIVE}"
-            self._database.change(change, ending, int(time.time()), key)
+            self._finish_files(self._batch(key))
+            self._become(ending, key, *LIVE)
             return False
+
+    def _batch(self, key: int) -> Row:
+        return self._database.all("SELECT * FROM batches WHERE key = ?", key)[0]
+
+    def _become(self, status: str, key: int, *before: str) -> bool:
+        """Gives a batch that is in one of the states ``before`` another, from now on; whether it was."""
+        at, places = f"{status}_at", ", ".join("?" * len(before))
+        change = f"UPDATE batches SET status = ?, {at} = ifnull({at}, ?) WHERE key = ? AND status IN ({places})"
+        return bool(self._database.change(change, status, int(time.time()), key, *before))
 
     def _finish_files(self, batch: Row) -> None:
         """Results are files from now on; without any, there is no file."""

@@ -39,7 +39,7 @@ class Room:
 
     def explained(self, batch: dict[str, Any]) -> dict[str, Any]:
         """With why it waits, where OpenAI's object says why one failed."""
-        if not batch["errors"] and f"'{batch['status']}'" in LIVE and self._counters.total(WAITING):
+        if not batch["errors"] and batch["status"] in LIVE and self._counters.total(WAITING):
             why = {"code": "storage_full", "message": self.trouble, "line": None, "param": None}
             return {**batch, "errors": {"object": "list", "data": [why]}}
         return batch

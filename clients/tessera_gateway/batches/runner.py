@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from sqlite3 import Error as StorageError
 from typing import Any, TypeVar
@@ -66,7 +66,7 @@ class Runner:
         """It runs until this is left. Raises OSError where the folder can have no lock."""
         self._asker = Asker(self._client, patience=math.inf, busy=BUSY_S)
         self._slots = asyncio.Semaphore(self._settings.batch_concurrency)  # whose waiting batches take turns
-        with FolderLock(self._database.folder) as lock:
+        with closing(FolderLock(self._database.folder)) as lock:
             task = asyncio.ensure_future(self._run(lock))
             try:
                 yield
