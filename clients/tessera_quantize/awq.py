@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tessera_quantize.rtn import Grid, fit_grid
+from tessera_quantize.rounding import Grid, fit_grid
 from tessera_quantize.statistics import InputStatistics, output_error
 
 STEPS = 20  # of either search, as in the paper's code

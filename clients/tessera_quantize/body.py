@@ -25,7 +25,7 @@ from tessera.linear.scheme import Linear
 from tessera.linear.unquantized import Unquantized
 from tessera.models.registry import model_class
 from tessera.models.text.qwen2 import LayerNames
-from tessera_quantize.fp8 import rounded_rows
+from tessera_quantize.rounding import rounded_rows
 from tessera_quantize.statistics import InputStatistics
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import SafetensorsFolder, split_names
-from tessera_quantize import fp8
 from tessera_quantize.compressed import quantization_config, stored_tensors
 from tessera_quantize.layer import Recipe
+from tessera_quantize.rounding import to_fp8
 
 # The tower's linear layers, by our names; patch embedding, norms and projector stay as they are.
 _VISION = re.compile(r"layers\.\d+\.(?:attention\.(?:[qkv]_proj|qkv|output)|mlp\.linear[12])\.weight")
@@ -38,7 +38,7 @@ def write(config: CheckpointConfig, layers: Sequence[Path], recipe: Recipe, visi
         if _VISION.fullmatch(ours):
             vision.append(name.removesuffix(".weight"))
             weight = rest.pop(name)
-            made = stored_tensors(fp8.quantize(weight.float(), weight.dtype), symmetric=True)
+            made = stored_tensors(to_fp8(weight.float(), weight.dtype), symmetric=True)
             rest |= {f"{vision[-1]}.{leaf}": tensor for leaf, tensor in made.items()}
     ignore = [name.removesuffix(".weight") for name, tensor in rest.items() if _is_linear(name, tensor)]
     ignore = [name for name in ignore if name not in vision]

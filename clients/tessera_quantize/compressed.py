@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from tessera_quantize.fp8 import Fp8Weight
-from tessera_quantize.rtn import Int4Weight
+from tessera.linear.formats.compressed import Packed
+from tessera.linear.formats.int4 import dequantize
+from tessera_quantize.rounding import Fp8Weight, Int4Weight
 
 _SHIFTS = torch.arange(0, 32, 4, dtype=torch.int64)
 VERSION = "0.19.0"
@@ -22,12 +23,6 @@ def pack(nibbles: torch.Tensor) -> torch.Tensor:
     padded = torch.nn.functional.pad(nibbles.to(torch.int64), (0, -nibbles.shape[1] % 8))
     words = (padded.unflatten(1, (-1, 8)) << _SHIFTS.to(nibbles.device)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-def unpack(words: torch.Tensor, columns: int) -> torch.Tensor:
-    """The inverse of :func:`pack`: uint8 [rows, columns]."""
-    nibbles = (words.to(torch.int64)[..., None] >> _SHIFTS.to(words.device)) & 15
-    return nibbles.flatten(1)[:, :columns].to(torch.uint8)
 
 
 def stored_tensors(weight: Int4Weight | Fp8Weight, symmetric: bool) -> dict[str, torch.Tensor]:
@@ -48,14 +43,13 @@ def stored_tensors(weight: Int4Weight | Fp8Weight, symmetric: bool) -> dict[str,
 
 def dequantized(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The weight, float32 [out, in], of what :func:`stored_tensors` made."""
-    scales = tensors["weight_scale"]
+    scales = tensors["weight_scale"].float()
     if "weight" in tensors:
-        return Fp8Weight(tensors["weight"], scales).dequantized()
+        return tensors["weight"].float() * scales
     rows, columns = tensors["weight_shape"].tolist()
-    zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
-    if "weight_zero_point" in tensors:
-        zeros = unpack(tensors["weight_zero_point"].T, rows).T
-    return Int4Weight(unpack(tensors["weight_packed"], columns), scales, zeros).dequantized()
+    reader = Packed(columns // scales.shape[1], "weight_zero_point" not in tensors, by_group=False)
+    read = reader.decode(tensors, rows, columns)
+    return dequantize(read["codes"], read["scales"], read["zeros"])
 
 
 _FP8_WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from tessera_quantize.rtn import LARGEST, Grid, Int4Weight
+from tessera_quantize.rounding import LARGEST_CODE, Grid, Int4Weight
 from tessera_quantize.statistics import InputStatistics
 
 BLOCK = 128
@@ -32,7 +32,7 @@ def quantize(
         for column in range(start, stop):
             scale, zero = grid.scales[:, group_of[column]], grid.zeros[:, group_of[column]]
             value = remaining[:, column]
-            code = (value / scale + zero).round().clamp_(0, LARGEST)
+            code = (value / scale + zero).round().clamp_(0, LARGEST_CODE)
             error = (value - (code - zero) * scale) / inverse[column, column]
             codes[:, column] = code
             remaining[:, column:stop] -= error[:, None] * inverse[column, column:stop]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tessera.errors import CheckpointError
-from tessera_quantize import awq, fp8, gptq, rtn
+from tessera_quantize import awq, gptq, rounding
 from tessera_quantize.body import INPUTS, Body, layer_modules
 from tessera_quantize.compressed import dequantized, stored_tensors
 from tessera_quantize.samples import Sample
@@ -68,17 +68,17 @@ class LayerQuantizer:
     def _load(self) -> None:
         self._body.load(self._stored | {f"{name}.weight": weight for name, weight in self._weights.items()})
 
-    def _quantized(self, module: str, inputs: InputStatistics) -> rtn.Int4Weight | fp8.Fp8Weight:
+    def _quantized(self, module: str, inputs: InputStatistics) -> rounding.Int4Weight | rounding.Fp8Weight:
         weight, recipe = self._weights[module], self._recipe
         dtype = self._stored[f"{module}.weight"].dtype
         if recipe.method == "fp8":
-            return fp8.quantize(weight, dtype)
+            return rounding.to_fp8(weight, dtype)
         form = (recipe.group_size, recipe.symmetric, dtype)
         if recipe.method == "awq" and module not in self._modules.unclipped:
-            return rtn.round_to(awq.clipped_grid(weight, inputs, *form), weight, recipe.group_size, dtype)
+            return rounding.round_to(awq.clipped_grid(weight, inputs, *form), weight, recipe.group_size, dtype)
         if recipe.method == "gptq":
-            return gptq.quantize(weight, inputs, rtn.fit_grid(weight, *form), recipe.group_size, dtype)
-        return rtn.quantize(weight, *form)
+            return gptq.quantize(weight, inputs, rounding.fit_grid(weight, *form), recipe.group_size, dtype)
+        return rounding.to_int4(weight, *form)
 
     def _fold_scales(self) -> None:
         """AWQ's scales of every linear layer that has something before it to take them; the layer computes the same."""

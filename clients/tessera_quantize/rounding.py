@@ -1,4 +1,8 @@
-"""Weights of four bits in groups, and the plainest way to make them: rounding to the nearest (RTN)."""
+"""Quantized weights, and the plainest way to make them: rounding to the nearest (RTN).
+
+Of four bits, in groups; or FP8 (E4M3) with a scale for each output channel, whose inputs are quantized as they come, a
+scale for each row.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-LARGEST = 15  # of a code
+from tessera.kernels.fp8_rows import E4M3, LARGEST, quantize_rows
+from tessera.linear.formats.int4 import ZERO, dequantize
+
+LARGEST_CODE = 15
 
 
 class Int4Weight(NamedTuple):
@@ -22,9 +29,7 @@ class Int4Weight(NamedTuple):
 
     def dequantized(self) -> torch.Tensor:
         """float32 [out, in]."""
-        groups = self.scales.shape[1]
-        codes = self.codes.float().unflatten(1, (groups, -1))
-        return ((codes - self.zeros.float()[..., None]) * self.scales.float()[..., None]).flatten(1)
+        return dequantize(self.codes, self.scales.float(), self.zeros.float())
 
 
 class Grid(NamedTuple):
@@ -36,7 +41,7 @@ class Grid(NamedTuple):
     def codes(self, grouped: torch.Tensor) -> torch.Tensor:
         """The nearest codes of ``grouped`` [out, groups, size], float32 of the same shape."""
         steps = grouped / self.scales[..., None] + self.zeros[..., None]
-        return steps.round().clamp_(0, LARGEST)
+        return steps.round().clamp_(0, LARGEST_CODE)
 
     def rounded(self, grouped: torch.Tensor) -> torch.Tensor:
         """The nearest values of ``grouped`` [out, groups, size]."""
@@ -54,9 +59,9 @@ def fit_grid(
     grouped = weight.unflatten(1, (-1, group_size))
     low, high = grouped.amin(-1).clamp(max=0) * shrink, grouped.amax(-1).clamp(min=0) * shrink
     width = 2 * torch.maximum(-low, high) if symmetric else high - low
-    scales = (width / LARGEST).to(dtype).float()
+    scales = (width / LARGEST_CODE).to(dtype).float()
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))  # a group of zeros
-    zeros = torch.full_like(scales, 8) if symmetric else (-low / scales).round().clamp_(0, LARGEST)
+    zeros = torch.full_like(scales, ZERO) if symmetric else (-low / scales).round().clamp_(0, LARGEST_CODE)
     return Grid(scales, zeros)
 
 
@@ -66,6 +71,31 @@ def round_to(grid: Grid, weight: torch.Tensor, group_size: int, dtype: torch.dty
     return Int4Weight(codes.to(torch.uint8), grid.scales.to(dtype), grid.zeros.to(torch.uint8))
 
 
-def quantize(weight: torch.Tensor, group_size: int, symmetric: bool, dtype: torch.dtype) -> Int4Weight:
+def to_int4(weight: torch.Tensor, group_size: int, symmetric: bool, dtype: torch.dtype) -> Int4Weight:
     """``weight`` float32 [out, in] rounded to the nearest; nothing is known of the inputs."""
     return round_to(fit_grid(weight, group_size, symmetric, dtype), weight, group_size, dtype)
+
+
+class Fp8Weight(NamedTuple):
+    """W = values * scales. ``values`` float8_e4m3fn [out, in], ``scales`` [out, 1] of the dtype they are stored in."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    def dequantized(self) -> torch.Tensor:
+        """float32 [out, in]."""
+        return self.values.float() * self.scales.float()
+
+
+def to_fp8(weight: torch.Tensor, dtype: torch.dtype) -> Fp8Weight:
+    """``weight`` float32 [out, in]: each channel's largest magnitude becomes 448, but for the rounding of its scale.
+
+    Scales are of the checkpoint's ``dtype``: transformers multiplies by them and keeps what comes out.
+    """
+    scales = (weight.abs().amax(1, keepdim=True) / LARGEST).to(dtype).clamp(min=torch.finfo(dtype).tiny)
+    return Fp8Weight((weight / scales.float()).clamp(-LARGEST, LARGEST).to(E4M3), scales)
+
+
+def rounded_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [n, size] as an FP8 product sees it, of x's dtype."""
+    return quantize_rows(x.contiguous()).dequantized().to(x.dtype)
