@@ -23,7 +23,7 @@ from tessera_documents.sources import BadDocument, Document, PageRanges, Source,
 from tessera_documents.vlm_client import TesseraVlmClient, known_page, mineru_client
 from tessera_jobs.asker import Asker, OneModel, OtherModel, described
 from tessera_jobs.window import for_each
-from tessera_wire.errors import ConnectionFailed, InvalidRequest, TesseraClientError, Unavailable
+from tessera_wire.errors import ConnectionFailed, InvalidRequest, Unavailable
 
 REQUESTS_PER_PAGE = 4  # that are under way, over a page's life: its layout alone, then a dozen crops at once
 
@@ -108,14 +108,11 @@ class Job:
         return asyncio.run(self._run())
 
     async def _run(self) -> Tally:
-        await Asker(self._vlm.impatient, self._patience).begin(self._waiting)
+        await Asker(self._vlm.impatient, self._patience).begin(self._notice)
         self._vlm.model = OneModel(self._vlm.impatient)
         self._served = await self._vlm.model.begin()
         with closing(OutputFolder(self._out)) as self._output:
             return await self._read()
-
-    def _waiting(self, error: TesseraClientError) -> None:
-        self._notice(f"waiting up to {self._patience:g} s for {self._vlm.client.url}: {error.message}")
 
     async def _read(self) -> Tally:
         self._started = time.monotonic()

@@ -70,8 +70,8 @@ class Asker:
         self._idle = asyncio.Event()  # nothing is under way
         self._alone = asyncio.Lock()
 
-    async def begin(self, waiting: Callable[[TesseraClientError], None] = lambda error: None) -> None:
-        """Returns when a server is in order. ``waiting`` is told once why it takes a while.
+    async def begin(self, notice: Callable[[str], None] = lambda words: None) -> None:
+        """Returns when a server is in order. ``notice`` is told once why it takes a while.
 
         Raises what the servers say where none is within ``patience``, and at once what waiting does not mend.
         """
@@ -85,7 +85,7 @@ class Asker:
                 if attempt >= looks and not (away and time.monotonic() - started < self._patience):
                     raise
                 if attempt == looks:
-                    waiting(error)
+                    notice(f"waiting up to {self._patience:g} s for {self._client.url}: {error.message}")
             await asyncio.sleep(PAUSE_S)
 
     async def ask(self, call: Call) -> Answer:

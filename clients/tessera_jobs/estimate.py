@@ -68,7 +68,7 @@ def estimate(job: Job) -> Estimate:
     if len(left):
         size = min(len(left), ROUNDS * job.settings.concurrency)
         wanted[left[np.linspace(0, len(left) - 1, size).astype(int)]] = True
-    rows = list(job.source.rows(wanted))
+    rows = list(survey.rows(wanted))
     Random(0).shuffle(rows)  # time may end before the last of them
     return asyncio.run(_measured(job, rows, len(wanted), len(left)))
 
@@ -88,7 +88,7 @@ async def _measured(job: Job, rows: list[Row], total: int, left: int) -> Estimat
 
     async with job.settings.client() as client:
         asker = job.settings.asker(client)
-        await asker.begin(job.waiting)
+        await asker.begin(job.notice)
         plans = await asyncio.gather(*(_plan(client, row) for row in rows[:: -(-len(rows) // PLANNED) or 1]))
         started = time.monotonic()
         answers = await asyncio.gather(*map(ask, rows))

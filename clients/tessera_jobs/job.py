@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -158,7 +158,7 @@ class Job:
             served: ServedModel | None = None
             try:
                 if (self._survey.places < 0).any():
-                    await self._asker.begin(self.waiting)
+                    await self._asker.begin(self.notice)
                 served = await model.begin()
             except (ConnectionFailed, Unavailable):
                 if (self._survey.places < 0).any():
@@ -170,12 +170,9 @@ class Job:
             if tally.kept < tally.rows:
                 await self._ask_all()
 
-    def waiting(self, error: TesseraClientError) -> None:
-        self.notice(f"waiting up to {self.settings.patience:g} s for {self.settings.url}: {error.message}")
-
     def _hold_against(self, served: ServedModel | None) -> None:
         """Drops the results of other models and pictures where that is wanted. Raises InvalidRequest where not."""
-        changed = changed_rows(self.source, self._survey, self._lines)
+        changed = changed_rows(self._survey, self._lines)
         found, unknown, others = [], self._survey.checkpoints[b""], 0
         if served is not None:
             self._checkpoint = served.checkpoint[:16]
@@ -214,25 +211,10 @@ class Job:
         self.tally.seconds = time.monotonic() - self._started
 
     async def _read_ahead(self) -> AsyncGenerator[Row, None]:
-        loop, rows = asyncio.get_running_loop(), self._missing()
+        loop, rows = asyncio.get_running_loop(), self._survey.rows(self._survey.places < 0)
         while some := await loop.run_in_executor(self._files, list, islice(rows, AHEAD)):
             for row in some:
                 yield row
-
-    def _missing(self) -> Iterator[Row]:
-        """The rows without a result."""
-        wanted = self._survey.places < 0
-        found = 0
-        try:
-            for row in self.source.rows(wanted):
-                if row.asked != self._survey.asked[row.number]:
-                    break
-                yield row
-                found += 1
-        except IndexError:  # there are more than there were
-            found = -1
-        if found != wanted.sum():
-            raise InvalidRequest(f"{self.source.path} changed while it was read", "run the same command again")
 
     async def _work(self, row: Row) -> None:
         try:

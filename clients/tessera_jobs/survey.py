@@ -16,7 +16,7 @@ import numpy as np
 
 from tessera_client.pictures import encode_images
 from tessera_jobs.journal import Journal
-from tessera_jobs.rows import Id, Row, Source, without_priority
+from tessera_jobs.rows import Id, Mask, Row, Source, without_priority
 from tessera_wire.errors import InvalidRequest
 
 LINES = 1 << 12  # that are matched at a time
@@ -111,6 +111,20 @@ class Survey:
             shared = _numbers(contents)
             self.answers.put_all(shared[shared != 0], places[shared != 0])
 
+    def rows(self, wanted: Mask) -> Iterator[Row]:
+        """Those ``wanted``. Raises InvalidRequest where the source is no longer what it was."""
+        left = int(wanted.sum())
+        try:
+            for row in self._source.rows(wanted) if left else ():
+                if row.asked != self.asked[row.number]:
+                    break
+                yield row
+                left -= 1
+        except IndexError:  # there are more than there were
+            left = -1
+        if left:
+            raise InvalidRequest(f"{self._source.path} changed while it was read", "run the same command again")
+
     def _refuse(self, journal: Journal, places: np.ndarray, wrong: np.ndarray, why: str) -> None:
         if wrong.any():
             name = journal.at(int(places[wrong.argmax()]))["id"]
@@ -179,7 +193,7 @@ def contents(row: Row) -> tuple[list[bytes], str]:
     return pictures, state.hexdigest()
 
 
-def changed_rows(source: Source, survey: Survey, lines: Journal) -> list[int]:
+def changed_rows(survey: Survey, lines: Journal) -> list[int]:
     """Where the journal's lines begin whose rows have other pictures now.
 
     Only files whose stat differs are read; where their bytes are the same, the journal says the new one from then on.
@@ -200,15 +214,8 @@ def changed_rows(source: Source, survey: Survey, lines: Journal) -> list[int]:
         return not same
 
     changed: list[int] = []
-    rows = _as_surveyed(source, survey)
+    rows = survey.rows(survey.touched)
     with ThreadPoolExecutor(FILES, "tessera-pictures") as pool:
         while some := list(islice(rows, AHEAD)):
             changed += [int(survey.places[row.number]) for row, other in zip(some, pool.map(is_other, some)) if other]
     return changed
-
-
-def _as_surveyed(source: Source, survey: Survey) -> Iterator[Row]:
-    for row in source.rows(survey.touched) if survey.touched.any() else ():
-        if row.number >= len(survey.asked) or row.asked != survey.asked[row.number]:
-            raise InvalidRequest(f"{source.path} changed while it was read", "run the same command again")
-        yield row
