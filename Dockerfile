@@ -17,7 +17,7 @@ COPY python_backends/ python_backends/
 COPY clients/ clients/
 # tritonserver gives a stage that gets no processor time one second, and crashes afterwards: patience.py says how.
 RUN python3 -m tessera.launcher.installation /opt/tritonserver/backends/python/libtriton_python.so
-COPY build/export_vision_onnx.py build/vision_graphs.py build/calibration.py build/
+COPY build/export_vision_onnx.py build/
 COPY build/default_model/checkpoint/ build/default_model/checkpoint/
 COPY build/document_model/checkpoint/ build/document_model/checkpoint/
 COPY model_repository/ model_repository/

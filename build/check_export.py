@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,9 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
+from onnx import TensorProto, helper, numpy_helper
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends"))
-
-from onnx_cpu import for_cpu
 
 from tessera.errors import CheckpointError, TesseraError
 from tessera.models.internvl.onnx_graph import FINGERPRINT, PRECISION
@@ -32,6 +32,43 @@ from tessera.models.tower import load_tower, vision_fingerprint
 
 # The least cosine to torch in float32 that passes, by what the matrix products compute in. bfloat16 has 8 bits, fp8 4.
 BOUNDS = {"float32": 0.9999, "float16": 0.9999, "bfloat16": 0.999, "int8": 0.99, "fp8": 0.99}
+TILES, ROWS = "tiles", "embeddings"  # what the graph of the CPU vision stage calls them
+
+
+def for_cpu(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A graph written for TensorRT, made to run in onnxruntime on the CPU with the same roundings: uint8 "tiles" in and
+    float32 "embeddings" out. One that has them already is returned as it is.
+
+    onnxruntime has no bfloat16 arithmetic on the CPU and hands out no bfloat16. So the rows leave as the float32 that
+    is in the graph anyway, and in a bfloat16 graph every change of type becomes a rounding to bfloat16 and back to
+    float32.
+    """
+    (given,), (output,) = model.graph.input, model.graph.output
+    if (given.name, output.name) == (TILES, ROWS):
+        return model
+    changed = deepcopy(model)
+    graph = changed.graph
+    narrow = any(constant.data_type == TensorProto.BFLOAT16 for constant in graph.initializer)
+    nodes = []
+    for node in graph.node:
+        if list(node.output) == ["EMBEDDINGS"]:
+            continue
+        node.input[:] = [TILES if name == "TILES" else name for name in node.input]
+        if narrow and node.op_type == "Cast":
+            rounded = f"{node.output[0]}_rounded"
+            nodes.append(helper.make_node("Cast", node.input, [rounded], f"{node.name}_round", to=TensorProto.BFLOAT16))
+            nodes.append(helper.make_node("Cast", [rounded], node.output, node.name, to=TensorProto.FLOAT))
+        else:
+            nodes.append(node)
+    for constant in graph.initializer:
+        if constant.data_type == TensorProto.BFLOAT16:
+            wide = numpy_helper.to_array(constant).astype("float32")
+            constant.CopyFrom(numpy_helper.from_array(wide, constant.name))
+    graph.input[0].name, graph.output[0].name = TILES, ROWS
+    graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT
+    del graph.node[:]
+    graph.node.extend(nodes)
+    return changed
 
 
 def test_tiles(side: int, seed: int = 0) -> np.ndarray:
@@ -60,7 +97,7 @@ def graph_states(model: onnx.ModelProto, names: list[str], tiles: np.ndarray) ->
     """Run the graph with its inner tensors ``names`` as further outputs."""
     present = {output.name for output in model.graph.output}
     model.graph.output.extend(
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names if name not in present
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names if name not in present
     )
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.disable_quant_qdq", "1")  # compute what the nodes say

@@ -8,27 +8,34 @@
 strongly typed graph of standard operators for build/build_vision_plan.py (docs/tensorrt.md).
 ``--quantize`` inserts Q/DQ nodes whose scales are measured first, on ``--pictures`` or else on training pictures of the
 default data set (never held-out ones).
+
+The latter maps "TILES" to bfloat16 "EMBEDDINGS", as the stages name them: the graph of the CPU vision stage
+(tessera.models.internvl.onnx_graph) in standard operators (opset 17), for a strongly typed network: the types stand in
+the graph. Matrix products take narrow operands (float16, bfloat16, or quantised ones) and all between them is float32:
+residual stream, norms, softmax, activations, biases. The rows in float32 are a tensor named ``embeddings`` here too,
+each layer's output is one named ``layers.N``.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import onnx
 import torch
+from onnx import TensorProto, helper
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends"))
 
-from calibration import KINDS, Quantization, calibrate
-from vision_graphs import PRECISIONS, tensorrt_graph
-
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError, TesseraError
-from tessera.models.internvl.onnx_graph import vision_graph
-from tessera.models.internvl.vision import InternViT
+from tessera.models.internvl.onnx_graph import GraphWriter, vision_graph
+from tessera.models.internvl.vision import Attention, InternViT
 from tessera.models.registry import read_config
 from tessera.models.tower import load_tower, vision_fingerprint
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
@@ -37,6 +44,155 @@ from tessera.settings.user_cache import write_whole
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = 32
 _ENDINGS = {".jpg", ".jpeg", ".png", ".webp"}
+PRECISIONS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+_OPSET_FP8 = 19  # the first whose QuantizeLinear knows float8
+# Pixels are scaled into 0..1 by a power of two, which rounds nothing: the patch embedding's weights, which hold the
+# division by 255, would else be subnormal numbers in float16.
+_PIXEL_SCALE = 256.0
+_LEAST = 1e-12  # the magnitude that a tensor of zeros counts as, so that no scale is 0
+# The type of the stored numbers, and the largest of them.
+KINDS = {"int8": (TensorProto.INT8, 127.0), "fp8": (TensorProto.FLOAT8E4M3FN, 448.0)}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """``kind``: int8 or fp8 (E4M3). ``amax``: name of a linear map -> the input magnitude that maps to the largest
+    number; larger inputs are cut off there."""
+
+    kind: str
+    amax: dict[str, float]
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"quantisation {self.kind!r} is not known; known are {', '.join(KINDS)}")
+
+
+def quantized_layers(tower: InternViT) -> dict[str, torch.nn.Linear]:
+    """The linear maps that are quantised, by name: all of the layers, neither patch embedding nor projector."""
+    modules = dict(tower.named_modules())
+    names = ("attention.qkv", "attention.output", "mlp.linear1", "mlp.linear2")
+    found = [f"layers.{number}.{name}" for number in range(tower.depth) for name in names]
+    return {name: cast("torch.nn.Linear", modules[name]) for name in found}
+
+
+@torch.inference_mode()
+def calibrate(tower: InternViT, tiles: Iterable[torch.Tensor], kind: str) -> Quantization:
+    """Run the tower on ``tiles`` (batches of uint8 [n, side, side, 3]) and note the largest of its linear inputs.
+
+    Raises ConfigError without tiles.
+    """
+    amax: dict[str, float] = {}
+
+    def note(name: str, x: torch.Tensor) -> None:
+        amax[name] = max(amax.get(name, 0.0), float(x.abs().max()))
+
+    handles = [
+        layer.register_forward_pre_hook(lambda _, inputs, name=name: note(name, inputs[0]))
+        for name, layer in quantized_layers(tower).items()
+    ]
+    for batch in tiles:
+        tower(batch)
+    for handle in handles:
+        handle.remove()
+    if not amax:
+        raise ConfigError("calibration needs at least one tile")
+    return Quantization(kind, amax)
+
+
+def tensorrt_graph(
+    tower: InternViT, fingerprint: str = "", precision: str = "float16", quantization: Quantization | None = None
+) -> onnx.ModelProto:
+    """Write the graph of a float32 tower; see ``intern_vit_graph.vision_graph``.
+
+    ``precision`` is the type of the matrix products' operands (of PRECISIONS), and ``quantization`` gives the layers'
+    linear maps explicit Q/DQ nodes instead (attention and projector keep ``precision``).
+    """
+    writer = TypedWriter(tower, PRECISIONS[precision], quantization)
+    return writer.model(fingerprint, f"{quantization.kind} and {precision}" if quantization else precision)
+
+
+class TypedWriter(GraphWriter):
+    """Standard operators; narrow operands for matrix products, float32 for all else."""
+
+    tiles, rows, rows_type = "TILES", "EMBEDDINGS", TensorProto.BFLOAT16
+    domains = ()
+    fuses_bias = False
+
+    def __init__(self, tower: InternViT, narrow: int, quantization: Quantization | None) -> None:
+        super().__init__(tower)
+        self.narrow_type = narrow
+        self.quantized: dict[str, str] = {}  # a tensor -> itself after its Q and DQ, shared by q, k and v
+        self.amax: dict[torch.nn.Module, float] = {}
+        if quantization:
+            self.quantized_type, self.largest = KINDS[quantization.kind]
+            layers = quantized_layers(tower)
+            self.amax = {layer: quantization.amax[name] for name, layer in layers.items()}
+            self.opset = _OPSET_FP8 if quantization.kind == "fp8" else self.opset
+
+    def attend(self, parts: list[str], attention: Attention) -> str:
+        size = self.width // attention.heads
+        query, key, value = (
+            self.add("Transpose", self.reshape(y, -1, self.tokens, attention.heads, size), perm=perm)
+            for y, perm in zip(parts, ((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3)), strict=True)
+        )
+        query = self.times(query, size**-0.5)
+        rows = self.product(self.add("Softmax", self.product(query, key), axis=-1), value)
+        return self.reshape(self.add("Transpose", rows, perm=(0, 2, 1, 3)), -1, self.tokens, self.width)
+
+    def gelu(self, x: str) -> str:
+        return self.gelu_of(x, self.add("Erf", self.times(x, 2**-0.5)))
+
+    def finish(self, rows: str) -> None:
+        self.add("Cast", rows, to=self.rows_type, out=self.rows)
+
+    def pixels(self, tiles: str) -> str:
+        # TensorRT knows uint8 at its inputs only, so the type changes before the shape does. 0..255 fit exactly.
+        narrow = self.narrow(tiles)
+        return self.add("Mul", narrow, self.narrow_constant(torch.tensor(1 / _PIXEL_SCALE)))
+
+    def embed_patches(self, patches: str) -> str:
+        linear = self.tower.patch_embedding
+        x = self.add("MatMul", patches, self.narrow_constant(linear.weight.t() * _PIXEL_SCALE))
+        return self.add("Add", self.wide(x), self.constant(linear.bias))
+
+    def matrix(self, x: str, weight: torch.Tensor, layer: torch.nn.Linear) -> str:
+        if layer in self.amax:
+            return self.add("MatMul", self.quantized_input(x, self.amax[layer]), self.quantized_weight(weight))
+        return self.wide(self.add("MatMul", self.narrow(x), self.narrow_constant(weight.t())))
+
+    def product(self, a: str, b: str) -> str:
+        """a times b, both computed: float32 in, float32 out."""
+        return self.wide(self.add("MatMul", self.narrow(a), self.narrow(b)))
+
+    def quantized_input(self, x: str, amax: float) -> str:
+        if x not in self.quantized:
+            scale = self.constant(np.float32(max(amax, _LEAST) / self.largest))
+            zero = self.stored(np.float32(0), self.quantized_type)
+            self.quantized[x] = self.add("DequantizeLinear", self.add("QuantizeLinear", x, scale, zero), scale, zero)
+        return self.quantized[x]
+
+    def quantized_weight(self, weight: torch.Tensor) -> str:
+        """One scale an output channel; stored as it is multiplied, with a DequantizeLinear alone."""
+        scale = weight.abs().amax(dim=1).clamp(min=_LEAST) / self.largest
+        values = (weight / scale[:, None]).t().contiguous().numpy()
+        zero = self.stored(np.zeros(len(scale), np.float32), self.quantized_type)
+        stored = self.stored(values, self.quantized_type)
+        return self.add("DequantizeLinear", stored, self.constant(scale), zero, axis=1)
+
+    def narrow(self, x: str) -> str:
+        return self.add("Cast", x, to=self.narrow_type)
+
+    def wide(self, x: str) -> str:
+        return self.add("Cast", x, to=TensorProto.FLOAT)
+
+    def narrow_constant(self, value: torch.Tensor) -> str:
+        return self.stored(value.float().contiguous().numpy(), self.narrow_type)
+
+    def stored(self, values: np.ndarray | np.generic, element_type: int) -> str:
+        """A constant of ``element_type``, rounded to nearest even."""
+        kind = helper.tensor_dtype_to_np_dtype(element_type)
+        array = np.rint(values) if np.issubdtype(kind, np.integer) else np.asarray(values)
+        return self.constant(np.asarray(array).astype(kind))
 
 
 def export(model: onnx.ModelProto, out: Path, target: str) -> None:

@@ -40,7 +40,7 @@ graphs() { # MODEL GRAPH...: exported once, whoever comes first
         flock 9
         for name; do [ -s "$folder/$name.onnx" ] || wanted+=("$name"); done
         [ ${#wanted[@]} = 0 ] && exit 0
-        OMP_NUM_THREADS=8 python3 "$here/graph85.py" "${options[@]}" --out "$folder" "${wanted[@]}"
+        OMP_NUM_THREADS=8 python3 "$here/towers.py" graphs "${options[@]}" --out "$folder" "${wanted[@]}"
     ) 9> "$folder/.lock"
 }
 
@@ -76,14 +76,14 @@ step=${1:?the first lines of go.sh say what it does}
 shift
 case $step in
 unpack)
-    python3 "$here/unpack.py" "$TRT/lib" "$@" || exit 1
+    python3 "$here/libraries.py" unpack "$TRT/lib" "$@" || exit 1
     for folder; do
         [ -d "$folder/kit" ] && cp -r "$folder/kit" "$TRT/" && chmod +x "$TRT/kit/trtprobe"
     done
     ls "$TRT"
     ;;
 check)
-    python3 "$here/unpack.py" "$TRT/lib" --check "$TRT/kit/libs.sha256" || exit 1
+    python3 "$here/libraries.py" check "$TRT/lib" "$TRT/kit/libs.sha256" || exit 1
     LD_LIBRARY_PATH=$TRT/lib ldd "$probe" | grep 'not found' && exit 1
     exit 0
     ;;
@@ -136,13 +136,13 @@ finish)
             | cut -c1-260 | tail -n 4000 > "$work/$name.short"
         plan=$work/$name.plan data=$TRT/kit/${name%%-*}
         [ -s "$plan" ] || continue
-        trt run "$plan" "$data/tiles.u8" 38 "$work/$name.rows" && python3 "$here/judge.py" "$data" "$work/$name.rows"
+        trt run "$plan" "$data/tiles.u8" 38 "$work/$name.rows" && python3 "$here/towers.py" judge "$data" "$work/$name.rows"
         trt time "$plan" "$data/tiles.u8" 1,8,32 50
         trt layers "$plan" "$work/$name.layers.json"
     done 2>&1 | tee "$OUT/finish.txt"
     for model in $(names | cut -d- -f1 | sort -u); do
         of_model "$model" && echo "== our own tower, $model" &&
-            python3 "$here/own_tower.py" "${options[@]}" --reference "$TRT/kit/$model"
+            python3 "$here/towers.py" times "${options[@]}" --reference "$TRT/kit/$model"
     done 2>&1 | tee -a "$OUT/finish.txt"
     tar -C "$work" -czf "$OUT/logs.tar.gz" $(cd "$work" && ls | grep -E '\.(log|short|state|cache|layers\.json)$')
     find "$work" -name 'small-*.plan' -size -15M | head -5 | xargs -r cp -t "$OUT" # for a later machine of this kind

@@ -2,7 +2,7 @@
 # Compiles, without a GPU, what go.sh runs on one: trtprobe, and Triton's TensorRT backend against TensorRT 8.5.3.
 #   make.sh SOURCES WHEELS OUT
 # SOURCES holds checkouts: TensorRT (NVIDIA, release/8.5), onnx-tensorrt (8.5-GA), rapidjson (Tencent), and of Triton's
-# r24.10 tensorrt_backend, backend, core, common. WHEELS: pack.py's and nvidia-cuda-nvcc-cu11 (a header of it).
+# r24.10 tensorrt_backend, backend, core, common. WHEELS: those of libraries.py and nvidia-cuda-nvcc-cu11 (a header of it).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 sources=$(cd "$1" && pwd) wheels=$(cd "$2" && pwd)

@@ -2,8 +2,8 @@
 
     python build/tensorrt85/served.py PLAN REFERENCE --backend libtriton_tensorrt.so [--pictures 24] [--out DIR]
 
-PLAN was built for the default checkpoint and a range of tiles; REFERENCE is graph85.py's folder. Run it with
-TensorRT's libraries on LD_LIBRARY_PATH. A second server with the default config answers the same questions.
+PLAN was built for the default checkpoint and a range of tiles; REFERENCE is the folder of `towers.py graphs`. Run it
+with TensorRT's libraries on LD_LIBRARY_PATH. A second server with the default config answers the same questions.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "clients"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "default_model"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from judge import least_cosine
 from render_repository import PlanShape, render
+from towers import least_cosine
 
 import scene
 from tessera.launcher.options import ServerOptions

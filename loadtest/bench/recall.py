@@ -33,7 +33,7 @@ from tessera_evaluation import plan, recall
 from tessera_evaluation.datasets import Item, heldout_items
 
 sys.path.insert(0, str(figures.ROOT / "build"))
-from onnx_cpu import for_cpu
+from check_export import for_cpu
 
 MAX_TOKENS = 96  # enough for a description
 MAX_LOSS = 1.0  # points of recall that a policy may cost

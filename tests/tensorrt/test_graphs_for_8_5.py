@@ -15,10 +15,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build" / "tensorrt85"))
 
-import graph85
-import judge
-import pack
-import unpack
+import libraries
+import towers
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
 
@@ -26,10 +24,8 @@ CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("graphs")
-    with pytest.MonkeyPatch.context() as patch:
-        graphs = ["free", "typed-2", "half", "plugin"]
-        patch.setattr(sys, "argv", ["graph85", "--checkpoint", str(CHECKPOINT), "--out", str(folder), *graphs])
-        graph85.main()
+    graphs = ["free", "typed-2", "half", "plugin"]
+    towers.main(["graphs", "--checkpoint", str(CHECKPOINT), "--out", str(folder), *graphs])
     return folder
 
 
@@ -39,7 +35,7 @@ def test_the_rows_are_torchs(written: Path, name: str) -> None:
     session = onnxruntime.InferenceSession(written / f"{name}.onnx", providers=["CPUExecutionProvider"])
     (rows,) = session.run(None, {"TILES": tiles})
     assert rows.dtype == np.float16
-    assert judge.least_cosine(rows, np.load(written / "rows.npy"))[0] > 0.9999
+    assert towers.least_cosine(rows, np.load(written / "rows.npy"))[0] > 0.9999
     assert session.get_inputs()[0].shape[0] == (2 if name == "typed-2" else "n")
 
 
@@ -68,30 +64,28 @@ def test_only_the_code_of_other_chips_is_zeroed() -> None:
     ours, other = b"hopper" * 4, b"ampere" * 4
     library = bytearray(b"host" + fatbin((2, 80, other), (2, 90, ours), (1, 90, other)) + fatbin((1, 80, other)))
     before = bytes(library)
-    assert pack.slim(library) == 2 * len(other)
+    assert libraries.slim(library) == 2 * len(other)
     assert bytes(library) == before.replace(other, bytes(len(other)), 2)
 
 
 def test_packed_libraries_come_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "CHUNK", 5000)
-    monkeypatch.setattr(unpack, "CHUNK", 5000)
+    monkeypatch.setattr(libraries, "CHUNK", 5000)
     random = np.random.default_rng(0)
     (tmp_path / "wheels").mkdir()
-    names = (*pack.WHOLE, *pack.HOST, *pack.SLIMMED)
+    names = (*libraries.WHOLE, *libraries.HOST, *libraries.SLIMMED)
     with zipfile.ZipFile(tmp_path / "wheels" / "all.whl", "w") as wheel:
         for number, name in enumerate(names):
             wheel.writestr(f"lib/{name}", random.bytes(2500 * number + 1))
-    monkeypatch.setattr(sys, "argv", ["pack", str(tmp_path / "wheels"), str(tmp_path / "out"), "--megabytes", "0.04"])
-    pack.main()
+    libraries.main(["pack", str(tmp_path / "wheels"), str(tmp_path / "out"), "--megabytes", "0.04"])
     folders = sorted((tmp_path / "out").glob("p*"))
     assert len(folders) > 1 and all(sum(f.stat().st_size for f in p.iterdir()) <= 40000 for p in folders)
     for folder in folders:
         for piece in folder.iterdir():
             (tmp_path / "lib").mkdir(exist_ok=True)
-            unpack.place((tmp_path / "lib", piece))
+            libraries.place((tmp_path / "lib", piece))
     for line in (tmp_path / "out" / "libs.sha256").read_text().splitlines():
         digest, name = line.split()
         assert hashlib.sha256((tmp_path / "lib" / name).read_bytes()).hexdigest() == digest
-        assert unpack.check((tmp_path / "lib" / name, digest)) == ""
+        assert libraries.check((tmp_path / "lib" / name, digest)) == ""
     (tmp_path / "lib" / names[-1]).write_bytes(b"broken")
-    assert "not whole" in unpack.check((tmp_path / "lib" / names[-1], digest))
+    assert "not whole" in libraries.check((tmp_path / "lib" / names[-1], digest))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import onnx
 import pytest
+from export_vision_onnx import tensorrt_graph
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
-from vision_graphs import tensorrt_graph
 
 import scene
 from tessera.launcher.options import ServerOptions
@@ -37,7 +37,7 @@ def put_stand_in(repository: Path) -> None:
     config.instance_group[0].kind = model_config_pb2.ModelInstanceGroup.KIND_CPU
     file.write_text(text_format.MessageToString(config))
     version = repository / "vision_encoder" / "1"
-    for file in (Path(__file__).with_name("stand_in.py"), ROOT / "build" / "onnx_cpu.py"):
+    for file in (Path(__file__).with_name("stand_in.py"), ROOT / "build" / "check_export.py"):
         shutil.copy(file, version)
     onnx.save(tensorrt_graph(load_tower(read_config(CHECKPOINT))), str(version / "typed.onnx"))
 

@@ -13,12 +13,11 @@ import onnx
 import pytest
 import torch
 from bench import recall as bench_recall
-from calibration import KINDS, Quantization, calibrate, quantized_layers
+from check_export import for_cpu
 from document_shape import build_config
+from export_vision_onnx import KINDS, PRECISIONS, Quantization, calibrate, quantized_layers, tensorrt_graph
 from onnx import TensorProto, numpy_helper
-from onnx_cpu import for_cpu
 from tiny_checkpoints import Shape, hf_native
-from vision_graphs import PRECISIONS, tensorrt_graph
 
 from tessera.errors import ConfigError
 from tessera.models.internvl.vision import InternViT

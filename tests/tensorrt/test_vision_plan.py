@@ -15,10 +15,9 @@ import onnx
 import pytest
 import torch
 from build_vision_plan import Plan, PlanError, Settings, Toolkit, build_plan, load_toolkit
-from calibration import calibrate
+from export_vision_onnx import calibrate, tensorrt_graph
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
-from vision_graphs import tensorrt_graph
 
 from tessera.models.internvl.onnx_graph import vision_graph
 from tessera.models.internvl.vision import InternViT

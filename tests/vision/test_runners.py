@@ -15,9 +15,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx_cpu import for_cpu
+from check_export import for_cpu
+from export_vision_onnx import tensorrt_graph
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
-from vision_graphs import tensorrt_graph
 
 from tessera.errors import CheckpointError, ConfigError, InvalidRequest
 from tessera.models import registry

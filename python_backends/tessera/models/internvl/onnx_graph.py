@@ -2,7 +2,7 @@
 
 The graph is written node by node from an :class:`InternViT`, so it holds what the tower computes and nothing else;
 float32 throughout, with onnxruntime's own fused attention and GELU. Each layer's output is a tensor named ``layers.N``
-(the first layer's input is ``embedded``), for comparing by layer. ``build/vision_graphs.py`` writes the same in
+(the first layer's input is ``embedded``), for comparing by layer. ``build/export_vision_onnx.py`` writes the same in
 standard operators, also with the types that TensorRT wants.
 """
 

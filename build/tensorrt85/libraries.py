@@ -1,10 +1,13 @@
-"""Pack what TensorRT 8.5.3 needs on a machine without a package registry into folders that are carried one by one.
+"""Carries the libraries of TensorRT 8.5.3 to a machine without a package registry. Needs Python alone.
 
-    python build/tensorrt85/pack.py WHEELS OUT [--megabytes 39.6]
+    python build/tensorrt85/libraries.py pack WHEELS OUT [--megabytes 39.6]
+    python3 libraries.py unpack LIB FOLDER...
+    python3 libraries.py check LIB SUMS
 
-WHEELS holds tensorrt==8.5.3.1 (cp310), nvidia-cuda-runtime-cu11, nvidia-cublas-cu11 and nvidia-cudnn-cu11 (8.6).
-OUT/p1, p2, ... hold pieces of the libraries, compressed; OUT/libs.sha256 what they must be once joined (unpack.py).
-Code of other chips than sm_90 is zeroed, except in libnvinfer_builder_resource, whose digest TensorRT checks.
+pack fills folders that are carried one by one. WHEELS holds tensorrt==8.5.3.1 (cp310), nvidia-cuda-runtime-cu11,
+nvidia-cublas-cu11 and nvidia-cudnn-cu11 (8.6). OUT/p1, p2, ... hold pieces of the libraries, compressed;
+OUT/libs.sha256 what they must be once joined. Code of other chips than sm_90 is zeroed, except in
+libnvinfer_builder_resource, whose digest TensorRT checks.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import lzma
+import os
 import re
 import struct
 import zipfile
@@ -59,12 +63,7 @@ def compress(job: tuple[Path, str, int]) -> Path:
     return out
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheels", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--megabytes", type=float, default=39.6, help="of a folder (%(default)s)")
-    arguments = parser.parse_args()
+def pack(arguments: argparse.Namespace) -> int:
     work = arguments.out / "work"
     work.mkdir(parents=True, exist_ok=True)
     sums, jobs = [], []
@@ -101,7 +100,63 @@ def main() -> None:
             piece.rename(arguments.out / f"p{number}" / piece.name)
         size = sum(p.stat().st_size for p in (arguments.out / f"p{number}").iterdir())
         print(f"p{number}: {size / 1e6:.1f} MB in {len(folder)} pieces")
+    return 0
+
+
+def place(job: tuple[Path, Path]) -> None:
+    library, piece = job
+    data = lzma.decompress(piece.read_bytes())
+    number = int(piece.name.removesuffix(".xz")[-2:])
+    file = os.open(library / piece.name[: -len(".00.xz")], os.O_WRONLY | os.O_CREAT)
+    os.pwrite(file, data, number * CHUNK)
+    os.close(file)
+
+
+def check(job: tuple[Path, str]) -> str:
+    """What is wrong with one library, or nothing."""
+    file, wanted = job
+    if not file.is_file():
+        return f"{file.name} is missing"
+    return "" if hashlib.sha256(file.read_bytes()).hexdigest() == wanted else f"{file.name} is not whole"
+
+
+def unpack(arguments: argparse.Namespace) -> int:
+    arguments.library.mkdir(parents=True, exist_ok=True)
+    pieces = [piece for folder in arguments.folders for piece in sorted(folder.glob("*.xz"))]
+    with ProcessPoolExecutor() as pool:
+        list(pool.map(place, [(arguments.library, piece) for piece in pieces]))
+    print(f"{len(pieces)} pieces placed")
+    return 0
+
+
+def check_all(arguments: argparse.Namespace) -> int:
+    lines = [line.split() for line in arguments.sums.read_text().splitlines()]
+    with ProcessPoolExecutor() as pool:
+        jobs = [(arguments.library / name, digest) for digest, name in lines]
+        wrong = [fault for fault in pool.map(check, jobs) if fault]
+    print("; ".join(wrong) or f"{len(lines)} libraries, all whole")
+    return 1 if wrong else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    steps = parser.add_subparsers(required=True)
+    step = steps.add_parser("pack")
+    step.set_defaults(does=pack)
+    step.add_argument("wheels", type=Path)
+    step.add_argument("out", type=Path)
+    step.add_argument("--megabytes", type=float, default=39.6, help="of a folder (%(default)s)")
+    step = steps.add_parser("unpack")
+    step.set_defaults(does=unpack)
+    step.add_argument("library", type=Path)
+    step.add_argument("folders", type=Path, nargs="+")
+    step = steps.add_parser("check")
+    step.set_defaults(does=check_all)
+    step.add_argument("library", type=Path)
+    step.add_argument("sums", type=Path)
+    arguments = parser.parse_args(argv)
+    return arguments.does(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,18 +1,23 @@
-"""Write a checkpoint's vision tower as ONNX graphs that TensorRT 8.5's parser reads, with tiles and torch's rows.
+"""A checkpoint's vision tower beside a plan of it: graphs for TensorRT 8.5, a plan's rows, our own tower's times.
 
-    python build/tensorrt85/graph85.py --checkpoint DIR --out DIR [--random-weights] GRAPH...
+    python build/tensorrt85/towers.py graphs --checkpoint DIR --out DIR [--random-weights] GRAPH...
+    python build/tensorrt85/towers.py judge DIR ROWS [FIRST]
+    python build/tensorrt85/towers.py times --checkpoint DIR --reference DIR [--random-weights]
 
-A GRAPH is TYPES or TYPES-TILES: ``free-8``, ``typed``, ``half``. TILES fixes the number of tiles; without it any number
-may come. TYPES:
+graphs writes those that 8.5's parser reads, with tiles and torch's rows. A GRAPH is TYPES or TYPES-TILES: ``free-8``,
+``typed``, ``half``. TILES fixes the number of tiles; without it any number may come. TYPES:
  - ``free`` is float32 throughout; the builder may choose float16;
  - ``typed`` has float16 operands of matrix products and float32 between them, as the container's TensorRT gets it;
  - ``half`` is float16 throughout;
  - ``plugin`` is the same with the LayerNorm of TensorRT's plugin library, which its compiler does not fuse: that gets
    many small graphs in place of one.
---out gets GRAPH.onnx, tiles.u8 (uint8 [6, side, side, 3]) and rows.npy (torch's, float32).
+--out gets GRAPH.onnx, tiles.u8 (uint8 [6, side, side, 3]) and rows.npy (torch's, float32). Beside the types this
+changes what 8.5's parser has no operator for: LayerNormalization becomes nine, in the order that PyTorch's exporter
+made popular and compilers look for; bfloat16 rows become float16; the class row is concatenated.
 
-Beside the types this changes what 8.5's parser has no operator for: LayerNormalization becomes nine, in the order that
-PyTorch's exporter made popular and compilers look for; bfloat16 rows become float16; the class row is concatenated.
+judge compares a plan's rows with torch's: DIR is that of graphs; ROWS the file that `trtprobe run` wrote for DIR's
+tiles, again and again from tile FIRST on. Prints the least cosine over all rows; exit code 1 below 0.99 or with
+anything not finite. times are those of the service's own tower on this GPU, as a CUDA graph, beside a plan's.
 """
 
 from __future__ import annotations
@@ -31,11 +36,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python_backends"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from check_export import test_tiles
-from vision_graphs import tensorrt_graph
+from export_vision_onnx import tensorrt_graph
 
+from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds
 from tessera.models.internvl.vision import InternViT
 from tessera.models.registry import read_config
 from tessera.models.tower import load_tower
+from tessera.settings.stages import VisionSettings
+from tessera.vision.fp8_tower import serving_tower
 
 PRECISION = {
     "free": "float32",
@@ -43,6 +51,9 @@ PRECISION = {
     "plugin": "float32",
     "typed": "float16",
 }  # that the graph is exported in
+LEAST = 0.99
+SAMPLES = 6  # the tiles of graphs
+COUNTS = (1, 8, 32)
 
 
 class Rewriter:
@@ -159,13 +170,7 @@ def to_half(constant: TensorProto) -> TensorProto:
     return numpy_helper.from_array(numpy_helper.to_array(constant).astype(np.float16), constant.name)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--random-weights", action="store_true")
-    parser.add_argument("graphs", nargs="+", metavar="GRAPH")
-    arguments = parser.parse_args()
+def graphs(arguments: argparse.Namespace) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     config = read_config(arguments.checkpoint)
     tower = load_tower(config, random_weights=arguments.random_weights)
@@ -189,5 +194,67 @@ def main() -> None:
     print(f"{arguments.out}: {len(tiles_u8)} tiles, rows {rows.shape}, largest {np.abs(rows).max():.3g}")
 
 
+def least_cosine(rows: np.ndarray, wanted: np.ndarray, first: int = 0) -> tuple[float, list[float]]:
+    """Of [n, rows, hidden] against the reference [6, rows, hidden] repeated; over all, and of each of the samples."""
+    wanted = wanted.reshape(SAMPLES, -1, wanted.shape[-1]).astype(np.float64)
+    order = (np.arange(len(rows)) + first) % SAMPLES
+    a, b = rows.reshape(len(rows), -1, wanted.shape[-1]).astype(np.float64), wanted[order]
+    cosine = (a * b).sum(-1) / np.maximum(np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1), 1e-300)
+    by_tile = cosine.min(1)
+    return float(by_tile.min()), [float(by_tile[order == k].min()) for k in range(SAMPLES) if (order == k).any()]
+
+
+def judge(arguments: argparse.Namespace) -> int:
+    wanted = np.load(arguments.folder / "rows.npy")
+    rows = np.fromfile(arguments.rows, np.float16).reshape(
+        -1, wanted.size // SAMPLES // wanted.shape[-1], wanted.shape[-1]
+    )
+    finite = bool(np.isfinite(rows).all())
+    least, by_tile = least_cosine(rows, wanted, arguments.first)
+    names = ("black", "white", "noise", "smooth", "smooth", "smooth")
+    each = ", ".join(f"{name} {cosine:.6f}" for name, cosine in zip(names, by_tile, strict=False))
+    print(f"COSINE {arguments.rows.name}: {least:.7f} at least over {len(rows)} tiles ({each}); finite: {finite}")
+    return 0 if finite and least >= LEAST else 1
+
+
+@torch.inference_mode()
+def times(arguments: argparse.Namespace) -> None:
+    settings = VisionSettings("graph", dtype="bfloat16", device="cuda", random_weights=arguments.random_weights)
+    tower = serving_tower(read_config(arguments.checkpoint), settings)
+    choices = MeasuredChoices(choices_path(), graph_milliseconds)
+    samples = np.fromfile(arguments.reference / "tiles.u8", np.uint8).reshape(6, *tower.unit_shape)
+    wanted = np.load(arguments.reference / "rows.npy")
+    for count in COUNTS:
+        tiles = torch.from_numpy(samples[np.arange(count) % 6]).cuda()
+        forward = tower.tuned(count, choices)
+        rows = forward(tiles).float().cpu().numpy().reshape(count, -1, wanted.shape[-1])
+        milliseconds = graph_milliseconds(lambda: forward(tiles))  # noqa: B023
+        print(
+            f"OWN TOWER {count} tiles, bfloat16, CUDA graph: {milliseconds:.3f} ms, "
+            f"{count * 1e3 / milliseconds:.0f} tiles/s, cosine {least_cosine(rows, wanted)[0]:.7f}",
+            flush=True,
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    steps = parser.add_subparsers(required=True)
+    for name, does, folder in (("graphs", graphs, "--out"), ("times", times, "--reference")):
+        step = steps.add_parser(name)
+        step.set_defaults(does=does)
+        step.add_argument("--checkpoint", type=Path, required=True)
+        step.add_argument(folder, type=Path, required=True, help="the folder of graphs, tiles and rows")
+        step.add_argument("--random-weights", action="store_true")
+        if does is graphs:
+            step.add_argument("graphs", nargs="+", metavar="GRAPH")
+    step = steps.add_parser("judge")
+    step.set_defaults(does=judge)
+    step.add_argument("folder", type=Path)
+    step.add_argument("rows", type=Path)
+    step.add_argument("first", type=int, nargs="?", default=0)
+    arguments = parser.parse_args(argv)
+    return arguments.does(arguments) or 0
+
+
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
