@@ -10,7 +10,9 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -29,13 +31,15 @@ PACKAGES = (
 )
 
 
-def emit(metric: str, value: float, unit: str, command: str, ceiling: float | None = None, **notes: object) -> None:
+def emit(
+    metric: str, value: float, unit: str, command: str | None = None, ceiling: float | None = None, **notes: object
+) -> None:
     """Prints one figure.
 
     Args:
         metric: a dotted name, for instance ``cpu.ratio_distinct``.
         value: the figure, in `unit`.
-        command: what a reader runs to take it again.
+        command: what a reader runs to take it again; None: this program with its arguments.
         ceiling: the best this machine could do, where that is known.
         notes: anything else that belongs to the figure (sample size, settings).
     """
@@ -44,7 +48,7 @@ def emit(metric: str, value: float, unit: str, command: str, ceiling: float | No
         "value": value,
         "unit": unit,
         "ceiling": ceiling,
-        "command": command,
+        "command": command or own_command(),
         "machine": machine(),
         "versions": versions(),
         "commit": commit(),
@@ -52,6 +56,12 @@ def emit(metric: str, value: float, unit: str, command: str, ceiling: float | No
         **notes,
     }
     print(json.dumps(line), flush=True)
+
+
+def own_command() -> str:
+    """What a reader runs to take this program's figures again."""
+    given = shlex.join(sys.argv[1:])
+    return f"make bench NAME={Path(sys.argv[0]).stem}" + f' ARGS="{given}"' * bool(given)
 
 
 @cache

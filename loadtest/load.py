@@ -43,7 +43,7 @@ import curves
 import figures
 import open_loop
 import timeline
-from measuring import command, report, take
+from measuring import report, take
 from serving import add_arguments, serve, setup, setup_notes
 from standin_server import standin
 from targets import Asker, OpenAiAsker, TesseraAsker
@@ -170,7 +170,7 @@ def run_sweep(target: Target, options: argparse.Namespace, label: str, seed: int
     rate, unit = ("tok_s", "tok/s") if options.sweep == "length" else ("req_s", "req/s")
     name = f"{target.prefix}sweep.{options.sweep}.{base.name}.{label}"
     highest = max(point[rate] for point in points)
-    figures.emit(f"{name}.{rate}", highest, unit, command(), points=points, seed=seed, **target.notes)
+    figures.emit(f"{name}.{rate}", highest, unit, points=points, seed=seed, **target.notes)
     if options.plot:
         options.plot.write_text(
             sweep_picture(points, options.sweep, rate, unit, f"{name}, {figures.machine()}"), encoding="utf-8"
@@ -207,7 +207,7 @@ def run_mix(target: Target, options: argparse.Namespace, label: str, seed: int) 
     name = f"{target.prefix}open_loop.mix" + f".{label}" * (label != "bf16")
     told = {"seconds": options.seconds, "schedule_seed": options.schedule_seed, "seed": seed, **target.notes}
     gpus = max(1, len(target.gpus))
-    figures.emit(f"{name}.req_s", round(best.rate / gpus, 2), "req/s", command(), **told, trials=tried)
+    figures.emit(f"{name}.req_s", round(best.rate / gpus, 2), "req/s", **told, trials=tried)
     run = trial(SHARE * best.rate)
     if run.errors:
         raise RuntimeError(f"{len(run.errors)} requests failed at {run.rate:.4g} a second: {run.errors[0]}")
@@ -215,7 +215,7 @@ def run_mix(target: Target, options: argparse.Namespace, label: str, seed: int) 
     told |= run.notes | {"kinds": run.kinds, "p99_ms_of_windows": windows}
     if len(windows) == counting.WINDOWS:
         told["ci95"] = open_loop.milliseconds(counting.margin(run.windows))
-    figures.emit(f"{name}.p99_ms", open_loop.milliseconds(run.p99), "ms", command(), **told)
+    figures.emit(f"{name}.p99_ms", open_loop.milliseconds(run.p99), "ms", **told)
 
 
 def main() -> int:

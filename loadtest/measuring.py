@@ -8,8 +8,6 @@ the engine's pool, and the share of time for which the engine's thread waited wh
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import NamedTuple
@@ -45,7 +43,7 @@ def report(workload: Workload, run: counting.Run, power: Draw | None, name: str,
         spent["stages_p50"] = stage_milliseconds(run)
 
     def emit(what: str, value: float, unit: str, **more: object) -> None:
-        figures.emit(f"{name}.{what}", value, unit, command(), **more)
+        figures.emit(f"{name}.{what}", value, unit, **more)
 
     if streamed:
         spent |= {"responses_s": round(run.parts_s, 1), "ci95": round(run.margin * run.tokens_s, 1)}
@@ -60,11 +58,6 @@ def report(workload: Workload, run: counting.Run, power: Draw | None, name: str,
     emit("p99_over_p50", round(run.p99 / run.p50, 3), "ratio")
     if power:
         power.emit(emit, run.requests_s)
-
-
-def command() -> str:
-    """What a reader runs to take a figure of load.py again."""
-    return f'make bench NAME=load ARGS="{shlex.join(sys.argv[1:])}"'
 
 
 def server_notes(

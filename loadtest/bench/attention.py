@@ -239,9 +239,8 @@ def pictures() -> Iterator[dict[str, Any]]:
             flop = 4 * sum(length**2 for length in lengths) * PICTURE_HEADS * PICTURE_HEAD_DIM
             yield row | {"us": 1e3 * ms, "tflop_s": flop / ms / 1e9, "error": wrong}
     best = min(at_seed, key=at_seed.__getitem__)
-    command = 'make bench NAME=attention ARGS="--pictures"'
     notes = {"way": best, "ways": at_seed, "seeds_table_4090d": SEEDS_TABLE}
-    figures.emit("vision.attention_seed.ms", at_seed[best], "ms", command, **notes)
+    figures.emit("vision.attention_seed.ms", at_seed[best], "ms", **notes)
 
 
 def _random(lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:

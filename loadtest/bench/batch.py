@@ -184,8 +184,7 @@ def judged(out: Path, total: int) -> dict[str, int]:
 
 
 def emit(name: str, value: float, unit: str, ceiling: float | None = None, **notes: Any) -> None:
-    command = f'make bench NAME=batch ARGS="{" ".join(sys.argv[1:])}"'
-    figures.emit(f"batch.{name}", round(value, 2), unit, command, ceiling, **notes)
+    figures.emit(f"batch.{name}", round(value, 2), unit, ceiling=ceiling, **notes)
 
 
 def main() -> int:

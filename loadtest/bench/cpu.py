@@ -104,7 +104,6 @@ def compare(metric: str, theirs: Theirs, work: list[Job], concurrency: int) -> N
         metric,
         round(loop_seconds / ensemble_seconds, 3),
         "ratio",
-        command="make bench NAME=cpu",
         pictures=len({jpeg for jpeg, _ in work}),
         questions=count,
         concurrency=concurrency,

@@ -233,7 +233,6 @@ def main() -> int:
         "parity.documents",
         len(whole) / arguments.pages,
         "share of pages equal",
-        command="make bench NAME=document_parity",
         ceiling=1,
         pages=arguments.pages,
         answers=len(requests),

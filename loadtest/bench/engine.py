@@ -142,7 +142,6 @@ class Report:
             full if self.record else f"trial.{full}",
             round(value, 4),
             unit,
-            command="make bench NAME=engine",
             ceiling=None if ceiling is None else round(ceiling, 3),
             settings=self.settings,
             **notes,

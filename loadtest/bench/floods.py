@@ -17,7 +17,6 @@ import http.client
 import itertools
 import json
 import multiprocessing
-import shlex
 import sys
 import tempfile
 import threading
@@ -168,7 +167,6 @@ def main() -> int:
         f"open.flood.{options.kind}.p{percentile}_over_quiet",
         round(told[f"flood_p{percentile}_ms"] / told[f"quiet_p{percentile}_ms"], 2),
         "ratio",
-        f'make bench NAME=floods ARGS="{shlex.join(sys.argv[1:])}"',
         questions=[len(quiet), len(flooded)],
         flood_req_s=round(rate, 1),
         askers=options.askers,

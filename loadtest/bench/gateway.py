@@ -67,10 +67,9 @@ def compare(workload: Workload, servers: list[str], address: str, options: argpa
         both[-1]["stages_p50_ms"] = {way: stage_milliseconds(run) for way, run in runs.items()}
         print(f"{workload.name}, pair {pair + 1}: {both[-1]}", file=sys.stderr, flush=True)
     notes: dict[str, Any] = {"concurrency": workload.concurrency, "workers": options.workers}
-    command = f'make bench NAME=gateway ARGS="{" ".join(sys.argv[1:])}"'
-    figures.emit(f"{name}.over_grpc", round(statistics.median(over_grpc), 3), "ratio", command, **notes, pairs=both)
+    figures.emit(f"{name}.over_grpc", round(statistics.median(over_grpc), 3), "ratio", **notes, pairs=both)
     unit, what = ("tok/s", "tok_s") if workload.streamed else ("req/s", "req_s")
-    figures.emit(f"{name}.{what}", round(statistics.median(through), 2), unit, command, **notes)
+    figures.emit(f"{name}.{what}", round(statistics.median(through), 2), unit, **notes)
     if options.alone and not workload.streamed:
         single = replace(workload, concurrency=1)
         spent = {
@@ -78,7 +77,7 @@ def compare(workload: Workload, servers: list[str], address: str, options: argpa
             "gateway": alone(OpenAiAsker([address], single, seed + 1001), options.alone),
         }
         notes = {"p50_ms": {way: round(ms, 2) for way, ms in spent.items()}, "requests": options.alone}
-        figures.emit(f"{name}.alone_ms", round(spent["gateway"] - spent["grpc"], 2), "ms", command, **notes)
+        figures.emit(f"{name}.alone_ms", round(spent["gateway"] - spent["grpc"], 2), "ms", **notes)
 
 
 def main() -> int:

@@ -29,7 +29,6 @@ from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest, Pre
 from tessera.vision.pictures import GpuDecoder, Undecoded, VisionItem, bytes_of, pictures_of, pixels_of
 
 CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"
-COMMAND = "make bench NAME=gpu_preprocess"
 SIZES = [(448, 448), (1280, 720), (1919, 1081), (1920, 1080), (3840, 2160), (7680, 4320)]
 FOUR_K = (3840, 2160)
 CAPACITY = 2 << 30  # the vision stage's default
@@ -182,12 +181,12 @@ def main() -> int:
         rows.append(row_of(ways, page(*size), arguments.rounds, arguments.cores, arguments.batch))
         print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     (four_k,) = [row for row in rows if row["size"] == "{}x{}".format(*FOUR_K)]
-    notes = {"command": COMMAND, "cores": arguments.cores, "batch": arguments.batch}
-    figures.emit("preprocess.gpu_4k_resize_ratio", four_k["resize_ratio"], "ratio", command=COMMAND)
+    notes = {"cores": arguments.cores, "batch": arguments.batch}
+    figures.emit("preprocess.gpu_4k_resize_ratio", four_k["resize_ratio"], "ratio")
     figures.emit("preprocess.gpu_4k_rate", four_k["gpu_per_second"], "pictures/s", **notes,
                  over_all_cores=four_k["rate_ratio"], table=rows)  # fmt: skip
     figures.emit("preprocess.gpu_grey_levels_p99_9", max(row["p99.9"] for row in differences), "grey levels",
-                 command=COMMAND, mean=max(row["mean"] for row in differences),
+                 mean=max(row["mean"] for row in differences),
                  worst=max(row["max"] for row in differences), table=differences)  # fmt: skip
     figures.emit("preprocess.gpu_crossover_pixels", crossover(rows), "pixels", **notes, is_0="never")
     return 0

@@ -139,8 +139,7 @@ def main() -> int:
     notes = {"concurrency": options.concurrency, "rate": options.rate, **taken.notes, **setup_notes(options)}
 
     def emit(name: str, value: float, unit: str, **more: Any) -> None:
-        command = f'make bench NAME=jobs ARGS="{" ".join(sys.argv[1:])}"'
-        figures.emit(f"{prefix}.{name}", value, unit, command, **notes, **more)
+        figures.emit(f"{prefix}.{name}", value, unit, **notes, **more)
 
     rates = {
         "alone_req_s": [round(each.run.requests_s, 2) for each in (before, after)],

@@ -306,21 +306,18 @@ def report(group: str, rows: list[dict[str, Any]]) -> None:
     if group == "w4a16":
         cublas, ours = sums(rows, "cublas_us"), sums(rows, "ours_us")
         for m in ROWS:
-            emit(f"quant.w4a16.m{m}", round(cublas[m] / ours[m], 3), "x", COMMAND, microseconds=round(ours[m], 1))
+            emit(f"quant.w4a16.m{m}", round(cublas[m] / ours[m], 3), "x", microseconds=round(ours[m], 1))
     if group == "layers":
         by = {way: sums(rows, way) for way in ("cublas", "in_place", "fp8", "chosen")}
         for m in CHOSEN_ROWS:
             cublas, in_place, fp8_alone, chosen = (by[way][m] for way in by)
             notes = {"fp8_alone": round(cublas / fp8_alone, 3), "over_bf16_in_place": round(in_place / chosen, 3)}
-            emit(f"quant.chosen.m{m}", round(cublas / chosen, 3), "x", COMMAND, **notes)
+            emit(f"quant.chosen.m{m}", round(cublas / chosen, 3), "x", **notes)
 
 
 def told(row: dict[str, Any]) -> str:
     cells = (f"{name} {value:.4g}" if isinstance(value, float) else f"{value}" for name, value in row.items())
     return "  ".join(cells) + " WRONG" * (not row.get("error", 0.0) < TOLERANCE)
-
-
-COMMAND = "make bench NAME=linear"
 
 
 def main() -> int:

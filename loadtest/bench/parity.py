@@ -130,9 +130,7 @@ def main() -> int:
         same_pixels += tokens == theirs.tokens(theirs.from_prepared(prepared))
         own_processor += tokens == theirs.tokens(theirs.from_picture(jpeg, question))
     for name, same in (("same_pixels", same_pixels), ("own_processor", own_processor)):
-        figures.emit(
-            f"parity.{name}", same / count, "share equal", command="make bench NAME=parity", ceiling=1, pictures=count
-        )
+        figures.emit(f"parity.{name}", same / count, "share equal", ceiling=1, pictures=count)
     return 0
 
 

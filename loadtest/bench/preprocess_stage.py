@@ -110,7 +110,6 @@ def main() -> int:
         "preprocess.stage.images_per_s",
         round(run.requests_s, 1),
         "images/s",
-        command="make bench NAME=preprocess_stage",
         ceiling=round(ceiling, 1),
         ceiling_is="decoding alone, on as many cores",
         instances=arguments.instances,

@@ -82,8 +82,6 @@ def main() -> int:
     methods = {"bf16": {"quantization": "checkpoint"}} | {method: ON_LOAD[method] for method in arguments.on_load}
     variants = {method: (DEFAULT_CHECKPOINT, settings) for method, settings in methods.items()}
     variants |= {method: (folder, {}) for method, folder in made.items()}
-    asked = ["--on-load", *arguments.on_load, *(["--made"] if made else []), *(f"{method}=OUT" for method in made)]
-    command = f'make bench NAME=quantization ARGS="{" ".join(asked)}"'
     original: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="tessera-recall-") as kept:
         with bar("rendering") as advance:
@@ -102,10 +100,10 @@ def main() -> int:
                 # Only the whole set at both policies gives the figures that count.
                 whole = arguments.limit is None and len(drops) == len(POLICIES)
                 prefix = "quant" if whole else "quant.sample"
-                figures.emit(f"{prefix}.recall_drop.{name}", round(max(drops.values()), 2), "points", command, **notes)
+                figures.emit(f"{prefix}.recall_drop.{name}", round(max(drops.values()), 2), "points", **notes)
     for method, folder in made.items():
         if (ratio := divergence_over_rtn(folder)) is not None:
-            figures.emit(f"quant.kl_over_rtn.{method}", round(ratio, 3), "ratio", command)
+            figures.emit(f"quant.kl_over_rtn.{method}", round(ratio, 3), "ratio")
     return 0
 
 

@@ -137,19 +137,15 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps({"default": default, "large_at_one_tile": one_tile}, indent=1))
     label = arguments.label or graph
-    flags = {"--limit": arguments.limit, "--label": arguments.label, "--set": " ".join(arguments.parameters)}
-    flags["--onnx"] = arguments.onnx
-    given = " ".join(f"{flag} {value}" for flag, value in flags.items() if value)
-    command = "make bench NAME=recall" + (f' ARGS="{given}"' if given else "")
     notes = {"pictures": len(items), "settings": [*arguments.instances, *arguments.parameters]}
     # A part of the set is a check of one machine against another; only the whole gives the figures that count.
     prefix = ".".join(filter(None, ["recall", label, "sample" if arguments.limit else ""]))
     for name in ("macro", "min_class", "precision"):
         value = round(default[f"recall.{name}"], 4)
-        figures.emit(f"{prefix}.{name}", value, "share", command=command, ceiling=1, **notes)
+        figures.emit(f"{prefix}.{name}", value, "share", ceiling=1, **notes)
     loss = 100 * (macro(default["large"]) - macro(one_tile["large"]))
-    figures.emit(f"{prefix}.max_tiles_1_loss", round(loss, 2), "points", command=command, large_pictures=len(large))
-    figures.emit(f"{prefix}.qpm", default["qpm"], "questions/min", command=command, **notes)
+    figures.emit(f"{prefix}.max_tiles_1_loss", round(loss, 2), "points", large_pictures=len(large))
+    figures.emit(f"{prefix}.qpm", default["qpm"], "questions/min", **notes)
     failed += default["errors"] + one_tile["errors"]
     if failed:
         print(f"{failed} questions ended in an error", file=sys.stderr)

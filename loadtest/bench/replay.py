@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import random
-import sys
 import tempfile
 import threading
 import time
@@ -204,7 +203,6 @@ def report(
     **notes: Any,
 ) -> None:
     """Emits the figures of a run and its ``steady`` pages; ``name`` is what their names begin with."""
-    command = f'make bench NAME=replay ARGS="{" ".join(sys.argv[1:])}"'
     answers = [answer for page in steady for answer in page.made_of]
     asked = [len(page.made_of) for page in steady]
 
@@ -219,7 +217,7 @@ def report(
         "tokens_a_page": round(fmean(page.tokens for page in steady), 1),
         "crops_a_page": round(fmean(asked) - 1, 1),
     }
-    emit = partial(figures.emit, command=command, **notes)
+    emit = partial(figures.emit, **notes)
     stages = zip(measuring.stage_names(), zip(*(answer.stages for answer in answers)))
     emit(f"{name}.pages_s", round(run.requests_s, 3), "pages/s", stages_p50={stage: p50(ms) for stage, ms in stages})
     emit(f"{name}.whole", round(run.whole_requests_s, 3), "pages/s")

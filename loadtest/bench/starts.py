@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -131,7 +130,6 @@ def main() -> int:
         f"starts.{options.checkpoint.name}.deaths",
         len(tally.deaths),
         "deaths",
-        f'make bench NAME=starts ARGS="{shlex.join(sys.argv[1:])}"',
         starts=starts,
         lanes=options.lanes,
         answered=tally.answers,

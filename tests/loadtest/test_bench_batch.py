@@ -19,7 +19,7 @@ def test_rows_that_are_lost_or_doubled_are_counted(tmp_path: Path, capsys: pytes
 
 
 def test_a_job_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_batch.py", "alone", "--rows", "200"])
+    monkeypatch.setattr(sys, "argv", ["batch", "alone", "--rows", "200"])
     assert bench_batch.main() == 0
     figures = {line["metric"]: line["value"] for line in map(json.loads, capsys.readouterr().out.splitlines())}
     assert list(figures) == [f"batch.alone.200.{name}" for name in ("rows_s", "memory_mb", "resume_s")]

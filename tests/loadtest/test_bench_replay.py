@@ -97,7 +97,7 @@ def page_answer(ended: float) -> Answered:
 
 
 def test_the_figures_of_a_run(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_replay.py", "replay.zip"])
+    monkeypatch.setattr(sys, "argv", ["replay", "replay.zip"])
     load = Load("t", 4, 16)
     answers = [page_answer(100 + 0.5 * turn) for turn in range(1, counting.requests(4) + 1)]
     run = counting.count(100.0, answers, 4)
@@ -130,7 +130,7 @@ def test_a_replay_through_the_real_server(
 ) -> None:
     write_model(tmp_path / "checkpoint", min_pixels=784, max_pixels=50176)
     options = ["--gpus", "", "--checkpoint", str(tmp_path / "checkpoint"), "--loads", "c10", "--processes", "2"]
-    monkeypatch.setattr(sys, "argv", ["bench_replay.py", str(set_file), *options, "--pages", "2", "--requests", "3"])
+    monkeypatch.setattr(sys, "argv", ["replay", str(set_file), *options, "--pages", "2", "--requests", "3"])
     assert bench_replay.main() == 0
     found = {line["metric"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
     assert {name.removeprefix("docs.replay.c10.") for name in found} == {
