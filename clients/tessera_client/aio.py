@@ -71,7 +71,7 @@ class _LoopInbox:
         self._awaited: asyncio.Future[None] | None = None
 
     def put(self, item: Item) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and no task waits any more
             self._loop.call_soon_threadsafe(self._arrive, item)
 
     async def take(self, seconds: float | None) -> Item:

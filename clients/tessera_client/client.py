@@ -139,7 +139,7 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
         return one
 
     def untraced(self) -> Self:
-        """This client on the same connections, for questions that are nobody's and no spans."""
+        """This client on the same connections, for probes, which are no user's questions and have no spans."""
         probe = copy(self)
         probe._tracer = None
         return probe

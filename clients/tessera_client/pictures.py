@@ -81,7 +81,7 @@ def _encoded(image: Image, room: int) -> bytes:
         return from_data_url(image)
     if isinstance(image, (str, os.PathLike)):
         return _read_path(image, room)
-    pillow = sys.modules.get("PIL.Image")  # imported by whoever has one of its images
+    pillow = sys.modules.get("PIL.Image")  # imported already if there is one of its images
     if pillow is not None and isinstance(image, pillow.Image):
         return _encode_pillow(image)
     if hasattr(image, "__array_interface__") or hasattr(image, "__array__"):

@@ -229,7 +229,7 @@ class Stream(BaseStream):
                 print(delta.text, end="", flush=True)
         print(stream.answer().usage)
 
-    Leaving the block early cancels the request; without a block, a stream that nobody holds any more stops listening.
+    Leaving the block early cancels the request; without a block, a stream without references stops listening.
     ``close`` may be called from another thread; the iteration then ends with :class:`Cancelled`.
     """
 

@@ -1,7 +1,7 @@
 """Spans of OpenTelemetry: one for each question, and under it one for each stage that the server gave its time to.
 
 The server knows nothing of traces. The last response of every answer says how many milliseconds each stage took, so
-whoever has the answer can make the spans; and the request id begins with the trace id, so that a line of the server's
+any holder of the answer can make the spans; and the request id begins with the trace id, so that a line of the server's
 log leads to the trace. Spans hold counts and names alone, nothing of what was asked, shown or answered.
 """
 

@@ -141,7 +141,7 @@ class Health:
 
 
 def ask(url: str, timeout: float = 2.0) -> Health | None:
-    """The page at ``http://host:port[/healthz]``; None if nobody, or nobody of ours, answers there."""
+    """The page at ``http://host:port[/healthz]``; None if nothing, or no server of ours, answers there."""
     import httpx
 
     try:

@@ -20,7 +20,7 @@ from tessera_gateway import completions, errors, middleware, page, responses, se
 from tessera_gateway.batches import routes as batches
 from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.runner import Runner
-from tessera_gateway.connections import Door
+from tessera_gateway.connections import ConnectionLimits
 from tessera_gateway.keys import EndTurn, RequireKey, Turns, read_keys
 from tessera_gateway.metrics import Counters
 from tessera_gateway.pictures_from import Fetcher
@@ -42,7 +42,7 @@ def create_app(
     """
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Door]]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, ConnectionLimits]]:
         async with AsyncExitStack() as ends:
             if provider is not None:  # last of all: what ends before has spans too
                 ends.push_async_callback(tracing.shut_down, provider)
@@ -69,7 +69,9 @@ def create_app(
     path = Path(settings.counters) if settings.counters else None
     state.counters = Counters(path, settings.workers, [key.name for key in keys])
     state.turns = Turns(settings.places, settings.timeout_s)
-    state.door = Door(state.counters, settings.bodies_bytes, settings.max_connections_per_peer, settings.drain_s)
+    state.door = ConnectionLimits(
+        state.counters, settings.bodies_bytes, settings.max_connections_per_peer, settings.drain_s
+    )
     state.batches = batches.Room(Path(settings.batch_folder), state.counters) if settings.batch_folder else None
 
     for room in (completions, responses, batches, service, page):

@@ -148,7 +148,7 @@ def _run(settings: Settings, listener: socket.socket) -> int:
 
 
 class Workers(Multiprocess):
-    """uvicorn's, which keeps the port until the last of them has ended; nobody would answer there."""
+    """uvicorn's, which keeps the port until the last of them has ended; where no process would answer."""
 
     def terminate_all(self) -> None:
         for listener in self.sockets:

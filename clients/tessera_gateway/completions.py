@@ -42,7 +42,7 @@ async def request_in(request: Request, kind: type[T]) -> T:
     return protocol.parse(await read(request, settings.timeout_s), kind)
 
 
-async def answered(request: Request, asked: protocol.ChatRequest, told: Told) -> Response:
+async def answered(request: Request, asked: protocol.ChatRequest, form: AnswerFormat) -> Response:
     """Asks the servers, and tells what they answer."""
     settings: Settings = request.app.state.settings
     client: AsyncClient = request.app.state.client.named(request.scope[REQUEST_ID])
@@ -60,12 +60,12 @@ async def answered(request: Request, asked: protocol.ChatRequest, told: Told) ->
         options = [each | {"priority": turn} for each in options]
     try:
         if asked.stream:
-            return await _events(request, told, [client.chat_stream(conversation, **each) for each in options])
+            return await _events(request, form, [client.chat_stream(conversation, **each) for each in options])
         answers = await unless_gone(request.receive, all_of([client.chat(conversation, **each) for each in options]))
     except InvalidRequest as error:
         raise renamed(from_wire(error), names(asked)) from None
-    whole = told.whole(answers)
-    request.scope[USAGE] = told.used
+    whole = form.whole(answers)
+    request.scope[USAGE] = form.used
     return JSONResponse(whole)
 
 
@@ -92,21 +92,21 @@ async def _fetched(request: Request, asked: protocol.ChatRequest) -> dict[str, b
     return await unless_gone(request.receive, fetcher.fetch(urls)) if urls else {}
 
 
-async def _events(request: Request, told: Told, streams: list[AsyncStream]) -> Response:
+async def _events(request: Request, form: AnswerFormat, streams: list[AsyncStream]) -> Response:
     """The streams from their first deltas on: an error before these has a status of its own."""
     try:
         firsts = await unless_gone(request.receive, all_of([anext(stream) for stream in streams]))
     except BaseException:
         await asyncio.gather(*(stream.close() for stream in streams))
         raise
-    return EventStream(told, firsts, streams)
+    return EventStream(form, firsts, streams)
 
 
-class Told(Protocol):
+class AnswerFormat(Protocol):
     """How answers reach a client: in one object, or as events."""
 
     used: dict[str, Any] | None
-    """The usage, as of chat completions, when all is told."""
+    """The usage, as of chat completions, when all is sent."""
     ending: bytes
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]: ...
@@ -128,34 +128,34 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, told: Told, firsts: Sequence[Delta], streams: Sequence[AsyncStream]) -> None:
+    def __init__(self, form: AnswerFormat, firsts: Sequence[Delta], streams: Sequence[AsyncStream]) -> None:
         self.status_code, self.background = 200, None
         # The second keeps a proxy of nginx's kind from gathering events up.
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._told, self._firsts, self._streams = told, firsts, streams
+        self._form, self._firsts, self._streams = form, firsts, streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_gone(receive, self._send_all(scope, send))
         except ApiError as error:
             scope[STATUS] = error.status
-            if error is STOPPING:  # else the client went away: nobody is left to tell
-                await send(_body(self._told.failed(error) + self._told.ending, more=False))
+            if error is STOPPING:  # else the client went away
+                await send(_body(self._form.failed(error) + self._form.ending, more=False))
         finally:
-            scope[USAGE] = self._told.used
+            scope[USAGE] = self._form.used
             await asyncio.gather(*(stream.close() for stream in self._streams))
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async with aclosing(merged(self._firsts, self._streams)) as coming:
-                async for told in self._told.events(coming):
-                    await send(_body(told))
+                async for event in self._form.events(coming):
+                    await send(_body(event))
         except (TesseraClientError, ApiError) as error:
             refusal = from_wire(error)
             scope[STATUS] = refusal.status
-            await send(_body(self._told.failed(refusal)))
-        await send(_body(self._told.ending, more=False))
+            await send(_body(self._form.failed(refusal)))
+        await send(_body(self._form.ending, more=False))
 
 
 async def merged(firsts: Sequence[Delta], streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, Delta], None]:

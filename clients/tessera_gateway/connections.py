@@ -2,8 +2,8 @@
 
 uvicorn reads a header of any length for as long as it takes to come, and holds as many bodies as are sent. Its parser
 joins the pieces of a field one by one, so that a single endless header stops the whole worker. :class:`Connection` is
-uvicorn's protocol, which counts and times what comes before the parser sees it; :class:`Door` is what the connections
-of a worker share.
+uvicorn's protocol, which counts and times what comes before the parser sees it; :class:`ConnectionLimits` is what the
+connections of a worker share.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Body:
         self.connection.door.hold(self, -min(size, self.held))  # nothing of one that was refused meanwhile
 
 
-class Door:
+class ConnectionLimits:
     """What the connections of a worker share.
 
     Args:
@@ -132,7 +132,7 @@ class Door:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with limits. The application's lifespan gives the :class:`Door`, as ``door`` of its state."""
+    """uvicorn's, with limits. The application's lifespan gives the limits, as ``door`` of its state."""
 
     scope: Any  # of the request that is read: uvicorn's type has no keys of ours
 
@@ -144,7 +144,7 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.door: Door = app_state["door"]
+        self.door: ConnectionLimits = app_state["door"]
         self.peer = ""
         self.bodies: set[Body] = set()
         """Those of requests that are not answered yet."""

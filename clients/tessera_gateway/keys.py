@@ -1,6 +1,6 @@
 """Bearer keys: who may ask, how often, and how much beside others.
 
-How many requests are at the servers at a time, and who goes next: the keys take turns, by their shares.
+How many requests are at the servers at a time, and which is next: the keys take turns, by their shares.
 
 The servers answer in the order of arrival. So that a flood of one key does not stand there before everybody else's
 requests, no more are sent than the servers work at, and the others wait here, in the order of start-time fair queueing:
@@ -293,7 +293,7 @@ class Turns:
         return len(self._asked) <= 1 or self._taken[key] < MOST_OF_SHARE * self._places * key.share / shares
 
     def _first(self, shares: float) -> Waiter | None:
-        """Who goes next, of the keys that may take more."""
+        """The next request, of the keys that may take more."""
         heads = []
         for key, heap in self._heaps.items():
             while heap and heap[0].turn.done():  # it gave up
@@ -311,7 +311,7 @@ class Turns:
             self._take(waiter.key, waiter.cost)
             self._now[waiter.order[0]] = waiter.order[1]
             waiter.turn.set_result(None)
-        if not self._count:  # nobody has waited for anybody
+        if not self._count:  # no request waits
             self._heaps.clear()
             self._waiting.clear()
             self._now.clear()

@@ -1,8 +1,8 @@
 """The gateway's own counters, added up over its workers.
 
 Every worker has a row of numbers in one file that all of them map into memory. It writes its own row alone, so nothing
-needs a lock, and whichever worker is asked for the page adds up all rows. A row belongs to whoever holds the file lock
-on its place: when a worker dies, its successor takes the row over, and the counters go on.
+needs a lock, and the worker that is asked for the page adds up all rows. A row belongs to the process that has the file
+lock on its place: when a worker dies, its successor takes the row over, and the counters go on.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Counters:
 
 
 def _claim(file: IO[bytes], rows: int) -> int:
-    """The first row that nobody holds. The lock ends with this process."""
+    """The first row that is free. The lock ends with this process."""
     for row in range(rows):
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)

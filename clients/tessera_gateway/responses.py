@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's later way to ask, as a chat completion that is told in other words."""
+"""POST /v1/responses: OpenAI's later way to ask, as a chat completion in other words."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ async def respond(request: Request) -> Response:
     asked = await request_in(request, ResponsesRequest)
     chat = asked.chat()
     try:
-        return await answered(request, chat, ResponseTold(asked))
+        return await answered(request, chat, ResponsesFormat(asked))
     except ApiError as error:
         raise asked.in_its_words(error, chat) from None
 
@@ -192,7 +192,7 @@ async def stored(path: str) -> Response:
     raise ApiError(404, f"there is no response {path!r:.80}: {NOTHING_STORED}", code="response_not_found")
 
 
-class ResponseTold:
+class ResponsesFormat:
     """As OpenAI's responses: one message, of one part, in the documented order of events."""
 
     ending = b""

@@ -68,7 +68,7 @@ def provider() -> sdk.TracerProvider | None:
 
 
 async def shut_down(provider: sdk.TracerProvider) -> None:
-    """Sends what is left. A collector that does not answer holds nobody up for longer than FLUSH_S."""
+    """Sends what is left. A collector that does not answer delays the end by FLUSH_S at most."""
     sending = Thread(target=provider.shutdown, name="last-spans", daemon=True)
     sending.start()
     await asyncio.to_thread(sending.join, FLUSH_S)

@@ -104,7 +104,7 @@ class HttpTransport:
         self._client.close()
 
     def _relay(self, request_id: str, deltas: Generator[Delta, None, None]) -> None:
-        """The life of a request's thread. One that nobody listens to any more ends with what comes next."""
+        """The life of a request's thread. Without a listener it ends with the next delta."""
         error = None
         try:
             with closing(deltas):
