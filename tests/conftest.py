@@ -26,6 +26,12 @@ if find_spec("hypothesis"):
     settings.load_profile("repeatable")
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Of tests that are coroutines: those marked anyio."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Exported graphs and measured choices of the tests stay out of the user's own cache."""

@@ -379,22 +379,6 @@ def test_asyncio_twin(server: Server) -> None:
     asyncio.run(run())
 
 
-def test_asyncio_idle_line_and_lost_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "IDLE_SECONDS", 0.05)
-
-    async def run() -> None:
-        async with AsyncClient(server.address, retry=Retry(attempts=1)) as client:
-            assert (await client.ask(None, "one")).text == "one"
-            await asyncio.sleep(0.3)
-            assert server.open_calls == 0
-            assert (await client.ask(None, "two")).text == "two"
-            server.stop()
-            with pytest.raises(ConnectionFailed):
-                await client.ask(None, "three")
-
-    asyncio.run(run())
-
-
 @pytest.mark.parametrize(
     ("sampling", "level"),
     [(None, 0), ('{"seed": 1}', 0), ('{"priority": 0}', 0), ('{"priority": -3}', 1), ('{"priority": "10"}', 3),

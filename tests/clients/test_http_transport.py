@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import json
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 
 from tessera_client import (
-    AsyncClient,
     Cancelled,
     Client,
     ConnectionFailed,
@@ -301,16 +299,3 @@ def test_closing_the_client_ends_what_runs(server: Any) -> None:
         next(stream)
     with pytest.raises(TesseraClientError, match="closed"):
         client.ask(None, "q")
-
-
-def test_asyncio_twin(server: Any) -> None:
-    async def run() -> None:
-        async with AsyncClient(server.url, retry=ONCE) as client:
-            assert await client.ready()
-            assert (await client.ask(None, "hello")).text == "hello"
-            async with client.stream(None, "a b") as stream:
-                assert [delta.text async for delta in stream] == ["a", "b"]
-            with pytest.raises(DeadlineExceeded):
-                await client.ask(None, "hang", timeout=0.1)
-
-    asyncio.run(run())

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,6 +30,12 @@ from tessera_gateway.settings import Settings
 ONCE = Retry(attempts=1)
 JSON = {"Content-Type": "application/json"}
 HELLO = [{"role": "user", "content": "hello"}]
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = os.pathsep.join(str(ROOT / folder) for folder in ("python_backends", "clients", "tests"))
+COMMAND = ("-m", "tessera_command.cli", "gateway")
+NOBODY = "127.0.0.1:1"  # no server is there: the gateway's own pages need none
 
 
 class Asked:
@@ -70,6 +80,24 @@ def listening(app: Any) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join()
+
+
+@contextmanager
+def started(
+    *flags: str, server: str = NOBODY, program: Sequence[str] = COMMAND
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The gateway as a process, killed in the end, and where it listens."""
+    command, pipe = [sys.executable, *program, "--url", server, "--port", "0", *flags], subprocess.PIPE
+    environment = {**os.environ, "PYTHONPATH": SOURCES}
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("tessera gateway: ready: http://127.0.0.1:"), process.communicate()
+        yield process, line.split()[-1]
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def free_port() -> int:

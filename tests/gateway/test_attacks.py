@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from attacks import question
+from gateway_doubles import started
 from standin_server import standin
 
 from tessera.launcher.process import Server
@@ -47,13 +48,8 @@ EXPECTED = {
 @contextmanager
 def gateway(server: str) -> Iterator[tuple[int, int]]:
     """(port, process id) of a gateway of one worker before a server."""
-    command = [sys.executable, "-m", "tessera_gateway.cli", "--url", server, "--port", "0", "--workers", "1"]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield int(process.stdout.readline().rpartition(":")[2]), process.pid
-        finally:
-            process.kill()
+    with started("--workers", "1", server=server) as (process, url):
+        yield int(url.rpartition(":")[2]), process.pid
 
 
 @pytest.fixture(scope="module")

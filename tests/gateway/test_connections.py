@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from clients.fake_transport import FakeTransport, Hang
-from gateway_doubles import HELLO, Asked, listening
+from gateway_doubles import HELLO, Asked, listening, started
 
 from tessera_gateway import connections
 from tessera_gateway.settings import Settings
@@ -401,19 +399,13 @@ raise SystemExit(gateway_main(sys.argv[1:]))
 
 
 def test_without_room_for_another_connection_the_others_go_on() -> None:
-    command = [sys.executable, "-c", LITTLE_ROOM, "--url", "127.0.0.1:1", "--port", "0", "--workers", "1"]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            port = int(process.stdout.readline().rpartition(":")[2])
-            lines = [Line(port) for _ in range(150)]
-            lines[0].send(GET, b"\r\n")
-            assert lines[0].answer()[0] == 200 and lines[-1].ended()
-            for line in lines:
-                line.close()
-            ask_until(lambda: httpx.get(f"http://127.0.0.1:{port}/v1/models", trust_env=False).status_code == 200)
-        finally:
-            process.kill()
+    with started("--workers", "1", program=("-c", LITTLE_ROOM)) as (_, url):
+        lines = [Line(int(url.rpartition(":")[2])) for _ in range(150)]
+        lines[0].send(GET, b"\r\n")
+        assert lines[0].answer()[0] == 200 and lines[-1].ended()
+        for line in lines:
+            line.close()
+        ask_until(lambda: httpx.get(f"{url}/v1/models", trust_env=False).status_code == 200)
 
 
 def ask_until(good: Callable[[], bool]) -> None:

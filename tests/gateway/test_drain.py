@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ import httpx
 import pytest
 import uvicorn
 from clients.fake_transport import FakeTransport, Hang, final
-from gateway_doubles import HELLO, Asked
+from gateway_doubles import HELLO, Asked, started
 
 from tessera_client import Delta
 from tessera_client.transports.base import Sent
@@ -110,10 +108,8 @@ def test_an_answer_under_way_may_end() -> None:
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_as_a_process_it_drains_and_its_port_is_free_at_once(workers: str) -> None:
     """A request that waits for a server which is not there is under way for long."""
-    command = [sys.executable, "-m", "tessera_gateway.cli", "--url", "127.0.0.1:1", "--port", "0", "--workers", workers]
-    with subprocess.Popen([*command, "--drain", "0.2"], stdout=-1, stderr=-1, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        url = process.stdout.readline().split()[-1]
+    with started("--workers", workers, "--drain", "0.2") as (process, url):
+        assert process.stderr is not None
         assert httpx.get(f"{url}/version", trust_env=False).status_code == 200
         process.send_signal(signal.SIGTERM)
         with pytest.raises(httpx.TransportError):

@@ -7,17 +7,16 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from gateway_doubles import free_port
+from gateway_doubles import NOBODY, free_port, started
 
 from tessera.errors import ConfigError
 from tessera.launcher.gateway import Gateway
@@ -25,31 +24,6 @@ from tessera.launcher.guard import descendants
 from tessera.launcher.process import command_line
 from tessera_gateway.batches import database
 from tessera_gateway.cli import gateway_main, server_config
-
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = os.pathsep.join(str(ROOT / folder) for folder in ("python_backends", "clients"))
-NOBODY = "127.0.0.1:1"  # no server is there: the gateway's own pages need none
-
-
-@pytest.fixture(autouse=True)
-def sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", SOURCES)
-
-
-@contextmanager
-def started(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`tessera gateway`, and where it listens."""
-    command = [sys.executable, "-m", "tessera_command.cli", "gateway", "--url", NOBODY, "--port", "0", *flags]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("tessera gateway: ready: http://127.0.0.1:"), process.communicate()
-        yield process, line.split()[-1]
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
@@ -67,7 +41,10 @@ def answers(url: str) -> bool:
 
 
 def test_several_workers_count_together_and_end_with_their_parent(tmp_path: Path) -> None:
-    with started("--workers", "2", "--batch-folder", str(tmp_path / "new" / "folder")) as (process, url):
+    with started("--workers", "2", "--batch-folder", str(tmp_path / "new" / "folder")) as (
+        process,
+        url,
+    ):
         assert wait_until(lambda: len(descendants(process.pid)) >= 3)  # two workers, and what tracks their resources
         for _ in range(20):
             assert answers(url) and httpx.get(f"{url}/v1/batches", trust_env=False).json()["data"] == []

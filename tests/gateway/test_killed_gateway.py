@@ -6,14 +6,12 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import httpx
 import pytest
+from gateway_doubles import started
 from server.server_metrics import read, total
 
 from tessera.launcher.guard import descendants
@@ -32,27 +30,14 @@ def wait_for(server: Server, in_flight: int, seconds: float) -> None:
         time.sleep(0.02)
 
 
-@contextmanager
-def gateway(server: Server, workers: int) -> Iterator[tuple[subprocess.Popen[str], httpx.URL]]:
-    command = [sys.executable, "-m", "tessera_gateway.cli", "--url", server.grpc_url, "--port", "0"]
-    process = subprocess.Popen([*command, "--workers", str(workers)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        ready = process.stdout.readline()
-        assert ready.startswith("tessera gateway: ready: "), ready
-        yield process, httpx.URL(ready.split()[-1])
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def ask(url: httpx.URL, number: int) -> socket.socket:
+def ask(address: str, number: int) -> socket.socket:
     """Sends a request and reads nothing of its answer."""
     messages = [{"role": "user", "content": f"Describe {number}."}]
     body = json.dumps(
         {"model": "vlm", "messages": messages, "max_tokens": 7000, "ignore_eos": True, "stream": number % 2 == 0}
     )
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    url = httpx.URL(address)
     line = socket.create_connection((url.host, url.port))
     line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
     return line
@@ -61,7 +46,8 @@ def ask(url: httpx.URL, number: int) -> socket.socket:
 @pytest.mark.parametrize("victim", ["one process", "parent of two workers", "workers"])
 def test_its_work_ends_with_it(server: Server, victim: str) -> None:
     wait_for(server, 0, 60)
-    with ExitStack() as lines, gateway(server, workers=1 if victim == "one process" else 2) as (process, url):
+    workers = "1" if victim == "one process" else "2"
+    with ExitStack() as lines, started("--workers", workers, server=server.grpc_url) as (process, url):
         for number in range(LONG_ANSWERS):
             lines.enter_context(ask(url, number))
         wait_for(server, LONG_ANSWERS, 60)

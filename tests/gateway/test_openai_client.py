@@ -4,43 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 from clients.fake_transport import Hang, final
-from gateway_doubles import HELLO, Asked, gateway, listening
+from gateway_doubles import HELLO, Asked
 from pydantic import BaseModel
 
 from tessera_client import Delta, Unavailable
 
 TOKEN = {"token_id": 5, "text": "yes", "logprob": -0.5, "top": [{"token_id": 6, "text": "no", "logprob": -2.0}]}
 PICTURE = "data:image/jpeg;base64," + base64.b64encode(b"jpeg").decode()
-
-
-@pytest.fixture(scope="module")
-def door() -> Iterator[tuple[Asked, str]]:
-    os.environ["NO_PROXY"] = "127.0.0.1"
-    asked = gateway()
-    with listening(asked.app) as address:
-        yield asked, address
-
-
-@pytest.fixture
-def play(door: tuple[Asked, str]) -> Any:
-    """Sets the script of the next requests."""
-    door[0].fake.requests.clear()
-    door[0].fake.cancelled.clear()
-    return lambda *script: door[0].fake.script.extend(script)
-
-
-@pytest.fixture
-def client(door: tuple[Asked, str]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{door[1]}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def ask(client: Any, **options: Any) -> Any:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 from clients.fake_transport import USAGE, final
-from gateway_doubles import Asked, gateway, listening
+from gateway_doubles import Asked, gateway
 from pydantic import BaseModel
 
 from tessera_client import Delta, InvalidRequest, Unavailable
@@ -28,27 +26,6 @@ ORDER = [
 class Room(BaseModel):
     name: str
     sockets: int
-
-
-@pytest.fixture(scope="module")
-def door() -> Iterator[tuple[Asked, str]]:
-    os.environ["NO_PROXY"] = "127.0.0.1"
-    asked = gateway()
-    with listening(asked.app) as address:
-        yield asked, address
-
-
-@pytest.fixture
-def client(door: tuple[Asked, str]) -> Iterator[openai.OpenAI]:
-    door[0].fake.requests.clear()
-    with openai.OpenAI(base_url=f"{door[1]}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-def play(door: tuple[Asked, str]) -> Any:
-    """Sets the script of the next requests."""
-    return lambda *script: door[0].fake.script.extend(script)
 
 
 def sent(door: tuple[Asked, str]) -> tuple[dict[str, Any], list[Any], tuple[bytes, ...]]:

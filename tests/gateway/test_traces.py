@@ -17,13 +17,12 @@ import openai
 import pytest
 from batch_files import answers, create, line, over
 from clients.fake_transport import FakeTransport, Hang, final
-from gateway_doubles import HELLO, Asked, collecting, listening
+from gateway_doubles import HELLO, Asked, collecting, listening, started
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 from test_disconnects_at_the_gateway import leave
-from test_gateway_process import started
 
 from tessera_client import DeadlineExceeded, Delta
 from tessera_client.tracing import STAGES

@@ -16,6 +16,8 @@ from tessera_gateway.errors import ApiError
 from tessera_gateway.keys import KEY, TURN, Key, Turns
 from tessera_gateway.settings import Settings
 
+pytestmark = pytest.mark.anyio
+
 WAITING = 8
 A, B, C = (Key(name.encode(), name) for name in "ABC")
 
@@ -47,134 +49,114 @@ class Queue:
                 await asyncio.sleep(0)
 
 
-def test_a_flood_of_one_key_is_passed_by_the_others_next_request() -> None:
-    async def work() -> None:
-        queue = Queue(4)
-        await queue.ask(A, 24)
-        for _ in range(5):
-            await queue.ask(B)
-            await queue.end(4)
-            assert "B" in queue.went[-4:]
-        await queue.ask(B, 3)
-        await queue.end(8)
-        assert queue.went[-8:].count("B") >= 3
-
-    asyncio.run(work())
+async def test_a_flood_of_one_key_is_passed_by_the_others_next_request() -> None:
+    queue = Queue(4)
+    await queue.ask(A, 24)
+    for _ in range(5):
+        await queue.ask(B)
+        await queue.end(4)
+        assert "B" in queue.went[-4:]
+    await queue.ask(B, 3)
+    await queue.end(8)
+    assert queue.went[-8:].count("B") >= 3
 
 
-def test_who_has_much_less_at_the_servers_passes_what_a_flood_has_there() -> None:
-    async def work() -> None:
-        turns, scopes = Turns(16, 60.0), [{KEY: key} for key in (A, A, A, A, B, B, B)]
-        taken = [await turns.take(scope, 5, 1) for scope in scopes]
-        assert taken == [5, 5, 5, 5, 4, 4, 5]  # the third is more than half of the flood's four
-        assert await turns.take({KEY: C}, 7, 1) == 7  # nothing of that priority is there
-        assert await turns.take({KEY: Key(b"D", "D", share=4.0)}, 5, 8) == 4
-        for scope in scopes:
-            scope[TURN]()
-        assert await turns.take({KEY: A}, 5, 1) == 4 and await turns.take({KEY: A}, 5, 1) == 5
-
-    asyncio.run(work())
+async def test_who_has_much_less_at_the_servers_passes_what_a_flood_has_there() -> None:
+    turns, scopes = Turns(16, 60.0), [{KEY: key} for key in (A, A, A, A, B, B, B)]
+    taken = [await turns.take(scope, 5, 1) for scope in scopes]
+    assert taken == [5, 5, 5, 5, 4, 4, 5]  # the third is more than half of the flood's four
+    assert await turns.take({KEY: C}, 7, 1) == 7  # nothing of that priority is there
+    assert await turns.take({KEY: Key(b"D", "D", share=4.0)}, 5, 8) == 4
+    for scope in scopes:
+        scope[TURN]()
+    assert await turns.take({KEY: A}, 5, 1) == 4 and await turns.take({KEY: A}, 5, 1) == 5
 
 
 @pytest.mark.parametrize(("share", "most"), [(1.0, 96), (3.0, 144)])
-def test_a_flood_leaves_places_free_while_another_key_asks(
+async def test_a_flood_leaves_places_free_while_another_key_asks(
     monkeypatch: pytest.MonkeyPatch, share: float, most: int
 ) -> None:
     monkeypatch.setattr(turns_module, "ASKS_FOR_S", 0.01)
-
-    async def work() -> None:
-        queue, flood = Queue(256), Key(b"flood", "flood", share=share)
+    queue, flood = Queue(256), Key(b"flood", "flood", share=share)
+    await queue.ask(B)
+    await queue.ask(flood, 1000)
+    assert queue.went.count("flood") == most
+    for _ in range(20):
         await queue.ask(B)
-        await queue.ask(flood, 1000)
-        assert queue.went.count("flood") == most
-        for _ in range(20):
-            await queue.ask(B)
-            assert queue.went[-1] == "B"  # at once
-        for _ in range(20):  # B's first and those of the flood, whose next go
-            await queue.end()
-        assert queue.turns._taken[flood] == most
-        for scope in [each for each in queue.inside if each[KEY] is B]:
-            queue.inside.remove(scope)
-            scope[TURN]()
-        await asyncio.sleep(0.03)
-        assert queue.turns._taken[flood] == most  # B asked just now
-        queue.now += 0.01
-        await asyncio.wait_for(asyncio.shield(queue.tasks[256]), 30)  # without any other event
-        assert queue.turns._taken[flood] == 256 and queue.turns._free == 0
-        await queue.ask(B)
-        await queue.end(256 - most)
-        assert queue.went[-1] == "B" and queue.turns._taken[flood] == most
-        for task in queue.tasks:
-            task.cancel()
-        await asyncio.gather(*queue.tasks, return_exceptions=True)
-
-    asyncio.run(work())
-
-
-def test_shares_and_priorities() -> None:
-    async def work() -> None:
-        big = Key(b"big", "big", share=3.0)
-        queue = Queue(1)
-        await queue.ask(C)
-        await queue.ask(A, 8)
-        await queue.ask(big, 12)
-        await queue.ask(B, priority=-1)
-        await queue.end(17)
-        assert queue.went[:2] == ["C", "B"]
-        assert queue.went[2:].count("big") == 12 and queue.went[2:].count("A") == 4
-        await queue.end(5)
-        assert queue.turns._free == 1 and not queue.turns._next and not queue.turns._heaps
-
-    asyncio.run(work())
-
-
-def test_places_come_back_whoever_gives_up() -> None:
-    async def work() -> None:
-        queue = Queue(2)
-        await queue.ask(A, 2)
-        await queue.ask(B, 60)
-        for task in queue.tasks[3:]:
-            task.cancel()
-        await asyncio.gather(*queue.tasks[3:], return_exceptions=True)
-        assert len(queue.turns._heaps[B]) <= 4
-        queue.inside.pop(0)[TURN]()
-        queue.tasks[2].cancel()  # its turn has come, and it does not know yet
-        await asyncio.gather(queue.tasks[2], return_exceptions=True)
-        assert queue.turns._free == 1 and queue.went == ["A", "A"]
-        await queue.ask(C, answers=8)  # more than there are
-        assert queue.went == ["A", "A"]
+        assert queue.went[-1] == "B"  # at once
+    for _ in range(20):  # B's first and those of the flood, whose next go
         await queue.end()
-        assert queue.went == ["A", "A", "C"] and queue.turns._free == 0
-        await queue.end()
-        assert queue.turns._free == 2
+    assert queue.turns._taken[flood] == most
+    for scope in [each for each in queue.inside if each[KEY] is B]:
+        queue.inside.remove(scope)
+        scope[TURN]()
+    await asyncio.sleep(0.03)
+    assert queue.turns._taken[flood] == most  # B asked just now
+    queue.now += 0.01
+    await asyncio.wait_for(asyncio.shield(queue.tasks[256]), 30)  # without any other event
+    assert queue.turns._taken[flood] == 256 and queue.turns._free == 0
+    await queue.ask(B)
+    await queue.end(256 - most)
+    assert queue.went[-1] == "B" and queue.turns._taken[flood] == most
+    for task in queue.tasks:
+        task.cancel()
+    await asyncio.gather(*queue.tasks, return_exceptions=True)
 
-    asyncio.run(work())
+
+async def test_shares_and_priorities() -> None:
+    big = Key(b"big", "big", share=3.0)
+    queue = Queue(1)
+    await queue.ask(C)
+    await queue.ask(A, 8)
+    await queue.ask(big, 12)
+    await queue.ask(B, priority=-1)
+    await queue.end(17)
+    assert queue.went[:2] == ["C", "B"]
+    assert queue.went[2:].count("big") == 12 and queue.went[2:].count("A") == 4
+    await queue.end(5)
+    assert queue.turns._free == 1 and not queue.turns._next and not queue.turns._heaps
 
 
-def test_where_too_many_wait_the_greediest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_places_come_back_whoever_gives_up() -> None:
+    queue = Queue(2)
+    await queue.ask(A, 2)
+    await queue.ask(B, 60)
+    for task in queue.tasks[3:]:
+        task.cancel()
+    await asyncio.gather(*queue.tasks[3:], return_exceptions=True)
+    assert len(queue.turns._heaps[B]) <= 4
+    queue.inside.pop(0)[TURN]()
+    queue.tasks[2].cancel()  # its turn has come, and it does not know yet
+    await asyncio.gather(queue.tasks[2], return_exceptions=True)
+    assert queue.turns._free == 1 and queue.went == ["A", "A"]
+    await queue.ask(C, answers=8)  # more than there are
+    assert queue.went == ["A", "A"]
+    await queue.end()
+    assert queue.went == ["A", "A", "C"] and queue.turns._free == 0
+    await queue.end()
+    assert queue.turns._free == 2
+
+
+async def test_where_too_many_wait_the_greediest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns_module, "MOST_WAITING", WAITING)
-
-    async def work() -> None:
-        queue = Queue(1)
-        await queue.ask(A, 1 + WAITING)
-        await queue.ask(A)
-        with pytest.raises(ApiError, match="too many requests wait") as refusal:
-            await queue.tasks[-1]
-        assert refusal.value.status == 429
-        await queue.ask(B)
-        await queue.end()
-        assert queue.went[-1] == "B"
-        with pytest.raises(ApiError):
-            await queue.tasks[WAITING]  # the last of A's that waited
-        await queue.end(WAITING)
-        assert queue.went.count("B") == 1 and queue.went.count("A") == WAITING
-        slow = Queue(1, seconds=0.01)
-        await slow.ask(A, 2)
-        with pytest.raises(ApiError, match="ran out before its turn"):
-            await slow.tasks[1]
-        assert slow.turns._count == 0
-
-    asyncio.run(work())
+    queue = Queue(1)
+    await queue.ask(A, 1 + WAITING)
+    await queue.ask(A)
+    with pytest.raises(ApiError, match="too many requests wait") as refusal:
+        await queue.tasks[-1]
+    assert refusal.value.status == 429
+    await queue.ask(B)
+    await queue.end()
+    assert queue.went[-1] == "B"
+    with pytest.raises(ApiError):
+        await queue.tasks[WAITING]  # the last of A's that waited
+    await queue.end(WAITING)
+    assert queue.went.count("B") == 1 and queue.went.count("A") == WAITING
+    slow = Queue(1, seconds=0.01)
+    await slow.ask(A, 2)
+    with pytest.raises(ApiError, match="ran out before its turn"):
+        await slow.tasks[1]
+    assert slow.turns._count == 0
 
 
 def test_the_gateway_sends_no_more_than_the_servers_work_at(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from browser import Browser
-from stand_in import StandIn, running
+from gateway.gateway_doubles import listening
+from stand_in import StandIn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build" / "default_model"))
 
@@ -47,7 +48,7 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[StandIn, str]]:
     stand_in = StandIn()
-    with running(stand_in.app) as url:
+    with listening(stand_in.app) as url:
         stand_in.app.state.metrics_urls = [f"{url}/metrics/servers/0", "http://127.0.0.1:9/metrics"]
         yield stand_in, url
 

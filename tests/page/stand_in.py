@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
@@ -125,17 +123,3 @@ def chunk(**fields: Any) -> str:
 
 def refusal(status: int, message: str, code: str | None = None) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "type": "", "param": None, "code": code}}, status)
-
-
-@contextmanager
-def running(app: FastAPI) -> Iterator[str]:
-    """The app behind a port of its own; its address."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started and thread.is_alive():
-        threading.Event().wait(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join(5)

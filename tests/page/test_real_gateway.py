@@ -12,7 +12,7 @@ from typing import Any
 import PIL.Image
 import pytest
 from browser import Browser
-from stand_in import running
+from gateway.gateway_doubles import listening
 
 from tessera.launcher.process import Server
 from tessera_gateway.app import create_app
@@ -25,7 +25,7 @@ HAZARDS = ["crack", "burnt socket", "exposed wire", "damp", "blocked exit"]  # t
 
 @pytest.fixture(scope="module")
 def address(chromium: Any, server: Server) -> Iterator[str]:
-    with running(create_app(Settings(url=server.grpc_url, metrics=(server.metrics_url,)))) as url:
+    with listening(create_app(Settings(url=server.grpc_url, metrics=(server.metrics_url,)))) as url:
         yield url
 
 

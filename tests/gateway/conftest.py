@@ -1,0 +1,32 @@
+"""A gateway behind a port for all tests of a file, OpenAI's own client of it, and what its servers answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from gateway_doubles import Asked, gateway, listening
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[tuple[Asked, str]]:
+    asked = gateway()
+    with listening(asked.app) as address:
+        yield asked, address
+
+
+@pytest.fixture
+def play(door: tuple[Asked, str]) -> Any:
+    """Sets the script of the next requests."""
+    door[0].fake.requests.clear()
+    door[0].fake.cancelled.clear()
+    return lambda *script: door[0].fake.script.extend(script)
+
+
+@pytest.fixture
+def client(door: tuple[Asked, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[openai.OpenAI]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with openai.OpenAI(base_url=f"{door[1]}/v1", api_key="none", max_retries=0) as client:
+        yield client
