@@ -14,26 +14,18 @@ from tiny_qwen2_vl import (
     LEAST,
     MOST,
     StillProcessor,
-    flatten,
     model_config,
     picture,
     reference_processor,
     write_folder,
-    write_model,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as theirs_resized
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
-from tessera.engine.engine import Engine
-from tessera.engine.sequence import Request
 from tessera.errors import InvalidRequest
 from tessera.models.qwen2_vl.config import PixelRange
 from tessera.models.qwen2_vl.processor import smart_resize
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
-from tessera.prompt.sampling import SamplingParameters
-from tessera.settings.stages import EngineConfig
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.pictures import VisionItem
 
 
 @pytest.fixture(scope="module")
@@ -160,39 +152,3 @@ def test_positions_of_2000_random_prompts(ours: Preprocessor) -> None:
         expected, deltas = model.get_rope_index(torch.zeros_like(types), types, image_grid_thw=grids)
         assert found.dtype == np.int32 and np.array_equal(found, expected[:, 0].numpy())
         assert found.max() + 1 - len(kinds) == deltas.item()  # what a Sequence adds to the length
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
-@torch.inference_mode()
-def test_the_log_probabilities_of_the_whole_chain(tmp_path: Path, tied: bool, flat: bool) -> None:
-    """Of a saved random checkpoint, within 1e-3, prefill in parts and decode; of pictures that keep their size."""
-    model = write_model(tmp_path, tied=tied, min_pixels=LEAST, max_pixels=MOST)
-    if flat:
-        flatten(tmp_path)
-
-    pairs, theirs = [picture(56, 84, seed=4), picture(140, 56, seed=5)], reference_processor(tmp_path, LEAST, MOST)
-    text = "<image> and <image>: alike?"
-    prepared = Preprocessor.from_checkpoint(tmp_path)(PreprocessRequest(text=text, images=[data for data, _ in pairs]))
-    pixels = theirs.image_processor([image for _, image in pairs], return_tensors="pt")
-    (rows,) = VisionEncoder.from_checkpoint(tmp_path).encode(
-        [VisionItem(prepared.pixels, prepared.plan, prepared.digest)]
-    )
-    expected = torch.cat(model.model.get_image_features(**pixels).pooler_output)
-    torch.testing.assert_close(rows, expected, atol=1e-4, rtol=0)
-
-    engine = Engine.from_checkpoint(tmp_path, EngineConfig(block_size=4, max_sequences=4, max_batched_tokens=16))
-    sampling = SamplingParameters(max_tokens=6, ignore_eos=True, logprobs=5)
-    prompt = prepared.input_ids, prepared.spans, rows, prepared.digest, sampling
-    engine.submit(Request("r", *prompt, positions=prepared.positions))
-    steps: list[Any] = []
-    while engine.has_work():
-        steps += [report.top for _, _, report in engine.step().tokens]
-    ids = torch.tensor(prepared.input_ids.astype(np.int64))[None]
-    for step in steps:
-        kinds = (ids == model.config.image_token_id).int()
-        expected = model(input_ids=ids, mm_token_type_ids=kinds, **pixels).logits[0, -1].log_softmax(-1)
-        assert [value for _, value in step] == pytest.approx([expected[token].item() for token, _ in step], abs=1e-3)
-        assert step[0][0] == int(expected.argmax())
-        ids = torch.cat([ids, torch.tensor([[step[0][0]]])], dim=1)
-    assert len(steps) == 6 and len(set(ids[0, -6:].tolist())) > 1

@@ -18,7 +18,6 @@ from tessera.models.registry import read_config
 from tessera.models.tower import Tower
 from tessera.settings.stages import VisionSettings
 from tessera.vision import fp8_tower
-from tessera.vision.encoder import VisionEncoder
 from tessera.vision.fp8_tower import check_rows, gate_tiles, serving_tower
 from tessera.vision.runner import load_runner
 from tessera.vision.torch_runner import TorchRunner
@@ -67,12 +66,6 @@ def test_a_linear_layer_of_the_tower_computes_what_fake_quantization_does(tmp_pa
     linear = plain.blocks[1].attention.qkv
     expected = rounded(x) @ rounded(linear.weight).T + linear.bias
     torch.testing.assert_close(quantized.blocks[1].attention.qkv(x), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("quantization", "kind"), [("checkpoint", "float32"), ("fp8", "fp8")])
-def test_the_stage_says_what_it_serves(tmp_path, quantization, kind):
-    settings = VisionSettings("torch", quantization=quantization)
-    assert VisionEncoder.from_checkpoint(hf_native(tmp_path, SMALL), settings).weights[0] == kind
 
 
 @pytest.mark.parametrize(

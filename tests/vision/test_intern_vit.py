@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 
-from tessera.errors import CheckpointError
 from tessera.kernels.tower_attention import attend
 from tessera.models.internvl.vision import InternViT
 from tessera.models.registry import read_config
@@ -22,18 +18,6 @@ def change_weights(folder, change):
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
-
-
-def test_missing_and_left_over_vision_weights_are_named(tmp_path):
-    folder = hf_native(tmp_path, Shape(**SMALL))
-    name = "vision_tower.encoder.layer.1.attention.k_proj.bias"
-    change_weights(folder, lambda tensors: tensors.pop(name))
-    with pytest.raises(CheckpointError, match=f"tower InternViT: {re.escape(name)}: missing"):
-        load_tower(read_config(folder))
-    more = name.replace("layer.1", "layer.2")
-    change_weights(folder, lambda tensors: tensors.update({more: torch.ones(32)}))
-    with pytest.raises(CheckpointError, match=f" {re.escape(more)}: left over"):
-        load_tower(read_config(folder))
 
 
 def test_positions_of_another_grid_are_resized_as_the_reference_does(tmp_path):

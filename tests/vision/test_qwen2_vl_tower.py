@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 from tiny_qwen2_vl_tower import PATCH, config_of, expected, groups, model_of, picture, save, values, wires
-from torch.profiler import ProfilerActivity, profile
 
 from tessera.errors import CheckpointError, ConfigError, InvalidRequest
 from tessera.kernels.tower_attention import Attend, attend_within
 from tessera.kernels.tower_layers import TowerKernels
 from tessera.models.qwen2_vl.vision import Qwen2ViT
-from tessera.models.tower import load_tower, unfilled_tower
+from tessera.models.tower import load_tower
 from tessera.settings.stages import VisionSettings
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.pictures import VisionItem
@@ -84,16 +83,11 @@ def test_other_shapes(tmp_path, sizes):
     torch.testing.assert_close(rows, expected(model, pixels, side), atol=1e-4, rtol=0)
 
 
-def test_weights_left_over_missing_or_of_another_shape_are_named(model, tmp_path):
-    save(model, tmp_path, **{"blocks.2.norm1.bias": torch.ones(160)})
-    with pytest.raises(CheckpointError, match=r" model\.visual\.blocks\.2\.norm1\.bias: left over"):
-        load_tower(config_of(tmp_path))
+def test_weights_left_over_or_of_another_shape_are_named(model, tmp_path):
     save(model, tmp_path, **{"patch_embed.proj.bias": torch.ones(160)})
     with pytest.raises(CheckpointError, match=r"model\.visual\.patch_embed\.proj\.bias"):
         load_tower(config_of(tmp_path))
     save(model, tmp_path)
-    with pytest.raises(CheckpointError, match=r" model\.visual\.blocks\.2\.attn\.qkv\.weight: missing"):
-        load_tower(config_of(tmp_path, depth=3))
     with pytest.raises(
         CheckpointError, match=r" model\.visual\.patch_embed\.proj\.weight: has shape .* 2, 14, 14\], expected .* 3, 14"
     ):
@@ -139,32 +133,6 @@ def test_folded_normalisation_costs_no_more_than_rounding_the_pixels(tmp_path, g
     error = (tower.bfloat16().embed(groups(pixels)).double() - exact).square().mean().sqrt()
     rounded = (reference.bfloat16().double() - exact).square().mean().sqrt()
     assert error <= max(2 * rounded, 1e-3 * white.abs().mean())
-
-
-@pytest.mark.parametrize(
-    ("sizes", "dtype"),
-    [
-        ({}, "float32"),
-        ({}, "bfloat16"),
-        (dict(embed_dim=32), "float32"),
-        (dict(embed_dim=320, num_heads=4), "bfloat16"),
-    ],
-)
-@pytest.mark.parametrize("grids", [[(40, 40)], [(10, 10)] * 8 + [(40, 20)]], ids=["one picture", "nine"])
-def test_activations_are_in_proportion_to_the_patches(tmp_path, sizes, dtype, grids):
-    """And estimated from above, against what torch's profiler sees allocated at once."""
-    config = config_of(tmp_path, mlp_ratio=4, **sizes)
-    tower = load_tower(config, getattr(torch, dtype), random_weights=True)
-    pixels = torch.zeros(400, 2, 2, PATCH, PATCH, 3, dtype=torch.uint8)
-    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        tower(pixels, wires(grids))
-    held, peak = 0, 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    estimate = unfilled_tower(config, getattr(torch, dtype)).activation_bytes(400)
-    assert peak <= estimate <= 1.5 * peak
 
 
 def item(*pixels: np.ndarray) -> VisionItem:

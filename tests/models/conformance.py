@@ -1,0 +1,141 @@
+"""What every model family must hold. The tests of a ModelSpec make a :class:`Case` of a tiny checkpoint
+and run the checks of this file on it, as ``test_conformance.py`` does for the families of this package.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.profiler import ProfilerActivity, profile
+
+from tessera.checkpoint.config import CheckpointConfig
+from tessera.checkpoint.weights import split_names
+from tessera.engine.engine import Engine
+from tessera.engine.sequence import Request
+from tessera.errors import CheckpointError
+from tessera.models.registry import family_for, read_config
+from tessera.models.tower import Wires, load_tower, unfilled_tower
+from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
+from tessera.prompt.sampling import SamplingParameters
+from tessera.settings.stages import EngineConfig, VisionSettings
+from tessera.vision.encoder import VisionEncoder
+from tessera.vision.pictures import VisionItem
+
+TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny checkpoint. ``write`` fills a folder, weights and tokenizer included, and gives transformers' model of it.
+
+    ``inputs``: what that model takes beside the token ids for the pictures of ``request``, once they are prepared;
+    ``kinds``: whether it also takes which tokens are a picture's.
+    """
+
+    write: Callable[[Path], Any]
+    request: PreprocessRequest
+    inputs: Callable[[Path, Prepared], dict[str, torch.Tensor]]
+    kinds: bool = False
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+def encoded(folder: Path, prepared: Prepared) -> torch.Tensor:
+    encoder = VisionEncoder.from_checkpoint(folder, VisionSettings(runner="torch"))
+    return encoder.encode([VisionItem(prepared.pixels, prepared.plan, prepared.digest)])[0]
+
+
+def logprobs(folder: Path, prepared: Prepared, config: EngineConfig | None = None) -> list[list[tuple[int, float]]]:
+    """The five likeliest tokens of each greedy step with their log probabilities."""
+    engine = Engine.from_checkpoint(folder, config or EngineConfig())
+    sampling = SamplingParameters(max_tokens=TOKENS, ignore_eos=True, logprobs=5)
+    prompt = prepared.input_ids, prepared.spans, encoded(folder, prepared), prepared.digest, sampling
+    engine.submit(Request("r", *prompt, positions=prepared.positions))
+    steps = []
+    while engine.has_work():
+        steps += [list(report.top) for _, _, report in engine.step().tokens]
+    assert len(steps) == TOKENS
+    return steps
+
+
+@torch.inference_mode()
+def check_whole_chain(case: Case, folder: Path) -> None:
+    """Rows within 1e-4 of transformers', and the log probabilities of a greedy answer within 1e-3, in float32."""
+    model = case.write(folder)
+    prepared = Preprocessor.from_checkpoint(folder)(case.request)
+    inputs = case.inputs(folder, prepared)
+    rows = model.model.get_image_features(**inputs).pooler_output
+    rows = rows.flatten(0, -2) if isinstance(rows, torch.Tensor) else torch.cat(rows)
+    torch.testing.assert_close(encoded(folder, prepared), rows, atol=1e-4, rtol=0)
+    ids = torch.from_numpy(prepared.input_ids.astype(np.int64))[None]
+    for step in logprobs(folder, prepared, case.engine):
+        kinds = {"mm_token_type_ids": (ids == model.config.image_token_id).int()} if case.kinds else {}
+        expected = model(input_ids=ids, **kinds, **inputs).logits[0, -1].log_softmax(-1)
+        assert [value for _, value in step] == pytest.approx([expected[token].item() for token, _ in step], abs=1e-3)
+        assert step[0][0] == int(expected.argmax())
+        ids = torch.cat([ids, torch.tensor([[step[0][0]]])], dim=1)
+
+
+def check_plans(folder: Path, sizes: Sequence[tuple[int, int]], policies: Sequence[Any]) -> None:
+    """Of pictures of these ``sizes`` a plan is known by its wire form, and is as long and as large as it says."""
+    config = read_config(folder)
+    family = family_for(config)
+    values, (most, _) = int(np.prod(family.unit_shape)), unfilled_tower(config).row_shape
+    for size in sizes:
+        for policy in policies:
+            plan = family.plan(*size, policy)
+            assert family.plan_of(plan.wire) == plan
+            assert plan.pixel_bytes == plan.cost * values and plan.tokens <= plan.cost * most
+            assert sum(count for token, count in family.pieces(plan) if token == family.image_token) == plan.tokens
+            assert {token for token, _ in family.pieces(plan)} <= set(family.control_tokens)
+
+
+def check_strict_weights(folder: Path) -> None:
+    """A weight of the tower that is missing, one too many, and one that nobody reads are named as the file has them."""
+    config, file = read_config(folder), folder / "model.safetensors"
+    stored = load_file(file)
+    name = max(name for name, ours in split_names(stored, config)["vision"].items() if ours.startswith("layers."))
+    more, unread = re.sub(r"\.\d+\.", ".99.", name, count=1), name + ".more"
+
+    def load(tensors: dict[str, torch.Tensor]) -> None:
+        save_file(tensors, file)
+        load_tower(config)
+
+    with pytest.raises(CheckpointError, match=f" {re.escape(name)}: missing"):
+        load({other: tensor for other, tensor in stored.items() if other != name})
+    with pytest.raises(CheckpointError, match=f" {re.escape(more)}: left over"):
+        load(stored | {more: stored[name].clone()})
+    with pytest.raises(CheckpointError, match=f"1 weights are not known to .*: {re.escape(unread)}"):
+        load(stored | {unread: stored[name].clone()})
+    load(stored)
+
+
+def check_memory(
+    config: CheckpointConfig, dtype: str, pixels: torch.Tensor, wires: Wires, slack: float, random_weights: bool
+) -> None:
+    """What a forward takes is estimated from above, at most ``slack`` times what torch's profiler sees allocated."""
+    tower = load_tower(config, getattr(torch, dtype), random_weights=random_weights)
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        tower(pixels, wires)
+    held, peak = 0, 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    estimate = unfilled_tower(config, getattr(torch, dtype)).activation_bytes(len(pixels))
+    assert peak <= estimate <= slack * peak
+
+
+def check_quantized(folder: Path, quantization: str, kind: str) -> None:
+    """The stage says what its tower runs in; ``fp8_linears`` names linear layers that it has."""
+    settings = VisionSettings(runner="torch", quantization=quantization)
+    assert VisionEncoder.from_checkpoint(folder, settings).weights[0] == kind
+    linears = unfilled_tower(read_config(folder)).fp8_linears()
+    assert linears and all(isinstance(linear, torch.nn.Linear) for linear in linears.values())
