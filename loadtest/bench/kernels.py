@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise, product
 from pathlib import Path
 from tempfile import mkdtemp
@@ -39,10 +39,11 @@ from figures import emit
 
 from tessera.kernels import reference
 from tessera.kernels.activation import silu_and_multiply
+from tessera.kernels.deferred import finished
 from tessera.kernels.fp8_rows import fp8_sums, quantize_rows, quantize_weight
 from tessera.kernels.norm import add_rms_norm
 from tessera.kernels.rotary import rotate_and_store
-from tessera.kernels.skinny_linear import skinny_fp8, skinny_gate_up, skinny_linear
+from tessera.kernels.skinny_linear import skinny_fp8, skinny_gate_up, skinny_unfinished
 from tessera.kernels.tuning import MeasuredChoices, graph_milliseconds
 from tessera.kernels.w4_layout import PackedW4
 from tessera.kernels.w4a16 import w4a16_gate_up, w4a16_linear
@@ -204,11 +205,15 @@ def skinny() -> Iterator[Case]:
     for name, (n, k) in {**SHAPES, "head": HEAD, GATED: SHAPES["gate_up"]}.items():
         weights = [normal(n, k) * 0.02 for _ in _copies(2 * n * k)]
         gated = name == GATED
-        ways = (skinny_gate_up, reference.skinny_gate_up) if gated else (skinny_linear, reference.skinny_linear)
+        ways = (skinny_gate_up, reference.skinny_gate_up) if gated else (_skinny_linear, F.linear)
         for m in ROWS:
             x = normal(m, k)
             library = [partial(_gated if gated else F.linear, x, weight) for weight in weights]
             yield _product("skinny", name, x, weights, library, ways, 2 * (n * k + m * (k + n // (1 + gated))))
+
+
+def _skinny_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return finished(skinny_unfinished(x, weight))
 
 
 def w4a16() -> Iterator[Case]:
@@ -273,7 +278,7 @@ def layers(stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
         for kind in ("fp8", "chosen"):
             kinds[kind][0].scheme.tune(kinds[kind], shape, choices, "here")
         for m in CHOSEN_ROWS:
-            x, place = normal(m, k), InPlace(shape, m, CUDA)
+            x, place = normal(m, k), Neighbours(shape, m, CUDA)
             timed: dict[str, list[Call]] = {"cublas": [partial(layer, x) for layer in kinds["in_place"]]}
             for kind, of_kind in kinds.items():
                 calls = of_kind * -(-8 // len(of_kind))
@@ -283,6 +288,26 @@ def layers(stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
             row = {kind: taken[kind] - taken[f"beside {kind}"] for kind in kinds}
             ways = {f"{kind}_way": _way(kinds[kind][0], m) for kind in ("fp8", "chosen")}
             yield {"kernel": "layers", "shape": name, "rows": m, "cublas": taken["cublas"]} | row | ways
+
+
+class Neighbours(InPlace):
+    """A place whose neighbours can run without a layer."""
+
+    def without(self, fp8: bool) -> object:
+        """What ``run`` would take without a layer: the kernel before it and the one after it as beside plain weights.
+
+        ``fp8``: still the activation after gate_up quantizes, since that is for down.
+        """
+        self._before(False)
+        if self._place == "gate_up":
+            return self._activation(self._y, fp8)
+        if self._place in ("output", "down"):
+            return self._norm(self._y, self._residual)
+        return self._rotate(self._y) if self._place == "qkv" else None
+
+    @cached_property
+    def _y(self) -> torch.Tensor:
+        return self._normal(self._rows, self._shape.outputs)
 
 
 def _way(layer: Linear, m: int) -> str:

@@ -84,34 +84,30 @@ def layer_in(place, scheme):
         ("alone", []),
     ],
 )
-def test_plain_weights_have_the_neighbours_that_are_taken_off(kernels, place, neighbours):
+def test_plain_weights_have_the_neighbours_of_a_decoder_layer(kernels, place, neighbours):
     layer, shape = layer_in(place, Unquantized())
     measured = InPlace(shape, 3, CPU)
     measured.run(layer)
     assert kernels.take() == neighbours
-    measured.without(fp8=False)
-    assert kernels.take() == neighbours
 
 
 @pytest.mark.parametrize(
-    ("place", "run", "without"),
+    ("place", "run"),
     [
-        ("qkv", ["norm fp8", "rotation scales"], ["norm", "rotation"]),
-        ("output", ["norm scales"], ["norm"]),  # it quantizes what the attention leaves
-        ("gate_up", ["norm fp8", "activation fp8 scales"], ["norm", "activation fp8"]),
-        ("down", ["activation fp8", "norm scales"], ["activation", "norm"]),
-        ("alone", [], []),
+        ("qkv", ["norm fp8", "rotation scales"]),
+        ("output", ["norm scales"]),  # it quantizes what the attention leaves
+        ("gate_up", ["norm fp8", "activation fp8 scales"]),
+        ("down", ["activation fp8", "norm scales"]),
+        ("alone", []),
     ],
 )
-def test_what_fp8_adds_to_a_neighbour_is_counted_once(kernels, place, run, without):
+def test_what_fp8_adds_to_a_neighbour_is_counted_once(kernels, place, run):
     scheme = Fp8OnLoad()
     scheme.ways = ((8, "rescaled"),)
     layer, shape = layer_in(place, scheme)
     measured = InPlace(shape, 3, CPU)
     measured.run(layer)
     assert kernels.take() == run
-    measured.without(layer.takes_fp8(3))
-    assert kernels.take() == without
 
 
 def test_it_computes_what_a_decoder_layer_does(kernels):

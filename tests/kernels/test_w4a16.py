@@ -15,8 +15,7 @@ from tessera.kernels.w4_layout import chunk_of, pack, unpack
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from tessera.kernels.w4a16 import W4Plan, plan_w4a16, w4a16_gate_up, w4a16_linear
-from tessera.kernels.widen_w4 import widen_w4
+from tessera.kernels.w4a16 import W4Plan, plan_w4a16, w4a16_gate_up, w4a16_linear, widen_w4
 
 LAYOUTS = [
     (256, 128),

@@ -104,13 +104,8 @@ def add_and_norm(
     return norm(x), x
 
 
-def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [m, k], weight [n, k], bias [n] -> [m, n]."""
-    return F.linear(x, weight, bias)
-
-
 def skinny_unfinished(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Partials:
-    """The same in two halves of k, still to be added."""
+    """x [m, k], weight [n, k], bias [n] -> [m, n] in two halves of k, still to be added."""
     x_halves, weight_halves = x.float().chunk(2, dim=1), weight.float().chunk(2, dim=1)
     return Partials(torch.stack([F.linear(*halves) for halves in zip(x_halves, weight_halves)]), bias, x.dtype)
 

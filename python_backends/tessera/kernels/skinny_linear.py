@@ -7,13 +7,13 @@ blocks: the programs of one weight tile are neighbours and share it in the L2 ca
 the rows of the weights are too few for that, k is split: each program writes a partial, and a second small
 kernel adds the partials in a fixed order (so that equal inputs give equal outputs, which atomics would not).
 
-Better still, a norm that comes next adds the partials as it reads them (`unfinished.py`).
+Better still, a norm that comes next adds the partials as it reads them (`deferred.py`).
 
 On Hopper these kernels are launched before the one in front of them has ended, and wait for it themselves (programmatic
 dependent launch); and they let the next be launched at once: its programs, and those of the short kernels behind it,
 come into place as these programs end.
 
-Products in e4m3 for up to 256 rows: as :mod:`tessera.kernels.skinny_linear`, over half the bytes.
+Products in e4m3 take up to 256 rows, over half the bytes.
 
 The scales of x's and of the weight's rows meet the sums at the end, before a split's partial is written.
 """
@@ -114,22 +114,15 @@ def _block_k(block_n: int, rows: int, k: int) -> int:
     return block_k
 
 
-def skinny_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, plan: SkinnyPlan | None = None
-) -> torch.Tensor:
-    """x [m, k], weight [n, k], bias [n], contiguous, bfloat16 or float16 -> x W^T + b [m, n]; sums in float32.
-
-    ``plan`` replaces :func:`plan_skinny`'s choice. ValueError for m over 64, a k that is no multiple of 64, and
-    other shapes, dtypes or plans that the kernel cannot take.
-    """
-    product = skinny_unfinished(x, weight, bias, plan)
-    return product if isinstance(product, torch.Tensor) else add_partials(*product)
-
-
 def skinny_unfinished(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, plan: SkinnyPlan | None = None
 ) -> torch.Tensor | Partials:
-    """As :func:`skinny_linear`, where k is split without the addition of the partials and the bias."""
+    """x [m, k], weight [n, k], bias [n], contiguous, bfloat16 or float16 -> x W^T + b [m, n]; sums in float32.
+
+    Where k is split, without the addition of the partials and the bias. ``plan`` replaces :func:`plan_skinny`'s
+    choice. ValueError for m over 64, a k that is no multiple of 64, and other shapes, dtypes or plans that the kernel
+    cannot take.
+    """
     (m, k), n = _check(x, weight), len(weight)
     plan = plan or plan_skinny(m, n, k, multiprocessors(x.device))
     check_plan(plan, k)
@@ -139,8 +132,8 @@ def skinny_unfinished(
 def skinny_gate_up(x: torch.Tensor, weight: torch.Tensor, plan: SkinnyPlan | None = None) -> torch.Tensor:
     """x [m, k], weight [2 * size, k] with the gate's rows first -> silu(gate) * up [m, size].
 
-    As :func:`skinny_linear` followed by silu_and_multiply, with the same roundings, in one launch. ``plan`` replaces
-    :func:`plan_skinny_gate_up`'s choice and must not split. ValueError as there.
+    As a product followed by silu_and_multiply, with the same roundings, in one launch. ``plan`` replaces
+    :func:`plan_skinny_gate_up`'s choice and must not split. ValueError as by :func:`skinny_unfinished`.
     """
     (m, k), size = _check(x, weight), len(weight) // 2
     plan = plan or plan_skinny_gate_up(m, size, k, multiprocessors(x.device))

@@ -43,10 +43,6 @@ class PackedW4(NamedTuple):
         """Columns that share a scale."""
         return self.shape[1] // len(self.words)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self)
-
 
 def chunk_of(k: int, group: int) -> int | None:
     """The columns of a chunk for k columns in groups of ``group``, or None where the layout cannot hold them.

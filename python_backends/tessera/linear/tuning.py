@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -226,11 +226,6 @@ class InPlace:
             rotated = angles, angles, slots, cache, torch.empty_like(cache), shape.outputs // head - 2
             self._rotate = lambda qkv: layer_kernels(device.type).rotate_and_store(qkv, *rotated)
 
-    @cached_property
-    def _y(self) -> torch.Tensor:
-        """For what is behind a layer. As large as gate_up's outputs, it is not there unless it is asked for."""
-        return self._normal(self._rows, 0 if self._place == "alone" else self._shape.outputs)
-
     def _normal(self, *sizes: int) -> torch.Tensor:
         return torch.randn(sizes, dtype=self._shape.dtype, device=self._device)
 
@@ -245,18 +240,6 @@ class InPlace:
         if self._place == "qkv":
             return self._rotate(layer.unfinished(x))
         return layer(x)
-
-    def without(self, fp8: bool) -> object:
-        """What ``run`` would take without a layer: the kernel before it and the one behind it as beside plain weights.
-
-        ``fp8``: still the activation behind gate_up quantizes, since that is for down.
-        """
-        self._before(False)
-        if self._place == "gate_up":
-            return self._activation(self._y, fp8)
-        if self._place in ("output", "down"):
-            return self._norm(self._y, self._residual)
-        return self._rotate(self._y) if self._place == "qkv" else None
 
     def _before(self, fp8: bool) -> torch.Tensor | Fp8Rows:
         if self._place in ("qkv", "gate_up"):
