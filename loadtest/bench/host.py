@@ -51,7 +51,7 @@ class NoModel(ModelRunner):
         sizes, most_blocks = graph_sizes(CONFIG.max_sequences), MOST_CONTEXT // CONFIG.block_size
         graphs = DecodeGraphs(runner._model, runner._attention, sizes, most_blocks, runner._last_sampled)
         graphs._greedy.replay = lambda size: None  # type: ignore[method-assign]
-        runner._graphs, runner.overlaps = graphs, True
+        runner._graphs, runner.async_launch = graphs, True
         return runner
 
     def _forward(self, packed: PackedBatch, batch: ScheduledBatch) -> torch.Tensor:

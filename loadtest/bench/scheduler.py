@@ -103,12 +103,12 @@ class Simulation:
         under_way: deque[tuple[ScheduledBatch, float]] = deque()
         free = 0.0
         while self.now < until:
-            ends_first = bool(under_way) and self._scheduler.ends_first(under_way[-1][0])
-            batch = ScheduledBatch([]) if ends_first else self._scheduler.schedule()
+            first = bool(under_way) and self._scheduler.must_finish_before_next(under_way[-1][0])
+            batch = ScheduledBatch([]) if first else self._scheduler.schedule()
             if batch.spans:
                 self._scheduled(batch)
                 took = self._step_time * step_ms(batch.tokens)
-                self._scheduler.took(batch, int(took * 1e6))
+                self._scheduler.record_step_time(batch, int(took * 1e6))
                 begins = max(free, self.now + 0.3)
                 self.idle += begins - free - self._see(begins - free)
                 free = begins + took + self._see(took)

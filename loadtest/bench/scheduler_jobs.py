@@ -96,7 +96,7 @@ class Simulation:
     def run(self, until: float) -> None:
         """Steps as engine.py does."""
         while self.now < until:
-            if self._steps and self._scheduler.ends_first(self._steps[-1].of):
+            if self._steps and self._scheduler.must_finish_before_next(self._steps[-1].of):
                 self._apply(0)
             arrived, self._arrived = self._arrived, []
             for sequence in arrived:
@@ -104,7 +104,7 @@ class Simulation:
             batch = self._scheduler.schedule()
             if batch.spans:
                 took = step_ms(batch.tokens)
-                self._scheduler.took(batch, int(took * 1e6))
+                self._scheduler.record_step_time(batch, int(took * 1e6))
                 self._steps.append(Work(took, self.now + GAP_MS, batch))
                 self._pass(self.now + LAUNCH_MS[batch.tokens > LONG_TOKENS])
             elif not self._steps:

@@ -179,8 +179,10 @@ class Simulation:
 
     def _step(self) -> None:
         self._pass(self.now)
-        ends_first = bool(self._under_way) and self._scheduler.ends_first(self._under_way[-1][0])
-        if ends_first:
+        must_finish_before_next = bool(self._under_way) and self._scheduler.must_finish_before_next(
+            self._under_way[-1][0]
+        )
+        if must_finish_before_next:
             self._apply_until(0)
         batch = self._scheduler.schedule()
         if batch.spans:
@@ -192,22 +194,24 @@ class Simulation:
             self._under_way.append((batch, took, self._free))
         elif not self._under_way:
             self._pass(self.now + MS // 2 if self._scheduler.has_work else self._events[0][0])
-        self._note(batch, ends_first)
+        self._note(batch, must_finish_before_next)
         self._apply_until(int(bool(batch.spans) and self._mix.overlaps))
 
-    def _note(self, batch: ScheduledBatch, ends_first: bool) -> None:
+    def _note(self, batch: ScheduledBatch, must_finish_before_next: bool) -> None:
         spans = [(span.sequence.request.request_id, span.start, span.end, span.samples) for span in batch.spans]
         queues = [
             [each.request.request_id for each in queue]
             for queue in (self._scheduler.waiting, self._scheduler.running, self._scheduler.parked)
         ]
-        self._digest.update(repr((spans, queues, ends_first, self._scheduler.preemptions, self.now)).encode())
+        self._digest.update(
+            repr((spans, queues, must_finish_before_next, self._scheduler.preemptions, self.now)).encode()
+        )
 
     def _apply_until(self, under_way: int) -> None:
         while len(self._under_way) > under_way:
             batch, took, ended = self._under_way.popleft()
             self._pass(ended)
-            self._scheduler.took(batch, took)
+            self._scheduler.record_step_time(batch, took)
             for sequence, _, _ in self._scheduler.apply(batch, [self._sampled(each) for each in batch.sampling]):
                 if sequence.finished:
                     self._again(sequence)

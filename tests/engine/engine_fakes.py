@@ -86,8 +86,8 @@ class BookkeepingRunner:
     graph_steps = 0
     weights, weight_bytes = "none", 0
 
-    def __init__(self, num_blocks, block_size, salt=lambda length: 0, tokens=range(VOCABULARY), overlaps=False):
-        self.overlaps = overlaps
+    def __init__(self, num_blocks, block_size, salt=lambda length: 0, tokens=range(VOCABULARY), async_launch=False):
+        self.async_launch = async_launch
         self.num_blocks, self.block_size = num_blocks, block_size
         self.cache_salt = salt
         self.cache = {}
@@ -203,13 +203,13 @@ def make_engine(
     max_model_len=200,
     tokens=range(VOCABULARY),
     salt=lambda length: 0,
-    overlaps=False,
+    async_launch=False,
     **settings,
 ):
     """An engine on a BookkeepingRunner."""
     defaults = dict(max_batched_tokens=64, max_sequences=8)
     config = EngineConfig(block_size=block_size, **(defaults | settings))
-    runner = BookkeepingRunner(num_blocks, block_size, salt, tokens, overlaps)
+    runner = BookkeepingRunner(num_blocks, block_size, salt, tokens, async_launch)
     return TextEngine(runner, ByteTokenizer(), config, max_model_len, (EOS,)), runner
 
 

@@ -192,10 +192,10 @@ def test_the_sampler_chooses_among_what_is_allowed():
     assert report.top == ((8, pytest.approx(float(raw[0, 8]))),)
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_constrained_and_free_answers_share_batches(overlaps):
+@pytest.mark.parametrize("async_launch", [False, True])
+def test_constrained_and_free_answers_share_batches(async_launch):
     """The free ones go on at every step, as without the others."""
-    engine, runner = make_engine(num_blocks=200, overlaps=overlaps)
+    engine, runner = make_engine(num_blocks=200, async_launch=async_launch)
     for n in range(3):
         engine.submit(make_request([1, 2, n], f"free {n}", max_tokens=12, ignore_eos=True))
         engine.submit(make_request([1, 2, n], f"bound {n}", max_tokens=60, regex="(ab|cd){6}"))
@@ -209,13 +209,13 @@ def test_constrained_and_free_answers_share_batches(overlaps):
     names = [{sequence.request.request_id for sequence, *_ in batch} for batch in runner.batches]
     assert all(f"free {n}" in ran for ran in names[:12] for n in range(3))
     steps = [place for place, ran in enumerate(names) if "bound 0" in ran]
-    assert all(later - earlier == 1 + overlaps for earlier, later in pairwise(steps[:6]))
+    assert all(later - earlier == 1 + async_launch for earlier, later in pairwise(steps[:6]))
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_a_preempted_answer_goes_on_where_it_was(overlaps):
+@pytest.mark.parametrize("async_launch", [False, True])
+def test_a_preempted_answer_goes_on_where_it_was(async_launch):
     jobs = [make_request([n, n + 1, 9], f"{n}", max_tokens=40, regex="([a-f]{7}-){3}") for n in range(4)]
-    engine, _ = make_engine(num_blocks=14, overlaps=overlaps)
+    engine, _ = make_engine(num_blocks=14, async_launch=async_launch)
     for job in jobs:
         engine.submit(job)
     events = run(engine)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from engine_fakes import EOS, ends, make_engine, make_request, run, text_of, tokens_of
 
-from tessera.engine import rendering
 from tessera.engine.sequence import Report
 from tessera.errors import InvalidRequest, Unavailable
 
@@ -196,16 +195,16 @@ def test_an_answer_without_text_ends_alone_and_silences_nobody(monkeypatch, capl
     runner.script["broken"] = runner.script["fine"] = list(b"ab")
     for name in ("broken", "fine"):
         engine.submit(make_request([1], name, max_tokens=2, logprobs=0, ignore_eos=True))
-    works = rendering._logprob_entry
+    works = engine.answers._logprob
     calls = []
 
-    def breaks_at_the_end(detokenizer, token, report):
+    def breaks_at_the_end(token, logprob):
         calls.append(token)
         if len(calls) == 3:  # the first request's last token
             raise ValueError("no text for this")
-        return works(detokenizer, token, report)
+        return works(token, logprob)
 
-    monkeypatch.setattr(rendering, "_logprob_entry", breaks_at_the_end)
+    monkeypatch.setattr(engine.answers, "_logprob", breaks_at_the_end)
     runner.report = Report(-0.5)
     assert ends(run(engine)) == {"broken": "error", "fine": "length"}
     assert "no text for this" in caplog.text

@@ -74,9 +74,9 @@ def test_plain_answers_go_on_while_no_mask_comes(slow, monkeypatch):
     assert list(ends(run(engine, 20_000)).values()) == ["stop"] * 3
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("async_launch", [False, True])
 @pytest.mark.parametrize(("count", "beside"), [(20, False), (21, True), (160, True)])
-def test_the_masks_of_many_are_made_beside_the_steps(monkeypatch, count, beside, overlaps):
+def test_the_masks_of_many_are_made_beside_the_steps(monkeypatch, count, beside, async_launch):
     """What each takes is given, so that 20 hold up no step; a crowd has no need of places in the lane."""
     jobs = [make_request([n, 5], f"{n}", max_tokens=60, regex="(ab|cd){4}") for n in range(count)]
     few, _ = make_engine(num_blocks=4000, max_sequences=8)
@@ -89,7 +89,7 @@ def test_the_masks_of_many_are_made_beside_the_steps(monkeypatch, count, beside,
         advance(matcher, token)
 
     monkeypatch.setattr(Matcher, "advance", seen)
-    engine, _ = make_engine(num_blocks=4000, max_sequences=256, max_batched_tokens=512, overlaps=overlaps)
+    engine, _ = make_engine(num_blocks=4000, max_sequences=256, max_batched_tokens=512, async_launch=async_launch)
     sequences = [engine.submit(job) for job in jobs]  # they count for as long as they are held
     events = []
     while engine.has_work():

@@ -68,14 +68,14 @@ def test_the_largest_finite_logits_are_no_fault():
     assert greedy(torch.tensor([[1e30, -1e30, 0]])).tolist() == [0]
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("async_launch", [False, True])
 @pytest.mark.parametrize("asked", [dict(), dict(temperature=1.0, seed=1), dict(logprobs=1)], ids=str)
-def test_only_the_request_itself_ends(overlaps, asked):
+def test_only_the_request_itself_ends(async_launch, asked):
     """The sick one comes first, so that it holds block 0, which pads the others' block tables."""
 
     def engine():
         made = tiny_engine(MODEL)
-        made._runner.overlaps = overlaps
+        made._runner.async_launch = async_launch
         return made
 
     others = [

@@ -48,7 +48,7 @@ def test_every_request_is_answered_as_alone(seed):
         max_sequences=dice.choice([3, 16]),
         prefix_cache=dice.choice(["content", "off"]),
     )
-    engine._runner.overlaps = dice.random() < 0.7  # as on a GPU: a step is planned before the tokens of the last
+    engine._runner.async_launch = dice.random() < 0.7  # as on a GPU: a step is planned before the tokens of the last
     made = [requests(12, **chosen(dice))[number] for number in range(12)]
     for number in (2, 5, 8):
         made[number] = requests(12, regex=REGEX, max_tokens=40, **dict(ignore_eos=False))[number]

@@ -318,7 +318,7 @@ def steps_of_a_job(beside=None, tokens=1, before=None):
     def submit(ids, **sampling):
         engine.submit(replace(make_request(ids, **sampling), arrival_ns=0))
 
-    engine, runner = make_engine(num_blocks=400, max_batched_tokens=64, max_sequences=6, overlaps=True)
+    engine, runner = make_engine(num_blocks=400, max_batched_tokens=64, max_sequences=6, async_launch=True)
     if before is not None:
         submit([1], max_tokens=1, priority=before)
         run(engine)
@@ -329,7 +329,7 @@ def steps_of_a_job(beside=None, tokens=1, before=None):
         submit([9] * 4, max_tokens=tokens, ignore_eos=True, priority=beside)
     while engine.has_work():
         launched = len(runner.batches)
-        behind_one = bool(engine._under_way) and not engine.scheduler.ends_first(engine._under_way[-1][0])
+        behind_one = bool(engine._under_way) and not engine.scheduler.must_finish_before_next(engine._under_way[-1][0])
         engine.step()
         ahead += behind_one and len(runner.batches) > launched
     return [sum(end - start for _, start, end, _ in batch) for batch in runner.batches[begun:]], ahead
@@ -400,7 +400,7 @@ def test_nothing_of_a_long_prompt_is_lost_for_a_question():
 @pytest.mark.parametrize(("too_much", "behind_prompts"), [(0, 1), (1, 0)])
 def test_no_step_is_launched_behind_one_that_takes_long(too_much, behind_prompts):
     engine, runner = make_engine(
-        num_blocks=600, max_model_len=2100, max_batched_tokens=512, max_sequences=4, overlaps=True
+        num_blocks=600, max_model_len=2100, max_batched_tokens=512, max_sequences=4, async_launch=True
     )
     runner.device_ns = lambda number, tokens: (policies.LONG_NS // 512 + too_much) * tokens
     under_way, launch = [], runner.launch

@@ -63,11 +63,11 @@ actions = st.lists(
     st.integers(1, 4),
     st.booleans(),
 )
-def test_engine_under_random_load(script, policy, num_blocks, budget, sequences, overlaps):
+def test_engine_under_random_load(script, policy, num_blocks, budget, sequences, async_launch):
     engine, _ = make_engine(
         num_blocks,
         tokens=TOKENS,
-        overlaps=overlaps,
+        async_launch=async_launch,
         prefix_cache=policy,
         max_batched_tokens=budget,
         max_sequences=sequences,

@@ -32,11 +32,11 @@ MODEL = tiny_model(device=DEVICE, hidden_size=64, head_dim=16, num_hidden_layers
 ROWS = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(4))
 
 
-def make_engine(graphs=(), prompt_graphs=(), overlaps=True, model=MODEL, eos=(), **settings):
+def make_engine(graphs=(), prompt_graphs=(), async_launch=True, model=MODEL, eos=(), **settings):
     defaults = dict(block_size=BLOCK, max_batched_tokens=256, max_sequences=4, attention="triton", graph_batch_size=0)
     config = EngineConfig(**(defaults | settings))
     runner = ModelRunner.of_model(model, config, 128)
-    runner.overlaps = overlaps
+    runner.async_launch = async_launch
     runner.capture_graphs(list(graphs), list(prompt_graphs), 128 // BLOCK)
     return TextEngine(runner, ByteTokenizer(), config, 128, eos)
 
@@ -72,7 +72,7 @@ def answers(engine, made):
 @pytest.fixture(scope="module")
 def expected():
     """Each request alone on the readable backend."""
-    settings = dict(attention="torch", prefix_cache="off", overlaps=False)
+    settings = dict(attention="torch", prefix_cache="off", async_launch=False)
     return [answers(make_engine(**settings), [request])[0] for request in requests()]
 
 
@@ -81,9 +81,9 @@ WAYS = {
     "graphs": dict(graphs=(1, 2, 4)),
     "graphs with dummies": dict(graphs=(4,)),
     "graphs for few": dict(graphs=(1, 2)),
-    "one after the other": dict(graphs=(1, 2, 4), overlaps=False),
+    "one after the other": dict(graphs=(1, 2, 4), async_launch=False),
     "prompt graphs": dict(graphs=(1, 2, 4), prompt_graphs=(16, 48, 128)),
-    "prompt graphs alone": dict(prompt_graphs=(16, 48), overlaps=False, max_batched_tokens=40),
+    "prompt graphs alone": dict(prompt_graphs=(16, 48), async_launch=False, max_batched_tokens=40),
     "uncached pieces": dict(graphs=(1, 2, 4), max_batched_tokens=23, prefix_cache="off"),
 }
 
@@ -134,7 +134,7 @@ def test_same_tokens(way, expected, prompt_steps, monkeypatch):
 def test_same_tokens_after_preemption(prompt_steps):
     block = 2 * BLOCK * 2 * 16 * 4
     made = requests(max_tokens=9)
-    plain = answers(make_engine(attention="torch", overlaps=False, prefix_cache="off"), made)
+    plain = answers(make_engine(attention="torch", async_launch=False, prefix_cache="off"), made)
     settings = dict(kv_cache_bytes=16 * block, prefix_cache="off")
     engine = make_engine(graphs=(1, 2, 4), prompt_graphs=(16, 48, 128), **settings)
     assert answers(engine, made) == plain
@@ -143,7 +143,7 @@ def test_same_tokens_after_preemption(prompt_steps):
 
 @pytest.fixture(scope="module")
 def expected_of_a_cache_in_fp8():
-    settings = dict(attention="torch", prefix_cache="off", overlaps=False, kv_cache_dtype="fp8")
+    settings = dict(attention="torch", prefix_cache="off", async_launch=False, kv_cache_dtype="fp8")
     return [answers(make_engine(**settings), [request])[0] for request in requests()]
 
 
@@ -168,7 +168,7 @@ SAMPLED = {
 @pytest.mark.parametrize("asked", SAMPLED)
 def test_a_step_with_anything_but_greedy_choice_runs_its_layers_as_a_graph(asked, monkeypatch):
     sampling = dict(max_tokens=5, **SAMPLED[asked])
-    plain = answers(make_engine(attention="torch", overlaps=False), requests(2, **sampling))
+    plain = answers(make_engine(attention="torch", async_launch=False), requests(2, **sampling))
     ran = counted(monkeypatch)
     engine = make_engine(graphs=(1, 2, 4))
     assert answers(engine, requests(2, **sampling)) == plain
@@ -181,7 +181,7 @@ def test_labels_branch_in_graphs(monkeypatch):
             engine.submit(request)
         return [[label["logprob"] for label in event.choices] for event in run(engine) if event.finish_reason == "stop"]
 
-    plain = scores(make_engine(attention="torch", overlaps=False, eos=(EOS,)))
+    plain = scores(make_engine(attention="torch", async_launch=False, eos=(EOS,)))
     ran = counted(monkeypatch)
     found = scores(make_engine(graphs=(2,), eos=(EOS,)))
     assert ran["hidden"] and len(found) == 2
@@ -196,7 +196,7 @@ def penalized(max_tokens):
 
 @pytest.fixture(scope="module")
 def expected_under_penalties():
-    runner = make_engine(attention="torch", prefix_cache="off", overlaps=False)._runner
+    runner = make_engine(attention="torch", prefix_cache="off", async_launch=False)._runner
     return [plain_answer(runner, request) for request in penalized(5)]
 
 
@@ -211,7 +211,7 @@ def test_penalties_on_tokens_that_the_host_does_not_know_yet(way, expected_under
 def test_penalties_after_preemption_with_steps_planned_ahead():
     block = 2 * BLOCK * 2 * 16 * 4
     made = requests(max_tokens=9, **PENALIZED)
-    runner = make_engine(attention="torch", overlaps=False, prefix_cache="off")._runner
+    runner = make_engine(attention="torch", async_launch=False, prefix_cache="off")._runner
     expected = [plain_answer(runner, request) for request in made]
     engine = make_engine(graphs=(1, 2, 4), kv_cache_bytes=16 * block, prefix_cache="off")
     assert answers(engine, made) == expected
@@ -248,7 +248,7 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES)
 def test_other_bodies_in_kernels_and_graphs(body):
     model = tiny_model(device=DEVICE, hidden_size=64, num_hidden_layers=2, **BODIES[body])
-    plain = dict(attention="torch", prefix_cache="off", overlaps=False, model=model)
+    plain = dict(attention="torch", prefix_cache="off", async_launch=False, model=model)
     expected = [answers(make_engine(**plain), [request])[0] for request in requests()]
     engine = make_engine(graphs=(1, 2, 4), prompt_graphs=(48, 128), model=model)
     assert answers(engine, requests()) == expected and engine.metrics.graph_steps > 0
@@ -278,7 +278,7 @@ def test_positions_of_three_axes_in_kernels_and_graphs():
     def engine(**settings):
         return make_engine(model=MROPE, **settings)
 
-    plain = [answers(engine(attention="torch", prefix_cache="off", overlaps=False), [each])[0] for each in made()]
+    plain = [answers(engine(attention="torch", prefix_cache="off", async_launch=False), [each])[0] for each in made()]
     assert plain[0] != plain[2], "positions matter"
     graphs = engine(graphs=(1, 2, 4), prompt_graphs=(48, 128))
     assert answers(graphs, made()) == plain and graphs.metrics.graph_steps > 0

@@ -134,7 +134,7 @@ class Recorder:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.num_blocks, self.vocab_size = runner.num_blocks, runner.vocab_size
-        self.hidden_size, self.cache_salt, self.overlaps = runner.hidden_size, runner.cache_salt, False
+        self.hidden_size, self.cache_salt, self.async_launch = runner.hidden_size, runner.cache_salt, False
         self.graph_steps, self.position_axes = 0, runner.position_axes
         self.weights, self.weight_bytes = runner.weights, runner.weight_bytes
         self.logits: list[torch.Tensor] = []

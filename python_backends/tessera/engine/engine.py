@@ -54,7 +54,7 @@ class Engine:
         eos_token_ids: Iterable[int],
     ) -> None:
         blocks = BlockManager(runner.num_blocks, config.block_size)
-        rules = Rules(bursts=runner.overlaps)
+        rules = Rules(bursts=runner.async_launch)
         self.scheduler = Scheduler(blocks, config.max_batched_tokens, config.max_sequences, rules)
         self.metrics = EngineMetrics(kv_blocks_total=runner.num_blocks, max_model_len=max_model_len)
         self.max_model_len = max_model_len
@@ -113,11 +113,12 @@ class Engine:
     def step(self) -> Progress:
         """Plans and runs a step, applies what is done and tells what came of it.
 
-        Where the runner overlaps, a step is launched before the one before it is applied, unless that should end first.
-        Rows of pictures may be reused when their request's end is told: every step that reads them has been applied by
+        Where the runner launches asynchronously, a step is launched before the one before it is applied, unless that
+        should end first. Rows of pictures may be reused when their request's end is told: every step that reads them
+        has been applied by
         then. If this raises, call :meth:`fail_all`.
         """
-        if self._under_way and self.scheduler.ends_first(self._under_way[-1][0]):
+        if self._under_way and self.scheduler.must_finish_before_next(self._under_way[-1][0]):
             self._apply_until(0)
         began = _waited_ns()
         batch = self._plan()
@@ -126,8 +127,8 @@ class Engine:
         if batch.spans:
             self._mark_scheduled(batch)
             self._under_way.append((batch, self._runner.launch(batch)))
-        self.metrics.held_up_ns += _waited_ns() - began
-        self._apply_until(int(bool(batch.spans) and self._runner.overlaps))
+        self.metrics.host_wait_ns += _waited_ns() - began
+        self._apply_until(int(bool(batch.spans) and self._runner.async_launch))
         return self._emit(batch)
 
     def has_work(self) -> bool:
@@ -274,7 +275,7 @@ class Engine:
         taken = self.scheduler.apply(batch, result.tokens())
         self._lane.begin()
         device_ns = result.device_ns()
-        self.scheduler.took(batch, device_ns)
+        self.scheduler.record_step_time(batch, device_ns)
         self.metrics.busy_ns += device_ns
         now = time.monotonic_ns()
         for sequence, token, report in taken:

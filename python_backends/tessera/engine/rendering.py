@@ -174,10 +174,16 @@ class Answers:
         answer.text += text
         answer.token_ids += tokens
         spoken = tokens[:-1] if ended_by_token else tokens
-        answer.logprobs += [_logprob_entry(detokenizer, *sampled) for sampled in zip(spoken, reports)]
+        for token, report in zip(spoken, reports):
+            top = [self._logprob(*pair) for pair in report.top]
+            answer.logprobs.append(self._logprob(token, report.logprob) | {"top": top})
         if reason is None and not answer.request.stream:
             return None
         return self._flush(answer, reason, end, completion)
+
+    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        return {"token_id": token, "text": text, "logprob": logprob}
 
     def _flush(self, answer: Answer, reason: str | None, end: End | None, completion: int) -> TokenEvent:
         request, end = answer.request, end or End(answer.request.number, "")
@@ -199,19 +205,11 @@ class Answers:
         return event
 
 
-def _logprob_entry(detokenizer: Detokenizer, token: int, report: Report) -> dict[str, Any]:
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        return {"token_id": token_id, "text": detokenizer.token_text(token_id), "logprob": logprob}
-
-    return entry(token, report.logprob) | {"top": [entry(*pair) for pair in report.top]}
-
-
 class Detokenizer:
     """The text of one answer. All its deltas together are the decoded answer, cut at a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, parameters: SamplingParameters) -> None:
         self.stopped = False
-        self._tokenizer = tokenizer
         self._parameters = parameters
         self._longest_stop = max(map(len, parameters.stop), default=0)
         self._stream = tokenizer.stream(parameters.skip_special_tokens)
@@ -241,10 +239,6 @@ class Detokenizer:
         text = self._release(self._stream.end())
         held, self._held = self._held, ""
         return text + held
-
-    def token_text(self, token: int) -> str:
-        """A token on its own."""
-        return self._tokenizer.decode([token], skip_special_tokens=False)
 
     def _release(self, fresh: str) -> str:
         if not self._parameters.stop:

@@ -89,7 +89,7 @@ class MetricsPage:
         values = now | {
             "requests_in_flight": now["requests"] - sum(ended.values()),
             "device_busy_fraction": self._busy_since_last(now["busy_ns"]),
-            "engine_held_up_seconds": now["held_up_ns"] / 1e9,
+            "engine_held_up_seconds": now["host_wait_ns"] / 1e9,
         }
         for name, gauge in self._gauges.items():
             gauge.set(values[name])

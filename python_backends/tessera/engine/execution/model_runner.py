@@ -34,8 +34,8 @@ _LOG = logging.getLogger(__name__)
 class ModelRunner:
     """One model, one attention backend on one cache, one device: what runs the engine's batches.
 
-    ``overlaps``: whether a step goes on by itself once it was launched, so that the next should be planned meanwhile.
-    ``graph_steps`` counts the steps that ran as CUDA graphs.
+    ``async_launch``: whether a step goes on by itself once it was launched, so that the next should be planned
+    meanwhile. ``graph_steps`` counts the steps that ran as CUDA graphs.
     """
 
     def __init__(self, model: Qwen2, attention: AttentionBackend, max_sequences: int) -> None:
@@ -46,7 +46,7 @@ class ModelRunner:
         self.weights = model.weights_in_words() + ", key/value cache in fp8" * attention.storage.fp8
         self.weight_bytes = sum(buffer.nbytes for buffer in model.buffers())
         self.num_blocks = attention.storage.keys[0].shape[0]
-        self.overlaps = weight.is_cuda
+        self.async_launch = weight.is_cuda
         self.graph_steps = 0
         self._model = model
         self._attention = attention
@@ -84,11 +84,11 @@ class ModelRunner:
         num_blocks = budget.count_blocks(max_model_len, lambda blocks, batch: runner(blocks).logits(batch))
         _LOG.info("cache: %d blocks of %d tokens", num_blocks, config.block_size)
         whole = runner(num_blocks)
-        if whole.overlaps:
+        if whole.async_launch:
             with torch.inference_mode():  # answers found before are read from disk
                 tune(model.places(), weight.device, config.max_batched_tokens)
         largest = min(config.graph_batch_size, config.max_sequences)
-        if largest and whole.overlaps:
+        if largest and whole.async_launch:
             most_blocks = min(num_blocks, -(-max_model_len // config.block_size))
             token_counts = prompt_sizes(config.max_batched_tokens, model.products_a_token)
             whole.capture_graphs(graph_sizes(largest), token_counts, most_blocks)

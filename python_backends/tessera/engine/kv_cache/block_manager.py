@@ -92,7 +92,7 @@ class BlockManager:
             sequence.offered.append(key)
             sequence.committed = number + 1
 
-    def spoil(self, keys: Iterable[bytes]) -> None:
+    def invalidate(self, keys: Iterable[bytes]) -> None:
         """What was written under these keys may be NaN: nobody finds it any more, whoever holds or committed it."""
         for key in keys:
             self._index.drop(key)

@@ -128,7 +128,7 @@ class EngineMetrics:
     """Counters since the start; gauges describe the moment after the last step.
 
     ``prompts`` began in ``prefill_steps`` of the ``steps``. ``graph_steps``: steps that ran as a CUDA graph;
-    ``busy_ns``: time in which a step ran. ``held_up_ns``: time that planning and launching took beyond what they
+    ``busy_ns``: time in which a step ran. ``host_wait_ns``: time that planning and launching took beyond what they
     computed, which on a GPU is waiting for the interpreter's lock, or for room in the GPU's queue.
     ``not_finite_logits``: requests that ended because their logits were NaN or infinite.
     """
@@ -151,7 +151,7 @@ class EngineMetrics:
     kv_blocks_total: int = 0
     max_model_len: int = 0
     busy_ns: int = 0
-    held_up_ns: int = 0
+    host_wait_ns: int = 0
 
     def snapshot(self) -> dict[str, int]:
         """All numbers under flat names; ends of requests as finished_<reason>."""

@@ -40,7 +40,7 @@ class Rules:
 
     ``bursts``: :func:`waits_for_burst`. ``cached_first``: :func:`passes_unread`. ``short_chunks``, ``half_steps`` and
     ``even_steps``: :func:`prompt_tokens`. ``urgency``: :class:`StepBudget`. ``preemption``: :func:`gives_way`.
-    ``awaited_steps``: :func:`must_end_first`.
+    ``awaited_steps``: :func:`must_finish_before_next`.
     """
 
     bursts: bool = True
@@ -116,7 +116,7 @@ def gives_way(load: Load, blocks: BlockManager) -> Sequence | None:
     return victim if full or long_prompt else None
 
 
-def must_end_first(load: Load, tokens: int, worst_priority: int) -> bool:
+def must_finish_before_next(load: Load, tokens: int, worst_priority: int) -> bool:
     """Whether a step of N tokens, for priorities up to this one, should have ended before the next is planned.
 
     With the vision stage's forwards one at a time W1 has 127.3 req/s instead of 120.7 to 122.4; alone 121.9.

@@ -61,10 +61,10 @@ class Scheduler:
         spans.sort(key=lambda span: span.count > 1)
         return ScheduledBatch(spans)
 
-    def ends_first(self, batch: ScheduledBatch) -> bool:
+    def must_finish_before_next(self, batch: ScheduledBatch) -> bool:
         """Whether this one should have ended before the next is planned."""
         worst = max(span.sequence.request.sampling.priority for span in batch.spans)
-        return policies.must_end_first(self.load, batch.tokens, worst)
+        return policies.must_finish_before_next(self.load, batch.tokens, worst)
 
     def apply(
         self, batch: ScheduledBatch, sampled: SequenceType[SampledToken]
@@ -78,7 +78,7 @@ class Scheduler:
         for sequence, (token, report) in zip(batch.sampling, sampled, strict=True):
             sequence.in_flight -= 1
             if token == NOT_FINITE:
-                self.blocks.spoil(sequence.block_keys)
+                self.blocks.invalidate(sequence.block_keys)
             if sequence.finished:
                 continue
             taken.append((sequence, token if sequence.take(token, report) else None, report))
@@ -88,7 +88,7 @@ class Scheduler:
                 self.blocks.shrink(sequence)
         return taken
 
-    def took(self, batch: ScheduledBatch, device_ns: int) -> None:
+    def record_step_time(self, batch: ScheduledBatch, device_ns: int) -> None:
         """How long a planned batch ran."""
         read = sum(span.count for span in batch.spans if span.count > 1)
         self.load.record_step(batch.tokens, read, device_ns)
@@ -97,7 +97,7 @@ class Scheduler:
         """Ends a sequence early that has not ended, wherever it is."""
         sequence.finish_reason = reason
         if not sequence.outputs:  # so nobody has seen whether its logits are finite
-            self.blocks.spoil(sequence.offered)
+            self.blocks.invalidate(sequence.offered)
         self._remove(sequence)
 
     def drop_all(self) -> None:
