@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from architecture import PATCH, TILE
+
+from scene.geometry import tile_grid
 
 GRID = TILE // PATCH
 
@@ -37,24 +38,11 @@ class Layout:
         return self.columns * self.rows + self.thumbnail
 
 
-@lru_cache(maxsize=256)
-def _grids(min_tiles: int, max_tiles: int) -> list[tuple[int, int]]:
-    pairs = [
-        (w, h) for w in range(1, max_tiles + 1) for h in range(1, max_tiles + 1) if min_tiles <= w * h <= max_tiles
-    ]
-    return sorted(pairs, key=lambda grid: grid[0] * grid[1])
-
-
 def layout(width: int, height: int, policy: Policy) -> Layout:
-    """InternVL's grid: the closest aspect ratio; on an exact tie the larger if the picture has the pixels for it."""
-    best, best_difference = (1, 1), float("inf")
-    for columns, rows in _grids(policy.min_tiles, policy.max_tiles):
-        difference = abs(width / height - columns / rows)
-        tie = difference == best_difference and width * height > 0.5 * TILE * TILE * columns * rows
-        if difference < best_difference or tie:
-            best, best_difference = (columns, rows), difference
-    several = best != (1, 1)
-    return Layout(*best, policy.thumbnail == "always" or (policy.thumbnail == "auto" and several))
+    """InternVL's grid, and the whole picture as one more tile where the policy says so."""
+    columns, rows = tile_grid(width, height, policy.max_tiles, policy.min_tiles)
+    several = (columns, rows) != (1, 1)
+    return Layout(columns, rows, policy.thumbnail == "always" or (policy.thumbnail == "auto" and several))
 
 
 def random_policy(rng: random.Random) -> Policy:

@@ -20,10 +20,11 @@ LARGE = 1280  # a picture is large from this longer side on
 
 
 @lru_cache(maxsize=4096)
-def tile_grid(width: int, height: int, max_tiles: int = 12) -> tuple[int, int]:
+def tile_grid(width: int, height: int, max_tiles: int = 12, min_tiles: int = 1) -> tuple[int, int]:
     """Columns and rows that InternVL's rule picks: the nearest aspect ratio; of equals, the last that the
     picture's area half fills."""
-    grids = [(c, r) for c in range(1, max_tiles + 1) for r in range(1, max_tiles + 1) if c * r <= max_tiles]
+    sides = range(1, max_tiles + 1)
+    grids = [(columns, rows) for columns in sides for rows in sides if min_tiles <= columns * rows <= max_tiles]
     best, least = (1, 1), float("inf")
     for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
         difference = abs(width / height - columns / rows)
