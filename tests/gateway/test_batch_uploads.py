@@ -48,7 +48,7 @@ def kept(door: Asked) -> int:
     return asyncio.run(room.database.call(count))
 
 
-@pytest.mark.parametrize("parts", [(PURPOSE, FILE), (FILE, PURPOSE), (b"a preamble\r\n", FILE, PURPOSE)])
+@pytest.mark.parametrize("parts", [(PURPOSE, FILE), (FILE, PURPOSE), (b"\r\n", FILE, PURPOSE)])
 def test_a_file_and_its_purpose_in_any_order(door: Asked, parts: tuple[bytes, ...]) -> None:
     file = send(door, *parts, END, b"an epilogue").json()
     assert (file["filename"], file["bytes"], file["purpose"]) == ("in.jsonl", 4, "batch") and kept(door) == 2
@@ -67,8 +67,9 @@ def test_a_file_and_its_purpose_in_any_order(door: Asked, parts: tuple[bytes, ..
         ((PURPOSE, FILE, PURPOSE.replace(b"purpose", b"expires_after[seconds]"), END), "expires_after", 400),
         ((PURPOSE.replace(b"batch", b"batch" * 999), FILE, END), "purpose is too long", 400),
         ((b"--B\r\n\r\nx\r\n", END), "a field has no name", 400),
-        ((b"--Bx\r\n\r\n", END), "a boundary does not end its line", 400),
-        ((b"--B\r\nX: ", b"x" * upload.MOST_HEADERS), "headers are too long", 400),
+        ((b"a preamble\r\n", FILE, PURPOSE, END), "Expected boundary character", 400),
+        ((b"--Bx\r\n\r\n", END), "Did not find CR at end of boundary", 400),
+        ((b"--B\r\nX: ", b"x" * 8192), "Maximum header size exceeded", 400),
         ((PURPOSE, FILE.replace(b"ab", b"a" * (1 << 20)), END), "line 1 is larger than 1 MiB (--max-body-mib)", 413),
         ((PURPOSE, FILE.replace(b"c", b"c" * (1 << 20) + b"c"), END), "line 2 is larger than 1 MiB", 413),
         ((PURPOSE, FILE.replace(b"ab", b"ab\n" * (1 << 20)), END), "larger than 2 MiB (--max-file-mib)", 413),
@@ -84,10 +85,11 @@ def test_another_form_is_refused_and_nothing_of_it_stays(
 
 @pytest.mark.parametrize("charset", ["idna", "punycode", "a\x00b", "utf-7", "utf-8"])
 def test_a_name_in_any_character_set(door: Asked, charset: str) -> None:
-    """Half a surrogate pair in UTF-7; the first three cannot be read at all."""
+    """Forms have no such names (RFC 7578), and so the file has none. Half a surrogate pair in UTF-7; the first three
+    cannot be read at all."""
     named = f"filename*={charset}''+2AA-%ff".encode()
     answer = send(door, PURPOSE, FILE.replace(b'filename="in.jsonl"', named), END)
-    assert answer.status_code == (200 if charset.startswith("utf") else 400), answer.text
+    assert answer.status_code == 200 and answer.json()["filename"] == "file", answer.text
 
 
 def test_too_many_lines(door: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +102,8 @@ def test_too_many_lines(door: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_body_that_is_no_form_or_from_another_site(door: Asked) -> None:
     for kind in ("application/json", "multipart/form-data", "nonsense"):
         assert send(door, PURPOSE, FILE, END, **{"Content-Type": kind}).status_code == 415
-    assert send(door, **{"Content-Type": "multipart/form-data; boundary*=idna''%ff"}).status_code == 400
+    assert send(door, **{"Content-Type": "multipart/form-data; boundary*=idna''%ff"}).status_code == 415
+    assert send(door, **{"Content-Type": "multipart/form-data; boundary=" + "B" * 999}).status_code == 400
     assert send(door, PURPOSE, FILE, END, Origin="http://elsewhere").status_code == 403
     assert send(door, PURPOSE, FILE, END, Origin="http://gateway").status_code == 200
 

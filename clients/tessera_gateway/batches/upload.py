@@ -6,13 +6,14 @@ A body of multipart/form-data, read as it comes: :class:`FormReader`.
 from __future__ import annotations
 
 import asyncio
-import email
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from email.message import Message
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from sqlite3 import Error as StorageError
 from typing import Any, NamedTuple
 
+from python_multipart.exceptions import FormParserError, MultipartParseError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from tessera_gateway.batches.database import Database
@@ -22,6 +23,7 @@ from tessera_gateway.connections import BODY, Body
 from tessera_gateway.errors import ApiError
 from tessera_gateway.settings import Settings
 
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # what is wrong with a form is said in the answer
 MOST_LINES = 1_000_000
 LONGEST_FIELD = 1000  # bytes of one that is no file
 AGAIN_S = 5.0  # after the database failed
@@ -135,9 +137,6 @@ class _Lines:
             self._body.release(size)
 
 
-MOST_HEADERS = 8192  # bytes of a field's
-
-
 class Field(NamedTuple):
     """Where a part of the form belongs; ``number`` counts them, for a name may stand twice."""
 
@@ -150,73 +149,58 @@ class FormReader:
     """Takes a body piece by piece. Raises ApiError for what is no form."""
 
     def __init__(self, content_type: str) -> None:
-        header = Message()
-        header["Content-Type"] = content_type
-        boundary = _text(header.get_boundary)
-        if header.get_content_type() != "multipart/form-data" or not boundary:
+        kind, options = parse_options_header(content_type)
+        if kind != b"multipart/form-data" or not options.get(b"boundary"):
             raise ApiError(415, "the body must be a form: multipart/form-data", code="unsupported_media_type")
-        self._line = b"\r\n--" + boundary.encode()
-        self._buffer = bytearray(b"\r\n")  # with which the first boundary is like the others
-        self._field: Field | None = None
-        self._fields = 0
-        self._at_boundary = False
+        self._field = Field(0, "", "")
+        self._new: list[tuple[Field, bytes]] = []
         self.finished = False
         """Whether the last boundary has come."""
+        calls: Any = {
+            "on_part_begin": self._begin,
+            "on_header_begin": self._begin_header,
+            "on_header_field": lambda data, start, end: self._header[0].extend(data[start:end]),
+            "on_header_value": lambda data, start, end: self._header[1].extend(data[start:end]),
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._begin_content,
+            "on_part_data": lambda data, start, end: self._new.append((self._field, data[start:end])),
+            "on_end": self._end,
+        }
+        with _said():
+            self._parser = MultipartParser(options[b"boundary"], calls)
 
-    def feed(self, data: bytes) -> Iterator[tuple[Field, bytes]]:
+    def feed(self, data: bytes) -> list[tuple[Field, bytes]]:
         """What is new of which field; each field comes once with nothing, before its content."""
-        self._buffer += data
-        while not self.finished:
-            if self._at_boundary:
-                if len(self._buffer) < 2:
-                    return
-                if self._buffer.startswith(b"--"):
-                    self.finished = True
-                elif not self._begin():
-                    return
-                else:
-                    assert self._field is not None
-                    yield self._field, b""
-            else:
-                end = self._buffer.find(self._line)
-                # Of what is not known yet to be content, as much stays as may be the beginning of a boundary.
-                content = bytes(self._buffer[: end if end >= 0 else max(0, len(self._buffer) - len(self._line) + 1)])
-                del self._buffer[: len(content)]
-                if self._field is not None and content:
-                    yield self._field, content
-                if end < 0:
-                    return
-                del self._buffer[: len(self._line)]
-                self._at_boundary = True
-        self._buffer.clear()
+        with _said():
+            self._parser.write(data)
+        new, self._new = self._new, []
+        return new
 
-    def _begin(self) -> bool:
-        """Reads a field's headers; whether they are there."""
-        end = self._buffer.find(b"\r\n\r\n")
-        if end > MOST_HEADERS or (end < 0 and len(self._buffer) > MOST_HEADERS):
-            raise _broken("a field's headers are too long")
-        if end < 0:
-            return False
-        if not self._buffer.startswith(b"\r\n"):
-            raise _broken("a boundary does not end its line")
-        headers = email.message_from_string(self._buffer[2 : end + 4].decode("utf-8", "replace"))
-        name = headers.get_param("name", header="content-disposition")
-        if headers.get_content_disposition() != "form-data" or not isinstance(name, str):
-            raise _broken("a field has no name")
-        del self._buffer[: end + 4]
-        self._fields += 1
-        self._field = Field(self._fields, name, _text(headers.get_filename))
-        self._at_boundary = False
-        return True
+    def _begin(self) -> None:
+        self._disposition = b""
+
+    def _begin_header(self) -> None:
+        self._header = bytearray(), bytearray()
+
+    def _end_header(self) -> None:
+        if self._header[0].lower() == b"content-disposition":
+            self._disposition = bytes(self._header[1])
+
+    def _begin_content(self) -> None:
+        kind, options = parse_options_header(self._disposition)
+        if kind != b"form-data" or b"name" not in options:
+            raise MultipartParseError("a field has no name")
+        name, filename = (options.get(each, b"").decode("utf-8", "replace") for each in (b"name", b"filename"))
+        self._field = Field(self._field.number + 1, name, filename)
+        self._new.append((self._field, b""))
+
+    def _end(self) -> None:
+        self.finished = True
 
 
-def _text(read: Callable[[], str | None]) -> str:
-    """A parameter of a header, whose sender may name any of Python's codecs for it (RFC 2231)."""
+@contextmanager
+def _said() -> Iterator[None]:
     try:
-        return (read() or "").encode("utf-8", "replace").decode()
-    except ValueError:
-        raise _broken("a header does not follow the character set that it names") from None
-
-
-def _broken(why: str) -> ApiError:
-    return ApiError(400, f"the form cannot be read: {why}", code="invalid_form")
+        yield
+    except FormParserError as error:
+        raise ApiError(400, f"the form cannot be read: {error}", code="invalid_form") from None
