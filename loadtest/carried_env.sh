@@ -7,7 +7,7 @@ archive=$(realpath "$1")
 root=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-wanted='numpy|tritonclient|llguidance|simplejpeg|nvidia-ml-py|fastapi|starlette|annotated-doc|opentelemetry-.*|googleapis-common-protos|uvicorn|httptools|pydantic|pydantic_core|annotated-types|typing-inspection|pypdfium2|mineru_vl_utils|httpx-retries|loguru'
+wanted='numpy|tritonclient|llguidance|simplejpeg|nvidia-ml-py|fastapi|starlette|python-multipart|annotated-doc|opentelemetry-.*|googleapis-common-protos|uvicorn|httptools|pydantic|pydantic_core|annotated-types|typing-inspection|pypdfium2|mineru_vl_utils|httpx-retries|loguru'
 platforms=()
 for glibc in 2_17 2_24 2_27 2_28 2_31 2_34 2_35; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
 sed -nE "s/\[grpc\]//; s/^(($wanted)==[^; ]+).*/\1/p" "$root/requirements.txt" > "$work/wanted.txt"
