@@ -80,8 +80,6 @@ class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
         return pb.RepositoryIndexResponse(models=[model])
 
     def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:
-        import queue
-
         self.calls += 1
         self.open_calls += 1
         self.metadata.append(context.invocation_metadata())
@@ -102,9 +100,11 @@ class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
 
         context.add_callback(lambda: out.put(None))  # cancelled, or over
         threading.Thread(target=read).start()
-        while (response := out.get()) is not None:
-            yield response
-        self.open_calls -= 1
+        try:
+            while (response := out.get()) is not None:
+                yield response
+        finally:  # grpc goes on with no generator of a call that was cancelled while it sent
+            self.open_calls -= 1
 
     def work(self, request: Any, put: Any) -> None:
         inputs = {i.name: raw for i, raw in zip(request.inputs, request.raw_input_contents, strict=True)}
