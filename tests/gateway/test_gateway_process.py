@@ -140,7 +140,7 @@ def test_the_launchers_child_is_started_anew_where_it_was(tmp_path: Path) -> Non
 
 
 def test_a_start_anew_that_fails_is_tried_again_and_a_stop_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tessera.launcher.gateway.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("tessera.launcher.child.FIRST_PAUSE_S", 0.01)
     said: list[str] = []
     child = Gateway("127.0.0.1", free_port(), lambda message, error: said.append(message))
     began, go_on = threading.Event(), threading.Event()
@@ -155,7 +155,7 @@ def test_a_start_anew_that_fails_is_tried_again_and_a_stop_meanwhile_ends_it(mon
             go_on.wait(10)
         return real(*arguments, **options)
 
-    monkeypatch.setattr("tessera.launcher.gateway.subprocess.Popen", popen)
+    monkeypatch.setattr("tessera.launcher.child.subprocess.Popen", popen)
     child.start([NOBODY], ["http://127.0.0.1:1/metrics"])
     os.kill(child.pid, signal.SIGKILL)
     assert began.wait(10)

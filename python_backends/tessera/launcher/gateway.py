@@ -5,18 +5,15 @@ The launcher knows its command line alone: the server's package stands below the
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from tessera.errors import ConfigError, TesseraError
+from tessera.launcher.child import Child, Restarts
 from tessera.launcher.options import cannot_listen
 
 NEEDS = ("tessera_gateway", "fastapi", "uvicorn")
@@ -24,10 +21,7 @@ READY_S = 60.0
 STOP_S = 10.0
 """That the child may take to end, beside the drain that it was told (``DRAIN``)."""
 DRAIN = "--drain="
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
-LIVED_S = 60.0
-"""One that lived so long is restarted at once."""
+RESTART_WINDOW_S = 300.0
 
 
 class Gateway:
@@ -53,7 +47,7 @@ class Gateway:
         """Where it listens, once it is started."""
         self.pid = 0
         self._host, self._port, self._say, self._options = host, port, say, options
-        self._process: subprocess.Popen[str] | None = None
+        self._child: Child | None = None
         self._command: list[str] = []
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="gateway", daemon=True)
@@ -72,63 +66,41 @@ class Gateway:
     def stop(self) -> None:
         """Returns when it is gone; harmless when it was never started."""
         self._stopping.set()
-        if self._process is not None:
-            _end(self._process, sum(float(each[len(DRAIN) :]) for each in self._options if each.startswith(DRAIN)))
+        if self._child is not None:
+            drain_s = sum(float(each[len(DRAIN) :]) for each in self._options if each.startswith(DRAIN))
+            self._child.stop(STOP_S + drain_s)
         if self._watcher.ident is not None:
             self._watcher.join()
 
     def _spawn(self) -> None:
-        # A session of its own: Ctrl-C in a terminal reaches the launcher, which then ends it.
-        process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        self._process, self.pid = process, process.pid
+        self._child = child = Child(self._command)
+        self.pid = child.pid
         if self._stopping.is_set():  # meanwhile: stop() may have ended the one before
-            process.kill()
-        assert process.stdout is not None
-        timer = threading.Timer(READY_S, process.kill)
-        timer.start()
-        line = process.stdout.readline()
-        timer.cancel()
+            child.kill()
+        line = child.hear(READY_S)
         if "ready: " not in line:
-            _end(process)
+            child.stop(STOP_S)
             raise TesseraError(f"the gateway did not start (--openai-port {self._port}, 0 for none)")
         self.url = line.rpartition("ready: ")[2].strip()
 
     def _watch(self) -> None:
-        pause = FIRST_PAUSE_S
+        restarts = Restarts(RESTART_WINDOW_S)
         while True:
-            assert self._process is not None
-            began = time.monotonic()
-            status = self._process.wait()
-            _end(self._process)  # its workers too
+            assert self._child is not None
+            status = self._child.wait()
+            self._child.stop(STOP_S)  # its workers too
             if self._stopping.is_set():
                 return
-            pause = FIRST_PAUSE_S if time.monotonic() - began > LIVED_S else min(2 * pause, LONGEST_PAUSE_S)
+            assert status is not None
             how = f"killed by signal {-status}" if status < 0 else f"exit code {status}"
             self._say(f"the gateway ended: {how}; restarting", True)
-            if self._stopping.wait(pause):
+            if self._stopping.wait(restarts.next_pause()):
                 return
             try:
                 self._spawn()
                 self._say(f"the gateway is ready again: {self.url}", False)
             except (TesseraError, OSError):  # it has ended, or there is no memory for one: once more round
                 pass
-
-
-def _end(process: subprocess.Popen[str], drain_s: float = 0.0) -> None:
-    """Asks it to end, and kills what is left of it and its workers."""
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_S + drain_s)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):
-            pipe.close()
 
 
 def _check(options: Sequence[str]) -> None:

@@ -11,18 +11,18 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tessera
 from tessera.errors import TesseraError
 from tessera.launcher import guard
+from tessera.launcher.child import Child
 from tessera.launcher.installation import STUB, find_installation
 from tessera.launcher.options import (
     ServerOptions,
@@ -84,7 +84,7 @@ class Server:
         self.log_path = log_path(options)
         self.watch_log: Callable[[str], None] = lambda log: None
         """Called during a start with the log so far, again and again."""
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: Child | None = None
         self.shm_prefix = ""
         """What the names of this server's files in /dev/shm begin with."""
         self._status: int | None = None
@@ -150,10 +150,8 @@ class Server:
 
     def kill(self) -> None:
         """As :meth:`stop`, but at once: the requests of a dead stage hang until the server ends."""
-        if self._guard is not None and self._guard.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._guard.stdin.write(b"kill\n")
-                self._guard.stdin.flush()
+        if self._guard is not None:
+            self._guard.tell("kill")
         self.stop()
 
     def stop(self) -> None:
@@ -161,16 +159,8 @@ class Server:
         process = self._guard
         if process is None:
             return
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            process.wait(self._grace_s + 3.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        self._read_end(process)
-        if process.returncode and self.pid:  # the guard was killed, so its work is done here
+        self._read_end(process.stop(self._grace_s + 3.0))
+        if process.status and self.pid:  # the guard was killed, so its work is done here
             self.removed = tuple(guard.remove_if_gone(self.shm_prefix))
         self.pid = 0
         self._guard = None  # last, so that a stop that a signal interrupted can be taken up again
@@ -197,9 +187,8 @@ class Server:
         if self._guard is None:
             return "not started"
         if not command_line(self.pid):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._guard.wait(5.0)  # it is cleaning up; the stubs it ends are not the reason
-        if self._guard.poll() is not None:
+            self._guard.wait(5.0)  # it is cleaning up; the stubs it ends are not the reason
+        if self._guard.status is not None:
             return f"tritonserver ended: {self._last_words(self._guard)}"
         gone = {name: pid for pid, name in self._stubs.items() if not command_line(pid)}
         if gone or self._unloaded:
@@ -230,18 +219,9 @@ class Server:
         self._runs += 1
         with open(self.log_path, "wb") as log:
             job = self._job()
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard.__file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
-        assert process.stdin is not None and process.stdout is not None
-        self._guard = process
-        process.stdin.write(json.dumps(job).encode() + b"\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
+            self._guard = Child([sys.executable, "-I", "-S", guard.__file__], log)
+        self._guard.tell(json.dumps(job))
+        line = self._guard.hear()
         if not line:
             raise ServerStartError(self._fail(f"could not run {job['command'][0]}"))
         begun = json.loads(line)
@@ -274,7 +254,7 @@ class Server:
             if self._aborted.is_set():
                 self.kill()
                 raise ServerStartError("stopped during the start")
-            if self._guard.poll() is not None:
+            if self._guard.status is not None:
                 words = self._last_words(self._guard)
                 kind = ServerCrashed if self._crashed() else ServerStartError
                 raise kind(self._fail(f"tritonserver ended: {words}"))
@@ -282,8 +262,7 @@ class Server:
             log = self.read_log()
             self.watch_log(log)
             if failed_models(log):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._guard.wait(1.0)  # others may fail too
+                self._guard.wait(1.0)  # others may fail too
                 raise ServerStartError(self._fail("a model failed to load"))
             if self._services_answer() and (models := self._models()) and all(models.values()):
                 self.watch_log(self.read_log())
@@ -332,9 +311,9 @@ class Server:
             reason += "; --no-mps does without CUDA's MPS, in case that is at fault"
         return f"{reason} (log: {self.log_path})"
 
-    def _last_words(self, process: subprocess.Popen[bytes]) -> str:
+    def _last_words(self, process: Child) -> str:
         """How the server ended, for a guard that has ended."""
-        self._read_end(process)
+        self._read_end(process.stop())
         if self._why is not None:
             return self._why
         if self._status is None:
@@ -349,14 +328,11 @@ class Server:
             return False
         return explain_log(self.read_log()) is None
 
-    def _read_end(self, process: subprocess.Popen[bytes]) -> None:
-        """Takes the guard's last line, once."""
-        assert process.stdout is not None
-        if not process.stdout.closed:
-            for line in process.stdout:
-                end = json.loads(line)
-                self._status, self.removed, self._why = end["status"], tuple(end["removed"]), end["why"]
-            process.stdout.close()
+    def _read_end(self, lines: Sequence[str]) -> None:
+        """Takes the guard's last line, where there is one."""
+        for line in lines:
+            end = json.loads(line)
+            self._status, self.removed, self._why = end["status"], tuple(end["removed"]), end["why"]
 
 
 def log_path(options: ServerOptions) -> Path:

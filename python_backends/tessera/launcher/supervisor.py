@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from tessera.errors import TesseraError
+from tessera.launcher.child import Restarts
 from tessera.launcher.gateway import Gateway
 from tessera.launcher.health import Health, ServiceHealth
 from tessera.launcher.options import ServerOptions
@@ -21,9 +22,6 @@ from tessera.launcher.ping import SERVER, NoAnswer, Pinger
 from tessera.launcher.process import Server, command_line, model_of
 from tessera.launcher.starting import Progress
 from tessera.settings.schema import check, setting
-
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Supervisor:
     def __post_init__(self) -> None:
         self._stopped = threading.Event()
         self._pinger: Pinger | None = None
-        self._restarts: list[float] = []
+        self._restarts = Restarts(self.supervision.restart_window_s)
         self.health.details = self.details
 
     def run(self) -> str | None:
@@ -153,20 +151,13 @@ class Supervisor:
         """Why not to restart after this failure; None if there is nothing against it."""
         if not self.supervision.restart:
             return reason
-        since = time.monotonic() - self.supervision.restart_window_s
-        self._restarts = [began for began in self._restarts if began >= since]
-        if len(self._restarts) >= self.supervision.max_restarts:
-            return (
-                f"{reason}; giving up after {len(self._restarts)} restarts within "
-                f"{self.supervision.restart_window_s:g} s"
-            )
+        if (recent := self._restarts.recent()) >= self.supervision.max_restarts:
+            return f"{reason}; giving up after {recent} restarts within {self.supervision.restart_window_s:g} s"
         return None
 
     def _restart(self, reason: str) -> str | None:
         """One attempt; returns why it failed, or None when the server is ready again."""
-        recent = len(self._restarts)
-        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (recent - 1)) if recent else 0.0
-        self._restarts.append(time.monotonic())
+        pause = self._restarts.next_pause()
         self.health.restarted()
         self.health.enter("restarting", reason)
         later = f" in {pause:g} s" if pause else ""

@@ -23,7 +23,7 @@ from typing import Any
 import pynvml
 
 from tessera.errors import ConfigError
-from tessera.settings.schema import Sources, setting
+from tessera.settings.schema import QUANTIZATIONS, Sources, setting
 
 GIB = 1 << 30
 CONTEXTS_BYTES = 2 * GIB
@@ -143,8 +143,8 @@ def divide_for(
     dtype = environment.get("TESSERA_DTYPE") or sources.parameters.get("dtype", "")
     vision, body = weights_of(checkpoint, dtype, vision_tensors)
     said = environment.get("TESSERA_QUANTIZATION") or sources.parameters.get("quantization")
-    halves = {"fp8": (2, 2), "fp8-language": (1, 2), "fp8-vision": (2, 1)}.get(said or "", (1, 1))
-    return divide(card, settings.gpu_memory, (vision // halves[0], body // halves[1]), 0 if remote else None, language)
+    tower, text = (2 if kind == "fp8" else 1 for kind in QUANTIZATIONS.get(said or "", ("", "")))
+    return divide(card, settings.gpu_memory, (vision // tower, body // text), 0 if remote else None, language)
 
 
 def find_device(environment: Mapping[str, str]) -> str:

@@ -31,6 +31,13 @@ COMMON = (
     "threads",
     "weights",
 )
+QUANTIZATIONS = {
+    "checkpoint": ("checkpoint", "checkpoint"),
+    "fp8": ("fp8", "fp8"),
+    "fp8-language": ("checkpoint", "fp8"),
+    "fp8-vision": ("fp8", "checkpoint"),
+}
+"""What `quantization` says -> what that is for the vision stage, and for the language model."""
 NO_SETTINGS = frozenset(
     f"TESSERA_{name}"
     for name in (

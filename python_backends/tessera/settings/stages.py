@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tessera.errors import ConfigError
-from tessera.settings.schema import check, setting
+from tessera.settings.schema import QUANTIZATIONS, check, setting
 
-LANGUAGE_QUANTIZATIONS = {"checkpoint": "checkpoint", "fp8": "fp8", "fp8-language": "fp8", "fp8-vision": "checkpoint"}
+VISION_QUANTIZATIONS, LANGUAGE_QUANTIZATIONS = (
+    {name: each[stage] for name, each in QUANTIZATIONS.items()} for stage in range(2)
+)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -107,9 +109,6 @@ class PreprocessSettings:
 
     def __post_init__(self) -> None:
         check(self, "preprocess")
-
-
-VISION_QUANTIZATIONS = {"checkpoint": "checkpoint", "fp8": "fp8", "fp8-language": "checkpoint", "fp8-vision": "fp8"}
 
 
 @dataclass(frozen=True)
