@@ -37,10 +37,11 @@ class Child:
         return self._process.poll()
 
     def tell(self, line: str) -> None:
-        """Writes a line to it, which is lost where it has ended."""
-        with suppress(BrokenPipeError):
-            self._input.write(f"{line}\n")
-            self._input.flush()
+        """Writes a line to it, which is lost where it has ended or was told to stop."""
+        if not self._input.closed:
+            with suppress(BrokenPipeError):
+                self._input.write(f"{line}\n")
+                self._input.flush()
 
     def hear(self, seconds: float | None = None) -> str:
         """Its next line, "" at the end. It is killed where that takes longer than ``seconds``."""
