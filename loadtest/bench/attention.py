@@ -37,7 +37,7 @@ from bench.kernels import Call, error, in_turns, machine_speeds, poisoned, told
 from tessera.kernels.attention_plan import AttentionPlan
 from tessera.kernels.paged_decode import DEFAULT_PLAN, DecodePlan, choose_splits, decode_attention
 from tessera.kernels.tower_attention import Attend
-from tessera.kernels.tower_layers import within_ways
+from tessera.kernels.tower_layers import varlen_backends
 from tessera.kernels.tuning import graph_milliseconds
 from tessera.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
 
@@ -224,7 +224,7 @@ def pictures() -> Iterator[dict[str, Any]]:
     inputs = {name: _random(lengths) for name, lengths in BATCHES.items()}
     exact = {name: _exact(lengths, inputs[name]) for name, lengths in BATCHES.items()}
     at_seed: dict[str, float] = {}
-    for name, way in within_ways(DEVICE, True).items():
+    for name, way in varlen_backends(DEVICE, True).items():
         for batch, lengths in BATCHES.items():
             row: dict[str, Any] = {"kernel": "pictures", "case": batch, "way": name}
             try:

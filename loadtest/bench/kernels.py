@@ -283,7 +283,7 @@ def layers(stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
             for kind, of_kind in kinds.items():
                 calls = of_kind * -(-8 // len(of_kind))
                 timed[kind] = [partial(place.run, layer) for layer in calls]
-                timed[f"beside {kind}"] = [partial(place.without, of_kind[0].takes_fp8(m))] * len(calls)
+                timed[f"beside {kind}"] = [partial(place.without, of_kind[0].wants_fp8_input(m))] * len(calls)
             taken = {way: 1e6 * each for way, each in in_turns(timed, stream).items()}
             row = {kind: taken[kind] - taken[f"beside {kind}"] for kind in kinds}
             ways = {f"{kind}_way": _way(kinds[kind][0], m) for kind in ("fp8", "chosen")}

@@ -68,7 +68,7 @@ def fake_quantized(x: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> torch
 def test_on_load_the_cpu_computes_as_the_fake_quantized_model(bias):
     stored, x = tensors(bias), normal(5, SIZE)
     layer = fill(layer_of(Fp8OnLoad(), bias), stored)
-    assert not layer.takes_fp8(5)
+    assert not layer.wants_fp8_input(5)
     torch.testing.assert_close(layer(x), fake_quantized(x, stored))
     exact = F.linear(x, torch.cat([stored["gate.weight"], stored["up.weight"]]).float())
     relative = (fake_quantized(x, tensors()) - exact).norm() / exact.norm()
@@ -85,7 +85,7 @@ def test_every_product_computes_the_same(units, bias, product):
     assert layer.weight.dtype == E4M3 and layer.scales.shape == (96,)
     expected = fake_quantized(x, stored)
     torch.testing.assert_close(layer(x), expected)
-    assert layer.takes_fp8(7)
+    assert layer.wants_fp8_input(7)
     rows = quantize_rows(x)
     torch.testing.assert_close(layer(rows), expected)
     unfinished = layer.unfinished(rows)
@@ -114,7 +114,7 @@ def test_a_static_scale_takes_rows_as_they_are(units):
         stored |= {f"{name}.weight": weight[rows], f"{name}.weight_scale": scales[rows, None]}
         stored[f"{name}.input_scale"] = torch.tensor(0.004)
     layer = fill(layer_of(Fp8(static=True)), stored)
-    assert not layer.takes_fp8(3)
+    assert not layer.wants_fp8_input(3)
     x = normal(3, SIZE)
     rounded = (x / 0.004).clamp(-448, 448).to(E4M3).float() * 0.004
     assert (rounded - x).abs().max() > 0.5  # something saturates
@@ -127,7 +127,7 @@ def test_blocks_are_multiplied_dequantized(units):
     for name in PARTS:
         stored |= {f"{name}.weight": normal(48, SIZE).to(E4M3), f"{name}.weight_scale_inv": scale}
     layer = fill(layer_of(Fp8("weight_scale_inv", blocks=True)), stored)
-    assert not layer.takes_fp8(3) and layer.weight.dtype == torch.float32
+    assert not layer.wants_fp8_input(3) and layer.weight.dtype == torch.float32
     assert torch.equal(layer.weight[:48], stored["gate.weight"].float() / 2)
 
 

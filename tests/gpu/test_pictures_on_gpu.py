@@ -7,8 +7,8 @@ import torch
 from vision.tiny_qwen2_vl_tower import config_of, groups, model_of, picture, save, wires
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.kernels.tower_attention import attend_within, attention_by, plans_of_ours
-from tessera.kernels.tower_layers import PLAIN, gpu_kernels, within_ways
+from tessera.kernels.tower_attention import attend_within, attention_by, triton_configs
+from tessera.kernels.tower_layers import PLAIN, gpu_kernels, varlen_backends
 from tessera.kernels.varlen_attention import query_tiles
 from tessera.settings.stages import VisionSettings
 from tessera.vision.runner import make_runner
@@ -32,18 +32,18 @@ def qkv_of(patches: int, heads: int, size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [64, 80])
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("name", within_ways(DEVICE, True))
+@pytest.mark.parametrize("name", varlen_backends(DEVICE, True))
 def test_every_way_of_attention(name, mix, size):
     query, key, value = qkv_of(sum(MIXES[mix]), 3, size).unbind(1)
     expected = attend_within(MIXES[mix], DEVICE)(query.float(), key.float(), value.float())
-    attend = within_ways(DEVICE, True)[name](MIXES[mix], DEVICE)
+    attend = varlen_backends(DEVICE, True)[name](MIXES[mix], DEVICE)
     for _ in range(3):  # a race need not show the first time
         actual = attend(query, key, value)
         assert actual.shape == expected.shape and actual.dtype == torch.bfloat16
         torch.testing.assert_close(actual.float(), expected, rtol=2**-6, atol=2**-6)
 
 
-@pytest.mark.parametrize("plan", plans_of_ours(DEVICE).values(), ids=repr)
+@pytest.mark.parametrize("plan", triton_configs(DEVICE).values(), ids=repr)
 def test_our_kernels_in_a_graph_of_more_tiles(plan):
     """Tiles that fill up a recorded launch do nothing, and a neighbour's not-a-numbers stay there."""
     lengths = [600, 200, 300]

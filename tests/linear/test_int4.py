@@ -129,12 +129,12 @@ def test_packed_weights_and_their_copy_take_the_place_of_the_codes():
 @pytest.mark.usefixtures("hopper")
 def test_many_rows_take_the_copy_or_all_of_the_weights_anew(monkeypatch):
     layer, _, _ = made()
-    assert [layer.takes_fp8(rows) for rows in (0, 1, 64, 65, 8192)] == [True, False, False, True, True]
+    assert [layer.wants_fp8_input(rows) for rows in (0, 1, 64, 65, 8192)] == [True, False, False, True, True]
     assert made(resident="off")[0].weight is None
     monkeypatch.setattr(int4, "_half_is_free", lambda device: False)
     layer, weight, bias = made()
     assert layer.weight is None
-    assert not layer.takes_fp8(8192)
+    assert not layer.wants_fp8_input(8192)
     torch.testing.assert_close(layer(rows_of(80)), F.linear(rows_of(80), weight, bias), rtol=1e-4, atol=1e-4)
 
 
@@ -183,7 +183,7 @@ def test_the_cpu_dequantizes_for_good():
     layer, weight, bias = made(scattered=True)
     assert {name for name, _ in layer.named_buffers()} == {"weight", "bias"}
     torch.testing.assert_close(layer(rows_of(3)), F.linear(rows_of(3), weight, bias))
-    assert not layer.takes_fp8(1000)
+    assert not layer.wants_fp8_input(1000)
     choices = FirstWays(W4A16)
     layer.scheme.tune([layer], LinearShape(64, SIZE, True, "qkv", torch.float32), choices, "a machine")
     assert not choices.asked

@@ -8,7 +8,7 @@ import torch
 
 from tessera.kernels.attention_plan import AttentionPlan
 from tessera.kernels.tower_attention import attend_in_triton, attend_within
-from tessera.kernels.tower_layers import PLAIN, gpu_kernels, within_ways
+from tessera.kernels.tower_layers import PLAIN, gpu_kernels, varlen_backends
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
@@ -116,5 +116,5 @@ def test_turns_of_other_patches_are_refused(turns):
 
 
 def test_ways_for_pictures_of_one_size_are_more():
-    equal, mixed = within_ways(DEVICE, True), within_ways(DEVICE, False)
+    equal, mixed = varlen_backends(DEVICE, True), varlen_backends(DEVICE, False)
     assert set(equal) - set(mixed) == {"cudnn", "flash"} and mixed["default"] is PLAIN.attend_within

@@ -31,7 +31,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 #: How many patches each picture has, and their device -> attention of pictures that lie one after the other: every
 #: patch sees every patch of its own. What follows from the lengths is made once, for all layers. The function takes
 #: query, key and value [patches, heads, head size] and gives [patches, heads * head size].
-Within = Callable[[Sequence[int], torch.device], Attend]
+VarlenAttention = Callable[[Sequence[int], torch.device], Attend]
 
 
 def attend(
@@ -50,7 +50,7 @@ def attend(
 
 
 def attend_within(lengths: Sequence[int], device: torch.device, backend: SDPBackend | None = None) -> Attend:
-    """:data:`Within` by :func:`attend`, neighbours of equal length together."""
+    """:data:`VarlenAttention` by :func:`attend`, neighbours of equal length together."""
     runs = [(length, len(list(equal))) for length, equal in groupby(lengths)]
 
     def attend_pictures(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def attend_within(lengths: Sequence[int], device: torch.device, backend: SDPBack
 
 
 def attend_in_torch(lengths: Sequence[int], device: torch.device) -> Attend:
-    """:data:`Within` by torch's own kernel for any lengths, on GPUs, in 16 bits."""
+    """:data:`VarlenAttention` by torch's own kernel for any lengths, on GPUs, in 16 bits."""
     from torch.nn.attention.varlen import varlen_attn
 
     ends = to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
@@ -79,7 +79,7 @@ def attend_in_torch(lengths: Sequence[int], device: torch.device) -> Attend:
 
 
 def attend_in_triton(lengths: Sequence[int], device: torch.device, plan: AttentionPlan | HopperPlan) -> Attend:
-    """:data:`Within` by a kernel of ours."""
+    """:data:`VarlenAttention` by a kernel of ours."""
     from tessera.kernels.varlen_attention import query_tiles
 
     attention = attention_by(plan)
@@ -102,7 +102,7 @@ def attention_by(plan: AttentionPlan | HopperPlan) -> Callable[..., torch.Tensor
     return varlen_attention
 
 
-def plans_of_ours(device: torch.device) -> dict[str, AttentionPlan | HopperPlan]:
+def triton_configs(device: torch.device) -> dict[str, AttentionPlan | HopperPlan]:
     """Of attend_in_triton, by name; the more on a Hopper GPU."""
     from tessera.kernels.varlen_attention import PLANS
 

@@ -20,13 +20,13 @@ from tessera.kernels.fp8_rows import E4M3, LARGEST, Fp8Rows, fp8_linear, quantiz
 from tessera.kernels.tower_attention import (
     BACKENDS,
     CLASS_APART,
-    Within,
+    VarlenAttention,
     attend,
     attend_class_apart,
     attend_in_torch,
     attend_in_triton,
     attend_within,
-    plans_of_ours,
+    triton_configs,
 )
 from tessera.kernels.tuning import layer_kernels
 
@@ -64,7 +64,7 @@ class TowerKernels:
     """
 
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | Fp8Rows] = attend
-    attend_within: Within = attend_within
+    attend_within: VarlenAttention = attend_within
     layers: ModuleType = reference
     epilogue: bool = False
     fp8: bool = False
@@ -96,7 +96,7 @@ PLAIN = TowerKernels()
 
 
 def gpu_kernels(
-    attention: str = "default", within: Within = attend_within, epilogue: bool = False, fp8: bool = False
+    attention: str = "default", within: VarlenAttention = attend_within, epilogue: bool = False, fp8: bool = False
 ) -> TowerKernels:
     """A GPU's: attention by the name of ATTENTIONS."""
     chosen = ATTENTIONS[attention]
@@ -105,13 +105,13 @@ def gpu_kernels(
     return TowerKernels(chosen, within, layer_kernels("cuda"), epilogue, fp8)
 
 
-def within_ways(device: torch.device, equal: bool) -> dict[str, Within]:
+def varlen_backends(device: torch.device, equal: bool) -> dict[str, VarlenAttention]:
     """A GPU's ways for pictures of any sizes; ``equal``: those that want them of one size too."""
     return {
         "default": attend_within,
         **{name: partial(attend_within, backend=BACKENDS[name]) for name in ("cudnn", "flash") if equal},
         "torch varlen": attend_in_torch,
-        **{name: partial(attend_in_triton, plan=plan) for name, plan in plans_of_ours(device).items()},
+        **{name: partial(attend_in_triton, plan=plan) for name, plan in triton_configs(device).items()},
     }
 
 

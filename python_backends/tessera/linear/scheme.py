@@ -90,7 +90,7 @@ class LinearScheme(ABC):
 
     @abstractmethod
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        """x [n, in_features] -> [n, out_features]. Only a scheme that ``takes_fp8`` is given Fp8Rows."""
+        """x [n, in_features] -> [n, out_features]. Only a scheme that ``wants_fp8_input`` is given Fp8Rows."""
 
     def apply_unfinished(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
         """As ``apply``; the end of the product may be left to what comes next."""
@@ -105,7 +105,7 @@ class LinearScheme(ABC):
     def in_words(self, layer: Linear) -> str:
         """What the layer's weights are, for people: "bfloat16", "fp8"."""
 
-    def takes_fp8(self, layer: Linear, rows: int) -> bool:
+    def wants_fp8_input(self, layer: Linear, rows: int) -> bool:
         """Whether for this many rows ``apply`` wants its input already quantized."""
         return False
 
@@ -177,9 +177,9 @@ class Linear(nn.Module):
         """Of a layer whose halves are gate and up: silu(gate) * up [n, out_features / 2]."""
         return self.scheme.apply_gated(self, x, fp8)
 
-    def takes_fp8(self, rows: int) -> bool:
+    def wants_fp8_input(self, rows: int) -> bool:
         """Whether it wants its input of this many rows already quantized."""
-        return self.scheme.takes_fp8(self, rows)
+        return self.scheme.wants_fp8_input(self, rows)
 
     @property
     def held(self) -> tuple[str, ...]:

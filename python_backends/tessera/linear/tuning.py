@@ -82,7 +82,7 @@ class MeasuredScheme(LinearScheme):
                 return name
         return self.beyond(layer)
 
-    def takes_fp8(self, layer: Linear, rows: int) -> bool:
+    def wants_fp8_input(self, layer: Linear, rows: int) -> bool:
         return self.way(layer, rows) in PRODUCTS
 
     def quantized(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> Fp8Rows:
@@ -231,7 +231,7 @@ class InPlace:
 
     def run(self, layer: Linear) -> object:
         """The kernel before the layer, the layer, and the kernel behind it."""
-        fp8 = layer.takes_fp8(self._rows)
+        fp8 = layer.wants_fp8_input(self._rows)
         x = self._before(fp8)
         if self._place == "gate_up":
             return layer.gated(x, fp8)

@@ -43,7 +43,7 @@ class ModelRunner:
         self.vocab_size = model.config.vocab_size
         self.hidden_size = model.config.hidden_size
         self.position_axes = model.rotary.axes
-        self.weights = model.weights_in_words() + ", key/value cache in fp8" * attention.storage.fp8
+        self.weights = model.describe_weights() + ", key/value cache in fp8" * attention.storage.fp8
         self.weight_bytes = sum(buffer.nbytes for buffer in model.buffers())
         self.num_blocks = attention.storage.keys[0].shape[0]
         self.async_launch = weight.is_cuda
@@ -166,7 +166,7 @@ class ModelRunner:
             last_step = step = self._last_step(packed)
             if step.rows is not None:
                 step = replace(step, rows=None, plan=self._attention.plan(packed.table))
-            hidden = self._model.behind_layers(x, self._attention, step, last_step)
+            hidden = self._model.forward_layers(x, self._attention, step, last_step)
         return self._model.logits(hidden)
 
     def _last_step(self, packed: PackedBatch) -> AttentionStep:

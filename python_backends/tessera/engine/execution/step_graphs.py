@@ -183,7 +183,7 @@ class PromptGraphs(_StepGraphs):
         """From static memory into static memory."""
         step = self._step(self._view(size), self._pieces.plan(size))
         rows, plan = self._pieces.last(size)
-        hidden = self._model.behind_layers(self._x[:size], self._attention, step, replace(step, rows=rows, plan=plan))
+        hidden = self._model.forward_layers(self._x[:size], self._attention, step, replace(step, rows=rows, plan=plan))
         self._hidden[: len(hidden)].copy_(hidden)
 
 

@@ -86,7 +86,7 @@ class Fp8(MeasuredScheme):
     def _has_units(self, layer: Linear) -> bool:
         return not self.blocks and has_units(layer)  # scales of blocks meet none of the products
 
-    def takes_fp8(self, layer: Linear, rows: int) -> bool:
+    def wants_fp8_input(self, layer: Linear, rows: int) -> bool:
         return layer.scales is not None and not self.static
 
     def possible(self, layer: Linear, shape: LinearShape, rows: int) -> list[str]:

@@ -26,8 +26,8 @@ from tessera.checkpoint.weights import Target, copy_whole
 from tessera.kernels.attention_plan import AttentionPlan, HopperPlan
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.graphs import GraphPool
-from tessera.kernels.tower_attention import Attend, Within, attend_in_triton, attention_by, plans_of_ours
-from tessera.kernels.tower_layers import PLAIN, Fp8Linear, TowerKernels, gpu_kernels, within_ways
+from tessera.kernels.tower_attention import Attend, VarlenAttention, attend_in_triton, attention_by, triton_configs
+from tessera.kernels.tower_layers import PLAIN, Fp8Linear, TowerKernels, gpu_kernels, varlen_backends
 from tessera.kernels.transfer import to_device
 from tessera.kernels.tuning import MeasuredChoices
 from tessera.kernels.varlen_attention import query_tiles
@@ -149,7 +149,7 @@ class Qwen2ViT(Tower):
         heads, most = layer.attention.heads, cost * self.merge**2
         qkv = torch.randn(most, 3, heads, self.head_size, dtype=weight.dtype, device=weight.device)
 
-        def fastest(kind: str, lengths: Sequence[int], ways: Mapping[str, Within]) -> str:
+        def fastest(kind: str, lengths: Sequence[int], ways: Mapping[str, VarlenAttention]) -> str:
             query, key, value = qkv[: sum(lengths)].unbind(1)
             return choices.fastest(
                 f"vision attention within {kind} pictures, {len(lengths)} of {len(query)} patches, {heads} heads of "
@@ -158,9 +158,9 @@ class Qwen2ViT(Tower):
                 {name: _call(way, lengths, query, key, value) for name, way in ways.items()},
             )
 
-        chosen: dict[str, Within] = {}
+        chosen: dict[str, VarlenAttention] = {}
         for kind, lengths in (("equal", [min(_LARGE, most)] * max(1, most // _LARGE)), ("mixed", _mixed(most))):
-            ways = within_ways(weight.device, kind == "equal")
+            ways = varlen_backends(weight.device, kind == "equal")
             chosen[kind] = ways[fastest(kind, lengths, ways)]
         kernels = partial(gpu_kernels, fp8=isinstance(layer.attention.output, Fp8Linear))
         within = partial(_by_kind, chosen["equal"], chosen["mixed"])
@@ -172,7 +172,7 @@ class Qwen2ViT(Tower):
         sizes = [size for size in SIZES if size <= most]
         if not sizes:
             return forward
-        plans = plans_of_ours(weight.device)
+        plans = triton_configs(weight.device)
         ways = {name: partial(attend_in_triton, plan=plan) for name, plan in plans.items()}
         plan = plans[fastest("single", [min(_SMALL, most)], ways)]
         return PatchGraphs(self, weight.device, sizes, plan, kernels(), forward)
@@ -242,12 +242,12 @@ def _mixed(count: int) -> list[int]:
     raise AssertionError("a cycle ends")
 
 
-def _by_kind(equal: Within, mixed: Within, lengths: Sequence[int], device: torch.device) -> Attend:
+def _by_kind(equal: VarlenAttention, mixed: VarlenAttention, lengths: Sequence[int], device: torch.device) -> Attend:
     return (equal if len(set(lengths)) == 1 else mixed)(lengths, device)
 
 
 def _call(
-    way: Within, lengths: Sequence[int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    way: VarlenAttention, lengths: Sequence[int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
     """The way's attention alone, without what is made once for all layers; a way that cannot do it raises at a call."""
     attend = cache(partial(way, lengths, query.device))

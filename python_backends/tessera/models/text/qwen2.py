@@ -85,13 +85,15 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor | Unfinished, torch.Tensor]:
         """x and residual [n, hidden] -> the same behind this layer; x may be unfinished."""
         rows = len(x) if isinstance(x, torch.Tensor) else x.rows
-        normal, residual = self.input_norm(x, residual, self.qkv.takes_fp8(rows))
+        normal, residual = self.input_norm(x, residual, self.qkv.wants_fp8_input(rows))
         attended = attention.attend(self.index, self.heads(self.qkv.unfinished(normal)), step)
         if step.rows is not None:
             residual = residual[step.rows]
         rows = len(residual)
-        normal, residual = self.post_norm(self.output.unfinished(attended), residual, self.gate_up.takes_fp8(rows))
-        return self.down.unfinished(self.gate_up.gated(normal, self.down.takes_fp8(rows))), residual
+        normal, residual = self.post_norm(
+            self.output.unfinished(attended), residual, self.gate_up.wants_fp8_input(rows)
+        )
+        return self.down.unfinished(self.gate_up.gated(normal, self.down.wants_fp8_input(rows))), residual
 
     def heads(self, qkv: torch.Tensor | Unfinished) -> torch.Tensor | Unfinished:
         """What becomes of q, k and v [n, (heads + 2 * kv_heads) * head_dim] before their rotation: here nothing."""
@@ -152,9 +154,9 @@ class Qwen2(nn.Module):
 
         The last layer runs past its keys and values only for those rows.
         """
-        return self.behind_layers(self.embedding(ids, image_index, image_rows), attention, step, last_step)
+        return self.forward_layers(self.embedding(ids, image_index, image_rows), attention, step, last_step)
 
-    def behind_layers(
+    def forward_layers(
         self, x: torch.Tensor, attention: AttentionBackend, step: AttentionStep, last_step: AttentionStep
     ) -> torch.Tensor:
         """As :meth:`forward`, of tokens that are embedded, [n, hidden]; they may be overwritten."""
@@ -175,7 +177,7 @@ class Qwen2(nn.Module):
         """Multiplications by weights that the layers take for one token."""
         return sum(linear.in_features * linear.out_features for linear in self.places(with_head=False))
 
-    def weights_in_words(self) -> str:
+    def describe_weights(self) -> str:
         """What the layers' weights are, for people."""
         return " and ".join(sorted({linear.scheme.in_words(linear) for linear in self.places(with_head=False)}))
 
