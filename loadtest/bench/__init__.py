@@ -21,8 +21,8 @@ PROGRAMS = {
     "replay_pages": ("bench.replay_pages", "makes the set of pages for `replay`"),
     "ladder": ("bench.ladder", "one job from the plain loop of transformers up, an optimisation a rung"),
     "ladder_transformers": ("bench.ladder_transformers", "the foot of the ladder alone: the loop of transformers"),
-    "recall": ("bench.recall", "the held-out set through the server, tile policies too"),
-    "quantization": ("bench.quantization", "what quantized weights cost in recall"),
+    "recall": ("bench.quality:recall_main", "the held-out set through the server, tile policies too"),
+    "quantization": ("bench.quality:quantization_main", "what quantized weights cost in recall"),
     "parity": ("bench.parity", "our greedy tokens against transformers' on held-out pictures"),
     "document_parity": ("bench.document_parity", "the same on held-out pages, through the server"),
     "cpu": ("bench.cpu", "the server against a transformers loop, on the CPU"),
@@ -39,7 +39,7 @@ PROGRAMS = {
     "kernels": ("bench.kernels", "the engine's kernels on a GPU: elementwise, products, quantized layers"),
     "linear": ("bench.kernels", "its linear layers of 4-bit weights alone: `kernels --only w4a16 layers`"),
 }
-"""Name -> (module, what it measures)."""
+"""Name -> (module, or module:function where that is not ``main``; what it measures)."""
 
 
 def main() -> int:
@@ -51,4 +51,5 @@ def main() -> int:
             print(f"  {known:18} {words}", file=sys.stderr)
         return 2
     sys.argv = [name, *rest]
-    return import_module(PROGRAMS[name][0]).main() or 0
+    module, _, function = PROGRAMS[name][0].partition(":")
+    return getattr(import_module(module), function or "main")() or 0

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from bench import recall as bench_recall
+from bench import quality
 from check_export import for_cpu
 from document_shape import build_config
 from export_vision_onnx import KINDS, PRECISIONS, Quantization, calibrate, quantized_layers, tensorrt_graph
@@ -155,11 +155,11 @@ def test_bfloat16_is_rounded_on_the_cpu_where_the_graph_says(tower):
 
 
 def test_recall_is_measured_on_the_exported_graph(tower, tmp_path, monkeypatch):
-    """bench_recall.py puts the graph where the CPU stage finds its own."""
+    """`bench recall` puts the graph where the CPU stage finds its own."""
     graph = tensorrt_graph(tower, "the weights", quantization=calibrate(tower, [torch.from_numpy(tiles(1))], "int8"))
     onnx.save(graph, str(tmp_path / "typed.onnx"))
     monkeypatch.setenv("TESSERA_CACHE", "")
-    assert bench_recall.use_graph(tmp_path, tmp_path / "typed.onnx") == "int8"
+    assert quality.use_graph(tmp_path, tmp_path / "typed.onnx") == "int8"
     kept = graph_path("the weights")
     assert kept.parent == tmp_path
     runner = OnnxRunner(kept)

@@ -1,0 +1,235 @@
+"""Recall of the default model on the held-out set, through the server (`make bench NAME=recall`, `NAME=quantization`).
+
+recall: all 4,524 questions at the default tile policy, and those about large pictures at one tile. With
+`--plan docs/tile_policies.json` every tile policy is asked too; the curve is drawn beside that file. `--onnx FILE` has
+the vision stage compute another graph, one written for TensorRT (docs/tensorrt.md), on the CPU.
+
+    python loadtest/bench recall --gpus 0 --instances preprocess=10 --concurrency 64
+
+quantization: the checkpoint as it is, then each quantized variant: `fp8` (the language model, on load), `fp8_vision`,
+`fp8_kv` (keys and values in the cache), and checkpoints that `tessera quantize` wrote (`--made`). Each is asked all
+questions at its own tile policy, where nearly everything is right, and at one tile a picture, where there is much to
+lose; a variant's drop is the larger of the two, in points of balanced accuracy over the hazard classes. A folder's own
+report, if it compares, gives its divergence from the original beside RTN's (`quant.kl_over_rtn`).
+
+    python loadtest/bench quantization --gpus 0 --instances preprocess=10 --concurrency 64 \\
+        --made awq=OUT_AWQ gptq=OUT_GPTQ
+
+Without --gpus the CPU computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import figures
+import onnx
+from rich.console import Console
+from rich.progress import Progress
+from serving import Setup, add_arguments, pairs, serve, setup, setup_notes
+
+from tessera.models.internvl.onnx_graph import FINGERPRINT, PRECISION
+from tessera.settings.user_cache import write_whole
+from tessera.vision.onnx_runner import graph_path
+from tessera_client import Client
+from tessera_command import terminal
+from tessera_evaluation import plan, recall
+from tessera_evaluation.datasets import Item, heldout_items
+
+sys.path.insert(0, str(figures.ROOT / "build"))
+from check_export import for_cpu
+
+MAX_TOKENS = 96  # enough for a description
+MAX_LOSS = 1.0  # points of recall that a policy may cost
+POLICIES = (
+    "reference",
+    "reference,thumbnail=never",
+    "reference,max_tiles=6",
+    "reference,max_tiles=1",
+    "reference,max_tiles=1,thumbnail=always",
+    "native",
+    "native,thumbnail=never",
+    "budget,token_budget=320",  # five tiles of this model's 64 tokens, as 1280 is for InternVL's 256
+    "budget,token_budget=320,thumbnail=never",
+    "two-tile",
+    "two-tile,thumbnail=always",
+)
+
+BOTH: dict[str, dict[str, Any]] = {"reference": {}, "reference,max_tiles=1": {"max_tiles": 1}}
+ON_LOAD = {
+    "fp8": {"quantization": "fp8-language"},
+    "fp8_vision": {"quantization": "fp8-vision"},
+    "fp8_kv": {"language_model.kv_cache_dtype": "fp8"},
+}
+
+
+@contextmanager
+def bar(what: str) -> Iterator[Any]:
+    """A progress bar on standard error; call the result with (done, total)."""
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def measure(client: Client, items: list[Item], concurrency: int, **options: Any) -> dict[str, Any]:
+    """Asks all questions and returns recall.figures()."""
+    with bar("asking") as advance:
+        outcomes, seconds = recall.run(
+            client,
+            items,
+            concurrency=concurrency,
+            progress=lambda done: advance(done, len(items)),
+            max_tokens=MAX_TOKENS,
+            **options,
+        )
+    result = recall.figures(outcomes, seconds)
+    recall.print_table(result, Console(stderr=True))
+    for error, count in Counter(outcome.error for outcome in outcomes if outcome.error).most_common(3):
+        print(f"{count} questions ended in: {error}", file=sys.stderr)
+    return result
+
+
+def write_plan(client: Client, items: list[Item], concurrency: int, file: Path) -> int:
+    """Asks all questions under each policy; writes what `tessera plan` would. Returns how many ended in an error."""
+    measured = []
+    for policy in POLICIES:
+        with bar(policy) as advance:
+            options = {"concurrency": concurrency, "progress": advance, "max_tokens": MAX_TOKENS}
+            measured.append(plan.measure(client, items, policy, secrets.token_hex(8), **options))
+    about = {"concurrency": concurrency, "data": "the held-out set", "machine": figures.machine()}
+    plan.print_table(measured, MAX_LOSS, Console(stderr=True))
+    file.write_text(json.dumps(plan.document(measured, MAX_LOSS, **about), indent=1) + "\n")
+    file.with_suffix(".svg").write_text(plan.plot(measured, MAX_LOSS, about), encoding="utf-8")
+    return sum(each.errors for each in measured)
+
+
+def use_graph(cache: Path, file: Path) -> str:
+    """Have servers that start from now on find the exported graph in their cache, in place of the CPU stage's own.
+
+    Returns the name of its precision.
+    """
+    graph = onnx.load(str(file))
+    os.environ["TESSERA_CACHE"] = str(cache)
+    fingerprint = next(entry.value for entry in graph.metadata_props if entry.key == FINGERPRINT)
+    write_whole(graph_path(fingerprint), lambda draft: onnx.save(for_cpu(graph), str(draft)))
+    return next(entry.value for entry in graph.metadata_props if entry.key == PRECISION).partition(" ")[0]
+
+
+def recalls(
+    server_setup: Setup, items: list[Item], policies: list[str], concurrency: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """recall.figures() of each policy, and what the server says that it served."""
+    found = {}
+    with serve(server_setup) as server, Client(server.grpc) as client:
+        client.ask(items[0].picture, "Is there a door?", max_tokens=1)
+        for policy in policies:
+            found[policy] = measure(client, items, concurrency, **BOTH[policy])
+            if errors := found[policy]["errors"]:
+                raise SystemExit(f"{errors} questions ended in an error")
+        page = terminal.ask(server.health)
+    return found, {} if page is None else dict(page.weights)
+
+
+def divergence_over_rtn(folder: Path) -> float | None:
+    """The logits' KL divergence from the original, by that of RTN; None where the report does not compare."""
+    report = json.loads((folder / "quantization" / "report.json").read_text())
+    kl = {row["name"]: row["kl"] for row in report["rows"]}
+    method = report["recipe"]["method"]
+    return kl[method] / kl["rtn"] if {method, "rtn"} <= kl.keys() else None
+
+
+def parser_of(*arguments: tuple[str, dict[str, Any]]) -> argparse.ArgumentParser:
+    """The options of both programs, and these."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=int, help="only the first N questions, even over the classes")
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--pictures", type=Path, help="a folder that keeps the rendered pictures for the next run")
+    for flag, how in arguments:
+        parser.add_argument(flag, **how)
+    add_arguments(parser)
+    parser.set_defaults(gpus="")
+    return parser
+
+
+def rendered(options: argparse.Namespace, folder: str) -> list[Item]:
+    """The questions, with their pictures in ``--pictures`` or the folder."""
+    with bar("rendering") as advance:
+        return heldout_items(options.limit, options.pictures or Path(folder), root=figures.ROOT, progress=advance)
+
+
+def recall_main() -> int:
+    options = parser_of(
+        ("--label", {"help": "for other settings than the default's: the figures are recall.LABEL.*"}),
+        ("--plan", {"type": Path, "metavar": "FILE.json", "help": "measure every tile policy and write this"}),
+        ("--onnx", {"type": Path, "metavar": "FILE", "help": "a graph of build/export_vision_onnx.py to judge"}),
+        ("--json", {"type": Path, "help": "write all figures of both runs here"}),
+    ).parse_args()
+    with tempfile.TemporaryDirectory(prefix="tessera-recall-") as folder:
+        graph = use_graph(Path(folder) / "cache", options.onnx) if options.onnx else None
+        items = rendered(options, folder)
+        large = [item for item in items if max(item.width, item.height) >= recall.LARGE]
+        with serve(setup(options)) as server, Client(server.grpc) as client:
+            client.ask(items[0].picture, "Is there a door?", max_tokens=1)
+            default = measure(client, items, options.concurrency)
+            one_tile = measure(client, large, options.concurrency, max_tiles=1)
+            failed = write_plan(client, items, options.concurrency, options.plan) if options.plan else 0
+    if options.json:
+        options.json.write_text(json.dumps({"default": default, "large_at_one_tile": one_tile}, indent=1))
+    notes = {"pictures": len(items), **setup_notes(options)}
+    # A part of the set is a check of one machine against another; only the whole gives the figures that count.
+    prefix = ".".join(filter(None, ["recall", options.label or graph, "sample" if options.limit else ""]))
+    for name in ("macro", "min_class", "precision"):
+        figures.emit(f"{prefix}.{name}", round(default[f"recall.{name}"], 4), "share", ceiling=1, **notes)
+    whole, alone = (found["large"]["presence"]["balanced_accuracy"] for found in (default, one_tile))
+    loss = round(100 * (whole - alone), 2)
+    figures.emit(f"{prefix}.max_tiles_1_loss", loss, "points", large_pictures=len(large))
+    figures.emit(f"{prefix}.qpm", default["qpm"], "questions/min", **notes)
+    failed += default["errors"] + one_tile["errors"]
+    if failed:
+        print(f"{failed} questions ended in an error", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def quantization_main() -> int:
+    on_load = {"nargs": "*", "choices": list(ON_LOAD), "default": list(ON_LOAD), "help": "which of them beside bf16"}
+    options = parser_of(
+        ("--made", {"nargs": "*", "default": [], "metavar": "METHOD=FOLDER"}),
+        ("--on-load", on_load),
+        ("--policies", {"nargs": "+", "choices": list(BOTH), "default": list(BOTH)}),
+    ).parse_args()
+    made = {method: Path(folder) for method, folder in pairs(options.made, "METHOD=FOLDER").items()}
+    methods = {"bf16": {"quantization": "checkpoint"}} | {method: ON_LOAD[method] for method in options.on_load}
+    variants = {method: (options.checkpoint, settings) for method, settings in methods.items()}
+    variants |= {method: (folder, {}) for method, folder in made.items()}
+    original: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="tessera-recall-") as folder:
+        items = rendered(options, folder)
+        for name, (checkpoint, settings) in variants.items():
+            asked = setup(options)
+            asked = replace(asked, checkpoint=checkpoint, settings={**asked.settings, **settings})
+            found, served = recalls(asked, items, options.policies, options.concurrency)
+            original = original or found
+            macros = {policy: 100 * found[policy]["recall.macro"] for policy in options.policies}
+            drops = {policy: 100 * original[policy]["recall.macro"] - macro for policy, macro in macros.items()}
+            print(f"{name} ({served}): {macros}, drops {drops}", file=sys.stderr, flush=True)
+            if found is not original:
+                notes = {"questions": len(items), "served": served, "macro": macros, "drops": drops}
+                # Only the whole set at both policies gives the figures that count.
+                whole = options.limit is None and len(drops) == len(BOTH)
+                prefix = "quant" if whole else "quant.sample"
+                figures.emit(f"{prefix}.recall_drop.{name}", round(max(drops.values()), 2), "points", **notes)
+    for method, out in made.items():
+        if (ratio := divergence_over_rtn(out)) is not None:
+            figures.emit(f"quant.kl_over_rtn.{method}", round(ratio, 3), "ratio")
+    return 0
