@@ -269,12 +269,7 @@ def _choices(name: str, value: Any) -> tuple[str, ...]:
     if not 2 <= len(value) <= MAX_CHOICES:
         raise InvalidRequest(f"sampling_parameters: {name} holds {len(value)} labels; it takes 2 to {MAX_CHOICES}")
     for place, label in enumerate(value):
-        if len(label) > MAX_CHOICE_CHARACTERS:
-            raise InvalidRequest(
-                f"sampling_parameters: {name}[{place}] has {len(label)} characters; {MAX_CHOICE_CHARACTERS} fit"
-            )
-        if any("\ud800" <= character <= "\udfff" for character in label):
-            raise InvalidRequest(f"sampling_parameters: {name}[{place}] has a lone surrogate")
+        _text(f"{name}[{place}]", label, MAX_CHOICE_CHARACTERS)
         if label in value[:place]:
             raise InvalidRequest(f"sampling_parameters: {name} holds {label!r:.50} twice")
     return tuple(value)

@@ -286,7 +286,9 @@ def _content(token: Any) -> str | None:
 class TextStream:
     """Whole characters, each as soon as its last byte is there; the parts together are the text of all ids at once.
 
-    ``token_bytes`` gives what a token adds to the text, in UTF-8; of bytes that make no character comes U+FFFD.
+    ``token_bytes`` gives what a token adds to the text, in UTF-8; of bytes that make no character comes U+FFFD. Not
+    ``tokenizers.decoders.DecodeStream``: of the bytes of 中, 0xFF and 🙂 it gives 中 alone, and it has no end at which
+    to ask for the rest.
     ``strip_space``: a space in front of the whole text is no part of it.
     """
 
