@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import checkpoint_folders as folders
 import pytest
+from models import checkpoint_folders as folders
 from published_sizes import BODIES, REFUSED, SIZES, Size
 from test_family_tokenizer import PHI3_TOKENS, train, write_phi3_tokenizer, write_vocab_and_merges
 from tokenizers import Tokenizer as Backend

@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import checkpoint_folders as folders
 import pytest
 import sentencepiece
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from models import checkpoint_folders as folders
 from transformers import LlamaTokenizer, Qwen2Tokenizer
 
 from tessera.errors import CheckpointError

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import checkpoint_folders as folders
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from models import checkpoint_folders as folders
 from test_family_tokenizer import PHI3_TOKENS
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-import checkpoint_folders as folders
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from models import checkpoint_folders as folders
 from test_family_tokenizer import ANY_TEXT, train, write_vocab_and_merges
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import checkpoint_folders as folders
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from models import checkpoint_folders as folders
 from test_prompt import FRAGMENTS, ORDINARY, Case
 
 from tessera.errors import CheckpointError
