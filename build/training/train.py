@@ -22,7 +22,7 @@ import torch
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("default_model", "document_model"))
 
-from documents import DocumentTrainer
+from document_trainer import DocumentTrainer
 from rooms import RoomTrainer
 from trainer import Trainer
 

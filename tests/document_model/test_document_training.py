@@ -18,7 +18,7 @@ from document_network import embedded, generate, image_rows, patch_states, text_
 from document_samples import Sample, block_sample, layout_sample, line_samples, read_blocks
 from document_shape import IMAGE_MEAN, IMAGE_STD, MAX_FOLDER_BYTES, save_model
 from document_tokens import PROMPTS, SYSTEM, ChatTokens
-from documents import DocumentTrainer, penalised
+from document_trainer import DocumentTrainer, penalised
 from evaluate_documents import HeldOut, unpatched
 from PIL import Image
 from train import parse, run
