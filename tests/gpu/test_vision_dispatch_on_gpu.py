@@ -14,7 +14,7 @@ from bench.parity import CHECKPOINT
 from tessera.models.registry import read_config
 from tessera.settings.stages import VisionSettings
 from tessera.vision.encoder import VisionEncoder
-from tessera.vision.memory import EmbeddingCache, Lane
+from tessera.vision.memory import DeviceStreams, EmbeddingCache
 from tessera.vision.pictures import VisionItem, joined
 from tessera.vision.runner import weight_bytes
 from tessera.vision.scheduler import VisionScheduler
@@ -57,7 +57,7 @@ class Job:
 
 
 def test_a_forward_waits_for_the_one_before_it_and_other_work_does_not():
-    lane = Lane("cuda")
+    lane = DeviceStreams("cuda")
     sleep = partial(torch.cuda._sleep, 400_000_000)  # about a fifth of a second
     _, first = lane.forward(sleep)
     _, beside = lane.launch(sleep)
@@ -66,12 +66,12 @@ def test_a_forward_waits_for_the_one_before_it_and_other_work_does_not():
     assert first._event.query() and not second._event.query()
     beside.wait()  # for itself alone
     assert not second._event.query()
-    lane.make_room()
+    lane.wait_idle()
     assert second._event.query()
 
 
 def test_a_forward_beside_another_waits_for_none_but_its_own_kind():
-    lane = Lane("cuda")
+    lane = DeviceStreams("cuda")
     sleep, ones = partial(torch.cuda._sleep, 400_000_000), partial(torch.ones, 8, device="cuda")
     lane.beside(ones)  # a kernel's first launch loads it, for which the device must be idle
     _, first = lane.forward(sleep)
@@ -79,13 +79,13 @@ def test_a_forward_beside_another_waits_for_none_but_its_own_kind():
     beside.wait(rows)
     assert not first.done and not lane.free
     _, last = lane.beside(sleep)  # begins later than the first, so it ends later
-    lane.make_room()
+    lane.wait_idle()
     assert first.done and last.done and lane.free
 
 
 def test_what_follows_a_forward_beside_another_has_its_rows_and_their_memory():
     """They are dropped at once, and the second stream takes new memory while the first still waits to read them."""
-    lane, kept = Lane("cuda"), torch.zeros(64, 1 << 16, device="cuda")
+    lane, kept = DeviceStreams("cuda"), torch.zeros(64, 1 << 16, device="cuda")
     torch.cuda.synchronize()
     lane.forward(partial(torch.cuda._sleep, 400_000_000))
 

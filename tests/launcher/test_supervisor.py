@@ -18,7 +18,7 @@ from tessera.launcher.supervisor import Supervision, Supervisor
 class Script:
     """A server that does what it is told: each start succeeds or raises; then it fails with a reason."""
 
-    models, log_path, swept = ("vlm",), "log", ()
+    models, log_path, cleaned_up = ("vlm",), "log", ()
     crashes, weights = (), {}
     grpc_url, http_url, metrics_url, mps = "g", "h", "m", False
 

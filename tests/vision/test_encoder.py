@@ -130,7 +130,7 @@ def test_pixels_are_joined_while_the_forward_before_is_under_way(monkeypatch):
     monkeypatch.setattr(
         encoding, "joined", lambda *args, **options: (order.append("join"), joined(*args, **options))[1]
     )
-    monkeypatch.setattr(vision.lane, "make_room", lambda: order.append("wait"))
+    monkeypatch.setattr(vision.lane, "wait_idle", lambda: order.append("wait"))
     vision.runner.run = lambda *args: (order.append("run"), run(*args))[1]
     for _ in vision.launch([item([1, 2, 3]), item([4])], before_forward=lambda: order.append("pass")):
         pass

@@ -16,7 +16,7 @@ from test_dispatch import BYTES, Job
 from test_encoder import TOKENS, CountingRunner, TileFamily
 
 from tessera.vision.encoder import VisionEncoder
-from tessera.vision.memory import EmbeddingCache, Lane, LaunchedWork, RowBudget
+from tessera.vision.memory import DeviceStreams, EmbeddingCache, LaunchedWork, RowBudget
 from tessera.vision.scheduler import VisionScheduler
 
 JOB = list(range(1, 9))  # the tiles of a full forward
@@ -53,7 +53,7 @@ class Held(LaunchedWork):
         assert self.end.wait(5)
 
 
-class HeldLane(Lane):
+class HeldStreams(DeviceStreams):
     """A device's: forwards take until a test ends them. ``works``: (whether it was beside another, its work);
     ``looks`` and ``waits`` count."""
 
@@ -68,9 +68,9 @@ class HeldLane(Lane):
         self.looks += 1
         return super().free
 
-    def make_room(self):
+    def wait_idle(self):
         self.waits += 1
-        super().make_room()
+        super().wait_idle()
 
     def beside(self, work):
         self.waits += 1
@@ -95,7 +95,7 @@ def held(cache=0, runner=None, expects=True, **more):
     """A dispatcher while a forward of eight tiles of a job is under way, and another waits; it ``expects`` a question
     where one came before."""
     runner = runner or NotingRunner()
-    lane = HeldLane(runner)
+    lane = HeldStreams(runner)
     kept = EmbeddingCache(cache * BYTES, 2, torch.float32)
     dispatcher = VisionScheduler(VisionEncoder(runner, TileFamily(), 8, lane=lane, cache=kept, **more))
     test = SimpleNamespace(dispatcher=dispatcher, lane=lane, forwards=runner.forwards, answers=[])
@@ -178,7 +178,7 @@ def test_who_could_not_go_beside_waits_for_both():
 
 
 def test_a_forward_waits_for_one_beside_the_last():
-    lane, begun = HeldLane(runner := NotingRunner()), []
+    lane, begun = HeldStreams(runner := NotingRunner()), []
     run = partial(runner.run, np.zeros((1, 2, 2, 3), np.uint8))
     lane.forward(run)
     lane.beside(run)
@@ -354,7 +354,7 @@ def test_an_error_beside_fails_its_own_request_only():
 
 
 def test_on_the_cpu_no_forward_is_ever_under_way():
-    lane = Lane()
+    lane = DeviceStreams()
     rows, work = lane.beside(lambda: torch.ones(TOKENS))
     kept = []
     lane.in_order(lambda: kept.append(rows), rows)

@@ -7,7 +7,7 @@ How long tritonserver waits for the process of a stage before it takes it for de
 
 Release 24.10's Python backend waits one second, which nothing sets. A process that lives but did not run for so long,
 on an overloaded or paused machine, has its requests answered by an error and their memory freed; when it goes on, it
-and the server read that memory, and the server crashes. So the backend's library is used with its second made longer.
+and the server read that memory, and the server crashes. So the backend's library is used with that timeout made longer.
 A process that is really dead the launcher notices by itself.
 """
 
@@ -157,13 +157,13 @@ def check_numpy() -> None:
 
 
 LIBRARY = "libtriton_python.so"
-PATIENCE_S = 10
+STUB_TIMEOUT_S = 10
 JULIAN_DAY_OF_1970 = 2_440_588
 
 
 def patient(library: bytes) -> bytes:
     """The library with its patience; the same bytes if it is of another build, which has no such second."""
-    return library.replace(_wait(1), _wait(PATIENCE_S))
+    return library.replace(_wait(1), _wait(STUB_TIMEOUT_S))
 
 
 def _wait(seconds: int) -> bytes:

@@ -75,7 +75,7 @@ class Server:
         """Whether the stages share the GPU by an MPS daemon of this server."""
         self.removed: tuple[str, ...] = ()
         """What tritonserver left behind and the last stop removed: shared memory, its temporary folder."""
-        self.swept: tuple[str, ...] = ()
+        self.cleaned_up: tuple[str, ...] = ()
         """What the last start found of servers whose launcher and guard were killed, and removed."""
         self.crashes: tuple[str, ...] = ()
         """What kept the last start from working at the first attempt: crashes of tritonserver itself."""
@@ -123,7 +123,7 @@ class Server:
         """
         check_repository(self.options.model_repository, self.options.model_config_name)
         self.setup = self.options.set_up()
-        self.swept = tuple(guard.sweep())
+        self.cleaned_up = tuple(guard.sweep())
         self.crashes = ()
         asked = self.options
         while True:

@@ -114,8 +114,8 @@ class Supervisor:
     def _start(self, *attempts: int) -> None:
         began = time.monotonic()
         server = self.server.start(*attempts)
-        if server.swept:
-            self.say(f"removed {len(server.swept)} leftovers of a server that was killed", False)
+        if server.cleaned_up:
+            self.say(f"removed {len(server.cleaned_up)} leftovers of a server that was killed", False)
         for crash in server.crashes:
             self.say(f"{crash}; started again", True)
         supervision = self.supervision

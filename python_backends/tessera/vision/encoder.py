@@ -26,7 +26,7 @@ from tessera.models.family import ModelFamily
 from tessera.models.registry import family_for, read_config
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import in_fp8
-from tessera.vision.memory import COPIES_OF_ROWS, EmbeddingCache, Lane, LaunchedWork, RowBudget, row_budget
+from tessera.vision.memory import COPIES_OF_ROWS, DeviceStreams, EmbeddingCache, LaunchedWork, RowBudget, row_budget
 from tessera.vision.pictures import GpuDecoder, Picture, Pixels, VisionItem, joined, pictures_of
 from tessera.vision.runner import Runner, load_runner
 
@@ -83,7 +83,7 @@ class VisionEncoder:
     family: ModelFamily
     infer_batch_size: int = 4
     cache: EmbeddingCache = field(default_factory=EmbeddingCache)
-    lane: Lane = field(default_factory=Lane)
+    lane: DeviceStreams = field(default_factory=DeviceStreams)
     budget: RowBudget = field(default_factory=lambda: RowBudget(bytes_per_unit=0))
     decoder: GpuDecoder | None = None
     weights: tuple[str, int] = ("", 0)
@@ -129,7 +129,7 @@ class VisionEncoder:
             family,
             batch,
             cache,
-            Lane(settings.device),
+            DeviceStreams(settings.device),
             budget,
             decoder,
             ("fp8" if in_fp8(tower) else settings.dtype, kept),

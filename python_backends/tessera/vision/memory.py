@@ -198,7 +198,7 @@ class LaunchedWork:
             tensor.record_stream(torch.cuda.default_stream(tensor.device))
 
 
-class Lane:
+class DeviceStreams:
     """Launches work on ``device``. One thread launches; any may wait for what was launched."""
 
     def __init__(self, device: str = "cpu") -> None:
@@ -214,7 +214,7 @@ class Lane:
         """Whether no forward is under way."""
         return self._forward.done and self._beside.done
 
-    def make_room(self) -> None:
+    def wait_idle(self) -> None:
         """Waits until no forward is under way."""
         self._forward.wait()
         self._beside.wait()
@@ -225,7 +225,7 @@ class Lane:
         One launched ahead would keep the GPU busier beside the language model's steps, but the two then cost each other
         more than that is worth, and whoever comes meanwhile could not pass it.
         """
-        self.make_room()
+        self.wait_idle()
         result, self._forward = self.launch(work)
         return result, self._forward
 

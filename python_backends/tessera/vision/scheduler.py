@@ -238,7 +238,7 @@ class VisionScheduler:
         """
         lane = self._encoder.lane
         if not (self._encoder.runner.beside and self.queue.expects_before(entry.job.priority)):
-            lane.make_room()  # which learns of its end at once
+            lane.wait_idle()  # which learns of its end at once
         while better := self.queue.take_before(entry, lambda: lane.free):
             free = lane.free
             count = len(better) if free else self._fit_beside(better)
@@ -250,7 +250,7 @@ class VisionScheduler:
             elif free:
                 return
             else:
-                lane.make_room()
+                lane.wait_idle()
 
     def _answer(self, job: Job, pending: PendingRows) -> None:
         try:

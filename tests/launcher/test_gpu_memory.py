@@ -80,7 +80,7 @@ def test_weights_are_counted_by_their_files_headers(tmp_path: Path) -> None:
 
 
 def test_both_stages_weights_of_the_default_checkpoint_are_found() -> None:
-    folder = Path(__file__).resolve().parents[1] / "build" / "default_model" / "checkpoint"
+    folder = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
     header = json.loads((folder / "model.safetensors").read_bytes()[8:].split(b"]}}", 1)[0] + b"]}}")
     header.pop("__metadata__", None)
     vision, language = weights_of(folder, "", vision_tensors(folder))
