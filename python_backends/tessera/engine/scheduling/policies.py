@@ -176,6 +176,7 @@ def _half_step(load: Load) -> int:
     """Beside a follow-up: it takes little but waits for the whole step, and its caller's next question with it.
 
     Simulated: W6 354 -> 395 req/s with ``cached_first``, 331 -> 334 alone; W1 loses 2 % if all share a prefix.
+    Today's code without it: 394 -> 362 req/s, first token 203 -> 442 ms (simulated).
     """
     return max(load.least_tokens, load.max_batched_tokens // 2)
 
@@ -188,6 +189,9 @@ def _even_step(load: Load) -> int:
     Of 8,192 tokens it is 5,888, at which InternVL3-8B's products fill their waves of tiles on an H200 as well as with
     all. A job beside questions keeps full steps: with these, questions would wait 141 ms instead of 168, but it would
     lose 3.1 % instead of 1.1 (simulated).
+
+    Simulated without it: p99 / p50 1.08 instead of 1.00; with 6,016 tokens for all steps 1.00, but then a job loses
+    3.14 % beside questions instead of 0.79, and a question waits 147 ms instead of 176.
     """
     if not _begins_many(load) or load.expected.above(load.waiting[-1].request.sampling.priority):
         return load.max_batched_tokens
