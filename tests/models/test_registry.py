@@ -35,21 +35,21 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Puts a distribution with an entry point of group tessera.models on the path."""
 
     def do(value: str, code: str = STAND_IN) -> None:
-        (tmp_path / "stand_in.py").write_text(code)
-        about = tmp_path / "stand_in-1.0.dist-info"
+        (tmp_path / "a_family.py").write_text(code)
+        about = tmp_path / "a_family-1.0.dist-info"
         about.mkdir()
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: stand-in\nVersion: 1.0\n")
-        (about / "entry_points.txt").write_text(f"[tessera.models]\nstand_in = {value}\n")
+        (about / "entry_points.txt").write_text(f"[tessera.models]\na_family = {value}\n")
         monkeypatch.syspath_prepend(tmp_path)
         models.cache_clear()
 
     yield do
     models.cache_clear()
-    sys.modules.pop("stand_in", None)
+    sys.modules.pop("a_family", None)
 
 
 def test_a_family_comes_from_another_package(install, tmp_path: Path) -> None:
-    install("stand_in:SPEC")
+    install("a_family:SPEC")
     folder = write_hf_folder(tmp_path / "checkpoint", byte_level())
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace("InternVLFor", "StandInFor"))
@@ -64,9 +64,9 @@ def test_a_family_comes_from_another_package(install, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "code", "complaint"),
     [
-        ("stand_in:SPEC", "1 / 0", r"stand_in \(stand_in:SPEC\) cannot be loaded: ZeroDivisionError"),
-        ("stand_in:MISSING", "", "cannot be loaded: AttributeError"),
-        ("stand_in:SPEC", STAND_IN + 'SPEC = MODELS[1]', "claims Qwen2VLForConditionalGeneration, qwen2_vl, which"),
+        ("a_family:SPEC", "1 / 0", r"a_family \(a_family:SPEC\) cannot be loaded: ZeroDivisionError"),
+        ("a_family:MISSING", "", "cannot be loaded: AttributeError"),
+        ("a_family:SPEC", STAND_IN + 'SPEC = MODELS[1]', "claims Qwen2VLForConditionalGeneration, qwen2_vl, which"),
     ],
     ids=["fails", "is not there", "is another's"],
 )  # fmt: skip

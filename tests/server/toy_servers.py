@@ -161,8 +161,8 @@ class Launched:
         )
         assert self.process.stdout is not None and self.process.stderr is not None
         self.ready_line = self.process.stdout.readline() if wait else ""
-        self.pids = descendants(self.process.pid)
-        self.server_pid = next((p for p in self.pids if command_line(p)[0].endswith("tritonserver")), 0)
+        self.pids = descendants(self.process.pid)  # one that has just ended has no command line
+        self.server_pid = next((p for p in self.pids if "".join(command_line(p)[:1]).endswith("tritonserver")), 0)
 
     def url(self, protocol: str) -> str:
         """Address from the ready line: "host:port", without a path."""
