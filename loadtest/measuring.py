@@ -1,4 +1,4 @@
-"""A closed loop's run and its figures, whoever the server is: counted by the rule of counting.py, and on a GPU with the
+"""A closed loop's run and its figures, of any server: counted by the rule of counting.py, and on a GPU with the
 watts, the SM clock, the temperature and the joules for a request in the steady part.
 
 The notes of a figure say how sure it is (`ci95`: half the interval), and of our server how it did: the share of steps

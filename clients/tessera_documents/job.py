@@ -55,7 +55,7 @@ class _Open:
 
 
 class _Threads(ThreadPoolExecutor):
-    """Works in the context of whoever submits, so that loguru knows the page."""
+    """Works in the context of the caller that submits, so that loguru knows the page."""
 
     def submit(self, function: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
         return super().submit(contextvars.copy_context().run, function, *arguments, **named)

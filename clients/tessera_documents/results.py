@@ -190,7 +190,7 @@ def _content(block: Mapping[str, Any]) -> str | None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Whoever reads ``path`` finds all of the new file or what was there before. Raises OSError."""
+    """A reader of ``path`` finds all of the new file or what was there before. Raises OSError."""
     part = path.with_name(f".{path.name}.part")
     part.write_bytes(data)
     os.replace(part, path)

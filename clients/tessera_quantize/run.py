@@ -253,7 +253,7 @@ Made = tuple[dict[str, torch.Tensor], dict[str, Any]]
 def kept(path: Path, make: Callable[[], Made]) -> Made:
     """Tensors from ``path`` (.safetensors) and facts from the JSON beside it; ``make`` makes both if it is not there.
 
-    They are read from disk in either case: whoever resumes sees what an undisturbed run sees.
+    They are read from disk in either case: a resumed run sees what an undisturbed run sees.
     """
     beside = path.with_suffix(".json")
     if not path.exists():

@@ -40,7 +40,7 @@ _LANE_WAIT_S = 0.02  # for masks or a request, where nothing else is to be done;
 class Engine:
     """Continuous batching over one model.
 
-    Whoever has an engine calls :meth:`step` while it has work, on one thread, and there :meth:`fail_all` and
+    The owner of an engine calls :meth:`step` while it has work, on one thread, and there :meth:`fail_all` and
     :meth:`close`; :meth:`submit` and :meth:`cancel` may be called from any. What came of a request is told as
     :class:`Progress`, each time up to its one End; text is made of it elsewhere (`rendering.py`).
     """

@@ -185,7 +185,7 @@ class Guard:
     def look(self) -> None:
         """Remembers the files in shared memory that CUDA and torch keep for tensors which our descendants share.
 
-        Whoever is killed leaves them. They are named by process ids, which are not unique where containers share
+        A killed process leaves them. They are named by process ids, which are not unique where containers share
         /dev/shm: so what counts is that the process has the file mapped.
         """
         for pid in descendants(os.getpid()):

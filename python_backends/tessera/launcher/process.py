@@ -133,7 +133,7 @@ class Server:
                 self._wait_ready()
                 return self
             except ServerStartError as error:
-                # A picked port was free a moment ago; whoever took it since will not take the next one too.
+                # A picked port was free a moment ago; what took it since will not take the next one too.
                 taken = 0 in ports_of(asked) and "already in use" in str(error)
                 attempts -= 1
                 if not attempts or not (taken or isinstance(error, ServerCrashed)):

@@ -111,7 +111,7 @@ def set_up(
     if (server.device, here) == ("cuda", "cpu"):
         raise ConfigError(f"device is cuda, but {why_no_gpu(all_told)}")
     checkpoint = repository / server.checkpoint
-    if is_name(server.checkpoint):  # where a folder is missing, whoever reads it says so
+    if is_name(server.checkpoint):  # a folder that is missing is reported when it is read
         checkpoint = find_checkpoint(server.checkpoint, all_told, repository)
     division = None
     if device == "cuda" and {VISION, LANGUAGE} & kinds.keys() and (card := card_bytes(all_told)):

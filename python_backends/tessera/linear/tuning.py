@@ -105,7 +105,7 @@ class MeasuredScheme(LinearScheme):
         return super().apply_gated(layer, x, fp8)
 
     def _can_wait(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> bool:
-        """Whether the product's scales are applied after it, and by whoever comes next."""
+        """Whether the product's scales are applied after it, by what comes next."""
         return self.way(layer, rows_of(x)) == "rescaled"
 
     def tune(self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:

@@ -1,9 +1,9 @@
 """Sampling parameters: preprocess refuses bad ones before any work goes into a request, the engine goes by them.
 
-Who goes first, wherever requests wait: the lower priority, and with time whoever waits.
+Priority with aging, used by every queue: the lower number first, and with time what has waited longest.
 
-A rank never changes, so nobody is passed for ever: whoever comes so much later that waiting has made up for its better
-priority stands behind.
+A rank never changes, so no request is passed for ever: one that comes late enough stands behind, in spite of its better
+priority.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
 # 5 to 60 s), so that its oldest do not stand in the way of a person's question; short enough that a job at priority 10
 # gets on after ten minutes of nothing but questions.
 STEP_NS = 60_000_000_000
-# Whoever asked a question may ask the next: this long it is expected, and no step is launched behind a long one.
+# A client that asked a question may ask the next: this long it is expected, and no step is launched behind a long one.
 EXPECTED_NS = 30_000_000_000
 
 
@@ -344,7 +344,7 @@ def rank(priority: int, arrived_ns: int) -> int:
 
 
 class Expected:
-    """The best priority of late, with which a request may come at any time."""
+    """The best recent priority, with which a request may come at any time."""
 
     def __init__(self) -> None:
         self._best = self._seen_ns = 0

@@ -32,7 +32,7 @@ from tessera.tritonserver.tensors import unpacked
 _LOG = logging.getLogger(__name__)
 
 SENDER_THREADS = 2
-SWITCH_S = 0.0001  # for whoever waits for the interpreter while text is made
+SWITCH_S = 0.0001  # for threads that wait for the interpreter while text is made
 
 
 def meter_of(device: str) -> GpuMeter | None:

@@ -223,7 +223,7 @@ class DeviceStreams:
         """Runs ``work``, which launches a forward, once no other is under way.
 
         One launched ahead would keep the GPU busier beside the language model's steps, but the two then cost each other
-        more than that is worth, and whoever comes meanwhile could not pass it.
+        more than that is worth, and what comes meanwhile could not pass it.
         """
         self.wait_idle()
         result, self._forward = self.launch(work)

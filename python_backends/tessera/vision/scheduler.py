@@ -26,7 +26,7 @@ from tessera.prompt.sampling import Expected, rank
 from tessera.vision.encoder import PendingRows, VisionEncoder
 from tessera.vision.pictures import VisionItem
 
-# Requests worked off together. More would hold up whoever comes with no better priority but a small picture.
+# Requests worked off together. More would hold up a small picture that comes later at the same priority.
 MOST = 64
 _FIRST = float("-inf")
 # Who waits for what the queue does not see looks again after so long, if nobody wakes it.

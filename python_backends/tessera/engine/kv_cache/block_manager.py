@@ -93,7 +93,7 @@ class BlockManager:
             sequence.committed = number + 1
 
     def invalidate(self, keys: Iterable[bytes]) -> None:
-        """What was written under these keys may be NaN: nobody finds it any more, whoever holds or committed it."""
+        """What was written under these keys may be NaN: it is not found any more."""
         for key in keys:
             self._index.drop(key)
 

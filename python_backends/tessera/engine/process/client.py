@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 class EngineProcess:
     """Takes requests and delivers their events.
 
-    Whoever submits or cancels may have to wait until the engine listens. So one thread reads and never sends, and
+    A caller that submits or cancels may have to wait until the engine listens. So one thread reads and never sends, and
     another makes text, delivers it, and cancels what a stop string ended. Nobody waits until the engine has taken a
     request: while it steps that takes a millisecond, and the next request would wait as long.
 
