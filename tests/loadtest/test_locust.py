@@ -15,6 +15,7 @@ import pytest
 from standin_server import standin
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.clients  # locust is installed for these alone
 
 
 def command(host: str, user: str, *flags: str) -> list[str]:
