@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: env demo serve test test-faults test-clients test-gpu soak fuzz bench loadtest
+.PHONY: env demo serve test test-faults test-clients test-gpu soak fuzz bench loadtest wheels
 
 env: $(VENV)/.ready
 
@@ -51,6 +51,10 @@ bench: $(VENV)/.ready
 loadtest: $(VENV)/.loadtest
 	$(VENV)/bin/locust -f loadtest/locustfile.py --headless --html loadtest.html \
 	    $(or $(ARGS),--workload W4b --host localhost:8001 GrpcUser)
+
+# the five wheels of pyproject.toml's [tool.tessera.wheels], in dist/
+wheels: $(VENV)/.ready
+	$(PY) build/wheels.py $(ARGS)
 
 $(VENV)/.ready: requirements.txt requirements-tritonserver.txt requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

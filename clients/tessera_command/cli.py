@@ -24,8 +24,8 @@ from tessera_command import ask, jobs, sample, terminal
 from tessera_command.terminal import command, console, positive, progress, sampling
 from tessera_evaluation import plan, recall
 from tessera_evaluation.datasets import Item, folder_items, heldout_items
-from tessera_wire import errors
-from tessera_wire.command_line import VERSION, Parser
+from tessera_wire import __version__, errors
+from tessera_wire.command_line import Parser
 from tessera_wire.tensors import addresses, parse_url
 
 
@@ -98,7 +98,7 @@ def _elsewhere(name: str) -> Callable[[list[str]], int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="tessera", description="Questions about pictures, served by tritonserver.")
-    parser.add_argument("--version", action="version", version=f"tessera {VERSION}")
+    parser.add_argument("--version", action="version", version=f"tessera {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (text, _) in ELSEWHERE.items():
         commands.add_parser(name, help=text, add_help=False)

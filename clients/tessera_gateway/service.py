@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from tessera_gateway.errors import ApiError
 from tessera_gateway.metrics import Counters
 from tessera_gateway.settings import Settings
-from tessera_wire.command_line import VERSION
+from tessera_wire import __version__
 
 PROMETHEUS = "text/plain; version=0.0.4"
 PAGE_SECONDS = 5.0
@@ -58,7 +58,7 @@ async def _max_model_len(request: Request) -> int | None:
 
 @router.get("/version")
 async def version() -> dict[str, str]:
-    return {"version": VERSION}
+    return {"version": __version__}
 
 
 @router.get("/ping")

@@ -48,7 +48,7 @@ def wanted(environment: Mapping[str, str]) -> bool:
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401
     except ImportError:
-        raise ValueError("traces need packages that are not installed here: pip install 'tessera[otel]'; "
+        raise ValueError("traces need packages that are not installed here: pip install '.[otel]' in Tessera's source; "
             "OTEL_TRACES_EXPORTER=none for no traces") from None  # fmt: skip
     return True
 

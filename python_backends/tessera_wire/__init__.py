@@ -2,3 +2,5 @@
 
 The lowest room of the house: it imports neither the server (``tessera``) nor the SDK (``tessera_client``).
 """
+
+__version__ = "0.1.0"  # of all of Tessera

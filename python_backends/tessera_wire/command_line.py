@@ -2,7 +2,6 @@
 
 What somebody may have meant who wrote a name that does not exist.
 
-The version of what is installed here.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import re
 import sys
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,9 +85,3 @@ def missing(path: str | Path) -> str:
         hint = f"; there is no folder {full.parent} either"
     where = "" if str(full) == str(path) else f" (looked for {full})"
     return f"there is no file or folder {path}{where}{hint}"
-
-
-try:
-    VERSION = version("tessera")
-except PackageNotFoundError:  # run from its source alone
-    VERSION = "unknown"

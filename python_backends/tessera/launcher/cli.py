@@ -243,9 +243,10 @@ def gpu_names(text: str) -> tuple[str, ...]:
 
 
 def default_repository() -> Path:
-    """./model_repository if it is there, else the one beside this package's source."""
-    here = Path("model_repository")
-    return here if here.is_dir() else Path(tessera.__file__).resolve().parents[2] / "model_repository"
+    """./model_repository if it is there, else the wheel's own, else the one beside this package's source."""
+    package = Path(tessera.__file__).resolve().parent
+    places = [Path("model_repository"), package / "model_repository", package.parents[1] / "model_repository"]
+    return next((place for place in places if place.is_dir()), places[-1])
 
 
 def follow_log(server: Server) -> None:
