@@ -1,18 +1,34 @@
-"""What every model family must hold. The tests of a ModelSpec make a :class:`Case` of a tiny checkpoint
-and run the checks of this file on it, as ``test_conformance.py`` does for the families of this package.
+"""What every model family must hold: the tests of a ModelSpec run the checks of this file on tiny checkpoints of it, as
+``test_conformance.py`` does for the families of this package.
+
+====================  ==================================================================================
+check                 what it holds
+====================  ==================================================================================
+check_inputs          token ids, pixels as they are cut and positions of chats, against transformers'
+check_plans           a plan is known by its wire form, and is as long and as large as it says
+check_strict_config   a setting that nobody reads is refused by name, in each section of config.json
+check_strict_weights  so is a weight that is missing or too many
+check_whole_chain     rows of each runner and log probabilities of a greedy answer, against transformers'
+check_batches         pictures together, and by graphs, have the rows that each has alone
+check_memory          the bound of a forward's memory
+check_quantized       what the tower runs in, and which of its layers FP8 takes
+====================  ==================================================================================
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
@@ -28,6 +44,7 @@ from tessera.prompt.sampling import SamplingParameters
 from tessera.settings.stages import EngineConfig, VisionSettings
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.pictures import VisionItem
+from tessera.vision.torch_runner import GraphRunner
 
 TOKENS = 8
 
@@ -47,8 +64,63 @@ class Case:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
-def encoded(folder: Path, prepared: Prepared) -> torch.Tensor:
-    encoder = VisionEncoder.from_checkpoint(folder, VisionSettings(runner="torch"))
+@dataclass(frozen=True)
+class Expected:
+    """What transformers makes of a chat: token ids, grey levels [cost, *unit_shape], how each picture's wire form
+    begins, and the positions [axes, tokens] where they are not 0 to tokens - 1."""
+
+    ids: list[int]
+    grey: np.ndarray
+    wires: list[list[int]]
+    positions: np.ndarray | None = None
+
+
+#: (messages, pictures, what the request asks of how finely they are cut) -> Expected
+Reference = Callable[[list[dict[str, Any]], list[Image.Image], Mapping[str, Any]], Expected]
+TEXTS = ("Hello", " A  b\n\nc ", "\nText Recognition:", "café 中文 🙂 1234")
+_AND = {"type": "text", "text": " and\n"}
+TURNS = [
+    {"role": "system", "content": "You inspect homes.\n"},
+    {"role": "user", "content": [{"type": "text", "text": "Compare "}, {"type": "image"}, _AND, {"type": "image"}]},
+    {"role": "assistant", "content": "A socket, (1,2) "},
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Now? 中文 café"}]},
+]
+
+
+def one_picture(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+
+
+def check_inputs(
+    ours: Preprocessor,
+    theirs: Reference,
+    messages: list[dict[str, Any]],
+    pictures: Sequence[tuple[bytes, Image.Image]],
+    asked: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Of a picture that is resized, grey levels may differ by 0.1 in the mean and by 3."""
+    found = ours(PreprocessRequest(messages=messages, images=[data for data, _ in pictures], **asked))
+    expected = theirs(messages, [image for _, image in pictures], asked)
+    assert found.input_ids.tolist() == expected.ids
+    assert [list(plan.wire[: len(wire)]) for plan, wire in zip(found.plans, expected.wires, strict=True)] == (
+        expected.wires
+    )
+    if pictures:
+        difference = np.abs(found.pixels.reshape(expected.grey.shape) - expected.grey)
+        kept = all(
+            (view.width, view.height) == image.size
+            for plan, (_, image) in zip(found.plans, pictures, strict=True)
+            for view in plan.views
+        )
+        assert difference.mean() <= 0.1 and difference.max() <= (1e-2 if kept else 3.01)
+    if expected.positions is None:
+        assert found.positions is None
+    else:
+        assert found.positions.dtype == np.int32 and np.array_equal(found.positions, expected.positions)
+
+
+def encoded(folder: Path, prepared: Prepared, runner: str = "torch") -> torch.Tensor:
+    encoder = VisionEncoder.from_checkpoint(folder, VisionSettings(runner=runner))
     return encoder.encode([VisionItem(prepared.pixels, prepared.plan, prepared.digest)])[0]
 
 
@@ -73,7 +145,8 @@ def check_whole_chain(case: Case, folder: Path) -> None:
     inputs = case.inputs(folder, prepared)
     rows = model.model.get_image_features(**inputs).pooler_output
     rows = rows.flatten(0, -2) if isinstance(rows, torch.Tensor) else torch.cat(rows)
-    torch.testing.assert_close(encoded(folder, prepared), rows, atol=1e-4, rtol=0)
+    for runner in ("torch", "onnx"):  # which is torch again for a tower that has no graph
+        torch.testing.assert_close(encoded(folder, prepared, runner), rows, atol=1e-4, rtol=0)
     ids = torch.from_numpy(prepared.input_ids.astype(np.int64))[None]
     for step in logprobs(folder, prepared, case.engine):
         kinds = {"mm_token_type_ids": (ids == model.config.image_token_id).int()} if case.kinds else {}
@@ -97,6 +170,26 @@ def check_plans(folder: Path, sizes: Sequence[tuple[int, int]], policies: Sequen
             assert {token for token, _ in family.pieces(plan)} <= set(family.control_tokens)
 
 
+def check_strict_config(folder: Path) -> None:
+    """A setting that nobody reads is refused by name in each section of config.json; null states nothing."""
+    file = folder / "config.json"
+    saved = file.read_text()
+    raw = json.loads(saved)
+    sections = [name for name in raw if name.endswith("_config") and isinstance(raw[name], dict)]
+    assert any("vision" in name for name in sections)
+    for name in sections:
+        for value in (7, None):
+            file.write_text(json.dumps(raw | {name: raw[name] | {"unheard_of": value}}))
+            if value is None:
+                read_config(folder)
+                continue
+            with pytest.raises(
+                CheckpointError, match=r"config.json: .*setting 'unheard_of' is not supported; supported"
+            ):
+                read_config(folder)
+    file.write_text(saved)
+
+
 def check_strict_weights(folder: Path) -> None:
     """A weight of the tower that is missing, one too many, and one that nobody reads are named as the file has them."""
     config, file = read_config(folder), folder / "model.safetensors"
@@ -115,6 +208,20 @@ def check_strict_weights(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=f"1 weights are not known to .*: {re.escape(unread)}"):
         load(stored | {unread: stored[name].clone()})
     load(stored)
+
+
+@torch.inference_mode()
+def check_batches(folder: Path, prepared: Sequence[Prepared]) -> None:
+    """The rows of pictures together, and by the forwards that graphs record, are those of each alone, within 1e-5."""
+    config = read_config(folder)
+    tower, family = load_tower(config), family_for(config)
+    pixels = [torch.from_numpy(one.pixels.reshape(-1, *family.unit_shape)) for one in prepared]
+    wires = [() if tower.splits else [plan.wire for plan in one.plans] for one in prepared]
+    alone = torch.cat([tower(*arguments) for arguments in zip(pixels, wires, strict=True)])
+    together = torch.cat(pixels), [wire for some in wires for wire in some]
+    torch.testing.assert_close(tower(*together), alone, atol=1e-5, rtol=0)
+    if tower.splits:  # no graph is recorded of others for any size but by the tower itself
+        torch.testing.assert_close(GraphRunner(tower, [1, 2]).run(*together), alone, atol=1e-5, rtol=0)
 
 
 def check_memory(

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 import pytest
 import tiny_checkpoints
 import tiny_qwen2_vl
 import torch
+from architecture import load_processor
 from grid_oracle import random_sizes
 from models.conformance import (
+    TEXTS,
+    TURNS,
     Case,
+    Expected,
+    Reference,
+    check_batches,
+    check_inputs,
     check_memory,
     check_plans,
     check_quantized,
+    check_strict_config,
     check_strict_weights,
     check_whole_chain,
     logprobs,
+    one_picture,
 )
+from PIL import Image
 from tiny_checkpoints import Shape, hf_native
-from tiny_qwen2_vl import GROUP, LEAST, MOST
+from tiny_qwen2_vl import GROUP, LEAST, MOST, picture
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from vision.tiny_qwen2_vl_tower import PATCH, config_of
 
 from tessera.models.qwen2_vl.config import PixelRange
@@ -42,30 +53,29 @@ LONGROPE = (
     ("long_factor", [1.2 + 0.5 * i for i in range(12)]),
 )
 DYNAMIC = (("rope_type", "dynamic"), ("rope_theta", 10000.0), ("factor", 2.0))
+SIX_B = dict(norm_type="rms_norm", qk_norm=True, attention_bias=False, vision_hidden=80, vision_heads=5)
+#: Each body with a tower of another kind.
 SHAPES = {
     "qwen2": Shape(rope=DYNAMIC),
-    "llama": Shape(text="llama"),
-    "qwen3": Shape(text="qwen3", head_dim=32),
-    "qwen3, tied": Shape(text="qwen3", head_dim=8, tie=True),
-    "phi3": Shape(text="phi3", text_hidden=96, head_dim=24, text_kv_heads=4, rope=LONGROPE),
+    "qwen2, tied, patches of 28": Shape(patch_size=28, tie=True),
+    "llama, rms_norm": Shape(text="llama", norm_type="rms_norm"),
+    "llama, an earlier layer": Shape(text="llama", feature_layer=-2),
+    "qwen3, a tower as the 6B's": Shape(text="qwen3", head_dim=32, **SIX_B),
+    "qwen3, tied": Shape(text="qwen3", head_dim=8, tie=True, qk_norm=True, vision_layers=3),
+    "phi3": Shape(text="phi3", text_hidden=96, head_dim=24, text_kv_heads=4, rope=LONGROPE, qk_norm=True),
 }
+FINAL_NORM = Shape(mean_pooling=False)  # which the original layout does not have
 
-
-def jpeg() -> bytes:
-    noise = np.random.default_rng(3).integers(0, 255, (12, 16, 3), np.uint8)
-    picture = cv2.resize(noise, (640, 480), interpolation=cv2.INTER_CUBIC)
-    return cv2.imencode(".jpg", picture)[1].tobytes()
-
-
-TILES = PreprocessRequest(text="What is this?", images=[jpeg()], tile_policy={"max_tiles": 2})
-PICTURES = [tiny_qwen2_vl.picture(56, 84, seed=4), tiny_qwen2_vl.picture(140, 56, seed=5)]
+TILES = PreprocessRequest(text="What is this?", images=[picture(640, 480, 3)[0]], tile_policy={"max_tiles": 2})
+PICTURES = [picture(56, 84, seed=4), picture(140, 56, seed=5)]
 PATCHES = PreprocessRequest(text="<image> and <image>: alike?", images=[data for data, _ in PICTURES])
 
 
-def write_internvl(folder: Path, shape: Shape | None = None) -> Any:
+def write_internvl(folder: Path, shape: Shape = SHAPES["qwen2"], prefix: str = "") -> Any:
     from transformers import AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText.from_pretrained(hf_native(folder, shape or Shape()), dtype=torch.float32).eval()
+    hf_native(folder, shape, prefix=prefix)
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def write_qwen2_vl(folder: Path, tied: bool = False, flat: bool = False) -> Any:
@@ -88,8 +98,54 @@ def patches(folder: Path, prepared: Prepared) -> dict[str, torch.Tensor]:
     return processor.image_processor([image for _, image in PICTURES], return_tensors="pt")
 
 
+def grey_levels(processor: Any, values: torch.Tensor) -> np.ndarray:
+    """Of normalised values [n, 3, height, width]: float [n, height, width, 3]."""
+    mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in (processor.image_mean, processor.image_std))
+    return ((values * std + mean) * 255).permute(0, 2, 3, 1).numpy()
+
+
+def internvl_reference(processor: Any) -> Reference:
+    def theirs(messages: list[dict[str, Any]], images: list[Image.Image], asked: Mapping[str, Any]) -> Expected:
+        processor.image_processor.max_patches = asked.get("tile_policy", {}).get("max_tiles", 12)
+        prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
+        output = processor(images=images or None, text=prompt, return_tensors="pt")
+        ids = output["input_ids"][0].tolist()
+        if not images:
+            return Expected(ids, np.empty(0), [])
+        counts = processor.image_processor(images, crop_to_patches=True)["num_patches"]
+        return Expected(ids, grey_levels(processor.image_processor, output["pixel_values"]), [[int(n)] for n in counts])
+
+    return theirs
+
+
+def qwen2_vl_reference(folder: Path) -> Reference:
+    with torch.device("meta"):
+        model = Qwen2VLModel(tiny_qwen2_vl.model_config())
+
+    def theirs(messages: list[dict[str, Any]], images: list[Image.Image], asked: Mapping[str, Any]) -> Expected:
+        bounds = asked.get("min_pixels", LEAST), asked.get("max_pixels", MOST)
+        processor = tiny_qwen2_vl.reference_processor(folder, *bounds)
+        prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
+        output = processor(images=images or None, text=prompt, return_tensors="pt")
+        ids, grids = output["input_ids"], output.get("image_grid_thw", torch.empty((0, 3), dtype=torch.long))
+        kinds = (ids == processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")).int()
+        positions, deltas = model.get_rope_index(ids, kinds, image_grid_thw=grids)
+        assert positions.max() + 1 - ids.shape[1] == deltas.item()  # what a Sequence adds to the length
+        grey = np.empty(0)
+        if images:
+            frames = output["pixel_values"].view(-1, 2, 2, 3, 2, 14, 14).permute(4, 0, 1, 2, 3, 5, 6)
+            assert torch.equal(frames[0], frames[1])
+            grey = grey_levels(processor.image_processor, frames[0].flatten(0, 2)).reshape(-1, 2, 2, 14, 14, 3)
+        return Expected(ids[0].tolist(), grey, grids.tolist(), positions[:, 0].numpy())
+
+    return theirs
+
+
 CASES = {
     **{f"internvl, {name}": Case(partial(write_internvl, shape=shape), TILES, tiles) for name, shape in SHAPES.items()},
+    "internvl, final norm, names of transformers 4.52": Case(
+        partial(write_internvl, shape=FINAL_NORM, prefix="model."), TILES, tiles
+    ),
     **{
         f"qwen2_vl, {'tied' if tied else 'untied'}, {'flat' if flat else 'nested'}": Case(
             partial(write_qwen2_vl, tied=tied, flat=flat),
@@ -98,11 +154,10 @@ CASES = {
             kinds=True,
             engine=EngineConfig(block_size=4, max_sequences=4, max_batched_tokens=16),  # prefill in parts
         )
-        for tied in (False, True)
-        for flat in (False, True)
+        for tied, flat in ((False, False), (True, True))
     },
 }
-FAMILIES = {"internvl": write_internvl, "qwen2_vl": write_qwen2_vl}
+FAMILIES: dict[str, Callable[[Path], Any]] = {"internvl": write_internvl, "qwen2_vl": write_qwen2_vl}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -112,31 +167,82 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+def is_internvl(folder: Path) -> bool:
+    return read_config(folder).model_type == "internvl"
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path) -> tuple[Preprocessor, Reference]:
+    if is_internvl(folder):
+        return Preprocessor.from_checkpoint(DEFAULT), internvl_reference(load_processor(DEFAULT))
+    return Preprocessor.from_checkpoint(folder), qwen2_vl_reference(folder)
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_rows_and_log_probabilities_are_those_of_transformers(tmp_path: Path, case: Case) -> None:
     check_whole_chain(case, tmp_path)
 
 
-@pytest.mark.parametrize(("text", "body"), [("internlm2", "llama"), *((body, body) for body in SHAPES)])
+@pytest.mark.parametrize(
+    ("text", "body"), [("internlm2", "llama, rms_norm"), *((SHAPES[name].text, name) for name in SHAPES)]
+)
 def test_the_original_layout_gives_its_native_twins_logits(tmp_path: Path, text: str, body: str) -> None:
     native = hf_native(tmp_path / "native", SHAPES[body])
-    chat = tiny_checkpoints.as_internvl_chat(native, tmp_path / "chat", text=text.removesuffix(", tied"))
+    chat = tiny_checkpoints.as_internvl_chat(native, tmp_path / "chat", text=text)
     prepared = Preprocessor.from_checkpoint(chat)(TILES)  # its own template and tokenizer; the twin gets the same ids
     for ours, twin in zip(logprobs(chat, prepared), logprobs(native, prepared), strict=True):
         assert [token for token, _ in ours] == [token for token, _ in twin]
         assert [value for _, value in ours] == pytest.approx([value for _, value in twin], abs=1e-3)
 
 
+def test_pictures_of_many_sizes_are_cut_as_by_transformers(both: tuple[Preprocessor, Reference]) -> None:
+    """Some keep their size in one family or the other; the rest is enlarged or shrunk."""
+    kept = [(448, 448), (896, 448), (28, 112), (140, 196), (196, 84), (112, 112)]
+    sizes = [*kept, (640, 480), (1280, 720), (333, 1000), (1000, 97), (31, 17), (461, 449)]
+    sizes += np.exp(np.random.default_rng(2).uniform(2.3, 5.8, (20, 2))).astype(int).tolist()
+    for seed, (width, height) in enumerate(sizes):
+        check_inputs(*both, one_picture("What is it?"), [picture(width, height, seed)])
+
+
+def test_pictures_between_texts_over_several_turns(both: tuple[Preprocessor, Reference]) -> None:
+    check_inputs(*both, TURNS, [picture(60, 90, seed=4), picture(140, 50, seed=5), picture(33, 33, seed=6)])
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_alone(both: tuple[Preprocessor, Reference], text: str) -> None:
+    check_inputs(*both, [{"role": "user", "content": text}], [])
+
+
+def test_bounds_of_a_request_as_the_processor_s_own(folder: Path, both: tuple[Preprocessor, Reference]) -> None:
+    policies: list[dict[str, Any]] = [{"tile_policy": {"max_tiles": most}} for most in (1, 2, 6)]
+    if not is_internvl(folder):
+        bounds = ((4, 6), (30, 40), (100, 100))
+        policies = [{"min_pixels": least * GROUP, "max_pixels": most * GROUP} for least, most in bounds]
+    for asked in policies:
+        check_inputs(*both, one_picture("?"), [picture(150, 210, seed=3)], asked)
+
+
 def test_a_plan_is_known_by_its_wire_form(folder: Path) -> None:
-    if read_config(folder).model_type == "internvl":
+    if is_internvl(folder):
         check_plans(folder, random_sizes(300), [TilePolicy(thumbnail=rule) for rule in THUMBNAIL_RULES])
     else:
         sizes = [size for size in random_sizes(300) if max(size) <= 200 * min(size)]
         check_plans(folder, sizes, [PixelRange(LEAST, MOST), PixelRange(GROUP, 4000 * GROUP)])
 
 
+def test_settings_that_nobody_reads_are_named(folder: Path) -> None:
+    check_strict_config(folder)
+
+
 def test_missing_and_left_over_vision_weights_are_named(folder: Path) -> None:
     check_strict_weights(folder)
+
+
+def test_pictures_together_have_the_rows_of_each_alone(folder: Path) -> None:
+    sizes = ((448, 448), (56, 84), (140, 56))
+    preprocess = Preprocessor.from_checkpoint(folder)
+    requests = [PreprocessRequest(text="?", images=[picture(*size, seed=1)[0]]) for size in sizes]
+    check_batches(folder, [preprocess(request) for request in requests])
 
 
 @pytest.mark.parametrize(("quantization", "kind"), [("checkpoint", "float32"), ("fp8", "fp8")])

@@ -39,24 +39,6 @@ def test_what_can_be_no_plan_is_refused(family: ModelFamily, wire: tuple[int, in
         family.plan_of(wire)
 
 
-def test_tiles_are_cut_row_by_row_and_the_thumbnail_is_last(family: ModelFamily) -> None:
-    picture = np.random.default_rng(1).integers(0, 256, (896, 1344, 3), dtype=np.uint8)
-    plan, sizes = family.plan_of((7, 2, 3)), []
-
-    def corner(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
-        sizes.append((width, height))
-        return pixels[:height, :width]
-
-    out = np.zeros(plan.pixel_bytes, np.uint8)
-    family.cut(picture, plan, corner, out)
-    tiles = out.reshape(-1, *family.unit_shape)
-    for index in range(6):
-        row, column = divmod(index, 3)
-        assert np.array_equal(tiles[index], picture[row * 448 :, column * 448 :][:448, :448])
-    assert np.array_equal(tiles[6], picture[:448, :448])
-    assert sizes == [(1344, 896), (448, 448)]
-
-
 def test_a_policy_is_held_to_the_servers_limit_where_a_request_states_it(family: ModelFamily) -> None:
     usual = family.policy({}, max_cost=8)
     assert usual.max_tiles == 12  # the checkpoint's own: what a picture really costs decides

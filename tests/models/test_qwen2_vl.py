@@ -11,9 +11,12 @@ import pytest
 from fakes.backend import InferenceRequest, strings
 from preprocess import encoded_pictures as pictures
 from tiny_qwen2_vl import GROUP, edit, write_folder
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as theirs_resized
 
 from tessera.errors import CheckpointError, ConfigError, InvalidRequest
 from tessera.models.family import View
+from tessera.models.qwen2_vl.config import PixelRange
+from tessera.models.qwen2_vl.processor import smart_resize
 from tessera.preprocess.decode import Limits
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
 from tessera.prompt.sampling import SamplingParameters
@@ -31,6 +34,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ours(folder: Path) -> Preprocessor:
     return Preprocessor.from_checkpoint(folder)
+
+
+def test_smart_resize_of_5000_sizes() -> None:
+    """Some of them too long, some at the halves between two multiples; all bounds from one group to a large page."""
+    dice = np.random.default_rng(0)
+    refused = 0
+    for index in range(5000):
+        width, height = (int(side) for side in np.exp(dice.uniform(0, 9, 2)))
+        if index % 5 == 0:
+            width, height = 14 * (1 + width // 14), 14 * (1 + height // 14)
+        least, most = sorted(int(pixels) for pixels in np.exp(dice.uniform(5, 17, 2)))
+        try:
+            expected = theirs_resized(height, width, 28, least, most)
+        except ValueError:
+            refused += 1
+            with pytest.raises(InvalidRequest, match="more than 200 times"):
+                smart_resize(width, height, 28, PixelRange(least, most))
+        else:
+            assert smart_resize(width, height, 28, PixelRange(least, most)) == expected[::-1], (width, height)
+    assert 100 < refused < 1000
 
 
 def tokens(found: Prepared) -> list[int]:

@@ -1,19 +1,54 @@
-"""Policies by name and by key, plans and their token counts."""
+"""The tiling rule against the references', policies by name and by key, plans and their token counts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import checkpoint_folders as folders
 import pytest
-from grid_oracle import expected_grid, expected_native_grid, random_sizes
+from grid_oracle import ORDERS, expected_grid, expected_native_grid, random_sizes, reference_order
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
 from tessera.errors import InvalidRequest
 from tessera.models.family import ModelFamily
-from tessera.models.internvl.processor import InternVL
+from tessera.models.internvl.processor import InternVL, best_grid, candidate_grids
 from tessera.models.registry import family_for, read_config
 from tessera.models.tile_policy import THUMBNAIL_RULES, TILE_POLICIES, TilePolicy
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("least", "most"), [(1, 12), (1, 6), (1, 2), (7, 12), (2, 2), (3, 40)])
+def test_order_of_candidates(order: str, least: int, most: int) -> None:
+    assert list(candidate_grids(order, least, most)) == reference_order(order, least, most)
+
+
+def test_hf_native_grids_are_those_of_transformers() -> None:
+    for width, height in random_sizes(2400):
+        for least, most in ((1, 12), (2, 7)):
+            expected = get_optimal_tiled_canvas((height, width), (448, 448), least, most)
+            assert best_grid("columns", width, height, 448, least, most) == expected
+
+
+def test_the_two_orders_differ_somewhere() -> None:
+    """Else the tests above could not tell the layouts apart. 5:4 lies halfway between one and two tiles a row."""
+    ranges = [(least, most) for least in range(1, 13) for most in range(least, 13)]
+    orders = {order: [candidate_grids(order, *bounds) for bounds in ranges] for order in ORDERS}
+    assert orders["columns"] != orders["set"]
+    middles = {
+        Fraction(a[0] * b[1] + b[0] * a[1], 2 * a[1] * b[1])
+        for a in candidate_grids("columns", 1, 12)
+        for b in candidate_grids("columns", 1, 12)
+    }
+    differing = [
+        (middle, bounds)
+        for middle in middles
+        for bounds in ranges
+        for size in [(middle.numerator * 64, middle.denominator * 64)]
+        if best_grid("columns", *size, 448, *bounds) != best_grid("set", *size, 448, *bounds)
+    ]
+    assert differing
 
 
 @pytest.fixture(scope="module", params=["hf_native", "internvl_chat"])
@@ -128,14 +163,6 @@ def test_a_budget_bounds_a_picture_thumbnail_included(family: ModelFamily) -> No
 def test_a_budget_too_small_for_any_grid_is_refused(family: ModelFamily, keys: dict[str, object], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         family.plan(480, 320, TilePolicy.parse(keys, TilePolicy()))
-
-
-def test_thumbnail_rules(family: ModelFamily) -> None:
-    tiles = {
-        rule: [family.plan(*size, TilePolicy(thumbnail=rule)).cost for size in ((448, 448), (1792, 448))]
-        for rule in ("auto", "never", "always")
-    }
-    assert tiles == {"auto": [1, 5], "never": [1, 4], "always": [2, 5]}
 
 
 def test_policy_parsing() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tessera.checkpoint.files import read_json
 from tessera.errors import CheckpointError, ConfigError
@@ -46,7 +46,7 @@ class TextConfig:
     output_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
-    hidden_act: str
+    hidden_act: Literal["silu"] = "silu"
     mrope_section: tuple[int, ...] | None = None
 
 

@@ -14,11 +14,33 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from tessera.errors import CheckpointError
 
+Kind = TypeVar("Kind")
 PILLOW_BICUBIC = 3  # as an image processor's "resample" has it
+#: What a section of config.json may state without a change to any answer: names, what training and transformers' own
+#: generation go by, and what their old savers wrote of every model.
+PASSED_OVER = frozenset(
+    (
+        *("_attn_implementation_autoset", "_commit_hash", "_name_or_path", "add_cross_attention", "architectures"),
+        *("attention_dropout", "attn_implementation", "auto_map", "bad_words_ids", "begin_suppress_tokens"),
+        *("bos_token_id", "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id"),
+        *("diversity_penalty", "do_sample", "drop_path_rate", "dropout", "dtype", "early_stopping", "embd_pdrop"),
+        *("encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty", "finetuning_task"),
+        *("forced_bos_token_id", "forced_eos_token_id", "hidden_dropout_prob", "id2label", "initializer_factor"),
+        *("initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "layer_scale_init_value"),
+        *("length_penalty", "max_length", "min_length", "model_type", "no_repeat_ngram_size", "num_beam_groups"),
+        *("num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores"),
+        *("pad_token_id", "prefix", "pretraining_tp", "problem_type", "projection_dropout", "pruned_heads"),
+        *("quantization_config", "remove_invalid_values", "repetition_penalty", "resid_pdrop", "return_dict"),
+        *("return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature"),
+        *("tf_legacy_loss", "tie_encoder_decoder", "tie_word_embeddings", "tokenizer_class", "top_k", "top_p"),
+        *("torch_dtype", "torchscript", "transformers_version", "typical_p", "use_bfloat16", "use_cache"),
+        *("use_flash_attn", "use_mask_token"),
+    )
+)
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -59,11 +81,32 @@ def section(raw: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
     return raw[name]
 
 
-def check_sizes(values: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """Raises CheckpointError unless each of ``names`` is a positive whole number among ``values``."""
-    for name in names:
-        if type(values[name]) is not int or values[name] < 1:
-            raise CheckpointError(f"{where}{name} must be a positive whole number, not {values[name]!r:.50}")
+def read_fields(kind: type[Kind], stated: Mapping[str, Any], prefix: str, also: Iterable[str] = (), **own: Any) -> Kind:
+    """A section as the dataclass ``kind``, whose fields' names and types say what is read: an int or float must be
+    positive, a Literal one of its values. ``own`` are fields that the section does not state.
+
+    Raises CheckpointError that begins with ``prefix``, also for a name that is neither a field, nor one of ``also``,
+    which are read elsewhere, nor one that changes no answer.
+    """
+    types = {name: kind_of for name, kind_of in get_type_hints(kind).items() if name not in own}
+    for name, value in stated.items():
+        if value is not None and name not in PASSED_OVER:
+            one_of(name, [*types, *also], f"{prefix.rstrip('. ')} setting")
+    values = {name: stated[name] for name in types if name in stated}
+    for name, value in values.items():
+        if get_origin(types[name]) is Literal:
+            one_of(value, get_args(types[name]), prefix + name)
+        elif types[name] is int:
+            check_size(value, prefix + name)
+        elif types[name] is float:
+            check_number(value, prefix + name)
+    return kind(**values, **own)
+
+
+def check_size(value: Any, what: str) -> None:
+    """Raises CheckpointError unless it is a positive whole number."""
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"{what} must be a positive whole number, not {value!r:.50}")
 
 
 def check_number(value: Any, what: str) -> None:

@@ -10,12 +10,12 @@ The original layout, OpenGVLab's ``InternVLChatModel``, whose code travels with 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tessera.checkpoint.config import CheckpointConfig, NameTable, architecture_of
-from tessera.checkpoint.files import PILLOW_BICUBIC, check_number, check_sizes, one_of, read_processor, section
+from tessera.checkpoint.files import PILLOW_BICUBIC, one_of, read_fields, read_processor, section
 from tessera.checkpoint.normalization import IMAGENET_MEAN, IMAGENET_STD, Channels, pixel_statistics
 from tessera.checkpoint.weights import WB, WBS
 from tessera.errors import CheckpointError
@@ -68,16 +68,20 @@ _ORIGINAL_DEFAULTS = dict(
     num_hidden_layers=48,
     num_attention_heads=25,
     norm_type="rms_norm",
+    image_size=224,
+    layer_norm_eps=1e-6,
+    qkv_bias=False,
+    qk_normalization=True,
 )
-_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu", "silu")
-# What the tower does: any other value is refused by name.
-_SUPPORTED = {
-    "norm_type": ("layer_norm", "rms_norm"),
-    "hidden_act": _ACTIVATIONS,
-    "projector_hidden_act": _ACTIVATIONS,
-    "ps_version": ("v1", "v2"),
-    "num_channels": (3,),
-}
+# Of the code's experts, which published files state and switch off.
+_EXPERTS = (
+    *("capacity_factor", "eval_capacity_factor", "laux_allreduce", "moe_coeff_ratio", "moe_intermediate_size"),
+    *("moe_output_scale", "noisy_gate_policy", "num_experts", "num_routed_experts", "num_shared_experts"),
+    *("shared_expert_intermediate_size", "use_residual", "use_rts", "use_weighted_residual"),
+)
+# What the tower does and has no choice about.
+_FIXED = {"use_absolute_position_embeddings": True, "use_moe": False}
+Activation = Literal["gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu", "silu"]
 
 
 @dataclass(frozen=True)
@@ -95,18 +99,18 @@ class VisionConfig:
     num_attention_heads: int = 16
     image_size: int = 448
     patch_size: int = 14
-    hidden_act: str = "gelu"
-    norm_type: str = "layer_norm"
+    hidden_act: Activation = "gelu"
+    norm_type: Literal["layer_norm", "rms_norm"] = "layer_norm"
     layer_norm_eps: float = 1e-6
     attention_bias: bool = False
     use_qk_norm: bool = False
     qk_norm_eps: float = 1e-6
-    num_channels: int = 3
+    num_channels: Literal[3] = 3
     final_norm: bool = False
     feature_layer: int = -1
     downsample_ratio: float = 0.5
-    ps_version: str = "v2"
-    projector_hidden_act: str = "gelu"
+    ps_version: Literal["v1", "v2"] = "v2"
+    projector_hidden_act: Activation = "gelu"
     pixel_mean: Channels = IMAGENET_MEAN
     pixel_std: Channels = IMAGENET_STD
 
@@ -143,15 +147,13 @@ def _read_native(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
     one_of(
         raw.get("vision_feature_select_strategy", "default"), ("default",), f"{where}: vision_feature_select_strategy"
     )
-    mean, std = pixel_statistics(processor)
-    outside = {
-        "feature_layer": raw.get("vision_feature_layer", -1),
-        "downsample_ratio": raw.get("downsample_ratio", 0.5),
-        "projector_hidden_act": raw.get("projector_hidden_act", "gelu"),
-        "pixel_mean": mean,
-        "pixel_std": std,
-    }
-    vision = _read_vision(section(raw, "vision_config", where) | outside, f"{where}: vision_config")
+    outside = {name: raw[name] for name in ("downsample_ratio", "projector_hidden_act") if name in raw}
+    vision = _read_vision(
+        section(raw, "vision_config", where) | outside,
+        f"{where}: vision_config",
+        raw.get("vision_feature_layer", -1),
+        pixel_statistics(processor),
+    )
     tile = {"height": vision.image_size, "width": vision.image_size}
     tokens = processor.get("image_seq_length", raw.get("image_seq_length", vision.tokens_per_tile))
     # crop_to_patches is not asked: transformers' InternVLProcessor cuts tiles whatever it says.
@@ -180,13 +182,12 @@ def _read_original(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
     How grey levels are normalised stands in the layout's code alone; its preprocessor_config.json is never used.
     """
     where = f"{folder}/config.json"
-    stated = section(raw, "vision_config", where)
-    renamed = {
-        "image_size": raw.get("force_image_size") or stated.get("image_size", 224),
-        "attention_bias": stated.get("qkv_bias", False),
-        "use_qk_norm": stated.get("qk_normalization", True),
-        "qk_norm_eps": stated.get("layer_norm_eps", 1e-6),
-        "feature_layer": raw.get("select_layer", -1),
+    stated = _ORIGINAL_DEFAULTS | section(raw, "vision_config", where)
+    tower = stated | {
+        "image_size": raw.get("force_image_size") or stated["image_size"],
+        "attention_bias": stated.pop("qkv_bias"),
+        "use_qk_norm": stated.pop("qk_normalization"),
+        "qk_norm_eps": stated["layer_norm_eps"],
         "downsample_ratio": raw.get("downsample_ratio", 0.5),
         "ps_version": raw.get("ps_version", "v1"),
     }
@@ -198,7 +199,7 @@ def _read_original(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
         _named_as_transformers_does(section(raw, "llm_config", where)),
         vision_names=_ORIGINAL_NAMES,
         layout="internvl_chat",
-        vision=_read_vision(_ORIGINAL_DEFAULTS | stated | renamed, f"{where}: vision_config"),
+        vision=_read_vision(tower, f"{where}: vision_config", raw.get("select_layer", -1)),
         pictures=TileRule(least, most, "auto" if thumbnail else "never", "set"),
         image_token_id=raw.get("img_context_token_id"),
         conversation=str(raw.get("template")),
@@ -215,19 +216,28 @@ def _named_as_transformers_does(llm: dict[str, Any]) -> dict[str, Any]:
     return llm | {"rope_scaling": scaling | {"type": "longrope"}}
 
 
-def _read_vision(stated: Mapping[str, Any], where: str) -> VisionConfig:
-    """The tower by the names of VisionConfig's fields. Raises CheckpointError that begins with ``where``."""
-    values = {field.name: stated.get(field.name, field.default) for field in fields(VisionConfig)}
-    for name in ("image_size", "patch_size"):
-        values[name] = _square(values[name], f"{where}.{name}")
-    for name, supported in _SUPPORTED.items():
-        one_of(values[name], supported, f"{where}.{name}")
-    one_of(stated.get("use_absolute_position_embeddings", True), (True,), f"{where}.use_absolute_position_embeddings")
-    vision = VisionConfig(**values | {"final_norm": not stated.get("use_mean_pooling", True)})
-    check_sizes(values, ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), f"{where}.")
-    for name in ("layer_norm_eps", "qk_norm_eps", "downsample_ratio"):
-        check_number(values[name], f"{where}.{name}")
-    depth, layer, ratio = vision.num_hidden_layers, vision.feature_layer, vision.downsample_ratio
+def _read_vision(
+    stated: Mapping[str, Any],
+    where: str,
+    layer: Any,
+    statistics: tuple[Channels, Channels] = (IMAGENET_MEAN, IMAGENET_STD),
+) -> VisionConfig:
+    """The tower by the names of VisionConfig's fields; ``layer`` is its feature_layer, ``statistics`` the pixels' mean
+    and std. Raises CheckpointError that begins with ``where``."""
+    for name, value in _FIXED.items():
+        one_of(stated.get(name, value), (value,), f"{where}.{name}")
+    sides = {name: _square(stated[name], f"{where}.{name}") for name in ("image_size", "patch_size") if name in stated}
+    vision = read_fields(
+        VisionConfig,
+        {**stated, **sides},
+        f"{where}.",
+        (*_FIXED, *_EXPERTS, "use_mean_pooling"),
+        final_norm=not stated.get("use_mean_pooling", True),
+        feature_layer=layer,
+        pixel_mean=statistics[0],
+        pixel_std=statistics[1],
+    )
+    depth, ratio = vision.num_hidden_layers, vision.downsample_ratio
     if not isinstance(layer, int) or not -depth - 1 <= layer <= depth:
         raise CheckpointError(f"{where}: the selected vision layer must be one of the {depth + 1} states, not {layer}")
     if vision.hidden_size % vision.num_attention_heads:

@@ -7,12 +7,12 @@ The text model's settings lie in ``text_config`` (newer savers) or in config.jso
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tessera.checkpoint.config import CheckpointConfig, NameTable
-from tessera.checkpoint.files import PILLOW_BICUBIC, check_sizes, one_of, read_processor, section
+from tessera.checkpoint.files import PILLOW_BICUBIC, one_of, read_fields, read_processor, section
 from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD, Channels, pixel_statistics
 from tessera.checkpoint.weights import WB, WBS
 from tessera.errors import CheckpointError
@@ -49,9 +49,11 @@ _TEXT_DEFAULTS = dict(
     rope_theta=1e6,
 )
 _SECTIONS = [16, 24, 24]
-# What vision_config may state besides VisionConfig's fields, none of which changes the tower.
-_PASSED_OVER = ("model_type", "initializer_range", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
-_COUNTS = ("depth", "embed_dim", "num_heads", "mlp_ratio", "patch_size", "spatial_merge_size", "temporal_patch_size")
+# What stands beside the text model's settings where these lie in config.json itself.
+_BESIDE_TEXT = (
+    *("text_config", "vision_config", "image_token_id", "video_token_id"),
+    *("vision_token_id", "vision_start_token_id", "vision_end_token_id"),
+)
 _SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 _SIZE_KEYS = ("shortest_edge", "longest_edge", "min_pixels", "max_pixels")
 
@@ -67,7 +69,7 @@ class VisionConfig:
     embed_dim: int = 1280
     num_heads: int = 16
     mlp_ratio: int = 4
-    hidden_act: str = "quick_gelu"
+    hidden_act: Literal["quick_gelu", "gelu", "gelu_pytorch_tanh", "silu"] = "quick_gelu"
     hidden_size: int = 3584
     patch_size: int = 14
     spatial_merge_size: int = 2
@@ -88,7 +90,8 @@ class PixelRange:
 def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
     """The configuration of a folder whose config.json is ``raw``. Raises CheckpointError."""
     where, processor = f"{folder}/config.json", read_processor(folder)
-    text = {**_TEXT_DEFAULTS, **(section(raw, "text_config", where) if raw.get("text_config") else raw)}
+    text = section(raw, "text_config", where) if raw.get("text_config") else raw
+    text = {**_TEXT_DEFAULTS, **{name: value for name, value in text.items() if name not in _BESIDE_TEXT}}
     statistics = pixel_statistics({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **processor})
     vision = read_vision(section(raw, "vision_config", where), statistics, f"{where}: vision_config")
     _check_processor(processor, vision)
@@ -112,25 +115,22 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
 
 def read_vision(stated: Mapping[str, Any], statistics: tuple[Channels, Channels], where: str) -> VisionConfig:
     """The tower for pixels of these ``statistics`` (mean, std). Raises CheckpointError that begins with ``where``."""
-    values = {name: value for name, value in stated.items() if name not in _PASSED_OVER}
     for name in ("in_channels", "in_chans"):
-        one_of(values.pop(name, 3), (3,), f"{where}.{name}")
-    rope = values.pop("rope_parameters", None) or {}
+        one_of(stated.get(name, 3), (3,), f"{where}.{name}")
+    rope = stated.get("rope_parameters") or {}
     for name in rope:
         one_of(name, ("rope_type", "rope_theta"), f"{where}.rope_parameters: key")
     one_of(rope.get("rope_type", "axial"), ("axial",), f"{where}.rope_parameters: rope_type")
-    spatial = values.pop("spatial_patch_size", None)
-    for name in values:
-        one_of(name, (field.name for field in fields(VisionConfig)), f"{where}: setting")
-    own = {
-        "rope_theta": rope.get("rope_theta", VisionConfig.rope_theta),
-        "pixel_mean": statistics[0],
-        "pixel_std": statistics[1],
-    }
-    vision = VisionConfig(**values | own)
-    one_of(vision.hidden_act, ("quick_gelu", "gelu", "gelu_pytorch_tanh", "silu"), f"{where}.hidden_act")
-    check_sizes(vars(vision), _COUNTS, f"{where}.")
-    one_of(spatial or vision.patch_size, (vision.patch_size,), f"{where}.spatial_patch_size")
+    vision = read_fields(
+        VisionConfig,
+        stated,
+        f"{where}.",
+        ("in_channels", "in_chans", "rope_parameters", "spatial_patch_size"),
+        rope_theta=rope.get("rope_theta", VisionConfig.rope_theta),
+        pixel_mean=statistics[0],
+        pixel_std=statistics[1],
+    )
+    one_of(stated.get("spatial_patch_size") or vision.patch_size, (vision.patch_size,), f"{where}.spatial_patch_size")
     if vision.embed_dim % (4 * vision.num_heads):
         raise CheckpointError(
             f"{where}: {vision.embed_dim} channels over {vision.num_heads} heads: a head must have a multiple of 4, "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.checkpoint.config import CheckpointConfig, NameTable, TextConfig
-from tessera.checkpoint.files import check_number, check_sizes, one_of, read_json, read_processor
+from tessera.checkpoint.files import check_size, one_of, read_fields, read_json, read_processor
 from tessera.checkpoint.rope import read_rope
 from tessera.checkpoint.weights import LINEAR, SafetensorsFolder
 from tessera.errors import CheckpointError
@@ -109,6 +109,11 @@ _PHI3 = dict(
     rms_norm_eps=1e-5,
 )
 _QWEN3 = dict(_QWEN2, head_dim=128)
+# What is read of a text model's section beside TextConfig's own names.
+_READ_HERE = (
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"),
+    *("attention_bias", "bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+)
 _SWITCH, _ROOM = ("attention_bias", False), "tessera.models.text"
 BODIES = (
     TextSpec("Qwen2ForCausalLM", "qwen2", f"{_ROOM}.qwen2:Qwen2", _LLAMA_NAMES, _QWEN2, (True, False)),
@@ -147,27 +152,27 @@ def _read_text(
 ) -> TextConfig:
     """The language model that ``section`` of the folder's config.json, ``root``, describes."""
     where = f"{folder}/config.json"
-    one_of(section.get("hidden_act", "silu"), ("silu",), f"{where}: the text model's hidden_act")
-    values = {name: section.get(name, default) for name, default in spec.defaults.items()}
-    heads = values["num_attention_heads"]
-    if values["num_key_value_heads"] is None:
-        values["num_key_value_heads"] = heads
-    check_sizes(
-        values, [name for name in values if name not in ("head_dim", "rms_norm_eps")], f"{where}: text model's "
-    )
-    if heads % values["num_key_value_heads"]:
-        raise CheckpointError(f"{where}: {heads} heads do not divide over {values['num_key_value_heads']} key heads")
-    if values["head_dim"] is None:
-        values["head_dim"] = values["hidden_size"] // heads
-    check_sizes(values, ["head_dim"], f"{where}: text model's ")
-    check_number(values["rms_norm_eps"], f"{where}: text model's rms_norm_eps")
-    positions = values["max_position_embeddings"]
-    rope = read_rope(section, root, spec.ropes, values["head_dim"], positions, where, mrope_section, spec.rope_sections)
+    stated, prefix = {**spec.defaults, **section}, f"{where}: text model's "
+    for name in ("hidden_size", "num_attention_heads"):
+        check_size(stated[name], prefix + name)
+    heads = stated["num_attention_heads"]
+    if stated["num_key_value_heads"] is None:
+        stated["num_key_value_heads"] = heads
+    if stated["head_dim"] is None:
+        stated["head_dim"] = stated["hidden_size"] // heads
+    for name in ("head_dim", "max_position_embeddings"):
+        check_size(stated[name], prefix + name)
+    positions = stated["max_position_embeddings"]
+    rope = read_rope(section, root, spec.ropes, stated["head_dim"], positions, where, mrope_section, spec.rope_sections)
     _refuse_windows(section, section.get("sliding_window") if spec.windowed else None, positions, where)
     switch, other = spec.biases
     biases = (bool(section.get(switch, other)),) * 2 if isinstance(switch, str) else (switch, other)
     tied = section.get("tie_word_embeddings", False) if tie is None else tie
-    return TextConfig(
+    text = read_fields(
+        TextConfig,
+        stated,
+        prefix,
+        _READ_HERE,
         architecture=spec.architecture,
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
@@ -177,9 +182,10 @@ def _read_text(
         mlp_bias=spec.mlp_switch and bool(section.get("mlp_bias", False)),
         # A stored head wins over the flag, as in transformers' tie_weights.
         tie_word_embeddings=bool(tied) and not any(map(_OUTPUT_HEAD.fullmatch, SafetensorsFolder(folder).names())),
-        hidden_act="silu",
-        **values,
     )
+    if heads % text.num_key_value_heads:
+        raise CheckpointError(f"{where}: {heads} heads do not divide over {text.num_key_value_heads} key heads")
+    return text
 
 
 def _refuse_windows(section: Mapping[str, Any], window: int | None, positions: int, where: str) -> None:
