@@ -27,7 +27,7 @@ import counting
 import figures
 import numpy as np
 
-from bench.engine_load import PICTURE_START
+from bench.engine import PICTURE_START
 from tessera.engine.kv_cache.block_manager import BlockManager
 from tessera.engine.scheduling import policies
 from tessera.engine.scheduling.policies import Rules

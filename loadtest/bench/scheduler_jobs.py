@@ -26,7 +26,7 @@ import counting
 import figures
 import numpy as np
 
-from bench.engine_load import PICTURE_START
+from bench.engine import PICTURE_START
 from bench.scheduler import EVERY_RULE, FORWARD_TILES, SKIPPED_MS, TILE_MS, add_rules, name_of_rules, rules_of, step_ms
 from tessera.engine.kv_cache.block_manager import BlockManager
 from tessera.engine.scheduling import policies

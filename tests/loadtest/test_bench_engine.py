@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from bench import engine as bench_engine
-from bench.engine import SHAPE, Shape
-from bench.engine_load import ClosedLoop, Load, Prompts, decode_step_s, prefill_tokens_per_s
+from bench.engine import SHAPE, Prompts, Shape, decode_step_s, prefill_tokens_per_s
 
 from tessera.engine.engine import Engine
 from tessera.models.registry import read_config
@@ -32,9 +31,6 @@ def test_the_shape_is_the_7b_body_and_its_ceilings_those_of_one_h200():
     assert ceilings["decode.b1.ms"] == pytest.approx(3.3, abs=0.05)
     assert ceilings["decode.b64.ms"] == pytest.approx(3.3 + 0.39, abs=0.05)
     assert ceilings["prefill.tflops"] == pytest.approx(629, abs=2)
-    assert ceilings["w1.req_s"] == pytest.approx(151, abs=1)
-    assert ceilings["w4a.tok_s"] > 7_800 and ceilings["w4b.tok_s"] > 1_900
-    assert set(bench_engine.GOALS) <= set(ceilings)
 
 
 def test_no_two_requests_share_a_block():
@@ -65,18 +61,3 @@ def test_decode_is_measured_step_by_step_and_the_rest_cancelled(small):
     assert engine.metrics.finished == {"cancelled": 3}
     with pytest.raises(RuntimeError, match="too few"):
         decode_step_s(engine, prompts, batch=1, skip=4, steps=5, max_tokens=6)
-
-
-def test_a_closed_loop_counts_what_ended_after_the_warm_up(small):
-    engine, prompts = small
-    loop = ClosedLoop(engine, prompts)
-    for concurrency in (4, 1):
-        before = engine.metrics.finished["length"]
-        outcome = loop.measure(Load(max_tokens=3, concurrency=concurrency, warm_up=4, requests=8))
-        # Requests end in bunches, and the count goes from bunch to bunch.
-        assert abs(outcome.requests - 8) < concurrency
-        assert outcome.tokens >= 3 * outcome.requests - 3 * concurrency
-        assert outcome.seconds > 0 and outcome.ttft_p50_ms > 0
-        assert not engine.has_work()
-        assert 0 <= engine.metrics.finished["length"] - before - (4 + 8 + concurrency) < concurrency
-    assert set(engine.metrics.finished) == {"length"}
