@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: env demo serve test test-faults test-clients test-gpu soak fuzz bench loadtest wheels
+.PHONY: env demo serve test test-faults test-clients test-gpu soak fuzz bench loadtest wheels docs
 
 env: $(VENV)/.ready
 
@@ -56,6 +56,10 @@ loadtest: $(VENV)/.loadtest
 wheels: $(VENV)/.ready
 	$(PY) build/wheels.py $(ARGS)
 
+# the site of docs/, in site/: guides, a reference made from the code, internals, lab book (`make docs ARGS=serve` shows it)
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs $(or $(ARGS),build --quiet)
+
 $(VENV)/.ready: requirements.txt requirements-tritonserver.txt requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
@@ -78,4 +82,9 @@ $(VENV)/.clients: $(VENV)/.loadtest requirements-clients.txt requirements-aiperf
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-clients.txt
 	$(PYTHON) -m venv $(VENV)/aiperf
 	$(VENV)/aiperf/bin/pip install --quiet --disable-pip-version-check -r requirements-aiperf.txt
+	touch $@
+
+# all that they need is pinned there: python-dateutil as in requirements-clients.txt
+$(VENV)/.docs: $(VENV)/.ready requirements-docs.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-docs.txt
 	touch $@

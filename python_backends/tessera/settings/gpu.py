@@ -40,8 +40,8 @@ DEFAULT_MODELS = {
 @dataclass(frozen=True)
 class ServerSettings:
     """What holds for all stages. ``checkpoint``: a folder, absolute or relative to the model repository, or a
-    model of the Hugging Face hub (Org/Name) that is in the local cache. ``gpu_memory``: the part of each
-    GPU's memory that this server may use."""
+    model of the Hugging Face hub (Org/Name) that is in the local cache. ``device``: auto is cuda where there is a GPU.
+    ``gpu_memory``: the part of each GPU's memory that this server may use."""
 
     checkpoint: str = setting(DEFAULT_MODELS["rooms"], common=True)
     device: str = setting("auto", common=True, choices=("auto", "cpu", "cuda"))

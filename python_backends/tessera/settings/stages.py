@@ -76,9 +76,10 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for. ``max_file_pixels`` is for each picture, ``max_request_bytes`` for all together.
+    """What one request may ask for.
 
-    ``max_cost``: the work of all its pictures together, in the family's units (InternVL: tiles); 0: the family's limit.
+    ``max_images``: pictures. ``max_cost``: the work of all of them together, in the family's units (InternVL: tiles);
+    0: the family's limit. ``max_file_pixels``: of each picture. ``max_request_bytes``: of all pictures' files together.
     """
 
     max_images: int = setting(8, least=0)
@@ -116,18 +117,15 @@ class VisionSettings:
     """The deployment's choices.
 
     ``runner``: onnx on the CPU, graph (CUDA graphs) on a GPU, torch as the readable twin of both and for towers that
-    these do not take; ``threads`` in one forward; ``infer_batch_size`` bounds what the pictures of one forward cost
-    (InternVL: tiles; Qwen2-VL: pictures of 616 x 616 pixels, however these are spread); ``cache_bytes`` bounds the
-    rows kept of pictures seen before; with ``gpu_pixels`` pictures may come encoded, each of which may take
-    ``decode_bytes`` of the GPU to decode; ``memory_bytes`` bounds all that the stage holds (encoding/memory.py: what
-    that is), 0 nothing.
-
-    ``quantization``: fp8 has the tower's linear layers quantized when they are loaded (runners/fp8_tower.py), and is
-    refused where that changes the rows too much; checkpoint runs them in FP8 if they are stored so. On the CPU a tower
-    in FP8 gives the rows that a GPU would, through the torch runner: no onnx graph holds it, and it is slower.
-
-    ``tile_policy``: preprocess's, which says how large a picture may be that the tower takes whole; None: the
-    checkpoint's.
+    these do not take. ``infer_batch_size``: what the pictures of one forward may cost (InternVL: tiles; Qwen2-VL:
+    pictures of 616 x 616 pixels, however these are spread). ``quantization``: fp8 has the tower's linear layers
+    quantized when they are loaded (vision/fp8_tower.py), and is refused where that changes the rows too much;
+    checkpoint runs them in FP8 if they are stored so. On the CPU a tower in FP8 gives the rows that a GPU would,
+    through the torch runner: no onnx graph holds it, and it is slower. ``cache_bytes``: for the rows of pictures seen
+    before. ``decode_bytes``: what an encoded picture may take of the GPU to be decoded. ``memory_bytes``: all that the
+    stage holds (vision/memory.py: what that is); 0 bounds nothing. ``vision_url``: another server's address, whose
+    vision stage is asked in place of an own one (docs/remote_vision.md). ``tile_policy``: preprocess's, which says how
+    large a picture may be that the tower takes whole; None: the checkpoint's.
     """
 
     runner: str = setting("onnx", cuda="graph", settable=False, choices=("onnx", "torch", "graph"))
