@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,21 +44,6 @@ class Row(NamedTuple):
     messages: Sequence[Mapping[str, Any]] | None = None
 
 
-class Source(Protocol):
-    """Rows that can be gone through several times, in which one that is none has an error."""
-
-    path: Path
-
-    @property
-    def passed_over(self) -> Sequence[str]:
-        """Fields that nobody asks for; known after the first row."""
-        ...
-
-    def rows(self, wanted: Mask | None = None) -> Iterator[Row]:
-        """Those whose number is ``wanted``, or all of them."""
-        ...
-
-
 class Asked:
     """What goes for every row that does not say otherwise.
 
@@ -74,13 +60,20 @@ class Asked:
         self._about = lru_cache(4096)(_about)
 
     def row(
-        self, number: int, fields: Mapping[str, Any], images: tuple[Any, ...], own: bytes, files: Sequence[str] = ()
+        self,
+        number: int,
+        fields: Mapping[str, Any],
+        images: tuple[Any, ...],
+        own: bytes,
+        files: Sequence[str] = (),
+        messages: Sequence[Mapping[str, Any]] | None = None,
     ) -> Row:
         """A row of its fields. ``own`` is all that it says itself: a line of a file, say. ``files``: where bytes among
-        the images come from. Raises InvalidRequest."""
-        options = self._options_of(fields)
-        question = fields.get("question")
-        if question is None:
+        the images come from. ``messages``: in the place of a question. Raises InvalidRequest."""
+        options, question = self._options_of(fields), fields.get("question")
+        if messages is not None:
+            question = ""
+        elif question is None:
             question = self._question
         if not isinstance(question, str):
             raise InvalidRequest(
@@ -88,12 +81,7 @@ class Asked:
                 "give --prompt, or a field 'question'",
             )
         stat = self._stat((*images, *files) if files else images)
-        return Row(number, fields["id"], images, question, options, self._asked(own), stat)
-
-    def conversation(self, number: int, fields: Mapping[str, Any], own: bytes) -> Row:
-        """A row that has ``messages``, its pictures among them. Raises InvalidRequest."""
-        options, messages = self._options_of(fields), fields["messages"]
-        return Row(number, fields["id"], (), "", options, self._asked(own), messages=messages)
+        return Row(number, fields["id"], images, question, options, self._asked(own), stat, messages=messages)
 
     def _options_of(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         if (given := fields.get("options")) is None:
@@ -140,14 +128,55 @@ def without_priority(options: Mapping[str, Any]) -> str | None:
     return sampling({name: value for name, value in options.items() if name != "priority"})
 
 
-def check_id(name: Any) -> None:
-    """Raises InvalidRequest for what is no id."""
-    if isinstance(name, bool) or not isinstance(name, (str, int)) or (isinstance(name, int) and abs(name) >> 63):
-        raise InvalidRequest(f"its id must be text or a whole number of 64 bits, got {name!r:.80}")
+class Source(ABC):
+    """Rows that can be gone through several times, in which one that is none has an error."""
 
+    passed_over: Sequence[str] = ()
+    """Fields that nobody asks for; known after the first row."""
+    _named: bool | None = True
+    """Whether its rows have ids of their own."""
 
-def located(image: Any, folder: str) -> str:
-    """A ``data:`` URL as it is, a path as one from ``folder``."""
-    if not isinstance(image, str) or not image:
-        raise InvalidRequest(f"its image must be a path, a data: URL or a list of them, got {image!r:.80}")
-    return image if image.startswith(("/", "data:")) else os.path.join(folder, image)
+    def __init__(self, path: Path, asked: Asked, where: str, folder: str = "") -> None:
+        """``where``: what stands before a row's place in its name; ``folder``: that of relative paths."""
+        self.path, self._asked, self._where, self._folder = path, asked, where, folder
+
+    def rows(self, wanted: Mask | None = None) -> Iterator[Row]:
+        """Those whose number is ``wanted``, or all of them."""
+        for number, (place, own, given) in enumerate(self._read()):
+            if wanted is None or wanted[number]:
+                yield self._row_or_error(number, place, own, given)
+
+    def _read(self) -> Iterator[tuple[int | str, bytes, Any]]:
+        """Of each row the place, all that it says itself, and what :meth:`_row` makes one of."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def _row(self, number: int, place: Any, own: bytes, given: Any) -> Row:
+        """Raises InvalidRequest."""
+
+    def _row_or_error(self, number: int, place: int | str, own: bytes, given: Any) -> Row:
+        try:
+            return self._row(number, place, own, given)
+        except InvalidRequest as error:
+            return self._asked.wrong(number, f"{self._where}{place}", error, own)
+
+    def _identify(self, fields: dict[str, Any], otherwise: int) -> None:
+        """Sees to the row's id: its own, or else its place."""
+        if not self._named:
+            fields["id"] = otherwise
+            return
+        name = fields.get("id")
+        if isinstance(name, bool) or not isinstance(name, (str, int)) or (isinstance(name, int) and abs(name) >> 63):
+            raise InvalidRequest(f"its id must be text or a whole number of 64 bits, got {name!r:.80}")
+
+    def _images(self, given: Any) -> tuple[Any, ...]:
+        """Of a row's field ``image``, which may be one, a list of them, or None."""
+        if given is None:
+            return ()
+        return tuple([self._image(image) for image in (given if isinstance(given, list) else (given,))])
+
+    def _image(self, image: Any) -> Any:
+        """A ``data:`` URL as it is, a path as one from the folder."""
+        if not isinstance(image, str) or not image:
+            raise InvalidRequest(f"its image must be a path, a data: URL or a list of them, got {image!r:.80}")
+        return image if image.startswith(("/", "data:")) else os.path.join(self._folder, image)

@@ -13,11 +13,12 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tessera_jobs.rows import FIELDS, Asked, Mask, Row, Source, check_id, located
+from tessera_jobs.rows import FIELDS, Asked, Row, Source
 from tessera_wire.command_line import missing
 from tessera_wire.errors import InvalidRequest
 
@@ -54,7 +55,7 @@ def spooled(stream: BinaryIO) -> Path:
     return Path(file.name)
 
 
-class JsonLinesSource:
+class JsonLinesSource(Source):
     """An object a line: ``image`` (a path, relative to the file's folder, a ``data:`` URL, a list of them, or null for
     a question without a picture), and where wanted ``id``, ``question`` and ``options``. Or OpenAI's lines of a batch
     (:mod:`tessera_jobs.source`). Without ids, lines are known by their numbers from 1.
@@ -64,59 +65,44 @@ class JsonLinesSource:
     """
 
     def __init__(self, path: Path, asked: Asked, lines: Path | None = None) -> None:
-        self.path, self._asked = path, asked
-        self._lines = lines or path
-        self._where = f"{path}, line" if lines is None else "standard input, line"
-        self._folder = str(path.resolve().parent) if lines is None else os.getcwd()
-        self._named: bool | None = None
-        self.passed_over: tuple[str, ...] = ()
+        where = f"{path}, line " if lines is None else "standard input, line "
+        super().__init__(path, asked, where, str(path.resolve().parent) if lines is None else os.getcwd())
+        self._lines, self._named = lines or path, None
 
-    def rows(self, wanted: Mask | None = None) -> Iterator[Row]:
-        number = 0
+    def _read(self) -> Iterator[tuple[int | str, bytes, Any]]:
         with open(self._lines, "rb") as file:
             for place, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                if wanted is None or wanted[number]:
-                    try:
-                        yield self._row(number, place, _object(line), line)
-                    except InvalidRequest as error:
-                        yield self._asked.wrong(number, f"{self._where} {place}", error, line.rstrip())
-                number += 1
+                if own := line.rstrip():
+                    yield place, own, line
 
-    def _row(self, number: int, place: int, fields: dict[str, Any], line: bytes) -> Row:
-        batched = is_batch_line(fields)
-        if batched:
+    def _row(self, number: int, place: Any, own: bytes, given: Any) -> Row:
+        fields = _object(given)
+        if batched := "body" in fields and "image" not in fields:
             fields = row_fields(fields)
         if self._named is None:
             self._named = "id" in fields
-            self.passed_over = tuple(name for name in fields if name not in (*FIELDS, *MESSAGES))
-        if self._named:
-            check_id(fields.get("id"))
-        elif "id" in fields:
-            raise InvalidRequest("it has an id, and rows before it have none", "give all rows one, or none")
-        else:
-            fields["id"] = place
-        own = (line if self._named else b"%d %b" % (place, line)).rstrip()
+            self.passed_over = tuple(name for name in fields if name not in (*FIELDS, "messages"))
+        if not self._named:
+            if "id" in fields:
+                raise InvalidRequest("it has an id, and rows before it have none", "give all rows one, or none")
+            own = b"%d %b" % (place, own)
+        self._identify(fields, place)
         if batched:
-            return self._asked.conversation(number, fields, own)
+            return self._asked.row(number, fields, (), own, messages=fields["messages"])
         if "image" not in fields:
             raise InvalidRequest(
                 f"it has no field 'image', only {', '.join(fields)}", "write null for a question without a picture"
             )
-        given = fields["image"]
-        images = [] if given is None else given if isinstance(given, list) else [given]
-        return self._asked.row(number, fields, tuple([located(image, self._folder) for image in images]), own)
+        return self._asked.row(number, fields, self._images(fields["image"]), own)
 
 
-class CsvSource:
+class CsvSource(Source):
     """A table of text with a header: ``image`` (a path, relative to the file's folder, or a ``data:`` URL; empty for a
     question without a picture), and where wanted ``id``, ``question`` and ``options`` (a JSON object). Without ids,
     rows are known by their numbers from 1."""
 
     def __init__(self, path: Path, asked: Asked) -> None:
-        self.path, self._asked = path, asked
-        self._folder = str(path.resolve().parent)
+        super().__init__(path, asked, f"{path}, row ", str(path.resolve().parent))
         with self._open() as file:
             self._header = next(csv.reader(file), [])
         if "image" not in self._header or len(set(self._header)) < len(self._header):
@@ -124,47 +110,32 @@ class CsvSource:
             raise InvalidRequest(
                 f"{path} needs a first line of names with one 'image' among them; it has {names[:200]}"
             )
+        self._named = "id" in self._header
         self.passed_over = tuple(name for name in self._header if name not in FIELDS)
 
     def _open(self) -> Any:
         return open(self.path, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
-    def rows(self, wanted: Mask | None = None) -> Iterator[Row]:
+    def _read(self) -> Iterator[tuple[int | str, bytes, Any]]:
         with self._open() as file:
-            cells = csv.reader(file, strict=True)
-            next(cells, None)
-            number = 0
-            while True:
-                try:
-                    row = next(cells)
-                except StopIteration:
-                    return
-                except csv.Error as error:  # what follows cannot be told apart
-                    words = f"{self.path}, line {cells.line_num}: not CSV: {error}"
-                    raise InvalidRequest(words, "is a quote missing?") from None
-                if not row:
-                    continue
-                if wanted is None or wanted[number]:
-                    own = repr(row).encode(errors="surrogateescape")
-                    try:
-                        yield self._row(number, row, own)
-                    except InvalidRequest as error:
-                        yield self._asked.wrong(number, f"{self.path}, row {number + 1}", error, own)
-                number += 1
+            lines = csv.reader(file, strict=True)
+            try:
+                for place, cells in enumerate(filter(None, islice(lines, 1, None)), 1):
+                    yield place, repr(cells).encode(errors="surrogateescape"), cells
+            except csv.Error as error:  # what follows cannot be told apart
+                words = f"{self.path}, line {lines.line_num}: not CSV: {error}"
+                raise InvalidRequest(words, "is a quote missing?") from None
 
-    def _row(self, number: int, cells: list[str], own: bytes) -> Row:
-        if len(cells) != len(self._header):
-            raise InvalidRequest(f"it has {len(cells)} cells; the first line names {len(self._header)}")
-        fields: dict[str, Any] = {name: cell for name, cell in zip(self._header, cells) if cell}
-        if "id" in self._header:
-            check_id(fields.get("id"))
-        else:
-            fields["id"] = number + 1
+    def _row(self, number: int, place: Any, own: bytes, given: Any) -> Row:
+        if len(given) != len(self._header):
+            raise InvalidRequest(f"it has {len(given)} cells; the first line names {len(self._header)}")
+        fields: dict[str, Any] = {name: cell for name, cell in zip(self._header, given) if cell}
+        self._identify(fields, place)
+        if not self._named:
             own = b"%d %b" % (number, own)
         if "options" in fields:
             fields["options"] = _object(fields["options"].encode(errors="surrogateescape"))
-        images = (located(fields["image"], self._folder),) if "image" in fields else ()
-        return self._asked.row(number, fields, images, own)
+        return self._asked.row(number, fields, self._images(fields.get("image")), own)
 
 
 _decode = json.JSONDecoder().decode
@@ -180,39 +151,30 @@ def _object(line: bytes) -> dict[str, Any]:
     return fields
 
 
-class FolderSource:
+class FolderSource(Source):
     """The pictures in a folder and below, in order of their names, known by their paths from there. What is hidden is
     passed over."""
 
-    passed_over: Sequence[str] = ()
-
     def __init__(self, path: Path, asked: Asked) -> None:
-        self.path, self._asked = path, asked
+        super().__init__(path, asked, "")
 
-    def rows(self, wanted: Mask | None = None) -> Iterator[Row]:
-        number = 0
+    def _read(self) -> Iterator[tuple[int | str, bytes, Any]]:
+        empty = True
         for where, folders, files in os.walk(self.path):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             below = os.path.relpath(where, self.path)
             for name in sorted(files):
-                if not name.lower().endswith(SUFFIXES) or name.startswith("."):
-                    continue
-                if wanted is None or wanted[number]:
-                    path = os.path.join(where, name)
-                    named = name if below == "." else f"{below}/{name}"
-                    own = os.fsencode(named)
-                    try:
-                        yield self._asked.row(number, {"id": named}, (path,), own)
-                    except InvalidRequest as error:
-                        yield self._asked.wrong(number, path, error, own)
-                number += 1
-        if not number:
+                if name.lower().endswith(SUFFIXES) and not name.startswith("."):
+                    named, empty = name if below == "." else f"{below}/{name}", False
+                    yield os.path.join(where, name), os.fsencode(named), named
+        if empty:
             raise InvalidRequest(f"{self.path} holds no pictures", f"of a folder, these count: {' '.join(SUFFIXES)}")
+
+    def _row(self, number: int, place: Any, own: bytes, given: Any) -> Row:
+        return self._asked.row(number, {"id": given}, (place,), own)
 
 
 URL = "/v1/chat/completions"
-MESSAGES = ("messages",)
-"""Fields of such a row beside those of others."""
 SAME_NAME = frozenset(
     (
         *("temperature", "top_p", "top_k", "stop", "seed", "min_tokens", "ignore_eos", "skip_special_tokens"),
@@ -223,23 +185,12 @@ SAME_NAME = frozenset(
 """As the SDK has it; what this server does not know, it refuses by name."""
 WITHOUT_EFFECT = frozenset(
     (
-        "metadata",
-        "model",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
+        *("metadata", "model", "parallel_tool_calls", "prompt_cache_key"),
+        *("safety_identifier", "service_tier", "store", "user"),
     )
 )
 OF_ONE_ANSWER: Mapping[str, tuple[Any, ...]] = {"n": (1,), "stream": (False,), "tools": ([],), "tool_choice": ("none",)}
 """Allowed with these values, which say what is done anyway."""
-
-
-def is_batch_line(fields: Mapping[str, Any]) -> bool:
-    """Whether it is such a line and no row of ours."""
-    return "body" in fields and "image" not in fields
 
 
 def row_fields(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tessera_jobs.rows import FIELDS, Asked, Mask, Row, check_id, located
+from tessera_jobs.rows import FIELDS, Asked, Mask, Row, Source
 from tessera_wire.errors import InvalidRequest, TesseraClientError
 
 try:
@@ -24,7 +24,7 @@ BATCH = 64  # rows that are read at a time
 GROUP = 16_384  # rows of a row group that is written
 
 
-class TableSource:
+class TableSource(Source):
     """A table with the columns ``image`` and where wanted ``id``, ``question`` and ``options`` (a struct).
 
     A picture is a path relative to the table's folder, a ``data:`` URL, an encoded file's bytes, or a struct of
@@ -33,8 +33,7 @@ class TableSource:
     """
 
     def __init__(self, path: Path, asked: Asked) -> None:
-        self.path, self._asked = path, asked
-        self._folder = str(path.resolve().parent)
+        super().__init__(path, asked, f"{path}, row ", str(path.resolve().parent))
         try:
             with parquet.ParquetFile(path) as table:
                 schema, footer = table.schema_arrow, table.metadata
@@ -44,6 +43,7 @@ class TableSource:
         if "image" not in schema.names:
             raise InvalidRequest(f"{path} has no column 'image', only {', '.join(schema.names)}")
         self._columns = [name for name in FIELDS if name in schema.names]
+        self._named = "id" in self._columns
         self._inside = not _is_text(schema.field("image").type)
         # Stands for the bytes of pictures, which are not read only to know the rows by them.
         places = [footer.row_group(group).to_dict() for group in range(footer.num_row_groups)]
@@ -65,29 +65,20 @@ class TableSource:
             if wanted is None or wanted[first : first + batch.num_rows].any():
                 for number, fields in enumerate(batch.to_pylist() or [{}] * batch.num_rows, first):
                     if wanted is None or wanted[number]:
-                        try:
-                            yield self._row(number, fields)
-                        except InvalidRequest as error:
-                            yield self._asked.wrong(number, f"{self.path}, row {number + 1}", error, b"")
+                        yield self._row_or_error(number, number + 1, b"", fields)
             first += batch.num_rows
 
-    def _row(self, number: int, fields: dict[str, Any]) -> Row:
-        if "id" in self._columns:
-            check_id(fields["id"])
-        else:
-            fields["id"] = number + 1
-        given = fields.get("image")
-        images = [] if given is None else given if isinstance(given, list) else [given]
-        found = tuple(self._picture(image) for image in images)
-        own: dict[str, Any] = {name: fields[name] for name in ("id", "question", "options") if name in fields}
-        own["image"] = self._contents if self._inside else given
+    def _row(self, number: int, place: Any, own: bytes, given: Any) -> Row:
+        self._identify(given, place)
+        told: dict[str, Any] = {name: given[name] for name in ("id", "question", "options") if name in given}
+        told["image"] = self._contents if self._inside else given.get("image")
         files = (str(self.path),) if self._inside else ()
-        return self._asked.row(number, fields, found, repr(own).encode(), files)
+        return self._asked.row(number, given, self._images(given.get("image")), repr(told).encode(), files)
 
-    def _picture(self, image: Any) -> Any:
+    def _image(self, image: Any) -> Any:
         if isinstance(image, Mapping):
             image = image.get("bytes") or image.get("path")
-        return image if isinstance(image, bytes) else located(image, self._folder)
+        return image if isinstance(image, bytes) else super()._image(image)
 
 
 def _is_text(kind: Any) -> bool:
