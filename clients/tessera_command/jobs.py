@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,15 +70,7 @@ def _batch(options: argparse.Namespace) -> int:
     names = ("max_tokens", "max_tiles", "choices", "priority")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     source = open_source(options.source, Asked(options.prompt, given))
-    settings = Settings(
-        options.url,
-        options.timeout,
-        options.concurrency,
-        options.in_order,
-        options.again,
-        options.patience,
-        options.force,
-    )
+    settings = Settings(**{each.name: getattr(options, each.name) for each in fields(Settings)})
     try:
         if options.dry_run:
             return _estimate(Job(source, options.output, settings, notice=_saying("batch")))
@@ -107,7 +99,7 @@ def _sentence(tally: Tally) -> str:
 
 
 def _estimate(job: Job) -> int:
-    from tessera_jobs.estimate import estimate
+    from tessera_jobs.job import estimate
 
     found = estimate(job)
     left = found.left

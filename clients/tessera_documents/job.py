@@ -21,8 +21,7 @@ from tessera_documents.edges import clear_of_letters
 from tessera_documents.results import ErrorRows, OutputFolder, PageFiles
 from tessera_documents.sources import BadDocument, Document, PageRanges, Source, digest, find, open_document
 from tessera_documents.vlm_client import TesseraVlmClient, known_page, mineru_client
-from tessera_jobs.asker import Asker, OneModel, OtherModel, described
-from tessera_jobs.window import for_each
+from tessera_jobs.asker import Asker, OneModel, OtherModel, described, for_each
 from tessera_wire.errors import ConnectionFailed, InvalidRequest, Unavailable
 
 REQUESTS_PER_PAGE = 4  # that are under way, over a page's life: its layout alone, then a dozen crops at once

@@ -5,6 +5,8 @@ own (or the server was busy). Where it is not, the row waits until one of the se
 was under way each of several times that a server went away is asked alone, so that one that kills servers is told from
 those beside it.
 
+A window of rows under way, whatever a row is: :func:`for_each`.
+
 One model for a whole job, whichever servers answer and however often they start again: :class:`OneModel`.
 """
 
@@ -12,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from itertools import count
+from typing import Any, TypeVar
 
 from tessera_client.aio import AsyncClient
 from tessera_client.messages import Answer, ServedModel
@@ -28,6 +32,9 @@ from tessera_wire.errors import (
     TesseraClientError,
     Unavailable,
 )
+
+T = TypeVar("T")
+_END: Any = object()
 
 SUSPECT = 3  # times that a server went away under a row before it is asked alone
 ALONE = 2  # times that it is then asked
@@ -267,3 +274,40 @@ class OneModel:
 def described(served: ServedModel) -> str:
     """For messages."""
     return f"{served.model_type}, checkpoint {served.checkpoint[:8]}"
+
+
+async def for_each(
+    rows: AsyncGenerator[T, None],
+    work: Callable[[T], Awaitable[None]],
+    most: int,
+    slot: AbstractAsyncContextManager[Any] | None = None,
+) -> None:
+    """Does ``work`` on every row, on up to ``most`` of them at a time; a row is read when its turn has come.
+
+    ``slot``: held from before a row is read until its work is done: a semaphore that several jobs share, say. The
+    first error ends all; it is raised when everything else has ended.
+    """
+    slot, turn = slot or nullcontext(), asyncio.Lock()
+
+    async def take_turns() -> None:
+        while True:
+            async with slot:
+                async with turn:
+                    row = await anext(rows, _END)
+                if row is _END:
+                    return
+                await work(row)
+
+    async with aclosing(rows):
+        tasks = [asyncio.ensure_future(take_turns()) for _ in range(most)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await end(tasks)
+
+
+async def end(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancels them, and returns when they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

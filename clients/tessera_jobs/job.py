@@ -1,4 +1,9 @@
-"""A job: the rows of a source that have no result yet, asked; see the package for the data's way."""
+"""A job: the rows of a source that have no result yet, asked; see the package for the data's way.
+
+And what it will cost, from some of its rows: how the server cuts their pictures, and how fast it answers them. They are
+asked as the job will ask them, as many at a time, and their answers are thrown away: a rate that nobody measured would
+be a guess.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,17 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from random import Random
+from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from tessera_client import Answer, AsyncClient, Retry, ServedModel
-from tessera_jobs.asker import Asker, Away, Call, OneModel, described
+from tessera_jobs.asker import Asker, Away, Call, OneModel, described, for_each
 from tessera_jobs.journal import Journal, rewrite
 from tessera_jobs.rows import Row, Source
 from tessera_jobs.survey import Survey, changed_rows, contents
-from tessera_jobs.window import for_each
 from tessera_wire.errors import ConnectionFailed, InvalidRequest, TesseraClientError, Unavailable
 
 AHEAD = 64  # rows that are read at a time
@@ -172,28 +180,25 @@ class Job:
 
     def _hold_against(self, served: ServedModel | None) -> None:
         """Drops the results of other models and pictures where that is wanted. Raises InvalidRequest where not."""
-        changed = changed_rows(self._survey, self._lines)
-        found, unknown, others = [], self._survey.checkpoints[b""], 0
+        changed, force = changed_rows(self._survey, self._lines), self.settings.force
+        counts, found, others = self._survey.checkpoints, [], 0
+        unknown = counts[b""]
         if served is not None:
             self._checkpoint = served.checkpoint[:16]
-            others = self._survey.checkpoints.total() - unknown - self._survey.checkpoints[self._checkpoint.encode()]
-        if served is not None and others:
-            found.append(f"{others} of its rows were asked of another model than {described(served)}")
+            if others := counts.total() - unknown - counts[self._checkpoint.encode()]:
+                found.append(f"{others} of its rows were asked of another model than {described(served)}")
         if changed:
             name = self._lines.at(changed[0])["id"]
             found.append(f"the pictures of {len(changed)} of its rows have changed since, the first {name!r:.80}")
-        if not self.settings.force:
-            if found:
-                remedy = "--force asks these rows again; or give another -o"
-                raise InvalidRequest(f"{self._out} holds other results: {'; '.join(found)}", remedy)
-            if unknown:
-                words = f"{unknown} rows of {self._out} do not say which model or which pictures they are of"
-                self.notice(f"{words} (an earlier version's): they are kept; --force asks them again")
-        dropped, of_others = set(self._survey.mended), self.settings.force and bool(others or unknown)
-        if self.settings.force:
-            dropped |= set(changed)
-            if served is None and (found or unknown):
-                raise Unavailable("no server is there to ask again", "start one")
+        if found and not force:
+            remedy = "--force asks these rows again; or give another -o"
+            raise InvalidRequest(f"{self._out} holds other results: {'; '.join(found)}", remedy)
+        if unknown and not force:
+            words = f"{unknown} rows of {self._out} do not say which model or which pictures they are of"
+            self.notice(f"{words} (an earlier version's): they are kept; --force asks them again")
+        if force and served is None and (found or unknown):
+            raise Unavailable("no server is there to ask again", "start one")
+        dropped, of_others = {*self._survey.mended, *changed}, force and bool(others or unknown)
         if dropped or of_others:
             self._lines.rewrite(
                 result
@@ -217,30 +222,22 @@ class Job:
                 yield row
 
     async def _work(self, row: Row) -> None:
-        try:
-            await self._answer(row)
-        except _Failed as failed:
-            reason = f"{type(failed.error).__name__}: {' '.join(str(failed.error).split())}"
-            self._write(row, {"answer": None, "error": reason[:LONGEST_ERROR]}, failed.content)
-        if time.monotonic() > self._synced + SYNC_S:
-            self._synced = time.monotonic()
-            await asyncio.get_running_loop().run_in_executor(self._files, self._lines.sync)
-
-    async def _answer(self, row: Row) -> None:
-        """Writes the row's result. Raises the error that is to be written instead."""
         loop = asyncio.get_running_loop()
         content = ""
         try:
             reading = loop.run_in_executor(self._files, contents, row) if row.images or row.messages else None
             pictures, content = await reading if reading else contents(row)
             call = question(row, pictures)
-
             if row.options.get("temperature") and row.options.get("seed") is None:  # each answer is another
                 self._write(row, told(await self._asker.ask(call)), content)
             else:
                 await self._answer_once(row, content, call)
         except TesseraClientError as error:
-            raise _Failed(error, content) from error
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            self._write(row, {"answer": None, "error": reason[:LONGEST_ERROR]}, content)
+        if time.monotonic() > self._synced + SYNC_S:
+            self._synced = time.monotonic()
+            await loop.run_in_executor(self._files, self._lines.sync)
 
     async def _answer_once(self, row: Row, content: str, call: Call) -> None:
         """Takes the answer to the same question about the same pictures where there is one."""
@@ -281,14 +278,6 @@ class Job:
         return place
 
 
-class _Failed(Exception):
-    """Why a row has no answer, and the digest of what was asked where that is known."""
-
-    def __init__(self, error: TesseraClientError, content: str) -> None:
-        super().__init__(str(error))
-        self.error, self.content = error, content
-
-
 def question(row: Row, pictures: list[bytes]) -> Call:
     """What asks it."""
 
@@ -312,3 +301,111 @@ def told(answer: Answer) -> dict[str, Any]:
     if answer.logprobs is not None:
         result["logprobs"] = answer.logprobs
     return result
+
+
+ROUNDS = 4  # of as many rows as are under way at a time
+LONGEST_S = 20.0  # after which no more of them are begun
+PLANNED = 32  # rows of which the server says how it cuts them
+CUTTING = ("max_tiles", "min_tiles", "thumbnail", "tile_policy", "min_pixels", "max_pixels")
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A job's cost.
+
+    ``rows`` in all, ``left`` of them to ask. ``sample`` rows were asked, ``failed`` of which had no answer; the others'
+    means for a row: pictures, ``unit`` (tiles) of all its pictures, tokens of the pictures, of the whole prompt and of
+    the answer. ``rows_s`` as measured on them, the job's ``minutes`` at that rate; both None where none was answered.
+    """
+
+    rows: int
+    left: int
+    sample: int
+    failed: int
+    first_error: str
+    pictures: float
+    unit: str
+    units: float
+    image_tokens: float
+    prompt_tokens: float
+    answer_tokens: float
+    rows_s: float | None
+    minutes: float | None
+
+
+def estimate(job: Job) -> Estimate:
+    """Asks a sample of the rows that are left, evenly spread. Nothing is written.
+
+    Raises InvalidRequest for rows that are none, ConnectionFailed or Unavailable where servers stay away.
+    """
+    if job.journal.exists():
+        with closing(Journal(job.journal)) as lines:
+            survey = Survey(job.source, lines)
+    else:
+        survey = Survey(job.source)
+    left = np.flatnonzero(survey.places < 0)
+    wanted = np.zeros(len(survey.places), bool)
+    if len(left):
+        size = min(len(left), ROUNDS * job.settings.concurrency)
+        wanted[left[np.linspace(0, len(left) - 1, size).astype(int)]] = True
+    rows = list(survey.rows(wanted))
+    Random(0).shuffle(rows)  # time may end before the last of them
+    return asyncio.run(_measured(job, rows, len(wanted), len(left)))
+
+
+async def _measured(job: Job, rows: list[Row], total: int, left: int) -> Estimate:
+    slots = asyncio.Semaphore(job.settings.concurrency)
+
+    async def ask(row: Row) -> Answer | TesseraClientError | None:
+        async with slots:
+            if time.monotonic() > started + LONGEST_S:
+                return None
+            try:
+                pictures, _ = await asyncio.to_thread(contents, row)
+                return await asker.ask(question(row, pictures))
+            except TesseraClientError as error:
+                return error
+
+    async with job.settings.client() as client:
+        asker = job.settings.asker(client)
+        await asker.begin(job.notice)
+        plans = await asyncio.gather(*(_plan(client, row) for row in rows[:: -(-len(rows) // PLANNED) or 1]))
+        started = time.monotonic()
+        answers = await asyncio.gather(*map(ask, rows))
+        seconds = time.monotonic() - started
+    cut = [(pictures, unit, units) for pictures, unit, units in filter(None, plans)]
+    usages = [answer.usage for answer in answers if isinstance(answer, Answer) and answer.usage]
+    asked = sum(answer is not None for answer in answers)
+    errors = [f"{row.id}: {error}" for row, error in zip(rows, answers) if isinstance(error, TesseraClientError)]
+    rate = asked / seconds if usages else None
+    return Estimate(
+        total,
+        left,
+        asked,
+        len(errors),
+        errors[0] if errors else "",
+        pictures=_mean([pictures for pictures, _, _ in cut]),
+        unit=next((unit for _, unit, _ in cut if unit), "tiles"),
+        units=_mean([units for _, _, units in cut]),
+        image_tokens=_mean([usage.image_tokens for usage in usages]),
+        prompt_tokens=_mean([usage.prompt_tokens for usage in usages]),
+        answer_tokens=_mean([usage.completion_tokens for usage in usages]),
+        rows_s=rate and round(rate, 2),
+        minutes=rate and round(left / rate / 60, 2),
+    )
+
+
+async def _plan(client: AsyncClient, row: Row) -> tuple[int, str, int] | None:
+    """A row's pictures, what their parts are called, and how many parts; None for a row that is refused."""
+    if not row.images:
+        return 0, "", 0
+    try:
+        pictures, _ = await asyncio.to_thread(contents, row)
+        plans = await client.plan(pictures, **{name: row.options[name] for name in CUTTING if name in row.options})
+    except TesseraClientError:
+        return None
+    return len(plans), plans[0].unit, sum(view.rows * view.columns for plan in plans for view in plan.views)
+
+
+def _mean(values: list[Any]) -> float:
+    return round(fmean(values), 1) if values else 0.0

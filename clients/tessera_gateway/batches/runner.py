@@ -26,8 +26,7 @@ from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.protocol import ChatRequest, parse, parse_object
 from tessera_gateway.settings import Settings
 from tessera_gateway.tools import names
-from tessera_jobs.asker import Asker, Away
-from tessera_jobs.window import end, for_each
+from tessera_jobs.asker import Asker, Away, end, for_each
 
 T = TypeVar("T")
 
