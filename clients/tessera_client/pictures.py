@@ -7,8 +7,9 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, BinaryIO
 
 from tessera_wire.errors import InvalidRequest
 
@@ -93,13 +94,23 @@ def _encoded(image: Image, room: int) -> bytes:
     )
 
 
+def open_checked(path: str | os.PathLike[str], check: Callable[[os.stat_result], None]) -> BinaryIO:
+    """Opens a file to which ``check`` has no objection, by its name and once it is open, for another may have taken its
+    place. Does not wait for a pipe."""
+    check(os.stat(path))
+    file = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
+    try:
+        check(os.fstat(file.fileno()))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
 def _read_path(path: str | os.PathLike[str], room: int) -> bytes:
     """A regular file's bytes. A pipe would be waited for, a device never ends, and a large file fills the memory."""
     name = f"{os.fspath(path)!r:.200}"
-    _check_file(name, os.stat(path), room)
-    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    with open(file, "rb") as opened:
-        _check_file(name, os.fstat(file), room)  # another may have taken its place
+    with open_checked(path, partial(_check_file, name, room=room)) as opened:
         data = opened.read(max(room, 0) + 1)
         if len(data) > room:  # it grows
             raise _too_large(f"{name} has more than {max(room, 0)} bytes", room)

@@ -60,43 +60,34 @@ class _Threads(ThreadPoolExecutor):
         return super().submit(contextvars.copy_context().run, function, *arguments, **named)
 
 
+@dataclass
 class Job:
     """One run over ``paths`` into ``out``.
 
-    Args:
-        vlm: asked for layouts and crops.
-        dpi: dots per inch at which a PDF's pages are rendered.
-        concurrency: requests at a time; a quarter as many pages are in memory.
-        priority: of all requests; lower ones are served first.
-        pages: which of each document's are read, as :class:`PageRanges` has it; None: all.
-        password: of the PDFs that want one.
-        force: reads pages again that another model has read.
-        patience: seconds to wait for a server at the start.
-        notice: called with what the user should know at once.
-        progress: called with the number of pages that are over, of pages in all, and how fast they are made.
+    vlm: asked for layouts and crops. dpi: dots per inch at which a PDF's pages are rendered. concurrency: requests at a
+    time; a quarter as many pages are in memory. priority: of all requests; lower ones are served first. pages: which of
+    each document's are read, as :class:`PageRanges` has it; None: all. password: of the PDFs that want one. force:
+    reads pages again that another model has read. patience: seconds to wait for a server at the start. notice: called
+    with what the user should know at once. progress: called with the number of pages that are over, of pages in all,
+    and how fast they are made.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        out: Path,
-        vlm: TesseraVlmClient,
-        *,
-        dpi: int = 200,
-        concurrency: int = 64,
-        priority: int | None = None,
-        pages: str | None = None,
-        password: str | None = None,
-        force: bool = False,
-        patience: float = 600.0,
-        notice: Callable[[str], None] = lambda words: None,
-        progress: Callable[[int, int, str], None] = lambda done, total, rate: None,
-    ) -> None:
-        self._sources = find(paths, out)
-        self._out, self._vlm, self._dpi = out, vlm, dpi
-        self._concurrency, self._priority, self._progress = concurrency, priority, progress
-        self._ranges = PageRanges(pages or "1-")
-        self._password, self._force, self._patience, self._notice = password, force, patience, notice
+    paths: Sequence[Path]
+    out: Path
+    vlm: TesseraVlmClient
+    dpi: int = 200
+    concurrency: int = 64
+    priority: int | None = None
+    pages: str | None = None
+    password: str | None = None
+    force: bool = False
+    patience: float = 600.0
+    notice: Callable[[str], None] = lambda words: None
+    progress: Callable[[int, int, str], None] = lambda done, total, rate: None
+
+    def __post_init__(self) -> None:
+        self._sources = find(self.paths, self.out)
+        self._ranges = PageRanges(self.pages or "1-")
         self._total = 0
         self.tally = Tally()
 
@@ -107,26 +98,26 @@ class Job:
         return asyncio.run(self._run())
 
     async def _run(self) -> Tally:
-        await Asker(self._vlm.impatient, self._patience).begin(self._notice)
-        self._vlm.model = OneModel(self._vlm.impatient)
-        self._served = await self._vlm.model.begin()
-        with closing(OutputFolder(self._out)) as self._output:
+        await Asker(self.vlm.impatient, self.patience).begin(self.notice)
+        self.vlm.model = OneModel(self.vlm.impatient)
+        self._served = await self.vlm.model.begin()
+        with closing(OutputFolder(self.out)) as self._output:
             return await self._read()
 
     async def _read(self) -> Tally:
         self._started = time.monotonic()
-        self._errors = ErrorRows(self._out)
+        self._errors = ErrorRows(self.out)
         handler = logger.add(_note, level="WARNING", filter=lambda record: "warnings" in record["extra"])
         try:
             with _Threads() as threads, ThreadPoolExecutor(1, "tessera-pages") as self._opener:
-                self._reader = mineru_client(self._vlm, executor=threads)
-                self._slots = asyncio.Semaphore(self._concurrency)
+                self._reader = mineru_client(self.vlm, executor=threads)
+                self._slots = asyncio.Semaphore(self.concurrency)
                 counted = [(source, await self._count(source)) for source in self._sources]
                 openable = [source for source, pages in counted if pages]
                 self._hold_against([(source, pages) for source, pages in counted if pages])
                 await self._check_reads_documents()
                 self._started = time.monotonic()
-                await for_each(self._pages(openable), self._work, max(1, self._concurrency // REQUESTS_PER_PAGE))
+                await for_each(self._pages(openable), self._work, max(1, self.concurrency // REQUESTS_PER_PAGE))
         finally:
             logger.remove(handler)
         self.tally.seconds = time.monotonic() - self._started
@@ -139,7 +130,7 @@ class Job:
     async def _count(self, source: Source) -> list[int]:
         """Adds a file's pages to those in all; none where it cannot be opened, or has none of those that are wanted."""
         try:
-            pages = self._wanted(await self._in_order(_pages_of, source.path, self._password))
+            pages = self._wanted(await self._in_order(_pages_of, source.path, self.password))
         except (BadDocument, OSError) as error:
             self._total += 1
             self._fail(source, None, str(error))
@@ -154,30 +145,30 @@ class Job:
 
     def _files(self, source: Source) -> PageFiles:
         """Raises OSError and BadDocument."""
-        made_from = {"digest": digest(source.path), "dpi": self._dpi, "max_tokens": self._vlm.max_tokens}
-        return PageFiles(self._out / source.folder, made_from, self._served.checkpoint)
+        made_from = {"digest": digest(source.path), "dpi": self.dpi, "max_tokens": self.vlm.max_tokens}
+        return PageFiles(self.out / source.folder, made_from, self._served.checkpoint)
 
     def _hold_against(self, counted: Sequence[tuple[Source, list[int]]]) -> None:
         """Raises InvalidRequest where another model has read some of the pages and these are not to be read again."""
         models: Counter[str | None] = Counter()
         for source, pages in counted:
-            if not self._force and (self._out / source.folder).is_dir():
+            if not self.force and (self.out / source.folder).is_dir():
                 with suppress(OSError, BadDocument):  # said when its turn comes
                     files = self._files(source)
                     models.update(files.checkpoint_of(page) for page in pages)
         unknown = models.pop("", 0)
         others = sum(models.values()) - models[None] - models[self._served.checkpoint]
         if others:
-            words = f"another model than {described(self._served)} has read {others} of the pages in {self._out}"
+            words = f"another model than {described(self._served)} has read {others} of the pages in {self.out}"
             raise InvalidRequest(words, "--force reads these again; or give another -o")
         if unknown:
-            words = f"{unknown} pages in {self._out} do not say which model has read them (an earlier version's)"
-            self._notice(f"{words}: they are kept; --force reads them again")
+            words = f"{unknown} pages in {self.out} do not say which model has read them (an earlier version's)"
+            self.notice(f"{words}: they are kept; --force reads them again")
 
     async def _check_reads_documents(self) -> None:
-        if not await self._reader.aio_layout_detect(known_page(), self._priority, self._slots):
+        if not await self._reader.aio_layout_detect(known_page(), self.priority, self._slots):
             words = (
-                f"the model at {self._vlm.client.url} ({described(self._served)}) reads no documents: it found nothing"
+                f"the model at {self.vlm.client.url} ({described(self._served)}) reads no documents: it found nothing"
             )
             remedy = "serve MinerU2.5, or the small one that comes with Tessera: tessera serve --default documents"
             raise InvalidRequest(f"{words} on a page of text", remedy)
@@ -187,14 +178,14 @@ class Job:
         for source in sources:
             try:
                 files = await asyncio.to_thread(self._files, source)
-                document: Document = await self._in_order(open_document, source.path, self._password)
+                document: Document = await self._in_order(open_document, source.path, self.password)
             except (BadDocument, OSError) as error:  # it could be opened a while ago
                 self._fail(source, None, str(error))
                 continue
             try:
                 wanted = self._ranges.of(document.pages)
                 await asyncio.to_thread(files.keep, document.pages)
-                missing = await asyncio.to_thread(files.missing, wanted, not self._force)
+                missing = await asyncio.to_thread(files.missing, wanted, not self.force)
                 under_way = _Open(source, files, wanted, len(missing))
                 self.tally.kept += len(wanted) - len(missing)
                 self._report()
@@ -202,7 +193,7 @@ class Job:
                     await asyncio.to_thread(files.join, {}, wanted)
                 for page in missing:
                     try:
-                        image = await self._in_order(document.render, page, self._dpi)
+                        image = await self._in_order(document.render, page, self.dpi)
                     except Exception as error:  # PDFium's, Pillow's or a decoder's
                         await self._end(under_way, page, f"cannot be rendered: {error or type(error).__name__}")
                     else:
@@ -215,9 +206,9 @@ class Job:
         warnings: list[str] = []
         try:
             with logger.contextualize(warnings=warnings):
-                layout = await self._reader.aio_layout_detect(image, self._priority, self._slots)
+                layout = await self._reader.aio_layout_detect(image, self.priority, self._slots)
                 await asyncio.to_thread(clear_of_letters, image, layout)
-                blocks = await self._reader.aio_extract_with_layout(image, layout, self._priority, self._slots)
+                blocks = await self._reader.aio_extract_with_layout(image, layout, self.priority, self._slots)
         except (ConnectionFailed, Unavailable, OtherModel):
             raise
         except Exception as error:  # the server's refusal, or a fault of MinerU's on odd answers
@@ -248,7 +239,7 @@ class Job:
     def _report(self) -> None:
         tally = self.tally
         rate = tally.made / (time.monotonic() - self._started)
-        self._progress(tally.made + tally.kept + tally.failed, self._total, f"{rate:.2f} pages/s")
+        self.progress(tally.made + tally.kept + tally.failed, self._total, f"{rate:.2f} pages/s")
 
 
 def quiet() -> None:

@@ -15,12 +15,12 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import pypdfium2
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from tessera_client.pictures import kind_of
+from tessera_client.pictures import kind_of, open_checked
 from tessera_wire.command_line import missing
 from tessera_wire.errors import InvalidRequest
 
@@ -92,7 +92,7 @@ def _below(folder: Path, out: Path) -> Iterator[Path]:
 def open_document(path: Path, password: str | None = None) -> Document:
     """Opens a file for what its first bytes say it is; ``password``: of PDFs that want one. Raises BadDocument."""
     try:
-        with _open(path) as file:
+        with open_checked(path, _check_regular) as file:
             return _Pdf(path, password) if b"%PDF-" in file.read(1024) else _Picture(path)
     except BadDocument:
         raise
@@ -111,31 +111,20 @@ def open_document(path: Path, password: str | None = None) -> Document:
 def digest(path: Path) -> str:
     """Of the file's bytes, as hexadecimal digits."""
     state = hashlib.blake2b(digest_size=16)
-    with _open(path) as file:
+    with open_checked(path, _check_regular) as file:
         while piece := file.read(1 << 20):
             state.update(piece)
     return state.hexdigest()
 
 
-def _open(path: Path) -> BinaryIO:
-    """A regular file. A pipe would be waited for, and a device never ends. Raises BadDocument and OSError."""
-    _check_regular(os.stat(path))
-    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    try:
-        _check_regular(os.fstat(file))  # another may have taken its place
-        return os.fdopen(file, "rb")
-    except BaseException:
-        os.close(file)
-        raise
-
-
 def _check_regular(about: os.stat_result) -> None:
+    """A pipe would be waited for, and a device never ends. Raises BadDocument."""
     if not stat.S_ISREG(about.st_mode):
         raise BadDocument(f"it is {kind_of(about.st_mode)}, not a file")
 
 
 def _is_encrypted(path: Path) -> bool:
-    with _open(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with open_checked(path, _check_regular) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return data.find(b"/Encrypt") >= 0
 
 
