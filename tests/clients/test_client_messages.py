@@ -37,11 +37,6 @@ def test_an_array_becomes_a_lossless_picture() -> None:
     assert np.array_equal(decoded, pixels)
 
 
-def test_a_pillow_image_is_taken_too() -> None:
-    image = pytest.importorskip("PIL.Image").new("L", (4, 3), 128)
-    assert encode_image(image).startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize("mode", ["I", "I;16", "I;16B", "I;16L"])
 @pytest.mark.parametrize("value", [0, 200, 300, 60000, 65535])
 def test_whole_numbers_of_pillow_arrive_as_they_are(mode: str, value: int) -> None:
@@ -126,16 +121,6 @@ def test_sampling_that_is_not_json_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="JSON"):
         question_request(None, "q", stop=object())
     assert question_request(None, "q", max_tokens=None).sampling is None
-
-
-def test_tensors_as_the_contract_names_them() -> None:
-    request = question_request([b"abc", b""[:0] or b"z"], "é", seed=1)
-    tensors = {t.name: t for t in contract.request_tensors(request)}
-    assert set(tensors) == {"text_input", "image", "sampling_parameters", "stream", "exclude_input_in_output"}
-    assert tensors["text_input"].data == b"\x02\x00\x00\x00\xc3\xa9"
-    assert tensors["image"].shape == (2,) and tensors["image"].data == b"\x03\0\0\0abc\x01\0\0\0z"
-    assert (tensors["stream"].datatype, tensors["stream"].data) == ("BOOL", b"\0")
-    assert tensors["exclude_input_in_output"].data == b"\1"
 
 
 def test_outputs_become_a_delta() -> None:

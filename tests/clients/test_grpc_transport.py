@@ -24,7 +24,6 @@ from tessera_client import (
     AsyncClient,
     Client,
     ConnectionFailed,
-    DeadlineExceeded,
     InvalidRequest,
     PicturePlan,
     PictureView,
@@ -179,14 +178,6 @@ def test_requests_share_one_call_and_answers_find_their_way(server: Server) -> N
     assert not any(key == "triton_grpc_error" for key, _ in server.metadata[0])  # it can kill tritonserver
 
 
-def test_stream_ready_and_timeout_parameter(server: Server) -> None:
-    with Client(server.address, timeout=7) as client:
-        assert client.ready() and client.status().version == "9"
-        with client.stream(None, "a b c") as stream:
-            assert [delta.text for delta in stream] == ["a", "b", "c"]
-    assert 6e6 < server.parameters["timeout"].int64_param <= 7e6
-
-
 def test_a_plan_is_asked_of_preprocess_alone(server: Server) -> None:
     with Client(server.address, retry=Retry(attempts=1)) as client:
         assert client.plan(b"jpeg", max_tiles=6) == (PLAN,)
@@ -213,25 +204,6 @@ def test_a_failed_request_harms_no_other(server: Server) -> None:
             client.ask(None, "fail UNAVAILABLE: full")
         assert stream.answer().text == "505050"
     assert server.calls == 1
-
-
-def test_leaving_early_sends_a_control_request_and_keeps_the_line(server: Server) -> None:
-    with Client(server.address) as client:
-        with client.stream(None, "a hang b") as stream:
-            next(stream)
-        assert len(server.cancelled) == 1
-        assert client.ask(None, "still here").text == "stillhere"
-    assert server.calls == 1
-
-
-def test_deadline_is_kept_here_and_told_there(server: Server) -> None:
-    with Client(server.address) as client:
-        started = time.monotonic()
-        with pytest.raises(DeadlineExceeded):
-            client.ask(None, "hang", timeout=0.05)
-        assert time.monotonic() - started < 0.25
-        assert len(server.cancelled) == 1
-        assert client.ask(None, "next").text == "next"  # the late answer to the first is dropped
 
 
 def test_a_restarted_server_is_found_again(server: Server) -> None:
@@ -357,26 +329,6 @@ def test_closing_the_client_cancels_what_runs(server: Server) -> None:
     assert len(server.cancelled) == 1
     with pytest.raises(TesseraClientError, match="closed"):
         client.ask(None, "q")
-
-
-def test_asyncio_twin(server: Server) -> None:
-    async def run() -> None:
-        async with AsyncClient(server.address, retry=Retry(attempts=1)) as client:
-            assert await client.ready()
-            questions = [f"{(7 * i) % 30} q{i}" for i in range(40)]
-            texts = [a.text async for a in client.ask_many(((None, q) for q in questions), concurrency=8)]
-            assert texts == [q.replace(" ", "") for q in questions]
-            with pytest.raises(Unavailable):
-                await client.ask(None, "fail UNAVAILABLE: full")
-            with pytest.raises(DeadlineExceeded):
-                await client.ask(None, "hang", timeout=0.05)
-            async with client.stream(None, "a hang b") as stream:
-                assert (await stream.__anext__()).text == "a"
-            assert len(server.cancelled) == 2
-            assert (await client.ask(None, "still here")).text == "stillhere"
-        assert server.calls == 1
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from tessera_client import (
     Cancelled,
     Client,
     ConnectionFailed,
-    DeadlineExceeded,
     InvalidRequest,
     LabelScore,
     Models,
@@ -222,27 +221,6 @@ def test_faults_of_a_stream_are_told_by_their_words(server: Any) -> None:
                 next(stream)
 
 
-def test_deadlines(server: Any) -> None:
-    with Client(server.url) as client:
-        for call in (client.ask, lambda *a, **k: client.stream(*a, **k).answer()):
-            started = time.monotonic()
-            with pytest.raises(DeadlineExceeded, match=r"0\.1 s"):
-                call(None, "hang", timeout=0.1)
-            assert time.monotonic() - started < 0.45
-    assert len(server.cancelled) == 2
-
-
-def test_close_from_another_thread(server: Any) -> None:
-    with Client(server.url) as client, client.stream(None, "a hang b") as stream:
-        assert next(stream).text == "a"
-        closer = threading.Timer(0.05, stream.close)
-        closer.start()
-        with pytest.raises(Cancelled):
-            next(stream)
-        closer.join()
-    assert len(server.cancelled) == 1
-
-
 def test_status_and_nobody_there(server: Any) -> None:
     with Client(server.url) as client:
         assert client.ready() and client.status().version == "9"
@@ -278,14 +256,6 @@ def test_nagle_is_off(server: Any) -> None:
         sock = response.extensions["network_stream"].get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
     transport.close()
-
-
-def test_leaving_a_stream_early_closes_its_connection_and_no_other(server: Any) -> None:
-    with Client(server.url) as client:
-        with client.stream(None, "a hang b") as stream:
-            next(stream)
-        assert client.ask(None, "q").text == "q"
-        assert len(server.cancelled) == 1
 
 
 def test_closing_the_client_ends_what_runs(server: Any) -> None:

@@ -67,12 +67,6 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_picture_is_an_invalid_request(name: str) -> None:
-    with pytest.raises(InvalidRequest):
-        question_request(DAMAGED[name](), "q")
-
-
-@pytest.mark.parametrize("name", DAMAGED)
 def test_one_damaged_picture_among_many_is_returned_in_its_place(name: str) -> None:
     items = [(b"jpeg", "a"), (DAMAGED[name](), "b"), (b"jpeg", "c"), 5, (b"jpeg", "d")]
     results = list(Client(transport=FakeTransport()).ask_many(items, errors="return"))  # type: ignore[arg-type]
@@ -109,7 +103,7 @@ def test_what_cannot_be_sent_is_refused_by_name(call: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", [5, None, [5], "http://[::1", "host:port", "a:99999", b"host:1", "ho st:1", "http://a b"]
+    "url", [5, None, [], [5], "", "a:1,", "a:1,ftp://b", "http://[::1", "host:port", "a:99999", b"host:1", "ho st:1"]
 )
 @pytest.mark.parametrize("make", [Client, AsyncClient])
 def test_what_is_no_address_is_refused(make: Any, url: Any) -> None:
@@ -176,16 +170,13 @@ def test_a_pillow_image_is_as_upright_as_its_file(orientation: int, tmp_path: Pa
         assert np.array_equal(np.asarray(arrived), expected)
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16"])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"])
 def test_a_pillow_image_of_any_mode_arrives(mode: str) -> None:
     import PIL.Image
 
-    image = PIL.Image.new(mode, (5, 4), 40_000 if mode == "I;16" else None)
-    (sent,) = question_request(image, "q").images
+    (sent,) = question_request(PIL.Image.new(mode, (5, 4)), "q").images
     with PIL.Image.open(io.BytesIO(sent)) as arrived:
-        assert arrived.size == (5, 4)
-        if mode == "I;16":  # not white, which Pillow makes of it as RGB
-            assert np.asarray(arrived).max() == 40_000
+        assert arrived.size == (5, 4) and arrived.format == "PNG"
     with pytest.raises(InvalidRequest, match="mode 'F'"):
         question_request(PIL.Image.new("F", (5, 4)), "q")
 

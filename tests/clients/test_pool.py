@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,15 +66,6 @@ def test_those_together_go_where_the_first_went_while_it_takes_them() -> None:
     for _ in range(4):  # b rests
         client.ask(None, "?")
     assert len(second.requests) == 1
-
-
-def test_one_at_a_time_goes_round() -> None:
-    servers = ServerPool(2)
-    seen = []
-    for _ in range(4):
-        seen.append(servers.pick())
-        servers.end(seen[-1])
-    assert seen == [0, 1, 0, 1]
 
 
 def test_a_server_that_failed_rests_then_gets_one_request_until_it_answers() -> None:
@@ -168,19 +158,6 @@ def texts(fake: FakeTransport) -> list[str | None]:
     return [request.text for request, _, _ in fake.requests]
 
 
-def test_requests_are_spread_and_a_stream_under_way_counts() -> None:
-    asker, (first, second) = served((), ())
-    for i in range(4):
-        asker.ask(None, f"q{i}")
-    assert (texts(first), texts(second)) == (["q0", "q2"], ["q1", "q3"])
-    first.script.append([Delta("a"), Hang()])
-    with asker.stream(None, "s") as stream:
-        next(stream)
-        for i in range(3):
-            asker.ask(None, f"r{i}")
-    assert texts(first)[2:] == ["s"] and texts(second)[2:] == ["r0", "r1", "r2"]
-
-
 @pytest.mark.parametrize("error", [REFUSED, Unavailable("stopping")])
 def test_a_retry_passes_over_the_server_that_failed_and_so_do_later_requests(error: TesseraClientError) -> None:
     asker, (first, second) = served([[error], [error]], ())
@@ -229,22 +206,6 @@ def test_a_request_ends_once() -> None:
     assert transport._pool.under_way == [0]
 
 
-def test_asyncio_twin() -> None:
-    async def run() -> None:
-        fakes = [FakeTransport(), FakeTransport([[REFUSED], [Delta("a"), Hang()]])]
-        asker = AsyncClient(
-            transport=PooledTransport({str(i): fake for i, fake in enumerate(fakes)}),
-            retry=QUICK,
-        )
-        assert [(await asker.ask(None, f"q{i}")).attempts for i in range(3)] == [1, 2, 1]
-        assert (texts(fakes[0]), texts(fakes[1])) == (["q0", "q1", "q2"], ["q1"])
-        assert await asker.ready()
-        await asker.close()
-        assert all(fake.closed for fake in fakes)
-
-    asyncio.run(run())
-
-
 def test_a_status_of_several_names_the_server_where_a_model_is_not_ready() -> None:
     broken = ServerStatus(True, "2.51.0", (ModelStatus("vlm", "1", "UNAVAILABLE", "no weights"),))
     status = merged({"a:1": READY, "b:2": broken})
@@ -269,13 +230,6 @@ def test_a_status_of_several_names_the_server_where_a_model_is_not_ready() -> No
 )
 def test_addresses(url: Any, expected: list[str]) -> None:
     assert addresses(url) == expected
-
-
-@pytest.mark.parametrize("make", [Client, AsyncClient])
-@pytest.mark.parametrize("url", ["", "a:1,", [], "a:1,ftp://b"])
-def test_what_is_no_address_is_refused(make: Callable[[Any], Any], url: Any) -> None:
-    with pytest.raises(InvalidRequest, match="not (a )?server address"):
-        make(url)
 
 
 def test_a_stream_that_is_dropped_is_under_way_no_longer() -> None:

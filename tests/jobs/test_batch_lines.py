@@ -11,25 +11,12 @@ from typing import Any
 
 import pytest
 from fakes.answering_server import PROBE, AnsweringServer
+from jobs.batch_runs import results
 
-from tessera_client import InvalidRequest, client
-from tessera_command.cli import main
+from tessera_client import InvalidRequest
 from tessera_jobs.source import row_fields
 
 URL = "data:image/jpeg;base64,anBlZw=="
-
-
-@pytest.fixture
-def batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    def run(server: Any, *arguments: Any) -> int:
-        monkeypatch.setattr(client, "open_transport", lambda url, models: server)
-        return main(["batch", *map(str, arguments), "-o", str(tmp_path / "out.jsonl")])
-
-    return run
-
-
-def results(tmp_path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
 
 
 def line(name: str, **body: Any) -> dict[str, Any]:
@@ -44,7 +31,7 @@ def test_a_file_of_openais_batches_is_a_source(batch: Any, tmp_path: Path) -> No
     (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     server = AnsweringServer()
     assert batch(server, tmp_path / "jobs.jsonl", "--max-tokens", "9", "--in-order") == 1
-    a, b, c = results(tmp_path)
+    a, b, c = results(tmp_path / "out.jsonl")
     assert (a["id"], a["answer"], c["id"], c["answer"]) == ("a", "answer to a", "c", "answer to c")
     assert b["id"] is None and "line 2: body.n is not served here" in b["error"]
     sent = {server_text: request for request, *_ in server.requests if (server_text := request.messages)}
@@ -102,7 +89,7 @@ def test_csv(batch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     sent = {request.text: request for request, *_ in server.requests if request.text != PROBE}
     assert sent['Is there\na "crack"?'].images == (b"jpeg",) and sent["Why?"].images == ()
     assert json.loads(sent["Why?"].sampling or "")["max_tokens"] == 3
-    one, two, three, four = results(tmp_path)
+    one, two, three, four = results(tmp_path / "out.jsonl")
     assert (one["id"], two["id"], three["id"], four["id"]) == ("one", "two", None, None)
     assert "row 3: it has 2 cells; the first line names 5" in three["error"] and "row 4: not JSON" in four["error"]
     assert "rows.csv: room\n" in capsys.readouterr().err
@@ -129,16 +116,16 @@ def test_a_line_that_is_no_row_is_a_row_with_an_error(batch: Any, tmp_path: Path
     (tmp_path / "jobs.jsonl").write_text("\n".join(lines))
     server = AnsweringServer()
     assert batch(server, tmp_path / "jobs.jsonl", "--in-order") == 1 and server.asked == ["good"]
-    good, *bad = results(tmp_path)
+    good, *bad = results(tmp_path / "out.jsonl")
     assert good["id"] == 7 and [row["id"] for row in bad] == [None] * 3
     assert ["line 2: it has no field 'image'" in bad[0]["error"], "line 3: not JSON" in bad[1]["error"]] == [True] * 2
     # They are over, and mended lines are asked.
     (tmp_path / "jobs.jsonl").write_text("\n".join([lines[0], *lines[2:]]))
     assert batch(server, tmp_path / "jobs.jsonl") == 1 and server.asked == ["good"]
-    assert [row["id"] for row in results(tmp_path)] == [7, None, None]
+    assert [row["id"] for row in results(tmp_path / "out.jsonl")] == [7, None, None]
     (tmp_path / "jobs.jsonl").write_text(lines[0] + '\n{"id": 8, "image": null, "question": "mended"}\n')
     assert batch(server, tmp_path / "jobs.jsonl") == 0 and server.asked == ["good", "mended"]
-    assert [row["id"] for row in results(tmp_path)] == [7, 8]
+    assert [row["id"] for row in results(tmp_path / "out.jsonl")] == [7, 8]
 
 
 def test_a_file_without_a_single_row_is_refused(batch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import numpy as np
 import pyarrow as arrow
 import pytest
 from clients.fake_transport import SCORES, FakeTransport, final
+from fakes.answering_server import AnsweringServer
+from jobs.batch_runs import lines
 from pyarrow import parquet
 
-from tessera_client import InvalidRequest, ServerError, client
-from tessera_command.cli import main
+from tessera_client import InvalidRequest, ServerError
 from tessera_jobs.job import Job, Settings
 from tessera_jobs.journal import Journal
 from tessera_jobs.rows import Asked
@@ -30,11 +32,6 @@ ASKED = Asked("A crack?", {"max_tokens": 5})
 def rows_of(path: Path, wanted: Any = None) -> list[tuple[Any, ...]]:
     found = open_source(path, ASKED).rows(wanted if wanted is None else np.array(wanted))
     return [(row.number, row.id, row.images, row.question) for row in found]
-
-
-def lines(path: Path, *texts: str) -> Path:
-    path.write_text("\n".join(texts))
-    return path
 
 
 def test_json_lines(tmp_path: Path) -> None:
@@ -146,30 +143,14 @@ def test_what_is_no_table(tmp_path: Path) -> None:
     assert "row 2: its id must be" in str(bad.error)
 
 
-def run(server: FakeTransport, monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
-    monkeypatch.setattr(client, "open_transport", lambda url, models: server)
-    return main(["batch", *map(str, arguments)])
-
-
-class Scoring(FakeTransport):
-    def answer_to(self, request: Any) -> list[Any]:
-        if request.text == "odd":
-            return [ServerError("out of luck")]
-        return [
-            final(request.text).__class__(**{**_fields(final(request.text)), "choices": SCORES, "logprobs": [{"a": 1}]})
-        ]
-
-
-def _fields(delta: Any) -> dict[str, Any]:
-    return {name: getattr(delta, name) for name in delta.__slots__}
-
-
 @pytest.mark.parametrize("more", [(), ("--in-order",)])
-def test_results_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
+def test_results_as_a_table(batch: Any, tmp_path: Path, more: tuple[str, ...]) -> None:
     names = ["odd", "b", "c"]
     source = write_table(tmp_path / "in.parquet", id=[3, 1, 2], image=[None] * 3, question=names)
     out = tmp_path / "out.parquet"
-    assert run(Scoring(), monkeypatch, source, "-o", out, *more) == 1
+    scored = [replace(final("b"), choices=SCORES, logprobs=[{"a": 1}])]
+    server = AnsweringServer(odd=[ServerError("out of luck")], b=scored)
+    assert batch(server, source, "-o", out, *more) == 1
     found = {row["id"]: row for row in parquet.read_table(out).to_pylist()}
     assert found[1]["answer"] == "b" and found[1]["error"] is None and json.loads(found[1]["logprobs"]) == [{"a": 1}]
     assert [score["label"] for score in found[1]["choices"]] == ["yes", "not sure"]
@@ -178,54 +159,52 @@ def test_results_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mor
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.parquet", "out.parquet"]
     # A later run takes the table up again.
     later = FakeTransport()
-    assert run(later, monkeypatch, source, "-o", out, "--again", *more) == 0
+    assert batch(later, source, "-o", out, "--again", *more) == 0
     assert [request.text for request, *_ in later.requests] == ["Hello", "odd"]
     again = {row["id"]: row for row in parquet.read_table(out).to_pylist()}
     assert again[3]["answer"] == "answer to odd" and {1: again[1], 2: again[2]} == {1: found[1], 2: found[2]}
     assert list(again) == [3, 1, 2] or not more
 
 
-def test_a_table_that_was_not_finished_has_its_journal_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_was_not_finished_has_its_journal_beside(batch: Any, tmp_path: Path) -> None:
     source = write_table(tmp_path / "in.parquet", image=[None] * 3, question=["a", "b", "c"])
     out = tmp_path / "out.jsonl"
-    assert run(FakeTransport(), monkeypatch, source, "-o", out) == 0
+    assert batch(FakeTransport(), source, "-o", out) == 0
     journal = tmp_path / "out.parquet.jsonl"
     journal.write_bytes(out.read_bytes()[:-5])  # as a killed run leaves it
     later = FakeTransport()
-    assert run(later, monkeypatch, source, "-o", tmp_path / "out.parquet") == 0
+    assert batch(later, source, "-o", tmp_path / "out.parquet") == 0
     assert len(later.requests) == 2 and not journal.exists()
     assert sorted(row["id"] for row in read_table(tmp_path / "out.parquet")) == [1, 2, 3]
 
 
-def test_a_name_that_is_no_utf8_can_stand_in_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_no_utf8_can_stand_in_a_table(batch: Any, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / os.fsdecode(b"caf\xe9.png")).write_bytes(b"png")
     for out in ("out.jsonl", "out.parquet"):
         for asked in (2, 0):  # it is known again
             server = FakeTransport()
-            assert run(server, monkeypatch, tmp_path / "in", "--prompt", "A cat?", "-o", tmp_path / out) == 0
+            assert batch(server, tmp_path / "in", "--prompt", "A cat?", "-o", tmp_path / out) == 0
             assert len(server.requests) == asked
     assert parquet.read_table(tmp_path / "out.parquet")["id"].to_pylist() == ["caf?.png"]
 
 
-def test_another_table_is_not_taken_for_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_table_is_not_taken_for_results(batch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = write_table(tmp_path / "out.parquet", image=["a.jpg"])
     before = out.read_bytes()
     source = lines(tmp_path / "in.jsonl", '{"image": null, "question": "a"}')
-    assert run(FakeTransport(), monkeypatch, source, "-o", out) == 2
+    assert batch(FakeTransport(), source, "-o", out) == 2
     assert "something else than results" in capsys.readouterr().err and out.read_bytes() == before
 
 
 def test_without_pyarrow_the_way_to_get_it_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    batch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, "tessera_jobs.table")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     source = lines(tmp_path / "in.jsonl", '{"image": null, "question": "a"}')
     server = FakeTransport()
-    assert run(server, monkeypatch, source, "-o", tmp_path / "out.parquet") == 1
+    assert batch(server, source, "-o", tmp_path / "out.parquet") == 1
     assert "pip install '.[tables]'" in capsys.readouterr().err and server.requests == []
 
 
