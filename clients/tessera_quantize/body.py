@@ -20,7 +20,7 @@ from tessera.attention.backend import AttentionStep, SpanTable, create_backend
 from tessera.attention.kv_storage import KvStorage
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import SafetensorsFolder, fill, split_names
-from tessera.kernels.deferred import Unfinished
+from tessera.kernels.operands import Unfinished
 from tessera.linear.scheme import Linear
 from tessera.linear.unquantized import Unquantized
 from tessera.models.registry import model_class

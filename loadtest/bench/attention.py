@@ -35,7 +35,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from bench.kernels import Call, error, in_turns, machine_speeds, poisoned, told
 from tessera.kernels.attention_plan import AttentionPlan
-from tessera.kernels.paged_decode import DEFAULT_PLAN, DecodePlan, choose_splits, decode_attention
+from tessera.kernels.operands import PagedCache
+from tessera.kernels.paged_decode import DEFAULT_PLAN, choose_splits, decode_attention
 from tessera.kernels.tower_attention import Attend
 from tessera.kernels.tower_layers import varlen_backends
 from tessera.kernels.tuning import graph_milliseconds
@@ -104,25 +105,23 @@ class Paged:
         arrays = (np.arange(case.pieces) * case.count, self.counts, self.contexts)
         self._columns = [torch.from_numpy(x.astype(np.int32)).to(DEVICE) for x in arrays]
 
-    def decode(self, splits: int, plan: DecodePlan = DEFAULT_PLAN) -> list[Call]:
+    def decode(self, splits: int, plan: AttentionPlan = DEFAULT_PLAN) -> list[Call]:
         """One call for each copy of the cache."""
 
-        def call(keys: torch.Tensor, values: torch.Tensor) -> Call:
+        def call(cache: PagedCache) -> Call:
             context = self._columns[2]
-            return lambda: decode_attention(self.q, keys, values, self.blocks, context, SCALE, splits, self.out, plan)
+            return lambda: decode_attention(self.q, cache, self.blocks, context, SCALE, splits, self.out, plan)
 
-        return [call(keys, values) for keys, values in self.caches]
+        return [call(PagedCache(*each)) for each in self.caches]
 
     def prefill(self, plan: AttentionPlan) -> list[Call]:
         """One call for each copy of the cache."""
         tiles = torch.from_numpy(prefill_tiles(self.counts, self.contexts, plan.rows // GROUP)).to(DEVICE)
 
-        def call(keys: torch.Tensor, values: torch.Tensor) -> Call:
-            return lambda: prefill_attention(
-                self.q, keys, values, *self._columns, self.blocks, tiles, SCALE, self.out, plan
-            )
+        def call(cache: PagedCache) -> Call:
+            return lambda: prefill_attention(self.q, cache, *self._columns, self.blocks, tiles, SCALE, self.out, plan)
 
-        return [call(keys, values) for keys, values in self.caches]
+        return [call(PagedCache(*each)) for each in self.caches]
 
     def error(self, call: Call) -> float:
         """Of ``call``, which reads the first copy, in the first, the middle and the last piece."""

@@ -39,9 +39,9 @@ from figures import emit
 
 from tessera.kernels import reference
 from tessera.kernels.activation import silu_and_multiply
-from tessera.kernels.deferred import finished
 from tessera.kernels.fp8_rows import fp8_sums, quantize_rows, quantize_weight
 from tessera.kernels.norm import add_rms_norm
+from tessera.kernels.operands import PagedCache, finished
 from tessera.kernels.rotary import rotate_and_store
 from tessera.kernels.skinny_linear import skinny_fp8, skinny_gate_up, skinny_unfinished
 from tessera.kernels.tuning import MeasuredChoices, graph_milliseconds
@@ -172,12 +172,12 @@ def _rotary(n: int) -> tuple[Call, int, float]:
     slots[3::7] = -1
     results = []
     for rotate in (rotate_and_store, reference.rotate_and_store):
-        rows, (keys, values) = qkv.clone(), cache.clone()
-        rotate(rows, cos, sin, slots, keys, values, HEADS)
-        results.append(torch.cat([rows.flatten(), keys.flatten(), values.flatten()]))
+        rows, stored = qkv.clone(), PagedCache(*cache.clone())
+        rotate(rows, cos, sin, slots, stored, HEADS)
+        results.append(torch.cat([rows.flatten(), stored.keys.flatten(), stored.values.flatten()]))
     slots = torch.randperm(cache.shape[1] * 16, device=CUDA)[:n]
     row_bytes = (2 * HEADS + 5 * KV_HEADS) * HEAD_DIM * 2 + HEAD_DIM * 4 + 8
-    call = partial(rotate_and_store, qkv, cos, sin, slots, cache[0], cache[1], HEADS)
+    call = partial(rotate_and_store, qkv, cos, sin, slots, PagedCache(*cache), HEADS)
     return call, n * row_bytes, error(*results)
 
 

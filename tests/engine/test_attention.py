@@ -77,7 +77,7 @@ def test_what_a_cache_in_fp8_gives_back(dtype):
         assert stored.dtype == dtype and torch.equal(stored, returned)
         step = given.float().abs().amax(-1, keepdim=True) / 448 * 2**-9  # e4m3's smallest, half of it
         assert ((stored.float() - given.float()).abs() <= given.float().abs() * (2**-4 + 2**-8) + step).all()
-    assert all(scales.count_nonzero() == 0 for scales in (storage.key_scales[0], storage.value_scales[0]))
+    assert all(scales.count_nonzero() == 0 for scales in storage.layers[0][2:])
 
 
 def test_the_only_head_of_wider_rows_is_stored_in_fp8(monkeypatch):
@@ -93,8 +93,7 @@ def test_bytes_of_a_block():
     shape = (16, 4, 128)
     for fp8 in (False, True):
         storage = KvStorage(3, (1, *shape), torch.bfloat16, torch.device("cpu"), fp8)
-        tensors = [*storage.keys, *storage.values, *storage.key_scales, *storage.value_scales]
-        size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        size = sum(tensor.nbytes for cache in storage.layers for tensor in cache if tensor is not None)
         assert KvStorage.bytes_per_block(3, shape, torch.bfloat16, fp8) == size
     assert size < 0.52 * KvStorage.bytes_per_block(3, shape, torch.bfloat16, False)
 

@@ -8,8 +8,8 @@ import torch
 from engine_fakes import TextEngine, make_request, run, tiny_config, tiny_engine, tiny_model, tokens_of
 
 from tessera.kernels import reference
-from tessera.kernels.deferred import Unfinished
 from tessera.kernels.fp8_rows import Fp8Rows, quantize_rows, quantize_weight
+from tessera.kernels.operands import Unfinished
 from tessera.linear.formats.fp8 import Fp8, Fp8OnLoad
 from tessera.linear.quantization import scheme_selector
 from tessera.linear.scheme import Linear

@@ -14,8 +14,8 @@ from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.scheduling.scheduler import ScheduledBatch, ScheduledSpan
 from tessera.engine.sequence import Sequence
 from tessera.kernels import reference
-from tessera.kernels.deferred import Partials
 from tessera.kernels.fp8_rows import Fp8Sums
+from tessera.kernels.operands import Partials
 from tessera.linear.formats import int4
 from tessera.linear.formats.awq import Awq
 from tessera.linear.formats.fp8 import Fp8, Fp8OnLoad

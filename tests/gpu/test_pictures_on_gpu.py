@@ -7,9 +7,9 @@ import torch
 from vision.tiny_qwen2_vl_tower import config_of, groups, model_of, picture, save, wires
 
 from tessera.checkpoint.config import CheckpointConfig
+from tessera.kernels.attention_plan import query_tiles
 from tessera.kernels.tower_attention import attend_within, attention_by, triton_configs
 from tessera.kernels.tower_layers import PLAIN, gpu_kernels, varlen_backends
-from tessera.kernels.varlen_attention import query_tiles
 from tessera.settings.stages import VisionSettings
 from tessera.vision.runner import make_runner
 from tessera.vision.torch_runner import TorchRunner
@@ -67,8 +67,8 @@ def test_heads_of_a_whole_batch_are_turned_as_the_twin_turns_them():
     qkv = qkv_of(5476, 16, 80)
     angles = torch.rand(5476, 40, device=DEVICE) * 70
     turns = torch.stack((angles.cos(), angles.sin()))
-    expected = torch.stack(PLAIN.turn(qkv, turns), dim=1)
-    rows = torch.stack(gpu_kernels().turn(qkv, turns), dim=1)
+    expected = torch.stack(PLAIN.layers.turn_heads(qkv, turns), dim=1)
+    rows = torch.stack(gpu_kernels().layers.turn_heads(qkv, turns), dim=1)
     torch.testing.assert_close(rows, expected, rtol=2**-7, atol=2**-7)
 
 

@@ -18,7 +18,6 @@ class PagedBatch:
     """Sequences of ``contexts`` positions in shuffled blocks; the last ``counts`` of each are packed queries.
 
     ``q`` [n, heads, head_dim] is a part of wider rows. ``blocks`` [most, s] and the others are on the device.
-    ``scales`` are those of a cache in e4m3, as options of the kernels.
     """
 
     def __init__(self, shape, counts, contexts, dtype, device, generator, index=torch.int32, fp8=False):
@@ -51,16 +50,8 @@ class PagedBatch:
         self.blocks, self.context, self.count, self.rows = (torch.from_numpy(x).to(device, index) for x in arrays)
 
     @property
-    def keys(self):
-        return self.storage.keys[0]
-
-    @property
-    def values(self):
-        return self.storage.values[0]
-
-    @property
-    def scales(self):
-        return {"key_scales": self.storage.key_scales[0], "value_scales": self.storage.value_scales[0]}
+    def cache(self):
+        return self.storage.layers[0]
 
     def expected(self):
         """What the oracle backend makes of the batch; zeros for queries that see nothing."""

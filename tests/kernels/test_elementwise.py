@@ -12,9 +12,9 @@ from tessera.kernels import reference
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
 from tessera.kernels.activation import silu_and_multiply
-from tessera.kernels.deferred import Partials
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows, Fp8Sums, quantize_rows
 from tessera.kernels.norm import add_rms_norm, norm_heads
+from tessera.kernels.operands import PagedCache, Partials
 from tessera.kernels.rotary import rotate_and_store
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -262,13 +262,11 @@ def test_rotate_and_store(dtype, device, generator, n, heads, kv_heads, size):
     slots = torch.randperm(blocks * block_size, device=device, generator=generator)[:n]
     slots[1::3] = -1
     before = torch.full((2, blocks, block_size, kv_heads, size), 7.0, dtype=dtype, device=device)
-    (keys, values), (expected_keys, expected_values) = before.clone(), before.clone()
-    expected = qkv.clone()
-    reference.rotate_and_store(expected, cos, sin, slots, expected_keys, expected_values, heads)
-    rotate_and_store(qkv, cos, sin, slots, keys, values, heads)
-    close(qkv, expected)
-    close(keys, expected_keys)
-    assert torch.equal(values, expected_values)
+    cache, twin = PagedCache(*before.clone()), PagedCache(*before.clone())
+    expected = reference.rotate_and_store(qkv.clone(), cos, sin, slots, twin, heads)
+    close(rotate_and_store(qkv, cos, sin, slots, cache, heads), expected)
+    close(cache.keys, twin.keys)
+    assert torch.equal(cache.values, twin.values)
 
 
 @UNFINISHED
@@ -278,10 +276,10 @@ def test_rotate_and_store_finishes_a_product(dtype, device, generator, n, heads,
     given, product = unfinished(kind, dtype, device, generator, *qkv.shape)
     slots = torch.tensor([5, -1, 0, 11], device=device)[:n]
     twins = torch.zeros((2, 3, 4, kv_heads, size), dtype=dtype, device=device)
-    expected = reference.rotate_and_store(product, cos, sin, slots, *twins, heads)
+    expected = reference.rotate_and_store(product, cos, sin, slots, PagedCache(*twins), heads)
     for kernel, each in zip((reference.rotate_and_store, rotate_and_store), given):
         caches = torch.zeros_like(twins)
-        close(kernel(each, cos, sin, slots, *caches, heads), expected)
+        close(kernel(each, cos, sin, slots, PagedCache(*caches), heads), expected)
         close(caches, twins)
 
 
@@ -296,8 +294,8 @@ def test_rotate_and_store_in_fp8(dtype, device, generator, n, heads, kv_heads, s
     twins = [torch.zeros((3, 4, kv_heads, size), dtype=torch.float8_e4m3fn, device=device) for _ in range(2)]
     scales, expected_scales = torch.full((2, 2, 3, 4, kv_heads), 7.0, device=device)
     expected = qkv.clone()
-    reference.rotate_and_store(expected, cos, sin, slots, *twins, heads, *expected_scales)
-    close(rotate_and_store(qkv, cos, sin, slots, *caches, heads, *scales), expected)
+    reference.rotate_and_store(expected, cos, sin, slots, PagedCache(*twins, *expected_scales), heads)
+    close(rotate_and_store(qkv, cos, sin, slots, PagedCache(*caches, *scales), heads), expected)
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(scales, expected_scales, rtol=(4 if scales.is_cuda else 2) * step, atol=0)
     assert torch.equal(scales[1], expected_scales[1])
@@ -312,7 +310,7 @@ def test_the_twin_rotates_as_the_backends_do(device, generator):
     keys, values = torch.zeros((2, 1, 4, 1, 8), device=device)
     expected = rotate(qkv.view(2, 4, 8)[:, :3], cos, sin)
     v = qkv.view(2, 4, 8)[:, 3].clone()
-    reference.rotate_and_store(qkv, cos, sin, torch.tensor([2, -1], device=device), keys, values, 2)
+    reference.rotate_and_store(qkv, cos, sin, torch.tensor([2, -1], device=device), PagedCache(keys, values), 2)
     close(qkv.view(2, 4, 8)[:, :3], expected)
     close(keys[0, 2], expected[0, 2:])
     assert torch.equal(values[0, 2, 0], v[0])
@@ -320,9 +318,9 @@ def test_the_twin_rotates_as_the_backends_do(device, generator):
 
 
 def test_rotate_and_store_refuses_another_width():
-    keys = torch.zeros((1, 4, 1, 8))
+    cache = PagedCache(*torch.zeros((2, 1, 4, 1, 8)))
     angles, slots = torch.zeros((2, 4)), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="40 values"):
-        rotate_and_store(torch.ones(2, 40), angles, angles, slots, keys, keys, heads=2)
+        rotate_and_store(torch.ones(2, 40), angles, angles, slots, cache, heads=2)
     with pytest.raises(ValueError, match="contiguous"):
-        rotate_and_store(torch.ones(32, 2).T, angles, angles, slots, keys, keys, heads=2)
+        rotate_and_store(torch.ones(32, 2).T, angles, angles, slots, cache, heads=2)

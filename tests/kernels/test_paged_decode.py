@@ -8,7 +8,9 @@ from paged_fakes import BLOCK, PagedBatch, close, shape_of
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from tessera.kernels.paged_decode import DecodePlan, choose_splits, decode_attention
+from tessera.kernels.attention_plan import AttentionPlan
+from tessera.kernels.operands import PagedCache
+from tessera.kernels.paged_decode import choose_splits, decode_attention
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 # Around the edges of blocks and of tiles of 64, and nothing at all.
@@ -16,17 +18,7 @@ CONTEXTS = [1, 15, 0, 16, 17, 63, 64, 65, 200]
 
 
 def decoded(batch, splits, **options):
-    return decode_attention(
-        batch.q,
-        batch.keys,
-        batch.values,
-        batch.blocks,
-        batch.context,
-        batch.scale,
-        splits,
-        **batch.scales,
-        **options,
-    )
+    return decode_attention(batch.q, batch.cache, batch.blocks, batch.context, batch.scale, splits, **options)
 
 
 def batch_of(contexts, dtype, device, generator, group=7, index=torch.int32, fp8=False, **shape):
@@ -51,7 +43,7 @@ def test_a_cache_in_fp8(dtype, device, generator, splits, head_dim):
 @pytest.mark.parametrize("splits", [2, 32])
 def test_more_splits_than_tiles(half, device, generator, splits):
     batch = batch_of([3, 100, 0, 530], half, device, generator, kv_heads=1)
-    close(decoded(batch, splits, plan=DecodePlan(tokens=16)), batch.expected())
+    close(decoded(batch, splits, plan=AttentionPlan(16, 16, 4, 3)), batch.expected())
 
 
 @pytest.mark.parametrize(("group", "head_dim"), [(16, 128), (3, 16), (1, 96), (7, 48)])
@@ -130,5 +122,6 @@ def test_refusals(change, message):
     )
     arguments |= change
     arguments.setdefault("values", torch.zeros_like(arguments["keys"]))
+    cache = PagedCache(**{name: arguments.pop(name) for name in PagedCache._fields if name in arguments})
     with pytest.raises(ValueError, match=message):
-        decode_attention(**arguments)
+        decode_attention(cache=cache, **arguments)

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from tessera.kernels import reference
-from tessera.kernels.deferred import Partials, finished
 from tessera.kernels.fp8_rows import Fp8Rows, quantize_rows, quantize_weight
+from tessera.kernels.operands import Partials, finished
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
 from tessera.kernels.skinny_linear import (
     SkinnyPlan,
+    add_partials,
     plan_skinny,
     plan_skinny_fp8,
     plan_skinny_gate_up,
@@ -20,7 +21,6 @@ from tessera.kernels.skinny_linear import (
     skinny_gate_up,
     skinny_unfinished,
 )
-from tessera.kernels.split_k import add_partials
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SHAPES = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (151680, 3584)]

@@ -10,6 +10,7 @@ from paged_fakes import PagedBatch, close, shape_of
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
 from tessera.kernels.attention_plan import AttentionPlan
+from tessera.kernels.operands import PagedCache
 from tessera.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -29,8 +30,7 @@ def attended(batch, plan=None, out=None):
     tiles = torch.from_numpy(prefill_tiles(batch.counts, batch.contexts, queries)).to(batch.q.device)
     return prefill_attention(
         batch.q,
-        batch.keys,
-        batch.values,
+        batch.cache,
         batch.rows,
         batch.count,
         batch.context,
@@ -39,7 +39,6 @@ def attended(batch, plan=None, out=None):
         batch.scale,
         torch.empty_like(batch.q, memory_format=torch.contiguous_format) if out is None else out,
         plan,
-        **batch.scales,
     )
 
 
@@ -56,7 +55,7 @@ def test_a_cache_in_fp8(dtype, device, generator, head_dim):
 
 
 @pytest.mark.parametrize(
-    "plan", [SMALL, AttentionPlan(rows=32, tokens=64, warps=4, stages=3), AttentionPlan(64, 32, 4, 2, registers=168)]
+    "plan", [SMALL, AttentionPlan(rows=32, tokens=64, warps=4, stages=3), AttentionPlan(64, 32, 4, 2)]
 )
 def test_any_plan(half, device, generator, plan):
     batch = batch_of(PIECES[:7], half, device, generator, kv_heads=1)
@@ -140,6 +139,6 @@ def test_refusals(change, message):
         out=torch.zeros(2, 14, 64),
     )
     arguments |= dict.fromkeys(("rows", "counts", "contexts"), torch.ones(1, dtype=torch.int32)) | change
-    arguments["values"] = torch.zeros_like(arguments["keys"])
+    keys = arguments.pop("keys")
     with pytest.raises(ValueError, match=message):
-        prefill_attention(**arguments)
+        prefill_attention(cache=PagedCache(keys, keys), **arguments)

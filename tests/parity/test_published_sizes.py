@@ -62,12 +62,13 @@ def test_a_model_of_the_body_s_shape(tmp_path: Path, body: str) -> None:
     count += model.embedding.get_buffer("weight").numel()
     assert count / 1e9 == pytest.approx(BODIES[body].billions, rel=0.01)
     pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
+    from tessera.kernels.operands import PagedCache
     from tessera.kernels.paged_decode import check_cache
 
     heads = model.heads
     cache = torch.empty(1, 16, heads.kv_heads, heads.head_dim, device="meta")
     q = torch.empty(1, heads.heads, heads.head_dim, device="meta")
-    check_cache(q, cache, cache, q, None, None)
+    check_cache(q, PagedCache(cache, cache), q)
 
 
 @pytest.mark.parametrize(("tower", "billions"), [("300M", 0.304), ("6B", 5.54)])

@@ -14,9 +14,8 @@ from vision.gluon_fakes import load_without_gpu
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
 from tessera.kernels import hopper_attention as compiled
-from tessera.kernels.attention_plan import HopperPlan
+from tessera.kernels.attention_plan import HopperPlan, query_tiles
 from tessera.kernels.tower_attention import attend_within
-from tessera.kernels.varlen_attention import query_tiles
 
 CPU = torch.device("cpu")
 MIXES = [[4], [16], [32, 32], [100], [4, 40, 1, 33, 64, 4]]

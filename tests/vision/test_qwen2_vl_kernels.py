@@ -97,7 +97,7 @@ def test_attention_is_chosen_for_pictures_of_one_size_and_for_others(tower, tmp_
             assert named in question
     assert {"cudnn", "flash"} <= set(choices.asked[equal]) and "cudnn" not in choices.asked[mixed]
     built = []
-    monkeypatch.setattr("tessera.kernels.varlen_attention.query_tiles", lambda *_: built.append(_) or [])
+    monkeypatch.setattr("tessera.kernels.tower_attention.query_tiles", lambda *_: built.append(_) or [])
     monkeypatch.setattr("tessera.kernels.tower_attention.to_device", lambda values, device: values)
     kernels.attend_within([16, 16], DEVICE)
     assert not built

@@ -9,11 +9,7 @@ from torch import nn
 
 from tessera.kernels.reference import add_and_norm
 from tessera.kernels.tower_attention import attend_class_apart
-from tessera.kernels.tower_layers import (
-    gpu_kernels,
-    linear_and_activate,
-    linear_and_activate_in_place,
-)
+from tessera.kernels.tower_layers import PLAIN, gpu_kernels
 from tessera.kernels.tuning import MeasuredChoices
 from tessera.models.registry import read_config
 from tessera.models.tower import load_tower
@@ -85,8 +81,8 @@ def test_add_layer_norm_refuses(x, update, message):
 @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "silu"])
 def test_the_activation_in_place(activation):
     linear, x = nn.Linear(8, 16).requires_grad_(False).to(DEVICE), normal(3, 5, 8)
-    expected = linear_and_activate(x, linear, activation)
-    torch.testing.assert_close(linear_and_activate_in_place(x, linear, activation), expected)
+    expected = PLAIN.linear_and_activate(x, linear, activation)
+    torch.testing.assert_close(gpu_kernels().linear_and_activate(x, linear, activation), expected)
 
 
 @pytest.mark.parametrize(

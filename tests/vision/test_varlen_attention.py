@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from tessera.kernels.attention_plan import AttentionPlan
+from tessera.kernels.attention_plan import AttentionPlan, query_tiles
 from tessera.kernels.tower_attention import attend_in_triton, attend_within
 from tessera.kernels.tower_layers import PLAIN, gpu_kernels, varlen_backends
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
 from tessera.kernels.rotary import turn_heads
-from tessera.kernels.varlen_attention import parts_of, query_tiles, varlen_attention
+from tessera.kernels.varlen_attention import parts_of, varlen_attention
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -99,10 +99,10 @@ def test_heads_are_turned_in_place(dtype, heads, size):
     qkv = heads_of(5, heads, size, dtype)
     angles = torch.rand(5, size // 2, generator=torch.Generator().manual_seed(1)).to(DEVICE) * 50
     turns = torch.stack((angles.cos(), angles.sin()))
-    expected = torch.stack(PLAIN.turn(qkv, turns), dim=1)
+    expected = torch.stack(PLAIN.layers.turn_heads(qkv, turns), dim=1)
     assert torch.equal(expected[:, 2], qkv[:, 2]) and not torch.equal(expected, qkv)
     given = qkv.clone()
-    rows = gpu_kernels().turn(given, turns)
+    rows = gpu_kernels().layers.turn_heads(given, turns)
     # A fused multiplication and addition may round once where the twin rounds twice.
     step = max(torch.finfo(dtype).eps, 1e-6)
     torch.testing.assert_close(torch.stack(rows, dim=1), expected, rtol=step, atol=2 * step)

@@ -17,7 +17,7 @@ import torch
 
 from tessera.attention.kv_storage import KvStorage
 from tessera.errors import ConfigError
-from tessera.kernels.deferred import Unfinished, finished
+from tessera.kernels.operands import Unfinished, finished
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ _BACKENDS = {
 def create_backend(name: str, shape: HeadShape, storage: KvStorage) -> AttentionBackend:
     """The backend called ``name``; "auto" is triton on a GPU, sdpa elsewhere. ConfigError for unknown names."""
     if name == "auto":
-        name = "triton" if storage.keys[0].is_cuda else "sdpa"
+        name = "triton" if storage.device.type == "cuda" else "sdpa"
     if name not in _BACKENDS:
         raise ConfigError(f"engine: attention {name!r} is not known; known are auto, {', '.join(_BACKENDS)}")
     return resolve_name(_BACKENDS[name])(shape, storage)

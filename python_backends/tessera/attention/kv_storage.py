@@ -8,17 +8,18 @@ import torch
 
 from tessera.errors import ConfigError
 from tessera.kernels.fp8_rows import E4M3, quantize_rows
+from tessera.kernels.operands import PagedCache
 
 
 class KvStorage:
-    """Keys and values of every layer, each [num_blocks, block_size, kv_heads, head_dim].
+    """Keys and values of every layer: ``layers``. Their shape is [num_blocks, block_size, kv_heads, head_dim].
 
     Slot ``block * block_size + offset`` holds one position. What lies behind a sequence's context is somebody else's
     and may be NaN: attention does not read it, not even to mask it, as 0 times NaN is NaN.
 
-    In ``fp8`` they are e4m3, to be multiplied by ``key_scales`` and ``value_scales``, one float32 a position and head,
+    In ``fp8`` they are e4m3, to be multiplied by scales, one float32 a position and head,
     [num_blocks, block_size, kv_heads]: so keys beyond e4m3's 448, as the biased ones of Qwen2 may be, do not saturate,
-    small values keep their bits, and nothing is calibrated. Without ``fp8`` these lists hold None.
+    small values keep their bits, and nothing is calibrated.
     """
 
     def __init__(
@@ -38,11 +39,11 @@ class KvStorage:
         self.dtype = dtype
         self.fp8 = fp8
         stored = E4M3 if fp8 else dtype
-        self.keys = [torch.zeros(shape, dtype=stored, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=stored, device=device) for _ in range(layers)]
-        self.key_scales, self.value_scales = (
-            [torch.zeros(shape[:-1], device=device) if fp8 else None for _ in range(layers)] for _ in range(2)
-        )
+        self.device, self.num_blocks = device, shape[0]
+        halves = [(shape, stored)] * 2 + [(shape[:-1], torch.float32)] * 2 * fp8
+        self.layers = [
+            PagedCache(*(torch.zeros(size, dtype=each, device=device) for size, each in halves)) for _ in range(layers)
+        ]
 
     @staticmethod
     def bytes_per_block(layers: int, block: tuple[int, int, int], dtype: torch.dtype, fp8: bool) -> int:
@@ -50,25 +51,20 @@ class KvStorage:
         a_head = block[-1] + torch.float32.itemsize if fp8 else block[-1] * dtype.itemsize
         return 2 * layers * math.prod(block[:-1]) * a_head
 
-    def tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """A layer's keys, values, and their scales."""
-        return self.keys[layer], self.values[layer], self.key_scales[layer], self.value_scales[layer]
-
     def write(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores keys and values [n, kv_heads, head_dim] at slots int64 [n]; returns them as they will be read."""
+        cache = self.layers[layer]
         return (
-            self._write(self.keys[layer], self.key_scales[layer], slots, keys),
-            self._write(self.values[layer], self.value_scales[layer], slots, values),
+            self._write(cache.keys, cache.key_scales, slots, keys),
+            self._write(cache.values, cache.value_scales, slots, values),
         )
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [n, kv_heads, head_dim] at slots int64 [n]."""
-        return (
-            self._read(self.keys[layer], self.key_scales[layer], slots),
-            self._read(self.values[layer], self.value_scales[layer], slots),
-        )
+        cache = self.layers[layer]
+        return self._read(cache.keys, cache.key_scales, slots), self._read(cache.values, cache.value_scales, slots)
 
     def _write(
         self, cache: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor, new: torch.Tensor

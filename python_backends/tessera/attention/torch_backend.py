@@ -90,11 +90,11 @@ class SdpaBackend(AttentionBackend):
 
     def _bias(self, unseen: np.ndarray) -> torch.Tensor:
         """0 where a query may look, -inf elsewhere, in the model's dtype."""
-        bias = torch.zeros(unseen.shape, dtype=self.storage.dtype, device=self.storage.keys[0].device)
+        bias = torch.zeros(unseen.shape, dtype=self.storage.dtype, device=self.storage.device)
         return bias.masked_fill_(self._tensor(unseen), float("-inf"))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return to_device(array, self.storage.keys[0].device)
+        return to_device(array, self.storage.device)
 
 
 class TorchBackend(AttentionBackend):

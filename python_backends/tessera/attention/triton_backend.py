@@ -16,7 +16,7 @@ from tessera.attention.backend import (
     StaticPieces,
 )
 from tessera.attention.kv_storage import KvStorage
-from tessera.kernels.deferred import Unfinished
+from tessera.kernels.operands import Unfinished
 from tessera.kernels.paged_decode import choose_splits, decode_attention
 from tessera.kernels.rotary import rotate_and_store
 from tessera.kernels.transfer import load, to_device
@@ -56,7 +56,7 @@ class _StaticPieces(StaticPieces):
     """All spans as pieces, single queries too. One piece more is always empty: that of the tiles that are too many."""
 
     def __init__(self, backend: TritonBackend, most_sequences: int, most_tokens: int, most_blocks: int) -> None:
-        self._backend, self._empty, device = backend, most_sequences, backend.storage.keys[0].device
+        self._backend, self._empty, device = backend, most_sequences, backend.storage.device
         self._lines = torch.zeros((3 + most_blocks, most_sequences + 1), dtype=torch.int64, device=device)
         self._tiles = torch.zeros((self._tile_count(most_tokens), 2), dtype=torch.int32, device=device)
 
@@ -93,12 +93,11 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, shape: HeadShape, storage: KvStorage) -> None:
         super().__init__(shape, storage)
-        self._device = storage.keys[0].device
         plan = default_plan(shape.head_dim, storage.dtype)
         self.tile_queries = plan.rows // (shape.heads // shape.kv_heads)
         self._processors = 1
-        if self._device.type == "cuda":
-            self._processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        if storage.device.type == "cuda":
+            self._processors = torch.cuda.get_device_properties(storage.device).multi_processor_count
 
     def plan(self, table: SpanTable) -> _Plan:
         single = table.count == 1  # they come first
@@ -117,25 +116,23 @@ class TritonBackend(AttentionBackend):
     def attend(self, layer: int, qkv: torch.Tensor | Unfinished, step: AttentionStep) -> torch.Tensor:
         """Rotates the queries in ``qkv`` itself."""
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
-        keys, values, *scales = self.storage.tensors(layer)
-        rotated = rotate_and_store(qkv, step.cos, step.sin, step.slots, keys, values, heads, *scales)
+        rotated = rotate_and_store(qkv, step.cos, step.sin, step.slots, self.storage.layers[layer], heads)
         q, k, v = rotated.view(rotated.shape[0], -1, self.shape.head_dim).split((heads, kv_heads, kv_heads), dim=1)
         if step.rows is not None:
             q = q[step.rows]
         return self._attend(layer, q, k, v, step.plan).flatten(1)
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
-        keys, values, key_scales, value_scales = self.storage.tensors(layer)
-        scales: dict[str, Any] = {"key_scales": key_scales, "value_scales": value_scales}
+        cache = self.storage.layers[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         singles: _Singles | None = plan.singles
         pieces: _Pieces | None = plan.pieces
         if singles is not None:
             first = len(singles.context)
             tables = (singles.blocks, singles.context)
-            decode_attention(q[:first], keys, values, *tables, self.scale, singles.splits, out[:first], **scales)
+            decode_attention(q[:first], cache, *tables, self.scale, singles.splits, out[:first])
         if pieces is not None:
-            prefill_attention(q, keys, values, *pieces, self.scale, out, **scales)
+            prefill_attention(q, cache, *pieces, self.scale, out)
         return out
 
     def _singles(self, table: SpanTable, which: np.ndarray) -> _Singles:
@@ -161,4 +158,4 @@ class TritonBackend(AttentionBackend):
         return choose_splits(sequences, self.shape.kv_heads, most_tokens, self._processors)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return to_device(array, self._device)
+        return to_device(array, self.storage.device)

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import nn
 
 from tessera.kernels import reference
-from tessera.kernels.deferred import Partials, Unfinished
 from tessera.kernels.fp8 import early_launch, store_row, wait_for_previous
 from tessera.kernels.fp8_rows import Fp8Rows, empty_like, rows_or_tensor
+from tessera.kernels.operands import Partials, Unfinished
 
 MAX_SIZE = 8192
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from tessera.kernels.attention_plan import AttentionPlan
 from tessera.kernels.fp8 import early_launch, wait_for_previous
+from tessera.kernels.operands import PagedCache
 
 MAX_SPLITS = 32
 _TOKENS_A_SPLIT = 128
@@ -19,16 +20,7 @@ _WAVES = 2
 _ROWS = 16
 
 
-@dataclass(frozen=True)
-class DecodePlan:
-    """``tokens`` of a tile of keys (a power of two, at least 16), warps of a program, stages of its load pipeline."""
-
-    tokens: int = 64
-    warps: int = 4
-    stages: int = 3
-
-
-DEFAULT_PLAN = DecodePlan()
+DEFAULT_PLAN = AttentionPlan(_ROWS, tokens=64, warps=4, stages=3)
 
 
 def choose_splits(sequences: int, kv_heads: int, most_tokens: int, sms: int) -> int:
@@ -43,20 +35,14 @@ def choose_splits(sequences: int, kv_heads: int, most_tokens: int, sms: int) -> 
     return 1 << (most.bit_length() - 1)
 
 
-def check_cache(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    out: torch.Tensor,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
-) -> None:
-    """ValueError unless q and out [.., heads, head_dim] and a cache [num_blocks, block_size, kv_heads, head_dim] fit.
+def check_cache(q: torch.Tensor, cache: PagedCache, out: torch.Tensor) -> None:
+    """ValueError unless q and out [.., heads, head_dim] and the cache fit.
 
     The attention kernels want: head_dim a multiple of 16, block_size a power of two >= 16, 1..16 query heads a key
     head, one dtype, keys and values laid out alike, and the last two dimensions of all of them contiguous. A cache of
     another dtype has contiguous scales [num_blocks, block_size, kv_heads], both or none.
     """
+    keys, values, *scales = cache
     block_size, kv_heads, head_dim = keys.shape[1:]
     heads = q.shape[-2]
     if q.shape[-1] != head_dim or head_dim < 16 or head_dim % 16:
@@ -69,9 +55,9 @@ def check_cache(
         raise ValueError("keys and values differ in shape or strides")
     if q.shape != out.shape:
         raise ValueError(f"q is {tuple(q.shape)}, out {tuple(out.shape)}")
-    given = [scales for scales in (key_scales, value_scales) if scales is not None]
-    if any(scales.shape != keys.shape[:3] or not scales.is_contiguous() for scales in given) or len(given) == 1:
-        raise ValueError(f"scales are {[tuple(scales.shape) for scales in given]}; the cache is {tuple(keys.shape)}")
+    given = [each for each in scales if each is not None]
+    if any(each.shape != keys.shape[:3] or not each.is_contiguous() for each in given) or len(given) == 1:
+        raise ValueError(f"scales are {[tuple(each.shape) for each in given]}; the cache is {tuple(keys.shape)}")
     if q.dtype != out.dtype or keys.dtype != values.dtype or (keys.dtype != q.dtype and not given):
         raise ValueError(f"one dtype is wanted: q {q.dtype}, keys {keys.dtype}, values {values.dtype}, out {out.dtype}")
     for name, x in (("q", q), ("keys", keys), ("out", out)):
@@ -80,24 +66,16 @@ def check_cache(
 
 
 def cache_arguments(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    blocks: torch.Tensor,
-    out: torch.Tensor,
-    scale: float,
-    key_scales: torch.Tensor | None,
-    value_scales: torch.Tensor | None,
+    q: torch.Tensor, cache: PagedCache, blocks: torch.Tensor, out: torch.Tensor, scale: float
 ) -> dict[str, Any]:
-    """What the attention kernels are told of queries and a cache that :func:`check_cache` took."""
+    """What the attention kernels are told of queries and a cache. ValueError for what :func:`check_cache` refuses."""
+    check_cache(q, cache, out)
     heads, head_dim = q.shape[-2:]
+    keys = cache.keys
     block_size, kv_heads = keys.shape[1:3]
     return {
         "q": q,
-        "keys": keys,
-        "values": values,
-        "key_scales": key_scales,
-        "value_scales": value_scales,
+        **cache._asdict(),
         "blocks": blocks,
         "out": out,
         "scale": scale * math.log2(math.e),
@@ -117,51 +95,36 @@ def cache_arguments(
 
 def decode_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    cache: PagedCache,
     blocks: torch.Tensor,
     context: torch.Tensor,
     scale: float,
     splits: int,
     out: torch.Tensor | None = None,
-    plan: DecodePlan = DEFAULT_PLAN,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
+    plan: AttentionPlan = DEFAULT_PLAN,
 ) -> torch.Tensor:
     """q [s, heads, head_dim], its rows any stride apart -> the same shape and dtype, in ``out`` if that is given.
 
-    ``keys``, ``values`` [num_blocks, block_size, kv_heads, head_dim]; ``blocks`` integer [most, s], most >= 1: block
-    j of sequence i is blocks[j, i]; ``context`` integer [s]: query i sees positions [0, context[i]), and where that
-    is 0 its row is 0 and the cache is not read. ``splits`` is a power of two up to 32, see :func:`choose_splits`.
-    A cache in e4m3 is multiplied by ``key_scales`` and ``value_scales`` float32 [num_blocks, block_size, kv_heads].
+    ``blocks`` integer [most, s], most >= 1: block j of sequence i is blocks[j, i]; ``context`` integer [s]: query i
+    sees positions [0, context[i]), and where that is 0 its row is 0 and the cache is not read. ``splits`` is a power of
+    two up to 32, see :func:`choose_splits`. The plan's rows are 16: the heads of a group are padded to that many.
     Nothing is read back and the grid depends on the shapes alone, so a call can be captured in a CUDA graph.
     ValueError for what :func:`check_cache` refuses. The method is flash decoding (Dao et al., 2023).
     """
     sequences, heads, head_dim = q.shape
     if out is None:
         out = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=q.device)
-    check_cache(q, keys, values, out, key_scales, value_scales)
     if not 1 <= splits <= MAX_SPLITS or splits & (splits - 1):
         raise ValueError(f"splits {splits} is no power of two up to {MAX_SPLITS}")
     partial, weights = None, None
     if splits > 1:
         partial = torch.empty((sequences, heads, splits, head_dim), dtype=torch.float32, device=q.device)
         weights = torch.empty((sequences, heads, splits), dtype=torch.float32, device=q.device)
-    cache = cache_arguments(q, keys, values, blocks, out, scale, key_scales, value_scales)
-    _decode_kernel[(keys.shape[2], sequences, splits)](
-        context=context,
-        partial=partial,
-        weights=weights,
-        **cache,
-        ROWS=_ROWS,
-        TOKENS=plan.tokens,
-        SPLITS=splits,
-        num_warps=plan.warps,
-        num_stages=plan.stages,
-        **early_launch(q.device),
-    )
+    given = cache_arguments(q, cache, blocks, out, scale)
+    steps = {"context": context, "partial": partial, "weights": weights, "SPLITS": splits, **early_launch(q.device)}
+    _decode_kernel[(cache.keys.shape[2], sequences, splits)](**steps, **given, **plan.launch)
     if splits > 1:
-        merged = {name: cache[name] for name in ("out", "out_row", "HEAD_DIM", "COLUMNS")}
+        merged = {name: given[name] for name in ("out", "out_row", "HEAD_DIM", "COLUMNS")}
         options = {"HEADS": heads, "SPLITS": splits, "num_warps": 1, **early_launch(q.device)}
         _merge_kernel[(heads, sequences)](partial, weights, **merged, **options)
     return out

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tessera.kernels.deferred import Partials, Unfinished, finished
 from tessera.kernels.fp8_rows import Fp8Rows, fp8_linear, quantize_rows, rescale
+from tessera.kernels.operands import PagedCache, Partials, Unfinished, finished
 from tessera.kernels.w4_layout import PackedW4, unpack
 
 
@@ -57,19 +57,15 @@ def rotate_and_store(
     cos: torch.Tensor,
     sin: torch.Tensor,
     slots: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    cache: PagedCache,
     heads: int,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotates q and k inside qkv [n, (heads + 2 * kv_heads) * d], stores k and v at slots int64 [n] unless negative.
 
-    cos, sin float32 [n, d / 2]; keys, values [blocks, block_size, kv_heads, d], in e4m3 with scales float32
-    [blocks, block_size, kv_heads]. An unfinished product is finished first. Returns qkv.
+    cos, sin float32 [n, d / 2]. An unfinished product is finished first. Returns qkv.
     """
     qkv = finished(qkv)
-    kv_heads, size = keys.shape[2:]
+    kv_heads, size = cache.keys.shape[2:]
     split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, size)
     rotated = split[:, : heads + kv_heads]
     first, second = rotated.float().chunk(2, dim=-1)
@@ -77,12 +73,15 @@ def rotate_and_store(
     rotated.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
     stored = slots >= 0
     new_keys, new_values = split[stored, heads:].split(kv_heads, dim=1)
-    for cache, scales, new in ((keys, key_scales, new_keys), (values, value_scales, new_values)):
+    for target, scales, new in (
+        (cache.keys, cache.key_scales, new_keys),
+        (cache.values, cache.value_scales, new_values),
+    ):
         if scales is not None:
             rows = quantize_rows(new.reshape(-1, size).contiguous())
             scales.view(-1, kv_heads)[slots[stored]] = rows.scales.view(-1, kv_heads)
-            cache, new = cache.view(torch.uint8), rows.values.view(torch.uint8).view(new.shape)
-        cache.view(-1, kv_heads, size)[slots[stored]] = new
+            target, new = target.view(torch.uint8), rows.values.view(torch.uint8).view(new.shape)
+        target.view(-1, kv_heads, size)[slots[stored]] = new
     return qkv
 
 

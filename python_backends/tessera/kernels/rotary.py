@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tessera.kernels.deferred import Partials, Unfinished
 from tessera.kernels.fp8 import early_launch, inverse_of, scale_of, wait_for_previous
+from tessera.kernels.operands import PagedCache, Partials, Unfinished
 
 
 def rotate_and_store(
@@ -18,19 +18,16 @@ def rotate_and_store(
     cos: torch.Tensor,
     sin: torch.Tensor,
     slots: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    cache: PagedCache,
     heads: int,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotates q and k in place in qkv, and copies the rotated k and the v to their slots of the cache. Returns qkv.
 
     qkv [n, (heads + 2 * kv_heads) * d]; cos, sin float32 [n, d / 2] rotate the first half of a head against its
     second; slots int64 [n], each ``block * block_size + offset``, negative where nothing is to be stored (a padded
-    graph's dummy rows); keys, values [blocks, block_size, kv_heads, d] of qkv's dtype, or e4m3 with scales float32
-    [blocks, block_size, kv_heads], which are set as :func:`tessera.kernels.fp8_rows.quantize_rows` does for a head. All
-    are contiguous, else ValueError, as for a qkv of another width. The rotation is float32 and rounded once.
+    graph's dummy rows); a cache of qkv's dtype, or in e4m3: then its scales are set as
+    :func:`tessera.kernels.fp8_rows.quantize_rows` does for a head. All are contiguous, else ValueError, as for a qkv of
+    another width. The rotation is float32 and rounded once.
 
     An unfinished product is finished and rounded first, an FP8 product's sums in their own memory.
     """
@@ -39,25 +36,15 @@ def rotate_and_store(
         qkv = qkv.product()  # by many programs: one a token would take longer to fetch them (measured on an H200)
     elif not isinstance(qkv, torch.Tensor):
         qkv, x_scales, scales, bias = qkv
-    n, (kv_heads, size) = len(qkv), keys.shape[2:]
+    n, (kv_heads, size) = len(qkv), cache.keys.shape[2:]
     if qkv.shape[1] != (heads + 2 * kv_heads) * size:
         raise ValueError(f"rotate_and_store: {qkv.shape[1]} values a row are not {heads} + 2 * {kv_heads} of {size}")
-    given = (qkv, cos, sin, slots, keys, values, key_scales, value_scales, x_scales, scales, bias)
+    given = (qkv, cos, sin, slots, *cache, x_scales, scales, bias)
     if not all(tensor.is_contiguous() for tensor in given if tensor is not None):
         raise ValueError("rotate_and_store: every tensor must be contiguous")
     if n:
         _rotate_and_store[(n,)](
-            qkv,
-            cos,
-            sin,
-            slots,
-            keys,
-            values,
-            key_scales,
-            value_scales,
-            x_scales,
-            scales,
-            bias,
+            *given,
             HEADS=heads,
             KV_HEADS=kv_heads,
             HALF=size // 2,

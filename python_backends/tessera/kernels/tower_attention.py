@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from tessera.kernels.attention_plan import AttentionPlan, HopperPlan
+from tessera.kernels.attention_plan import AttentionPlan, HopperPlan, query_tiles
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.transfer import to_device
 
@@ -80,8 +80,6 @@ def attend_in_torch(lengths: Sequence[int], device: torch.device) -> Attend:
 
 def attend_in_triton(lengths: Sequence[int], device: torch.device, plan: AttentionPlan | HopperPlan) -> Attend:
     """:data:`VarlenAttention` by a kernel of ours."""
-    from tessera.kernels.varlen_attention import query_tiles
-
     attention = attention_by(plan)
     tiles = to_device(query_tiles(lengths, plan.rows), device)
 

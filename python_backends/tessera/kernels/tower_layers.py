@@ -30,18 +30,13 @@ from tessera.kernels.tower_attention import (
 )
 from tessera.kernels.tuning import layer_kernels
 
-
-def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
 _tanh_gelu = partial(functional.gelu, approximate="tanh")
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
     "gelu_new": _tanh_gelu,
     "gelu_pytorch_tanh": _tanh_gelu,
-    "quick_gelu": _quick_gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": functional.relu,
     "silu": functional.silu,
 }
@@ -69,9 +64,6 @@ class TowerKernels:
     epilogue: bool = False
     fp8: bool = False
 
-    def turn(self, qkv: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.layers.turn_heads(qkv, turns)
-
     def add_and_norm(
         self, x: torch.Tensor, update: torch.Tensor | None, norm: nn.Module
     ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
@@ -80,16 +72,28 @@ class TowerKernels:
     def linear_and_activate(self, x: Any, linear: Any, activation: str) -> torch.Tensor | Fp8Rows:
         """A linear layer, of a tensor or Fp8Rows, and one of ACTIVATIONS.
 
-        In a tower of Fp8Linear every GELU but quick_gelu is computed in its tanh form, see
-        :func:`linear_with_epilogue`, but for a projector that the checkpoint left as it was.
+        On a GPU the exact GELU and quick_gelu overwrite the layer's own output, which saves that much memory. In a
+        tower of Fp8Linear every GELU but quick_gelu is computed in its tanh form, but for a projector that the
+        checkpoint left as it was.
+
+        An epilogue, cuBLAS's, is the tanh form too. That differs from the exact one by at most 5e-4 (below 16-bit
+        rounding around the values that matter), and it takes float32 sums where the exact one takes their 16-bit
+        roundings. Not for float32.
         """
-        if self.layers is reference:
-            return linear_and_activate(x, linear, activation)
-        if self.fp8 and isinstance(linear, Fp8Linear) and activation in (*GELUS, "quick_gelu"):
+        on_gpu, quick = self.layers is not reference, activation == "quick_gelu"
+        if on_gpu and self.fp8 and isinstance(linear, Fp8Linear) and (quick or activation in GELUS):
             from tessera.kernels.activation import gelu_rows
 
-            return gelu_rows(linear(x), quick=activation == "quick_gelu")
-        return (linear_with_epilogue if self.epilogue else linear_and_activate_in_place)(x, linear, activation)
+            return gelu_rows(linear(x), quick)
+        if self.epilogue and activation in GELUS:
+            rows = torch._addmm_activation(linear.bias, x.flatten(0, -2), linear.weight.t(), use_gelu=True)
+            return rows.unflatten(0, x.shape[:-1])
+        y = linear(x)
+        if on_gpu and quick and linear.out_features % 8 == 0:
+            from tessera.kernels.activation import quick_gelu_in_place
+
+            return quick_gelu_in_place(y)
+        return torch.ops.aten.gelu_(y) if on_gpu and activation == "gelu" else ACTIVATIONS[activation](y)
 
 
 PLAIN = TowerKernels()
@@ -113,33 +117,6 @@ def varlen_backends(device: torch.device, equal: bool) -> dict[str, VarlenAttent
         "torch varlen": attend_in_torch,
         **{name: partial(attend_in_triton, plan=plan) for name, plan in triton_configs(device).items()},
     }
-
-
-def linear_and_activate(x: torch.Tensor | Fp8Rows, linear: nn.Module, activation: str) -> torch.Tensor:
-    return ACTIVATIONS[activation](linear(x))
-
-
-def linear_and_activate_in_place(x: torch.Tensor, linear: nn.Linear, activation: str) -> torch.Tensor:
-    """The exact GELU, or quick_gelu, over the layer's own output, which saves that much memory."""
-    if activation == "quick_gelu" and linear.out_features % 8 == 0:
-        from tessera.kernels.activation import quick_gelu_in_place
-
-        return quick_gelu_in_place(linear(x))
-    if activation != "gelu":
-        return linear_and_activate(x, linear, activation)
-    return torch.ops.aten.gelu_(linear(x))
-
-
-def linear_with_epilogue(x: torch.Tensor, linear: nn.Linear, activation: str) -> torch.Tensor:
-    """A GELU applied by the matrix product before it writes: on a GPU cuBLAS's, which is the tanh form.
-
-    That differs from the exact one by at most 5e-4 (below 16-bit rounding around the values that matter), and it
-    takes float32 sums where the exact one takes their 16-bit roundings. Not for float32.
-    """
-    if activation not in GELUS:
-        return linear_and_activate(x, linear, activation)
-    rows = torch._addmm_activation(linear.bias, x.flatten(0, -2), linear.weight.t(), use_gelu=True)
-    return rows.unflatten(0, x.shape[:-1])
 
 
 #: e4m3's largest number of each mantissa, the likeliest last

@@ -8,9 +8,7 @@ of keys and values are fetched by the GPU's own unit for that (TMA) where it has
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -40,27 +38,15 @@ def checked_parts(*rows: torch.Tensor) -> tuple[int, int]:
     return parts_of(size)
 
 
-def query_tiles(lengths: Sequence[int], rows: int) -> np.ndarray:
-    """Cuts pictures that lie one after the other into tiles of ``rows`` queries: int32 [tiles, 3] of (the tile's first
-    patch, its picture's first, its picture's end). The longest pictures come first, so that none starts at the end."""
-    ends = np.cumsum(lengths)
-    begins = ends - lengths
-    number = -(-np.asarray(lengths) // rows)
-    order = np.argsort(-number, kind="stable")
-    picture = np.repeat(order, number[order])
-    within = np.arange(len(picture)) - np.repeat(np.cumsum(number[order]) - number[order], number[order])
-    return np.stack((begins[picture] + rows * within, begins[picture], ends[picture]), axis=1).astype(np.int32)
-
-
 def varlen_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan
 ) -> torch.Tensor:
     """query, key, value [patches, heads, size] of one floating dtype, a patch's heads beside each other, patches any
     multiple of 16 bytes apart -> [patches, heads * size], contiguous; every patch sees those of its own picture.
 
-    ``tiles``: int32 [t, 3] on the device, :func:`query_tiles` of the pictures' lengths and the plan's rows; a tile
-    whose first patch is its picture's end does nothing, and rows of no tile are left as the memory was. The scale is
-    1/sqrt(size).
+    ``tiles``: int32 [t, 3] on the device, :func:`tessera.kernels.attention_plan.query_tiles` of the pictures'
+    lengths and the plan's rows; a tile whose first patch is its picture's end does nothing, and rows of no tile are
+    left as the memory was. The scale is 1/sqrt(size).
     What other pictures hold, not-a-numbers too, changes no row of a picture of at least ``plan.tokens`` patches; a
     smaller one's rows are not-a-numbers beside a neighbour's. ValueError for a size that :func:`parts_of` refuses.
     The method is FlashAttention-2 (Dao, 2023).

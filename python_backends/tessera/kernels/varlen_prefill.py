@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from tessera.kernels.attention_plan import AttentionPlan
-from tessera.kernels.paged_decode import cache_arguments, check_cache, load_rows
+from tessera.kernels.operands import PagedCache
+from tessera.kernels.paged_decode import cache_arguments, load_rows
 
 
 def default_plan(head_dim: int, dtype: torch.dtype) -> AttentionPlan:
@@ -38,8 +39,7 @@ def prefill_tiles(counts: np.ndarray, contexts: np.ndarray, queries: int) -> np.
 
 def prefill_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    cache: PagedCache,
     rows: torch.Tensor,
     counts: torch.Tensor,
     contexts: torch.Tensor,
@@ -48,29 +48,23 @@ def prefill_attention(
     scale: float,
     out: torch.Tensor,
     plan: AttentionPlan | None = None,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [n, heads, head_dim], its rows any stride apart -> ``out``, the same shape and dtype.
 
-    ``keys``, ``values`` [num_blocks, block_size, kv_heads, head_dim]. ``rows``, ``counts``, ``contexts`` integer
-    [p]: piece i's queries are the packed rows [rows[i], rows[i] + counts[i]) and stand at the last counts[i] of
-    positions [0, contexts[i]); each sees its own position and those before it. ``blocks`` integer [most, p]: block j
-    of piece i is blocks[j, i]. ``tiles`` integer [t, 2], contiguous, is :func:`prefill_tiles` with ``rows // group``
-    of the same plan, or of :func:`default_plan`; tiles behind a piece's end do nothing. ``scale`` is positive. Rows of
-    no piece are left as they are.
-    A cache in e4m3 is multiplied by ``key_scales`` and ``value_scales`` float32 [num_blocks, block_size, kv_heads].
+    ``rows``, ``counts``, ``contexts`` integer [p]: piece i's queries are the packed rows [rows[i], rows[i] + counts[i])
+    and stand at the last counts[i] of positions [0, contexts[i]); each sees its own position and those before it.
+    ``blocks`` integer [most, p]: block j of piece i is blocks[j, i]. ``tiles`` integer [t, 2], contiguous, is
+    :func:`prefill_tiles` with ``rows // group`` of the same plan, or of :func:`default_plan`; tiles behind a piece's
+    end do nothing. ``scale`` is positive. Rows of no piece are left as they are.
     ValueError for what :func:`check_cache` refuses. The method is FlashAttention-2 (Dao, 2023).
     """
-    check_cache(q, keys, values, out, key_scales, value_scales)
-    kv_heads = keys.shape[2]
     plan = plan or default_plan(q.shape[-1], q.dtype)
+    given = cache_arguments(q, cache, blocks, out, scale)
     if not tiles.is_contiguous():
         raise ValueError("tiles are not contiguous")
     if len(tiles):
         pieces = {"rows": rows, "counts": counts, "contexts": contexts, "tiles": tiles}
-        cache = cache_arguments(q, keys, values, blocks, out, scale, key_scales, value_scales)
-        _prefill_kernel[(len(tiles) * kv_heads,)](**pieces, **cache, **plan.launch)
+        _prefill_kernel[(len(tiles) * cache.keys.shape[2],)](**pieces, **given, **plan.launch)
     return out
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tessera.kernels.deferred import Unfinished
 from tessera.kernels.fp8_rows import Fp8Rows
+from tessera.kernels.operands import Unfinished
 from tessera.kernels.tuning import layer_kernels
 
 

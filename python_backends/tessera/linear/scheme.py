@@ -18,8 +18,8 @@ from torch import nn
 
 from tessera.checkpoint.weights import Target, TensorError, plain
 from tessera.errors import CheckpointError
-from tessera.kernels.deferred import Unfinished
 from tessera.kernels.fp8_rows import Fp8Rows
+from tessera.kernels.operands import Unfinished
 from tessera.kernels.tuning import layer_kernels
 
 if TYPE_CHECKING:

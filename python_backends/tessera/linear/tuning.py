@@ -23,8 +23,8 @@ from typing import cast
 import torch
 
 from tessera import kernels
-from tessera.kernels.deferred import Unfinished
 from tessera.kernels.fp8_rows import MULTIPLE, Fp8Rows, Fp8Sums, fp8_linear, fp8_sums, quantize_rows, rescale
+from tessera.kernels.operands import PagedCache, Unfinished
 from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds, layer_kernels
 from tessera.linear.layers import RmsNorm
 from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Place
@@ -223,7 +223,7 @@ class InPlace:
             angles = torch.zeros((rows, head // 2), dtype=torch.float32, device=device)
             slots = torch.arange(rows, device=device)
             cache = normal(rows, 1, 1, head)
-            rotated = angles, angles, slots, cache, torch.empty_like(cache), shape.outputs // head - 2
+            rotated = angles, angles, slots, PagedCache(cache, torch.empty_like(cache)), shape.outputs // head - 2
             self._rotate = lambda qkv: layer_kernels(device.type).rotate_and_store(qkv, *rotated)
 
     def _normal(self, *sizes: int) -> torch.Tensor:

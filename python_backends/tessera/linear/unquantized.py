@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from tessera.kernels.deferred import Unfinished, finished
 from tessera.kernels.fp8_rows import Fp8Rows
+from tessera.kernels.operands import Unfinished, finished
 from tessera.kernels.tuning import layer_kernels
 from tessera.linear.scheme import Linear, LinearShape, plain_of
 from tessera.linear.tuning import MeasuredScheme, rows_of

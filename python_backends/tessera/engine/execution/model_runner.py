@@ -45,7 +45,7 @@ class ModelRunner:
         self.position_axes = model.rotary.axes
         self.weights = model.describe_weights() + ", key/value cache in fp8" * attention.storage.fp8
         self.weight_bytes = sum(buffer.nbytes for buffer in model.buffers())
-        self.num_blocks = attention.storage.keys[0].shape[0]
+        self.num_blocks = attention.storage.num_blocks
         self.async_launch = weight.is_cuda
         self.graph_steps = 0
         self._model = model

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from tessera.checkpoint.weights import TensorError
-from tessera.kernels.deferred import Unfinished
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows, quantize_rows, quantize_weight
+from tessera.kernels.operands import Unfinished
 from tessera.linear.scheme import Linear, LinearShape, plain_of
 from tessera.linear.settings import Groups, Settings
 from tessera.linear.tuning import MeasuredScheme, Ways, has_units, products_for, rows_of

@@ -28,8 +28,6 @@ from tessera.kernels.tower_layers import (
     Fp8Linear,
     TowerKernels,
     gpu_kernels,
-    linear_and_activate_in_place,
-    linear_with_epilogue,
 )
 from tessera.kernels.tuning import MeasuredChoices
 from tessera.models.internvl.config import VisionConfig
@@ -285,10 +283,11 @@ class InternViT(Tower):
         epilogue = False
         if mlp.activation_name in GELUS:
             shape = f"{mlp.linear1.out_features} x {width}, {cost * tokens} rows"
-            ways = {"apart": linear_and_activate_in_place, "epilogue": linear_with_epilogue}
+            ways = {"apart": gpu_kernels(), "epilogue": gpu_kernels(epilogue=True)}
+            given = x, mlp.linear1, mlp.activation_name
             chosen = choices.fastest(
                 f"vision linear + {mlp.activation_name}, {shape}, {weight.dtype}, {machine}",
-                {name: partial(way, x, mlp.linear1, mlp.activation_name) for name, way in ways.items()},
+                {name: partial(kernels.linear_and_activate, *given) for name, kernels in ways.items()},
             )
             epilogue = chosen == "epilogue"
         return partial(self, kernels=gpu_kernels(backend, epilogue=epilogue))

@@ -23,14 +23,13 @@ from torch import nn
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import Target, copy_whole
-from tessera.kernels.attention_plan import AttentionPlan, HopperPlan
+from tessera.kernels.attention_plan import AttentionPlan, HopperPlan, query_tiles
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.graphs import GraphPool
 from tessera.kernels.tower_attention import Attend, VarlenAttention, attend_in_triton, attention_by, triton_configs
 from tessera.kernels.tower_layers import PLAIN, Fp8Linear, TowerKernels, gpu_kernels, varlen_backends
 from tessera.kernels.transfer import to_device
 from tessera.kernels.tuning import MeasuredChoices
-from tessera.kernels.varlen_attention import query_tiles
 from tessera.models.internvl.vision import MLP, fold_normalisation
 from tessera.models.tower import Forward, Tower, Wires
 
@@ -58,7 +57,7 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """x [patches, hidden] -> the same; ``turns`` as :meth:`Qwen2ViT.turns` gives them."""
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
-        return self.output(attend(*kernels.turn(qkv, turns)))
+        return self.output(attend(*kernels.layers.turn_heads(qkv, turns)))
 
 
 class Layer(nn.Module):

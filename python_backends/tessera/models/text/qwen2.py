@@ -17,7 +17,7 @@ from torch import nn
 from tessera.attention.backend import AttentionBackend, AttentionStep, HeadShape
 from tessera.checkpoint.weights import Target, copy_whole
 from tessera.errors import CheckpointError
-from tessera.kernels.deferred import Unfinished
+from tessera.kernels.operands import Unfinished
 from tessera.linear.layers import Embedding, RmsNorm
 from tessera.linear.scheme import Linear, Place, Rows, SchemeSelector, stacked
 from tessera.models.text.rotary import Rotary

@@ -18,7 +18,7 @@ import torch
 
 from tessera.attention.backend import HeadShape
 from tessera.checkpoint.weights import Target
-from tessera.kernels.deferred import Unfinished, finished
+from tessera.kernels.operands import Unfinished, finished
 from tessera.kernels.tuning import layer_kernels
 from tessera.linear.layers import RmsNorm
 from tessera.linear.scheme import Rows, SchemeSelector

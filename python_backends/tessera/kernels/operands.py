@@ -1,4 +1,4 @@
-"""Products that the kernel behind them finishes, which saves a launch."""
+"""What kernels take beside tensors: a paged cache; products that the next kernel finishes, which saves a launch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from typing import NamedTuple
 import torch
 
 from tessera.kernels.fp8_rows import Fp8Sums
+
+
+class PagedCache(NamedTuple):
+    """One layer's keys and values [num_blocks, block_size, kv_heads, head_dim].
+
+    In e4m3 they are multiplied by their scales, float32 [num_blocks, block_size, kv_heads].
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
 
 
 class Partials(NamedTuple):
@@ -23,7 +35,7 @@ class Partials(NamedTuple):
     def product(self) -> torch.Tensor:
         """[m, n]."""
         if self.parts.is_cuda:
-            from tessera.kernels.split_k import add_partials
+            from tessera.kernels.skinny_linear import add_partials
 
             return add_partials(*self)
         total = self.parts.float().sum(0)
