@@ -51,6 +51,11 @@ class Answered(NamedTuple):
         return cls(ended, ended - began, first, *reply[1:])
 
 
+SECONDS: dict[str, float | None] = {"steady": None, "ramp": 120.0, "spike": 120.0, "soak": 1800.0, "mix": None}
+"""By its shape, how long a run lasts that is not told; None: until it is stopped."""
+SPIKE = (0.4, 0.6)
+QUIET = 0.25
+
 Ask = Callable[[], Reply]
 Prepare = Callable[[int, int], AbstractContextManager[Ask]]
 """(number of the process, requests it may be asked for) -> what sends one request, from any thread, and waits for its
@@ -115,3 +120,16 @@ def run(prepare: Prepare, concurrency: int, requests: int, processes: int) -> tu
     ]
     results = in_processes([(share.run, start, left) for share in each], 1.2 * PATIENCE_S)
     return min(began for began, _ in results), sorted(answer for _, answers in results for answer in answers)
+
+
+def users_at(shape: str, share: float, most: int) -> int:
+    """Users when this share of the run has passed (0 to 1), of at most this many.
+
+    steady: all of them; soak and mix too, which differ by how long they last and by what is asked. ramp: one after
+    another, all of them in the last fifth. spike: a quarter, and all of them in the middle fifth.
+    """
+    if shape == "ramp":
+        return max(1, min(most, round(most * share / 0.8)))
+    if shape == "spike" and not SPIKE[0] <= share < SPIKE[1]:
+        return max(1, round(most * QUIET))
+    return most

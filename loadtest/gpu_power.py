@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from statistics import fmean
 from types import TracebackType
 from typing import NamedTuple
@@ -70,16 +69,17 @@ class GpuPower:
 
     def between(self, began: float, ended: float) -> Draw | None:
         """Over this time (time.perf_counter()); None where fewer than two samples lie in it."""
-        return _draw(self._within(began, ended))
-
-    def between_changes(self, began: float, ended: float) -> Draw | None:
-        """The same from the first change of the counter to the last, as it stands still for up to 100 ms: for a second
-        or two, which many samples lie in."""
-        within = self._within(began, ended)
-        return _draw([now for before, now in pairwise(within) if now[1].joules != before[1].joules])
-
-    def _within(self, began: float, ended: float) -> list[Sample]:
-        return [sample for sample in self.samples if began <= sample[0] <= ended]
+        within = [sample for sample in self.samples if began <= sample[0] <= ended]
+        if len(within) < 2:
+            return None
+        (first, before), (last, after) = within[0], within[-1]
+        readings = [reading for _, reading in within]
+        return Draw(
+            watts=(after.joules - before.joules) / (last - first),
+            mhz=fmean(each.mhz for each in readings),
+            celsius=max(each.celsius for each in readings),
+            busy=fmean(each.busy for each in readings),
+        )
 
     def _run(self) -> None:
         assert self._meter is not None
@@ -88,16 +88,3 @@ class GpuPower:
                 self.samples.append((time.perf_counter(), self._meter.read()))
             except OSError:  # this time it did not tell
                 continue
-
-
-def _draw(within: Sequence[Sample]) -> Draw | None:
-    if len(within) < 2:
-        return None
-    (first, before), (last, after) = within[0], within[-1]
-    readings = [reading for _, reading in within]
-    return Draw(
-        watts=(after.joules - before.joules) / (last - first),
-        mhz=fmean(each.mhz for each in readings),
-        celsius=max(each.celsius for each in readings),
-        busy=fmean(each.busy for each in readings),
-    )

@@ -15,9 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 import gevent
+from closed_loop import SECONDS, users_at
 from locust import LoadTestShape, events
 from locust.runners import MasterRunner, WorkerRunner
-from user_shapes import SECONDS, users_at
 from users import GrpcUser, HttpUser, OpenAiUser, prepare
 from workloads import WORKLOADS
 

@@ -8,6 +8,8 @@ the engine's pool, and the share of time for which the engine's thread waited wh
 
 from __future__ import annotations
 
+import urllib.request
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import NamedTuple
@@ -17,7 +19,6 @@ import counting
 import figures
 from closed_loop import Answered
 from gpu_power import Draw, GpuPower
-from metrics_page import counted
 from targets import Asker, first_picture
 from workloads import Workload
 
@@ -58,6 +59,18 @@ def report(workload: Workload, run: counting.Run, power: Draw | None, name: str,
     emit("p99_over_p50", round(run.p99 / run.p50, 3), "ratio")
     if power:
         power.emit(emit, run.requests_s)
+
+
+def counted(url: str) -> Counter[str]:
+    """What a running server counted so far, from its metrics page: each metric's value, added up over its labels."""
+    with urllib.request.urlopen(url, timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    values: Counter[str] = Counter()
+    for line in lines:
+        if line and not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            values[name.partition("{")[0]] += float(value)  # type: ignore[assignment]
+    return values
 
 
 def server_notes(

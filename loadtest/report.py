@@ -1,5 +1,5 @@
-"""Writes the figures into the documents: the newest of every metric into docs/figures.md, those of joules into
-docs/joules.md, and into README.md the pairs of peers.json that were taken side by side with the newest peer. record.py
+"""Writes the figures into the documents: the newest of every metric into docs/figures.md, and into README.md
+the pairs of peers.json that were taken side by side with the newest peer. record.py
 does it too, after it has kept new ones.
 
     python loadtest/report.py [--check]     (--check writes nothing; 1 says that a table would change)
@@ -54,33 +54,6 @@ def comparison(peers: Mapping[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def joules(figures: Mapping[str, dict[str, Any]]) -> str:
-    """A Markdown table of where the joules go: each part with its share of its whole, bf16 and FP8."""
-    found = {name: figure for name, figure in figures.items() if name.startswith("joules.")}
-    if not found:
-        return "Not measured yet.\n"
-    lines = ["| part | joules | of the whole | us x calls | W | MHz | commit |", "|---|---|---|---|---|---|---|"]
-    for name, figure in found.items():
-        whole = next((found[each] for each in _wholes(name) if each in found), None)
-        alike = whole and whole["unit"] == figure["unit"]
-        cells = [
-            name.removeprefix("joules."),
-            f"{rounded(figure['value'])} {figure['unit']}",
-            f"{figure['value'] / whole['value']:.1%}" if whole and alike else "",
-            f"{figure['us_a_call']:,} x {figure['calls']}" if "calls" in figure else "",
-            *(f"{figure[key]:.0f}" if key in figure else "" for key in ("watts", "mhz")),
-            str(figure["commit"]),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _wholes(name: str) -> tuple[str, str]:
-    """What the whole of a part may be called."""
-    group = name.rpartition(".")[0]
-    return f"{group}.whole", f"{group}.whole_{'W2' if name.endswith('_W2') else 'W1'}"
-
-
 def rate(value: float, unit: str) -> str:
     return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
 
@@ -105,7 +78,6 @@ def update(check: bool = False) -> bool:
     changed = [
         write(ROOT / "README.md", comparison(peers), check),
         write(ROOT / "docs" / "figures.md", table(figures[name] for name in sorted(figures)), check),
-        write(ROOT / "docs" / "joules.md", joules(figures), check),
     ]
     return any(changed)
 

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +84,22 @@ def serve(setup: Setup) -> Iterator[Running]:
                 server.wait(STOP_S)
             server.kill()
             server.wait()
+
+
+@contextmanager
+def gateway(servers: Sequence[str], workers: int = 1, *flags: str) -> Iterator[tuple[str, int]]:
+    """A gateway before servers at these gRPC addresses: its host and port, and its process id."""
+    command = [sys.executable, "-m", "tessera_gateway.cli", "--url", ",".join(servers), "--port", "0"]
+    command += ["--workers", str(workers), *flags]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if "ready: " not in line:
+                raise RuntimeError(f"the gateway did not start: {line!r}")
+            yield line.rpartition("//")[2].strip(), process.pid
+        finally:
+            process.terminate()
 
 
 def serve_command(setup: Setup, folder: Path) -> list[str]:

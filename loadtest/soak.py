@@ -11,7 +11,6 @@ own count and by ours.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import random
 import sys
@@ -23,8 +22,9 @@ from pathlib import Path
 from statistics import fmean
 
 import figures
-import soak_gateway
-from metrics_page import counted
+import httpx
+from measuring import counted
+from serving import gateway
 from soak_gateway import Door
 from workloads import picture
 
@@ -39,6 +39,7 @@ DRAIN_S = 60.0
 QUESTION = "Is there an exposed wire?"
 TASK = "Describe the room."
 SHARED_MEMORY = Path("/dev/shm")
+GATEWAY_WORKERS = 2
 
 # How often each kind of request comes, out of 100.
 MIX = {
@@ -54,6 +55,9 @@ MIX = {
     "gateway left": 4,
     "gateway refused": 5,
 }
+LEFT, REFUSED = ("cancelled", "vanished", "gateway left"), ("malformed", "gateway refused")
+ENDS = dict.fromkeys(MIX, "answered") | dict.fromkeys(LEFT, "left") | dict.fromkeys(REFUSED, "refused")
+"""How each kind of request must end."""
 
 
 class Traffic:
@@ -67,17 +71,29 @@ class Traffic:
             Client(server.grpc_url, models=Models(vlm="vlm_stream"), **patience),
             Client(server.http_url, **patience),
         ]
-        self._http_address = server.http_url.partition("://")[2]
-        self._seed = seed
+        self._http_url, self._seed = server.http_url, seed
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self.sent: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
-        """Ways in which requests ended: answered, left, refused, and whatever should not have happened."""
+        """Ways in which requests ended: answered, left, refused, and failed, which should not have happened."""
         self.faults: Counter[str] = Counter()
-        self.accepted = 0
+
+    @property
+    def accepted(self) -> int:
         """Requests of which the language model gave at least one token."""
+        return self.ended["answered"] + self.ended["left"]
+
+    @property
+    def requests(self) -> int:
+        return self.sent.total()
+
+    @property
+    def unanswered(self) -> int:
+        """Requests that had no end, or not the one they should have had."""
+        with self._lock:
+            return self.requests - self.accepted - self.ended["refused"]
 
     def start(self, threads: int) -> None:
         self._threads = [
@@ -96,17 +112,6 @@ class Traffic:
         for client in self._clients:
             client.close()
 
-    @property
-    def requests(self) -> int:
-        return sum(self.sent.values())
-
-    @property
-    def unanswered(self) -> int:
-        """Requests that had no end, or not the one they should have had."""
-        with self._lock:
-            proper = self.ended["answered"] + self.ended["left"] + self.ended["refused"]
-            return self.requests - proper
-
     def _run(self, number: int) -> None:
         dice = random.Random(f"{self._seed} {number}")
         while not self._stop.is_set():
@@ -114,25 +119,27 @@ class Traffic:
             with self._lock:
                 self.sent[kind] += 1
             try:
-                ask = getattr(self, f"_{kind.replace(' ', '_')}")
-                end, fault = ask(dice, dice.choice(self._clients)), None
+                reason = getattr(self, f"_{kind.replace(' ', '_')}")(dice, dice.choice(self._clients))
+                if ENDS[kind] == "answered" and reason not in ("stop", "length"):
+                    raise AssertionError(f"ended with finish_reason {reason!r}")
+                end, fault = ENDS[kind], None
             except Exception as error:
                 end, fault = "failed", f"{kind}: {type(error).__name__}: {error}"
             with self._lock:
                 self.ended[end] += 1
-                self.accepted += end in ("answered", "left")
                 if fault:
                     self.faults[fault] += 1
             if fault:  # a server that is gone must not be asked a million times
                 time.sleep(0.2)
 
+    # Each kind asks once: what is to be answered gives its finish reason, and what must end otherwise raises unless it
+    # did.
+
     def _picture(self, dice: random.Random) -> bytes:
         return picture(dice.randrange(64, 640), dice.randrange(64, 640), (self._seed, dice.getrandbits(63)))
 
     def _short(self, dice: random.Random, client: Client) -> str:
-        return whole(
-            client.ask(self._picture(dice), QUESTION, max_tokens=4, max_tiles=dice.randint(1, 4)).finish_reason
-        )
+        return client.ask(self._picture(dice), QUESTION, max_tokens=4, max_tiles=dice.randint(1, 4)).finish_reason
 
     def _long(self, dice: random.Random, client: Client) -> str:
         length = dice.randrange(80, 200)
@@ -140,52 +147,44 @@ class Traffic:
             answer = stream.answer()
         if answer.usage is None or answer.usage.completion_tokens != length:
             raise AssertionError(f"asked for {length} tokens, got {answer.usage}")
-        return whole(answer.finish_reason)
+        return answer.finish_reason
 
     def _text(self, dice: random.Random, client: Client) -> str:
-        return whole(client.ask(None, f"{TASK} {dice.random()}", max_tokens=16, temperature=1.0).finish_reason)
+        return client.ask(None, f"{TASK} {dice.random()}", max_tokens=16, temperature=1.0).finish_reason
 
     def _two_pictures(self, dice: random.Random, client: Client) -> str:
         pictures = [self._picture(dice), self._picture(dice)]
-        return whole(client.ask(pictures, QUESTION, max_tokens=4, max_tiles=2).finish_reason)
+        return client.ask(pictures, QUESTION, max_tokens=4, max_tiles=2).finish_reason
 
-    def _cancelled(self, dice: random.Random, client: Client) -> str:
+    def _cancelled(self, dice: random.Random, client: Client) -> None:
         """Leaves after some tokens; the client tells the server."""
         with client.stream(self._picture(dice), TASK, max_tokens=2000, ignore_eos=True, max_tiles=1) as stream:
             for _ in range(dice.randrange(1, 6)):
                 next(stream)
-        return "left"
 
-    def _vanished(self, dice: random.Random, client: Client) -> str:
+    def _vanished(self, dice: random.Random, client: Client) -> None:
         """Breaks the connection off after the first token; the front has to notice by itself."""
         sampling = json.dumps({"max_tokens": 2000, "ignore_eos": True})
-        connection = http.client.HTTPConnection(self._http_address, timeout=TIMEOUT_S)
-        try:
-            body = json.dumps({"text_input": f"{TASK} {dice.random()}", "sampling_parameters": sampling})
-            connection.request("POST", "/v2/models/vlm_stream/generate_stream", body)
-            response = connection.getresponse()
-            line = response.readline()
-            if response.status != 200 or b'"error"' in line:
-                raise AssertionError(f"HTTP {response.status}: {line[:200]!r}")
-        finally:
-            connection.close()
-        return "left"
+        body = {"text_input": f"{TASK} {dice.random()}", "sampling_parameters": sampling}
+        url = f"{self._http_url}/v2/models/vlm_stream/generate_stream"
+        with httpx.stream("POST", url, json=body, timeout=TIMEOUT_S) as response:
+            line = next(response.iter_lines(), "")
+            if response.status_code != 200 or '"error"' in line:
+                raise AssertionError(f"HTTP {response.status_code}: {line[:200]!r}")
 
     def _gateway(self, dice: random.Random, _: Client) -> str:
-        return whole(self._door.whole(self._picture(dice), QUESTION))
+        return self._door.whole(self._picture(dice), QUESTION)
 
     def _gateway_stream(self, dice: random.Random, _: Client) -> str:
-        return whole(self._door.streamed(self._picture(dice), TASK, dice.randrange(80, 200)))
+        return self._door.streamed(self._picture(dice), TASK, dice.randrange(80, 200))
 
-    def _gateway_left(self, dice: random.Random, _: Client) -> str:
+    def _gateway_left(self, dice: random.Random, _: Client) -> None:
         self._door.left(self._picture(dice), TASK)
-        return "left"
 
-    def _gateway_refused(self, dice: random.Random, _: Client) -> str:
+    def _gateway_refused(self, dice: random.Random, _: Client) -> None:
         self._door.refused(self._picture(dice), QUESTION, dice)
-        return "refused"
 
-    def _malformed(self, dice: random.Random, client: Client) -> str:
+    def _malformed(self, dice: random.Random, client: Client) -> None:
         image = self._picture(dice)
         url = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.jpg"}}
         attempts: list[Callable[[], object]] = [
@@ -202,15 +201,8 @@ class Traffic:
         try:
             attempts[number]()
         except InvalidRequest:
-            return "refused"
+            return
         raise AssertionError(f"malformed request {number} was answered")
-
-
-def whole(reason: str) -> str:
-    """The end of a request that was meant to be answered."""
-    if reason not in ("stop", "length"):
-        raise AssertionError(f"ended with finish_reason {reason!r}")
-    return "answered"
 
 
 class Watch:
@@ -220,9 +212,8 @@ class Watch:
         self._server = server
         self._interval = interval
         self._processes = {server.pid: "tritonserver", **server.stub_pids(), **door.processes}
-        self.rss: dict[str, list[float]] = {name: [] for name in self._processes.values()}
-        self.pss: dict[str, list[float]] = {name: [] for name in self._processes.values()}
-        self.descriptors: dict[str, list[float]] = {name: [] for name in self._processes.values()}
+        names = self._processes.values()
+        self.rss, self.pss, self.descriptors = ({name: list[float]() for name in names} for _ in range(3))
         """By process: bytes, bytes, open files."""
         self.shared: list[float] = []
         """Bytes of this server's files in /dev/shm."""
@@ -286,18 +277,16 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     return "".join(bars[int((value - low) / (high - low) * (len(bars) - 1)) if high > low else 0] for value in means)
 
 
-def counted_by_server(server: Server) -> tuple[int, int]:
-    """(requests that ended in the language model, requests still in it), from the metrics page."""
-    values = counted(server.metrics_url)
-    return int(values["tessera_requests_total"]), int(values["tessera_requests_in_flight"])
-
-
 def drain(server: Server, accepted: int) -> tuple[int, int]:
-    """Waits until the server's books show nothing under way and all our requests; then as counted_by_server."""
+    """(requests that ended in the language model, requests still in it), by the metrics page: when nothing is under way
+    and all of ours have ended, or after a minute."""
     deadline = time.monotonic() + DRAIN_S
-    while (books := counted_by_server(server)) != (accepted, 0) and time.monotonic() < deadline:
+    while True:
+        values = counted(server.metrics_url)
+        books = int(values["tessera_requests_total"]), int(values["tessera_requests_in_flight"])
+        if books == (accepted, 0) or time.monotonic() > deadline:
+            return books
         time.sleep(1.0)
-    return books
 
 
 def row(name: str, values: Sequence[float], rest: str = "") -> str:
@@ -370,7 +359,8 @@ def main() -> int:
         environment=dict(entry.split("=", 1) for entry in arguments.set),
     )
     started = time.monotonic()
-    with Server(options) as server, soak_gateway.door(server.grpc_url, TIMEOUT_S) as door:
+    with Server(options) as server, gateway([server.grpc_url], GATEWAY_WORKERS) as (address, pid):
+        door = Door(address, pid, TIMEOUT_S)
         traffic, watch = Traffic(server, door, arguments.seed), Watch(server, door, arguments.interval)
         faults = soak(server, traffic, watch, 60 * arguments.minutes, arguments.concurrency)
     minutes = (time.monotonic() - started) / 60
@@ -379,14 +369,17 @@ def main() -> int:
     if traffic.unanswered > sum(traffic.faults.values()):
         faults.append(f"{traffic.unanswered - sum(traffic.faults.values())} requests never ended")
     print(f"{traffic.requests} requests sent: {dict(traffic.sent)}; ended: {dict(traffic.ended)}")
-    command = f'make soak ARGS="--minutes {arguments.minutes:g}"'
     notes = {"concurrency": arguments.concurrency, "settings": arguments.set}
-    figures.emit("soak.minutes", round(minutes, 1), "min", command, **notes)
-    figures.emit("soak.requests", traffic.requests, "requests", command, **notes)
-    figures.emit("soak.unanswered", traffic.unanswered, "requests", command, 0, **notes)
     growth = max(growth_pct(values) for values in watch.rss.values())
-    figures.emit("soak.rss_growth_pct", round(growth, 2), "%", command, ALLOWED_PCT, **notes)
-    figures.emit("soak.shm_growth_pct", round(growth_pct(watch.shared), 2), "%", command, ALLOWED_PCT, **notes)
+    for name, value, unit, bound in (
+        ("minutes", round(minutes, 1), "min", None),
+        ("requests", traffic.requests, "requests", None),
+        ("unanswered", traffic.unanswered, "requests", 0),
+        ("rss_growth_pct", round(growth, 2), "%", ALLOWED_PCT),
+        ("shm_growth_pct", round(growth_pct(watch.shared), 2), "%", ALLOWED_PCT),
+    ):
+        command = f'make soak ARGS="--minutes {arguments.minutes:g}"'
+        figures.emit(f"soak.{name}", value, unit, command, bound, **notes)
     for fault in faults:
         print(f"soak: {fault}", file=sys.stderr)
     return 1 if faults else 0

@@ -1,29 +1,25 @@
-"""The soak's requests through the gateway, and the gateway itself: :class:`Door`."""
+"""The soak's requests through the gateway: :class:`Door`."""
 
 from __future__ import annotations
 
 import base64
-import http.client
 import json
 import random
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
+
+import httpx
 
 from tessera.launcher.guard import descendants
 
-WORKERS = 2
 PATH = "/v1/chat/completions"
-JSON = {"Content-Type": "application/json"}
 
 
 class Door:
     """A gateway's address and processes, and what is asked of it."""
 
     def __init__(self, address: str, pid: int, timeout: float) -> None:
-        self._address, self._timeout = address, timeout
+        self._http = httpx.Client(base_url=f"http://{address}", timeout=timeout)
         names = ["gateway", *(f"gateway's {number}" for number in range(1, 9))]  # its workers, and what counts for them
         self.processes = dict(zip([pid, *sorted(descendants(pid))], names))
 
@@ -48,16 +44,16 @@ class Door:
 
     def refused(self, picture: bytes, text: str, dice: random.Random) -> None:
         """Sends what must be refused, and by which status."""
-        attempts: list[tuple[int, Callable[[], Any]]] = [
-            (400, lambda: self._answer(asked(text, picture[: len(picture) // 2]))),
-            (400, lambda: self._answer(asked(text, picture, beams=4))),
-            (404, lambda: self._answer(asked(text, picture, model="another"))),
-            (431, lambda: self._answer(asked(text, picture), {"X-Long": "x" * 20_000})),
-            (413, lambda: self._answer({**asked(text), "messages": [0] * 200_000})),
+        attempts: list[tuple[int, dict[str, Any], dict[str, str]]] = [
+            (400, asked(text, picture[: len(picture) // 2]), {}),
+            (400, asked(text, picture, beams=4), {}),
+            (404, asked(text, picture, model="another"), {}),
+            (431, asked(text, picture), {"X-Long": "x" * 20_000}),
+            (413, {**asked(text), "messages": [0] * 200_000}, {}),
         ]
-        status, attempt = dice.choice(attempts)
+        status, body, headers = dice.choice(attempts)
         try:
-            attempt()
+            self._answer(body, headers)
         except Refused as refusal:
             if refusal.status == status:
                 return
@@ -65,32 +61,26 @@ class Door:
         raise AssertionError(f"what should be refused by {status} was answered")
 
     def _answer(self, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
-        with self._sent(body, headers or {}) as response:
-            return json.loads(response.read())
+        return taken(self._http.post(PATH, json=body, headers=headers)).json()
 
     def _events(self, body: dict[str, Any]) -> Iterator[str]:
-        with self._sent(body, {}) as response:
-            for line in response:
-                if line.startswith(b"data: "):
-                    yield line[6:].decode().strip()
-
-    @contextmanager
-    def _sent(self, body: dict[str, Any], headers: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection(self._address, timeout=self._timeout)
-        try:
-            connection.request("POST", PATH, json.dumps(body), {**JSON, **headers})
-            response = connection.getresponse()
-            if response.status != 200:
-                raise Refused(response.status, response.read())
-            yield response
-        finally:
-            connection.close()
+        with self._http.stream("POST", PATH, json=body) as response:
+            for line in taken(response).iter_lines():
+                if line.startswith("data: "):
+                    yield line[6:].strip()
 
 
 class Refused(Exception):
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"HTTP {status}: {body[:200]!r}")
         self.status = status
+
+
+def taken(response: httpx.Response) -> httpx.Response:
+    """A response of status 200. Raises Refused for any other."""
+    if response.status_code != 200:
+        raise Refused(response.status_code, response.read())
+    return response
 
 
 def asked(text: str, picture: bytes | None = None, **fields: Any) -> dict[str, Any]:
@@ -100,18 +90,3 @@ def asked(text: str, picture: bytes | None = None, **fields: Any) -> dict[str, A
         url = f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}"
         content.insert(0, {"type": "image_url", "image_url": {"url": url}})
     return {"model": "vlm", "messages": [{"role": "user", "content": content}], **fields}
-
-
-@contextmanager
-def door(server: str, timeout: float) -> Iterator[Door]:
-    """A gateway before a server, by its gRPC address."""
-    command = [sys.executable, "-m", "tessera_gateway.cli", "--url", server, "--port", "0", "--workers", str(WORKERS)]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if "ready: " not in line:
-                raise RuntimeError(f"the gateway did not start: {line!r}")
-            yield Door(line.rpartition("//")[2].strip(), process.pid, timeout)
-        finally:
-            process.terminate()

@@ -4,13 +4,14 @@ which stages the slowest spent it in."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from statistics import fmean, median
 
 from closed_loop import Answered
 
-SHOWN = 500
+from tessera_evaluation.charts import Chart
+
+SHOWN = 250
 AROUND = "around"
 """What the server does not time: transport, waiting for a preprocess instance, sending the answer. Drawn first, as
 nobody knows how much of it comes last."""
@@ -24,7 +25,7 @@ COLOURS = {
     "decode": "#59a14f",
 }
 """Pale where a request waits."""
-WIDTH, LEFT, TOP, BAR = 1000, 60, 60, 1.4  # pixels
+WIDTH, LEFT, TOP, BAR = 1000, 60, 60, 2.8  # pixels
 SLOWEST = 0.02
 
 
@@ -57,35 +58,27 @@ def picture(answers: Sequence[Answered], title: str) -> str:
     """The SVG of these requests, which are at least one."""
     shown = middle(answers)
     first, last = began(shown[0]), max(answer.ended for answer in shown)
-    scale = (WIDTH - LEFT - 20) / (last - first)
     bottom = TOP + BAR * len(shown)
+    chart = Chart((WIDTH, round(bottom + 40)), (LEFT, WIDTH - 20, TOP, round(bottom)), (first, last), (0.0, 1.0))
     paths: dict[str, list[str]] = {name: [] for name in COLOURS}
     for number, answer in enumerate(shown):
-        x = LEFT + scale * (began(answer) - first)
+        at = began(answer)
         for name, ms in spent(answer).items():
-            if width := round(scale * ms / 1e3, 1):
+            x, at = chart.x(at), at + ms / 1e3
+            if width := round(chart.x(at) - x, 1):
                 paths[name].append(f"M{x:.4g} {number}h{width:g}")
-            x += scale * ms / 1e3
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 40:.0f}" font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{WIDTH}" height="{bottom + 40:.0f}" fill="white"/>',
-        _text(20, 22, title, size=14),
-    ]
-    at = 20
-    for name, colour in COLOURS.items():
-        parts.append(f'<rect x="{at}" y="34" width="10" height="10" fill="{colour}"/>')
-        parts.append(_text(at + 14, 43, name.replace("_", " ")))
-        at += 40 + 7 * len(name)
+    chart.text(20, 22, title, size="14")
+    for place, (name, colour) in enumerate(COLOURS.items()):
+        chart.text(20 + 130 * place, 43, f"■ {name.replace('_', ' ')}", fill=colour)
     for second in range(int(last - first) + 1):
-        x = LEFT + scale * second
-        parts.append(f'<path d="M{x:.1f} {TOP}V{bottom:.1f}" stroke="#eeeeee"/>')
-        parts.append(_text(x - 3, bottom + 18, f"{second} s"))
+        chart.line(chart.x(first + second), TOP, chart.x(first + second), bottom)
+        chart.text(chart.x(first + second) - 3, bottom + 18, f"{second} s")
     # A request a unit: half as many digits.
-    parts.append(f'<g transform="translate(0 {TOP + BAR / 2:g}) scale(1 {BAR})">')
+    chart.parts.append(f'<g transform="translate(0 {TOP + BAR / 2:g}) scale(1 {BAR})">')
     for name, bars in paths.items():
-        parts.append(f'<path id="{name}" d="{"".join(bars)}" stroke="{COLOURS[name]}"/>')
-    return "\n".join([*parts, "</g>", "</svg>", ""])
+        chart.parts.append(f'<path id="{name}" d="{"".join(bars)}" stroke="{COLOURS[name]}"/>')
+    chart.parts.append("</g>")
+    return chart.svg()
 
 
 def write(file: Path, answers: Sequence[Answered], title: str) -> str:
@@ -93,7 +86,3 @@ def write(file: Path, answers: Sequence[Answered], title: str) -> str:
     file.write_text(picture(answers, title), encoding="utf-8")
     listed = ", ".join(f"{name} {ms:+.0f}" for name, ms in delays(answers).items())
     return f"{file}: the slowest {SLOWEST:.0%} beside the median request, in ms: {listed}"
-
-
-def _text(x: float, y: float, text: str, size: int = 12) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}">{escape(text)}</text>'

@@ -29,9 +29,8 @@ from typing import Any
 
 import figures
 import numpy as np
-from serving import add_arguments, serve, setup, setup_notes
+from serving import add_arguments, gateway, serve, setup, setup_notes
 
-from bench.gateway import gateway
 from tessera_client import Client, Retry, TesseraClientError
 
 QUESTION = "Is there an exposed wire?"
@@ -139,7 +138,7 @@ def main() -> int:
             keys = Path(ends.enter_context(tempfile.TemporaryDirectory())) / "keys"
             keys.write_text("one name=one\nother name=other\n")
             flags = ("--keys", str(keys), "--max-in-flight", str(options.places))
-            url = ends.enter_context(gateway([address], 1, *flags))
+            url, _ = ends.enter_context(gateway([address], 1, *flags))
             make, flood, size, percentile = (
                 partial(through_gateway, url, "one"),
                 partial(through_gateway, url, "other"),

@@ -14,35 +14,16 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import closed_loop
 import figures
 from measuring import stage_milliseconds, take
-from serving import DEFAULT_CHECKPOINT, Setup, pairs, serve
+from serving import add_arguments, gateway, serve, setup
 from targets import Asker, OpenAiAsker, TesseraAsker
 from workloads import WORKLOADS, Workload
-
-
-@contextmanager
-def gateway(servers: list[str], workers: int, *flags: str) -> Iterator[str]:
-    """A gateway before these servers; its host and port."""
-    command = [sys.executable, "-m", "tessera_gateway.cli", "--url", ",".join(servers), "--port", "0"]
-    with subprocess.Popen([*command, "--workers", str(workers), *flags], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if "ready: " not in line:
-                raise RuntimeError(f"the gateway did not start: {line!r}")
-            yield line.rpartition("//")[2].strip()
-        finally:
-            process.terminate()
 
 
 def alone(asker: Asker, requests: int) -> float:
@@ -83,29 +64,20 @@ def compare(workload: Workload, servers: list[str], address: str, options: argpa
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", default=["W1"], choices=sorted(WORKLOADS))
-    parser.add_argument("--gpus", default="", help="numbers with commas between; empty (the default) for the CPU")
-    parser.add_argument("--checkpoint", type=Path, default=DEFAULT_CHECKPOINT)
-    parser.add_argument("--weights", choices=("checkpoint", "random"), default="checkpoint")
-    parser.add_argument("--instances", nargs="*", default=[], metavar="STAGE=N")
     parser.add_argument("--concurrency", type=int, help="default: 16 on the CPU, the workload's own on a GPU")
     parser.add_argument("--workers", type=int, default=1, help="of the gateway")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--alone", type=int, default=60, help="requests one at a time; 0 for none")
     parser.add_argument("--processes", type=int, help="of the load generator; default: 1 on the CPU, 6 on a GPU")
+    add_arguments(parser)
+    parser.set_defaults(gpus="")
     options = parser.parse_args()
-    gpus = tuple(options.gpus.split(",")) if options.gpus else ()
-    options.processes = options.processes or (6 if gpus else 1)
-    setup = Setup(
-        checkpoint=options.checkpoint,
-        gpus=gpus,
-        instances={stage: int(count) for stage, count in pairs(options.instances, "STAGE=N").items()},
-        random_weights=options.weights == "random",
-    )
-    with serve(setup) as server, gateway(server.grpc, options.workers) as address:
+    options.processes = options.processes or (6 if options.gpus else 1)
+    with serve(setup(options)) as server, gateway(server.grpc, options.workers) as (address, _):
         for name in options.workloads:
             workload = WORKLOADS[name]
-            in_flight = options.concurrency or (workload.concurrency if gpus else 16)
-            label = f"gateway.{name}" if gpus else "gateway"
+            in_flight = options.concurrency or (workload.concurrency if options.gpus else 16)
+            label = f"gateway.{name}" if options.gpus else "gateway"
             compare(replace(workload, concurrency=in_flight), server.grpc, address, options, label)
     return 0
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import report
-from curves import COLOURS, text
+from curves import COLOURS
 from figures import ROOT
 
 from bench.ladder_rungs import EAGER_DECODER, GPU_ONLY, NAMES, ROWS_ON_CPU, RUNGS, jobs, kept_ways
+from tessera_evaluation.charts import Chart
 
 RESULTS = ROOT / "loadtest" / "results" / "ladder.jsonl"
 PAGE = ROOT / "docs" / "ladder.md"
@@ -201,8 +202,7 @@ def recall_cell(line: Line) -> str:
     return f"{100 * line['recall']:.2f}% ({100 * low:.2f} to {100 * high:.2f})"
 
 
-# A plot's sizes in pixels.
-WIDTH, LEFT, RIGHT, TOP, STEP, BAR = 1120, 500, 1040, 84, 34, 12
+STEP, BAR = 34, 12  # pixels
 
 
 def picture(ladder: Ladder) -> str:
@@ -214,31 +214,23 @@ def picture(ladder: Ladder) -> str:
         values = {kind: ladder.speeds[name, kind]["req_s"] / start for kind in KINDS if (name, kind) in ladder.speeds}
         bars.append((RUNGS[name].title.partition(":")[0], values))
     most = max(SEED, *(value for _, values in bars for value in values.values()))
-    bottom = TOP + STEP * len(bars)
-
-    def x(value: float) -> float:
-        return LEFT + (RIGHT - LEFT) * value / most
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 20}" font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{WIDTH}" height="{bottom + 20}" fill="white"/>',
-        text(20, 24, f"Requests a second, as times of transformers at batch 1: {ladder.feet[0]['machine']}", size=14),
-    ]
+    top, height = 84, STEP * len(bars)
+    chart = Chart((1120, top + height + 20), (500, 1040, top, top + height), (0.0, most), (0.0, 1.0))
+    title = f"Requests a second, as times of transformers at batch 1: {ladder.feet[0]['machine']}"
+    chart.text(20, 24, title, size="14")
     for number, (kind, colour) in enumerate(zip(KINDS, COLOURS)):
-        parts.append(text(20 + 160 * number, 46, f"■ {KINDS[kind].lower()}", fill=colour))
+        chart.text(20 + 160 * number, 46, f"■ {KINDS[kind].lower()}", fill=colour)
     for number, (title, values) in enumerate(bars):
-        up = TOP + STEP * number
-        parts.append(text(LEFT - 10, up + STEP / 2, title, anchor="end"))
+        up = top + STEP * number
+        chart.text(chart.x(0) - 10, up + STEP / 2, title, "end")
         for lane, (kind, colour) in enumerate(zip(KINDS, COLOURS)):
             if value := values.get(kind):
-                y = up + 4 + (BAR + 1) * lane
-                parts.append(f'<rect x="{LEFT}" y="{y}" width="{x(value) - LEFT:.1f}" height="{BAR}" fill="{colour}"/>')
-                parts.append(text(x(value) + 4, y + BAR - 2, f"{value:.2f}", size=10))
-    seed = f"{x(SEED):.1f}"
-    parts.append(f'<path d="M{seed} {TOP - 8}V{bottom}" stroke="#888" stroke-dasharray="4 4"/>')
-    parts.append(text(x(SEED), TOP - 12, f"that report's ladder as a whole: {SEED}", anchor="middle", size=10))
-    return "\n".join([*parts, "</svg>", ""])
+                y = up + 4 + BAR / 2 + (BAR + 1) * lane
+                chart.line(chart.x(0), y, chart.x(value), y, f'stroke="{colour}" stroke-width="{BAR}"')
+                chart.text(chart.x(value) + 4, y + BAR / 2 - 2, f"{value:.2f}", size="10")
+    chart.line(chart.x(SEED), top - 8, chart.x(SEED), top + height, 'stroke="#888" stroke-dasharray="4 4"')
+    chart.text(chart.x(SEED), top - 12, f"that report's ladder as a whole: {SEED}", "middle", size="10")
+    return chart.svg()
 
 
 def update(ladder: Ladder, check: bool = False) -> bool:

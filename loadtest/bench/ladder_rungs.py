@@ -1,7 +1,7 @@
 """The rungs of the ladder: what each adds to the one below it, and the server that has it and all below.
 
 What is a setting of ours is set. What never had an off switch is brought here: a model repository of the rung's own,
-with stages of `ladder_stages/` in place of ours, or with another line in a config.pbtxt.
+with `ladder_stage.py` in place of a stage of ours, or with another line in a config.pbtxt.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tessera_evaluation.plan import parse_policy
 from tessera_quantize.compressed import quantization_config
 
 SHAPE = ROOT / "loadtest" / "shapes" / "internvl3-8b-shape"
-STAGES = ROOT / "loadtest" / "bench" / "ladder_stages"
+STAGE_OF_OLD = ROOT / "loadtest" / "bench" / "ladder_stage.py"
 LABELS = ("yes", "no")
 
 
 @dataclass(frozen=True)
 class OldWay:
-    """How something was done below a rung, where no setting says it. ``stage``: whose model.py is one of STAGES, or, if
+    """How something was done below a rung, where no setting says it. ``stage``: whose model.py is STAGE_OF_OLD, or, if
     there is a ``line``, in whose config.pbtxt the second of these stands for the first."""
 
     stage: str = ""
@@ -190,7 +190,7 @@ def repository(ways: list[OldWay], folder: Path) -> Path:
                 raise RuntimeError(f"{config}: expected once {way.line[0]!r}")
             config.write_text(text.replace(*way.line))
         elif way.stage:
-            shutil.copyfile(STAGES / f"{way.stage}.py", folder / way.stage / "1" / "model.py")
+            shutil.copyfile(STAGE_OF_OLD, folder / way.stage / "1" / "model.py")
     return folder
 
 

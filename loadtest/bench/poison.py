@@ -28,9 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
-from serving import Setup, serve
-
-from bench.gateway import gateway
+from serving import Setup, gateway, serve
 
 sys.path.insert(0, str(figures.ROOT / "build" / "default_model"))
 
@@ -127,7 +125,7 @@ def run(address: str, health: str, good: Sequence[Asked], odd: Sequence[bytes]) 
 def served() -> Iterator[tuple[str, str]]:
     """(gateway, health page) of a server on the CPU that keeps nothing of a request."""
     settings = {"vision_encoder.cache_bytes": "0", "language_model.prefix_cache": "off"}
-    with serve(Setup(settings=settings, restart=True)) as server, gateway(server.grpc, workers=1) as address:
+    with serve(Setup(settings=settings, restart=True)) as server, gateway(server.grpc) as (address, _):
         yield address, server.health
 
 

@@ -39,7 +39,6 @@ import figures
 import measuring
 from closed_loop import Answered, Ask, Reply
 from gpu_power import Draw, GpuPower
-from metrics_page import counted
 from serving import Running, add_arguments, serve, setup, setup_notes
 from tqdm import tqdm
 
@@ -242,10 +241,10 @@ def measure(
     **notes: Any,
 ) -> None:
     """Runs one load and emits its figures."""
-    before = [counted(url) for url in server.metrics]
+    before = [measuring.counted(url) for url in server.metrics]
     with GpuPower(gpus) as power, progress(reader, pages, load.name):
         began, answers = closed_loop.run(reader.prepare, load.pages, pages, processes)
-    after = [counted(url) for url in server.metrics]
+    after = [measuring.counted(url) for url in server.metrics]
     run = counting.count(began, answers, load.pages)
     notes |= measuring.server_notes(before, after, answers[-1].ended - began)
     steady = counting.steady_part(answers, load.pages)

@@ -8,7 +8,7 @@ from typing import Any
 
 import closed_loop
 import pytest
-from closed_loop import Reply
+from closed_loop import SECONDS, Reply, users_at
 
 
 class Together:
@@ -69,3 +69,28 @@ def test_a_failed_request_ends_the_run_and_is_named():
     with pytest.raises(RuntimeError, match="ConnectionError: no server here"):
         closed_loop.run(Failing().prepare, 4, 40, 2)
     assert multiprocessing.active_children() == []
+
+
+# ---- Locust's shapes
+
+MOST = 40
+SHARES = [step / 20 for step in range(21)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("steady", [40] * 21),
+        ("soak", [40] * 21),
+        ("mix", [40] * 21),
+        ("ramp", [1, 2, 5, 8, 10, 12, 15, 18, 20, 22, 25, 28, 30, 32, 35, 38, 40, 40, 40, 40, 40]),
+        ("spike", [10] * 8 + [40] * 4 + [10] * 9),
+    ],
+)
+def test_users_by_the_share_of_the_run(shape: str, expected: list[int]) -> None:
+    assert [users_at(shape, share, MOST) for share in SHARES] == expected
+
+
+def test_there_is_always_a_user_and_never_more_than_said() -> None:
+    assert {users_at(shape, share, 1) for shape in SECONDS for share in SHARES} == {1}
+    assert all(SECONDS[shape] for shape in ("ramp", "spike", "soak"))  # whose users go by a share of something

@@ -14,7 +14,7 @@ import pytest
 from bench import ladder as bench_ladder
 from bench import ladder_report, ladder_rungs
 from bench.ladder_report import Ladder
-from bench.ladder_rungs import NAMES, STAGES, jobs, kept_ways
+from bench.ladder_rungs import NAMES, STAGE_OF_OLD, jobs, kept_ways
 from figures import ROOT
 from serving import DEFAULT_CHECKPOINT
 
@@ -60,7 +60,7 @@ def test_the_first_rung_s_repository_has_all_old_ways_and_the_last_one_s_is_ours
     assert (first.mps, last.mps) == (False, True)
     for stage in ("preprocess", "vision_encoder", "language_model"):
         model, ours = f"{stage}/1/model.py", ROOT / "model_repository"
-        assert (first.repository / model).read_text() == (STAGES / f"{stage}.py").read_text()
+        assert (first.repository / model).read_text() == STAGE_OF_OLD.read_text()
         for file in (model, f"{stage}/config.pbtxt"):
             assert (last.repository / file).read_text() == (ours / file).read_text()
     assert "max_batch_size: 1\n" in (first.repository / "vision_encoder" / "config.pbtxt").read_text()
@@ -91,8 +91,10 @@ def test_the_shape_in_4_bits_is_one_that_the_engine_reads(tmp_path: Path):
 # ---- the stages of old
 
 
-def stage(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"ladder_stage_{name}", STAGES / f"{name}.py")
+def stage(name: str, folder: Path) -> ModuleType:
+    """As tritonserver loads it, from its folder in a repository."""
+    file = ladder_rungs.repository(list(ladder_rungs.OLD_WAYS), folder) / name / "1" / "model.py"
+    spec = importlib.util.spec_from_file_location(f"ladder_stage_{name}", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -106,10 +108,15 @@ def stage(name: str) -> ModuleType:
     ],
 )
 def test_what_no_user_may_set_is_off_in_a_stage_of_old(
-    monkeypatch: pytest.MonkeyPatch, name: str, package: ModuleType, kind: type, switched_off: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    name: str,
+    package: ModuleType,
+    kind: type,
+    switched_off: dict[str, Any],
 ):
     monkeypatch.setattr(package, "StageSettings", StageSettings)
-    assert stage(name).TritonPythonModel is package.TritonPythonModel
+    assert stage(name, tmp_path / "repository").TritonPythonModel is package.TritonPythonModel
     args = {"model_name": name, "model_config": "{}", "model_repository": str(ROOT / "model_repository" / name)}
     read = package.StageSettings(args, {"TESSERA_DEVICE": "cpu"}).read(kind)
     assert replace(StageSettings(args, {"TESSERA_DEVICE": "cpu"}).read(kind), **switched_off) == read

@@ -38,22 +38,6 @@ def test_the_peers_file_is_small_and_every_one_of_its_workloads_is_a_standard_on
     assert set(json.loads(report.PEERS.read_text())["workloads"]) <= set(WORKLOADS)
 
 
-def test_joules_stand_beside_their_whole():
-    cost = {"unit": "J/step", "us_a_call": 3311.9, "calls": 27, "watts": 698.4, "mhz": 1490.2, "commit": "c0ffee"}
-    figures = {
-        "joules.prefill.gate_up": {**cost, "value": 61.2},
-        "joules.prefill.whole_W1": {**cost, "value": 120.0, "us_a_call": 170_000.0, "calls": 1},
-        "joules.prefill.explained_W1": {"unit": "share", "value": 0.975, "commit": "c0ffee"},
-        "serve.W1.bf16.joules": {"unit": "J/request", "value": 5.74},
-    }
-    assert report.joules(figures).splitlines()[2:] == [
-        "| prefill.gate_up | 61.2 J/step | 51.0% | 3,311.9 x 27 | 698 | 1490 | c0ffee |",
-        "| prefill.whole_W1 | 120 J/step | 100.0% | 170,000.0 x 1 | 698 | 1490 | c0ffee |",
-        "| prefill.explained_W1 | 0.975 share |  |  |  |  | c0ffee |",
-    ]
-    assert report.joules({}) == "Not measured yet.\n"
-
-
 @pytest.fixture
 def results(monkeypatch, tmp_path):
     """Results of their own, and documents that are left alone."""
