@@ -18,10 +18,10 @@ from starlette.middleware.cors import CORSMiddleware
 from tessera_client import AsyncClient, Retry, TesseraClientError
 from tessera_gateway import completions, errors, middleware, page, responses, service, tracing
 from tessera_gateway.batches import routes as batches
-from tessera_gateway.batches.database import Database
 from tessera_gateway.batches.runner import Runner
+from tessera_gateway.batches.service import BatchService
 from tessera_gateway.connections import ConnectionLimits
-from tessera_gateway.keys import EndTurn, RequireKey, Turns, read_keys
+from tessera_gateway.keys import RequireKey, Turns, read_keys
 from tessera_gateway.metrics import Counters
 from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.settings import Settings
@@ -48,23 +48,22 @@ def create_app(
                 ends.push_async_callback(tracing.shut_down, provider)
             ends.push_async_callback(state.client.close)
             if state.batches is not None:
-                database: Database = state.batches.database
-                ends.callback(database.close)
+                ends.callback(state.batches.database.close)
                 asking = client or AsyncClient(
                     settings.url, timeout=settings.timeout_s, retry=Retry(attempts=1), tracer=tracer
                 )
                 ends.push_async_callback(asking.close)
-                runner = Runner(database, asking, state.fetcher, state.counters, settings)
+                runner = Runner(state.batches, asking, state.fetcher, state.counters, settings)
                 await ends.enter_async_context(runner.running())
             yield {"door": state.door}
 
     app = FastAPI(openapi_url=None, lifespan=lifespan)
-    state, limit = app.state, settings.max_body_mib << 20
+    state = app.state
     state.settings, state.began = settings, int(time.time())
     tracer = None if provider is None else provider.get_tracer("tessera")
     state.client = client or AsyncClient(settings.url, timeout=settings.timeout_s, tracer=tracer)
     state.metrics_urls = settings.metrics_urls
-    state.fetcher = Fetcher(settings.fetch_from, limit)
+    state.fetcher = Fetcher(settings.fetch_from, settings.max_body_mib << 20)
     keys = read_keys(Path(settings.keys)) if settings.keys else []
     path = Path(settings.counters) if settings.counters else None
     state.counters = Counters(path, settings.workers, [key.name for key in keys])
@@ -72,7 +71,7 @@ def create_app(
     state.door = ConnectionLimits(
         state.counters, settings.bodies_bytes, settings.max_connections_per_peer, settings.drain_s
     )
-    state.batches = batches.Room(Path(settings.batch_folder), state.counters) if settings.batch_folder else None
+    state.batches = BatchService(Path(settings.batch_folder), state.counters) if settings.batch_folder else None
 
     for room in (completions, responses, batches, service, page):
         app.include_router(room.router)
@@ -84,9 +83,6 @@ def create_app(
     app.add_exception_handler(Exception, errors.answer_fault)
 
     # The last one added is the first that a request meets.
-    uploads = settings.max_file_mib << 20 if settings.batch_folder else limit
-    app.add_middleware(middleware.LimitBody, limit=limit, file_limit=uploads, counters=state.counters)
-    app.add_middleware(EndTurn)
     if keys:
         app.add_middleware(RequireKey, keys=keys, counters=state.counters)
     if settings.allowed_origins:  # before the keys: a browser asks for leave without one
@@ -97,13 +93,9 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    if settings.allowed_hosts is not None:
-        app.add_middleware(middleware.AllowedHosts, hosts=settings.allowed_hosts)
-    app.add_middleware(middleware.Heads)
-    app.add_middleware(middleware.CountRequests, counters=state.counters)
+    app.add_middleware(middleware.RequestHeads, hosts=settings.allowed_hosts, counters=state.counters)
     if provider is not None:
         app.add_middleware(tracing.TraceRequests, provider=provider)
-    app.add_middleware(middleware.RequestIds)
     return app
 
 

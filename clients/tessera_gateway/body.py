@@ -1,4 +1,4 @@
-"""Reading a request's body, and noticing that its client went away."""
+"""Reading a request's body within its limits, and noticing that its client went away."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from tessera_gateway.errors import RETRY_AFTER, ApiError
+from tessera_gateway.settings import Settings
 
 T = TypeVar("T")
 STOPPING = ApiError(503, "the gateway is stopping", code="server_unavailable", headers=RETRY_AFTER)
@@ -26,26 +27,56 @@ def require_json(request: Request) -> None:
         raise ApiError(415, words, code="unsupported_media_type")
 
 
-async def read(request: Request, seconds: float) -> bytes:
-    """The body. Raises ApiError where it takes longer than ``seconds``, or its client goes away."""
-    return await _arriving(_whole(request), seconds, "the body")
+def declared_size(request: Request, mib: int, option: str) -> int:
+    """The bytes of the body by its header, 0 if that does not tell. Raises ApiError where they are more than ``mib``;
+    ``option`` sets that."""
+    declared = request.headers.get("content-length", "")
+    size = int(declared) if declared.isdecimal() else 0
+    if size > mib << 20:
+        raise _too_large(mib, option)
+    return size
 
 
-async def _whole(request: Request) -> bytes:
-    pieces = list[bytes]()
+def _too_large(mib: int, option: str) -> ApiError:
+    words = f"the body is larger than {mib} MiB ({option})"
+    return ApiError(413, words, code="body_too_large", headers={"Connection": "close"})
+
+
+async def read(request: Request) -> bytes:
+    """The body. Raises ApiError where it is too long, takes too long, or its client goes away."""
+    settings: Settings = request.app.state.settings
+    return await _arriving(_whole(request, settings.max_body_mib), settings.timeout_s, "the body")
+
+
+async def _whole(request: Request, mib: int) -> bytes:
+    parts = list[bytes]()
     try:
-        async for piece in request.stream():
-            pieces.append(piece)
-        return b"".join(pieces)
+        async for part in _limited(request, mib, "--max-body-mib"):
+            parts.append(part)
+        return b"".join(parts)
     finally:
-        pieces.clear()  # an error's traceback would hold them until the next full collection of garbage
+        parts.clear()  # an error's traceback would hold them until the next full collection of garbage
 
 
-async def pieces(request: Request, seconds: float) -> AsyncIterator[bytes]:
-    """The body as it comes. Raises as :func:`read`, where a piece takes longer than ``seconds``."""
-    stream = request.stream()
-    while piece := await _arriving(anext(stream, b""), seconds, "the next piece of the body"):
+async def pieces(request: Request, mib: int, option: str) -> AsyncIterator[bytes]:
+    """The body as it comes. Raises as :func:`read`, where a piece takes too long."""
+    stream = _limited(request, mib, option)
+    while piece := await _arriving(
+        anext(stream, b""), request.app.state.settings.timeout_s, "the next piece of the body"
+    ):
         yield piece
+
+
+async def _limited(request: Request, mib: int, option: str) -> AsyncIterator[bytes]:
+    """The body as it comes, refused at its header if that says that it is too long, else as soon as it is."""
+    declared_size(request, mib, option)
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        request.app.state.counters.add("body_bytes_total", len(part))
+        if size > mib << 20:
+            raise _too_large(mib, option)
+        yield part
 
 
 async def _arriving(coming: Awaitable[bytes], seconds: float, what: str) -> bytes:

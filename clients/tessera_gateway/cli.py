@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import uvicorn
@@ -26,19 +27,14 @@ from tessera_gateway.app import SETTINGS
 from tessera_gateway.batches.database import Database, FolderLock
 from tessera_gateway.connections import Connection, raise_file_limit
 from tessera_gateway.keys import read_keys
-from tessera_gateway.settings import Settings, add_options, names
+from tessera_gateway.settings import LONGEST_DRAIN_S, Settings, add_options, names
 from tessera_wire.command_line import Parser
 from tessera_wire.errors import InvalidRequest
 from tessera_wire.tensors import addresses, parse_url
 
-LONGEST_DRAIN_S = 3600.0
 STOP_SECONDS = 3  # after the drain, until uvicorn cancels what is left
 QUIET_SECONDS = 75  # of a connection kept; longer than clients keep theirs, or one would ask on a line just closed
 STALLED_MS = 60_000  # a client that takes nothing for so long has gone: its connection ends, and with it its request
-ABOVE_0 = (
-    *("workers", "max_in_flight", "max_tokens", "timeout", "max_body_mib", "max_bodies_mib"),
-    *("max_connections_per_peer", "batch_concurrency", "max_file_mib"),
-)
 LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -86,11 +82,14 @@ def _settings(options: argparse.Namespace) -> Settings:
     """Raises InvalidRequest, ValueError or OSError for what cannot work."""
     for each in addresses(options.url):
         parse_url(each)
-    for name in ABOVE_0:
-        given = getattr(options, name)
-        if given is not None and not 0 < given <= LONGEST:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0, and at most {LONGEST:g}")
-    if not 0 <= options.drain <= LONGEST_DRAIN_S:
+    given: dict[str, Any] = {"allowed_hosts": _allowed_hosts(options)}
+    for field in fields(Settings):
+        value = getattr(options, field.name, None)
+        if field.metadata.get("above_0") and isinstance(value, (int, float)) and not 0 < value <= LONGEST:
+            raise ValueError(f"{field.metadata['flag']} must be above 0, and at most {LONGEST:g}")
+        if field.name in options:
+            given.setdefault(field.name, str(value.resolve()) if isinstance(value, Path) else value)
+    if not 0 <= options.drain_s <= LONGEST_DRAIN_S:
         raise ValueError(f"--drain must be between 0 and {LONGEST_DRAIN_S:g}")
     if options.otel is not None:  # the workers inherit it
         os.environ[tracing.ENDPOINT] = f"{options.otel.rstrip('/')}/v1/traces"
@@ -101,15 +100,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         Database(options.batch_folder).close()  # made before several workers would do so at once
         with contextlib.closing(FolderLock(options.batch_folder)) as lock:
             lock.take()
-    given = vars(options) | {
-        "model_names": options.model_name,
-        "timeout_s": options.timeout,
-        "drain_s": options.drain,
-        "allowed_hosts": _allowed_hosts(options),
-        "keys": str(options.keys.resolve()) if options.keys else None,
-        "batch_folder": str(options.batch_folder.resolve()) if options.batch_folder else None,
-    }
-    return Settings(**{each.name: given[each.name] for each in fields(Settings) if each.name in given})
+    return Settings(**given)
 
 
 def _allowed_hosts(options: argparse.Namespace) -> tuple[str, ...] | None:

@@ -6,15 +6,15 @@ Answers as server-sent events; those of chat completions are each a ``chat.compl
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from tessera_client import Answer, AsyncClient, AsyncStream, Delta, InvalidRequest, TesseraClientError
+from tessera_client import AsyncClient, AsyncStream, Delta, InvalidRequest, TesseraClientError
 from tessera_gateway import protocol, translation
 from tessera_gateway.body import STOPPING, all_of, read, require_json, unless_gone
 from tessera_gateway.errors import REQUEST_ID, ApiError, from_wire, renamed
@@ -38,27 +38,16 @@ async def complete(request: Request) -> Response:
 async def request_in(request: Request, kind: type[T]) -> T:
     """What the body holds. Raises ApiError."""
     require_json(request)
-    settings: Settings = request.app.state.settings
-    return protocol.parse(await read(request, settings.timeout_s), kind)
+    return protocol.parse(await read(request), kind)
 
 
-async def answered(request: Request, asked: protocol.ChatRequest, form: AnswerFormat) -> Response:
+async def answered(request: Request, asked: protocol.ChatRequest, form: translation.Completion) -> Response:
     """Asks the servers, and tells what they answer."""
-    settings: Settings = request.app.state.settings
     client: AsyncClient = request.app.state.client.named(request.scope[REQUEST_ID])
-    check_model(asked, settings)
-    asked = with_floor(asked, settings.priority_floor)
-    request.scope[MODEL] = asked.model
-    conversation = translation.messages(asked, await _fetched(request, asked))
-    options = translation.sampling(asked, settings.max_tokens)
-    if len(options) > 1:
-        client = client.together()
-    turns: Turns = request.app.state.turns
-    priority = asked.priority or 0
-    turn = await unless_gone(request.receive, turns.take(request.scope, priority, len(options)))
-    if turn != priority:
-        options = [each | {"priority": turn} for each in options]
     try:
+        conversation, options = await unless_gone(request.receive, _in_turn(request, asked))
+        if len(options) > 1:
+            client = client.together()
         if asked.stream:
             return await _events(request, form, [client.chat_stream(conversation, **each) for each in options])
         answers = await unless_gone(request.receive, all_of([client.chat(conversation, **each) for each in options]))
@@ -69,30 +58,42 @@ async def answered(request: Request, asked: protocol.ChatRequest, form: AnswerFo
     return JSONResponse(whole)
 
 
-def check_model(asked: protocol.ChatRequest, settings: Settings) -> None:
-    """Raises ApiError for a model that there is not."""
+class SdkCall(NamedTuple):
+    """``conversation``: its messages as the SDK takes them. ``options``: of each of the answers."""
+
+    conversation: list[dict[str, Any]]
+    options: list[dict[str, Any]]
+
+
+async def sdk_call(asked: protocol.ChatRequest, settings: Settings, fetcher: Fetcher) -> SdkCall:
+    """A request as the SDK's, at its own priority or at the best there is. Raises ApiError for a model that there is
+    not, a better priority, and pictures that cannot be fetched."""
     if asked.model not in settings.model_names:
-        words = f"no model {asked.model!r:.80}; there is {', '.join(settings.model_names)}"
-        raise ApiError(404, words, "model", "model_not_found")
-
-
-def with_floor(asked: protocol.ChatRequest, floor: int | None) -> protocol.ChatRequest:
-    """The request at its own priority, or at the best there is. Raises ApiError where it asks for a better one."""
-    if floor is None:
-        return asked
-    if asked.priority is not None and asked.priority < floor:
-        words = f"priority is {asked.priority}; here it may be {floor} or more"
-        raise ApiError(400, words, "priority", "invalid_value")
-    return asked.model_copy(update={"priority": max(asked.priority or 0, floor)})
-
-
-async def _fetched(request: Request, asked: protocol.ChatRequest) -> dict[str, bytes]:
-    fetcher: Fetcher = request.app.state.fetcher
+        there_is = ", ".join(settings.model_names)
+        raise ApiError(404, f"no model {asked.model!r:.80}; there is {there_is}", "model", "model_not_found")
+    floor = settings.priority_floor
+    if floor is not None:
+        if asked.priority is not None and asked.priority < floor:
+            words = f"priority is {asked.priority}; here it may be {floor} or more"
+            raise ApiError(400, words, "priority", "invalid_value")
+        asked = asked.model_copy(update={"priority": max(asked.priority or 0, floor)})
     urls = translation.urls(asked)
-    return await unless_gone(request.receive, fetcher.fetch(urls)) if urls else {}
+    conversation = translation.messages(asked, await fetcher.fetch(urls) if urls else {})
+    return SdkCall(conversation, translation.sampling(asked, settings.max_tokens))
 
 
-async def _events(request: Request, form: AnswerFormat, streams: list[AsyncStream]) -> Response:
+async def _in_turn(request: Request, asked: protocol.ChatRequest) -> SdkCall:
+    """The call, when its turn has come and at the priority which that gives it."""
+    state = request.app.state
+    request.scope[MODEL] = asked.model[:80]
+    call = await sdk_call(asked, state.settings, state.fetcher)
+    turns: Turns = state.turns
+    priority = call.options[0].get("priority", 0)
+    turn = await turns.take(request.scope, priority, len(call.options))
+    return call if turn == priority else call._replace(options=[each | {"priority": turn} for each in call.options])
+
+
+async def _events(request: Request, form: translation.Completion, streams: list[AsyncStream]) -> Response:
     """The streams from their first deltas on: an error before these has a status of its own."""
     try:
         firsts = await unless_gone(request.receive, all_of([anext(stream) for stream in streams]))
@@ -100,24 +101,6 @@ async def _events(request: Request, form: AnswerFormat, streams: list[AsyncStrea
         await asyncio.gather(*(stream.close() for stream in streams))
         raise
     return EventStream(form, firsts, streams)
-
-
-class AnswerFormat(Protocol):
-    """How answers reach a client: in one object, or as events."""
-
-    used: dict[str, Any] | None
-    """The usage, as of chat completions, when all is sent."""
-    ending: bytes
-
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]: ...
-
-    def events(self, coming: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
-        """Of deltas, each with its answer's number."""
-        ...
-
-    def failed(self, error: ApiError) -> bytes:
-        """The event of an error that comes after others."""
-        ...
 
 
 class EventStream(Response):
@@ -128,7 +111,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, form: AnswerFormat, firsts: Sequence[Delta], streams: Sequence[AsyncStream]) -> None:
+    def __init__(self, form: translation.Completion, firsts: Sequence[Delta], streams: Sequence[AsyncStream]) -> None:
         self.status_code, self.background = 200, None
         # The second keeps a proxy of nginx's kind from gathering events up.
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})

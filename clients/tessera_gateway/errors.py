@@ -18,6 +18,13 @@ from tessera_wire import errors as wire
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 499: "request_cancelled"}
 """By status, where it is not that of its hundred: 4xx the request's fault, 5xx ours."""
+STATUSES = (
+    (wire.DeadlineExceeded, 504, "deadline_exceeded"),
+    (wire.ConnectionFailed, 503, "server_unavailable"),
+    (wire.Unavailable, 503, "server_unavailable"),
+    (wire.Cancelled, 499, "cancelled"),
+)
+"""Of the SDK's errors, that are no fault of the request."""
 FULL = re.compile(r"queue is full|too many|in flight|maximum queue size", re.IGNORECASE)
 RETRY_AFTER = {"Retry-After": "1"}
 REQUEST_ID = "tessera.request_id"
@@ -72,16 +79,11 @@ def from_wire(error: ApiError | wire.TesseraClientError) -> ApiError:
     if isinstance(error, wire.InvalidRequest):
         return _in_api_words(str(error))
     words = _without_internals(str(error))
-    if isinstance(error, wire.DeadlineExceeded):
-        return ApiError(504, words, code="deadline_exceeded")
-    if isinstance(error, wire.ConnectionFailed):
-        return ApiError(503, words, code="server_unavailable", headers=RETRY_AFTER)
-    if isinstance(error, wire.Unavailable):
-        full = FULL.search(error.message)
-        return ApiError(429 if full else 503, words, code="overloaded" if full else "server_unavailable",
-                        headers=RETRY_AFTER)  # fmt: skip
-    if isinstance(error, wire.Cancelled):
-        return ApiError(499, words, code="cancelled")
+    if isinstance(error, wire.Unavailable) and FULL.search(error.message):
+        return ApiError(429, words, code="overloaded", headers=RETRY_AFTER)
+    for kind, status, code in STATUSES:
+        if isinstance(error, kind):
+            return ApiError(status, words, code=code, headers=RETRY_AFTER if status == 503 else None)
     return ApiError(500, words, code="server_error")
 
 

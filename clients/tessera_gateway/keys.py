@@ -18,14 +18,15 @@ free. What is under way is not interrupted, and a key that asks alone has all pl
 from __future__ import annotations
 
 import asyncio
-import heapq
 import hmac
 import math
 import re
 import time
-from collections import Counter, defaultdict, deque
+from bisect import insort
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -35,7 +36,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tessera_gateway.errors import RETRY_AFTER, ApiError
-from tessera_gateway.metrics import Counters, of_key
+from tessera_gateway.metrics import TURN, Counters, of_key
 from tessera_gateway.middleware import Middleware
 
 GUARDED = ("/v1/", "/tessera/", "/metrics")
@@ -88,23 +89,18 @@ def _fields(words: list[str]) -> dict[str, Any]:
         name, _, value = word.partition("=")
         if name not in ("name", "rate", "share") or name in fields:
             raise ValueError("behind a key may stand name=, rate= and share=, each once")  # it may be a part of a key
-        if name == "name":
-            if not NAME.fullmatch(value):
-                raise ValueError(f"name has 1 to 64 of A-Za-z0-9_.@-, not {value!r:.80}")
-            fields[name] = value
-        else:
-            fields[name] = _positive(name, value)
+        fields[name] = value if name == "name" else _number(value)
+        if name == "name" and not NAME.fullmatch(value):
+            raise ValueError(f"name has 1 to 64 of A-Za-z0-9_.@-, not {value!r:.80}")
+        if name != "name" and not 0 < fields[name] < math.inf:
+            raise ValueError(f"{name} must be a number above 0, not {value!r:.20}")
     return fields
 
 
-def _positive(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a number above 0, not {text!r:.20}")
-    return value
+def _number(text: str) -> float:
+    with suppress(ValueError):
+        return float(text)
+    return math.nan
 
 
 class Rates:
@@ -164,24 +160,21 @@ class RequireKey(Middleware):
         return found[0] if found and scheme.lower() == "bearer" else None
 
 
-TURN = "tessera.turn"
-"""Key of a request's scope: what gives its place back."""
 MOST_WAITING = 2048  # requests, at each worker
 MUCH_LESS = 2  # times, by the shares
 MOST_OF_SHARE = 0.75
 ASKS_FOR_S = 1.0  # after its last request; until then a key counts as one that asks
 
 
+@dataclass(order=True)
 class Waiter:
     """A request that waits. ``order``: its priority, its place on the line of time, and, of several keys there, who
     came last, for it has waited least often."""
 
-    def __init__(self, key: Key, cost: int, order: tuple[int, float, int]) -> None:
-        self.key, self.cost, self.order = key, cost, order
-        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def __lt__(self, other: Waiter) -> bool:
-        return self.order < other.order
+    order: tuple[int, float, int]
+    key: Key = field(compare=False)
+    cost: int = field(compare=False)
+    turn: asyncio.Future[None] = field(compare=False)
 
 
 class Turns:
@@ -191,58 +184,53 @@ class Turns:
         self._places = self._free = places
         self._seconds = seconds
         self._clock = clock
-        self._heaps: dict[Key, list[Waiter]] = defaultdict(list)
-        self._waiting: dict[Key, deque[Waiter]] = defaultdict(deque)  # the same, as they came
-        self._count = 0  # of those that wait
+        self._waiting: dict[Key, list[Waiter]] = defaultdict(list)  # in their order
         self._now: dict[int, float] = {}  # where on the line of time the last one stood that went, by priority
         self._next: dict[tuple[int, Key], float] = {}  # where the next request of a key will stand
         self._arrivals = count()
         self._held: dict[int, Counter[Key]] = defaultdict(Counter)  # places that keys have, by priority
-        self._taken: Counter[Key] = Counter()  # the same, of all priorities
         self._asked: dict[Key, float] = {}  # when each that asks had its last request
         self._later: asyncio.TimerHandle | None = None
 
     async def take(self, scope: Scope, priority: int, answers: int) -> int:
-        """Waits for a request's turn, whose place is given back at its end (:class:`EndTurn`), and returns the priority
-        to send it at.
+        """Waits for a request's turn, and returns the priority to send it at; ``scope[TURN]()`` gives its place back.
 
         ``priority``: the lowest number goes first, whatever its key. ``answers``: places that it takes. Raises ApiError
         where too many wait already, most of them its own key's, and where it waits too long.
         """
         key, cost = scope.get(KEY, ANYBODY), min(answers, self._places)
         self._asked[key] = self._clock()
-        if not self._count and cost <= self._free and self._may_take(key, self._shares()):
-            self._take(key, cost)
+        if not self._waiting and cost <= self._free and self._may_take(key, self._shares()):
+            self._take(priority, key, cost)
         else:
-            await self._wait(key, priority, cost)
-        held = self._held[priority]
-        held[key] += cost
+            await self._wait(priority, key, cost)
         scope[TURN] = partial(self._end, priority, key, cost)
-        most = max(count / each.share for each, count in held.items())
+        held = self._held[priority]
+        most = max(places / each.share for each, places in held.items())
         return priority - (MUCH_LESS * held[key] / key.share <= most)
 
-    async def _wait(self, key: Key, priority: int, cost: int) -> None:
-        if self._count >= MOST_WAITING:
-            most = max(self._waiting, key=lambda each: len(self._waiting[each]))
-            if len(self._waiting[key]) >= len(self._waiting[most]):
+    async def _wait(self, priority: int, key: Key, cost: int) -> None:
+        if sum(map(len, self._waiting.values())) >= MOST_WAITING:
+            most = max(self._waiting.values(), key=len)
+            if len(self._waiting.get(key, ())) >= len(most):
                 raise _full()
-            self._refuse(self._waiting[most][-1], _full())
+            self._refuse(most[-1], _full())
         start = max(self._now.get(priority, 0.0), self._next.get((priority, key), 0.0))
         self._next[priority, key] = start + cost / key.share
-        waiter = Waiter(key, cost, (priority, start, -next(self._arrivals)))
-        heapq.heappush(self._heaps[key], waiter)
-        self._waiting[key].append(waiter)
-        self._count += 1
+        loop = asyncio.get_running_loop()
+        waiter = Waiter((priority, start, -next(self._arrivals)), key, cost, loop.create_future())
+        insort(self._waiting[key], waiter)
         self._go_on()  # it may where others may not
         slow = ApiError(504, "the time given to the request ran out before its turn", code="deadline_exceeded")
-        timer = waiter.turn.get_loop().call_later(self._seconds, self._refuse, waiter, slow)
+        timer = loop.call_later(self._seconds, self._refuse, waiter, slow)
         try:
             await waiter.turn
         except BaseException:
             if waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
-                self._give_back(key, cost)  # its turn had come when it was cancelled
+                self._give_back(priority, key, cost)  # its turn had come when it was cancelled
             else:
                 self._leave(waiter)
+                self._go_on()
             raise
         finally:
             timer.cancel()
@@ -253,67 +241,57 @@ class Turns:
             self._leave(waiter)
 
     def _leave(self, waiter: Waiter) -> None:
-        if waiter in self._waiting[waiter.key]:
-            self._waiting[waiter.key].remove(waiter)
-            self._count -= 1
-            heap = self._heaps[waiter.key]
-            if len(heap) > 2 * len(self._waiting[waiter.key]) + self._places:  # most of them have left
-                heap[:] = [each for each in heap if not each.turn.done()]
-                heapq.heapify(heap)
-            self._go_on()
+        line = self._waiting.get(waiter.key, [])
+        if waiter in line:
+            line.remove(waiter)
+            if not line:
+                del self._waiting[waiter.key]
+
+    def _take(self, priority: int, key: Key, cost: int) -> None:
+        self._free -= cost
+        self._held[priority][key] += cost
 
     def _end(self, priority: int, key: Key, cost: int) -> None:
+        self._asked[key] = self._clock()
+        self._give_back(priority, key, cost)
+
+    def _give_back(self, priority: int, key: Key, cost: int) -> None:
+        self._free += cost
         held = self._held[priority]
         held[key] -= cost
         if not held[key]:
             del held[key]
         if not held:
             del self._held[priority]
-        self._asked[key] = self._clock()
-        self._give_back(key, cost)
-
-    def _take(self, key: Key, cost: int) -> None:
-        self._free -= cost
-        self._taken[key] += cost
-
-    def _give_back(self, key: Key, cost: int) -> None:
-        self._free += cost
-        self._taken[key] -= cost
         self._go_on()
+
+    def _taken(self, key: Key) -> int:
+        return sum(held[key] for held in self._held.values())
 
     def _shares(self) -> float:
         """Of all keys that ask, together."""
         now = self._clock()
         for key, asked in list(self._asked.items()):
-            if asked + ASKS_FOR_S <= now and not self._taken[key] and not self._waiting.get(key):
-                del self._asked[key], self._taken[key]
+            if asked + ASKS_FOR_S <= now and not self._taken(key) and key not in self._waiting:
+                del self._asked[key]
         return sum(key.share for key in self._asked)
 
     def _may_take(self, key: Key, shares: float) -> bool:
-        return len(self._asked) <= 1 or self._taken[key] < MOST_OF_SHARE * self._places * key.share / shares
-
-    def _first(self, shares: float) -> Waiter | None:
-        """The next request, of the keys that may take more."""
-        heads = []
-        for key, heap in self._heaps.items():
-            while heap and heap[0].turn.done():  # it gave up
-                heapq.heappop(heap)
-            if heap and self._may_take(key, shares):
-                heads.append(heap[0])
-        return min(heads, default=None)
+        return len(self._asked) <= 1 or self._taken(key) < MOST_OF_SHARE * self._places * key.share / shares
 
     def _go_on(self) -> None:
         shares = self._shares()
-        while (waiter := self._first(shares)) is not None and waiter.cost <= self._free:
-            heapq.heappop(self._heaps[waiter.key])
-            self._waiting[waiter.key].remove(waiter)
-            self._count -= 1
-            self._take(waiter.key, waiter.cost)
-            self._now[waiter.order[0]] = waiter.order[1]
-            waiter.turn.set_result(None)
-        if not self._count:  # no request waits
-            self._heaps.clear()
-            self._waiting.clear()
+        while self._waiting:
+            heads = (line[0] for key, line in self._waiting.items() if self._may_take(key, shares))
+            waiter = min(heads, default=None)
+            if waiter is None or waiter.cost > self._free:
+                break
+            self._leave(waiter)
+            if not waiter.turn.done():  # else it was cancelled, and does not know yet
+                priority, self._now[priority], _ = waiter.order
+                self._take(priority, waiter.key, waiter.cost)
+                waiter.turn.set_result(None)
+        if not self._waiting:
             self._now.clear()
             self._next.clear()
         elif waiter is None and self._later is None:  # until another key asks no more, or some request ends
@@ -322,18 +300,6 @@ class Turns:
     def _look_again(self) -> None:
         self._later = None
         self._go_on()
-
-
-class EndTurn(Middleware):
-    """Gives a request's place back when its answer is over."""
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            give_back: Callable[[], None] | None = scope.pop(TURN, None)
-            if give_back is not None:
-                give_back()
 
 
 def _full() -> ApiError:

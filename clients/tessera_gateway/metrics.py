@@ -45,8 +45,9 @@ ABOUT = {
 }
 COMPLETIONS = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
-STATUS, USAGE, MODEL = "tessera.status", "tessera.usage", "tessera.model"
-"""Keys of a request's scope: the status that counts, also where another was sent; a completion's tokens and model."""
+STATUS, USAGE, MODEL, TURN = "tessera.status", "tessera.usage", "tessera.model", "tessera.turn"
+"""Keys of a request's scope: the status that counts, also where another was sent; a completion's tokens and model; what
+gives its place at the servers back."""
 PREFIX = "tessera_gateway_"
 
 

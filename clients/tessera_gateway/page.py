@@ -64,7 +64,7 @@ async def tiles(request: Request, tile_policy: str | None = None) -> dict[str, A
     ``tile_policy`` (query): a policy's name or a JSON object, as in a request. The rule is the server's own: it is
     asked.
     """
-    picture = await read(request, request.app.state.settings.timeout_s)
+    picture = await read(request)
     client: AsyncClient = request.app.state.client
     (plan,) = await client.plan(picture, tile_policy=_policy(tile_policy))
     width, height = upright_size(picture)

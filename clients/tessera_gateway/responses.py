@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
@@ -182,7 +181,7 @@ async def respond(request: Request) -> Response:
     asked = await request_in(request, ResponsesRequest)
     chat = asked.chat()
     try:
-        return await answered(request, chat, ResponsesFormat(asked))
+        return await answered(request, chat, ResponsesFormat(asked, chat))
     except ApiError as error:
         raise asked.in_its_words(error, chat) from None
 
@@ -192,16 +191,15 @@ async def stored(path: str) -> Response:
     raise ApiError(404, f"there is no response {path!r:.80}: {NOTHING_STORED}", code="response_not_found")
 
 
-class ResponsesFormat:
+class ResponsesFormat(translation.Completion):
     """As OpenAI's responses: one message, of one part, in the documented order of events."""
 
     ending = b""
 
-    def __init__(self, asked: ResponsesRequest) -> None:
-        self.used: dict[str, Any] | None = None
-        self._asked = asked
+    def __init__(self, asked: ResponsesRequest, chat: ChatRequest) -> None:
+        super().__init__(chat)
+        self._told = asked
         self._id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
-        self._created = int(time.time())
         self._number = 0
         self._text = ""
 
@@ -264,7 +262,7 @@ class ResponsesFormat:
         return about | {"content": [self._part()]}
 
     def _response(self, status: str) -> dict[str, Any]:
-        asked = self._asked
+        asked = self._told
         form = asked.text.format if asked.text else None
         told = PlainText(type="text") if form is None else form
         return {

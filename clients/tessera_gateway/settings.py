@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,26 @@ from tessera_wire.tensors import addresses, parse_url
 MOST_IN_FLIGHT = 256
 """As many as a server on a GPU works at (language_model.max_sequences)."""
 UNEVEN = 1.25
+MOST_WORKERS = 8
+CPUS_PER_WORKER = 4  # the servers' stages need the others
+LONGEST_DRAIN_S = 3600.0
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The value of an option that takes names with commas between."""
+    found = tuple(name.strip() for name in text.split(","))
+    if "" in found:
+        raise argparse.ArgumentTypeError(f"{text!r} holds an empty name")
+    return found
+
+
+KINDS: dict[str, Any] = {"N": int, "S": float, "FILE": Path, "FOLDER": Path}
+"""By metavar; the others take names."""
+
+
+def option(default: Any, flag: str, metavar: str, words: str, above_0: bool = True) -> Any:
+    """A field that an option sets, a number above 0 if it is one."""
+    return field(default=default, metadata={"flag": flag, "metavar": metavar, "help": words, "above_0": above_0})
 
 
 @dataclass(frozen=True)
@@ -27,38 +47,55 @@ class Settings:
     """The servers, as the SDK takes them."""
     metrics: tuple[str, ...] = ()
     """The servers' metrics pages; empty: at the port above each gRPC port, where `tessera serve` has them."""
-    model_names: tuple[str, ...] = ("vlm",)
-    """What clients may call the model."""
-    max_tokens: int | None = None
-    """The longest answer to a request that does not say; None: as long as the context has room for."""
-    drain_s: float = 5.0
-    """For answers under way when the gateway is to stop."""
-    timeout_s: float = 300.0
-    """Of a request, with all its attempts."""
-    max_in_flight: int | None = None
-    """Requests at the servers at a time, of all workers; the others wait their turn. None: MOST_IN_FLIGHT a server."""
-    max_body_mib: int = 64
-    max_bodies_mib: int = 512
-    """Of the bodies of all requests under way, over all workers."""
-    max_connections_per_peer: int = 512
-    """In each worker; as many requests as a server takes."""
-    fetch_from: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    """The sites whose pages may ask from a browser, beside the gateway's own; ``*`` is any."""
-    allowed_hosts: tuple[str, ...] | None = None
-    """The names that the gateway goes by, beside addresses and localhost; None: any."""
-    priority_floor: int | None = None
-    """The best priority (the lowest number) that a request may ask for."""
-    keys: str | None = None
-    """The file with the bearer keys; None: anybody may ask."""
-    batch_folder: str | None = None
-    """Where batches and their files are kept; None: there are none."""
-    batch_concurrency: int = 64
-    """Requests of batches under way at a time."""
-    max_file_mib: int = 1024
     counters: str | None = None
     """The file that the workers count in."""
-    workers: int = 1
+    workers: int = option(1, "--workers", "N", "processes (default here: %(default)s)")
+    model_names: tuple[str, ...] = option(
+        ("vlm",), "--model-name", "NAME,...", "what requests may call the model (default: vlm)"
+    )
+    max_tokens: int | None = option(
+        None, "--max-tokens", "N",
+        "the longest answer to a request that does not say (default: what the context has room for)",
+    )  # fmt: skip
+    timeout_s: float = option(300.0, "--timeout", "S", "seconds for a request (%(default)s)")
+    """With all its attempts."""
+    max_in_flight: int | None = option(
+        None, "--max-in-flight", "N", "requests at the servers at a time; others wait, and keys take turns "
+        f"(default: {MOST_IN_FLIGHT} a server)",
+    )  # fmt: skip
+    """Of all workers."""
+    max_body_mib: int = option(64, "--max-body-mib", "N", "of a request (%(default)s)")
+    max_bodies_mib: int = option(512, "--max-bodies-mib", "N", "of all requests under way together (%(default)s)")
+    """Over all workers."""
+    max_connections_per_peer: int = option(
+        512, "--max-connections-per-peer", "N", "of one address, to each worker; more for a proxy (%(default)s)"
+    )
+    """As many as the requests that a server takes."""
+    drain_s: float = option(
+        5.0, "--drain", "S", "seconds for answers under way when the gateway is told to stop (%(default)s)", False
+    )
+    fetch_from: tuple[str, ...] = option(
+        (), "--fetch-from", "HOST,...", "fetch pictures behind http(s) URLs from these hosts (default: from none)"
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (), "--allowed-origins", "URL,...",
+        "let pages of these sites (https://app.example.com, * for any) ask (default: of none)",
+    )  # fmt: skip
+    """Beside the gateway's own."""
+    allowed_hosts: tuple[str, ...] | None = option(
+        None, "--allowed-hosts", "NAME,...", "what the gateway is called in URLs, beside addresses and localhost "
+        "(default: anything; nothing else where it listens here only)",
+    )  # fmt: skip
+    priority_floor: int | None = option(
+        None, "--priority-floor", "N", "requests may not ask for a better priority, a lower number (default: for any)",
+        above_0=False,
+    )  # fmt: skip
+    keys: str | None = option(None, "--keys", "FILE", "ask for one of these bearer keys (one a line)")
+    batch_folder: str | None = option(
+        None, "--batch-folder", "FOLDER", "keep files and batches in it, and serve both (default: there are none)"
+    )
+    batch_concurrency: int = option(64, "--batch-concurrency", "N", "requests of batches at a time (%(default)s)")
+    max_file_mib: int = option(1024, "--max-file-mib", "N", "of a batch's file (%(default)s)")
 
     @property
     def places(self) -> int:
@@ -82,8 +119,8 @@ class Settings:
     @classmethod
     def from_json(cls, text: str) -> Settings:
         given = json.loads(text).items()
-        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
-        return cls(**fields)
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
+        return cls(**values)
 
 
 def metrics_beside(url: str) -> str:
@@ -93,53 +130,18 @@ def metrics_beside(url: str) -> str:
     return f"http://{host}:{int(port) + (2 if scheme.startswith('http') else 1)}/metrics"
 
 
-MOST_WORKERS = 8
-CPUS_PER_WORKER = 4  # the servers' stages need the others
-
-
 def add_options(add: Callable[..., Any]) -> None:
-    """Declares them by ``add``, an ArgumentParser's add_argument or what takes the same."""
-    default = Settings()
-    add("--workers", type=int, default=usual_workers(), metavar="N", help="processes (default here: %(default)s)")
-    add("--model-name", type=names, default=default.model_names, metavar="NAME,...",
-        help="what requests may call the model (default: vlm)")  # fmt: skip
-    add("--max-tokens", type=int, metavar="N",
-        help="the longest answer to a request that does not say (default: what the context has room for)")  # fmt: skip
-    add("--timeout", type=float, default=default.timeout_s, metavar="S", help="seconds for a request (%(default)s)")
-    add("--max-in-flight", type=int, metavar="N", help="requests at the servers at a time; others wait, and keys take "
-        f"turns (default: {MOST_IN_FLIGHT} a server)")  # fmt: skip
-    add("--max-body-mib", type=int, default=default.max_body_mib, metavar="N", help="of a request (%(default)s)")
-    add("--max-bodies-mib", type=int, default=default.max_bodies_mib, metavar="N",
-        help="of all requests under way together (%(default)s)")  # fmt: skip
-    add("--max-connections-per-peer", type=int, default=default.max_connections_per_peer, metavar="N",
-        help="of one address, to each worker; more for a proxy (%(default)s)")  # fmt: skip
-    add("--drain", type=float, default=default.drain_s, metavar="S",
-        help="seconds for answers under way when the gateway is told to stop (%(default)s)")  # fmt: skip
-    add("--fetch-from", type=names, default=(), metavar="HOST,...",
-        help="fetch pictures behind http(s) URLs from these hosts (default: from none)")  # fmt: skip
-    add("--allowed-origins", type=names, default=(), metavar="URL,...",
-        help="let pages of these sites (https://app.example.com, * for any) ask (default: of none)")  # fmt: skip
-    add("--allowed-hosts", type=names, metavar="NAME,...", help="what the gateway is called in URLs, beside "
-        "addresses and localhost (default: anything; nothing else where it listens here only)")  # fmt: skip
-    add("--priority-floor", type=int, metavar="N", help="requests may not ask for a better priority, a lower "
-        "number (default: for any)")  # fmt: skip
-    add("--keys", type=Path, metavar="FILE", help="ask for one of these bearer keys (one a line)")
-    add("--batch-folder", type=Path, metavar="FOLDER",
-        help="keep files and batches in it, and serve both (default: there are none)")  # fmt: skip
-    add("--batch-concurrency", type=int, default=default.batch_concurrency, metavar="N",
-        help="requests of batches at a time (%(default)s)")  # fmt: skip
-    add("--max-file-mib", type=int, default=default.max_file_mib, metavar="N", help="of a batch's file (%(default)s)")
+    """Declares them by ``add``, an ArgumentParser's add_argument or what takes the same; each is kept under the name of
+    its field."""
+    for each in fields(Settings):
+        if about := dict(each.metadata):
+            del about["above_0"]
+            default = usual_workers() if each.name == "workers" else each.default
+            kind = KINDS.get(about["metavar"], names)
+            add(about.pop("flag"), dest=each.name, type=kind, default=default, **about)
     add("--otel", metavar="URL", help="send traces by OTLP over HTTP to this collector, for instance "
         "http://localhost:4318 (default: $OTEL_EXPORTER_OTLP_ENDPOINT and its kin, or none)")  # fmt: skip
 
 
 def usual_workers() -> int:
     return max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // CPUS_PER_WORKER))
-
-
-def names(text: str) -> tuple[str, ...]:
-    """The value of an option that takes names with commas between."""
-    found = tuple(name.strip() for name in text.split(","))
-    if "" in found:
-        raise argparse.ArgumentTypeError(f"{text!r} holds an empty name")
-    return found

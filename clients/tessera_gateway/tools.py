@@ -69,11 +69,9 @@ class Calls:
             how = f"Answer by calling one of these functions: write {call}."
         return f"# Functions\n\n{listed}\n\n{how}"
 
-    def reader(self) -> PlainReader:
+    def reader(self) -> Reader:
         """What makes OpenAI's deltas of one answer's text."""
-        if not self.functions:
-            return PlainReader()
-        return CallReader() if self.alone is None else ArgumentsReader(self.alone.name)
+        return Reader(not self.functions, None if self.alone is None else self.alone.name)
 
     def reason(self, reason: str, called: bool) -> str:
         """OpenAI's word for how a finished answer ended: one that had to be this very call just ends."""
@@ -113,38 +111,25 @@ def written(calls: Iterable[ToolCall]) -> str:
     )
 
 
-class PlainReader:
-    """An answer of words alone: text as it comes into deltas of OpenAI's message. :meth:`end` follows the last."""
+class Reader:
+    """Text as it comes into deltas of OpenAI's message. :meth:`end` follows the last.
 
-    called = False
+    An answer is words alone, or one function's arguments, or, where neither is known before, ``{"name": ...,
+    "arguments": ...}`` or ``{"answer": ...}``, as the server writes JSON.
+    """
 
-    def read(self, text: str) -> list[dict[str, Any]]:
-        return [{"content": text}] if text else []
-
-    def end(self, whole: bool) -> list[dict[str, Any]]:
-        """What was held back. ``whole``: the model has ended the answer itself."""
-        return []
-
-
-class ArgumentsReader(PlainReader):
-    """An answer that is one function's arguments."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def read(self, text: str) -> list[dict[str, Any]]:
-        begun, self.called = self.called, True
-        return ([] if begun else [_begin(self._name)]) + ([_more(text)] if text else [])
-
-
-class CallReader(PlainReader):
-    """An answer that is ``{"name": ..., "arguments": ...}`` or ``{"answer": ...}``, as the server writes JSON."""
-
-    def __init__(self) -> None:
+    def __init__(self, plain: bool, name: str | None = None) -> None:
+        self.called = False
+        self._plain, self._name = plain, name
         self._held = ""
-        self._words = False
+        self._words = False  # of {"answer": ...}
 
     def read(self, text: str) -> list[dict[str, Any]]:
+        if self._plain:
+            return [{"content": text}] if text else []
+        if self._name is not None:
+            begun, self.called = self.called, True
+            return ([] if begun else [_begin(self._name)]) + ([_more(text)] if text else [])
         self._held += text
         found: list[dict[str, Any]] = []
         if not (self._words or self.called):
@@ -153,20 +138,16 @@ class CallReader(PlainReader):
             elif call := _CALL.match(self._held):
                 self.called, self._held = True, self._held[call.end() :]
                 found.append(_begin(call[1]))
-        if self._words:
-            known = _WHOLE_CHARACTERS.match(self._held)
-            assert known is not None
+        if self._words and (known := _WHOLE_CHARACTERS.match(self._held)) and known[0]:
             self._held = self._held[known.end() :]
-            if known[0]:
-                found.append({"content": json.loads(f'"{known[0]}"', strict=False)})
-        elif self.called:
-            known_arguments = self._held.removesuffix("}")  # the last one closes what the call stands in
-            self._held = self._held[len(known_arguments) :]
-            if known_arguments:
-                found.append(_more(known_arguments))
+            found.append({"content": json.loads(f'"{known[0]}"', strict=False)})
+        elif self.called and (arguments := self._held.removesuffix("}")):  # the last one closes what the call stands in
+            self._held = self._held[len(arguments) :]
+            found.append(_more(arguments))
         return found
 
     def end(self, whole: bool) -> list[dict[str, Any]]:
+        """What was held back. ``whole``: the model has ended the answer itself."""
         return [_more(self._held)] if self.called and self._held and not whole else []
 
 
@@ -270,26 +251,24 @@ def names(request: ChatRequest) -> dict[str, str]:
 
 def _asked(request: ChatRequest) -> Iterator[tuple[str, str, Any]]:
     """The field of the request, the option and its value."""
-    if isinstance(request.response_format, JsonObject):
+    form, asked, own = request.response_format, request.structured_outputs, request.tessera
+    if isinstance(form, JsonObject):
         yield "response_format", "json_object", True
-    if isinstance(request.response_format, JsonSchema):
-        yield "response_format", "json_schema", request.response_format.json_schema.schema_
+    if isinstance(form, JsonSchema):
+        yield "response_format", "json_schema", form.json_schema.schema_
     if (calls := calling(request)).functions:
         yield "tools", "json_schema", calls.schema
     given: list[tuple[str, str, Any]] = [
         ("guided_json", "json_schema", request.guided_json),
         ("guided_regex", "regex", request.guided_regex),
         ("guided_choice", "regex", _one_of(request.guided_choice)),
+        ("structured_outputs.json", "json_schema", getattr(asked, "json_", None)),
+        ("structured_outputs.regex", "regex", getattr(asked, "regex", None)),
+        ("structured_outputs.choice", "regex", _one_of(getattr(asked, "choice", None))),
+        ("structured_outputs.json_object", "json_object", getattr(asked, "json_object", None) or None),
+        ("tessera.choices", "choices", getattr(own, "choices", None)),
+        ("tessera.regex", "regex", getattr(own, "regex", None)),
     ]
-    if (asked := request.structured_outputs) is not None:
-        given += [
-            ("structured_outputs.json", "json_schema", asked.json_),
-            ("structured_outputs.regex", "regex", asked.regex),
-            ("structured_outputs.choice", "regex", _one_of(asked.choice)),
-            ("structured_outputs.json_object", "json_object", asked.json_object or None),
-        ]
-    if request.tessera is not None:
-        given += [(f"tessera.{name}", name, getattr(request.tessera, name)) for name in ("choices", "regex")]
     yield from (each for each in given if each[2] is not None)
 
 

@@ -120,6 +120,7 @@ class Completion:
 
     def __init__(self, asked: ChatRequest) -> None:
         self.used: dict[str, Any] | None = None
+        """The usage, when all is sent."""
         self._asked, self._calls = asked, calling(asked)
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
 

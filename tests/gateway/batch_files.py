@@ -10,6 +10,11 @@ import openai
 from openai.types import Batch
 
 
+def client_of(address: str) -> openai.OpenAI:
+    """OpenAI's client of a gateway, which tries once."""
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+
+
 def line(custom_id: str, text: str = "", **body: Any) -> str:
     """A line that asks one question."""
     asked = {"model": "vlm", "messages": [{"role": "user", "content": [{"type": "text", "text": text or custom_id}]}]}

@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+from batch_files import client_of
 from gateway_doubles import Asked, gateway, listening
 
 
@@ -28,5 +29,5 @@ def play(door: tuple[Asked, str]) -> Any:
 @pytest.fixture
 def client(door: tuple[Asked, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[openai.OpenAI]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with openai.OpenAI(base_url=f"{door[1]}/v1", api_key="none", max_retries=0) as client:
+    with client_of(door[1]) as client:
         yield client

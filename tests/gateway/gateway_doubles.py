@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,8 +29,11 @@ from tessera_gateway.connections import Connection
 from tessera_gateway.settings import Settings
 
 ONCE = Retry(attempts=1)
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+FROM_ABOVE = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 JSON = {"Content-Type": "application/json"}
 HELLO = [{"role": "user", "content": "hello"}]
+ASKED = {"model": "vlm", "messages": HELLO}
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,13 +53,13 @@ class Asked:
 
     def ask(self, messages: Any = HELLO, **fields: Any) -> httpx.Response:
         """One chat completion."""
-        return self("POST", "/v1/chat/completions", json={"model": "vlm", "messages": messages, **fields})
+        return self("POST", "/v1/chat/completions", json={**ASKED, "messages": messages, **fields})
 
     def __call__(self, method: str, path: str, **options: Any) -> httpx.Response:
         """One request, in this process."""
-        return asyncio.run(self._send(method, path, **options))
+        return asyncio.run(self.send(method, path, **options))
 
-    async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+    async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=JSON) as client:
             return await client.request(method, path, **options)
@@ -67,19 +71,27 @@ def gateway(*script: Any, **settings: Any) -> Asked:
 
 
 @contextmanager
-def listening(app: Any) -> Iterator[str]:
-    """The address of an application that is served in a thread."""
+def stoppable(app: Any, log_level: str = "critical", grace: int = 1) -> Iterator[tuple[uvicorn.Server, str]]:
+    """An application that is served in a thread until ``should_exit`` of its server is set, and its address."""
     with cli._listen("127.0.0.1", 0) as listener:
         is_gateway = isinstance(app, FastAPI) and hasattr(app.state, "door")  # or else what stands behind one
-        options: Any = {"http": Connection if is_gateway else "auto", "ws": "none", "log_level": "critical"}
-        server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **options))
+        options: Any = {"http": Connection if is_gateway else "auto", "ws": "none", "log_level": log_level}
+        server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=grace, **options))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield server, f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join()
+            thread.join(90)
+            assert not thread.is_alive()
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[str]:
+    """The address of an application that is served in a thread."""
+    with stoppable(app) as (_, address):
+        yield address
 
 
 @contextmanager
@@ -100,6 +112,14 @@ def started(
         process.communicate()
 
 
+def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    """Returns when it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def free_port() -> int:
     """A port that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -107,15 +127,19 @@ def free_port() -> int:
 
 
 @contextmanager
-def collecting() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
-    """A collector of traces: its address for OTLP over HTTP, and what it was sent."""
-    received: list[ExportTraceServiceRequest] = []
+def collecting() -> Iterator[tuple[str, dict[str, Any]]]:
+    """A collector of traces: its address for OTLP over HTTP, and the spans that it was sent, by their names."""
+    received: dict[str, Any] = {}
 
     class Collector(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             if self.path == "/v1/traces":
-                received.append(ExportTraceServiceRequest.FromString(body))
+                for each in ExportTraceServiceRequest.FromString(body).resource_spans:
+                    attributes = {attribute.key: attribute.value.string_value for attribute in each.resource.attributes}
+                    assert attributes["service.name"] == "tessera-gateway"
+                    assert attributes["telemetry.sdk.name"] == "opentelemetry"
+                    received.update((span.name, span) for scope in each.scope_spans for span in scope.spans)
             self.send_response(200)
             self.end_headers()
 

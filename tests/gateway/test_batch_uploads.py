@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
-from batch_files import line
+from batch_files import client_of, line
 from clients.fake_transport import FakeTransport
 from gateway_doubles import Asked, listening
 from hypothesis import given
 from hypothesis import strategies as some
+from python_multipart.exceptions import FormParserError
 
 from tessera_gateway.batches import upload
-from tessera_gateway.batches.upload import FormReader
+from tessera_gateway.batches.upload import Form
 from tessera_gateway.errors import ApiError
 from tessera_gateway.settings import Settings
 
@@ -114,7 +114,7 @@ def test_a_large_file_whose_length_nobody_tells(tmp_path: Path) -> None:
     content = "\n".join(line(f"{number}", "x" * (number % 4000)) for number in range(2500)).encode()
     with (
         listening(door.app) as address,
-        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+        client_of(address) as client,
     ):
         file = client.files.create(file=("in.jsonl", content), purpose="batch")
         assert client.files.content(file.id).content == content and len(content) > 3 << 20
@@ -132,22 +132,25 @@ def test_a_large_file_whose_length_nobody_tells(tmp_path: Path) -> None:
 CONTENT = some.binary(max_size=40) | some.text("\r\n-B", max_size=40).map(str.encode)
 
 
-@given(some.lists(CONTENT, max_size=3), some.lists(some.integers(1, 20), max_size=99))
-def test_a_form_is_the_same_however_it_is_cut(contents: list[bytes], cuts: list[int]) -> None:
-    contents = [content for content in contents if b"\r\n--B" not in b"\r\n" + content]
-    head = b'--B\r\nContent-Disposition: form-data; name="n%d"; filename="f"\r\n\r\n%s\r\n'
-    body = b"".join(head % each for each in enumerate(contents)) + END
-    reader, found = FormReader(FORM), dict[str, bytes]()
+@given(CONTENT, CONTENT, some.lists(some.integers(1, 20), max_size=99))
+def test_a_form_is_the_same_however_it_is_cut(before: bytes, content: bytes, cuts: list[int]) -> None:
+    before, content = (b"" if b"\r\n--B" in b"\r\n" + each else each for each in (before, content))
+    body = PURPOSE + FILE.replace(b"ab\nc", before + content) + END
+    form = Form(FORM, 1)
     while body:
         size = cuts.pop() if cuts else len(body)
-        for field, content in reader.feed(body[:size]):
-            found[field.name] = found.get(field.name, b"") + content
+        form.feed(body[:size])
         body = body[size:]
-    assert found == {f"n{number}": content for number, content in enumerate(contents)} and reader.finished
+    form.check_end()
+    lines, size = form.take()
+    assert b"".join(line for _, line in lines) == before + content and size == len(before + content)
+    assert [number for number, _ in lines] == list(range(1, len(lines) + 1)) and form.filename == "in.jsonl"
+    assert [line for _, line in lines] == (before + content).splitlines(keepends=True) or b"\r" in before + content
 
 
 @given(some.binary(max_size=200))
 def test_no_body_does_more_than_be_refused(body: bytes) -> None:
-    reader = FormReader(FORM)
-    with suppress(ApiError):
-        assert sum(len(content) for _, content in reader.feed(b"--B\r\n" + body)) <= len(body)
+    form = Form(FORM, 1)
+    with suppress(ApiError, FormParserError):
+        form.feed(FILE[:-6] + body)
+        assert form.take()[1] <= len(body)

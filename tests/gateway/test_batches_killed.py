@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-import openai
 import pytest
-from batch_files import answers, create, line, over, rows
-
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = os.pathsep.join(str(ROOT / folder) for folder in ("python_backends", "clients", "tests"))
+from batch_files import answers, client_of, create, line, over, rows
+from gateway_doubles import started
 
 PROGRAM = """
 import json, os, signal, sys, threading
@@ -25,7 +19,7 @@ from tessera_client import client
 from tessera_client.transports.base import Sent
 from tessera_gateway.cli import gateway_main
 
-folder, kill_at = sys.argv[1], int(sys.argv[2])
+folder, kill_at = os.environ["FOLDER"], int(os.environ["KILL_AT"])
 log = os.open(folder + "/asked", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 class Killing(FakeTransport):
@@ -44,35 +38,25 @@ class Killing(FakeTransport):
         return Sent(lambda: None, lambda: None)
 
 client.open_transport = lambda url, models: Killing()
-sys.exit(gateway_main(["--port", "0", "--workers", "1", "--batch-folder", folder, "--batch-concurrency", "8"]))
+sys.exit(gateway_main([*sys.argv[1:], "--workers", "1", "--batch-folder", folder, "--batch-concurrency", "8"]))
 """
 
 
-@contextmanager
-def gateway(folder: Path, kill_at: int = 0) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
-    command = [sys.executable, "-c", PROGRAM, str(folder), str(kill_at)]
-    environment = {**os.environ, "PYTHONPATH": SOURCES}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert process.stdout is not None
-        address = process.stdout.readline().split()[-1]
-        with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-            yield process, client
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_no_id_is_lost_or_answered_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gateway(kill_at: int) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
+        monkeypatch.setenv("KILL_AT", str(kill_at))
+        return started(program=("-c", PROGRAM))
+
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("FOLDER", str(tmp_path))
     names = [f"r{number}" for number in range(300)]
     lines = [line(name) for name in names]
     lines[150] = "nonsense"
     # Of two on a folder the second goes on where the first is killed; and a new one where both are.
-    with gateway(tmp_path, kill_at=80) as (first, client), gateway(tmp_path, kill_at=80) as (second, _):
+    with gateway(80) as (first, address), gateway(80) as (second, _), client_of(address) as client:
         batch = create(client, *lines)
         assert first.wait(60) == second.wait(60) == -signal.SIGKILL
-    with gateway(tmp_path) as (_, client):
+    with gateway(0) as (_, address), client_of(address) as client:
         batch = over(client, client.batches.retrieve(batch.id))
         found, failed = answers(client, batch), rows(client, batch.error_file_id)
     assert found == {name: f"answer to {name}" for name in names if name != "r150"}

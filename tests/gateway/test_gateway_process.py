@@ -9,14 +9,14 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from gateway_doubles import NOBODY, free_port, started
+from gateway_doubles import ASKED, FROM_ABOVE, NOBODY, TRACE, collecting, free_port, started
+from server.toy_servers import wait_until
 
 from tessera.errors import ConfigError
 from tessera.launcher.gateway import Gateway
@@ -26,13 +26,6 @@ from tessera_gateway.batches import database
 from tessera_gateway.cli import gateway_main, server_config
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
 def answers(url: str) -> bool:
     try:
         return httpx.get(f"{url}/v1/models", timeout=5, trust_env=False).status_code == 200
@@ -40,36 +33,32 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_several_workers_count_together_and_end_with_their_parent(tmp_path: Path) -> None:
-    with started("--workers", "2", "--batch-folder", str(tmp_path / "new" / "folder")) as (
-        process,
-        url,
-    ):
-        assert wait_until(lambda: len(descendants(process.pid)) >= 3)  # two workers, and what tracks their resources
+@pytest.mark.parametrize(("workers", "way"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
+def test_it_ends_in_order_and_leaves_nothing(
+    workers: int, way: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several workers count together, and send what they have seen to the last; the port is free at once."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    flags = ("--workers", str(workers), "--drain", "0.2", "--batch-folder", str(tmp_path / "new" / "folder"))
+    with collecting() as (collector, spans), started(*flags, "--otel", collector) as (process, url):
+        assert workers == 1 or wait_until(lambda: len(descendants(process.pid)) > workers)  # and a resource tracker
         for _ in range(20):
             assert answers(url) and httpx.get(f"{url}/v1/batches", trust_env=False).json()["data"] == []
         page = httpx.get(f"{url}/metrics", trust_env=False).text
         counted = dict(line.rsplit(" ", 1) for line in page.splitlines())
-        assert float(counted['tessera_gateway_requests_total{status="200"}']) >= 20
-        asked = {"model": "vlm", "messages": [{"role": "user", "content": "hello"}]}
-        refusal = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=30, trust_env=False)
+        assert float(counted['tessera_gateway_requests_total{status="200"}']) >= 40
+        completions = f"{url}/v1/chat/completions"  # its server is not there
+        refusal = httpx.post(completions, json=ASKED, headers=FROM_ABOVE, timeout=30, trust_env=False)
         assert refusal.status_code == 503 and refusal.json()["error"]["code"] == "server_unavailable"
-        workers = descendants(process.pid)
-        process.kill()
-        assert wait_until(lambda: not any(command_line(pid) for pid in workers))
-
-
-@pytest.mark.parametrize("workers", ["1", "2"])
-@pytest.mark.parametrize("way", [signal.SIGTERM, signal.SIGINT])
-def test_it_ends_in_order_and_leaves_nothing(
-    workers: str, way: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with started("--workers", workers) as (process, url):
         process.send_signal(way)
-        _, said = process.communicate(timeout=10)
-        assert process.returncode in (0, -way) and not answers(url)
-    assert "Traceback" not in said and not list(tmp_path.iterdir())
+        with pytest.raises(httpx.TransportError):
+            while True:
+                httpx.get(f"{url}/version", trust_env=False, timeout=5)
+        _, said = process.communicate(timeout=20)
+        assert process.returncode in (0, -way) and "Traceback" not in said and not list((tmp_path / "tmp").iterdir())
+    assert set(spans) == {"POST /v1/chat/completions", "chat vlm"}
+    assert all((span.trace_id.hex(), span.status.code) == (TRACE, 2) for span in spans.values())  # 2: an error
 
 
 def test_a_client_gives_a_quiet_connection_up_before_the_gateway_does() -> None:
@@ -97,13 +86,12 @@ def test_what_cannot_work_is_said_in_a_line(flags: list[str], words: str, capsys
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_folder_without_a_lock_is_said_in_a_line(
-    workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And not served, with batches that nobody ever asks."""
     (tmp_path / "no_file" / "lock").mkdir(parents=True)
-    flags = ["--port", "0", "--workers", workers, "--batch-folder"]
+    flags = ["--port", "0", "--batch-folder"]
     assert gateway_main([*flags, str(tmp_path / "no_file")]) == 1
     said = capsys.readouterr().err
     assert "lock cannot be opened: Is a directory" in said and "give another --batch-folder" in said
@@ -172,8 +160,7 @@ def test_it_ends_with_its_launcher() -> None:
     with started("--with-parent") as (process, url):
         assert process.stdin is not None and answers(url)
         process.stdin.close()
-        process.wait(10)
-        assert not answers(url)
+        assert process.wait(20) in (0, -signal.SIGTERM) and not answers(url)
         process.stdin = None
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batch_files import client_of
 from clients.fake_transport import USAGE, FakeTransport, final
 from gateway_doubles import HELLO, Asked, listening
 from PIL import Image
@@ -50,10 +51,9 @@ def schema_asked(door: tuple[Asked, str]) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", [None, "JSON_SCHEMA", "TOOLS_STRICT", "JSON"])
 def test_instructor(door: tuple[Asked, str], mode: str | None) -> None:
     import instructor
-    import openai
 
     modes: dict[str, Any] = {"mode": instructor.Mode[mode]} if mode else {}
-    with openai.OpenAI(base_url=f"{door[1]}/v1", api_key="none", max_retries=0) as client:
+    with client_of(door[1]) as client:
         asker = instructor.from_openai(client, **modes)
         room = asker.chat.completions.create(model="vlm", messages=HELLO, response_model=Room, max_retries=0)
         assert isinstance(room, Room) and room.model_dump() == {"name": "kitchen", "sockets": 2}

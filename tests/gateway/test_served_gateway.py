@@ -18,7 +18,7 @@ import demo
 import httpx
 import openai
 import pytest
-from batch_files import answers, create, line, over, rows
+from batch_files import answers, client_of, create, line, over, rows
 from gateway_doubles import free_port, listening
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -85,7 +85,7 @@ def address(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 def client(address: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+    with client_of(address) as client:
         yield client
 
 

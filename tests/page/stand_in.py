@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from tessera_client import PicturePlan, PictureView, TesseraClientError
 from tessera_gateway import page, service
+from tessera_gateway.metrics import Counters
 from tessera_gateway.settings import Settings
 
 WORDS = (
@@ -73,7 +74,7 @@ class StandIn:
         self.url = ""
         self.app = FastAPI()
         self.app.include_router(page.router)
-        self.app.state.client, self.app.state.settings = Client(), Settings()
+        self.app.state.client, self.app.state.settings, self.app.state.counters = Client(), Settings(), Counters()
         self.app.add_exception_handler(TesseraClientError, lambda request, error: refusal(400, str(error)))
         self.app.get("/metrics/servers/0")(lambda: PlainTextResponse(METRICS))
         self.app.get("/v1/models")(lambda: {"object": "list", "data": [{"id": "tessera-small", "object": "model"}]})

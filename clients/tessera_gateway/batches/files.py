@@ -65,10 +65,6 @@ class Files:
             raise ApiError(404, f"no file {name!r:.80}", "file_id", "file_not_found")
         return row
 
-    def described(self, name: str) -> dict[str, Any]:
-        """As :meth:`find`, as OpenAI's object."""
-        return described(self.find(name))
-
     def delete(self, name: str) -> None:
         """Raises ApiError where no file has this id, or a batch still reads it."""
         with self._database.transaction():

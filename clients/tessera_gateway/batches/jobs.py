@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from sqlite3 import Row
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -52,14 +52,6 @@ class Line(Part):
     body: dict[str, Any]
 
 
-class Request(NamedTuple):
-    """A line that has no result yet."""
-
-    number: int
-    custom_id: str
-    line: bytes
-
-
 class Jobs:
     def __init__(self, database: Database, files: Files) -> None:
         self._database, self._files = database, files
@@ -97,10 +89,6 @@ class Jobs:
             raise ApiError(404, f"no batch {name!r:.80}", "batch_id", "batch_not_found")
         return row
 
-    def described(self, name: str) -> dict[str, Any]:
-        """As :meth:`find`, as OpenAI's object."""
-        return described(self.find(name))
-
     def page(self, after: str | None, limit: int) -> list[dict[str, Any]]:
         """At most ``limit`` batches, the newest first, that are older than the one with the id ``after``."""
         before = 1 << 62 if after is None else self.find(after)["key"]
@@ -110,7 +98,7 @@ class Jobs:
     def cancel(self, name: str) -> dict[str, Any]:
         """The batch, which the runner then ends. Raises ApiError for one that is over."""
         self._become("cancelling", self.find(name)["key"], "validating", "in_progress")
-        batch = self.described(name)
+        batch = described(self.find(name))
         if batch["status"] not in ("cancelling", "cancelled"):
             raise ApiError(409, f"the batch is {batch['status']}: it cannot be cancelled", "batch_id", "batch_over")
         return batch
@@ -160,15 +148,14 @@ class Jobs:
             reason = {"code": "invalid_line", "message": f"line {number}: {fault}"[:LONGEST]}
             self._write(batch, number, False, result(custom_id, None, reason))
 
-    def next(self, key: int, after: int) -> Request | None:
-        """The first request without a result behind line ``after``."""
+    def next(self, key: int, after: int) -> Row | None:
+        """``number``, ``custom_id`` and ``line`` of the first request without a result behind line ``after``."""
         query = (
             "SELECT r.number, r.custom_id, l.line FROM requests r JOIN batches b ON b.key = r.batch "
             "JOIN lines l ON l.file = b.input AND l.number = r.number "
             "WHERE r.batch = ? AND r.number > ? AND NOT r.over ORDER BY r.number LIMIT 1"
         )
-        row = self._database.one(query, key, after)
-        return None if row is None else Request(*row)
+        return self._database.one(query, key, after)
 
     def write(self, key: int, number: int, good: bool, line: bytes) -> None:
         """The result of a line, which has none afterwards if it had one before."""

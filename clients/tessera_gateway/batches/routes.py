@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from sqlite3 import Error as StorageError
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,120 +10,94 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, StreamingResponse
 
-from tessera_gateway.batches.database import Database, is_full
-from tessera_gateway.batches.files import LIVE, Files
-from tessera_gateway.batches.jobs import Jobs, NewBatch
+from tessera_gateway.batches import files, jobs
+from tessera_gateway.batches.database import is_full
+from tessera_gateway.batches.service import BatchService
 from tessera_gateway.batches.upload import upload
 from tessera_gateway.body import read, require_json
 from tessera_gateway.errors import RETRY_AFTER, ApiError
-from tessera_gateway.metrics import WAITING, Counters
 from tessera_gateway.protocol import parse
-from tessera_gateway.settings import Settings
 
 
-class Room:
-    """The batches of a folder, as the routes use them."""
-
-    def __init__(self, folder: Path, counters: Counters) -> None:
-        self.database, self._counters = Database(folder), counters
-        self.files = Files(self.database)
-        self.jobs = Jobs(self.database, self.files)
-
-    @property
-    def trouble(self) -> str | None:
-        """What is wrong with the folder, for people."""
-        if self._counters.total(WAITING):
-            return "the batch folder's disk is full: batches wait, and go on when there is room"
-        return "the batch folder's disk is all but full: uploads are refused" if not self.database.has_room() else None
-
-    def explained(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """With why it waits, where OpenAI's object says why one failed."""
-        if not batch["errors"] and batch["status"] in LIVE and self._counters.total(WAITING):
-            why = {"code": "storage_full", "message": self.trouble, "line": None, "param": None}
-            return {**batch, "errors": {"object": "list", "data": [why]}}
-        return batch
-
-
-def _room(request: Request) -> Room:
-    room: Room | None = request.app.state.batches
-    if room is None:
+def _service(request: Request) -> BatchService:
+    service: BatchService | None = request.app.state.batches
+    if service is None:
         words = "there are no batches here: the gateway's option --batch-folder turns them on"
         raise ApiError(501, words, code="not_implemented")
-    return room
+    return service
 
 
 router = APIRouter()
-HERE = Depends(_room)
+HERE = Depends(_service)
 
 
 @router.post("/v1/files")
-async def create_file(request: Request, room: Room = HERE) -> dict[str, Any]:
+async def create_file(request: Request, service: BatchService = HERE) -> dict[str, Any]:
     origin = request.headers.get("origin")
     # A form may be sent by any site's page without our leave; browsers say whose.
     allowed = request.app.state.settings.allowed_origins
     foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("host")
     if foreign and origin not in allowed and "*" not in allowed:
         raise ApiError(403, "another site's page may not upload here", code="foreign_origin")
-    return await upload(request, room.database, room.files, request.app.state.settings)
+    return await upload(request, service, request.app.state.settings)
 
 
 @router.get("/v1/files")
-async def list_files(request: Request, room: Room = HERE) -> dict[str, Any]:
+async def list_files(request: Request, service: BatchService = HERE) -> dict[str, Any]:
     query, limit = request.query_params, _limit(request, 10_000, 10_000)
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise ApiError(400, "order must be asc or desc", "order", "invalid_value")
-    page = room.files.page, query.get("purpose"), query.get("after"), limit + 1, order == "desc"
-    return _listed(await room.database.call(*page), limit)
+    page = service.files.page, query.get("purpose"), query.get("after"), limit + 1, order == "desc"
+    return _listed(await service.database.call(*page), limit)
 
 
 @router.get("/v1/files/{name}")
-async def show_file(name: str, room: Room = HERE) -> dict[str, Any]:
-    return await room.database.call(room.files.described, name)
+async def show_file(name: str, service: BatchService = HERE) -> dict[str, Any]:
+    return files.described(await service.database.call(service.files.find, name))
 
 
 @router.delete("/v1/files/{name}")
-async def delete_file(name: str, room: Room = HERE) -> dict[str, Any]:
-    await room.database.call(room.files.delete, name)
+async def delete_file(name: str, service: BatchService = HERE) -> dict[str, Any]:
+    await service.database.call(service.files.delete, name)
     return {"id": name, "object": "file", "deleted": True}
 
 
 @router.get("/v1/files/{name}/content")
-async def file_content(name: str, room: Room = HERE) -> StreamingResponse:
-    file = await room.database.call(room.files.find, name)
+async def file_content(name: str, service: BatchService = HERE) -> StreamingResponse:
+    file = await service.database.call(service.files.find, name)
     length = {"Content-Length": str(file["bytes"])}  # so that a client knows what has been cut
-    return StreamingResponse(_content(room, file["key"]), headers=length, media_type="application/octet-stream")
+    return StreamingResponse(_content(service, file["key"]), headers=length, media_type="application/octet-stream")
 
 
-async def _content(room: Room, key: int) -> AsyncIterator[bytes]:
+async def _content(service: BatchService, key: int) -> AsyncIterator[bytes]:
     last = 0
-    while lines := await room.database.call(room.files.lines, key, last):
+    while lines := await service.database.call(service.files.lines, key, last):
         last = lines[-1][0]
         yield b"".join(line for _, line in lines)
 
 
 @router.post("/v1/batches")
-async def create_batch(request: Request, room: Room = HERE) -> dict[str, Any]:
+async def create_batch(request: Request, service: BatchService = HERE) -> dict[str, Any]:
     require_json(request)
-    settings: Settings = request.app.state.settings
-    return await room.database.call(room.jobs.create, parse(await read(request, settings.timeout_s), NewBatch))
+    return await service.database.call(service.jobs.create, parse(await read(request), jobs.NewBatch))
 
 
 @router.get("/v1/batches")
-async def list_batches(request: Request, room: Room = HERE) -> dict[str, Any]:
+async def list_batches(request: Request, service: BatchService = HERE) -> dict[str, Any]:
     limit = _limit(request, 20, 100)
-    page = await room.database.call(room.jobs.page, request.query_params.get("after"), limit + 1)
-    return _listed([room.explained(batch) for batch in page], limit)
+    page = await service.database.call(service.jobs.page, request.query_params.get("after"), limit + 1)
+    return _listed([service.explained(batch) for batch in page], limit)
 
 
 @router.get("/v1/batches/{name}")
-async def show_batch(name: str, room: Room = HERE) -> dict[str, Any]:
-    return room.explained(await room.database.call(room.jobs.described, name))
+async def show_batch(name: str, service: BatchService = HERE) -> dict[str, Any]:
+    return service.explained(jobs.described(await service.database.call(service.jobs.find, name)))
 
 
 @router.post("/v1/batches/{name}/cancel")
-async def cancel_batch(name: str, room: Room = HERE) -> dict[str, Any]:
-    return await room.database.call(room.jobs.cancel, name)
+async def cancel_batch(name: str, service: BatchService = HERE) -> dict[str, Any]:
+    return await service.database.call(service.jobs.cancel, name)
 
 
 def _limit(request: Request, usual: int, most: int) -> int:
@@ -144,8 +117,6 @@ def _listed(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:
 async def answer_storage_error(_: Request, error: Exception) -> JSONResponse:
     """For a database that cannot be read or written: a full disk, say."""
     assert isinstance(error, StorageError)
-    words, code = (
-        f"the batch folder cannot be used now: {error}",
-        "storage_full" if is_full(error) else "storage_failed",
-    )
+    words = f"the batch folder cannot be used now: {error}"
+    code = "storage_full" if is_full(error) else "storage_failed"
     return ApiError(503, words, code=code, headers={**RETRY_AFTER, "Connection": "close"}).response()
