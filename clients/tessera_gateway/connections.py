@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import resource
 from collections import Counter
 from functools import partial
@@ -155,7 +156,7 @@ class Connection(HttpToolsProtocol):
         self._rest: int | None = 0  # of a body: bytes that are still to come; None: chunks of a length unknown
         self._frames = 0  # of a chunked body: bytes that are not the body itself, less their share of it
         self._fault: ApiError | None = None
-        self._refused, self._garbage, self._passed_over = False, False, 0
+        self._refused, self._passed_over = False, math.inf  # bytes that may still be read and passed over
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -175,8 +176,8 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
-            self._passed_over += len(data)
-            if self._garbage and self._passed_over > LINGER_BYTES:
+            self._passed_over -= len(data)
+            if self._passed_over < 0:
                 self.transport.abort()
             return
         if self._in_head and not self._begun:
@@ -333,14 +334,13 @@ class Connection(HttpToolsProtocol):
         fields = {**fault.headers, "x-request-id": id_of(scope), "Connection": "close"}
         fields |= {"Content-Type": "application/json", "Content-Length": str(len(content))}
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        self._garbage = fault.status < 500
         self.transport.write(STATUS_LINE[fault.status] + lines.encode() + b"\r\n" + content)
-        self._linger()
+        self._linger(LINGER_BYTES if fault.status < 500 else math.inf)
 
-    def _linger(self) -> None:
+    def _linger(self, passed_over: float = math.inf) -> None:
         """Ends the connection when its client has noticed, which may be sending still: closed at once, the system
         would throw away what it was told."""
-        self._refused, self._deadline = True, self.loop.time() + LINGER_S
+        self._refused, self._passed_over, self._deadline = True, passed_over, self.loop.time() + LINGER_S
         self.pipeline.clear()
         self.flow.resume_reading()
         if self.transport.can_write_eof():

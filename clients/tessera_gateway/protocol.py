@@ -19,6 +19,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from tessera_gateway.errors import ApiError
 
@@ -322,38 +323,30 @@ class ChatRequest(Harmless):
 T = TypeVar("T", bound=Part)
 
 
-def parse(body: bytes, kind: type[T], what: str = "the body") -> T:
-    """The request in a body. Raises ApiError that names the first field at fault and says how many more are."""
-    if sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
+def parse(body: bytes | dict[str, Any], kind: type[T], what: str = "the body") -> T:
+    """The request in a body, or in what has been read from one. Raises ApiError that names the first field at fault and
+    says how many more are."""
+    if isinstance(body, bytes) and sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
         words = f"{what} has more than {MOST_VALUES:,} values (or commas and brackets in its texts)"
         raise ApiError(413, words, code="body_too_large")
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate(body)
     except ValidationError as error:
-        raise _refusal(error, what) from None
+        faults = error.errors(include_url=False, include_context=False)
+    raise _refusal(faults[0], len(faults) - 1, what)
 
 
-def parse_object(fields: dict[str, Any]) -> ChatRequest:
-    """As :func:`parse`, of what has been read from JSON."""
-    try:
-        return ChatRequest.model_validate(fields)
-    except ValidationError as error:
-        raise _refusal(error) from None
-
-
-def _refusal(error: ValidationError, what: str = "the body") -> ApiError:
-    faults = error.errors(include_url=False, include_context=False)
-    first, more = faults[0], len(faults) - 1
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"{what} is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
-    path = _path(first["loc"])
+def _refusal(fault: ErrorDetails, more: int, what: str) -> ApiError:
+    if fault["type"] == "json_invalid":
+        return ApiError(400, f"{what} is not JSON: {fault['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
+    path = _path(fault["loc"])
     others = f" (and {more} more fault{'s' if more > 1 else ''})" if more else ""
-    if first["type"] == "extra_forbidden":
+    if fault["type"] == "extra_forbidden":
         what = "is not supported by this server" if path in NOT_SERVED else "is not known"
         code = "unsupported_parameter" if path in NOT_SERVED else "unknown_parameter"
         return ApiError(400, f"{path} {what}{others}", path, code)
-    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
-    words = first["msg"].removeprefix("Value error, ")
+    code = "missing_required_parameter" if fault["type"] == "missing" else "invalid_value"
+    words = fault["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{path}: {words}{others}" if path else f"{words}{others}", path or None, code)
 
 

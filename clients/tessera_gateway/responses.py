@@ -23,11 +23,12 @@ from tessera_gateway.protocol import (
     ChatRequest,
     Harmless,
     JsonObject,
+    NamedSchema,
     Part,
     PlainText,
     Tessera,
     by_type,
-    parse_object,
+    parse,
 )
 
 NOTHING_STORED = "nothing is stored here: send the whole conversation as input"
@@ -85,12 +86,8 @@ Input = Annotated[
 ]
 
 
-class Schema(Part):
+class Schema(NamedSchema):
     type: Literal["json_schema"]
-    name: str
-    schema_: dict[str, Any] = Field(alias="schema")
-    description: str | None = None
-    strict: bool | None = None
 
 
 class TextConfig(Part):
@@ -148,7 +145,7 @@ class ResponsesRequest(Harmless):
         fields |= {"max_completion_tokens": self.max_output_tokens, "response_format": self._format()}
         fields |= {"temperature": self.temperature, "top_p": self.top_p}
         fields |= {"tessera": self.tessera and self.tessera.model_dump()}
-        return parse_object(fields)
+        return parse(fields, ChatRequest)
 
     def in_its_words(self, error: ApiError, chat: ChatRequest) -> ApiError:
         """An error of the chat completion with the names that fields have here."""

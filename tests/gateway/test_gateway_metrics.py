@@ -63,17 +63,18 @@ def test_workers_add_up_and_a_successor_goes_on_where_a_dead_one_stopped(tmp_pat
 def test_the_page_is_prometheus_text() -> None:
     door = gateway([final("a")], [Unavailable("stopping")], [final("b")])
     assert [door.ask(stream=streamed).status_code for streamed in (False, False, True)] == [200, 503, 200]
+    assert door("POST", "/v1/responses", json={"model": "vlm", "input": "?"}).status_code == 200
     response = door("GET", "/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     lines = [line for line in response.text.splitlines() if not line.startswith("#")]
     values = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
     assert list(values) == [metrics.PREFIX + name for name in NAMES]
-    assert values['tessera_gateway_requests_total{status="200"}'] == 2
+    assert values['tessera_gateway_requests_total{status="200"}'] == 3
     assert values['tessera_gateway_requests_total{status="503"}'] == 1
-    assert values["tessera_gateway_completion_seconds_count"] == 2
-    assert values['tessera_gateway_completion_seconds_bucket{le="+Inf"}'] == 2
-    assert values['tessera_gateway_tokens_total{kind="prompt"}'] == 20
-    assert values['tessera_gateway_tokens_total{kind="completion"}'] == 4
+    assert values["tessera_gateway_completion_seconds_count"] == 3
+    assert values['tessera_gateway_completion_seconds_bucket{le="+Inf"}'] == 3
+    assert values['tessera_gateway_tokens_total{kind="prompt"}'] == 30
+    assert values['tessera_gateway_tokens_total{kind="completion"}'] == 6
     assert values["tessera_gateway_requests_under_way"] == 1  # the one for this page
     assert values["tessera_gateway_body_bytes_total"] > 100
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import os
@@ -11,6 +10,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import BaseModel
+from server.server_metrics import read
 from server.toy_servers import ECHO, Launched, add_model, all_gone, wait_until
 
 import scene
@@ -98,41 +99,31 @@ def messages(picture: bytes, question: str = QUESTION) -> Any:
 def test_the_answer_is_the_sdks(server: Server, client: openai.OpenAI, picture: bytes) -> None:
     with Client(server.grpc_url) as sdk:
         expected = sdk.ask(picture, QUESTION, max_tokens=8, logprobs=2)
-    options: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": 8}
-    answer = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
-    (choice,) = answer.choices
-    assert choice.message.content == expected.text and expected.text.strip()
-    assert choice.finish_reason == expected.finish_reason
-    assert expected.usage is not None and answer.usage is not None
-    assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
-    assert answer.usage.completion_tokens == expected.usage.completion_tokens
-    assert choice.logprobs is not None and choice.logprobs.content is not None
+    asked: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": 8}
+    answer: Any = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    (choice,), used = answer.choices, expected.usage
+    assert used is not None and expected.text.strip()
+    assert (choice.message.content, choice.finish_reason) == (expected.text, expected.finish_reason)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (used.prompt_tokens, used.completion_tokens)
     # The token that ended it is counted, but no part of the answer.
-    ended = choice.finish_reason == "stop"
-    assert len(choice.logprobs.content) == answer.usage.completion_tokens - ended
+    assert len(choice.logprobs.content) == used.completion_tokens - (choice.finish_reason == "stop")
     for entry, known in zip(choice.logprobs.content, expected.logprobs, strict=True):
         assert entry.token == known["text"] and abs(entry.logprob - known["logprob"]) < 1e-3
         assert [other.token for other in entry.top_logprobs] == [other["text"] for other in known["top"]]
-    assert answer.tessera["image_tokens"] == expected.usage.image_tokens  # type: ignore[attr-defined]
-    assert answer.tessera["timings"]["first_token"] > 0  # type: ignore[attr-defined]
-
-    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert answer.tessera["image_tokens"] == used.image_tokens and answer.tessera["timings"]["first_token"] > 0
+    chunks: Any = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected.text
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.model_copy(update={"prompt_tokens_details": None}) == answer.usage.model_copy(
-        update={"prompt_tokens_details": None}
-    )
+    without = {"prompt_tokens_details": None}
+    assert chunks[-1].usage.model_copy(update=without) == answer.usage.model_copy(update=without)
 
 
-def test_many_at_once(address: str, picture: bytes) -> None:
-    async def run() -> list[str | None]:
-        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-            calls = [
-                client.chat.completions.create(model="vlm", messages=messages(picture), max_tokens=4) for _ in range(16)
-            ]
-            return [answer.choices[0].message.content for answer in await asyncio.gather(*calls)]
+def test_many_at_once(client: openai.OpenAI, picture: bytes) -> None:
+    def ask(_: int) -> str | None:
+        asked = client.chat.completions.create(model="vlm", messages=messages(picture), max_tokens=4)
+        return asked.choices[0].message.content
 
-    assert len(set(asyncio.run(run()))) == 1
+    with ThreadPoolExecutor(16) as threads:
+        assert len(set(threads.map(ask, range(16)))) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -153,27 +144,29 @@ def test_a_trace_holds_every_stage_in_its_time(server: Server, picture: bytes, s
     assert chat.attributes is not None and chat.attributes["gen_ai.usage.output_tokens"]
 
 
-def test_labels_tiles_and_text_alone(client: openai.OpenAI, picture: bytes) -> None:
+def test_labels_tiles_shapes_and_text_alone(client: openai.OpenAI, picture: bytes) -> None:
+    class Finding(BaseModel):
+        wire: bool
+        sockets: Literal[0, 1, 2]
+
+    def text(extra: dict[str, Any], most: int = 60) -> str:
+        asked: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": most, "extra_body": extra}
+        return client.chat.completions.create(**asked).choices[0].message.content or ""
+
     own = {"tessera": {"choices": ["yes", "no"], "tile_policy": {"max_tiles": 1}}}
     answer = client.chat.completions.create(model="vlm", messages=messages(picture), extra_body=own)
     scores = answer.tessera["choices"]  # type: ignore[attr-defined]
     assert [score["label"] for score in scores] == ["yes", "no"]
     assert answer.choices[0].message.content == max(scores, key=lambda score: score["probability"])["label"]
+    asked: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": 60, "response_format": Finding}
+    assert isinstance(client.chat.completions.parse(**asked).choices[0].message.parsed, Finding)
+    assert re.fullmatch("[ab]{5}", text({"tessera": {"regex": "[ab]{5}"}}))
+    assert text({"guided_choice": ["(a)", "2.5"]}) in ("(a)", "2.5")
+    once = {"vllm_xargs": {"no_repeat_ngram_size": 1}, "repetition_penalty": 1.0, "priority": 1, "logit_bias": {}}
+    assert text({"ignore_eos": True, **once}, 24) != text({"ignore_eos": True}, 24)
     alone: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    text = client.chat.completions.create(model="vlm", messages=alone, max_tokens=2)
-    assert text.usage is not None and text.usage.completion_tokens <= 2
-
-
-def test_answers_of_a_given_shape(client: openai.OpenAI, picture: bytes) -> None:
-    class Finding(BaseModel):
-        wire: bool
-        sockets: Literal[0, 1, 2]
-
-    options: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": 60}
-    answer = client.chat.completions.parse(**options, response_format=Finding)
-    assert isinstance(answer.choices[0].message.parsed, Finding)
-    matched = client.chat.completions.create(**options, extra_body={"tessera": {"regex": "[ab]{5}"}})
-    assert re.fullmatch("[ab]{5}", matched.choices[0].message.content or "")
+    brief = client.chat.completions.create(model="vlm", messages=alone, max_tokens=2)
+    assert brief.usage is not None and brief.usage.completion_tokens <= 2
 
 
 def test_a_response_is_what_a_chat_completion_is(client: openai.OpenAI, picture: bytes) -> None:
@@ -193,20 +186,18 @@ def test_a_response_is_what_a_chat_completion_is(client: openai.OpenAI, picture:
 
 def test_what_a_prompt_found_cached_is_told(server: Server, client: openai.OpenAI) -> None:
     asked = messages(scene.encode_jpeg(scene.sample(4713, "heldout")))
-    first, again = (client.chat.completions.create(model="vlm", messages=asked, max_tokens=2).usage for _ in range(2))
-    assert first is not None and again is not None and first.prompt_tokens_details and again.prompt_tokens_details
-    cached = again.prompt_tokens_details.cached_tokens
-    assert (first.prompt_tokens_details.cached_tokens or 0) < 64  # of a picture it has not seen
-    assert cached is not None and 64 <= cached < again.prompt_tokens
+    used: Any = [client.chat.completions.create(model="vlm", messages=asked, max_tokens=2).usage for _ in range(2)]
+    first, again = (each.prompt_tokens_details.cached_tokens for each in used)
+    assert (first or 0) < 64 <= again < used[1].prompt_tokens  # of a picture it has not seen, and has
     with Client(server.http_url) as sdk:
         answer = sdk.chat(asked, max_tokens=2)
-    assert answer.usage is not None and answer.usage.cached_tokens == cached
+    assert answer.usage is not None and answer.usage.cached_tokens == again
 
 
 def test_several_answers_encode_a_picture_once(server: Server, client: openai.OpenAI) -> None:
     options: Any = {"model": "vlm", "messages": messages(scene.encode_jpeg(scene.sample(4711, "heldout")))}
     options |= {"max_tokens": 6, "temperature": 20, "seed": 3, "extra_body": {"ignore_eos": True}}
-    before = pictures(server)
+    before = counted(server, "tessera_vision_pictures_total")
     several = client.chat.completions.create(**options, n=4)
     texts = [choice.message.content for choice in several.choices]
     assert len(set(texts)) > 1 and several.usage is not None and several.usage.completion_tokens == 24
@@ -219,15 +210,15 @@ def test_several_answers_encode_a_picture_once(server: Server, client: openai.Op
     assert heard == texts
     other = messages(scene.encode_jpeg(scene.sample(4712, "heldout")))
     client.chat.completions.create(model="vlm", messages=other, max_tokens=1)
-    assert wait_until(lambda: pictures(server) >= before + 2)  # the page is renewed four times a second
-    assert pictures(server) == before + 2
+    assert wait_until(
+        lambda: counted(server, "tessera_vision_pictures_total") >= before + 2
+    )  # the page is renewed four times a second
+    assert counted(server, "tessera_vision_pictures_total") == before + 2
 
 
-def pictures(server: Server) -> float:
-    """Whose rows were computed."""
-    page = httpx.get(server.metrics_url, trust_env=False).text
-    lines = [line for line in page.splitlines() if line.startswith("tessera_vision_pictures_total")]
-    return sum(float(line.split()[-1]) for line in lines)
+def counted(server: Server, family: str, label: str = "") -> float:
+    samples = read(server.metrics_url).items()
+    return sum(value for name, value in samples if name.partition("{")[0] == family and label in name)
 
 
 def test_an_answer_calls_a_function(client: openai.OpenAI, picture: bytes) -> None:
@@ -242,20 +233,6 @@ def test_an_answer_calls_a_function(client: openai.OpenAI, picture: bytes) -> No
         assert answer.finish_reason == reason and answer.message.tool_calls
         call: Any = answer.message.tool_calls[0]
         assert call.function.name == "note" and Note.model_validate_json(call.function.arguments)
-    free = client.chat.completions.create(**options, extra_body={"logit_bias": {}}).choices[0]
-    assert free.finish_reason in ("stop", "tool_calls", "length")
-    matched = client.chat.completions.create(
-        model="vlm", messages=options["messages"], extra_body={"guided_choice": ["(a)", "2.5"]}
-    )
-    assert matched.choices[0].message.content in ("(a)", "2.5")
-
-
-def test_penalties_change_the_answer(client: openai.OpenAI, picture: bytes) -> None:
-    options: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": 24}
-    plain = client.chat.completions.create(**options, extra_body={"ignore_eos": True})
-    own = {"ignore_eos": True, "vllm_xargs": {"no_repeat_ngram_size": 1}, "repetition_penalty": 1.0, "priority": 1}
-    other = client.chat.completions.create(**options, presence_penalty=0, frequency_penalty=0, extra_body=own)
-    assert other.choices[0].message.content != plain.choices[0].message.content
 
 
 def test_the_page_and_what_it_asks(address: str, picture: bytes) -> None:
@@ -284,19 +261,13 @@ def test_what_the_server_refuses_is_named(client: openai.OpenAI, picture: bytes)
 
 
 def test_a_client_that_leaves_stops_the_work(server: Server, client: openai.OpenAI, picture: bytes) -> None:
-    before = cancelled(server)
+    before = counted(server, "tessera_requests_total", "cancelled")
     stream = client.chat.completions.create(
         model="vlm", messages=messages(picture), max_tokens=900, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     stream.close()
-    assert wait_until(lambda: cancelled(server) == before + 1)
-
-
-def cancelled(server: Server) -> float:
-    page = httpx.get(server.metrics_url, trust_env=False).text
-    lines = [line for line in page.splitlines() if line.startswith("tessera_requests_total{") and "cancelled" in line]
-    return sum(float(line.split()[-1]) for line in lines)
+    assert wait_until(lambda: counted(server, "tessera_requests_total", "cancelled") == before + 1)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

@@ -91,6 +91,9 @@ class StandIn:
             return self.refusal
         if "refuse" in question:
             return refusal(400, "max_tokens 256 exceeds the context")
+        if not body.get("stream"):
+            message = {"role": "assistant", "content": "".join(WORDS)}
+            return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
         return StreamingResponse(self.chunks(body, question), media_type="text/event-stream")
 
     async def chunks(self, body: dict[str, Any], question: str) -> AsyncIterator[str]:

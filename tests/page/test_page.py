@@ -152,9 +152,8 @@ def test_stop_breaks_the_answer_off_at_the_gateway(page: Browser, gateway: Stand
     page.until(lambda: gateway.left == ["Describe the room, slowly."])
 
 
-@pytest.mark.parametrize(
-    ("question", "words"),
-    [
+def test_what_goes_wrong_is_said(page: Browser) -> None:
+    for question, words in (
         (
             "refuse",
             "This does not fit the model's memory for one question. Allow the answer fewer tokens, ask with fewer "
@@ -166,14 +165,12 @@ def test_stop_breaks_the_answer_off_at_the_gateway(page: Browser, gateway: Stand
             "why.\nThe server says: a stage died",
         ),
         ("  ", "Write a question first."),
-    ],
-)
-def test_what_goes_wrong_is_said(page: Browser, question: str, words: str) -> None:
-    page.ask(question)
-    page.until(lambda: page.shows("problem"))
-    assert page("problem").text == words and page("problem").get_attribute("role") == "alert"
-    page.ask("Hello")
-    assert page.until_answered() == ANSWER and not page.shows("problem")
+    ):
+        page.ask(question)
+        page.until(lambda: page.shows("problem"))
+        assert page("problem").text == words and page("problem").get_attribute("role") == "alert"
+        page.ask("Hello")
+        assert page.until_answered() == ANSWER and not page.shows("problem")
 
 
 def test_a_gateway_with_keys_is_given_one(page: Browser, gateway: StandIn) -> None:

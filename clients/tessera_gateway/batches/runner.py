@@ -25,7 +25,7 @@ from tessera_gateway.completions import sdk_call
 from tessera_gateway.errors import ApiError, from_wire, renamed
 from tessera_gateway.metrics import Counters
 from tessera_gateway.pictures_from import Fetcher
-from tessera_gateway.protocol import ChatRequest, parse, parse_object
+from tessera_gateway.protocol import ChatRequest, parse
 from tessera_gateway.settings import Settings
 from tessera_gateway.tools import names
 from tessera_jobs.asker import Asker, Away, end, for_each
@@ -126,7 +126,7 @@ class Runner:
     async def _answer(self, line: bytes, name: str) -> tuple[int, dict[str, Any]]:
         """The HTTP status and the body that a chat completion's answer would have."""
         try:
-            return 200, await self._completed(parse_object(parse(line, Line, "the line").body), name)
+            return 200, await self._completed(parse(parse(line, Line, "the line").body, ChatRequest), name)
         except (ApiError, TesseraClientError) as error:
             refusal = from_wire(error)
         except Away as away:
