@@ -32,6 +32,7 @@ LAYOUT = "\n".join(
 PAGE = (612, 792)  # points
 Bars = Sequence[str]
 """The colours of a page's three bars, from its top."""
+FIRST, SECOND, THIRD = ("red", "green", "blue"), ("black", "red", "green"), ("blue", "black", "red")
 
 
 class DocumentReader(FakeTransport):
@@ -170,3 +171,16 @@ def _content(bars: Bars) -> str:
         red_green_blue = " ".join(f"{level / 255:.3f}" for level in COLORS[color])
         lines.append(f"{red_green_blue} rg {' '.join(f'{value / 1000:.1f}' for value in place)} re f")
     return "\n".join([*lines, "0 0 0 rg BT /F 12 Tf 70 20 Td (a page) Tj ET"])
+
+
+def page_of(path: Path) -> dict[str, Any]:
+    """A page's JSON."""
+    return json.loads(path.read_bytes().decode(errors="surrogateescape"))
+
+
+def contents(path: Path) -> list[str]:
+    return [block["content"] for block in page_of(path)["blocks"]]
+
+
+def error_rows(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "errors.jsonl").read_text().splitlines()]

@@ -14,34 +14,32 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clients.fake_transport import FakeTransport, final
-from documents.document_reader import BOXES, LAYOUT, DocumentReader, Together, picture, seen, write_pdf
+from clients.fake_transport import final
+from documents.document_reader import (
+    BOXES,
+    FIRST,
+    LAYOUT,
+    SECOND,
+    THIRD,
+    DocumentReader,
+    Together,
+    contents,
+    error_rows,
+    page_of,
+    picture,
+    seen,
+    write_pdf,
+)
 from PIL import Image
 
 from tessera_client import ConnectionFailed, InvalidRequest
 from tessera_client.messages import Request
-from tessera_command.cli import main
-from tessera_documents import vlm_client
 
 ROOT = Path(__file__).resolve().parents[2]
-FIRST, SECOND, THIRD = ("red", "green", "blue"), ("black", "red", "green"), ("blue", "black", "red")
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Runs the command before a reader, into the folder ``out``; the exit code."""
-
-    def run(reader: FakeTransport, *arguments: Any) -> int:
-        monkeypatch.setattr(vlm_client, "open_transport", lambda url, models: reader)
-        monkeypatch.setattr(vlm_client.Retry, "patient", lambda *_: vlm_client.Retry(attempts=1))
-        return main(["parse", "-o", str(tmp_path / "out"), *map(str, arguments)])
-
-    return run
-
-
-def contents(page: Path) -> list[str]:
-    return [block["content"] for block in json.loads(page.read_bytes().decode(errors="surrogateescape"))["blocks"]]
+FIELDS = f"/Filter /Standard /V 1 /R 2 /P -4 /O <{'00' * 32}> /U <{'11' * 32}>"
+LOCK = f"/ID [<00><00>] /Encrypt << {FIELDS} >> /Root".encode()
+"""In a PDF's trailer: no password fits."""
 
 
 def answers(bars: Sequence[str]) -> list[str]:
@@ -56,7 +54,7 @@ def test_a_box_that_cuts_a_line_of_letters_has_all_of_it(parse: Any, tmp_path: P
     Image.fromarray(page).save(tmp_path / "page.png")
     reader = DocumentReader("<|box_start|>095 094 505 126<|box_end|><|ref_start|>text<|ref_end|><|rotate_up|>")
     assert parse(reader, tmp_path / "page.png") == 0
-    (block,) = json.loads((tmp_path / "out" / "page.png" / "page-0001.json").read_text())["blocks"]
+    (block,) = page_of(tmp_path / "out" / "page.png" / "page-0001.json")["blocks"]
     assert block["bbox"] == [0.095, 0.094, 0.505, 0.132]
     (crop,) = [request.images[0] for request, *_ in reader.requests if "Layout" not in (request.messages or "")]
     assert Image.open(io.BytesIO(crop)).size == (410, 38)
@@ -64,13 +62,16 @@ def test_a_box_that_cuts_a_line_of_letters_has_all_of_it(parse: Any, tmp_path: P
 
 def test_a_pdf_becomes_markdown_json_and_pictures(parse: Any, tmp_path: Path, capsys: Capture) -> None:
     write_pdf(tmp_path / "report.pdf", [FIRST, SECOND])
-    assert parse(DocumentReader(), tmp_path / "report.pdf") == 0
-    assert capsys.readouterr().out.startswith("2 pages in ")
+    assert parse(DocumentReader(), tmp_path / "report.pdf", "--dpi", "200") == 0
+    shown = capsys.readouterr()
+    progress = shown.err.splitlines()  # which is no terminal
+    assert progress[0].startswith("parsing: 0 of 2") and progress[-1].startswith("parsing: 2 of 2, ")
+    assert shown.out.startswith("2 pages in ")
     folder = tmp_path / "out" / "report.pdf"
     endings = (".jpg", ".json", ".md")
     names = ["document.md", *(f"page-000{page}{ending}" for page in (1, 2) for ending in endings)]
     assert sorted(path.name for path in folder.iterdir()) == names
-    page = json.loads((folder / "page-0001.json").read_text())
+    page = page_of(folder / "page-0001.json")
     assert [page[name] for name in ("file", "page", "width", "height", "warnings")] == ["report.pdf", 1, 1700, 2200, []]
     assert [block["type"] for block in page["blocks"]] == list(BOXES)
     assert [block["bbox"] for block in page["blocks"]] == [[place / 1000 for place in box] for box in BOXES.values()]
@@ -95,30 +96,32 @@ def test_the_picture_of_a_page_shows_its_blocks(parse: Any, tmp_path: Path) -> N
     assert (label[..., 0] < 80).mean() > 0.4 and (label.min(axis=2) > 200).mean() > 0.05
 
 
-def test_crops_of_several_pages_are_under_way_together_and_keep_their_order(parse: Any, tmp_path: Path) -> None:
-    write_pdf(tmp_path / "four.pdf", [FIRST, SECOND, THIRD, FIRST])
-    # Two pages at a time: both layouts, then the crops of both. With one page at a time this would wait for ever.
-    reader = Together(2, 6, 2, 6)
-    assert parse(reader, tmp_path / "four.pdf", "--concurrency", "8", "--timeout", "60") == 0
-    for number, bars in enumerate((FIRST, SECOND, THIRD, FIRST), 1):
+@pytest.mark.parametrize(
+    ("at_a_time", "sizes", "asked"),
+    [
+        # Two pages: both layouts, then the crops of both. With one page at a time this would wait for ever.
+        ("8", (2, 6, 2, 6), "LLccccccLLcccccc"),
+        # Of the three crops of a page two go out; the third only when these are answered.
+        ("2", (1, 2, 1) * 4, "LcccLcccLcccLccc"),
+    ],
+)
+def test_crops_of_several_pages_are_under_way_together_and_keep_their_order(
+    parse: Any, tmp_path: Path, at_a_time: str, sizes: tuple[int, ...], asked: str
+) -> None:
+    pages = (FIRST, SECOND, THIRD, FIRST)
+    write_pdf(tmp_path / "four.pdf", pages)
+    reader = Together(*sizes)
+    assert parse(reader, tmp_path / "four.pdf", "--concurrency", at_a_time, "--timeout", "60") == 0
+    for number, bars in enumerate(pages, 1):
         assert contents(tmp_path / "out" / "four.pdf" / f"page-000{number}.json") == answers(bars)
-    assert reader.layouts_and_crops == "LLccccccLLcccccc"
-
-
-def test_never_more_requests_than_allowed(parse: Any, tmp_path: Path) -> None:
-    write_pdf(tmp_path / "two.pdf", [FIRST, SECOND])
-    # Of the three crops of a page two go out; the third only when these are answered.
-    reader = Together(1, 2, 1, 1, 2, 1)
-    assert parse(reader, tmp_path / "two.pdf", "--concurrency", "2", "--timeout", "60") == 0
-    assert contents(tmp_path / "out" / "two.pdf" / "page-0002.json") == answers(SECOND)
-    assert reader.layouts_and_crops == "LcccLccc"
+    assert reader.layouts_and_crops == asked
 
 
 def test_what_fails_is_a_row_and_the_rest_goes_on(parse: Any, tmp_path: Path, capsys: Capture) -> None:
     docs = tmp_path / "docs"
     (docs / "below").mkdir(parents=True)
     write_pdf(docs / "good.pdf", [FIRST, None, THIRD])
-    write_pdf(docs / "locked.pdf", [FIRST]).write_bytes(encrypted((docs / "locked.pdf").read_bytes()))
+    write_pdf(docs / "locked.pdf", [FIRST]).write_bytes((docs / "locked.pdf").read_bytes().replace(b"/Root", LOCK))
     (docs / "empty.pdf").write_bytes(b"")
     whole = docs / "below" / "whole.png"
     picture(SECOND).save(whole)
@@ -205,7 +208,7 @@ class Killing(DocumentReader):
         return super().answer_to(request)
 
 vlm_client.open_transport = lambda url, models: Killing()
-main(["parse", {str(tmp_path / "many.pdf")!r}, "-o", {str(tmp_path / "out")!r}, "--concurrency", "4"])
+main(["parse", {str(tmp_path / "many.pdf")!r}, "-o", {str(tmp_path / "out")!r}, "--dpi", "50", "--concurrency", "4"])
 """
     path = os.pathsep.join(str(ROOT / folder) for folder in ("python_backends", "clients", "tests"))
     killed = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, timeout=120)
@@ -236,7 +239,7 @@ def test_another_file_or_other_settings_are_parsed_anew(parse: Any, tmp_path: Pa
 def test_what_mineru_warns_of_stands_in_the_page(parse: Any, tmp_path: Path, capsys: Capture) -> None:
     picture(FIRST).save(tmp_path / "a.png")
     assert parse(DocumentReader(layout="yes"), tmp_path / "a.png") == 0
-    page = json.loads((tmp_path / "out" / "a.png" / "page-0001.json").read_text())
+    page = page_of(tmp_path / "out" / "a.png" / "page-0001.json")
     assert page["blocks"] == [] and page["warnings"] == ["Layout output does not match expected format: yes"]
     assert "warnings on 1 pages; the first:" in capsys.readouterr().err
 
@@ -250,9 +253,7 @@ def test_an_answer_that_was_cut_is_a_warning(parse: Any, tmp_path: Path) -> None
     picture(FIRST).save(tmp_path / "a.png")
     picture(("blue",) * 3).save(tmp_path / "b.png")
     assert parse(Endless(), tmp_path) == 0
-    warnings = [
-        json.loads((tmp_path / "out" / name / "page-0001.json").read_text())["warnings"] for name in ("a.png", "b.png")
-    ]
+    warnings = [page_of(tmp_path / "out" / name / "page-0001.json")["warnings"] for name in ("a.png", "b.png")]
     assert warnings == [["an answer was cut after 2 tokens"], []]
 
 
@@ -271,15 +272,3 @@ def test_options_reach_every_request(parse: Any, tmp_path: Path) -> None:
     asked = [json.loads(request.sampling or "") for request, *_ in reader.requests]
     assert [(each["priority"], each["max_tokens"]) for each in asked] == [(7, 30)] * 4
     assert all(49 < (timeout or 0) <= 50 for *_, timeout in reader.requests)
-
-
-def error_rows(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "errors.jsonl").read_text().splitlines()]
-
-
-def encrypted(pdf: bytes) -> bytes:
-    """With an encryption dictionary to which no empty password fits."""
-    fields = "/Filter /Standard /V 1 /R 2 /P -4"
-    return pdf.replace(
-        b"/Root", f"/ID [<00><00>] /Encrypt << {fields} /O <{'00' * 32}> /U <{'11' * 32}> >> /Root".encode()
-    )

@@ -14,30 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents.document_reader import DocumentReader, picture, write_pdf
+from documents.document_reader import (
+    FIRST,
+    SECOND,
+    THIRD,
+    DocumentReader,
+    contents,
+    error_rows,
+    page_of,
+    picture,
+    write_pdf,
+)
 
 from tessera_client import InvalidRequest, ServedModel
 from tessera_client.messages import Request
-from tessera_command.cli import main
 from tessera_documents import vlm_client
 from tessera_documents.results import OutputFolder
 from tessera_documents.sources import PageRanges
 
-FIRST, SECOND, THIRD = ("red", "green", "blue"), ("black", "red", "green"), ("blue", "black", "red")
 Capture = pytest.CaptureFixture[str]
 OTHER = ServedModel("f" * 32, "qwen2_vl")
-
-
-@pytest.fixture
-def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Runs the command before a reader, into the folder ``out``; the exit code."""
-
-    def run(reader: DocumentReader, *arguments: Any) -> int:
-        monkeypatch.setattr(vlm_client, "open_transport", lambda url, models: reader)
-        monkeypatch.setattr(vlm_client.Retry, "patient", lambda *_: vlm_client.Retry(attempts=1))
-        return main(["parse", "-o", str(tmp_path / "out"), *map(str, arguments)])
-
-    return run
 
 
 def test_pages_of_another_model_are_refused_and_force_reads_them(parse: Any, tmp_path: Path, capsys: Capture) -> None:
@@ -50,7 +46,7 @@ def test_pages_of_another_model_are_refused_and_force_reads_them(parse: Any, tmp
     assert "another model than qwen2_vl, checkpoint ffffffff has read 2 of the pages" in said and "--force" in said
     assert parse(reader, tmp_path / "a.pdf", "--force") == 0 and reader.pages_asked == 2
     assert parse(reader, tmp_path / "a.pdf") == 0 and reader.pages_asked == 2
-    page = json.loads((tmp_path / "out" / "a.pdf" / "page-0001.json").read_text())
+    page = page_of(tmp_path / "out" / "a.pdf" / "page-0001.json")
     assert page["made_from"]["checkpoint"] == "f" * 32
     # Other settings are another matter: these pages are read again anyway.
     assert parse(DocumentReader(), tmp_path / "a.pdf", "--dpi", "100") == 0
@@ -153,7 +149,7 @@ def test_what_is_no_file_is_an_error_row_at_once(parse: Any, tmp_path: Path) -> 
     run.start()
     run.join(60)
     assert not run.is_alive()
-    rows = [json.loads(line) for line in (tmp_path / "out" / "errors.jsonl").read_text().splitlines()]
+    rows = error_rows(tmp_path / "out")
     assert {Path(row["file"]).name: row["error"] for row in rows} == {
         "pipe.pdf": "it is a pipe, not a file",
         "zero.pdf": "it is a device, not a file",
@@ -179,7 +175,7 @@ def test_some_pages(parse: Any, tmp_path: Path) -> None:
     assert reader.pages_asked == 2
     marks = [line for line in (tmp_path / "out" / "a.pdf" / "document.md").read_text().splitlines() if "<!--" in line]
     assert marks == ["<!-- page 2 -->", "<!-- page 4 -->"]
-    rows = [json.loads(line) for line in (tmp_path / "out" / "errors.jsonl").read_text().splitlines()]
+    rows = error_rows(tmp_path / "out")
     assert [(Path(row["file"]).name, row["error"]) for row in rows] == [
         ("b.png", "it has 1 pages, and none of --pages")
     ]
@@ -192,13 +188,6 @@ def test_ranges_of_pages() -> None:
     for wrong in ("", "0", "2-1", "a", "1-2-3", "-3", "1,,2"):
         with pytest.raises(InvalidRequest, match="is no page or range of pages"):
             PageRanges(wrong)
-
-
-def test_progress_without_a_terminal_is_lines(parse: Any, tmp_path: Path, capsys: Capture) -> None:
-    write_pdf(tmp_path / "a.pdf", [FIRST, SECOND])
-    assert parse(DocumentReader(), tmp_path / "a.pdf") == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("parsing: 0 of 2") and lines[-1].startswith("parsing: 2 of 2, ")
 
 
 PAD = bytes.fromhex("28bf4e5e4e758a4164004e56fffa01082e2e00b6d0683e802f0ca9fe6453697a")
@@ -241,8 +230,6 @@ def test_a_password_opens_an_encrypted_pdf(parse: Any, tmp_path: Path) -> None:
         ("the PDF is encrypted and is not opened by the password that was given", ("--password", "wrong")),
     ):
         assert parse(DocumentReader(), path, *options) == 1
-        (row,) = (tmp_path / "out" / "errors.jsonl").read_text().splitlines()
-        assert json.loads(row)["error"] == words
+        assert [row["error"] for row in error_rows(tmp_path / "out")] == [words]
     assert parse(DocumentReader(), path, "--password", "sesame") == 0
-    page = json.loads((tmp_path / "out" / "a.pdf" / "page-0001.json").read_text())
-    assert [block["content"] for block in page["blocks"]][:2] == ["red words", "green words"]
+    assert contents(tmp_path / "out" / "a.pdf" / "page-0001.json")[:2] == ["red words", "green words"]

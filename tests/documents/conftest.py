@@ -1,0 +1,25 @@
+"""Runs of `tessera parse` before a reader of documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clients.fake_transport import FakeTransport
+
+from tessera_command.cli import main
+from tessera_documents import vlm_client
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs the command before a reader, into the folder ``out``; the exit code."""
+
+    def run(reader: FakeTransport, *arguments: Any) -> int:
+        monkeypatch.setattr(vlm_client, "open_transport", lambda url, models: reader)
+        monkeypatch.setattr(vlm_client.Retry, "patient", lambda *_: vlm_client.Retry(attempts=1))
+        small = () if "--dpi" in arguments else ("--dpi", "50")  # which is soon rendered
+        return main(["parse", "-o", str(tmp_path / "out"), *small, *map(str, arguments)])
+
+    return run
