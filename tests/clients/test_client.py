@@ -241,10 +241,13 @@ def test_ask_many_raises_or_returns_errors() -> None:
 
 
 def test_import_is_light() -> None:
+    """And a client without a tracer never loads OpenTelemetry."""
     code = (
-        "import sys, tessera_client, tessera_command.cli;"
-        "heavy = {'numpy', 'tritonclient', 'grpc', 'asyncio', 'rich', 'cv2', 'httpx', 'tessera'} & set(sys.modules);"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
+        "import sys, tessera_client, tessera_command.cli\n"
+        "heavy = {'numpy', 'tritonclient', 'grpc', 'asyncio', 'rich', 'cv2', 'httpx', 'tessera'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "tessera_client.Client('localhost:1').close(); tessera_client.AsyncClient('http://localhost:1')\n"
+        "assert not any(name.startswith('opentelemetry') for name in sys.modules)"
     )
     root = Path(__file__).resolve().parents[2]
     folder = f"{root / 'clients'}:{root / 'python_backends'}"

@@ -5,15 +5,13 @@ from __future__ import annotations
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import PIL.Image
 import pytest
-from fake_transport import FakeTransport, final
 
-from tessera_client import Client, InvalidRequest, Unavailable
+from tessera_client import InvalidRequest
 from tessera_evaluation import recall
-from tessera_evaluation.datasets import Item, evenly, folder_items, heldout_items, picture_size
+from tessera_evaluation.datasets import Item, evenly, folder_items, heldout_items
 
 HERE = Path("unused.jpg")
 
@@ -94,23 +92,6 @@ def test_what_was_not_asked_has_no_figure() -> None:
     assert recall.figures([], 1.0)["recall.macro"] is None
 
 
-def test_run_keeps_questions_and_answers_together() -> None:
-    class Echo(FakeTransport):
-        def answer_to(self, request: Any) -> Any:
-            return [Unavailable("full")] if request.text == "q2" else [final(request.text)]
-
-    items = [Item(Path(__file__), f"q{i}", f"q{i}", "other", "") for i in range(9)]
-    seen: list[int] = []
-    from tessera_client import Retry
-
-    outcomes, seconds = recall.run(
-        Client(transport=Echo()), items, concurrency=3, progress=seen.append, retry=Retry(attempts=1)
-    )
-    assert [o.right for o in outcomes] == [i != 2 for i in range(9)]
-    assert outcomes[2].error.startswith("Unavailable: full")
-    assert seen == list(range(1, 10)) and seconds > 0
-
-
 def labelled(folder: Path, rows: str) -> Path:
     for name in ("a.jpg", "b.jpg"):
         PIL.Image.new("RGB", (800, 600)).save(folder / name)
@@ -154,14 +135,6 @@ def test_a_limit_is_even_over_classes_and_answers() -> None:
     assert [(i.cls, i.answer) for i in picked] == [("crack", "yes")] * 3 + [("crack", "no")] * 3 + [("damp", "no")] * 3
     assert [i.question for i in picked[:3]] == ["q0", "q1", "q2"]
     assert evenly(items, None) == items and len(evenly(items, 1000)) == 60
-
-
-def test_picture_size_is_none_where_there_is_no_picture(tmp_path: Path) -> None:
-    for name in ("a.png", "a.jpg"):
-        PIL.Image.new("RGB", (91, 37)).save(tmp_path / name)
-        assert picture_size(tmp_path / name) == (91, 37)
-    (tmp_path / "no").write_bytes(b"GIF89a")
-    assert picture_size(tmp_path / "no") == (0, 0)
 
 
 SCENE = """
