@@ -142,17 +142,6 @@ def test_patience_ends() -> None:
     assert isinstance(ask(busy, ["a"], patience=0)[0], Away)
 
 
-def test_several_servers_and_one_of_them_away() -> None:
-    class Dead(FakeTransport):
-        def answer_to(self, request: Request) -> Sequence[Any]:
-            return [GONE]
-
-    first, dead, second = FakeTransport(), Dead(), FakeTransport()
-    pool = PooledTransport({"a:1": first, "b:1": dead, "c:1": second})
-    assert ask(pool, QUESTIONS) == [f"answer to {question}" for question in QUESTIONS]
-    assert first.requests and second.requests and 0 < len(dead.requests) < len(QUESTIONS)
-
-
 def test_a_row_that_kills_one_server_after_another_is_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "REST_SECONDS", 0.01)
     servers = [Falling(GONE, q5=99) for _ in range(3)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import struct
 import threading
 from collections.abc import Iterator
@@ -197,18 +198,10 @@ def test_an_open_file_is_the_same_picture_every_time(tmp_path: Path) -> None:
 
 
 def test_a_pipe_is_read_once_and_then_refused() -> None:
-    class Pipe(io.RawIOBase):
-        left = b"jpeg"
-
-        def readable(self) -> bool:
-            return True
-
-        def readinto(self, buffer: Any) -> int:
-            data, self.left = self.left, b""
-            buffer[: len(data)] = data
-            return len(data)
-
-    pipe = Pipe()
-    assert question_request(pipe, "q").images == (b"jpeg",)
-    with pytest.raises(InvalidRequest, match="end"):
-        question_request(pipe, "q")
+    reading, writing = os.pipe()
+    os.write(writing, b"jpeg")
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        assert question_request(pipe, "q").images == (b"jpeg",)
+        with pytest.raises(InvalidRequest, match="end"):
+            question_request(pipe, "q")

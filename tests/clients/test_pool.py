@@ -166,14 +166,6 @@ def test_a_retry_passes_over_the_server_that_failed_and_so_do_later_requests(err
     assert asker.ask(None, "r").attempts == 1 and texts(second) == ["q", "r"]
 
 
-def test_a_cancel_goes_where_its_request_went() -> None:
-    asker, (first, second) = served((), [[Delta("a"), Hang()]])
-    asker.ask(None, "q")
-    with asker.stream(None, "s") as stream:
-        next(stream)
-    assert (first.cancelled, second.cancelled) == ([], [second.requests[0][1]])
-
-
 def test_a_request_left_or_failed_at_once_is_under_way_no_longer() -> None:
     class Closed(FakeTransport):
         def send(self, *_: Any) -> Any:

@@ -48,12 +48,6 @@ def test_a_table_comes_back_with_answers(asking: Asking, tmp_path: Path) -> None
     assert {request.sampling for request in sent.values()} == {'{"max_tokens": 5}'}
 
 
-def test_bytes_are_sent_as_they_are(asking: Asking) -> None:
-    server = AnsweringServer()
-    asking(server)(pa.table({"image": [b"webp"], "prompt": ["What?"]}))
-    assert server.requests[0][0].images == (b"webp",)
-
-
 @pytest.mark.parametrize("questions", [(), ("fine",), ("bad",)])
 def test_the_columns_are_text_whatever_is_in_them(asking: Asking, questions: tuple[str, ...]) -> None:
     out = asking(AnsweringServer(bad=[InvalidRequest("no")]))(table(*questions))

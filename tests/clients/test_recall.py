@@ -85,13 +85,6 @@ def test_figures_of_a_run_computed_by_hand() -> None:
     assert result["latency_ms"] == {"p50": 100.0, "p99": 3000.0}
 
 
-def test_what_was_not_asked_has_no_figure() -> None:
-    result = recall.figures([outcome("crack", "yes", "no")], 1.0)
-    assert result["classes"]["crack"]["balanced_accuracy"] is None
-    assert (result["recall.macro"], result["recall.min_class"], result["recall.precision"]) == (None,) * 3
-    assert recall.figures([], 1.0)["recall.macro"] is None
-
-
 def labelled(folder: Path, rows: str) -> Path:
     for name in ("a.jpg", "b.jpg"):
         PIL.Image.new("RGB", (800, 600)).save(folder / name)

@@ -23,7 +23,7 @@ from tessera_jobs.job import Job, Settings
 from tessera_jobs.journal import Journal
 from tessera_jobs.rows import Asked
 from tessera_jobs.source import open_source
-from tessera_jobs.survey import Answers, Survey
+from tessera_jobs.survey import Answers
 from tessera_jobs.table import read_table
 
 ASKED = Asked("A crack?", {"max_tokens": 5})
@@ -70,11 +70,6 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, text: str, words: str) -
 def test_an_id_is_text_or_a_whole_number(tmp_path: Path, wrong: str) -> None:
     (row,) = open_source(lines(tmp_path / "jobs.jsonl", f'{{"image": null, "id": {wrong}}}'), ASKED).rows()
     assert "its id must be" in str(row.error)
-
-
-def test_a_row_without_any_question(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="it has no question .give --prompt"):  # there is nothing to ask at all
-        Survey(open_source(lines(tmp_path / "a.jsonl", '{"image": null}'), Asked()))
 
 
 def test_a_folder(tmp_path: Path) -> None:
