@@ -50,7 +50,7 @@ from tessera.kernels.w4a16 import w4a16_gate_up, w4a16_linear
 from tessera.linear.formats.awq import Awq
 from tessera.linear.formats.fp8 import Fp8OnLoad
 from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Place
-from tessera.linear.tuning import InPlace, MeasuredScheme
+from tessera.linear.tuning import InPlace, choose
 from tessera.linear.unquantized import Unquantized
 
 HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, HEAD_DIM = 3584, 18944, 28, 4, 128
@@ -276,7 +276,7 @@ def layers(stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
         shape = LinearShape(n, k, name == "qkv", PLACES[name], torch.bfloat16)
         kinds = {kind: layers_of(shape, scheme) for kind, scheme in schemes.items()}
         for kind in ("fp8", "chosen"):
-            kinds[kind][0].scheme.tune(kinds[kind], shape, choices, "here")
+            choose(kinds[kind], shape, choices, "here")
         for m in CHOSEN_ROWS:
             x, place = normal(m, k), Neighbours(shape, m, CUDA)
             timed: dict[str, list[Call]] = {"cublas": [partial(layer, x) for layer in kinds["in_place"]]}
@@ -311,7 +311,6 @@ class Neighbours(InPlace):
 
 
 def _way(layer: Linear, m: int) -> str:
-    assert isinstance(layer.scheme, MeasuredScheme)
     return layer.scheme.way(layer, m)
 
 

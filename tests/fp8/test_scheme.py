@@ -12,8 +12,8 @@ from tessera.errors import CheckpointError
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows, Fp8Sums, quantize_rows, quantize_weight
 from tessera.linear.formats.fp8 import Fp8, Fp8OnLoad
 from tessera.linear.quantization import scheme_selector
-from tessera.linear.scheme import Linear, LinearScheme, LinearShape
-from tessera.linear.tuning import PRODUCTS
+from tessera.linear.scheme import PRODUCTS, Linear, LinearScheme, LinearShape
+from tessera.linear.tuning import choose
 from tessera.linear.unquantized import Unquantized
 
 CPU = torch.device("cpu")
@@ -149,7 +149,7 @@ def test_tuning_asks_which_product_is_the_fastest(units, place):
     layers = [fill(layer_of(Fp8OnLoad()), tensors()) for _ in range(2)]
     choices = Measured()
     shape = LinearShape(96, SIZE, False, place, torch.float32)
-    layers[0].scheme.tune(layers, shape, choices, "a machine")
+    choose(layers, shape, choices, "a machine")
     assert len(choices.questions) == 8
     assert [len(ways) for ways in choices.questions.values()] == [3, 3, 3, 3, 3, 3, 2, 2]
     assert all("fp8 linear" in question and "a machine" in question for question in choices.questions)
@@ -160,7 +160,7 @@ def test_tuning_asks_which_product_is_the_fastest(units, place):
 def test_tuning_leaves_dequantized_layers_alone():
     layer = fill(layer_of(Fp8OnLoad()), tensors())
     choices = Measured()
-    layer.scheme.tune([layer], LinearShape(96, SIZE, False, "qkv", torch.float32), choices, "a machine")
+    choose([layer], LinearShape(96, SIZE, False, "qkv", torch.float32), choices, "a machine")
     assert not choices.questions
 
 

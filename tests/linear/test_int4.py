@@ -12,8 +12,8 @@ from tessera.kernels.fp8_rows import Fp8Rows, Fp8Sums
 from tessera.linear.formats import int4
 from tessera.linear.formats.int4 import DEQUANTIZED, W4A16, Int4, dequantize
 from tessera.linear.quantization import scheme_selector
-from tessera.linear.scheme import Linear, LinearShape
-from tessera.linear.tuning import PRODUCTS, layers_alike
+from tessera.linear.scheme import PRODUCTS, Linear, LinearShape
+from tessera.linear.tuning import choose, layers_alike
 
 ROWS, SIZE, GROUP = {"gate": 32, "up": 32}, 512, 128
 
@@ -145,7 +145,7 @@ def test_the_fastest_way_is_measured_for_each_number_of_rows(resident, place):
     layers = [made(resident=resident)[0] for _ in range(2)]
     choices = FirstWays("rescaled")
     shape = LinearShape(64, SIZE, True, place, torch.float32)
-    layers[0].scheme.tune(layers, shape, choices, "a machine")
+    choose(layers, shape, choices, "a machine")
     asked = dict(zip((16, 32, 64, 96, 128, 256, 512, 1024), choices.asked.values()))
     if resident == "auto":
         assert len(choices.asked) == 8
@@ -167,7 +167,7 @@ def test_layers_that_hold_other_things_are_asked_for_by_themselves():
     layers = [made(**kind)[0] for kind in kinds * 2]
     choices = FirstWays("rescaled")
     for shape, alike in layers_alike(dict.fromkeys(layers, "alone")):
-        alike[0].scheme.tune(alike, shape, choices, "a machine")
+        choose(alike, shape, choices, "a machine")
     assert [layer.scheme.way(layer, 1024) for layer in layers] == ["rescaled", DEQUANTIZED, "rescaled"] * 2
     assert len(choices.asked) == 8 + 3 + 8  # without a copy, up to the kernel's 64 rows
 
@@ -185,7 +185,7 @@ def test_the_cpu_dequantizes_for_good():
     torch.testing.assert_close(layer(rows_of(3)), F.linear(rows_of(3), weight, bias))
     assert not layer.wants_fp8_input(1000)
     choices = FirstWays(W4A16)
-    layer.scheme.tune([layer], LinearShape(64, SIZE, True, "qkv", torch.float32), choices, "a machine")
+    choose([layer], LinearShape(64, SIZE, True, "qkv", torch.float32), choices, "a machine")
     assert not choices.asked
 
 
@@ -220,7 +220,7 @@ def test_a_kernel_that_rounds_single_values_otherwise_is_used(monkeypatch):
         int4, "layer_kernels", lambda device: SimpleNamespace(**vars(right) | {"w4a16_linear": rounding})
     )
     place = LinearShape(layer.out_features, SIZE, True, "alone", torch.float32)
-    layer.scheme.tune([layer], place, FirstWays(W4A16), "here")
+    choose([layer], place, FirstWays(W4A16), "here")
     assert layer.scheme.way(layer, 16) == W4A16
 
 
@@ -233,10 +233,10 @@ def test_a_kernel_that_is_wrong_is_found_at_the_start_and_not_used(wrong, monkey
     monkeypatch.setattr(int4, "layer_kernels", lambda device: SimpleNamespace(**broken))
     choices = FirstWays(W4A16)
     place = LinearShape(layer.out_features, SIZE, True, "alone", torch.float32)
-    layer.scheme.tune([layer], place, choices, "here")
+    choose([layer], place, choices, "here")
     assert choices.asked and not any(W4A16 in ways for ways in choices.asked.values())
     assert W4A16 not in dict(layer.scheme.ways).values()
     assert "not used" in caplog.text
     monkeypatch.setattr(int4, "layer_kernels", lambda device: right)
-    layer.scheme.tune([layer], place, FirstWays(W4A16), "here")
+    choose([layer], place, FirstWays(W4A16), "here")
     assert layer.scheme.way(layer, 16) == W4A16

@@ -13,6 +13,7 @@ from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.linear import unquantized
 from tessera.linear.layers import RmsNorm
 from tessera.linear.scheme import Linear, LinearShape
+from tessera.linear.tuning import choose
 from tessera.linear.unquantized import CUBLAS, FEW_ROWS, FUSED, Unquantized
 
 pytest.importorskip("triton", reason="tuning measures triton's kernels")
@@ -57,7 +58,7 @@ def tuned(choices, *, size=SIZE, k=K, bias=False, place="gate_up", dtype=torch.b
     for layer in layers:
         layer.randomize(torch.Generator().manual_seed(1))
     shape = LinearShape(2 * size, k, bias, place, dtype, most_rows)
-    layers[0].scheme.tune(layers, shape, choices, "here")
+    choose(layers, shape, choices, "here")
     return layers
 
 

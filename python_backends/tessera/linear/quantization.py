@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pkgutil import resolve_name
 from typing import Any
@@ -87,65 +88,62 @@ def _read(quantization: Mapping[str, Any] | None) -> tuple[Groups, list[str]]:
     return groups, ignored
 
 
+@dataclass(frozen=True)
 class _Selector:
     """A SchemeSelector: by a configuration's groups, the modules that it leaves out, and the tensors of the file."""
 
-    def __init__(
-        self,
-        groups: Groups,
-        ignored: Sequence[str],
-        stored: StoredModules,
-        method: str,
-        resident: str,
-        told: Callable[[str], str],
-    ) -> None:
-        self._groups, self._ignored, self._stored, self._method = groups, ignored, stored, method
-        self._resident, self._told = resident, told
+    groups: Groups
+    ignored: Sequence[str]
+    stored: StoredModules
+    method: str
+    resident: str
+    told: Callable[[str], str]
 
     def __call__(self, modules: Collection[str]) -> LinearScheme:
         found = {module: self._group(module) for module in modules}
         if len(set(found.values())) > 1:
-            told = ", ".join(f"{self._told(module)}: {self._described(group)}" for module, group in found.items())
+            told = ", ".join(
+                f"{self.told(module)}: {'not quantized' if group is None else f'{self.method}, group {group}'}"
+                for module, group in found.items()
+            )
             raise CheckpointError(f"modules that run as one layer must be quantized alike, which these are not: {told}")
         group = next(iter(found.values()))
-        scheme = Unquantized() if group is None else self._groups[group][1]()
+        scheme = Unquantized() if group is None else self.groups[group][1]()
         if isinstance(scheme, Int4):
-            scheme.resident = self._resident
+            scheme.resident = self.resident
         return scheme
 
     def _group(self, module: str) -> int | None:
         """The group that a module is quantized with; None for no quantization."""
         targeted = self._targeted(module)
-        tensors = self._stored.get(module)
+        tensors = self.stored.get(module)
         if tensors is None:  # random weights, or it will be missed
-            return None if any(_matches(module, name) for name in self._ignored) else targeted
+            return None if any(_matches(module, name) for name in self.ignored) else targeted
         if tensors.keys() <= {"weight", "bias"} and tensors.get("weight", "F32") in _FLOATS:
             return None
         held = listed(f"{leaf} {dtype}" for leaf, dtype in tensors.items())
         if targeted is None:
             why = (
-                "no group of quantization_config names it" if self._method else "config.json has no quantization_config"
+                "no group of quantization_config names it" if self.method else "config.json has no quantization_config"
             )
-            raise CheckpointError(f"module {self._told(module)} holds {held}, but {why}")
-        wanted = self._groups[targeted][1]().stored(has_bias="bias" in tensors)
-        if not wanted.required <= tensors.keys() <= wanted.required | wanted.optional:
+            raise CheckpointError(f"module {self.told(module)} holds {held}, but {why}")
+        scheme = self.groups[targeted][1]()
+        required = scheme.leaves() | ({"bias"} & tensors.keys())
+        if not required <= tensors.keys() <= required | scheme.optional:
             raise CheckpointError(
-                f"module {self._told(module)} holds {held}: neither an unquantized weight nor what {self._method} "
-                f"is read from, {listed(wanted.required)}"
+                f"module {self.told(module)} holds {held}: neither an unquantized weight nor what {self.method} "
+                f"is read from, {listed(required)}"
             )
         return targeted
 
     def _targeted(self, module: str) -> int | None:
         """The group with the most specific target: a name, a pattern, all linear layers."""
         found = []
-        for number, (targets, _) in enumerate(self._groups):
+        for number, (targets, _) in enumerate(self.groups):
             for target in targets:
                 if target == "Linear" or _matches(module, target):
                     found.append((target == "Linear", target.startswith("re:"), number))
         return min(found)[2] if found else None
-
-    def _described(self, group: int | None) -> str:
-        return "not quantized" if group is None else f"{self._method}, group {group}"
 
 
 def _matches(module: str, pattern: str) -> bool:

@@ -11,28 +11,26 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from tessera.checkpoint.weights import Target, TensorError, plain
 from tessera.errors import CheckpointError
-from tessera.kernels.fp8_rows import Fp8Rows
+from tessera.kernels.fp8_rows import MULTIPLE, Fp8Rows, Fp8Sums, fp8_linear, fp8_sums, quantize_rows
 from tessera.kernels.operands import Unfinished
 from tessera.kernels.tuning import layer_kernels
 
-if TYPE_CHECKING:
-    from tessera.kernels.tuning import MeasuredChoices
+#: ways to multiply rows in e4m3 by weights in e4m3
+PRODUCTS = ("rescaled", "rows", "skinny")
+#: the skinny product's limits (tessera.kernels.skinny_linear, which imports triton)
+SKINNY_ROWS = 256
+SKINNY_MULTIPLE = 128
+_UNITS_FROM = (8, 9)  # the compute capability
 
-
-class Stored(NamedTuple):
-    """The tensors, named as after the module's name, that a checkpoint must hold for a module, and that it may."""
-
-    required: frozenset[str]
-    optional: frozenset[str] = frozenset()
-
-
+#: ascending numbers of rows, and the way's name up to each
+Ways = tuple[tuple[int, str], ...]
 #: where a linear layer stands: in a decoder layer, which decides what runs before and behind it, or alone
 Place = Literal["qkv", "output", "gate_up", "down", "alone"]
 
@@ -58,18 +56,23 @@ class LinearScheme(ABC):
     The layer's buffers have its output features as dimension 0, so that whatever the format, rows say which module's
     they are. Those in ``shared`` belong to the input instead: they begin as None, and all modules must agree on them.
     ``optional``: tensors that a stored module may have. The bias is the layer's own affair.
+
+    There may be several ways to compute a product: ``ways`` says which is the fastest up to how many rows, and
+    ``beyond`` which one for more and for none. For those in PRODUCTS a layer has ``weight`` e4m3 [out, in], ``scales``
+    float32 [out] and ``bias``.
     """
 
     shared: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
+    ways: Ways = ()
+    #: the numbers of rows that the fastest way is measured for
+    measured_rows: Sequence[int] = (16, 32, 64, 96, 128, 256, 512, 1024)
+    #: ways within this share of the fastest are as fast, since clocks and neighbours are others in a model: then cuBLAS
+    margin = 0.03
 
     @abstractmethod
     def leaves(self) -> set[str]:
         """What each stored module holds beside a bias."""
-
-    def stored(self, has_bias: bool) -> Stored:
-        """What each stored module holds."""
-        return Stored(frozenset(self.leaves() | ({"bias"} if has_bias else set())), self.optional)
 
     @abstractmethod
     def decode(
@@ -89,33 +92,84 @@ class LinearScheme(ABC):
         """Called once when the buffers are filled, for instance to repack."""
 
     @abstractmethod
+    def in_words(self, layer: Linear) -> str:
+        """What the layer's weights are, for people: "bfloat16", "fp8"."""
+
+    @abstractmethod
+    def possible(self, layer: Linear, shape: LinearShape, rows: int) -> list[str]:
+        """The ways to multiply this many rows, of equally fast ones the best first; none where none is looked for."""
+
+    @abstractmethod
+    def beyond(self, layer: Linear) -> str:
+        """The way for any number of rows."""
+
+    def check(self, layer: Linear, shape: LinearShape) -> None:  # noqa: B027 - most kernels need no check
+        """Called once before the ways of layers such as this one are measured."""
+
+    def way(self, layer: Linear, rows: int) -> str:
+        """The fastest for this many rows."""
+        for most, name in self.ways if rows else ():
+            if rows <= most and (name != "skinny" or layer.in_features % SKINNY_MULTIPLE == 0):
+                return name
+        return self.beyond(layer)
+
+    def wants_fp8_input(self, layer: Linear, rows: int) -> bool:
+        """Whether for this many rows ``apply`` wants its input already quantized."""
+        return self.way(layer, rows) in PRODUCTS
+
+    def quantized(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> Fp8Rows:
+        return x if isinstance(x, Fp8Rows) else quantize_rows(x.contiguous())
+
+    @abstractmethod
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """x [n, in_features] -> [n, out_features]. Only a scheme that ``wants_fp8_input`` is given Fp8Rows."""
 
     def apply_unfinished(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
         """As ``apply``; the end of the product may be left to what comes next."""
-        return self.apply(layer, x)
+        return self._sums(layer, x) if self._can_wait(layer, x) else self.apply(layer, x)
 
     def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
         """x [n, in_features] -> silu(first half of the outputs) * second half [n, out_features / 2], in FP8 if so."""
-        y = self.apply(layer, x)
-        return layer_kernels(y.device.type).silu_and_multiply(y, fp8)
+        kernels = layer_kernels(layer.device.type)
+        if isinstance(x, Fp8Rows) and layer.bias is None and self._can_wait(layer, x):
+            sums = self._sums(layer, x)
+            return kernels.silu_and_multiply(sums.sums, fp8, (sums.x_scales, sums.scales))
+        return kernels.silu_and_multiply(self.apply(layer, x), fp8)
 
-    @abstractmethod
-    def in_words(self, layer: Linear) -> str:
-        """What the layer's weights are, for people: "bfloat16", "fp8"."""
+    def multiply(self, layer: Linear, x: torch.Tensor | Fp8Rows, way: str) -> torch.Tensor:
+        """By one of PRODUCTS."""
+        if way == "rescaled":
+            return self._sums(layer, x).product()
+        product = fp8_linear if way == "rows" else layer_kernels(layer.device.type).skinny_fp8
+        return product(self.quantized(layer, x), layer.weight, layer.scales, layer.bias, layer.dtype)
 
-    def wants_fp8_input(self, layer: Linear, rows: int) -> bool:
-        """Whether for this many rows ``apply`` wants its input already quantized."""
+    def _sums(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> Fp8Sums:
+        rows = self.quantized(layer, x)
+        return Fp8Sums(fp8_sums(rows, layer.weight, layer.dtype), rows.scales, layer.scales, layer.bias)
+
+    def _can_wait(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> bool:
+        """Whether the product's scales are applied after it, by what comes next."""
+        return self.way(layer, rows_of(x)) == "rescaled"
+
+
+def rows_of(x: torch.Tensor | Fp8Rows) -> int:
+    return len(x.values if isinstance(x, Fp8Rows) else x)
+
+
+def products_for(layer: Linear, rows: int) -> list[str]:
+    """Those of PRODUCTS that take this many rows."""
+    skinny = rows <= SKINNY_ROWS and layer.in_features % SKINNY_MULTIPLE == 0
+    return [name for name in PRODUCTS if name != "skinny" or skinny]
+
+
+def has_units(layer: Linear) -> bool:
+    """Whether the device multiplies e4m3 rows by weights of this shape."""
+    if layer.device.type != "cuda" or layer.dtype != torch.bfloat16:
         return False
+    from tessera.kernels.fp8 import MAX_SIZE
 
-    def tune(  # noqa: B027 - some schemes have no choice
-        self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str
-    ) -> None:
-        """Measures what is the fastest for how many rows; ``layers`` differ in nothing but their numbers.
-
-        They have one shape, hold the same buffers, and their schemes are as this one, the first layer's.
-        """
+    whole = layer.out_features % MULTIPLE == 0 and layer.in_features % MULTIPLE == 0
+    return whole and layer.in_features <= MAX_SIZE and torch.cuda.get_device_capability(layer.device) >= _UNITS_FROM
 
 
 #: the rows of a layer that a stored module fills, in the order in which it stores them
@@ -188,10 +242,10 @@ class Linear(nn.Module):
 
     def targets(self, stored: Collection[str]) -> dict[str, Target]:
         """What fills it, by name; ``stored``: the names that the checkpoint has."""
-        wanted = self.scheme.stored(self.has_bias)
+        required = self.scheme.leaves() | {"bias"} if self.has_bias else self.scheme.leaves()
         targets: dict[str, Target] = {}
         for module in self._rows:
-            leaves = wanted.required | {leaf for leaf in wanted.optional if f"{module}.{leaf}" in stored}
+            leaves = required | {leaf for leaf in self.scheme.optional if f"{module}.{leaf}" in stored}
             targets |= {f"{module}.{leaf}": partial(self._take, module, leaf, len(leaves)) for leaf in leaves}
         return targets
 
@@ -242,9 +296,8 @@ class Linear(nn.Module):
             target = getattr(self, name)
             if name in self.scheme.shared:
                 if target is not None and has_values(target) and not torch.equal(target, tensor):
-                    raise CheckpointError(
-                        f"{name} differ from those of {self._others(module)}, which have the same input"
-                    )
+                    others = ", ".join(other for other in self._rows if other != module)
+                    raise CheckpointError(f"{name} differ from those of {others}, which have the same input")
                 setattr(self, name, tensor)
                 continue
             expected = [self.sizes[module], *target.shape[1:]]
@@ -252,9 +305,6 @@ class Linear(nn.Module):
                 raise TensorError(name, f"has shape {list(tensor.shape)}, expected {expected}")
             as_bits = torch.uint8 if target.itemsize == 1 else target.dtype  # not every device indexes float8
             target.view(as_bits)[self._rows[module]] = tensor.to(target.dtype).view(as_bits)
-
-    def _others(self, module: str) -> str:
-        return ", ".join(name for name in self._rows if name != module)
 
 
 def shaped(

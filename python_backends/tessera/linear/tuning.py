@@ -1,7 +1,5 @@
-"""Schemes with several ways to compute a product: which is the fastest depends on the number of rows, and is measured
-on a model's own weights and shapes before the first request.
-
-The ways in ``PRODUCTS`` multiply rows in e4m3 by weights in e4m3; a scheme may have others beside them.
+"""Which of a scheme's ways to compute a product is the fastest: that depends on the number of rows, and is measured on
+a model's own weights and shapes before the first request.
 
 A layer is measured between its neighbours in a decoder layer: where weights or activations are quantized, part of a
 product's cost lies in them. The kernel before it may have to quantize its output, the one after it to apply the
@@ -12,126 +10,50 @@ from __future__ import annotations
 
 import hashlib
 import math
-from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 
 from tessera import kernels
-from tessera.kernels.fp8_rows import MULTIPLE, Fp8Rows, Fp8Sums, fp8_linear, fp8_sums, quantize_rows, rescale
-from tessera.kernels.operands import PagedCache, Unfinished
+from tessera.kernels.fp8_rows import Fp8Rows
+from tessera.kernels.operands import PagedCache
 from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds, layer_kernels
 from tessera.linear.layers import RmsNorm
-from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Place
-
-#: the skinny product's limits (tessera.kernels.skinny_linear, which imports triton)
-SKINNY_ROWS = 256
-SKINNY_MULTIPLE = 128
-_UNITS_FROM = (8, 9)  # the compute capability
-
-#: ascending numbers of rows, and the way's name up to each
-Ways = tuple[tuple[int, str], ...]
-#: (x, weight, scales, bias, dtype) -> x W^T + b
-Product = Callable[[Fp8Rows, torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.dtype], torch.Tensor]
+from tessera.linear.scheme import Linear, LinearShape, Place, Ways
 
 
-def _rescaled_product(
-    x: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    return rescale(fp8_sums(x, weight, dtype), x.scales, scales, bias)
+def choose(layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:
+    """Finds the fastest way for each of some numbers of rows, with the layers' neighbours in the decoder layer.
 
-
-def _skinny_product(
-    x: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    return layer_kernels(weight.device.type).skinny_fp8(x, weight, scales, bias, dtype)
-
-
-PRODUCTS: dict[str, Product] = {"rescaled": _rescaled_product, "rows": fp8_linear, "skinny": _skinny_product}
-
-
-class MeasuredScheme(LinearScheme):
-    """``ways`` says which way is the fastest up to how many rows, and ``beyond`` which one for more and for none.
-
-    For the ways in PRODUCTS a layer has ``weight`` e4m3 [out, in], ``scales`` float32 [out] and ``bias``.
+    ``layers`` differ in nothing but their numbers: they have one shape, and hold the same buffers.
     """
+    first, scheme = layers[0], layers[0].scheme
+    measured = taking_turns(layers, shape)
+    scheme.check(first, shape)
 
-    ways: Ways = ()
-    #: the numbers of rows that the fastest way is measured for
-    measured_rows: Sequence[int] = (16, 32, 64, 96, 128, 256, 512, 1024)
-    #: ways within this share of the fastest are as fast, since clocks and neighbours are others in a model: then cuBLAS
-    margin = 0.03
+    def run(place: InPlace, ways: Ways) -> None:
+        for layer in measured:
+            layer.scheme.ways = ways
+            place.run(layer)
 
-    @abstractmethod
-    def possible(self, layer: Linear, shape: LinearShape, rows: int) -> list[str]:
-        """The ways to multiply this many rows, of equally fast ones the best first; none where none is looked for."""
-
-    @abstractmethod
-    def beyond(self, layer: Linear) -> str:
-        """The way for any number of rows."""
-
-    def way(self, layer: Linear, rows: int) -> str:
-        """The fastest for this many rows."""
-        for most, name in self.ways if rows else ():
-            if rows <= most and (name != "skinny" or layer.in_features % SKINNY_MULTIPLE == 0):
-                return name
-        return self.beyond(layer)
-
-    def wants_fp8_input(self, layer: Linear, rows: int) -> bool:
-        return self.way(layer, rows) in PRODUCTS
-
-    def quantized(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> Fp8Rows:
-        return x if isinstance(x, Fp8Rows) else quantize_rows(x.contiguous())
-
-    def multiply(self, layer: Linear, x: torch.Tensor | Fp8Rows, way: str) -> torch.Tensor:
-        """One of PRODUCTS."""
-        return PRODUCTS[way](self.quantized(layer, x), layer.weight, layer.scales, layer.bias, layer.dtype)
-
-    def apply_unfinished(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
-        if not self._can_wait(layer, x):
-            return self.apply(layer, x)
-        rows = self.quantized(layer, x)
-        return Fp8Sums(fp8_sums(rows, layer.weight, layer.dtype), rows.scales, layer.scales, layer.bias)
-
-    def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
-        if isinstance(x, Fp8Rows) and layer.bias is None and self._can_wait(layer, x):
-            sums = fp8_sums(x, layer.weight, layer.dtype)
-            return layer_kernels(sums.device.type).silu_and_multiply(sums, fp8, (x.scales, layer.scales))
-        return super().apply_gated(layer, x, fp8)
-
-    def _can_wait(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> bool:
-        """Whether the product's scales are applied after it, by what comes next."""
-        return self.way(layer, rows_of(x)) == "rescaled"
-
-    def tune(self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:
-        """Finds the fastest way for each of some numbers of rows, with its neighbours in the decoder layer."""
-        schemes = [cast("MeasuredScheme", layer.scheme) for layer in layers]
-        measured = list(zip(taking_turns(layers, shape), schemes))
-
-        def run(place: InPlace, ways: Ways) -> None:
-            for layer, scheme in measured:
-                scheme.ways = ways
-                place.run(layer)
-
-        found: list[tuple[int, str]] = []
-        for rows in self.measured_rows:
-            names = self.possible(layers[0], shape, rows)
-            if len(names) > 1:
-                place = InPlace(shape, rows, layers[0].device)
-                question = (
-                    f"{self.in_words(layers[0])} {shape} ({', '.join(layers[0].held)}), {rows} rows, {shape.dtype}, "
-                    f"{len(measured)} layers, {machine}"
-                )
-                ways = {name: partial(run, place, ((rows, name),)) for name in names}
-                names = [choices.fastest(question, ways, self.margin)]
-            found += [(rows, name) for name in names]
-        for scheme in schemes if found else ():
-            scheme.ways = tuple(found)
+    found: list[tuple[int, str]] = []
+    for rows in scheme.measured_rows:
+        names = scheme.possible(first, shape, rows)
+        if len(names) > 1:
+            place = InPlace(shape, rows, first.device)
+            question = (
+                f"{scheme.in_words(first)} {shape} ({', '.join(first.held)}), {rows} rows, {shape.dtype}, "
+                f"{len(measured)} layers, {machine}"
+            )
+            ways = {name: partial(run, place, ((rows, name),)) for name in names}
+            names = [choices.fastest(question, ways, scheme.margin)]
+        found += [(rows, name) for name in names]
+    for layer in layers if found else ():
+        layer.scheme.ways = tuple(found)
 
 
 def tune(places: Mapping[Linear, Place], device: torch.device, most_rows: int) -> None:
@@ -142,7 +64,7 @@ def tune(places: Mapping[Linear, Place], device: torch.device, most_rows: int) -
     choices = MeasuredChoices(choices_path(), graph_milliseconds)
     machine = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, kernels {kernels_version()}"
     for shape, layers in layers_alike(places):
-        layers[0].scheme.tune(layers, replace(shape, most_rows=most_rows), choices, machine)
+        choose(layers, replace(shape, most_rows=most_rows), choices, machine)
 
 
 def kernels_version() -> str:
@@ -161,26 +83,6 @@ def layers_alike(places: Mapping[Linear, Place]) -> list[tuple[LinearShape, list
         shape = LinearShape(layer.out_features, layer.in_features, layer.has_bias, place, layer.dtype)
         groups[shape, layer.scheme.in_words(layer), layer.held].append(layer)
     return [(shape, layers) for (shape, *_), layers in groups.items()]
-
-
-def products_for(layer: Linear, rows: int) -> list[str]:
-    """Those of PRODUCTS that take this many rows."""
-    skinny = rows <= SKINNY_ROWS and layer.in_features % SKINNY_MULTIPLE == 0
-    return [name for name in PRODUCTS if name != "skinny" or skinny]
-
-
-def rows_of(x: torch.Tensor | Fp8Rows) -> int:
-    return len(x.values if isinstance(x, Fp8Rows) else x)
-
-
-def has_units(layer: Linear) -> bool:
-    """Whether the device multiplies e4m3 rows by weights of this shape."""
-    if layer.device.type != "cuda" or layer.dtype != torch.bfloat16:
-        return False
-    from tessera.kernels.fp8 import MAX_SIZE
-
-    whole = layer.out_features % MULTIPLE == 0 and layer.in_features % MULTIPLE == 0
-    return whole and layer.in_features <= MAX_SIZE and torch.cuda.get_device_capability(layer.device) >= _UNITS_FROM
 
 
 _MOST_OF_A_HEAD = 128

@@ -10,14 +10,13 @@ import torch.nn.functional as F
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.operands import Unfinished, finished
 from tessera.kernels.tuning import layer_kernels
-from tessera.linear.scheme import Linear, LinearShape, plain_of
-from tessera.linear.tuning import MeasuredScheme, rows_of
+from tessera.linear.scheme import Linear, LinearScheme, LinearShape, plain_of, rows_of
 
 CUBLAS, FEW_ROWS, FUSED = "cublas", "few rows", "fused"
 _LARGE = ((9, 0), (10, 0), (10, 3))  # compute capabilities with more than 180 KB of shared memory
 
 
-class Unquantized(MeasuredScheme):
+class Unquantized(LinearScheme):
     """``weight`` [out, in].
 
     A product for few rows is measured up to its limit, and for gate_up, from 1024 rows on, one that ends in the gated

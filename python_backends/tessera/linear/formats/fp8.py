@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from tessera.checkpoint.weights import TensorError
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows, quantize_rows, quantize_weight
 from tessera.kernels.operands import Unfinished
-from tessera.linear.scheme import Linear, LinearShape, plain_of
+from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Ways, has_units, plain_of, products_for, rows_of
 from tessera.linear.settings import Groups, Settings
-from tessera.linear.tuning import MeasuredScheme, Ways, has_units, products_for, rows_of
 
 BLOCK = 128
 
 
-class Fp8(MeasuredScheme):
+class Fp8(LinearScheme):
     """``weight`` e4m3 [out, in]; ``scales`` float32 [out], or [out, in / 128] of ``blocks``; ``bias`` [out].
 
     Activations are quantized with ``input_scale``, a float32 scalar, if ``static``; else by token, and with ``blocks``

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +13,18 @@ from tessera.errors import CheckpointError
 from tessera.kernels.fp8_rows import Fp8Rows, quantize_rows, quantize_weight
 from tessera.kernels.tuning import layer_kernels
 from tessera.kernels.w4_layout import PackedW4, chunk_of, pack, zeros_fit
-from tessera.linear.scheme import Linear, LinearShape, has_values, shaped
-from tessera.linear.tuning import PRODUCTS, MeasuredScheme, Ways, has_units, products_for, rows_of
-
-if TYPE_CHECKING:
-    from tessera.kernels.tuning import MeasuredChoices
+from tessera.linear.scheme import (
+    PRODUCTS,
+    Linear,
+    LinearScheme,
+    LinearShape,
+    Ways,
+    has_units,
+    has_values,
+    products_for,
+    rows_of,
+    shaped,
+)
 
 _LOG = logging.getLogger(__name__)
 ZERO = 8
@@ -30,7 +37,7 @@ _TOLERANCE = 0.02  # of a tile's norm, or of the tiles' mean: both round to the 
 _HOPPER = (9, 0)  # the compute capability that has the kernel's instructions, and the only one
 
 
-class Int4(MeasuredScheme):
+class Int4(LinearScheme):
     """``codes`` uint8 [out, in], 0..15; ``scales`` and ``zeros`` float32 [out, in / group]; ``bias`` [out].
 
     ``group_size`` -1: a row is one group. Columns are in the checkpoint's order. Where groups are made of scattered
@@ -145,18 +152,15 @@ class Int4(MeasuredScheme):
     def way(self, layer: Linear, rows: int) -> str:
         return super().way(layer, rows) if _is_packed(layer) else DEQUANTIZED
 
-    def tune(self, layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:
-        """As for any scheme, without a kernel that computes something else than the dequantized weights.
+    def check(self, layer: Linear, shape: LinearShape) -> None:
+        """Whether the kernel computes what the dequantized weights do.
 
         The kernel's language is an experimental part of triton, and no machine without a Hopper GPU can run it.
         """
-        wrong = []
-        if _is_packed(layers[0]):
-            wrong = [rows for rows in _CHECKED_ROWS if not _agrees(layers[0], shape, rows)]
+        wrong = [rows for rows in _CHECKED_ROWS if not _agrees(layer, shape, rows)] if _is_packed(layer) else []
         if wrong:
             _LOG.error("the W4A16 kernel is wrong on this GPU for %s, %s rows, and is not used", shape, wrong)
         self._trusted = not wrong
-        super().tune(layers, shape, choices, machine)
 
     def beyond(self, layer: Linear) -> str:
         return DEQUANTIZED if layer.weight is None else "rows"
