@@ -6,7 +6,7 @@ what the causal mask leaves. Errors are those against attention in float32, in n
 behind a context hold not-a-numbers before. Calls go through several copies of the cache, so that none is read from the
 L2. $OUT, a folder, gets every row.
 
-    python loadtest/bench attention --pictures
+    python loadtest/bench attention --only pictures
 
 measures the vision tower's ways of attention within pictures instead (16 heads of 80 values, Qwen2-VL's): the seed's
 shape beside the seed's own table, the batches of W5a and W5b, and pictures of many sizes.
@@ -14,16 +14,10 @@ shape beside the seed's own table, the batches of W5a and W5b, and pictures of m
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import json
-import os
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import figures
@@ -33,7 +27,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from bench.kernels import Call, error, in_turns, machine_speeds, poisoned, told
+from bench.kernels import Call, error, in_turns, poisoned, run
 from tessera.kernels.attention_plan import AttentionPlan
 from tessera.kernels.operands import PagedCache
 from tessera.kernels.paged_decode import DEFAULT_PLAN, choose_splits, decode_attention
@@ -275,22 +269,8 @@ def _error(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", action="store_true", help="attention within pictures")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("bench attention: needs a GPU, and this machine has none")
-    warnings.simplefilter("ignore")  # torch's, on kernels that refuse
-    stream, kept = torch.cuda.Stream(), []
-    with torch.inference_mode():
-        copy, product = machine_speeds(stream)
-        print(f"{torch.cuda.get_device_name()}: copy {copy:.0f} GB/s, bf16 product {product:.0f} TFLOP/s", flush=True)
-        for row in pictures() if options.pictures else chain(decode(stream), prefill(stream)):
-            print(told(row), flush=True)
-            kept.append(row)
-    if "OUT" in os.environ:
-        Path(os.environ["OUT"], "attention.json").write_text(json.dumps(kept, indent=1))
-    return 0
+    groups = {"decode": decode, "prefill": prefill, "pictures": lambda stream: pictures()}
+    return run(str(__doc__), groups, ["decode", "prefill"])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ MinerU's own client reads the default document model's held-out pages over a rea
 Every request that it sends (layouts, and the crops of what they said) is kept with the token ids of its answer. Then
 `transformers` generates the answer to the same prompt, prepared by its own processor, and the same uint8 pixels (those
 of resized pictures differ by a grey level or two between the two sides). The penalties that it does not know are a
-LogitsProcessor here. Prints a row for each answer that differs: where, and how near the two tokens are on both sides.
+LogitsProcessor here. Prints a row for each answer that differs: where, and how near the two tokens are.
 Exit code 1 where one differs.
 """
 
@@ -17,9 +17,9 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import figures
 import torch
@@ -36,45 +36,38 @@ from tessera_documents.job import quiet
 sys.path.append(str(figures.ROOT / "build" / "document_model"))
 CHECKPOINT = figures.ROOT / "build" / "document_model" / "checkpoint"
 PAGES_AT_A_TIME = 4
-LIKELY = 5
-"""Of how many tokens the server says log-probabilities."""
 PATCH = 14
 ROWS, PIXELS = 16, 5_000_000
 """How many answers `transformers` generates at a time, and of pictures with how many pixels in all."""
 PAGE: ContextVar[int] = ContextVar("page")
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A request as MinerU's client sent it, with one picture. ``tokens``: the server's answer with what ended it;
-    ``likely``: at each of them, log-probabilities of the likeliest tokens before penalties."""
+class Asked(NamedTuple):
+    """A request as MinerU's client sent it, with one picture, and the token ids of the server's answer with what ended
+    it."""
 
     page: int
     messages: list[dict[str, Any]]
     options: dict[str, Any]
     tokens: list[int]
-    likely: list[dict[int, float]]
+
+    def part(self, kind: str) -> Any:
+        """The prompt, by "text", or the picture's bytes, by "image"."""
+        return next(part[kind] for part in self.messages[-1]["content"] if part["type"] == kind)
 
     @property
-    def prompt(self) -> str:
-        return next(part["text"].strip() for part in self.messages[-1]["content"] if part["type"] == "text")
-
-    @property
-    def picture(self) -> bytes:
-        return next(part["image"] for part in self.messages[-1]["content"] if part["type"] == "image")
+    def picture(self) -> Image.Image:
+        return Image.open(io.BytesIO(self.part("image")))
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """At ``place``, the first that differs, the server has token ``ours`` and `transformers` ``theirs``; None where the
-    answer has ended. ``logits``: `transformers`' for the two, under penalties; ``margin``: by how much the first is
-    above the second on the server. NaN where that is not known."""
+    answer has ended. ``gap``: between their logits, under penalties; NaN where the answer has ended."""
 
     place: int
     ours: int
     theirs: int | None
-    logits: tuple[float, float]
-    margin: float
+    gap: float
 
 
 class Penalties(LogitsProcessor):
@@ -114,7 +107,7 @@ class Theirs:
     def _pixels(self, asked: Asked) -> torch.Tensor:
         """float32 [patches, 3 * frames * side * side] as the processor orders them, both frames the same."""
         messages = [{"role": "user", "content": [{"type": "image"}]}]
-        pixels = self._preprocessor(PreprocessRequest(messages=messages, images=[asked.picture])).pixels
+        pixels = self._preprocessor(PreprocessRequest(messages=messages, images=[asked.part("image")])).pixels
         patches = torch.from_numpy(pixels).view(-1, PATCH, PATCH, 3).permute(0, 3, 1, 2)
         return ((patches / 255 - self._mean) / self._std)[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1)
 
@@ -122,7 +115,7 @@ class Theirs:
     def differences(self, requests: Sequence[Asked]) -> list[Difference | None]:
         """For each request where the answers part; None where they are equal."""
         texts = [self.processor.apply_chat_template(each.messages, add_generation_prompt=True) for each in requests]
-        pictures = [Image.open(io.BytesIO(each.picture)).convert("RGB") for each in requests]
+        pictures = [each.picture.convert("RGB") for each in requests]
         inputs = self.processor(images=pictures, text=texts, padding=True, return_tensors="pt")
         length = inputs["input_ids"].shape[1]
         found = self.model.generate(
@@ -132,31 +125,21 @@ class Theirs:
             logits_processor=LogitsProcessorList([Penalties(length, [each.options for each in requests])]),
             return_dict_in_generate=True,
             output_scores=True,
-            output_logits=True,
         )
         rows = found.sequences[:, length:].tolist()
         return [
-            difference(each, row, [step[i] for step in found.logits], [step[i] for step in found.scores])
+            difference(each.tokens, row, [step[i] for step in found.scores])
             for i, (each, row) in enumerate(zip(requests, rows))
         ]
 
 
-def difference(
-    asked: Asked, theirs: Sequence[int], logits: Sequence[torch.Tensor], scores: Sequence[torch.Tensor]
-) -> Difference | None:
-    """``theirs`` may go on behind the answer's end, as rows of a batch do; ``logits`` [vocabulary] of each before
-    penalties, ``scores`` under them."""
-    for place, ours in enumerate(asked.tokens):
-        if place >= len(theirs):
-            return Difference(place, ours, None, (math.nan, math.nan), math.nan)
-        if ours != theirs[place]:
-            pair = [ours, theirs[place]]
-            penalties = (logits[place][pair] - scores[place][pair]).tolist()
-            first, second = (
-                asked.likely[place].get(token, math.nan) - penalty for token, penalty in zip(pair, penalties)
-            )
-            one, other = scores[place][pair].tolist()
-            return Difference(place, ours, theirs[place], (one, other), first - second)
+def difference(ours: Sequence[int], theirs: Sequence[int], scores: Sequence[torch.Tensor]) -> Difference | None:
+    """``theirs`` may go on behind the answer's end, as rows of a batch do; ``scores``: logits of each, [vocabulary]."""
+    for place, (own, other) in enumerate(zip_longest(ours, theirs[: len(ours)])):
+        if other is None:
+            return Difference(place, own, None, math.nan)
+        if own != other:
+            return Difference(place, own, other, float(scores[place][other] - scores[place][own]))
     return None
 
 
@@ -175,10 +158,8 @@ async def _read_pages(url: str, count: int, max_tokens: int, progress: Progress)
         chat = vlm.aio_client.chat
 
         async def kept(messages: list[dict[str, Any]], **options: Any) -> Any:
-            answer = await chat(messages, **options, logprobs=LIKELY)  # which come with the tokens' ids
-            tokens = [entry["token_id"] for entry in answer.logprobs]
-            likely = [{other["token_id"]: other["logprob"] for other in entry["top"]} for entry in answer.logprobs]
-            found.append(Asked(PAGE.get(), messages, options, tokens, likely))
+            answer = await chat(messages, **options, logprobs=1)  # which come with the tokens' ids
+            found.append(Asked(PAGE.get(), messages, options, [entry["token_id"] for entry in answer.logprobs]))
             return answer
 
         vlm.aio_client.chat = kept  # type: ignore[method-assign]
@@ -200,8 +181,7 @@ def batches(requests: Sequence[Asked]) -> Iterator[list[Asked]]:
     batch: list[Asked] = []
     pixels = 0
     for each in sorted(requests, key=lambda each: (len(each.tokens), each.page)):
-        with Image.open(io.BytesIO(each.picture)) as picture:
-            size = picture.width * picture.height
+        size = math.prod(each.picture.size)
         if batch and (len(batch) == ROWS or pixels + size > PIXELS):
             yield batch
             batch, pixels = [], 0
@@ -225,20 +205,15 @@ def main() -> int:
         for asked, found in zip(batch, theirs.differences(batch)):
             if found:
                 differ.append(asked)
-                console.print(f"page {asked.page}, {asked.prompt} {len(asked.tokens)} tokens: {found}", highlight=False)
+                console.print(
+                    f"page {asked.page}, {asked.part('text').strip()} {len(asked.tokens)} tokens: {found}",
+                    highlight=False,
+                )
     whole = set(range(arguments.pages)) - {asked.page for asked in differ}
-    tokens = sum(len(asked.tokens) for asked in requests)
-    console.print(f"{len(requests) - len(differ)} of {len(requests)} answers are equal, {len(differ)} differ")
-    figures.emit(
-        "parity.documents",
-        len(whole) / arguments.pages,
-        "share of pages equal",
-        ceiling=1,
-        pages=arguments.pages,
-        answers=len(requests),
-        answers_equal=len(requests) - len(differ),
-        tokens=tokens,
-    )
+    notes = {"answers": len(requests), "answers_equal": len(requests) - len(differ), "pages": arguments.pages}
+    notes["tokens"] = sum(len(asked.tokens) for asked in requests)
+    console.print(f"{notes['answers_equal']} of {len(requests)} answers are equal, {len(differ)} differ")
+    figures.emit("parity.documents", len(whole) / arguments.pages, "share of pages equal", ceiling=1, **notes)
     return 1 if differ else 0
 
 

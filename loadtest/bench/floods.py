@@ -13,9 +13,7 @@ time, the same in quiet; the flood comes from a process of its own.
 from __future__ import annotations
 
 import argparse
-import http.client
 import itertools
-import json
 import multiprocessing
 import sys
 import tempfile
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
+import httpx
 import numpy as np
 from serving import add_arguments, gateway, serve, setup, setup_notes
 
@@ -61,20 +60,17 @@ def over_grpc(address: str, kind: str) -> Ask:
 
 
 def through_gateway(address: str, key: str) -> Ask:
-    connection = http.client.HTTPConnection(address, timeout=120)
     message = {"role": "user", "content": QUESTION}
-    body = json.dumps({"model": "vlm", "messages": [message], "max_tokens": 16})
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    body = {"model": "vlm", "messages": [message], "max_tokens": 16}
+    http = httpx.Client(
+        base_url=f"http://{address}", timeout=120, headers={"Authorization": f"Bearer {key}"}, verify=False
+    )  # one for each thread: what it would verify takes time to load
 
     def ask() -> bool:
         try:
-            connection.request("POST", "/v1/chat/completions", body, headers)
-            answer = connection.getresponse()
-            answer.read()
-        except (OSError, http.client.HTTPException):
-            connection.close()
+            return http.post("/v1/chat/completions", json=body).status_code == 200
+        except httpx.HTTPError:
             return False
-        return answer.status == 200
 
     return ask
 
@@ -128,23 +124,15 @@ def main() -> int:
     options = parser.parse_args()
     with ExitStack() as ends:
         address = ends.enter_context(serve(setup(options))).grpc[0]
-        make, flood, size, percentile = (
-            partial(over_grpc, address, "plain"),
-            partial(over_grpc, address, options.kind),
-            60,
-            99,
-        )
+        make, flood = partial(over_grpc, address, "plain"), partial(over_grpc, address, options.kind)
+        size, percentile = 60, 99
         if options.kind == "key":
             keys = Path(ends.enter_context(tempfile.TemporaryDirectory())) / "keys"
             keys.write_text("one name=one\nother name=other\n")
             flags = ("--keys", str(keys), "--max-in-flight", str(options.places))
             url, _ = ends.enter_context(gateway([address], 1, *flags))
-            make, flood, size, percentile = (
-                partial(through_gateway, url, "one"),
-                partial(through_gateway, url, "other"),
-                128,
-                50,
-            )
+            make, flood = partial(through_gateway, url, "one"), partial(through_gateway, url, "other")
+            size, percentile = 128, 50
         while_asking(make, options.askers, 3.0)
         quiet = while_asking(make, options.askers, options.seconds)
         context = multiprocessing.get_context("spawn")

@@ -19,8 +19,8 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import counting
@@ -29,7 +29,7 @@ from closed_loop import Answered
 from measuring import Taken, stage_names, take
 from serving import Running, add_arguments, serve, setup, setup_notes
 from targets import TesseraAsker
-from workloads import WORKLOADS, Workload
+from workloads import WORKLOADS
 
 JOB_PRIORITY = 10
 QUESTIONS_S = 2.0
@@ -67,38 +67,22 @@ def questions(asker: TesseraAsker, rate: float) -> Iterator[list[Answered]]:
         asking.result()
 
 
-@dataclass(frozen=True)
-class Bench:
-    """A server, and how it is asked."""
-
-    server: Running
-    job: Workload
-    options: argparse.Namespace
-    seed: int
-
-    def alone(self, number: int) -> Taken:
-        """The job without questions."""
-        taken = self._take(self.job, number)
-        print(f"alone: {taken.run.requests_s:.2f} req/s", file=sys.stderr, flush=True)
-        return taken
-
-    def beside(self, number: int, priority: int) -> tuple[Taken, list[Answered]]:
-        """The job at this priority, and the questions that were asked in its steady part."""
-        workload = replace(self.job, always_streamed=True)
-        asker = TesseraAsker(self.server.grpc, workload, self.seed + number + 100)
-        with questions(asker, self.options.rate) as answered:
-            taken = self._take(replace(self.job, priority=priority), number)
-        run = taken.run
-        counted = [each for each in answered if run.began <= each.ended - each.seconds <= run.ended]
-        if not counted:
-            raise RuntimeError(f"no question was asked in the {run.ended - run.began:.1f} s that count")
-        print(f"priority {priority}: {run.requests_s:.2f} req/s, {first_tokens(counted)}", file=sys.stderr, flush=True)
-        return taken, counted
-
-    def _take(self, job: Workload, number: int) -> Taken:
-        asker = TesseraAsker(self.server.grpc, job, self.seed + number)
-        gpus = self.options.gpus.split(",") if self.options.gpus else []
-        return take(asker, self.options.processes, gpus, self.server.metrics, self.options.least)
+def take_job(
+    server: Running, options: argparse.Namespace, number: int, priority: int | None
+) -> tuple[Taken, list[Answered]]:
+    """The job at this priority, and the questions that were asked in its steady part; None: the job without any."""
+    job = replace(WORKLOADS["W1"], concurrency=options.concurrency, priority=priority or 0)
+    streamed = TesseraAsker(server.grpc, replace(job, always_streamed=True, priority=0), options.seed + number + 100)
+    asker = TesseraAsker(server.grpc, job, options.seed + number)
+    gpus = options.gpus.split(",") if options.gpus else []
+    with nullcontext([]) if priority is None else questions(streamed, options.rate) as answered:
+        taken = take(asker, options.processes, gpus, server.metrics, options.least)
+    run = taken.run
+    counted = [each for each in answered if run.began <= each.ended - each.seconds <= run.ended]
+    if priority is not None and not counted:
+        raise RuntimeError(f"no question was asked in the {run.ended - run.began:.1f} s that count")
+    print(f"priority {priority}: {run.requests_s:.2f} req/s, {len(counted)} questions", file=sys.stderr, flush=True)
+    return taken, counted
 
 
 def first_tokens(answered: list[Answered]) -> dict[str, Any]:
@@ -124,14 +108,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30), help="of pictures and times")
     parser.add_argument("--label", default="", help="stands behind `jobs` in the figures' names")
     options = parser.parse_args()
-    job = replace(WORKLOADS["W1"], concurrency=options.concurrency)
     with serve(setup(options)) as server:
-        bench = Bench(server, job, options, options.seed)
-        before = bench.alone(0)
-        taken, asked = bench.beside(1, JOB_PRIORITY)
-        after = bench.alone(2)
-        equal_taken, equal_asked = bench.beside(3, 0)
-
+        runs = [take_job(server, options, number, kind) for number, kind in enumerate((None, JOB_PRIORITY, None, 0))]
+    (before, _), (taken, asked), (after, _), (equal_taken, equal_asked) = runs
     alone = (before.run.requests_s + after.run.requests_s) / 2
     found, equal = first_tokens(asked), first_tokens(equal_asked)
     loss = round(100 * (1 - taken.run.requests_s / alone), 2)

@@ -24,6 +24,7 @@ import json
 import os
 import statistics
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -344,13 +345,21 @@ def told(row: dict[str, Any]) -> str:
     return "  ".join(cells) + " WRONG" * (not row.get("error", 0.0) < TOLERANCE)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = ["w4a16", "layers"] if Path(sys.argv[0]).name == "linear" else [*CASES]
-    parser.add_argument("--only", nargs="+", choices=(*CASES, "layers"), default=default)
+Group = Callable[[torch.cuda.Stream], Iterator[dict[str, Any]]]
+GROUPS: dict[str, Group] = {
+    name: lambda stream, cases=cases: (case.measure(stream) for case in cases()) for name, cases in CASES.items()
+} | {"layers": layers}
+
+
+def run(about: str, groups: Mapping[str, Group], default: list[str]) -> int:
+    """The program of these groups: prints their rows, reports, and leaves all rows in $OUT."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=groups, default=default, help="(%(default)s)")
     options = parser.parse_args()
+    program = Path(sys.argv[0]).name
     if not torch.cuda.is_available():
-        sys.exit("bench kernels: needs a GPU, and this machine has none")
+        sys.exit(f"bench {program}: needs a GPU, and this machine has none")
+    warnings.simplefilter("ignore")  # torch's, on kernels that refuse
     torch.manual_seed(4)
     stream = torch.cuda.Stream()
     kept: list[dict[str, Any]] = []
@@ -359,14 +368,18 @@ def main() -> int:
         print(f"{torch.cuda.get_device_name()}: copy {copy:.0f} GB/s, bf16 product {multiply:.0f} TFLOP/s", flush=True)
         for group in options.only:
             rows = []
-            for row in layers(stream) if group == "layers" else (case.measure(stream) for case in CASES[group]()):
+            for row in groups[group](stream):
                 print(told(row), flush=True)
                 rows.append(row)
             report(group, rows)
             kept += rows
     if "OUT" in os.environ:
-        Path(os.environ["OUT"], "kernels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+        Path(os.environ["OUT"], f"{program}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
     return 0
+
+
+def main() -> int:
+    return run(str(__doc__), GROUPS, ["w4a16", "layers"] if Path(sys.argv[0]).name == "linear" else [*CASES])
 
 
 if __name__ == "__main__":

@@ -9,14 +9,10 @@ answer differs, an odd file gets anything but an answer or a refusal, or the ser
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import subprocess
 import sys
 import tarfile
 import tempfile
-import threading
-import urllib.request
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
+import httpx
 from serving import Setup, gateway, serve
 
 sys.path.insert(0, str(figures.ROOT / "build" / "default_model"))
@@ -81,22 +78,19 @@ Asked = tuple[bytes, str]
 
 
 def ask_all(address: str, requests: Sequence[Asked]) -> list[tuple[str, str]]:
-    """(status and code, text) for each, this many in flight; a connection for each thread."""
-    own = threading.local()
+    """(status and code, text) for each, this many in flight."""
+    http = httpx.Client(base_url=f"http://{address}", timeout=300)
 
     def ask(request: Asked) -> tuple[str, str]:
         picture, question = request
-        if not hasattr(own, "connection"):
-            own.connection = http.client.HTTPConnection(address, timeout=300)
         url = f"data:image/jpeg;base64,{b64encode(picture).decode()}"
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
         body: dict[str, Any] = {"model": "vlm", "messages": [{"role": "user", "content": content}], "max_tokens": 16}
         body["tessera"] = {"tile_policy": {"max_tiles": 1}}
-        own.connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = own.connection.getresponse()
-        answer = json.load(response)
-        if response.status != 200:
-            return f"{response.status} {answer['error']['code']}", answer["error"]["message"]
+        response = http.post("/v1/chat/completions", json=body)
+        answer = response.json()
+        if response.status_code != 200:
+            return f"{response.status_code} {answer['error']['code']}", answer["error"]["message"]
         return "200", answer["choices"][0]["message"]["content"]
 
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
@@ -115,8 +109,7 @@ def run(address: str, health: str, good: Sequence[Asked], odd: Sequence[bytes]) 
     answers = list(zip(strange, ask_all(address, mixed), strict=True))
     found = [answer for is_odd, answer in answers if not is_odd]
     outcomes = Counter(status for is_odd, (status, _) in answers if is_odd)
-    with urllib.request.urlopen(health, timeout=30) as page:
-        restarts = json.load(page)["restarts"]
+    restarts = httpx.get(health, timeout=30).json()["restarts"]
     differ = sum(a != b for a, b in zip(expected, found, strict=True))
     return Result(differ, outcomes, restarts, len(set(expected)))
 

@@ -27,8 +27,6 @@ import secrets
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +34,8 @@ from typing import Any
 import figures
 import onnx
 from rich.console import Console
-from rich.progress import Progress
 from serving import Setup, add_arguments, pairs, serve, setup, setup_notes
+from tqdm import tqdm
 
 from tessera.models.internvl.onnx_graph import FINGERPRINT, PRECISION
 from tessera.settings.user_cache import write_whole
@@ -74,22 +72,14 @@ ON_LOAD = {
 }
 
 
-@contextmanager
-def bar(what: str) -> Iterator[Any]:
-    """A progress bar on standard error; call the result with (done, total)."""
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
 def measure(client: Client, items: list[Item], concurrency: int, **options: Any) -> dict[str, Any]:
     """Asks all questions and returns recall.figures()."""
-    with bar("asking") as advance:
+    with tqdm(total=len(items), desc="asking") as bar:
         outcomes, seconds = recall.run(
             client,
             items,
             concurrency=concurrency,
-            progress=lambda done: advance(done, len(items)),
+            progress=lambda done: bar.update(done - bar.n),
             max_tokens=MAX_TOKENS,
             **options,
         )
@@ -102,11 +92,10 @@ def measure(client: Client, items: list[Item], concurrency: int, **options: Any)
 
 def write_plan(client: Client, items: list[Item], concurrency: int, file: Path) -> int:
     """Asks all questions under each policy; writes what `tessera plan` would. Returns how many ended in an error."""
-    measured = []
-    for policy in POLICIES:
-        with bar(policy) as advance:
-            options = {"concurrency": concurrency, "progress": advance, "max_tokens": MAX_TOKENS}
-            measured.append(plan.measure(client, items, policy, secrets.token_hex(8), **options))
+    measured = [
+        plan.measure(client, items, policy, secrets.token_hex(8), concurrency=concurrency, max_tokens=MAX_TOKENS)
+        for policy in tqdm(POLICIES, "policies")
+    ]
     about = {"concurrency": concurrency, "data": "the held-out set", "machine": figures.machine()}
     plan.print_table(measured, MAX_LOSS, Console(stderr=True))
     file.write_text(json.dumps(plan.document(measured, MAX_LOSS, **about), indent=1) + "\n")
@@ -164,8 +153,7 @@ def parser_of(*arguments: tuple[str, dict[str, Any]]) -> argparse.ArgumentParser
 
 def rendered(options: argparse.Namespace, folder: str) -> list[Item]:
     """The questions, with their pictures in ``--pictures`` or the folder."""
-    with bar("rendering") as advance:
-        return heldout_items(options.limit, options.pictures or Path(folder), root=figures.ROOT, progress=advance)
+    return heldout_items(options.limit, options.pictures or Path(folder), root=figures.ROOT)
 
 
 def recall_main() -> int:

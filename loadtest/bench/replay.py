@@ -22,7 +22,6 @@ import argparse
 import multiprocessing
 import random
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -97,13 +96,7 @@ class Reader:
         self._addresses, self._path, self._folder = list(addresses), path, folder
         self._load, self._seed, self._whole = load, seed, whole
         self._begun: Any = context.Value("q", 0)
-        self._ended: Any = context.Value("q", 0)
         self._slots: Any = context.Semaphore(load.requests)
-
-    @property
-    def ended(self) -> int:
-        """Pages that are read, of all processes."""
-        return self._ended.value
 
     @contextmanager
     def prepare(self, number: int, stock: int) -> Iterator[Ask]:
@@ -124,8 +117,6 @@ class Reader:
         layout = ask(0)
         crops = pool.map(ask, range(1, len(pages.pages[in_turn(turn, len(pages.pages))].requests)))
         answers = (layout, *crops)
-        with self._ended.get_lock():
-            self._ended.value += 1
         tokens, parts = sum(answer.tokens for answer in answers), sum(answer.parts for answer in answers)
         return Reply(None, tokens, parts, made_of=answers)
 
@@ -162,24 +153,6 @@ def pages_of_a_run(load: Load, pages: int) -> int:
     """How many make whole rounds (counting.py), at least five steady ones, and have each page read at least once."""
     least = counting.requests(load.pages)
     return least + max(0, -(-(pages - least) // load.pages)) * load.pages
-
-
-@contextmanager
-def progress(reader: Reader, pages: int, name: str) -> Iterator[None]:
-    """A bar of the pages that are read."""
-    over = threading.Event()
-
-    def follow(bar: Any) -> None:
-        while not over.wait(0.5):
-            bar.update(reader.ended - bar.n)
-        bar.update(reader.ended - bar.n)
-
-    with tqdm(total=pages, desc=name, unit="page") as bar, ThreadPoolExecutor(1) as thread:
-        thread.submit(follow, bar)
-        try:
-            yield
-        finally:
-            over.set()
 
 
 def first_token_ms(answer: Answered) -> float:
@@ -242,7 +215,7 @@ def measure(
 ) -> None:
     """Runs one load and emits its figures."""
     before = [measuring.counted(url) for url in server.metrics]
-    with GpuPower(gpus) as power, progress(reader, pages, load.name):
+    with GpuPower(gpus) as power:
         began, answers = closed_loop.run(reader.prepare, load.pages, pages, processes)
     after = [measuring.counted(url) for url in server.metrics]
     run = counting.count(began, answers, load.pages)
