@@ -11,9 +11,9 @@ from tessera.kernels.operands import Partials, finished
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
+from tessera.kernels.fp8 import add_partials
 from tessera.kernels.skinny_linear import (
     SkinnyPlan,
-    add_partials,
     plan_skinny,
     plan_skinny_fp8,
     plan_skinny_gate_up,

@@ -1,5 +1,7 @@
 """Rows quantized to e4m3 by triton, and the steps of it that kernels with another computation in front share.
 
+What finishes a product: the scales of one in e4m3, the sum of the partials of one whose k was split.
+
 Kernels launched before the one in front of them has ended: programmatic dependent launch, on Hopper.
 
 A launch costs a short kernel about as much as its work. One that is launched early has its programs in place when the
@@ -21,6 +23,7 @@ MAX_SIZE = 32768
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST_SCALE = tl.constexpr(1e-12)
 _RESCALE_BLOCK = 1024
+_FEW_ROWS = 64
 
 
 def row_blocks(size: int) -> dict[str, int]:
@@ -61,6 +64,17 @@ def rescale(
         options = {"BLOCK": _RESCALE_BLOCK, "num_warps": 4, **early_launch(sums.device)}
         _rescale[(m * blocks,)](sums, x_scales, scales, bias, n, blocks, **options)
     return sums
+
+
+def add_partials(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """parts [splits, m, n] contiguous, bias [n] -> their sum plus bias [m, n] of ``dtype``."""
+    splits, m, n = parts.shape
+    out = torch.empty((m, n), dtype=dtype, device=parts.device)
+    block, warps = (256, 2) if m <= _FEW_ROWS else (1024, 4)
+    _add_partials[(triton.cdiv(m * n, block),)](
+        parts, bias, out, m * n, n, SPLITS=splits, BLOCK=block, num_warps=warps, **early_launch(parts.device)
+    )
+    return out
 
 
 @triton.jit
@@ -129,6 +143,22 @@ def _rescale(sums, x_scales, scales, bias, n, blocks, BLOCK: tl.constexpr, EARLY
     if bias is not None:
         value += tl.load(bias + column, mask=inside).to(tl.float32)
     tl.store(sums + row * n + column, value.to(sums.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_partials(
+    partials, bias, out, size, n, SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """partials [SPLITS, size] -> out [size] of rows of n, always in the order of the splits, summed in float32."""
+    wait_for_previous(EARLY)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    total = tl.load(partials + at, mask=inside).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(partials + split * size + at, mask=inside).to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + at % n, mask=inside).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 @cache

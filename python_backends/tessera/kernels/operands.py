@@ -35,7 +35,7 @@ class Partials(NamedTuple):
     def product(self) -> torch.Tensor:
         """[m, n]."""
         if self.parts.is_cuda:
-            from tessera.kernels.skinny_linear import add_partials
+            from tessera.kernels.fp8 import add_partials
 
             return add_partials(*self)
         total = self.parts.float().sum(0)
