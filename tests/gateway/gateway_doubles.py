@@ -120,6 +120,14 @@ def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
+def answers(url: str) -> bool:
+    """Whether a gateway is there."""
+    try:
+        return httpx.get(f"{url}/v1/models", timeout=5, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 def free_port() -> int:
     """A port that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

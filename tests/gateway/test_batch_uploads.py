@@ -110,7 +110,9 @@ def test_a_body_that_is_no_form_or_from_another_site(door: Asked) -> None:
 
 def test_a_large_file_whose_length_nobody_tells(tmp_path: Path) -> None:
     """By the client's own form, in the pieces that the network makes of it, over many slices of lines."""
-    door = Asked(FakeTransport(), Settings(batch_folder=str(tmp_path), max_file_mib=8))
+    door = Asked(
+        FakeTransport(), Settings(batch_folder=str(tmp_path), max_file_mib=8, max_body_mib=1, max_bodies_mib=2)
+    )
     content = "\n".join(line(f"{number}", "x" * (number % 4000)) for number in range(2500)).encode()
     with (
         listening(door.app) as address,
@@ -118,6 +120,7 @@ def test_a_large_file_whose_length_nobody_tells(tmp_path: Path) -> None:
     ):
         file = client.files.create(file=("in.jsonl", content), purpose="batch")
         assert client.files.content(file.id).content == content and len(content) > 3 << 20
+        assert door.app.state.counters.total("body_bytes_held") == 0  # and what is written counted no more before
 
         def body() -> Any:
             yield PURPOSE + FILE[:-6]

@@ -9,7 +9,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from batch_files import answers, client_of, create, line, over, rows, upload
@@ -322,13 +321,3 @@ def test_without_a_folder_the_option_is_named() -> None:
     for method, path in [("GET", "batches"), ("POST", "batches"), ("POST", "files"), ("GET", "files/x/content")]:
         answer = door(method, f"/v1/{path}")
         assert answer.status_code == 501 and "--batch-folder" in answer.json()["error"]["message"]
-
-
-def test_a_key_is_asked_for(serve: Serve, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("first-key\n")
-    client = serve(AnsweringServer(), keys=str(tmp_path / "keys"))
-    paths = ["files", "files/x", "files/x/content", "batches", "batches/x"]
-    for method, path in [("GET", path) for path in paths] + [("POST", "files"), ("POST", "batches/x/cancel")]:
-        assert httpx.request(method, f"{client.base_url}{path}", trust_env=False).status_code == 401, path
-    known = client.with_options(api_key="first-key")
-    assert answers(known, over(known, create(known, line("a")))).keys() == {"a"}

@@ -68,7 +68,7 @@ def test_a_streamed_answer() -> None:
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["length"]
     assert [bool(chunk["choices"][0]["logprobs"]) for chunk in chunks] == [False, True, False, False, False]
     assert "usage" not in chunks[-1] and chunks[-1]["tessera"]["timings"]["decode"] == 6
-    assert door.fake.requests[0][0].stream
+    assert door.fake.requests[0][0].stream and door.fake.cancelled == []
 
 
 def test_pictures_system_prompts_and_turns() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -30,34 +31,28 @@ sys.stdin.read()
 """
 
 
-def worker(file: Path) -> subprocess.Popen[str]:
-    sources = ":".join(sys.path)
-    command = [sys.executable, "-c", WORKER, str(file)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={"PYTHONPATH": sources})
-
-
-def said(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
 def test_workers_add_up_and_a_successor_goes_on_where_a_dead_one_stopped(tmp_path: Path) -> None:
-    first, second = worker(tmp_path / "counters"), None
-    try:
-        assert said(first) == "1.0 1.0"
-        second = worker(tmp_path / "counters")
-        assert said(second) == "2.0 2.0"
-        third = worker(tmp_path / "counters")
-        assert "more than 2 workers" in third.communicate()[1]
+    command, environment = (
+        [sys.executable, "-c", WORKER, str(tmp_path / "counters")],
+        {"PYTHONPATH": ":".join(sys.path)},
+    )
+    pipe = subprocess.PIPE
+    with ExitStack() as ends:
+
+        def worker() -> tuple[subprocess.Popen[str], str]:
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+            ends.callback(process.communicate)
+            ends.callback(process.kill)
+            assert process.stdout is not None
+            return process, process.stdout.readline().strip()
+
+        first, said = worker()
+        assert (said, worker()[1]) == ("1.0 1.0", "2.0 2.0")
+        third, said = worker()
+        assert said == "" and third.stderr is not None and "more than 2 workers" in third.stderr.read()
         first.kill()
         first.wait()
-        first = worker(tmp_path / "counters")
-        assert said(first) == "3.0 2.0"  # what the dead one had under way is over
-    finally:
-        for process in filter(None, (first, second)):
-            process.kill()
-            process.communicate()
+        assert worker()[1] == "3.0 2.0"  # what the dead one had under way is over
 
 
 def test_the_page_is_prometheus_text() -> None:

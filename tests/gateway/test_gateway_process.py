@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_doubles import ASKED, FROM_ABOVE, NOBODY, TRACE, collecting, free_port, started
+from gateway_doubles import ASKED, FROM_ABOVE, NOBODY, TRACE, answers, collecting, free_port, started
 from server.toy_servers import wait_until
 
 from tessera.errors import ConfigError
@@ -24,13 +24,6 @@ from tessera.launcher.guard import descendants
 from tessera.launcher.process import command_line
 from tessera_gateway.batches import database
 from tessera_gateway.cli import gateway_main, server_config
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/v1/models", timeout=5, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 @pytest.mark.parametrize(("workers", "way"), [(1, signal.SIGINT), (2, signal.SIGTERM)])

@@ -49,9 +49,14 @@ def test_what_needs_a_key_and_what_does_not(guarded: Asked) -> None:
     for path in ("/v1/models", "/v1/batches", "/metrics", "/metrics/servers", "/tessera/status", "/v1/nothing"):
         assert guarded("GET", path).status_code == 401, path
     assert guarded("POST", "/tessera/tiles", content=b"jpeg").status_code == 401
-    for path in ("/health", "/", "/page/main.js"):
+    for path in ("/health", "/", "/page/main.js"):  # a browser cannot send a key with the page itself
         assert guarded("GET", path).status_code == 200, path
     assert guarded.app.state.counters.total('requests_total{status="401"}') == 7
+    guarded.app.state.metrics_urls = ["http://127.0.0.1:9/metrics"]
+    known = {"Authorization": "Bearer first-key"}
+    assert [each["up"] for each in guarded("GET", "/tessera/status", headers=known).json()["servers"]] == [False]
+    empty = guarded("POST", "/tessera/tiles", headers=known)
+    assert empty.status_code == 400 and "zero bytes" in empty.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

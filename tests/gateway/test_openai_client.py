@@ -7,9 +7,8 @@ from typing import Any
 
 import openai
 import pytest
-from clients.fake_transport import Hang, final
-from gateway_doubles import HELLO, Asked, until
-from pydantic import BaseModel
+from clients.fake_transport import final
+from gateway_doubles import HELLO
 
 from tessera_client import Delta, Unavailable
 
@@ -42,17 +41,6 @@ def test_streamed_by_its_helper(client: openai.OpenAI, play: Any) -> None:
     assert [delta for delta in deltas if delta] == ["ye", "s"]
 
 
-class Room(BaseModel):
-    sockets: int
-
-
-def test_structured(client: openai.OpenAI, play: Any, door: tuple[Asked, str]) -> None:
-    play([final('{"sockets": 2}')])
-    answer = client.chat.completions.parse(model="vlm", messages=HELLO, response_format=Room)  # type: ignore[arg-type]
-    assert answer.choices[0].message.parsed == Room(sockets=2)
-    assert '"json_schema": {"properties": {"sockets"' in (door[0].fake.requests[0][0].sampling or "")
-
-
 def test_a_conversation_goes_on_with_the_answer_as_it_came(client: openai.OpenAI, play: Any) -> None:
     play([final("two")], [final("yes")], [final("yes")])
     first = ask(client).choices[0].message
@@ -73,17 +61,3 @@ def test_errors_are_its_own_classes(client: openai.OpenAI, play: Any) -> None:
     play([Delta("a"), Unavailable("the server is stopping")])
     with pytest.raises(openai.APIError, match="stopping"):
         list(ask(client, stream=True))
-
-
-def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["vlm"]
-    assert client.models.retrieve("vlm").owned_by == "tessera"
-
-
-def test_leaving_a_stream_early_cancels_it(client: openai.OpenAI, play: Any, door: tuple[Asked, str]) -> None:
-    play([Delta("a"), Hang()])
-    stream = ask(client, stream=True)
-    texts = (chunk.choices[0].delta.content for chunk in stream)
-    assert next(text for text in texts if text) == "a"
-    stream.close()
-    until(lambda: door[0].fake.cancelled)

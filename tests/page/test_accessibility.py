@@ -127,19 +127,3 @@ def test_colours_follow_the_system_until_one_is_chosen(page: Browser) -> None:
     assert is_dark() and page.run("return document.querySelector('#theme :checked').value") == "dark"
     page.all("#theme span")[0].click()
     assert not is_dark() and page.run("return localStorage.length") == 0
-
-
-def test_a_narrow_window_needs_no_scrolling_sideways(page: Browser, picture: Path) -> None:
-    page.choose(picture)
-    page.ask("Which room is it?", "living room, kitchen, bathroom")
-    page.until_answered()
-    page.driver.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride", {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": False}
-    )
-    try:
-        assert page.run("return [innerWidth, document.documentElement.scrollWidth]") == [360, 360]
-        page("tab-status").click()
-        page.until(lambda: page.all(".server"))
-        assert page.run("return document.documentElement.scrollWidth") == 360
-    finally:
-        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

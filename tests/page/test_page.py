@@ -52,7 +52,7 @@ def test_an_answer_streams_and_is_spoken_by_sentences(page: Browser, gateway: St
     assert body["max_tokens"] == 256 and "tessera" not in body
 
 
-def test_label_scores_are_bars_with_numbers(page: Browser, gateway: StandIn, picture: Path) -> None:
+def test_label_scores_are_bars_and_stages_a_strip(page: Browser, gateway: StandIn, picture: Path) -> None:
     page.choose(picture)
     page.ask("Which room is it?", " living room, kitchen,bathroom ,")
     assert page.until_answered() == "living room"
@@ -61,27 +61,18 @@ def test_label_scores_are_bars_with_numbers(page: Browser, gateway: StandIn, pic
     assert texts(page, "#scores tbody td:nth-child(3)") == ["86 %", "11 %", "3.0 %"]
     assert texts(page, "#scores tbody td:nth-child(4)") == ["p 0.77", "p 0.099", "p 0.027"]
     track = page.all("#scores .track")[0].size["width"]
-    widths = [bar.size["width"] / track for bar in page.all("#scores .bar")]
-    assert widths == pytest.approx(SHARES, abs=0.02)
-
-
-def test_stages_are_a_strip_and_a_table(page: Browser, gateway: StandIn) -> None:
-    page.ask("Hello")
-    page.until_answered()
+    assert [bar.size["width"] / track for bar in page.all("#scores .bar")] == pytest.approx(SHARES, abs=0.02)
     assert page("times-total").text == "120 ms"
-    heads = ["Prepare", "Vision queue", "Vision", "Queue", "First token", "Decode"]
-    assert texts(page, "#times th") == heads
+    assert texts(page, "#times th") == ["Prepare", "Vision queue", "Vision", "Queue", "First token", "Decode"]
     assert texts(page, "#times td") == ["6.2", "0.4", "42", "0.7", "13", "58"]
-    widths = [part.size["width"] for part in page.all("#strip div")]
-    least = 2
+    least, widths = 2, [part.size["width"] for part in page.all("#strip div")]
     room = sum(widths) - least * len(widths)
     shares = [time / sum(TIMINGS.values()) for time in TIMINGS.values()]
     assert [width - least for width in widths] == pytest.approx([room * share for share in shares], abs=1)
     assert "1812 prompt tokens (1792 of the picture) · 27 written" in page("usage").text
-    assert gateway.requests[0]["messages"][0]["content"] == [{"type": "text", "text": "Hello"}]
 
 
-def test_the_grid_lies_over_the_picture_as_the_server_cuts_it(page: Browser, picture: Path) -> None:
+def test_the_grid_lies_over_the_picture_as_the_server_cuts_it(page: Browser, gateway: StandIn, picture: Path) -> None:
     page.choose(picture)
     assert page("cut").text == (
         "1280 × 960 pixels, resized to 1792 × 1344: 4 × 3 tiles and a thumbnail of the whole, 3328 tokens in all"
@@ -97,6 +88,9 @@ def test_the_grid_lies_over_the_picture_as_the_server_cuts_it(page: Browser, pic
     assert page("cut").text == "1280 × 960 pixels, resized to 896 × 448: 2 × 1 tiles, 512 tokens in all"
     page("show-grid").click()
     assert not page.shows("grid")
+    page.ask("What is here?")
+    page.until_answered()
+    assert gateway.requests[0]["tessera"] == {"tile_policy": {"name": "two-tile"}}  # the policy shown
 
 
 def test_a_model_without_tiles_shows_the_grid_of_its_tokens_and_no_policies(
@@ -121,14 +115,6 @@ def test_the_grid_of_a_picture_taken_away_meanwhile_are_not_drawn(page: Browser,
     page.run("window.goOn()")
     page.until(lambda: page.run("return window.told"))
     assert page("cut").get_attribute("textContent") == "" and not page.all("#grid path")
-
-
-def test_the_policy_shown_is_the_policy_asked_for(page: Browser, gateway: StandIn, picture: Path) -> None:
-    page.choose(picture)
-    page("policy").send_keys("two")
-    page.ask("What is here?")
-    page.until_answered()
-    assert gateway.requests[0]["tessera"] == {"tile_policy": {"name": "two-tile"}}
 
 
 @pytest.mark.parametrize("way", ["paste", "drop"])
