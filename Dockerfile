@@ -17,14 +17,14 @@ COPY python_backends/ python_backends/
 COPY clients/ clients/
 # tritonserver gives a stage that gets no processor time one second, and crashes afterwards: patience.py says how.
 RUN python3 -m tessera.launcher.installation /opt/tritonserver/backends/python/libtriton_python.so
-COPY build/export_vision_onnx.py build/
+COPY build/vision/export_graph.py build/vision/
 COPY build/default_model/checkpoint/ build/default_model/checkpoint/
 COPY build/document_model/checkpoint/ build/document_model/checkpoint/
 COPY model_repository/ model_repository/
 # The graph for the plan is made from the checkpoint. Everything belongs to root, so that the server, which is not root,
 # cannot change its models. The plan lies in a volume, which the image `plan` fills; without one there
 # is an empty file, for tritonserver complains of a link to nothing.
-RUN python3 build/export_vision_onnx.py --checkpoint build/default_model/checkpoint --target tensorrt \
+RUN python3 build/vision/export_graph.py --checkpoint build/default_model/checkpoint --target tensorrt \
         --out vision_tensorrt.onnx \
     && mkdir plan && touch plan/model.plan \
     && ln -s /opt/tessera/plan/model.plan model_repository/vision_encoder/1/model.plan \
@@ -43,12 +43,12 @@ FROM nvcr.io/nvidia/tensorrt:24.10-py3 AS plan
 ENV PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 WORKDIR /opt/tessera
-COPY build/build_vision_plan.py build/
+COPY build/vision/build_plan.py build/vision/
 COPY --from=server /opt/tessera/vision_tensorrt.onnx ./
 # A new volume takes its owner from here.
 RUN install -d -o 1000 -g 1000 plan
 USER 1000:1000
-ENTRYPOINT ["python3", "build/build_vision_plan.py", "--onnx", "vision_tensorrt.onnx"]
+ENTRYPOINT ["python3", "build/vision/build_plan.py", "--onnx", "vision_tensorrt.onnx"]
 CMD ["--out", "plan/model.plan", "--timing-cache", "plan/timing"]
 
 FROM python:3.11.10-slim-bookworm AS loadtest

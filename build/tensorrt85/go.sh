@@ -1,5 +1,9 @@
 #!/usr/bin/env bash
 # Plans of TensorRT 8.5.3 on a GPU machine without a package registry, in $TRT (/tmp/trt). docs/tensorrt.md says how.
+#   go.sh make SOURCES WHEELS OUT   compile, on any machine, what the other steps run. SOURCES holds checkouts: TensorRT
+#                            (NVIDIA, release/8.5), onnx-tensorrt (8.5-GA), rapidjson (Tencent), and of Triton's r24.10
+#                            tensorrt_backend, backend, core, common. WHEELS: those of `plans.py pack` and
+#                            nvidia-cuda-nvcc-cu11 (a header of it)
 #   go.sh unpack FOLDER...   place carried pieces; a FOLDER's kit/ (trtprobe, Triton's backend, graphs) too
 #   go.sh check              are the libraries whole?
 #   go.sh graphs MODEL GRAPH...   export ahead what builds will need
@@ -31,7 +35,7 @@ of_model() { # MODEL: the options of the Python scripts that read a checkpoint
     esac
 }
 
-graphs() { # MODEL GRAPH...: exported once, whoever comes first
+graphs() { # MODEL GRAPH...: exported once for all
     local folder=$TRT/kit/$1 options wanted=() name
     of_model "$1" || return 1
     shift
@@ -40,7 +44,7 @@ graphs() { # MODEL GRAPH...: exported once, whoever comes first
         flock 9
         for name; do [ -s "$folder/$name.onnx" ] || wanted+=("$name"); done
         [ ${#wanted[@]} = 0 ] && exit 0
-        OMP_NUM_THREADS=8 python3 "$here/towers.py" graphs "${options[@]}" --out "$folder" "${wanted[@]}"
+        OMP_NUM_THREADS=8 python3 "$here/plans.py" graphs "${options[@]}" --out "$folder" "${wanted[@]}"
     ) 9> "$folder/.lock"
 }
 
@@ -75,15 +79,58 @@ names() { for file in "$work"/*.state; do [ -e "$file" ] && basename "$file" .st
 step=${1:?the first lines of go.sh say what it does}
 shift
 case $step in
+make)
+    set -euo pipefail
+    sources=$(cd "$1" && pwd) wheels=$(cd "$2" && pwd)
+    mkdir -p "$3" && out=$(cd "$3" && pwd)
+    work=$out/work
+    mkdir -p "$work/link" "$work/objects" "$out/kit/backends/tensorrt"
+    cd "$work"
+    for wheel in "$wheels"/nvidia_cuda_*.whl; do unzip -qo "$wheel" '*/include/*'; done
+    for library in libnvinfer.so.8 libnvinfer_plugin.so.8 libnvonnxparser.so.8 libcudart.so.11.0; do
+        wheel=$(ls "$wheels"/tensorrt-8.5.3.1-*.whl)
+        [ $library = libcudart.so.11.0 ] && wheel=$(ls "$wheels"/nvidia_cuda_runtime_cu11-*.whl)
+        unzip -qoj "$wheel" "*/$library" -d link && ln -sf $library "link/${library%%.so*}.so"
+    done
+    includes=(-I"$sources/TensorRT/include" -I"$sources/onnx-tensorrt" -Invidia/cuda_runtime/include -Invidia/cuda_nvcc/include)
+    flags=(-O2 -std=c++17 -Wno-deprecated-declarations "${includes[@]}")
+    link=(-Llink -lnvinfer -lcudart -lpthread -Wl,--allow-shlib-undefined)
+    g++ "${flags[@]}" -Wall "$here/trtprobe.cc" -o "$out/kit/trtprobe" "${link[@]}" -lnvonnxparser -lnvinfer_plugin
+
+    # The backend has its sources for TensorRT 8 still. They are of 8.6: 8.5 has no plans that carry host code.
+    rm -rf trt8 && cp -r "$sources/tensorrt_backend/src_trt8" trt8
+    sed -i -e 's/!runtime->get()->getEngineHostCodeAllowed()/false/' -e '/setEngineHostCodeAllowed/d' trt8/loader.cc
+    # In place of backend/src/kernel.cu, used only with gather_kernel_buffer_threshold above 0, which no config here has.
+    cat > trt8/gather.cc << 'END'
+#include "kernel.h"
+cudaError_t RunGatherKernel(const int8_t**, const size_t*, const size_t*, int8_t*, size_t, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+END
+    for folder in trt8 backend/include backend/src common/include core/include rapidjson/include; do
+        case $folder in trt8) flags+=(-Itrt8) ;; *) flags+=(-I"$sources/$folder") ;; esac
+    done
+    flags+=(-fPIC -w -DTRITON_ENABLE_GPU=1 -DTRITON_ENABLE_CUDA_GRAPH=1 -DTRITON_ENABLE_STATS=1)
+    ls trt8/*.cc "$sources"/backend/src/backend_*.cc "$sources"/common/src/{async_work_queue,error,thread_pool}.cc |
+        xargs -P "$(nproc)" -I{} sh -c 'file=$1; shift; g++ -c "$@" "$file" -o "objects/$(basename "$file").o"' _ {} "${flags[@]}"
+    g++ -shared -o "$out/kit/backends/tensorrt/libtriton_tensorrt.so" objects/*.o "${link[@]}" -lnvinfer_plugin \
+        -Wl,--version-script=trt8/libtriton_tensorrt.ldscript
+    ls -l "$out/kit/trtprobe" "$out/kit/backends/tensorrt"
+    ;;
 unpack)
-    python3 "$here/libraries.py" unpack "$TRT/lib" "$@" || exit 1
+    mkdir -p "$TRT/lib"
+    # A piece LIBRARY.NUMBER.xz is the library's 24 MiB (plans.CHUNK) of that number.
+    find "$@" -name '*.xz' -print0 | xargs -0 -P "$(nproc)" -I{} bash -c '
+        set -o pipefail
+        piece=$(basename "$1" .xz) && xz -dc "$1" | dd of="$2/${piece%.*}" seek="${piece##*.}" bs=24M iflag=fullblock \
+            conv=notrunc status=none' _ {} "$TRT/lib" || exit 1
     for folder; do
         [ -d "$folder/kit" ] && cp -r "$folder/kit" "$TRT/" && chmod +x "$TRT/kit/trtprobe"
     done
     ls "$TRT"
     ;;
 check)
-    python3 "$here/libraries.py" check "$TRT/lib" "$TRT/kit/libs.sha256" || exit 1
+    (cd "$TRT/lib" && sha256sum --check --quiet "$TRT/kit/libs.sha256") || exit 1
     LD_LIBRARY_PATH=$TRT/lib ldd "$probe" | grep 'not found' && exit 1
     exit 0
     ;;
@@ -136,13 +183,13 @@ finish)
             | cut -c1-260 | tail -n 4000 > "$work/$name.short"
         plan=$work/$name.plan data=$TRT/kit/${name%%-*}
         [ -s "$plan" ] || continue
-        trt run "$plan" "$data/tiles.u8" 38 "$work/$name.rows" && python3 "$here/towers.py" judge "$data" "$work/$name.rows"
+        trt run "$plan" "$data/tiles.u8" 38 "$work/$name.rows" && python3 "$here/plans.py" judge "$data" "$work/$name.rows"
         trt time "$plan" "$data/tiles.u8" 1,8,32 50
         trt layers "$plan" "$work/$name.layers.json"
     done 2>&1 | tee "$OUT/finish.txt"
     for model in $(names | cut -d- -f1 | sort -u); do
         of_model "$model" && echo "== our own tower, $model" &&
-            python3 "$here/towers.py" times "${options[@]}" --reference "$TRT/kit/$model"
+            python3 "$here/plans.py" times "${options[@]}" --reference "$TRT/kit/$model"
     done 2>&1 | tee -a "$OUT/finish.txt"
     tar -C "$work" -czf "$OUT/logs.tar.gz" $(cd "$work" && ls | grep -E '\.(log|short|state|cache|layers\.json)$')
     find "$work" -name 'small-*.plan' -size -15M | head -5 | xargs -r cp -t "$OUT" # for a later machine of this kind
@@ -152,7 +199,7 @@ serve)
     : "${OUT:=$TRT/out}"
     mkdir -p "$OUT"
     export LD_LIBRARY_PATH=$TRT/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-    bash "$root/loadtest/carried_server.sh" "$1" python "$here/served.py" "$work/$2.plan" "$TRT/kit/${2%%-*}" \
+    bash "$root/loadtest/carried_server.sh" "$1" python "$here/plans.py" serve "$work/$2.plan" "$TRT/kit/${2%%-*}" \
         --backend "$TRT/kit/backends/tensorrt/libtriton_tensorrt.so" --out "$work" 2>&1 | tee "$OUT/serve.txt"
     status=${PIPESTATUS[0]}
     for log in "$work"/server-*.log; do tail -c 20000000 "$log" | gzip > "$OUT/$(basename "$log").gz"; done

@@ -45,8 +45,8 @@ from tessera_command import terminal
 from tessera_evaluation import plan, recall
 from tessera_evaluation.datasets import Item, heldout_items
 
-sys.path.insert(0, str(figures.ROOT / "build"))
-from check_export import for_cpu
+sys.path.insert(0, str(figures.ROOT / "build" / "vision"))
+from check_graph import for_cpu
 
 MAX_TOKENS = 96  # enough for a description
 MAX_LOSS = 1.0  # points of recall that a policy may cost
@@ -160,7 +160,7 @@ def recall_main() -> int:
     options = parser_of(
         ("--label", {"help": "for other settings than the default's: the figures are recall.LABEL.*"}),
         ("--plan", {"type": Path, "metavar": "FILE.json", "help": "measure every tile policy and write this"}),
-        ("--onnx", {"type": Path, "metavar": "FILE", "help": "a graph of build/export_vision_onnx.py to judge"}),
+        ("--onnx", {"type": Path, "metavar": "FILE", "help": "a graph of build/vision/export_graph.py to judge"}),
         ("--json", {"type": Path, "help": "write all figures of both runs here"}),
     ).parse_args()
     with tempfile.TemporaryDirectory(prefix="tessera-recall-") as folder:

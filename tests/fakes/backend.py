@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tessera.launcher.settings import config_file, read_config
+
+REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 FINAL = 1
 
 
@@ -153,6 +158,17 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     for attribute in ("handlers", "level", "propagate"):
         monkeypatch.setattr(package_log, attribute, getattr(package_log, attribute))
     return module
+
+
+def stage_args(model: str, config_name: str | None = None, **parameters: str) -> dict[str, str]:
+    """What tritonserver gives a stage's initialize(), by config.pbtxt or a named config, parameters changed."""
+    read = read_config(config_file(REPOSITORY, model, config_name))
+    values = {name: parameter.string_value for name, parameter in read.parameters.items()} | parameters
+    config = {
+        "parameters": {name: {"string_value": value} for name, value in values.items()},
+        "output": [{"name": output.name} for output in read.output],
+    }
+    return {"model_name": model, "model_repository": str(REPOSITORY / model), "model_config": json.dumps(config)}
 
 
 def strings(name: str, *values: bytes) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import torch
 import triton_python_backend_utils as pb_utils
-from check_export import for_cpu
+from check_graph import for_cpu
 
 from tessera.vision.onnx_runner import OnnxRunner
 

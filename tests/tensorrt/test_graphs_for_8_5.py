@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
+import os
 import struct
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -15,28 +16,31 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build" / "tensorrt85"))
 
-import libraries
-import towers
-
-CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
+import plans
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("graphs")
-    graphs = ["free", "typed-2", "half", "plugin"]
-    towers.main(["graphs", "--checkpoint", str(CHECKPOINT), "--out", str(folder), *graphs])
+    plans.main(
+        ["graphs", "--checkpoint", str(plans.DEFAULT), "--out", str(folder), "free", "typed-2", "half", "plugin"]
+    )
     return folder
 
 
 @pytest.mark.parametrize("name", ["free", "typed-2", "half"])
-def test_the_rows_are_torchs(written: Path, name: str) -> None:
-    tiles = np.fromfile(written / "tiles.u8", np.uint8).reshape(6, 448, 448, 3)[:2]
+def test_the_rows_are_torchs(written: Path, name: str, tmp_path: Path, capsys) -> None:
+    tiles, _ = plans.reference(written)
     session = onnxruntime.InferenceSession(written / f"{name}.onnx", providers=["CPUExecutionProvider"])
-    (rows,) = session.run(None, {"TILES": tiles})
+    (rows,) = session.run(None, {"TILES": tiles[1:3]})
     assert rows.dtype == np.float16
-    assert towers.least_cosine(rows, np.load(written / "rows.npy"))[0] > 0.9999
     assert session.get_inputs()[0].shape[0] == (2 if name == "typed-2" else "n")
+    for first, code in ((1, 0), (2, 1)):  # which tiles they are
+        rows.tofile(tmp_path / "rows")
+        assert plans.main(["judge", str(written), str(tmp_path / "rows"), str(first)]) == code
+    right, wrong = capsys.readouterr().out.splitlines()
+    assert "over 2 tiles (white 0.9999" in right or "over 2 tiles (white 1.0000" in right
+    assert "(noise -0." in wrong and wrong.endswith("finite: True")
 
 
 @pytest.mark.parametrize("name", ["free", "typed-2", "half", "plugin"])
@@ -45,10 +49,9 @@ def test_nothing_is_left_that_the_parser_does_not_know(written: Path, name: str)
     operators = {node.op_type for node in graph.node}
     assert not operators & {"LayerNormalization", "Pad", "Shape"}
     assert ("LayerNorm" in operators) == (name == "plugin")
-    types = {node.attribute[0].i for node in graph.node if node.op_type == "Cast"}
+    types = [node.attribute[0].i for node in graph.node if node.op_type == "Cast"]
     assert onnx.TensorProto.BFLOAT16 not in types
-    casts = sum(node.op_type == "Cast" for node in graph.node)
-    assert casts == 2 or name == "typed-2"  # of the pixels and of the rows
+    assert len(types) == 2 or name == "typed-2"  # of the pixels and of the rows
 
 
 def fatbin(*entries: tuple[int, int, bytes]) -> bytes:
@@ -64,28 +67,33 @@ def test_only_the_code_of_other_chips_is_zeroed() -> None:
     ours, other = b"hopper" * 4, b"ampere" * 4
     library = bytearray(b"host" + fatbin((2, 80, other), (2, 90, ours), (1, 90, other)) + fatbin((1, 80, other)))
     before = bytes(library)
-    assert libraries.slim(library) == 2 * len(other)
+    assert plans.slim(library) == 2 * len(other)
     assert bytes(library) == before.replace(other, bytes(len(other)), 2)
 
 
-def test_packed_libraries_come_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "CHUNK", 5000)
+def test_packed_libraries_come_back_whole(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     (tmp_path / "wheels").mkdir()
-    names = (*libraries.WHOLE, *libraries.HOST, *libraries.SLIMMED)
+    libraries = {name: random.bytes(2500) for name in (*plans.WHOLE, *plans.HOST, *plans.SLIMMED)}
+    libraries[plans.HOST[0]] = bytes(plans.CHUNK) + b"the second piece"
     with zipfile.ZipFile(tmp_path / "wheels" / "all.whl", "w") as wheel:
-        for number, name in enumerate(names):
-            wheel.writestr(f"lib/{name}", random.bytes(2500 * number + 1))
-    libraries.main(["pack", str(tmp_path / "wheels"), str(tmp_path / "out"), "--megabytes", "0.04"])
+        for name, content in libraries.items():
+            wheel.writestr(f"lib/{name}", content)
+    plans.main(["pack", str(tmp_path / "wheels"), str(tmp_path / "out"), "--megabytes", "0.008"])
     folders = sorted((tmp_path / "out").glob("p*"))
-    assert len(folders) > 1 and all(sum(f.stat().st_size for f in p.iterdir()) <= 40000 for p in folders)
+    assert len(folders) > 1 and all(sum(f.stat().st_size for f in p.iterdir()) <= 8000 for p in folders)
+    environment = os.environ | {"TRT": str(tmp_path / "trt"), "PROBE": "/bin/true"}
+    (tmp_path / "trt" / "kit").mkdir(parents=True)
+    (tmp_path / "out" / "libs.sha256").rename(tmp_path / "trt" / "kit" / "libs.sha256")
+
+    def go(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = ["bash", str(Path(plans.__file__).with_name("go.sh")), *map(str, arguments)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
     for folder in folders:
-        for piece in folder.iterdir():
-            (tmp_path / "lib").mkdir(exist_ok=True)
-            libraries.place((tmp_path / "lib", piece))
-    for line in (tmp_path / "out" / "libs.sha256").read_text().splitlines():
-        digest, name = line.split()
-        assert hashlib.sha256((tmp_path / "lib" / name).read_bytes()).hexdigest() == digest
-        assert libraries.check((tmp_path / "lib" / name, digest)) == ""
-    (tmp_path / "lib" / names[-1]).write_bytes(b"broken")
-    assert "not whole" in libraries.check((tmp_path / "lib" / names[-1], digest))
+        assert go("unpack", folder).returncode == 0
+    assert {file.name: file.read_bytes() for file in (tmp_path / "trt" / "lib").iterdir()} == libraries
+    assert go("check").returncode == 0
+    (tmp_path / "trt" / "lib" / plans.HOST[1]).write_bytes(b"broken")
+    broken = go("check")
+    assert broken.returncode == 1 and f"{plans.HOST[1]}: FAILED" in broken.stdout

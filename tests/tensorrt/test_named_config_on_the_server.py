@@ -10,14 +10,14 @@ from pathlib import Path
 
 import onnx
 import pytest
-from export_vision_onnx import tensorrt_graph
-from google.protobuf import text_format
+from export_graph import tensorrt_graph
 from tritonclient.grpc import model_config_pb2
 
 import scene
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
-from tessera.models.registry import read_config
+from tessera.launcher.settings import config_file, read_config
+from tessera.models.registry import read_config as read_checkpoint
 from tessera.models.tower import load_tower
 from tessera_client import Client, InvalidRequest
 
@@ -30,16 +30,16 @@ QUESTIONS = ("Is there an exposed wire?", "Describe the room.", "Is there a door
 
 def put_stand_in(repository: Path) -> None:
     """Replace the plan: its platform and its file, and the GPU it would run on. All else stays as it is."""
-    file = repository / "vision_encoder" / "configs" / "tensorrt.pbtxt"
-    config = text_format.Parse(file.read_text(), model_config_pb2.ModelConfig())
+    file = config_file(repository, "vision_encoder", "tensorrt")
+    config = read_config(file)
     assert (config.platform, config.default_model_filename) == ("tensorrt_plan", "model.plan")
     config.platform, config.backend, config.default_model_filename = "", "python", "stand_in.py"
     config.instance_group[0].kind = model_config_pb2.ModelInstanceGroup.KIND_CPU
-    file.write_text(text_format.MessageToString(config))
+    file.write_text(str(config))
     version = repository / "vision_encoder" / "1"
-    for file in (Path(__file__).with_name("stand_in.py"), ROOT / "build" / "check_export.py"):
+    for file in (Path(__file__).with_name("stand_in.py"), ROOT / "build" / "vision" / "check_graph.py"):
         shutil.copy(file, version)
-    onnx.save(tensorrt_graph(load_tower(read_config(CHECKPOINT))), str(version / "typed.onnx"))
+    onnx.save(tensorrt_graph(load_tower(read_checkpoint(CHECKPOINT))), str(version / "typed.onnx"))
 
 
 @pytest.fixture(scope="module")

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes.backend import InferenceRequest, Tensor, strings
-from google.protobuf import text_format
+from fakes.backend import InferenceRequest, Tensor, stage_args, strings
 from tiny_qwen2_vl import write_folder
-from tritonclient.grpc import model_config_pb2
 
 import scene
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.tritonserver.preprocess import TritonPythonModel
 from tessera.tritonserver.tensors import OF_BOTH, OF_PREPROCESS, RequestTimestamps, timestamps
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "model_repository" / "preprocess"
 
-
-def stage(config: str, **changed: str) -> TritonPythonModel:
-    read = text_format.Parse((MODEL / config).read_text(), model_config_pb2.ModelConfig())
-    for name, value in changed.items():
-        read.parameters[name].string_value = value
-    values = {name: {"string_value": parameter.string_value} for name, parameter in read.parameters.items()}
+def stage(config_name: str | None = None, **changed: str) -> TritonPythonModel:
     started = TritonPythonModel()
-    started.initialize(
-        {
-            "model_name": "preprocess",
-            "model_repository": str(MODEL),
-            "model_config": json.dumps(
-                {"parameters": values, "output": [{"name": output.name} for output in read.output]}
-            ),
-        }
-    )
+    started.initialize(stage_args("preprocess", config_name, **changed))
     return started
 
 
@@ -50,7 +32,7 @@ def outputs(stage: TritonPythonModel, *tensors: Tensor) -> dict[str, np.ndarray]
 def test_tiles_are_the_same_pixels_and_there_is_always_one(backend: Any) -> None:
     picture = strings("image", scene.encode_jpeg(scene.sample(7, "heldout")))
     asked = strings("text_input", b"Is there a door?")
-    flat, tiled = outputs(stage("config.pbtxt"), picture, asked), stage("configs/tensorrt.pbtxt")
+    flat, tiled = outputs(stage(), picture, asked), stage("tensorrt")
     given = outputs(tiled, picture, asked)
     assert given.keys() == flat.keys() - {"PIXELS", "PLAN"} | {"TILES"}
     assert given["TILES"].shape == (flat["PLAN"][0, 1], 448, 448, 3)
@@ -64,7 +46,7 @@ def test_tiles_are_the_same_pixels_and_there_is_always_one(backend: Any) -> None
 
 def test_encoded_pictures_are_refused_where_pictures_leave_as_tiles(backend: Any) -> None:
     with pytest.raises(ConfigError, match="set gpu_pixels to 0, not 9"):
-        stage("configs/tensorrt.pbtxt", gpu_pixels="9")
+        stage("tensorrt", gpu_pixels="9")
 
 
 def test_pictures_that_are_no_tiles_do_not_leave_as_such(
@@ -72,7 +54,7 @@ def test_pictures_that_are_no_tiles_do_not_leave_as_such(
 ) -> None:
     monkeypatch.setenv("TESSERA_CHECKPOINT", str(write_folder(tmp_path)))
     with pytest.raises(ConfigError, match="TILES does not go with pictures of image tokens"):
-        stage("configs/tensorrt.pbtxt")
+        stage("tensorrt")
 
 
 def stamps(*values: int) -> RequestTimestamps:

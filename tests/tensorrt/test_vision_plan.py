@@ -10,23 +10,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import build_vision_plan
+import build_plan
 import onnx
 import pytest
 import torch
-from build_vision_plan import Plan, PlanError, Settings, Toolkit, build_plan, load_toolkit
-from export_vision_onnx import calibrate, tensorrt_graph
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
+from build_plan import Plan, PlanError, Settings, Toolkit, load_toolkit
+from export_graph import calibrate, tensorrt_graph
 
+from tessera.launcher.settings import config_file, read_config
 from tessera.models.internvl.onnx_graph import vision_graph
 from tessera.models.internvl.vision import InternViT
-from tessera.models.registry import read_config
+from tessera.models.registry import read_config as read_checkpoint
 from tessera.models.tower import load_tower
 
 ROOT = Path(__file__).resolve().parents[2]
 RTX_4090 = "8.9"
-NAMED = ROOT / "model_repository" / "vision_encoder" / "configs" / "tensorrt.pbtxt"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +39,7 @@ def toolkit() -> Toolkit:
 
 @pytest.fixture(scope="module")
 def tower() -> InternViT:
-    return load_tower(read_config(ROOT / "build" / "default_model" / "checkpoint"))
+    return load_tower(read_checkpoint(ROOT / "build" / "default_model" / "checkpoint"))
 
 
 @pytest.fixture(scope="module")
@@ -52,31 +50,29 @@ def graph(tower: InternViT, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(toolkit: Toolkit, file: Path, **settings) -> Plan:
-    return build_plan(toolkit, file, Settings(workspace_bytes=1 << 30, compute_capability=RTX_4090, **settings))
+    given = {"workspace_bytes": 1 << 30, "compute_capability": RTX_4090} | settings
+    return build_plan.build_plan(toolkit, file, Settings(**given))
 
 
-def test_the_plan_fits_the_named_config(toolkit: Toolkit, graph: Path) -> None:
-    config = text_format.Parse(NAMED.read_text(), model_config_pb2.ModelConfig())
-    plan = build(toolkit, graph)
-    assert (plan.input.name, plan.output.name) == (config.input[0].name, config.output[0].name)
-    types = [model_config_pb2.DataType.Name(tensor.data_type) for tensor in (config.input[0], config.output[0])]
-    assert [f"TYPE_{plan.input.dtype}", f"TYPE_{plan.output.dtype}"] == types
-    assert plan.input.shape == (-1, *config.input[0].dims)
-    assert plan.output.shape == (-1, *config.output[0].dims)
-    least, _, most = plan.input.profile
-    assert (least[0], most[0]) == (1, config.max_batch_size)
-    assert least[1:] == most[1:] == tuple(config.input[0].dims)
+def test_the_plan_fits_the_named_config(toolkit: Toolkit, graph: Path, tower: InternViT, tmp_path, monkeypatch) -> None:
+    """With a timing cache: TensorRT-RTX still has its calls, though they do nothing there."""
+    monkeypatch.setattr(Toolkit, "has_timing_cache", True)
+    config = read_config(config_file(ROOT / "model_repository", "vision_encoder", "tensorrt"))
+    kept = tmp_path / "caches" / "timing"
+    plan = build(toolkit, graph, timing_cache=kept)
+    for tensor, named in ((plan.input, config.input[0]), (plan.output, config.output[0])):
+        kind = type(named).DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number[named.data_type].name
+        assert (tensor.name, f"TYPE_{tensor.dtype}", tensor.shape) == (named.name, kind, (-1, *named.dims))
+    tile = tuple(config.input[0].dims)
+    assert plan.profile == [(tiles, *tile) for tiles in (1, 8, config.max_batch_size)]
     assert len(plan.engine) > graph.stat().st_size / 2
-
-
-def test_the_report_shows_what_was_fused(toolkit: Toolkit, graph: Path, tower: InternViT) -> None:
-    plan = build(toolkit, graph, max_tiles=4, usual_tiles=2)
-    assert plan.input.profile == ((1, 448, 448, 3), (2, 448, 448, 3), (4, 448, 448, 3))
     report = plan.report()
     assert plan.builder in report and "TILES" in report
     assert 0 < sum(plan.kinds().values()) < len(onnx.load(str(graph)).graph.node) / 2
     # Scores, softmax and their product with v are one kernel a layer, though the softmax is float32.
     assert sum("mha" in line.partition(",")[0] for line in plan.layers) == tower.depth
+    assert kept.stat().st_size > 0
+    assert build(toolkit, graph, max_tiles=4, usual_tiles=2, timing_cache=kept).profile[-1] == (4, *tile)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +81,9 @@ def test_the_report_shows_what_was_fused(toolkit: Toolkit, graph: Path, tower: I
     ids=["bfloat16", "int8", "fp8"],
 )
 def test_other_types_compile_too(toolkit: Toolkit, tower: InternViT, tmp_path: Path, options, shown) -> None:
-    if kind := options.pop("quantize", None):
+    if "quantize" in options:
         tiles = torch.randint(0, 256, (1, 448, 448, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        options["quantization"] = calibrate(tower, [tiles], kind)
+        options = options | {"amax": calibrate(tower, [tiles])}
     file = tmp_path / "typed.onnx"
     onnx.save(tensorrt_graph(tower, **options), str(file))
     plan = build(toolkit, file)
@@ -96,22 +92,21 @@ def test_other_types_compile_too(toolkit: Toolkit, tower: InternViT, tmp_path: P
 
 
 def test_graphs_of_other_targets_and_broken_ones_are_refused(
-    toolkit: Toolkit, tower: InternViT, tmp_path: Path
+    toolkit: Toolkit, graph: Path, tower: InternViT, tmp_path: Path
 ) -> None:
-    file = tmp_path / "cpu.onnx"
-    onnx.save(vision_graph(tower), str(file))
-    with pytest.raises(PlanError, match="cannot parse|--target tensorrt"):
-        build(toolkit, file)
-    renamed = tensorrt_graph(tower)
+    renamed = onnx.load(str(graph))
     for node in renamed.graph.node:
         node.output[:] = ["ROWS" if name == "EMBEDDINGS" else name for name in node.output]
     renamed.graph.output[0].name = "ROWS"
-    onnx.save(renamed, str(file))
-    with pytest.raises(PlanError, match="ROWS.*--target tensorrt"):
-        build(toolkit, file)
-    file.write_bytes(b"no graph")
-    with pytest.raises(PlanError, match="cannot parse"):
-        build(toolkit, file)
+    file = tmp_path / "graph.onnx"
+    for content, words in (
+        (vision_graph(tower).SerializeToString(), "cannot parse|--target tensorrt"),
+        (renamed.SerializeToString(), "ROWS.*--target tensorrt"),
+        (b"no graph", "cannot parse"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(PlanError, match=words):
+            build(toolkit, file)
     with pytest.raises(PlanError, match="does not exist"):
         build(toolkit, tmp_path / "none.onnx")
 
@@ -119,16 +114,7 @@ def test_graphs_of_other_targets_and_broken_ones_are_refused(
 def test_a_gpu_that_it_cannot_compile_for_is_named(toolkit: Toolkit, graph: Path) -> None:
     """The H200 of this project is one: so no plan has been run by it."""
     with pytest.raises(PlanError, match=r"compute capability 9\.0; it knows .*89"):
-        build_plan(toolkit, graph, Settings(compute_capability="9.0"))
-
-
-def test_a_timing_cache_is_written_and_read_again(toolkit: Toolkit, graph: Path, tmp_path, monkeypatch) -> None:
-    """TensorRT-RTX still has the calls, though they do nothing there: so they are tried, without their effect."""
-    monkeypatch.setattr(Toolkit, "has_timing_cache", True)
-    file = tmp_path / "caches" / "timing"
-    build(toolkit, graph, timing_cache=file)
-    assert file.stat().st_size > 0
-    build(toolkit, graph, timing_cache=file)
+        build(toolkit, graph, compute_capability="9.0")
 
 
 @pytest.mark.parametrize(
@@ -147,12 +133,19 @@ def test_without_tensorrt_the_message_says_what_to_install() -> None:
 
 def test_only_tensorrt_rtx_compiles_for_another_gpu() -> None:
     with pytest.raises(PlanError, match="for the GPU at hand only"):
-        Toolkit(build_vision_plan).aim_at(None, RTX_4090)
+        Toolkit(build_plan).aim_at(None, RTX_4090)
 
 
 def test_by_command_and_never_as_a_plan(toolkit: Toolkit, graph: Path, tmp_path: Path) -> None:
     def run(out: Path) -> subprocess.CompletedProcess[str]:
-        script = [sys.executable, str(ROOT / "build" / "build_vision_plan.py"), "--onnx", str(graph), "--out", str(out)]
+        script = [
+            sys.executable,
+            str(ROOT / "build" / "vision" / "build_plan.py"),
+            "--onnx",
+            str(graph),
+            "--out",
+            str(out),
+        ]
         return subprocess.run([*script, "--compute-capability", RTX_4090], capture_output=True, text=True, timeout=120)
 
     refused = run(tmp_path / "model.plan")

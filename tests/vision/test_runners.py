@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,19 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import check_graph
 import numpy as np
 import onnx
 import pytest
 import torch
-from check_export import for_cpu
-from export_vision_onnx import tensorrt_graph
+from check_graph import for_cpu
+from export_graph import tensorrt_graph
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 
 from tessera.errors import CheckpointError, ConfigError, InvalidRequest
 from tessera.models import registry
 from tessera.models.internvl.onnx_graph import vision_graph
 from tessera.models.registry import read_config
-from tessera.models.tower import Tower, load_tower, onnx_writer
+from tessera.models.tower import Tower, load_tower, onnx_writer, vision_fingerprint
 from tessera.settings.stages import VisionSettings
 from tessera.settings.user_cache import remove_unused, write_whole
 from tessera.vision import onnx_runner
@@ -33,8 +33,16 @@ from tessera.vision.pictures import VisionItem
 from tessera.vision.runner import make_runner
 from tessera.vision.torch_runner import TorchRunner
 
-BUILD = Path(__file__).resolve().parents[2] / "build"
+BUILD = Path(__file__).resolve().parents[2] / "build" / "vision"
 SMALL = dict(image_size=56, patch_size=14)
+SHAPES = {
+    "plain": {},
+    "rms_norm": dict(norm_type="rms_norm", qk_norm=True),
+    "no bias, an earlier layer": dict(attention_bias=False, feature_layer=-2),
+    "final norm": dict(mean_pooling=False),
+    **{name: dict(hidden_act=name) for name in ("gelu_pytorch_tanh", "quick_gelu", "relu", "silu")},
+    "pixels shuffled as in v1": dict(text="llama"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,51 +54,26 @@ def tiles(count, side=56, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape(**SMALL),
-        Shape(**SMALL, norm_type="rms_norm", qk_norm=True),
-        Shape(**SMALL, attention_bias=False, feature_layer=-2),
-        Shape(**SMALL, mean_pooling=False),
-        *(Shape(**SMALL, hidden_act=name) for name in ("gelu_pytorch_tanh", "quick_gelu", "relu", "silu")),
-    ],
-    ids=lambda shape: f"{shape.norm_type}-{shape.hidden_act}-{shape.feature_layer}-{shape.mean_pooling}",
-)
-def test_the_graph_computes_what_torch_does(tmp_path, shape, target):
-    tower = load_tower(read_config(hf_native(tmp_path, shape)))
-    typed = target == "tensorrt"
-    model = tensorrt_graph(tower, precision="float32") if typed else vision_graph(tower)
-    runner, pixels = OnnxRunner(for_cpu(model).SerializeToString()), tiles(3)
-    torch.testing.assert_close(runner.run(pixels), TorchRunner(tower).run(pixels), atol=2e-5, rtol=1e-5)
-    if typed:
-        onnx.checker.check_model(model, full_check=True)
-        assert {node.domain for node in model.graph.node} == {""}
-
-
-def test_the_transposed_pixel_shuffle(checkpoint, tmp_path):
-    shape = Shape(text="llama", **SMALL)
-    chat = as_internvl_chat(hf_native(tmp_path / "a", shape), tmp_path / "b", ps_version="v1")
-    tower = load_tower(read_config(chat))
-    runner, pixels = OnnxRunner(vision_graph(tower).SerializeToString()), tiles(2)
-    torch.testing.assert_close(runner.run(pixels), TorchRunner(tower).run(pixels), atol=2e-5, rtol=1e-5)
-
-
-def test_any_number_of_tiles_gives_each_tile_its_own_rows(checkpoint):
-    runner, pixels = OnnxRunner.from_checkpoint(read_config(checkpoint), VisionSettings()), tiles(7)
-    together = runner.run(pixels)
-    assert together.shape == (7 * 4, 64)
-    alone = torch.cat([runner.run(pixels[i : i + 1]) for i in range(7)])
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_graph_computes_what_torch_does(tmp_path, shape):
+    folder = hf_native(tmp_path / "native", Shape(**SMALL, **SHAPES[shape]))
+    if shape.startswith("pixels"):
+        folder = as_internvl_chat(folder, tmp_path / "chat", ps_version="v1")
+    tower, pixels = load_tower(read_config(folder)), tiles(3)
+    expected, typed = TorchRunner(tower).run(pixels), tensorrt_graph(tower, precision="float32")
+    for model in (vision_graph(tower), typed):
+        rows = OnnxRunner(for_cpu(model).SerializeToString()).run(pixels)
+        torch.testing.assert_close(rows, expected, atol=2e-5, rtol=1e-5)
+    onnx.checker.check_model(typed, full_check=True)
+    assert {node.domain for node in typed.graph.node} == {""}
 
 
 @pytest.mark.parametrize("runner", ["onnx", "torch"])
 def test_encoder_from_checkpoint(checkpoint, runner):
+    """In forwards of two, each tile has its own rows."""
     vision = VisionEncoder.from_checkpoint(checkpoint, VisionSettings(runner=runner, infer_batch_size=2))
     pixels = tiles(3)
-    item = VisionItem(pixels.ravel(), np.array([0, 3, 1, 3], np.int32), np.array([1, 2], np.int64))
-    (rows,) = vision.encode([item])
+    (rows,) = vision.encode([VisionItem(pixels.ravel(), np.array([0, 3, 1, 3], np.int32), np.array([1, 2], np.int64))])
     expected = TorchRunner.from_checkpoint(read_config(checkpoint), VisionSettings(runner="torch")).run(pixels)
     assert rows.shape == (12, 64)
     torch.testing.assert_close(rows, expected, atol=2e-5, rtol=1e-5)
@@ -124,20 +107,29 @@ def run_script(name, *arguments):
 
 def test_export_check_and_use(checkpoint, tmp_path):
     out = tmp_path / "new" / "model.onnx"
-    exported = run_script("export_vision_onnx.py", "--checkpoint", checkpoint, "--out", out)
+    exported = run_script("export_graph.py", "--checkpoint", checkpoint, "--out", out)
     assert exported.returncode == 0, exported.stderr
-    assert sorted(path.name for path in out.parent.iterdir()) == ["model.onnx"]
-    checked = run_script("check_export.py", "--checkpoint", checkpoint, "--onnx", out)
+    assert [path.name for path in out.parent.iterdir()] == ["model.onnx"]
+    checked = run_script("check_graph.py", "--checkpoint", checkpoint, "--onnx", out)
     assert checked.returncode == 0, checked.stderr
     assert json.loads(checked.stdout)["cosine"] >= 0.9999
-
-    config, pixels = read_config(checkpoint), tiles(2)
-    expected = OnnxRunner.from_checkpoint(config, VisionSettings()).run(pixels)
-    assert torch.equal(OnnxRunner(out).run(pixels), expected)
+    expected = OnnxRunner.from_checkpoint(read_config(checkpoint), VisionSettings()).run(tiles(2))
+    assert torch.equal(OnnxRunner(out).run(tiles(2)), expected)
     hf_native(tmp_path / "other", Shape(**SMALL), seed=1)
-    failed = run_script("check_export.py", "--checkpoint", tmp_path / "other", "--onnx", out)
-    assert failed.returncode == 1
-    assert "not exported from the weights" in failed.stderr
+    with pytest.raises(CheckpointError, match="not exported from the weights"):
+        check_graph.check(tmp_path / "other", out)
+
+
+def test_check_graph_names_the_layer_that_differs(checkpoint, tmp_path):
+    tower = load_tower(read_config(checkpoint))
+    model = vision_graph(tower, vision_fingerprint(read_config(checkpoint)))
+    # Break the second layer's last addition: its update is left out.
+    node = next(node for node in model.graph.node if node.output[0] == "layers.1")
+    node.input[1] = node.input[0]
+    onnx.save(model, str(tmp_path / "model.onnx"))
+    result = check_graph.check(checkpoint, tmp_path / "model.onnx")
+    assert not result["passed"]
+    assert result["layers"]["layers.0"]["cosine"] > 0.9999 > result["layers"]["layers.1"]["cosine"]
 
 
 @pytest.fixture
@@ -307,19 +299,3 @@ def test_another_family_passes_without_an_edit(checkpoint, monkeypatch):
         onnx_writer(config)
     with pytest.raises(CheckpointError, match="architecture 'Third' is not supported; supported are Other"):
         VisionEncoder.from_checkpoint(replace(config, raw={"architectures": ["Third"]}), settings)
-
-
-def test_check_export_names_the_layer_that_differs(checkpoint, tmp_path):
-    spec = importlib.util.spec_from_file_location("check_export", BUILD / "check_export.py")
-    check_export = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(check_export)
-    out = tmp_path / "model.onnx"
-    run_script("export_vision_onnx.py", "--checkpoint", checkpoint, "--out", out)
-    model = onnx.load(str(out))
-    # Break the second layer's last addition: its update is left out.
-    node = next(node for node in model.graph.node if node.output[0] == "layers.1")
-    node.input[1] = node.input[0]
-    onnx.save(model, str(out))
-    result = check_export.check(checkpoint, out, 0.9999)
-    assert not result["passed"]
-    assert result["layers"]["layers.0"]["cosine"] > 0.9999 > result["layers"]["layers.1"]["cosine"]

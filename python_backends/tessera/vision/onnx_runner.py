@@ -37,8 +37,8 @@ class OnnxRunner:
         # and there are none for float8.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         options.log_severity_level = 3
-        self._session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        self._input = self._session.get_inputs()[0].name
+        self.session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        self._input = self.session.get_inputs()[0].name
 
     @classmethod
     def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> OnnxRunner:
@@ -48,7 +48,7 @@ class OnnxRunner:
 
     def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
         """float32 rows."""
-        (rows,) = self._session.run(None, {self._input: np.asarray(pixels)})
+        (rows,) = self.session.run(None, {self._input: np.asarray(pixels)})
         return torch.from_numpy(rows).flatten(0, -2)
 
     def activation_bytes(self, cost: int) -> int:

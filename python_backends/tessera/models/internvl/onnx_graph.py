@@ -2,7 +2,7 @@
 
 The graph is written node by node from an :class:`InternViT`, so it holds what the tower computes and nothing else;
 float32 throughout, with onnxruntime's own fused attention and GELU. Each layer's output is a tensor named ``layers.N``
-(the first layer's input is ``embedded``), for comparing by layer. ``build/export_vision_onnx.py`` writes the same in
+(the first layer's input is ``embedded``), for comparing by layer. ``build/vision/export_graph.py`` writes the same in
 standard operators, also with the types that TensorRT wants.
 """
 
@@ -88,9 +88,13 @@ class GraphWriter:
         blocks = self.reshape(self.pixels(tiles), -1, *side, tower.grid, tower.merge, patch * 3)
         order = (0, 4, 1, 2, 5, 3, 6) if tower.transposed else (0, 1, 4, 2, 5, 3, 6)
         patches = self.reshape(self.add("Transpose", blocks, perm=order), -1, self.tokens - 1, 3 * patch**2)
-        x = self.add("Pad", self.embed_patches(patches), self.constant(np.array([0, 1, 0, 0, 0, 0])))  # the class row
+        x = self.class_row(self.embed_patches(patches))
         first = tower.class_embedding + positions[:, :1]
         return self.add("Add", x, self.constant(torch.cat((first, positions[:, 1:]), dim=1)), out="embedded")
+
+    def class_row(self, patches: str) -> str:
+        """A row of zeros before the patches."""
+        return self.add("Pad", patches, self.constant(np.array([0, 1, 0, 0, 0, 0])))
 
     def layer(self, x: str, layer: Layer, out: str) -> str:
         update = self.linear(self.attention(self.norm(x, layer.norm1), layer.attention), layer.attention.output)

@@ -1,11 +1,11 @@
 """Export the vision tower of a checkpoint to one ONNX file.
 
-    python build/export_vision_onnx.py --checkpoint DIR --out FILE [--target onnxruntime]
-    python build/export_vision_onnx.py --checkpoint DIR --out FILE --target tensorrt \
+    python build/vision/export_graph.py --checkpoint DIR --out FILE [--target onnxruntime]
+    python build/vision/export_graph.py --checkpoint DIR --out FILE --target tensorrt \
         [--precision float16|bfloat16|float32] [--quantize int8|fp8 [--pictures DIR]]
 
 ``onnxruntime`` (the default) is what the CPU vision stage runs, which also exports it by itself; ``tensorrt`` is a
-strongly typed graph of standard operators for build/build_vision_plan.py (docs/tensorrt.md).
+strongly typed graph of standard operators for build/vision/build_plan.py (docs/tensorrt.md).
 ``--quantize`` inserts Q/DQ nodes whose scales are measured first, on ``--pictures`` or else on training pictures of the
 default data set (never held-out ones).
 
@@ -20,19 +20,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import onnx
 import torch
 from onnx import TensorProto, helper
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python_backends"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "default_model"))
 
-from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError, TesseraError
 from tessera.models.internvl.onnx_graph import GraphWriter, vision_graph
 from tessera.models.internvl.vision import Attention, InternViT
@@ -41,8 +39,6 @@ from tessera.models.tower import load_tower, vision_fingerprint
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
 from tessera.settings.user_cache import write_whole
 
-ROOT = Path(__file__).resolve().parent.parent
-PICTURES = 32
 _ENDINGS = {".jpg", ".jpeg", ".png", ".webp"}
 PRECISIONS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 _OPSET_FP8 = 19  # the first whose QuantizeLinear knows float8
@@ -50,34 +46,18 @@ _OPSET_FP8 = 19  # the first whose QuantizeLinear knows float8
 # division by 255, would else be subnormal numbers in float16.
 _PIXEL_SCALE = 256.0
 _LEAST = 1e-12  # the magnitude that a tensor of zeros counts as, so that no scale is 0
-# The type of the stored numbers, and the largest of them.
+# The type of the stored numbers (FP8 is E4M3), and the largest of them.
 KINDS = {"int8": (TensorProto.INT8, 127.0), "fp8": (TensorProto.FLOAT8E4M3FN, 448.0)}
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """``kind``: int8 or fp8 (E4M3). ``amax``: name of a linear map -> the input magnitude that maps to the largest
-    number; larger inputs are cut off there."""
-
-    kind: str
-    amax: dict[str, float]
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"quantisation {self.kind!r} is not known; known are {', '.join(KINDS)}")
 
 
 def quantized_layers(tower: InternViT) -> dict[str, torch.nn.Linear]:
     """The linear maps that are quantised, by name: all of the layers, neither patch embedding nor projector."""
-    modules = dict(tower.named_modules())
-    names = ("attention.qkv", "attention.output", "mlp.linear1", "mlp.linear2")
-    found = [f"layers.{number}.{name}" for number in range(tower.depth) for name in names]
-    return {name: cast("torch.nn.Linear", modules[name]) for name in found}
+    return {name: layer for name, layer in tower.fp8_linears().items() if name.startswith("layers.")}
 
 
 @torch.inference_mode()
-def calibrate(tower: InternViT, tiles: Iterable[torch.Tensor], kind: str) -> Quantization:
-    """Run the tower on ``tiles`` (batches of uint8 [n, side, side, 3]) and note the largest of its linear inputs.
+def calibrate(tower: InternViT, tiles: Iterable[torch.Tensor]) -> dict[str, float]:
+    """Run the tower on ``tiles`` (batches of uint8 [n, side, side, 3]): name of a linear map -> its largest input.
 
     Raises ConfigError without tiles.
     """
@@ -96,19 +76,24 @@ def calibrate(tower: InternViT, tiles: Iterable[torch.Tensor], kind: str) -> Qua
         handle.remove()
     if not amax:
         raise ConfigError("calibration needs at least one tile")
-    return Quantization(kind, amax)
+    return amax
 
 
 def tensorrt_graph(
-    tower: InternViT, fingerprint: str = "", precision: str = "float16", quantization: Quantization | None = None
+    tower: InternViT,
+    fingerprint: str = "",
+    precision: str = "float16",
+    quantize: str = "",
+    amax: Mapping[str, float] | None = None,
 ) -> onnx.ModelProto:
-    """Write the graph of a float32 tower; see ``intern_vit_graph.vision_graph``.
+    """Write the graph of a float32 tower; see ``onnx_graph.vision_graph``.
 
-    ``precision`` is the type of the matrix products' operands (of PRECISIONS), and ``quantization`` gives the layers'
-    linear maps explicit Q/DQ nodes instead (attention and projector keep ``precision``).
+    ``precision`` is the type of the matrix products' operands (of PRECISIONS). ``quantize`` (of KINDS) gives the
+    layers' linear maps explicit Q/DQ nodes instead (attention and projector keep ``precision``): inputs of ``amax``
+    map to the largest number, and larger ones are cut off there.
     """
-    writer = TypedWriter(tower, PRECISIONS[precision], quantization)
-    return writer.model(fingerprint, f"{quantization.kind} and {precision}" if quantization else precision)
+    writer = TypedWriter(tower, PRECISIONS[precision], quantize, amax or {})
+    return writer.model(fingerprint, f"{quantize} and {precision}" if quantize else precision)
 
 
 class TypedWriter(GraphWriter):
@@ -118,16 +103,15 @@ class TypedWriter(GraphWriter):
     domains = ()
     fuses_bias = False
 
-    def __init__(self, tower: InternViT, narrow: int, quantization: Quantization | None) -> None:
+    def __init__(self, tower: InternViT, narrow: int, quantize: str = "", amax: Mapping[str, float] | None = None):
         super().__init__(tower)
         self.narrow_type = narrow
         self.quantized: dict[str, str] = {}  # a tensor -> itself after its Q and DQ, shared by q, k and v
         self.amax: dict[torch.nn.Module, float] = {}
-        if quantization:
-            self.quantized_type, self.largest = KINDS[quantization.kind]
-            layers = quantized_layers(tower)
-            self.amax = {layer: quantization.amax[name] for name, layer in layers.items()}
-            self.opset = _OPSET_FP8 if quantization.kind == "fp8" else self.opset
+        if quantize:
+            self.quantized_type, self.largest = KINDS[quantize]
+            self.amax = {layer: (amax or {})[name] for name, layer in quantized_layers(tower).items()}
+            self.opset = _OPSET_FP8 if quantize == "fp8" else self.opset
 
     def attend(self, parts: list[str], attention: Attention) -> str:
         size = self.width // attention.heads
@@ -195,54 +179,32 @@ class TypedWriter(GraphWriter):
         return self.constant(np.asarray(array).astype(kind))
 
 
-def export(model: onnx.ModelProto, out: Path, target: str) -> None:
-    """Write the graph, whole or not at all."""
-    if target != "onnxruntime":
-        onnx.checker.check_model(model)
-    write_whole(out, lambda draft: onnx.save(model, str(draft)))
-
-
 def calibration_pictures(folder: Path | None, count: int) -> Iterator[bytes]:
     """Encoded pictures: of a folder, or training scenes drawn for this (the renderer's seeds are never held out)."""
     if folder is None:
-        sys.path.insert(0, str(ROOT / "build" / "default_model"))
         import scene
 
-        for seed in range(count):
-            yield scene.encode_jpeg(scene.sample(seed, "train"))
+        yield from (scene.encode_jpeg(scene.sample(seed, "train")) for seed in range(count))
         return
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _ENDINGS)
     if not files:
         raise ConfigError(f"--pictures: no {', '.join(sorted(_ENDINGS))} in {folder}")
-    for file in files[:count]:
-        yield file.read_bytes()
+    yield from (file.read_bytes() for file in files[:count])
 
 
-def measure(config: CheckpointConfig, tower: InternViT, kind: str, pictures: Iterator[bytes]) -> Quantization:
-    """The scales for ``kind``, from pictures cut into tiles as the service cuts them."""
-    preprocessor = Preprocessor.from_checkpoint(config.folder)
-    side = config.vision.image_size
-    batches = []
-    for picture in pictures:
-        prepared = preprocessor(PreprocessRequest(text="", images=[picture]))
-        batches.append(torch.from_numpy(prepared.pixels.reshape(-1, side, side, 3)))
-    return calibrate(tower, batches, kind)
-
-
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, help="checkpoint folder")
     add("--out", type=Path, required=True, help="the file to write")
     add("--target", choices=("onnxruntime", "tensorrt"), default="onnxruntime", help="what will read the file")
     add("--random-weights", action="store_true", help="for measuring a shape without weights")
-    typed = parser.add_argument_group("with --target tensorrt")
-    add = typed.add_argument
+    add = parser.add_argument_group("with --target tensorrt").add_argument
     add("--precision", choices=list(PRECISIONS), help="operands of the matrix products (default float16)")
     add("--quantize", choices=list(KINDS), help="Q/DQ nodes around the layers' linear maps")
     add("--pictures", type=Path, metavar="DIR", help="calibrate on these (default: training pictures of our data set)")
-    add("--count", type=int, default=PICTURES, help="calibrate on this many pictures (%(default)s)")
-    args = parser.parse_args()
+    add("--count", type=int, default=32, help="calibrate on this many pictures (%(default)s)")
+    args = parser.parse_args(argv)
     if args.target != "tensorrt" and (args.precision or args.quantize):
         parser.error("--precision and --quantize are for --target tensorrt")
     if args.count < 1:
@@ -253,17 +215,20 @@ def main() -> int:
         if not isinstance(tower, InternViT):
             raise ConfigError(f"{args.checkpoint}: there is no graph for the vision tower of {config.layout}")
         fingerprint = "random" if args.random_weights else vision_fingerprint(config)
-        scales = None
-        if args.quantize:
-            pictures = calibration_pictures(args.pictures, args.count)
-            scales = measure(config, tower, args.quantize, pictures)
         if args.target == "tensorrt":
-            model = tensorrt_graph(tower, fingerprint, args.precision or "float16", scales)
+            amax = None
+            if args.quantize:  # on pictures cut into tiles as the service cuts them
+                cut = Preprocessor.from_checkpoint(config.folder)
+                pictures = calibration_pictures(args.pictures, args.count)
+                pixels = (cut(PreprocessRequest(text="", images=[picture])).pixels for picture in pictures)
+                amax = calibrate(tower, (torch.from_numpy(each.reshape(-1, *tower.unit_shape)) for each in pixels))
+            model = tensorrt_graph(tower, fingerprint, args.precision or "float16", args.quantize or "", amax)
+            onnx.checker.check_model(model)
         else:
             model = vision_graph(tower, fingerprint)
-        export(model, args.out, args.target)
+        write_whole(args.out, lambda draft: onnx.save(model, str(draft)))
     except TesseraError as error:
-        print(f"export_vision_onnx: {error}", file=sys.stderr)
+        print(f"export_graph: {error}", file=sys.stderr)
         return 1
     print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB, target {args.target}")
     return 0

@@ -1,6 +1,6 @@
 """Compare an exported vision graph with torch in float32, layer by layer where they part.
 
-    python build/check_export.py --checkpoint DIR --onnx FILE
+    python build/vision/check_graph.py --checkpoint DIR --onnx FILE
 
 Prints one JSON line; exit code 0 only if the least cosine over all rows and tiles is at least the bound of the graph's
 precision (``--cosine`` for another). A graph written for TensorRT runs here in onnxruntime on the CPU with the same
@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python_backends"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python_backends"))
 
 from tessera.errors import CheckpointError, TesseraError
 from tessera.models.internvl.onnx_graph import FINGERPRINT, PRECISION
 from tessera.models.internvl.vision import InternViT
 from tessera.models.registry import read_config
 from tessera.models.tower import load_tower, vision_fingerprint
+from tessera.vision.onnx_runner import OnnxRunner
 
 # The least cosine to torch in float32 that passes, by what the matrix products compute in. bfloat16 has 8 bits, fp8 4.
 BOUNDS = {"float32": 0.9999, "float16": 0.9999, "bfloat16": 0.999, "int8": 0.99, "fp8": 0.99}
@@ -50,9 +50,7 @@ def for_cpu(model: onnx.ModelProto) -> onnx.ModelProto:
     graph = changed.graph
     narrow = any(constant.data_type == TensorProto.BFLOAT16 for constant in graph.initializer)
     nodes = []
-    for node in graph.node:
-        if list(node.output) == ["EMBEDDINGS"]:
-            continue
+    for node in (node for node in graph.node if node.output[0] != "EMBEDDINGS"):
         node.input[:] = [TILES if name == "TILES" else name for name in node.input]
         if narrow and node.op_type == "Cast":
             rounded = f"{node.output[0]}_rounded"
@@ -89,29 +87,30 @@ def torch_states(tower: InternViT, tiles: np.ndarray) -> dict[str, np.ndarray]:
     for number, layer in enumerate(tower.blocks[: tower.depth]):
         x, update = layer(x, update)
         states[f"layers.{number}"] = x + update
-    states["embeddings"] = tower(torch.from_numpy(tiles))
+    states[ROWS] = tower(torch.from_numpy(tiles))
     return {name: state.numpy() for name, state in states.items()}
 
 
 def graph_states(model: onnx.ModelProto, names: list[str], tiles: np.ndarray) -> dict[str, np.ndarray]:
     """Run the graph with its inner tensors ``names`` as further outputs."""
     present = {output.name for output in model.graph.output}
-    model.graph.output.extend(
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names if name not in present
-    )
-    options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("session.disable_quant_qdq", "1")  # compute what the nodes say
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return dict(zip(names, session.run(names, {"tiles": tiles}), strict=True))
+    more = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names if name not in present]
+    model.graph.output.extend(more)
+    session = OnnxRunner(model.SerializeToString(), threads=0).session
+    return dict(zip(names, session.run(names, {TILES: tiles}), strict=True))
+
+
+def cosines(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
+    """Of the rows [..., size] of both, of one shape: float64 [...]."""
+    a, b = expected.astype(np.float64), actual.astype(np.float64)
+    norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+    return (a * b).sum(-1) / np.maximum(norms, np.finfo(np.float64).tiny)
 
 
 def compare(expected: np.ndarray, actual: np.ndarray) -> dict[str, float]:
     """Least cosine over the rows, and the greatest absolute difference."""
-    a, b = (array.reshape(-1, array.shape[-1]).astype(np.float64) for array in (expected, actual))
-    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    cosine = (a * b).sum(1) / np.maximum(norms, np.finfo(np.float64).tiny)
-    return {"cosine": float(cosine.min()), "max_difference": float(np.abs(a - b).max())}
+    a, b = (rows.reshape(-1, rows.shape[-1]) for rows in (expected, actual))
+    return {"cosine": float(cosines(a, b).min()), "max_difference": float(np.abs(a - b).max())}
 
 
 def check(checkpoint: Path, onnx_file: Path, bound: float | None = None, random: bool = False) -> dict[str, Any]:
@@ -122,13 +121,11 @@ def check(checkpoint: Path, onnx_file: Path, bound: float | None = None, random:
     if stored.get(FINGERPRINT) != ("random" if random else vision_fingerprint(config)):
         raise CheckpointError(f"{onnx_file} was not exported from the weights of {checkpoint}")
     precision = stored[PRECISION]
-    if bound is None:
-        bound = BOUNDS[precision.partition(" ")[0]]
-    model = for_cpu(model)
-    tiles = test_tiles(config.vision.image_size)
+    bound = BOUNDS[precision.partition(" ")[0]] if bound is None else bound
+    model, tiles = for_cpu(model), test_tiles(config.vision.image_size)
     expected = torch_states(load_tower(config, random_weights=random), tiles)
-    actual = graph_states(model, ["embeddings"], tiles)["embeddings"]
-    result: dict[str, Any] = {"precision": precision, "bound": bound, **compare(expected["embeddings"], actual)}
+    actual = graph_states(model, [ROWS], tiles)[ROWS]
+    result: dict[str, Any] = {"precision": precision, "bound": bound, **compare(expected[ROWS], actual)}
     result["passed"] = result["cosine"] >= bound
     if not result["passed"]:
         states = graph_states(model, list(expected), tiles)
@@ -136,24 +133,24 @@ def check(checkpoint: Path, onnx_file: Path, bound: float | None = None, random:
     return result
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Compare an exported vision graph with torch in float32.")
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--onnx", type=Path, required=True, help="the exported file")
     parser.add_argument("--cosine", type=float, help="least cosine that passes (default: by the graph's precision)")
     parser.add_argument("--random-weights", action="store_true", help="it was exported with --random-weights")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         result = check(args.checkpoint, args.onnx, args.cosine, args.random_weights)
     except TesseraError as error:
-        print(f"check_export: {error}", file=sys.stderr)
+        print(f"check_graph: {error}", file=sys.stderr)
         return 1
     print(json.dumps(result))
     if not result["passed"]:
         # Not "<": a cosine with infinities in it is no number.
         worst = next(name for name, it in result["layers"].items() if not it["cosine"] >= result["bound"])
         print(
-            f"check_export: cosine {result['cosine']:.6f} is below {result['bound']:g} ({result['precision']}); "
+            f"check_graph: cosine {result['cosine']:.6f} is below {result['bound']:g} ({result['precision']}); "
             f"the first tensor below it is {worst}",
             file=sys.stderr,
         )

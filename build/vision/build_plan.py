@@ -1,12 +1,12 @@
 """Build a TensorRT engine ("plan") from an exported vision graph.
 
-    python build/build_vision_plan.py --onnx FILE --out model_repository/vision_encoder/1/model.plan [--max-tiles 32]
-    python build/build_vision_plan.py --onnx FILE --out FILE.engine --compute-capability 8.9
+    python build/vision/build_plan.py --onnx FILE --out model_repository/vision_encoder/1/model.plan [--max-tiles 32]
+    python build/vision/build_plan.py --onnx FILE --out FILE.engine --compute-capability 8.9
 
 The first runs where the plan will be served (same GPU model, same TensorRT) with the module `tensorrt`; the second
 compiles ahead of time with `tensorrt_rtx`, no GPU needed: it proves that the graph parses, its types and its profile,
 but such an engine never loads in tritonserver (docs/tensorrt.md). The network is strongly typed: the types are those of
-the graph, which build/export_vision_onnx.py --target tensorrt writes. Needs nothing of this project.
+the graph, which build/vision/export_graph.py --target tensorrt writes. Needs nothing of this project.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 INPUT, OUTPUT = ("TILES", "UINT8"), ("EMBEDDINGS", "BF16")
 MODULES = ("tensorrt", "tensorrt_rtx")
@@ -49,23 +49,23 @@ class Settings:
             raise PlanError(f"{self.workspace_bytes} bytes of workspace are too few; give at least 1 MiB")
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """``shape`` has -1 for the number of tiles; ``profile``: least, usual and largest shape of an input."""
+class Tensor(NamedTuple):
+    """``shape`` has -1 for the number of tiles."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    profile: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass
 class Plan:
-    """``layers``: one line for each layer of the engine, fused ones as one; ``source`` says who listed them."""
+    """``profile``: least, usual and largest shape of the input; ``layers``: one line for each layer of the engine,
+    fused ones as one; ``source`` says who listed them."""
 
     engine: bytes
     input: Tensor
     output: Tensor
+    profile: list[tuple[int, ...]]
     builder: str
     seconds: float
     source: str = ""
@@ -78,7 +78,7 @@ class Plan:
     def report(self) -> str:
         engine = f"{len(self.engine)} bytes, built in {self.seconds:.1f} s by {self.builder}"
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds().most_common())
-        head = [engine, str(self.input), str(self.output), f"layers, by {self.source}: {kinds}"]
+        head = [engine, f"{self.input}, {self.profile}", str(self.output), f"layers, by {self.source}: {kinds}"]
         return "\n".join([*head, *self.layers]) + "\n"
 
 
@@ -111,7 +111,7 @@ class Toolkit:
         wanted = capability.replace(".", "")
         if wanted not in known:
             raise PlanError(
-                f"{self.name} does not compile for compute capability {capability}; it knows {_list(known)}"
+                f"{self.name} does not compile for compute capability {capability}; it knows {', '.join(known)}"
             )
         config.num_compute_capabilities = 1
         config.set_compute_capability(known[wanted], 0)
@@ -141,7 +141,7 @@ def build_plan(toolkit: Toolkit, onnx: Path, settings: Settings) -> Plan:
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
     if not onnx.is_file():
-        raise PlanError(f"{onnx} does not exist; write it with build/export_vision_onnx.py --target tensorrt")
+        raise PlanError(f"{onnx} does not exist; write it with build/vision/export_graph.py --target tensorrt")
     if not parser.parse_from_file(str(onnx)):
         errors = [parser.get_error(index).desc() for index in range(parser.num_errors)]
         raise PlanError(f"{toolkit.name} cannot parse {onnx}: {'; '.join(errors)}")
@@ -155,44 +155,36 @@ def build_plan(toolkit: Toolkit, onnx: Path, settings: Settings) -> Plan:
     profile.set_shape(given.name, *shapes)
     if config.add_optimization_profile(profile) < 0:
         raise PlanError(f"{toolkit.name} refuses the profile {shapes}: {logger.last_error}")
-    if settings.timing_cache and toolkit.has_timing_cache:
-        _read_timing_cache(toolkit, config, settings.timing_cache)
+    kept = settings.timing_cache if toolkit.has_timing_cache else None
+    if kept:  # has the build use and add to what earlier ones measured
+        cache = config.create_timing_cache(kept.read_bytes() if kept.is_file() else b"")
+        if not config.set_timing_cache(cache, False):
+            raise PlanError(f"{kept} is no timing cache of this GPU and {toolkit.name}; remove it")
     started = time.perf_counter()
     built = builder.build_serialized_network(network, config)
     if built is None:
         raise PlanError(f"{toolkit.name} cannot build {onnx}: {logger.last_error or 'it does not say why'}")
     seconds = time.perf_counter() - started
-    if settings.timing_cache and toolkit.has_timing_cache:
-        _write(settings.timing_cache, bytes(config.get_timing_cache().serialize()))
-    given = Tensor(given.name, given.dtype, given.shape, tuple(tuple(shape) for shape in profile.get_shape(given.name)))
-    plan = Plan(bytes(built), given, output, toolkit.name, seconds)
+    if kept:
+        _write(kept, bytes(config.get_timing_cache().serialize()))
+    profiled = [tuple(shape) for shape in profile.get_shape(given.name)]
+    plan = Plan(bytes(built), given, output, profiled, toolkit.name, seconds)
     plan.source, plan.layers = _layers(trt, logger, plan.engine)
     return plan
 
 
-def _contract(network: Any, onnx: Path) -> tuple[Tensor, Tensor]:
+def _contract(network: Any, onnx: Path) -> list[Tensor]:
     """The graph's only input and output. Raises PlanError if they are not those of the named config `tensorrt`."""
-    inputs = [_tensor(network.get_input(index)) for index in range(network.num_inputs)]
-    outputs = [_tensor(network.get_output(index)) for index in range(network.num_outputs)]
-    found = [(tensor.name, tensor.dtype) for tensor in (*inputs, *outputs)]
-    dynamic = all(tensor.shape[0] == -1 and min(tensor.shape[1:]) > 0 for tensor in (*inputs, *outputs))
-    if found != [INPUT, OUTPUT] or not dynamic:
+    given = [network.get_input(index) for index in range(network.num_inputs)]
+    given += [network.get_output(index) for index in range(network.num_outputs)]
+    found = [Tensor(tensor.name, tensor.dtype.name, tuple(tensor.shape)) for tensor in given]
+    dynamic = all(tensor.shape[0] == -1 and min(tensor.shape[1:]) > 0 for tensor in found)
+    if [tensor[:2] for tensor in found] != [INPUT, OUTPUT] or not dynamic:
         raise PlanError(
-            f"{onnx} has {_list(inputs + outputs)}, not {INPUT} and {OUTPUT} over any number of tiles: "
+            f"{onnx} has {', '.join(map(str, found))}, not {INPUT} and {OUTPUT} over any number of tiles: "
             "export it with --target tensorrt"
         )
-    return inputs[0], outputs[0]
-
-
-def _tensor(tensor: Any) -> Tensor:
-    return Tensor(tensor.name, tensor.dtype.name, tuple(tensor.shape))
-
-
-def _read_timing_cache(toolkit: Toolkit, config: Any, file: Path) -> None:
-    """Have the build use and add to what earlier ones measured."""
-    cache = config.create_timing_cache(file.read_bytes() if file.is_file() else b"")
-    if not config.set_timing_cache(cache, False):
-        raise PlanError(f"{file} is no timing cache of this GPU and {toolkit.name}; remove it")
+    return found
 
 
 def _layers(trt: Any, logger: Any, engine: bytes) -> tuple[str, list[str]]:
@@ -224,10 +216,6 @@ def _logger(trt: Any) -> Any:
     return Logger()
 
 
-def _list(items: Any) -> str:
-    return ", ".join(map(str, items))
-
-
 def _write(file: Path, content: bytes) -> None:
     """Whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -236,10 +224,10 @@ def _write(file: Path, content: bytes) -> None:
     unfinished.replace(file)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--onnx", type=Path, required=True, help="a graph of build/export_vision_onnx.py --target tensorrt")
+    add("--onnx", type=Path, required=True, help="a graph of build/vision/export_graph.py --target tensorrt")
     add("--out", type=Path, required=True, help="the engine to write")
     add("--max-tiles", type=int, default=Settings.max_tiles, help="the profile's maximum (%(default)s)")
     add("--usual-tiles", type=int, default=Settings.usual_tiles, help="the batch to be fastest at (%(default)s)")
@@ -248,20 +236,18 @@ def main() -> int:
     add("--report", type=Path, metavar="FILE", help="the engine's layers as text (default: beside --out, .txt)")
     add("--compute-capability", metavar="X.Y", help="compile ahead of time for such a GPU, with tensorrt_rtx")
     add("--module", choices=MODULES, help="default: tensorrt if it is installed; tensorrt_rtx for ahead of time")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
-        settings = Settings(
-            args.max_tiles, args.usual_tiles, args.workspace_bytes, args.timing_cache, args.compute_capability
-        )
+        given = {name: getattr(args, name) for name in Settings.__dataclass_fields__}
         toolkit = load_toolkit(args.module or ("tensorrt_rtx" if args.compute_capability else None))
         if toolkit.is_rtx and args.out.suffix == ".plan":
             raise PlanError(f"{toolkit.name} builds no plan for tritonserver: give --out another ending than .plan")
-        plan = build_plan(toolkit, args.onnx, settings)
+        plan = build_plan(toolkit, args.onnx, Settings(**given))
         _write(args.out, plan.engine)
         report = args.report or args.out.with_suffix(".txt")
         _write(report, plan.report().encode())
     except (PlanError, OSError) as error:
-        print(f"build_vision_plan: {error}", file=sys.stderr)
+        print(f"build_plan: {error}", file=sys.stderr)
         return 1
     print(f"{args.out}: {len(plan.engine) / 1e6:.1f} MB for 1 to {args.max_tiles} tiles, {plan.seconds:.1f} s")
     print(f"{report}: {len(plan.layers)} layers, by {plan.source}")
