@@ -2,130 +2,86 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import gc
 
 import numpy as np
 import pytest
-import torch
+from vision_fakes import BYTES, Job, TileRunner, encoder, flat, item, tiles_of
 
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.settings.stages import VisionSettings
 from tessera.vision import encoder as encoding
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.memory import EmbeddingCache
-from tessera.vision.pictures import VisionItem
+from tessera.vision.memory import RowBudget
+from tessera.vision.pictures import Picture, VisionItem
+from tessera.vision.scheduler import VisionScheduler
 
-SIDE, TOKENS = 2, 3
-
-
-class TileFamily:
-    """Pictures of small tiles in a row: the wire is (tiles, 1, tiles)."""
-
-    cost_unit, unit_shape, for_less = "tiles", (SIDE, SIDE, 3), "send less"
-
-    def plan_of(self, wire):
-        tiles, rows, columns = wire
-        if rows != 1 or columns != tiles or tiles < 1:
-            raise InvalidRequest(f"{tiles} tiles are no row of {columns}")
-        return SimpleNamespace(tokens=TOKENS * tiles, cost=tiles, views=(), pixel_bytes=tiles * SIDE * SIDE * 3)
+# Pictures' tiles a request: big ones to be split, small ones to be merged, one without pictures, two with several.
+REQUESTS = [[[1, 2, 3]], [[4]], [], [[5]], [[6], [7, 8]], [[9]], [[10, 11, 12, 13, 14]], [[15]], [[16]], [[17], [18]]]
+TILES = 18
 
 
-class CountingRunner:
-    """Rows say which tile they came from: the tile's first byte, then the row's number."""
-
-    beside = 0
-
-    def __init__(self, splits=True):
-        self.batches = []
-        self.wires = []
-        self.tower = SimpleNamespace(splits=splits)
-
-    def run(self, tiles, wires=()):
-        self.wires.append(list(wires))
-        assert tiles.dtype == np.uint8
-        assert tiles.shape[1:] == (SIDE, SIDE, 3)
-        self.batches.append(len(tiles))
-        first = torch.from_numpy(tiles[:, 0, 0, 0].astype(np.float32))
-        rows = torch.stack([first[:, None].expand(-1, TOKENS), torch.arange(TOKENS).expand(len(tiles), -1)], dim=-1)
-        return rows.flatten(0, 1)
-
-    def activation_bytes(self, tiles):
-        return 0
+@pytest.mark.parametrize("infer", [1, 2, 3, 5, 8, 32])
+def test_everyone_is_answered_once_whatever_the_sizes(infer):
+    vision = encoder(infer)
+    rows = vision.encode([item(*pictures) for pictures in REQUESTS])
+    assert [tiles_of(each) for each in rows] == [flat(pictures) or None for pictures in REQUESTS]
+    # Forwards are as large as they may be, but for the last; towers that split are told nothing of pictures.
+    assert vision.runner.batches == [infer] * (TILES // infer) + ([TILES % infer] if TILES % infer else [])
+    assert not any(vision.runner.wires)
 
 
-def item(*pictures, side=SIDE):
-    """One request; each picture is a list of tile numbers. Equal pictures get equal digests."""
-    tiles = [np.full((side, side, 3), number, np.uint8) for picture in pictures for number in picture]
-    pixels = np.concatenate([tile.ravel() for tile in tiles]) if tiles else np.empty(0, np.uint8)
-    plan = np.array([[0, len(picture), 1, len(picture)] for picture in pictures], np.int32).ravel()
-    digest = np.array([[sum(1 << n for n in picture), len(picture)] for picture in pictures], np.int64).ravel()
-    return VisionItem(pixels, plan, digest)
+@pytest.mark.parametrize(
+    ("infer", "forwards"),
+    [
+        (1, [0, 3, 4, 5, 8, 9, 14, 15, 16, 18]),  # each goes out with its last tile; without pictures at once
+        (8, [0, 1, 1, 1, 1, 2, 2, 2, 2, 3]),  # forwards end after tiles 8, 16 and 18
+        (32, [0] + [1] * 9),  # all in one forward, still one by one
+    ],
+)
+def test_forwards_are_cut_and_requests_go_out_independently(infer, forwards):
+    vision = encoder(infer)
+    launched = vision.launch([item(*pictures) for pictures in REQUESTS])
+    found = [(pending.index, len(vision.runner.batches)) for pending in launched]
+    assert found == list(zip([2, 0, 1, 3, 4, 5, 6, 7, 8, 9], forwards, strict=True))
 
 
-def tiles_of(rows):
-    assert rows[:, 1].tolist() == list(range(TOKENS)) * (len(rows) // TOKENS)
-    return rows[::TOKENS, 0].int().tolist()
-
-
-def encoder(batch=4, cache=0, splits=True, **more):
-    cache = EmbeddingCache(cache, 2, torch.float32)
-    return VisionEncoder(CountingRunner(splits), TileFamily(), infer_batch_size=batch, cache=cache, **more)
-
-
-def test_big_requests_are_split_and_small_ones_merged():
-    vision = encoder(batch=4)
-    rows = vision.encode([item([1, 2, 3, 4, 5, 6]), item(), item([7]), item([8, 9], [10])])
-    assert vision.runner.batches == [4, 4, 2]
-    assert rows[1] is None
-    assert [tiles_of(rows[i]) for i in (0, 2, 3)] == [[1, 2, 3, 4, 5, 6], [7], [8, 9, 10]]
-
-
-@pytest.mark.parametrize("batch", [1, 2, 3, 5, 64])
-def test_every_batch_size_gives_the_same_rows(batch):
-    requests = [item([1, 2, 3]), item([4]), item([5, 6], [7, 8, 9, 10]), item([11])]
-    vision = encoder(batch)
-    rows = vision.encode(requests)
-    assert [tiles_of(r) for r in rows] == [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11]]
-    assert max(vision.runner.batches) <= batch
-    assert sum(vision.runner.batches) == 11
-    assert all(count == batch for count in vision.runner.batches[:-1])
+@pytest.mark.parametrize("infer", [1, 8, 32])
+@pytest.mark.parametrize("at", [1, 8, 14, 18])
+def test_an_error_in_the_middle_ends_the_rest_and_keeps_what_was_done(infer, at):
+    budget, runner, answers = RowBudget(BYTES, TILES * BYTES), TileRunner(), []
+    scheduler = VisionScheduler(encoder(infer, runner=runner, budget=budget))
+    requests = [[[50 if tile == at else tile for tile in tiles] for tiles in pictures] for pictures in REQUESTS]
+    scheduler.encode([Job(number, pictures, answers) for number, pictures in enumerate(requests)])
+    scheduler.close()
+    done = {tile for forward in runner.forwards for tile in forward}
+    assert sorted(number for number, _ in answers) == list(range(len(REQUESTS)))
+    for number, outcome in answers:
+        tiles = flat(requests[number])
+        assert outcome == (tiles or None) if done.issuperset(tiles) else str(outcome) == "the card melted"
+    assert budget.used_bytes == 0 and 50 not in done
 
 
 def test_a_tower_that_needs_a_picture_whole_gets_it_whole():
     """A forward's cost is bounded by 4; one picture alone may cost up to 6."""
-    vision = encoder(batch=4, splits=False, largest_picture=6)
+    vision = encoder(4, runner=TileRunner(splits=False), largest_picture=6)
     rows = vision.encode([item([1, 2, 3]), item([4, 5]), item([6, 7, 8, 9, 10, 11], [12]), item([13])])
-    assert vision.runner.batches == [3, 2, 6, 1, 1]
     assert vision.runner.wires == [[(3, 1, 3)], [(2, 1, 2)], [(6, 1, 6)], [(1, 1, 1)], [(1, 1, 1)]]
     assert [tiles_of(r) for r in rows] == [[1, 2, 3], [4, 5], [*range(6, 12), 12], [13]]
     with pytest.raises(InvalidRequest, match="picture 1 costs 7 tiles; the vision tower takes at most 6 at once"):
         vision.encode([item([1], list(range(2, 9)))])
-    assert encoder(batch=7, splits=False, largest_picture=6).encode([item(list(range(2, 9)))])[0] is not None
+    assert encoder(7, runner=TileRunner(splits=False), largest_picture=6).encode([item(list(range(2, 9)))])
 
 
 def test_large_pictures_that_stay_whole_do_not_wait_for_more_than_half_of_the_others():
     """Down to a quarter of a forward's 16."""
-    vision = encoder(batch=16, splits=False)
+    vision = encoder(16, runner=TileRunner(splits=False))
     vision.encode([item([3 * number + unit for unit in range(3)]) for number in range(12)])
-    assert vision.runner.batches == [15, 9, 6, 3, 3]
-    vision.encode([item([40 + number]) for number in range(20)])
-    assert vision.runner.batches[5:] == [16, 4]
-
-
-def test_towers_that_split_are_told_nothing_of_pictures():
-    vision = encoder(batch=4)
-    vision.encode([item([1, 2, 3]), item([4, 5])])
-    assert vision.runner.wires == [[], []]
-
-
-def test_a_request_is_answered_before_later_forwards_run():
-    vision = encoder(batch=2)
-    launched = vision.launch([item([1, 2, 3]), item([4]), item(), item([5])])
-    assert [(each.index, len(vision.runner.batches)) for each in launched] == [(2, 0), (0, 2), (1, 2), (3, 3)]
+    vision.encode([item([60 + number]) for number in range(20)])
+    assert vision.runner.batches == [15, 9, 6, 3, 3, 16, 4]
 
 
 def test_pixels_are_joined_while_the_forward_before_is_under_way(monkeypatch):
-    vision, order = encoder(batch=2), []
+    vision, order = encoder(2), []
     joined, run = encoding.joined, vision.runner.run
     monkeypatch.setattr(
         encoding, "joined", lambda *args, **options: (order.append("join"), joined(*args, **options))[1]
@@ -140,34 +96,37 @@ def test_pixels_are_joined_while_the_forward_before_is_under_way(monkeypatch):
 def test_equal_pictures_of_one_call_are_computed_once():
     vision = encoder()
     rows = vision.encode([item([1, 2]), item([1, 2]), item([3], [1, 2], [3])])
-    assert sum(vision.runner.batches) == 3
+    assert vision.runner.forwards == [[1, 2, 3]] and vision.computed == 2
     assert [tiles_of(r) for r in rows] == [[1, 2], [1, 2], [3, 1, 2, 3]]
 
 
-def test_the_cache_remembers_across_calls_and_forgets_the_least_recently_used():
-    picture_bytes = TOKENS * 2 * 4
-    vision = encoder(cache=2 * picture_bytes)
+@pytest.mark.parametrize(("cache", "computed"), [(2, [1, 2, 3, 2]), (0, [1, 2, 1, 3, 1, 2])])
+def test_the_cache_remembers_across_calls_and_forgets_the_least_recently_used(cache, computed):
+    """1, 2 computed; 1 found; 3 pushes 2 out; 1 found; 2 computed again."""
+    vision = encoder(cache=cache)
     for picture in ([1], [2], [1], [3], [1], [2]):
         assert tiles_of(vision.encode([item(picture)])[0]) == picture
-    # 1, 2 computed; 1 found; 3 pushes 2 out; 1 found; 2 computed again.
-    assert len(vision.runner.batches) == 4
-    assert vision.cache.used_bytes == 2 * picture_bytes
-
-
-def test_without_a_cache_nothing_is_kept():
-    vision = encoder(cache=0)
-    vision.encode([item([1])])
-    vision.encode([item([1])])
-    assert len(vision.runner.batches) == 2
-    assert vision.cache.used_bytes == 0
+    assert flat(vision.runner.forwards) == computed
+    assert vision.cache.used_bytes == cache * BYTES
 
 
 def test_the_same_digest_under_another_plan_is_another_picture():
-    vision = encoder(cache=1 << 20)
+    vision = encoder(cache=100)
     one, two = item([1]), item([1, 2])
     two = VisionItem(two.pixels, two.plan, one.digest)
-    assert tiles_of(vision.encode([one])[0]) == [1]
-    assert tiles_of(vision.encode([two])[0]) == [1, 2]
+    assert [tiles_of(vision.encode([each])[0]) for each in (one, two)] == [[1], [1, 2]]
+
+
+def test_rows_are_gone_when_their_bytes_are_given_to_the_next_wave():
+    vision = encoder(1, budget=RowBudget(BYTES, 2 * BYTES))
+    living = []
+    for pending in vision.launch([item([number]) for number in range(1, 7)]):
+        with pending.rows():
+            pass
+        del pending
+        gc.collect()
+        living.append(sum(type(each) is Picture and each.rows is not None for each in gc.get_objects()))
+    assert len(living) == 6 and max(living) == 2
 
 
 @pytest.mark.parametrize(
@@ -176,30 +135,31 @@ def test_the_same_digest_under_another_plan_is_another_picture():
         (dict(pixels=np.zeros(5, np.uint8)), "PIXELS has 5 bytes; the plan needs 12"),
         (dict(pixels=np.zeros(13, np.uint8)), "PIXELS has 13 bytes"),
         (dict(plan=np.array([0, 1, 2], np.int32)), "PLAN has 3 values"),
-        (dict(plan=np.array([1, 1, 1, 1], np.int32)), "picture 0 is encoded"),
+        (dict(plan=np.array([1, 1, 1, 1], np.int32)), "picture 0 is encoded.* set gpu_pixels for both stages or neit"),
         (dict(plan=np.array([2, 1, 1, 1], np.int32)), "picture 0 is of kind 2"),
-        (dict(plan=np.array([0, 1, 2, 4], np.int32)), "picture 0: 1 tiles are no row of 4"),
-        (dict(plan=np.array([0, -1, 1, -1], np.int32)), "picture 0: -1 tiles"),
+        (dict(plan=np.array([0, 1, 2, 4], np.int32)), "picture 0: 1 tiles are not a grid of 4x2"),
+        (dict(plan=np.array([0, 1, -1, -1], np.int32)), "picture 0: 1 tiles"),
         (dict(digest=np.zeros(1, np.int64)), "DIGEST has 1 values"),
     ],
 )
 def test_disagreeing_tensors_are_refused(change, complaint):
-    good = item([1])
-    values = {name: change.get(name, getattr(good, name)) for name in ("pixels", "plan", "digest")}
     with pytest.raises(InvalidRequest, match=complaint):
-        encoder().encode([VisionItem(**values)])
+        encoder().encode([VisionItem(**vars(item([1])) | change)])
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {"runner": "tensorflow"},
+        {"runner": "graph"},  # which needs device cuda
         {"dtype": "int8"},
         {"runner": "onnx", "dtype": "bfloat16"},
         {"infer_batch_size": 0},
         {"memory_bytes": -1},
+        {"quantization": "int4"},
     ],
+    ids=str,
 )
 def test_contradictory_settings(settings):
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
         VisionSettings(**settings)

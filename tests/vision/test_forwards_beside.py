@@ -4,38 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
-from functools import partial
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from fakes.backend import wait_until
-from test_dispatch import BYTES, Job
-from test_encoder import TOKENS, CountingRunner, TileFamily
+from vision_fakes import BYTES, TOKENS, Job, TileRunner, encoder
 
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.memory import DeviceStreams, EmbeddingCache, LaunchedWork, RowBudget
+from tessera.vision.memory import DeviceStreams, LaunchedWork, RowBudget
 from tessera.vision.scheduler import VisionScheduler
 
-JOB = list(range(1, 9))  # the tiles of a full forward
-
-
-class NotingRunner(CountingRunner):
-    """Notes the tiles of each forward; those that cost up to two may run beside larger ones. Fails at tile 50."""
-
-    beside = 2
-
-    def __init__(self):
-        super().__init__()
-        self.forwards = []
-
-    def run(self, tiles, wires=()):
-        self.forwards.append(tiles[:, 0, 0, 0].tolist())
-        if 50 in self.forwards[-1]:
-            raise RuntimeError("the card melted")
-        return super().run(tiles)
+JOB, REST = list(range(1, 9)), [9, 10, 11]  # a job's two pictures: the first fills a forward
 
 
 class Held(LaunchedWork):
@@ -90,272 +68,242 @@ class HeldStreams(DeviceStreams):
         work()
 
 
-@contextmanager
-def held(cache=0, runner=None, expects=True, **more):
-    """A dispatcher while a forward of eight tiles of a job is under way, and another waits; it ``expects`` a question
-    where one came before."""
-    runner = runner or NotingRunner()
-    lane = HeldStreams(runner)
-    kept = EmbeddingCache(cache * BYTES, 2, torch.float32)
-    dispatcher = VisionScheduler(VisionEncoder(runner, TileFamily(), 8, lane=lane, cache=kept, **more))
-    test = SimpleNamespace(dispatcher=dispatcher, lane=lane, forwards=runner.forwards, answers=[])
+class Stage:
+    """A scheduler while a forward of eight tiles of a job is under way, and another waits; it ``expects`` a question
+    where one came before. The runner may run up to two tiles beside larger ones."""
 
-    def ask(number, *pictures, priority=0):
-        dispatcher.encode([Job(number, pictures, test.answers, priority)])
+    def __init__(self, cache=0, beside=2, expects=True, **more):
+        self.runner = TileRunner(beside=beside)
+        self.lane, self.answers, self.begun = HeldStreams(self.runner), [], []
+        self.scheduler = VisionScheduler(encoder(8, cache, self.runner, lane=self.lane, **more))
+        if expects:
+            self.scheduler.queue._expected.saw(0, time.monotonic_ns())
+        self.ask([JOB, REST], priority=10)
+        self.begins(False, JOB)
 
-    if expects:
-        dispatcher.queue._expected.saw(0, time.monotonic_ns())
+    def ask(self, *requests, priority=0):
+        """Requests of pictures, each named by its first tile."""
+        jobs = [Job(pictures[0][0], pictures, self.answers, priority) for pictures in requests]
+        self.scheduler.encode(jobs)
 
-    def begun(*forwards):
-        """Waits until exactly these have begun."""
-        wait_until(lambda: len(lane.works) >= len(forwards), 5)
-        assert [(beside, tiles) for (beside, _), tiles in zip(lane.works, runner.forwards, strict=True)] == [*forwards]
+    def begins(self, beside, tiles):
+        """Waits for another forward, which is exactly this."""
+        self.begun.append((beside, tiles))
+        wait_until(lambda: len(self.lane.works) >= len(self.begun))
+        assert [(b, t) for (b, _), t in zip(self.lane.works, self.runner.forwards, strict=True)] == self.begun
 
-    def end(number):
-        lane.works[number][1].end.set()
+    def end(self, number):
+        self.lane.works[number][1].end.set()
 
-    test.ask, test.begun, test.end = ask, begun, end
-    ask("job", JOB, [9, 10, 11], priority=10)
-    begun((False, JOB))
-    yield test
-    # Whatever is left may run.
-    lane._launched = lambda work, stream: (work(), LaunchedWork())
-    for _, work in lane.works:
-        work.end.set()
-    dispatcher.close()
+    def answered(self, *names):
+        wait_until(lambda: len(self.answers) >= len(names))
+        assert [name for name, _ in self.answers] == [*names]
 
+    def waits(self, *requests, act=None):
+        """Asks; the encoder's thread then waits for a forward, having begun none."""
+        before = self.lane.waits
+        act() if act else self.ask(*requests)
+        wait_until(lambda: self.lane.waits > before)
+        assert len(self.lane.works) == len(self.begun)
 
-def numbers(test):
-    return [number for number, _ in test.answers]
+    def looks_on(self):
+        """The encoder's thread, which waits for a free lane or somebody better, looks again and begins nothing."""
+        looks = self.lane.looks
+        wait_until(lambda: self.lane.looks > looks + 2)
+        assert len(self.lane.works) == len(self.begun)
 
-
-def waits(test, act):
-    """Whether the encoder's thread waits for a forward after ``act``, having begun none."""
-    before, begun = test.lane.waits, len(test.lane.works)
-    act()
-    wait_until(lambda: test.lane.waits > before, 5)
-    return len(test.lane.works) == begun
-
-
-def looks_on(test):
-    """Until the encoder's thread, which waits for a free lane or somebody better, has looked again at all it could."""
-    looks = test.lane.looks
-    wait_until(lambda: test.lane.looks > looks + 2, 5)
-
-
-def test_a_question_is_answered_while_the_forward_of_a_job_is_under_way():
-    with held() as test:
-        test.ask("question", [40])
-        test.begun((False, JOB), (True, [40]))
-        test.end(1)
-        wait_until(lambda: test.answers == [("question", [40])], 5)
-        test.end(0)
-        test.begun((False, JOB), (True, [40]), (False, [9, 10, 11]))
-        test.end(2)
-        wait_until(lambda: numbers(test) == ["question", "job"], 5)
+    def close(self):
+        """Whatever is left may run."""
+        self.lane._launched = lambda work, stream: (work(), LaunchedWork())
+        for _, work in self.lane.works:
+            work.end.set()
+        self.scheduler.close()
 
 
-def test_the_next_forward_waits_for_both():
-    with held() as test:
-        test.ask("question", [40])
-        test.begun((False, JOB), (True, [40]))
-        test.end(0)
-        looks_on(test)
-        assert len(test.lane.works) == 2
-        test.end(1)
-        test.begun((False, JOB), (True, [40]), (False, [9, 10, 11]))
+@pytest.fixture
+def staged():
+    made = []
+
+    def start(**more):
+        made.append(Stage(**more))
+        return made[-1]
+
+    yield start
+    for stage in made:
+        stage.close()
 
 
-def test_who_could_not_go_beside_waits_for_both():
-    with held() as test:
-        test.ask("question", [40])
-        test.begun((False, JOB), (True, [40]))
-        assert waits(test, lambda: test.ask("large", [41, 42, 43]))
-        test.end(0)
-        assert not test.lane.free and len(test.lane.works) == 2
-        test.end(1)
-        test.begun((False, JOB), (True, [40]), (False, [41, 42, 43]))
+@pytest.fixture
+def stage(staged):
+    return staged()
 
 
-def test_a_forward_waits_for_one_beside_the_last():
-    lane, begun = HeldStreams(runner := NotingRunner()), []
-    run = partial(runner.run, np.zeros((1, 2, 2, 3), np.uint8))
-    lane.forward(run)
-    lane.beside(run)
-    thread = threading.Thread(target=lambda: begun.append(lane.forward(run)))
-    thread.start()
-    lane.works[0][1].end.set()
-    thread.join(0.05)
-    assert not begun and thread.is_alive()
-    lane.works[1][1].end.set()
-    thread.join(5)
-    assert len(begun) == 1
+@pytest.fixture
+def last(stage):
+    """The same while the last forward of a job is under way and nobody waits."""
+    stage.end(0)
+    stage.begins(False, REST)
+    return stage
 
 
-def test_a_second_question_waits_for_the_first():
-    with held() as test:
-        test.ask("first", [40])
-        test.begun((False, JOB), (True, [40]))
-        assert waits(test, lambda: test.ask("second", [41], [42]))
-        test.end(1)
-        test.begun((False, JOB), (True, [40]), (True, [41, 42]))
-        test.end(2)
-        wait_until(lambda: numbers(test) == ["first", "second"], 5)
+def test_a_question_is_answered_while_the_forward_of_a_job_is_under_way(stage):
+    stage.ask([[40]])
+    stage.begins(True, [40])
+    stage.end(1)
+    stage.answered(40)
+    stage.end(0)
+    stage.begins(False, REST)
+    stage.end(2)
+    stage.answered(40, 1)
+    assert stage.answers == [(40, [40]), (1, JOB + REST)]
 
 
-def test_questions_that_come_together_go_as_many_as_fit():
-    with held() as test:
-        jobs = [Job(number, [[number]], test.answers) for number in (40, 41, 42)]
-        test.dispatcher.encode(jobs)
-        test.begun((False, JOB), (True, [40, 41]))
-        test.end(1)
-        test.begun((False, JOB), (True, [40, 41]), (True, [42]))
+def test_the_next_forward_waits_for_both(stage):
+    stage.ask([[40]])
+    stage.begins(True, [40])
+    stage.end(0)
+    stage.looks_on()
+    stage.end(1)
+    stage.begins(False, REST)
+
+
+def test_who_could_not_go_beside_waits_for_both(stage):
+    stage.ask([[40]])
+    stage.begins(True, [40])
+    stage.waits([[41, 42, 43]])
+    stage.end(0)
+    assert not stage.lane.free and len(stage.lane.works) == 2
+    stage.end(1)
+    stage.begins(False, [41, 42, 43])
+
+
+def test_a_second_question_waits_for_the_first(stage):
+    stage.ask([[40]])
+    stage.begins(True, [40])
+    stage.waits([[41], [42]])
+    stage.end(1)
+    stage.begins(True, [41, 42])
+    stage.end(2)
+    stage.answered(40, 41)
+
+
+@pytest.mark.parametrize("situation", ["stage", "last"])
+def test_questions_that_come_together_go_as_many_as_fit(request, situation):
+    stage = request.getfixturevalue(situation)
+    stage.ask([[40]], [[41]], [[42]])
+    stage.begins(True, [40, 41])
+    stage.end(len(stage.begun) - 1)
+    stage.begins(True, [42])
 
 
 @pytest.mark.parametrize("picture", [[40, 41, 42], JOB])
-def test_what_is_too_large_waits_for_the_forward(picture):
-    """The job's own picture besides is known as soon as its forward is launched."""
-    with held(cache=8) as test:
-        assert waits(test, lambda: test.ask("question", picture))
-        test.end(0)
-        wait_until(lambda: len(test.lane.works) == 2, 5)
-        beside, _ = test.lane.works[1]
-        assert not beside
-        # A known one needs no forward: the second is the job's.
-        assert test.forwards[1] == ([9, 10, 11] if picture == JOB else picture)
+def test_what_is_too_large_waits_for_the_forward(staged, picture):
+    stage = staged(cache=8)
+    stage.waits([picture])
+    stage.end(0)
+    # A known one, as the job's own is as soon as its forward is launched, needs none: the second is the job's.
+    stage.begins(False, REST if picture == JOB else picture)
 
 
-def test_a_small_known_picture_waits_and_is_not_computed_again():
-    with held(cache=8) as test:
-        test.ask("question", [40])
-        test.begun((False, JOB), (True, [40]))
-        assert test.lane.in_order_from == ["first", "second"]
-        test.end(1)
-        assert waits(test, lambda: test.ask("again", [40]))
-        test.end(0)
-        test.begun((False, JOB), (True, [40]), (False, [9, 10, 11]))
-        wait_until(lambda: numbers(test) == ["question", "again"], 5)
+def test_a_small_known_picture_waits_and_is_not_computed_again(staged):
+    stage = staged(cache=8)
+    stage.ask([[40]])
+    stage.begins(True, [40])
+    assert stage.lane.in_order_from == ["first", "second"]
+    stage.end(1)
+    stage.waits([[40]])
+    stage.end(0)
+    stage.begins(False, REST)
+    stage.answered(40, 40)
 
 
-def test_a_ping_waits_for_the_forward():
+def test_a_ping_waits_for_the_forward(stage):
     """Its answer says that the device works."""
-    with held() as test:
-        assert waits(test, lambda: test.dispatcher.ping(Job("ping", [], test.answers)))
-        assert not test.answers
-        test.end(0)
-        wait_until(lambda: "ping" in numbers(test), 5)
+    stage.waits(act=lambda: stage.scheduler.ping(Job("ping", [], stage.answers)))
+    assert not stage.answers
+    stage.end(0)
+    stage.answered("ping")
 
 
-def test_nobody_of_the_jobs_own_priority_goes_beside_it():
-    with held() as test:
-        test.ask("same", [40], priority=10)
-        looks_on(test)
-        assert len(test.lane.works) == 1
-        test.end(0)
-        test.begun((False, JOB), (False, [9, 10, 11]))
-        test.end(1)
-        test.begun((False, JOB), (False, [9, 10, 11]), (False, [40]))
+def test_nobody_of_the_jobs_own_priority_goes_beside_it(stage):
+    stage.ask([[40]], priority=10)
+    stage.looks_on()
+    stage.end(0)
+    stage.begins(False, REST)
+    stage.end(1)
+    stage.begins(False, [40])
 
 
-def test_a_question_that_is_taken_when_a_batch_is_launched_goes_beside_its_last_forward():
-    with held() as test:
-        test.end(0)
-        test.begun((False, JOB), (False, [9, 10, 11]))  # none of its batch is left: nobody is passed
-        test.ask("question", [40])
-        test.begun((False, JOB), (False, [9, 10, 11]), (True, [40]))
-        test.ask("next", [41])
-        test.end(2)
-        test.begun((False, JOB), (False, [9, 10, 11]), (True, [40]), (True, [41]))
-        test.end(3)
-        wait_until(lambda: numbers(test)[-2:] == ["question", "next"], 5)
-        assert "job" not in numbers(test)
+def test_a_question_that_is_taken_when_a_batch_is_launched_goes_beside_its_last_forward(last):
+    for number in (2, 3):
+        last.ask([[38 + number]])
+        last.begins(True, [38 + number])
+        last.end(number)
+    last.answered(40, 41)
 
 
-@contextmanager
-def held_last():
-    """The same while the last forward of a job is under way and nobody waits."""
-    with held() as test:
-        test.end(0)
-        test.begun((False, JOB), (False, [9, 10, 11]))
-        yield test
+def test_after_a_ping_which_needs_no_forward_a_question_still_goes_beside_one(last):
+    last.scheduler.ping(Job("ping", [], last.answers))
+    wait_until(lambda: not len(last.scheduler.queue))
+    last.ask([[40]])
+    last.begins(True, [40])
+    assert not last.answers  # the ping's comes behind the job's
 
 
-def test_beside_the_last_forward_go_as_many_as_fit_too():
-    with held_last() as test:
-        test.dispatcher.encode([Job(number, [[number]], test.answers) for number in (40, 41, 42)])
-        test.begun((False, JOB), (False, [9, 10, 11]), (True, [40, 41]))
-        test.end(2)
-        test.begun((False, JOB), (False, [9, 10, 11]), (True, [40, 41]), (True, [42]))
+def test_nobody_goes_beside_a_forward_of_its_own_priority_that_passes_a_job(stage):
+    stage.waits([[40, 41, 42]])
+    stage.end(0)
+    stage.begins(False, [40, 41, 42])
+    stage.waits([[43]])
+    stage.end(1)
+    stage.begins(False, [43])
 
 
-def test_after_a_ping_which_needs_no_forward_a_question_still_goes_beside_one():
-    with held_last() as test:
-        test.dispatcher.ping(Job("ping", [], test.answers))
-        wait_until(lambda: not len(test.dispatcher.queue), 5)
-        test.ask("question", [40])
-        test.begun((False, JOB), (False, [9, 10, 11]), (True, [40]))
-        assert not test.answers  # the ping's comes behind the job's
-
-
-def test_nobody_goes_beside_a_forward_of_its_own_priority_that_passes_a_job():
-    with held() as test:
-        assert waits(test, lambda: test.ask("large", [40, 41, 42]))
-        test.end(0)
-        test.begun((False, JOB), (False, [40, 41, 42]))
-        assert waits(test, lambda: test.ask("small", [43]))
-        test.end(1)
-        test.begun((False, JOB), (False, [40, 41, 42]), (False, [43]))
-
-
-def test_nothing_runs_beside_a_forward_as_small_as_itself():
-    with held() as test:
-        test.end(0)
-        test.begun((False, JOB), (False, [9, 10, 11]))
-        test.end(1)
-        wait_until(lambda: numbers(test) == ["job"], 5)
-        test.ask("small", [20], [21], priority=10)
-        test.begun((False, JOB), (False, [9, 10, 11]), (False, [20, 21]))
-        assert waits(test, lambda: test.ask("question", [40]))
-        test.end(2)
-        test.begun((False, JOB), (False, [9, 10, 11]), (False, [20, 21]), (False, [40]))
+def test_nothing_runs_beside_a_forward_as_small_as_itself(last):
+    last.end(1)
+    last.answered(1)
+    last.ask([[20], [21]], priority=10)
+    last.begins(False, [20, 21])
+    last.waits([[40]])
+    last.end(2)
+    last.begins(False, [40])
 
 
 @pytest.mark.parametrize(("beside", "expects"), [(0, True), (2, False)])
-def test_where_the_runner_cannot_or_no_question_came_of_late_everyone_waits(beside, expects):
+def test_where_the_runner_cannot_or_no_question_came_of_late_everyone_waits(staged, beside, expects):
     """Without looking again and again."""
-    runner = NotingRunner()
-    runner.beside = beside
-    with held(runner=runner, expects=expects) as test:
-        wait_until(lambda: test.lane.waits == 3, 5)  # twice before the first forward, now before the second
-        test.ask("question", [40])
-        assert test.lane.looks == 1
-        test.end(0)
-        test.begun((False, JOB), (False, [40]))
+    stage = staged(beside=beside, expects=expects)
+    wait_until(lambda: stage.lane.waits == 3)  # twice before the first forward, now before the second
+    stage.ask([[40]])
+    assert stage.lane.looks == 1
+    stage.end(0)
+    stage.begins(False, [40])
 
 
-def test_who_finds_no_room_for_its_rows_waits():
-    with held(budget=RowBudget(BYTES, 11 * BYTES)) as test:
-        assert waits(test, lambda: test.ask("question", [40]))
-        test.end(0)
-        test.begun((False, JOB), (False, [9, 10, 11]))
+def test_who_finds_no_room_for_its_rows_waits(staged):
+    stage = staged(budget=RowBudget(BYTES, 11 * BYTES))
+    stage.waits([[40]])
+    stage.end(0)
+    stage.begins(False, REST)
 
 
-def test_an_error_beside_fails_its_own_request_only():
-    budget = RowBudget(BYTES, 100 * BYTES)
-    with held(budget=budget) as test:
-        test.ask("bad", [50])
-        wait_until(lambda: numbers(test) == ["bad"], 5)
-        assert str(test.answers[0][1]) == "the card melted"
-        test.ask("good", [40])
-        wait_until(lambda: len(test.lane.works) == 2 and test.lane.works[1][0], 5)
-        test.end(1)
-        wait_until(lambda: test.answers[1:] == [("good", [40])], 5)
-    assert test.answers[2:] == [("job", [*JOB, 9, 10, 11])] and budget.used_bytes == 0
+def test_an_error_beside_fails_its_own_request_only(staged):
+    stage = staged(budget=RowBudget(BYTES, 100 * BYTES))
+    stage.ask([[50]])  # which melts the card
+    stage.answered(50)
+    stage.ask([[40]])
+    stage.begins(True, [40])
+    stage.end(1)
+    stage.answered(50, 40)
+    stage.close()
+    assert [(name, str(outcome)) for name, outcome in stage.answers] == [
+        (50, "the card melted"), (40, "[40]"), (1, str(JOB + REST))
+    ]  # fmt: skip
+    assert stage.scheduler.encoder.budget.used_bytes == 0
 
 
 def test_on_the_cpu_no_forward_is_ever_under_way():
-    lane = DeviceStreams()
+    lane, kept = DeviceStreams(), []
     rows, work = lane.beside(lambda: torch.ones(TOKENS))
-    kept = []
     lane.in_order(lambda: kept.append(rows), rows)
     assert work.done and lane.free and len(kept) == 1

@@ -15,10 +15,15 @@ from tessera.vision.scheduler import MOST, JobQueue
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that a test sets."""
+    """Steps of aging that a test sets."""
     now = SimpleNamespace(steps=0.0)
     monkeypatch.setattr(scheduler.time, "monotonic_ns", lambda: int(now.steps * STEP_NS))
     return now
+
+
+@pytest.fixture
+def queue():
+    return JobQueue()
 
 
 def put(queue, *priorities):
@@ -29,21 +34,18 @@ def priorities(entries):
     return [entry.job.priority for entry in entries]
 
 
-def test_one_priority_at_a_time_the_better_first():
-    queue = JobQueue()
+def test_one_priority_at_a_time_the_better_first(queue):
     put(queue, 1, 0, 1, -2, 0)
     queue.close()
     assert [priorities(queue.take()) for _ in range(4)] == [[-2], [0, 0], [1, 1], []]
 
 
-def test_equal_ones_go_in_order_a_batch_at_a_time(clock):
-    queue, jobs = JobQueue(), [SimpleNamespace(priority=3, number=number) for number in range(MOST + 5)]
-    queue.put(jobs)
+def test_equal_ones_go_in_order_a_batch_at_a_time(clock, queue):
+    queue.put([SimpleNamespace(priority=3, number=number) for number in range(MOST + 5)])
     assert [entry.job.number for _ in range(2) for entry in queue.take()] == list(range(MOST + 5))
 
 
-def test_nobody_is_passed_for_ever(clock):
-    queue = JobQueue()
+def test_nobody_is_passed_for_ever(clock, queue):
     put(queue, 2)
     found = []
     for clock.steps in (1.0, 1.9, 2.1, 2.2):
@@ -52,8 +54,7 @@ def test_nobody_is_passed_for_ever(clock):
     assert found == [0, 0, 2, 0, 0]
 
 
-def test_only_what_is_better_and_first_passes(clock):
-    queue = JobQueue()
+def test_only_what_is_better_and_first_passes(clock, queue):
     put(queue, 5)
     (entry,) = queue.take()
     put(queue, 5, 6)
@@ -68,8 +69,7 @@ def test_only_what_is_better_and_first_passes(clock):
     assert queue.take_before(entry) == []
 
 
-def test_nobody_passes_along_with_a_ping():
-    queue = JobQueue()
+def test_nobody_passes_along_with_a_ping(queue):
     put(queue, -7)
     (entry,) = queue.take()
     put(queue, 0)
@@ -77,8 +77,8 @@ def test_nobody_passes_along_with_a_ping():
     assert len(queue.take_before(entry)) == 1 and len(queue.take()) == 1
 
 
-def test_who_waits_for_a_better_one_is_woken_or_looks_again(monkeypatch):
-    queue, asked, over = JobQueue(), threading.Event(), threading.Event()
+def test_who_waits_for_a_better_one_is_woken_or_looks_again(monkeypatch, queue):
+    asked, over = threading.Event(), threading.Event()
     put(queue, 5)
     (entry,) = queue.take()
 
@@ -102,13 +102,10 @@ def test_who_waits_for_a_better_one_is_woken_or_looks_again(monkeypatch):
     assert taken_while(over.set) == []
 
 
-def test_a_better_one_is_expected_for_30_seconds_after_the_last(clock):
-    queue = JobQueue()
+def test_a_better_one_is_expected_for_30_seconds_after_the_last(clock, queue):
     put(queue, 10)
-    assert not queue.expects_before(10)
+    assert not queue.expects_before(10) and queue.expects_before(11)
     put(queue, 0)
-    put(queue, 10)
-    assert queue.expects_before(10) and not queue.expects_before(0)
-    for clock.steps, expected in ((0.49, True), (0.51, False)):  # of a minute
+    for clock.steps, expected in ((0, True), (0.49, True), (0.51, False)):  # of a minute
         put(queue, 10)
-        assert queue.expects_before(10) == expected
+        assert queue.expects_before(10) == expected and not queue.expects_before(0)

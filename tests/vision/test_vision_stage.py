@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import replace
@@ -11,9 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fakes.backend import InferenceRequest, Tensor, strings, wait_until
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
+from fakes.backend import InferenceRequest, Tensor, stage_args, strings, wait_until
 
 from tessera.errors import ConfigError
 from tessera.settings.stages import VisionSettings
@@ -21,7 +18,6 @@ from tessera.tritonserver import vision
 from tessera.tritonserver.settings import StageSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "model_repository" / "vision_encoder"
 SIDE, TOKENS = 448, 64  # the default checkpoint's
 
 
@@ -34,16 +30,8 @@ def stage(backend, monkeypatch):
         as_set = StageSettings.read
         chosen = {"runner": "torch"} | parameters
         monkeypatch.setattr(StageSettings, "read", lambda self, kind: replace(as_set(self, kind), **chosen))
-        config = text_format.Parse((FOLDER / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
-        values = {key: {"string_value": value.string_value} for key, value in config.parameters.items()}
         model = vision.TritonPythonModel()
-        model.initialize(
-            {
-                "model_name": "vision_encoder",
-                "model_repository": str(FOLDER),
-                "model_config": json.dumps({"parameters": values}),
-            }
-        )
+        model.initialize(stage_args("vision_encoder"))
         started.append(model)
         return model
 
@@ -148,7 +136,8 @@ def test_the_page_has_what_is_held_and_what_waits(backend, monkeypatch):
             gauges[name] = self.values
 
     monkeypatch.setattr(backend, "MetricFamily", Family)
-    page = vision.page_of(SimpleNamespace(used_bytes=7, computed=5, queue=[None] * 3))
+    encoder = SimpleNamespace(budget=SimpleNamespace(used_bytes=7), computed=5)
+    page = vision.page_of(SimpleNamespace(encoder=encoder, queue=[None] * 3))
     wait_until(lambda: all(gauges.values()))
     page.close()
     assert {name: values[0] for name, values in gauges.items()} == {

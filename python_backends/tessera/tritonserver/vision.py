@@ -84,8 +84,8 @@ def page_of(dispatcher: VisionScheduler) -> Renewed:
     )
 
     def renew() -> None:
-        computed.raise_to(dispatcher.computed)
-        rows.set(dispatcher.used_bytes)
+        computed.raise_to(dispatcher.encoder.computed)
+        rows.set(dispatcher.encoder.budget.used_bytes)
         waiting.set(len(dispatcher.queue))
 
     return Renewed(renew)

@@ -9,11 +9,10 @@ may have a small forward of their own, beside the one under way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from tessera.models.family import ModelFamily
 from tessera.models.registry import family_for, read_config
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import in_fp8
-from tessera.vision.memory import COPIES_OF_ROWS, DeviceStreams, EmbeddingCache, LaunchedWork, RowBudget, row_budget
+from tessera.vision.memory import COPIES_OF_ROWS, DeviceStreams, EmbeddingCache, LaunchedWork, RowBudget
 from tessera.vision.pictures import GpuDecoder, Picture, Pixels, VisionItem, joined, pictures_of
 from tessera.vision.runner import Runner, load_runner
 
@@ -102,36 +101,36 @@ class VisionEncoder:
         settings = settings or VisionSettings()
         config = folder if isinstance(folder, CheckpointConfig) else read_config(folder)
         runner, kept = load_runner(config, settings)
-        tower, family = runner.tower, family_for(config)
+        tower, family, device = runner.tower, family_for(config), settings.device
         batch = settings.infer_batch_size * tower.batch_unit
         try:
             largest_picture = family.largest_picture(family.policy({"tile_policy": settings.tile_policy}))
         except InvalidRequest as error:
             raise ConfigError(f"vision_encoder: {error}") from None
         largest = max(batch, largest_picture)
-        parts = {
-            "weights": kept,
-            "activations": runner.activation_bytes(largest),
-            "pixels": largest * prod(tower.unit_shape),
-            "cache": settings.cache_bytes,
-        }
-        decoder = None
-        if settings.gpu_pixels:
-            decoder = GpuDecoder(settings.device, settings.decode_bytes)
-            parts["decoding"] = settings.decode_bytes
         (rows, hidden), dtype = tower.row_shape, getattr(torch, settings.dtype)
-        each = COPIES_OF_ROWS * rows * hidden * dtype.itemsize
-        remedy = "" if largest == batch else f", or {family.for_less} in preprocess.tile_policy"
-        budget = row_budget(settings.memory_bytes, parts, each, largest, family.cost_unit, remedy)
-        cache = EmbeddingCache(settings.cache_bytes, hidden, dtype, settings.device)
+        budget = RowBudget.beside(
+            {
+                "weights": kept,
+                "activations": runner.activation_bytes(largest),
+                "pixels": largest * prod(tower.unit_shape),
+                "cache": settings.cache_bytes,
+            }
+            | ({"decoding": settings.decode_bytes} if settings.gpu_pixels else {}),
+            settings.memory_bytes,
+            COPIES_OF_ROWS * rows * hidden * dtype.itemsize,
+            largest,
+            family.cost_unit,
+            "" if largest == batch else f", or {family.for_less} in preprocess.tile_policy",
+        )
         return cls(
             runner,
             family,
             batch,
-            cache,
-            DeviceStreams(settings.device),
+            EmbeddingCache(settings.cache_bytes, hidden, dtype, device),
+            DeviceStreams(device),
             budget,
-            decoder,
+            GpuDecoder(device, settings.decode_bytes) if settings.gpu_pixels else None,
             ("fp8" if in_fp8(tower) else settings.dtype, kept),
             largest_picture,
         )
@@ -199,27 +198,27 @@ class VisionEncoder:
         for number, item in enumerate(items):
             pictures = self.pictures(item)
             cost += _cost(pictures)
-            if not pictures or cost > self.runner.beside or not all(map(self._is_new, pictures)):
+            new = all(picture.pixels is not None and picture.key not in self.cache for picture in pictures)
+            if not pictures or cost > self.runner.beside or not new:
                 return number
         return len(items)
 
-    def _is_new(self, picture: Picture) -> bool:
-        return picture.pixels is not None and picture.key not in self.cache
-
     def _encode(self, waiting: Waiting, before_forward: Callable[[], None], beside: bool) -> Iterator[PendingRows]:
         """Takes items, whose rows are reserved, out of ``waiting`` as they are done."""
+        known: dict[Hashable, Picture] = {}
+        for index, group in waiting.items():  # equal ones are one from here on
+            waiting[index] = [known.setdefault(picture.key, picture) for picture in group]
         try:
-            known: dict[Hashable, Picture] = {}
-            for picture in chain.from_iterable(waiting.values()):
-                known.setdefault(picture.key, picture)
-            yield from self._take(waiting, *self.lane.launch(partial(self._recall, waiting, known)))
+            yield from self._take(waiting, *self.lane.launch(partial(self._recall, waiting, known.values())))
             unknown = [picture for picture in known.values() if picture.rows is None]
             forward = self.lane.beside if beside else self.lane.forward
             for batch in _batches(unknown, self.infer_batch_size, self.runner.tower.splits):
-                pixels = self._host_pixels(batch)  # while the forward before is under way
+                pixels = None  # where some are on the device, or will be
+                if all(isinstance(picture.pixels, np.ndarray) for picture, _ in batch):
+                    pixels = self._joined(batch)  # while the forward before is under way
                 before_forward()
                 # What finishes an item's rows is launched with its forward: after the next one it would wait for that.
-                done = forward(partial(self._step, batch, pixels, waiting, known, beside))
+                done = forward(partial(self._step, batch, pixels, waiting, known.values(), beside))
                 del pixels  # of the batch after it there are others soon
                 yield from self._take(waiting, *done)
         finally:
@@ -227,37 +226,29 @@ class VisionEncoder:
 
     def _take(self, waiting: Waiting, done: Rows, work: LaunchedWork) -> Iterator[PendingRows]:
         for index, rows in done.items():
-            group = waiting.pop(index)
-            yield PendingRows(index, _cost(group), rows, work, self.budget)
+            yield PendingRows(index, _cost(waiting.pop(index)), rows, work, self.budget)
 
-    def _recall(self, waiting: Waiting, known: Mapping[Hashable, Picture]) -> Rows:
+    def _recall(self, waiting: Waiting, known: Iterable[Picture]) -> Rows:
         """Gives pictures their rows that were seen before."""
-        for key, picture in known.items():
-            picture.rows = self.cache.get(key)
-        return _finished(waiting, known)
-
-    def _host_pixels(self, batch: Batch) -> Pixels | None:
-        """Those of a forward; None where some are on the device, or will be."""
-        if not all(isinstance(picture.pixels, np.ndarray) for picture, _ in batch):
-            return None
-        return self._joined(batch)
+        for picture in known:
+            picture.rows = self.cache.get(picture.key)
+        return _finished(waiting)
 
     def _joined(self, batch: Batch) -> Pixels:
         parts = [picture.pixels[units] for picture, units in batch if picture.pixels is not None]
         return joined(parts, pinned=self.lane.on_gpu)
 
     def _step(
-        self, batch: Batch, pixels: Pixels | None, waiting: Waiting, known: Mapping[Hashable, Picture], beside: bool
+        self, batch: Batch, pixels: Pixels | None, waiting: Waiting, known: Iterable[Picture], beside: bool
     ) -> Rows:
         """Runs some pictures' units; a picture whose last one is among them gets its rows. ``pixels``: all of
         theirs, None if they are not joined yet."""
         while any(picture.undecoded for picture, _ in batch):
-            self._decode([picture for picture in known.values() if picture.undecoded])
+            self._decode([picture for picture in known if picture.undecoded])
         readable = [(picture, units) for picture, units in batch if picture.pixels is not None]
         if not readable:
-            return _finished(waiting, known)
-        if pixels is None:
-            pixels = self._joined(readable)
+            return _finished(waiting)
+        pixels = self._joined(readable) if pixels is None else pixels
         if not beside:
             self._last_cost = len(pixels)
         rows = self.runner.run(pixels, () if self.runner.tower.splits else [picture.wire for picture, _ in readable])
@@ -269,12 +260,11 @@ class VisionEncoder:
                 self.computed += 1
                 picture.parts, picture.pixels = [], None
                 self.lane.in_order(partial(self.cache.put, picture.key, picture.rows), picture.rows)
-        return _finished(waiting, known)
+        return _finished(waiting)
 
     def _decode(self, line: list[Picture]) -> None:
         """Some of the line's first, at least one: the decoder takes several at once, also for later forwards."""
         assert self.decoder is not None
-        found: list[torch.Tensor | Exception]
         try:
             found = self.decoder.pixels([picture.encoded for picture in line if picture.encoded])
         except Exception as error:
@@ -287,16 +277,14 @@ def _cost(pictures: list[Picture]) -> int:
     return sum(picture.plan.cost for picture in pictures)
 
 
-def _finished(waiting: Waiting, known: Mapping[Hashable, Picture]) -> Rows:
+def _finished(waiting: Waiting) -> Rows:
     """The items all of whose pictures have rows by now, with these rows in one tensor, and those that never will."""
     found: Rows = {}
     for index, group in waiting.items():
-        own = [known[picture.key] for picture in group]
-        errors = [picture.error for picture in own if picture.error is not None]
-        rows = [picture.rows for picture in own if picture.rows is not None]
-        if errors:
-            found[index] = errors[0]
-        elif len(rows) == len(own):
+        rows = [picture.rows for picture in group if picture.rows is not None]
+        if error := next((picture.error for picture in group if picture.error is not None), None):
+            found[index] = error
+        elif len(rows) == len(group):
             found[index] = _whole(rows) if rows else None
     return found
 
@@ -313,8 +301,7 @@ def _batches(pictures: list[Picture], size: int, splits: bool) -> Iterator[Batch
     which fills a GPU: large pictures gain little by company, and the first rows of a few should not wait for the last.
     """
     batch: Batch = []
-    left = _cost(pictures)
-    room = 0
+    left, room = _cost(pictures), 0
     for picture in pictures:
         cost, start = picture.plan.cost, 0
         while start < cost:
@@ -325,8 +312,7 @@ def _batches(pictures: list[Picture], size: int, splits: bool) -> Iterator[Batch
                 batch, room = [], min(size, max(left // 2, size // 4)) if large else size
             stop = min(start + room, cost) if splits else cost
             batch.append((picture, slice(start, stop)))
-            room -= stop - start
-            left -= stop - start
+            room, left = room - (stop - start), left - (stop - start)
             start = stop
     if batch:
         yield batch

@@ -39,15 +39,34 @@ class RowBudget:
     """
 
     def __init__(self, bytes_per_unit: int, capacity: int | None = None, unit: str = "tiles") -> None:
-        self.bytes_per_unit = bytes_per_unit
-        self.capacity = capacity
-        self.unit = unit
+        self.bytes_per_unit, self.capacity, self.unit = bytes_per_unit, capacity, unit
         self.used_bytes = 0
         self._changed = threading.Condition()
 
+    @classmethod
+    def beside(
+        cls, parts: Mapping[str, int], memory_bytes: int, bytes_per_unit: int, largest: int, unit: str, remedy: str
+    ) -> RowBudget:
+        """What ``memory_bytes`` (0: no limit) leaves for rows beside the stage's other ``parts`` (name -> bytes).
+
+        Raises ConfigError if that is less than the rows of the ``largest`` forward; it ends with ``remedy``.
+        """
+        if not memory_bytes:
+            return cls(bytes_per_unit, unit=unit)
+        parts = {**parts, "rows": largest * bytes_per_unit}
+        left = memory_bytes - sum(parts.values())
+        if left < 0:
+            named = ", ".join(f"{name} {_megabytes(size)}" for name, size in parts.items())
+            raise ConfigError(
+                f"vision_encoder: its share is {_megabytes(memory_bytes)}; a forward of {largest} {unit} needs "
+                f"{_megabytes(memory_bytes - left)} ({named}); raise gpu_memory, or lower visual_infer_batch_size "
+                f"or cache_bytes{remedy}"
+            )
+        return cls(bytes_per_unit, left + parts["rows"], unit)
+
     def check(self, cost: int) -> None:
         """Raises InvalidRequest if a request of that cost could never be taken in."""
-        if self.capacity is not None and cost * self.bytes_per_unit > self.capacity:
+        if not self._fits(cost) and self.capacity is not None:
             raise InvalidRequest(
                 f"this request's {cost} {self.unit} need {_megabytes(cost * self.bytes_per_unit)} for their rows and "
                 f"the vision stage has {_megabytes(self.capacity)}, which is {self.capacity // self.bytes_per_unit} "
@@ -69,51 +88,20 @@ class RowBudget:
     def reserve(self, cost: int) -> None:
         """Waits until the rows of so much fit beside what is held, and counts them."""
         with self._changed:
-            self._changed.wait_for(lambda: self._fits(cost, self.used_bytes))
-            self._add(cost)
+            self._changed.wait_for(lambda: self.has_room(cost))
+            self.used_bytes += cost * self.bytes_per_unit
 
     def has_room(self, cost: int) -> bool:
         """Whether :meth:`reserve` would not wait."""
-        with self._changed:
-            return self._fits(cost, self.used_bytes)
+        return self._fits(cost, self.used_bytes)
 
     def give_back(self, cost: int) -> None:
         with self._changed:
-            self._add(-cost)
+            self.used_bytes -= cost * self.bytes_per_unit
             self._changed.notify_all()
-
-    def _add(self, cost: int) -> None:
-        """Call it under the lock."""
-        self.used_bytes += cost * self.bytes_per_unit
 
     def _fits(self, cost: int, beside: int = 0) -> bool:
         return self.capacity is None or beside + cost * self.bytes_per_unit <= self.capacity
-
-
-def row_budget(
-    memory_bytes: int,
-    parts: Mapping[str, int],
-    bytes_per_unit: int,
-    largest: int,
-    unit: str = "tiles",
-    remedy: str = "",
-) -> RowBudget:
-    """What ``memory_bytes`` (0: no limit) leaves for rows beside the stage's other ``parts`` (name -> bytes).
-
-    Raises ConfigError if that is less than the rows of the ``largest`` forward; it ends with ``remedy``.
-    """
-    if not memory_bytes:
-        return RowBudget(bytes_per_unit, unit=unit)
-    rows = largest * bytes_per_unit
-    left = memory_bytes - sum(parts.values())
-    if left < rows:
-        named = ", ".join(f"{name} {_megabytes(size)}" for name, size in {**parts, "rows": rows}.items())
-        raise ConfigError(
-            f"vision_encoder: its share is {_megabytes(memory_bytes)}; a forward of {largest} {unit} needs "
-            f"{_megabytes(sum(parts.values()) + rows)} ({named}); raise gpu_memory, or lower visual_infer_batch_size "
-            f"or cache_bytes{remedy}"
-        )
-    return RowBudget(bytes_per_unit, left, unit)
 
 
 def _megabytes(size: int) -> str:

@@ -115,10 +115,9 @@ def pictures_of(item: VisionItem, family: ModelFamily, decoder: GpuDecoder | Non
             picture.encoded = file, plan.views
             decoder.check(picture.encoded)
         elif kind == KIND_PIXELS:
-            end = start + plan.pixel_bytes
-            if end <= item.pixels.size:
-                picture.pixels = item.pixels[start:end].reshape(plan.cost, *family.unit_shape)
-            start = end
+            pixels, start = item.pixels[start : start + plan.pixel_bytes], start + plan.pixel_bytes
+            if start <= item.pixels.size:
+                picture.pixels = pixels.reshape(plan.cost, *family.unit_shape)
         else:
             raise InvalidRequest(
                 f"{name} is of kind {kind}; known are {KIND_PIXELS} (pixels) and {KIND_ENCODED} (a file)"
@@ -181,9 +180,8 @@ class GpuDecoder:
     def _decoded(self, pictures: list[EncodedPicture]) -> list[Any]:
         """uint8 [3, height, width] as stored, or why not."""
         sources = {}
-        found: list[Any] = [InvalidRequest("its JPEG data are damaged or of an unusual kind; save it again")] * len(
-            pictures
-        )
+        damaged = InvalidRequest("its JPEG data are damaged or of an unusual kind; save it again")
+        found: list[Any] = [damaged] * len(pictures)
         for number, picture in enumerate(pictures):
             try:
                 source = self._codec.CodeStream(picture.data)

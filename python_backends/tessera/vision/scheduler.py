@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -150,7 +149,7 @@ class VisionScheduler:
     """
 
     def __init__(self, encoder: VisionEncoder) -> None:
-        self._encoder = encoder
+        self.encoder = encoder
         # One sends, another what passes: its rows are there before some that were to be sent earlier.
         self._sender, self._passing = (ThreadPoolExecutor(1, "vision_encoder-send") for _ in range(2))
         self._priority = 0  # of the last forward that was not beside another
@@ -158,19 +157,9 @@ class VisionScheduler:
         self._thread = threading.Thread(target=self._run, name="vision_encoder-encode", daemon=True)
         self._thread.start()
 
-    @property
-    def used_bytes(self) -> int:
-        """Of rows reserved, or not sent yet."""
-        return self._encoder.budget.used_bytes
-
-    @property
-    def computed(self) -> int:
-        """Pictures, but for those whose rows were known."""
-        return self._encoder.computed
-
     def check(self, item: VisionItem) -> None:
         """Raises InvalidRequest for what can never be done."""
-        self._encoder.pictures(item)
+        self.encoder.pictures(item)
 
     def encode(self, jobs: Sequence[Job]) -> None:
         """Sees to it that every job is answered, now or later. Their items are copied before it returns."""
@@ -200,9 +189,8 @@ class VisionScheduler:
 
     def _fit_beside(self, entries: Sequence[Entry]) -> int:
         """How many of the first can run together beside the forward under way; it must be of a worse priority."""
-        if entries[0].job.priority >= self._priority:
-            return 0
-        return self._encoder.fit_beside(_items(entries))
+        worse = entries[0].job.priority < self._priority
+        return self.encoder.fit_beside(_items(entries)) if worse else 0
 
     def _encode(self, entries: Iterable[Entry], passing: bool = False, beside: bool = False) -> None:
         """Works off jobs of one priority; those of a better one pass, unless these are ``passing`` others themselves.
@@ -214,9 +202,16 @@ class VisionScheduler:
             return
         # A ping shows that the thread is alive which most answers need.
         sender = self._passing if passing and not waiting[0].is_ping else self._sender
-        before = partial(self._before_forward, waiting, passing, beside)
+
+        def before_forward() -> None:
+            first = next(iter(waiting.values()))
+            if not passing:
+                self._let_pass(first)
+            if not beside:
+                self._priority = first.job.priority
+
         try:
-            for pending in self._encoder.launch(_items(waiting.values()), before, beside):
+            for pending in self.encoder.launch(_items(waiting.values()), before_forward, beside):
                 sender.submit(self._answer, waiting.pop(pending.index).job, pending)
                 del pending  # its rows are freed once they are sent
         except Exception as error:
@@ -224,26 +219,18 @@ class VisionScheduler:
             for entry in waiting.values():
                 entry.job.fail(error)
 
-    def _before_forward(self, waiting: dict[int, Entry], passing: bool, beside: bool) -> None:
-        first = next(iter(waiting.values()))
-        if not passing:
-            self._let_pass(first)
-        if not beside:
-            self._priority = first.job.priority
-
     def _let_pass(self, entry: Entry) -> None:
         """Until the lane is free: works off those that go before ``entry``, and whose rows fit beside its batch's.
 
         Those that cannot run beside the forward under way are worked off when it has ended.
         """
-        lane = self._encoder.lane
-        if not (self._encoder.runner.beside and self.queue.expects_before(entry.job.priority)):
+        lane = self.encoder.lane
+        if not (self.encoder.runner.beside and self.queue.expects_before(entry.job.priority)):
             lane.wait_idle()  # which learns of its end at once
         while better := self.queue.take_before(entry, lambda: lane.free):
             free = lane.free
             count = len(better) if free else self._fit_beside(better)
-            if not self._encoder.has_room(_items(better[:count])):
-                count = 0
+            count *= self.encoder.has_room(_items(better[:count]))
             self.queue.put_back(better[count:])
             if count:
                 self._encode(better[:count], passing=True, beside=not free)

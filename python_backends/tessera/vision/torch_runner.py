@@ -68,9 +68,9 @@ class GraphRunner:
 
     def __init__(self, tower: Tower, sizes: Sequence[int], forward_for: Callable[[int], Forward] | None = None) -> None:
         self.tower = tower
-        weight = next(tower.parameters())
-        self._device, self._dtype = weight.device, weight.dtype
-        self._graphs = GraphPool("vision graphs", sizes, self._compute, weight.device, _URGENT_UP_TO)
+        self._weight = next(tower.parameters())
+        self._device = self._weight.device
+        self._graphs = GraphPool("vision graphs", sizes, self._compute, self._device, _URGENT_UP_TO)
         urgent = [size for size in self._graphs.sizes if size <= _URGENT_UP_TO]
         larger = self._graphs.sizes[len(urgent) :]
         self.beside = urgent[-1] if urgent and larger else 0
@@ -78,14 +78,9 @@ class GraphRunner:
         for together in filter(None, (urgent, larger)):
             buffer = torch.zeros((together[-1], *tower.unit_shape), dtype=torch.uint8, device=self._device)
             self._pixels |= {size: buffer[:size] for size in together}
-        self._forwards: dict[int, Forward] = dict.fromkeys(sizes, tower)
-
-        def prepare(size: int) -> None:
-            if forward_for is not None:
-                self._forwards[size] = forward_for(size)
-
+        self._forwards: dict[int, Forward] = {}
         with torch.inference_mode():
-            self._graphs.record(prepare)
+            self._graphs.record(lambda size: self._forwards.update({size: forward_for(size) if forward_for else tower}))
 
     @classmethod
     def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> GraphRunner:
@@ -97,18 +92,17 @@ class GraphRunner:
         choices = MeasuredChoices(choices_path(), graph_milliseconds)
         try:
             tower = serving_tower(config, settings)
-            runner = cls(tower, bucket_sizes(largest), lambda cost: tower.tuned(cost, choices))
+            return cls(tower, bucket_sizes(largest), lambda cost: tower.tuned(cost, choices))
         except torch.cuda.OutOfMemoryError as error:
             raise ConfigError(
                 f"the vision tower with forwards of {largest} tiles does not fit the GPU's free memory: lower "
                 f"visual_infer_batch_size or gpu_memory ({error})"
             ) from error
-        return runner
 
     def activation_bytes(self, cost: int) -> int:
         """What a forward allocates: its rows. All else was allocated when the graphs were recorded."""
         rows, width = self.tower.row_shape
-        return cost * rows * width * self._dtype.itemsize
+        return cost * rows * width * self._weight.itemsize
 
     @torch.inference_mode()
     def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
