@@ -7,57 +7,53 @@ make one of the other; exchanging a cell costs the share of its characters that 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from functools import cache
 from itertools import takewhile
+from typing import Any
 
 from document_scores import edits
 
 Node = tuple[str, int, int, str]
 """Tag (table, tr, td), columns and rows that it spans, text."""
+Forest = tuple[tuple[Node, Any], ...]
+"""Trees beside each other: each a node and the forest under it."""
 
 
 def teds(pairs: Sequence[tuple[str, str]]) -> float:
     """Mean over tables of (expected, got) in OTSL: 1 - distance / nodes of the larger one, the table itself aside."""
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))  # a level for each cell of both
     scores = []
     for expected, got in pairs:
-        a, b = _rows(expected), _rows(got)
-        most = max(sum(1 + len(row) for row in rows) for rows in (a, b))
+        a, b = table(expected), table(got)
+        most = max(_size(a), _size(b))
         scores.append(1 - _distance(a, b) / most if most else 1.0)
+        _distance.cache_clear()
     return sum(scores) / max(1, len(scores))
 
 
-def _rows(otsl: str) -> list[list[Node]]:
-    """The cells of each row; one that goes on to the right or below says so by its spans."""
+def table(otsl: str) -> Forest:
+    """Its rows, with their cells under them; one that goes on to the right or below says so by its spans."""
     grid = [marks for line in otsl.split("<nl>") if (marks := re.findall(r"<([a-z]cel)>([^<]*)", line))]
 
     def follow(marks: Sequence[str], mark: str) -> int:
         return 1 + len(list(takewhile(lambda found: found == mark, marks)))
 
-    return [
-        [
-            (
-                "td",
-                follow([mark for mark, _ in line[column + 1 :]], "lcel"),
-                follow([below[column][0] if column < len(below) else "" for below in grid[row + 1 :]], "ucel"),
-                text.strip(),
-            )
-            for column, (mark, text) in enumerate(line)
-            if mark not in ("lcel", "ucel", "xcel")
-        ]
-        for row, line in enumerate(grid)
-    ]
+    rows = []
+    for row, line in enumerate(grid):
+        cells = []
+        for column, (mark, text) in enumerate(line):
+            if mark not in ("lcel", "ucel", "xcel"):
+                across = follow([mark for mark, _ in line[column + 1 :]], "lcel")
+                down = follow([below[column][0] if column < len(below) else "" for below in grid[row + 1 :]], "ucel")
+                cells.append((("td", across, down, text.strip()), ()))
+        rows.append((("tr", 1, 1, ""), tuple(cells)))
+    return tuple(rows)
 
 
-def _postorder(rows: Sequence[Sequence[Node]]) -> tuple[list[Node], list[int]]:
-    """The tree's nodes, children first, and for each the place of its leftmost leaf."""
-    nodes: list[Node] = []
-    leftmost: list[int] = []
-    for row in rows:
-        first = len(nodes)
-        leftmost += [*range(first, first + len(row)), first]
-        nodes += [*row, ("tr", 1, 1, "")]
-    return [*nodes, ("table", 1, 1, "")], [*leftmost, 0]
+def _size(forest: Forest) -> int:
+    return sum(1 + _size(under) for _, under in forest)
 
 
 @cache
@@ -67,32 +63,15 @@ def _exchange(a: Node, b: Node) -> float:
     return edits(a[3], b[3]) / max(len(a[3]), len(b[3])) if a[3] != b[3] else 0.0
 
 
-def _distance(one: Sequence[Sequence[Node]], other: Sequence[Sequence[Node]]) -> float:
-    """Zhang and Shasha's: forests of ever larger subtrees, those that share their leftmost leaf at once."""
-    (a, left_a), (b, left_b) = _postorder(one), _postorder(other)
-    trees = [[0.0] * len(b) for _ in a]
-    for i in _keyroots(left_a):
-        for j in _keyroots(left_b):
-            from_a, from_b = left_a[i], left_b[j]
-            # forest[x][y]: between the first x nodes from from_a on and the first y from from_b on
-            forest = [
-                [float(x + y) if not x or not y else 0.0 for y in range(j - from_b + 2)] for x in range(i - from_a + 2)
-            ]
-            for x in range(from_a, i + 1):
-                above, row = forest[x - from_a], forest[x - from_a + 1]
-                for y in range(from_b, j + 1):
-                    at = y - from_b
-                    whole = left_a[x] == from_a and left_b[y] == from_b
-                    if whole:
-                        kept = above[at] + _exchange(a[x], b[y])
-                    else:
-                        kept = forest[left_a[x] - from_a][left_b[y] - from_b] + trees[x][y]
-                    row[at + 1] = min(above[at + 1] + 1, row[at] + 1, kept)
-                    if whole:
-                        trees[x][y] = row[at + 1]
-    return trees[-1][-1]
-
-
-def _keyroots(leftmost: Sequence[int]) -> list[int]:
-    """The last node of each leftmost leaf, in order."""
-    return sorted({leaf: place for place, leaf in enumerate(leftmost)}.values())
+@cache
+def _distance(a: Forest, b: Forest) -> float:
+    """By its definition: the last root of one or the other goes, and what is under it takes its place; or the one
+    becomes the other."""
+    if not a or not b:
+        return float(_size(a) + _size(b))
+    (node, under), (other, below) = a[-1], b[-1]
+    return min(
+        _distance((*a[:-1], *under), b) + 1,
+        _distance(a, (*b[:-1], *below)) + 1,
+        _distance(a[:-1], b[:-1]) + _distance(under, below) + _exchange(node, other),
+    )

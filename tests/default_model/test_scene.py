@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
 from dataclasses import replace
@@ -24,7 +25,7 @@ from scene import (
     render,
     sample,
 )
-from scene.geometry import LARGE, bounds, smallest_extent, tile_grid, tile_scale
+from scene.geometry import smallest_extent, tile_scale
 
 cv2.setNumThreads(1)
 SCENES = [sample(seed, "train") for seed in range(250)]
@@ -39,11 +40,14 @@ def intersection(a, b):
     return max(wide, 0.0) * max(tall, 0.0)
 
 
-def test_equal_seeds_give_equal_scenes_and_questions():
-    for scene in SCENES[:40]:
-        again = sample.__wrapped__(scene.seed, "train")
-        assert again == scene
-        assert questions(again) == questions(scene)
+def test_scenes_are_those_that_the_checkpoint_was_trained_on():
+    """Labels of both splits, in whole pixels: equal for every OpenCV and libm."""
+    digest = hashlib.sha256()
+    for scene in (*SCENES, *(sample(seed, "heldout") for seed in range(50))):
+        things = [(name, *map(round, box)) for name, *box in boxes(scene)]
+        told = [(q.text, q.answer) for q in questions(scene)]
+        digest.update(repr((scene.width, scene.height, things, told, describe(scene))).encode())
+    assert digest.hexdigest()[:16] == "bb23c8aee3759e11"
 
 
 def test_splits_never_meet():
@@ -53,31 +57,6 @@ def test_splits_never_meet():
     assert not heldout_scenes & {replace(scene, split="", seed=0) for scene in SCENES}
     with pytest.raises(ValueError, match="split"):
         sample(0, "test")
-
-
-def test_sizes_span_small_to_large_in_many_shapes():
-    assert all(min(s.width, s.height) >= 240 and max(s.width, s.height) <= 1920 for s in SCENES)
-    assert all(s.width * s.height <= 1920 * 1440 for s in SCENES)
-    sizes = {(s.width, s.height) for s in (sample(i, "train") for i in range(900))}
-    assert {(320, 240), (1920, 1440)} <= sizes
-    shapes = Counter(round(w / h, 2) for w, h in sizes)
-    assert {1.33, 1.5, 1.78, 0.75, 0.67, 1.0} <= set(shapes)
-    large = sum(max(s.width, s.height) >= LARGE for s in SCENES) / len(SCENES)
-    assert 0.3 < large < 0.5
-
-
-def test_every_hazard_is_present_in_about_a_quarter_of_the_scenes():
-    for hazard in HAZARDS:
-        assert 0.18 < sum(bool(of_kind(s, hazard)) for s in SCENES) / len(SCENES) < 0.36, hazard
-    assert all(len({i.kind for i in s.items} & set(HAZARDS)) <= 3 for s in SCENES)
-
-
-GRIDS = {(1920, 1440): (4, 3), (1440, 1920): (3, 4), (480, 320): (3, 2), (448, 448): (1, 1), (1920, 1080): (4, 2)}
-
-
-@pytest.mark.parametrize("size", GRIDS)
-def test_tile_grid_follows_the_reference_table(size):
-    assert tile_grid(*size) == GRIDS[size]
 
 
 def test_hazards_are_large_enough_and_inside_the_picture():
@@ -93,19 +72,6 @@ def test_hazards_are_large_enough_and_inside_the_picture():
                 assert 0 <= x0 < x1 <= scene.width and 0 <= y0 < y1 <= scene.height
 
 
-def test_large_pictures_need_the_tiles():
-    """Near half of the hazards of large pictures shrink below 15 pixels when the picture is one tile."""
-    shrunk = [
-        item.extent * 448 / max(s.width, s.height)
-        for s in SCENES
-        if max(s.width, s.height) >= LARGE
-        for item in s.items
-        if item.kind in HAZARDS and item.kind != "blocked exit"
-    ]
-    assert len(shrunk) > 100
-    assert sum(extent < 15 for extent in shrunk) / len(shrunk) > 0.45
-
-
 def test_labelled_things_are_not_hidden():
     for scene in SCENES:
         for name in HAZARDS + ORDINARY:
@@ -118,29 +84,6 @@ def test_labelled_things_are_not_hidden():
                 nearer = [o for o in scene.items if o.kind not in ("blocked exit", "shadow") and o.order > item.order]
                 hidden = sum(intersection(item.box, o.box) for o in nearer) / size
                 assert hidden <= 0.25 + 1e-9, (scene.seed, name, hidden)
-
-
-def test_a_door_is_blocked_or_free_never_between():
-    seen = Counter()
-    for scene in SCENES:
-        for door in of_kind(scene, "door"):
-            size = intersection(door.box, door.box)
-            before = [intersection(door.box, i.box) / size for i in scene.items if i.plane == "stand"]
-            blocked = bool(of_kind(scene, "blocked exit"))
-            seen[blocked] += 1
-            assert sum(before) > 0.2 if blocked else sum(before) <= 0.02, scene.seed
-    assert min(seen[True], seen[False]) > 30
-
-
-def test_boxes_are_the_items_as_projected():
-    for scene in SCENES[:60]:
-        named = boxes(scene)
-        assert [b[0] for b in named] == [i.kind for i in scene.items if i.kind != "shadow"]
-        for item in scene.items:
-            x0, y0, x1, y1 = bounds(scene.room, item.origin, item.s, item.t, item.d)
-            corners = [scene.room.project(*item.point(s, t, d)) for s in (0, 1) for t in (0, 1) for d in (0, 1)]
-            us, vs = zip(*corners, strict=True)
-            assert np.allclose((x0, y0, x1, y1), (min(us), min(vs), max(us), max(vs)))
 
 
 def test_answers_agree_with_the_boxes():
@@ -176,19 +119,6 @@ def test_all_kinds_are_asked_in_many_plain_wordings():
         assert len(texts) == len(phrasings.PRESENCE), hazard
     assert ask(SCENES[0], "presence", "crack") in questions(SCENES[0])
     assert ask(SCENES[0], "presence", "unicorn") is None
-
-
-def test_sockets_are_not_asked_about_beside_a_burnt_one():
-    burnt = [scene for scene in SCENES if of_kind(scene, "burnt socket")]
-    assert burnt and not any(q.cls == "socket" for scene in burnt for q in questions(scene))
-
-
-def test_descriptions_have_a_steady_length_and_name_the_hazards():
-    for scene in SCENES:
-        text = describe(scene)
-        assert 30 <= len(re.findall(r"\w+|[.,:]", text)) <= 76, text
-        for hazard in HAZARDS:
-            assert (hazard in text) == bool(of_kind(scene, hazard))
 
 
 def test_heldout_is_whole_balanced_and_true():

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import document_samples
 import numpy as np
-import pytest
 import torch
 from document_batches import chunk
 from document_network import (
-    BOX_WEIGHT,
-    ROW_WEIGHT,
-    DenseHead,
     embedded,
     image_rows,
-    looking_loss,
     looks,
     patch_states,
     text_states,
@@ -21,7 +15,6 @@ from document_network import (
 from document_samples import Sample, layout_sample, thousandths
 from document_tokens import ChatTokens
 from evaluate_documents import page_samples
-from torch import nn
 from transformers import Qwen2VLForConditionalGeneration
 
 import pages
@@ -64,34 +57,6 @@ def test_crops_and_layouts_are_generated_side_by_side() -> None:
     assert list(held["lengths"]) == [len(crop.patches), len(layout.patches)]
 
 
-def test_the_loss_of_blocks_is_how_far_off_the_head_says_they_are() -> None:
-    """A head that says nothing has every patch's own middle as both boxes, every row's at the page's corner, and takes
-    all kinds and digits for equally likely."""
-    sample = layout_sample(pages.sample(1), TOKENS)
-    made = chunk([sample], TOKENS)
-    head, count = DenseHead(8, 6, TOKENS.size, len(pages.KINDS)), len(sample.patches)
-    for parameter in head.parameters():
-        nn.init.zeros_(parameter)
-    held = {name: torch.from_numpy(array) for name, array in made.arrays.items()}
-    found = head.layout_loss(torch.zeros(1, count, 8), torch.zeros(1, count // 4, 6), held)
-    middles = np.tile((sample.places[:, ::-1] + 0.5) / 74, 2)
-    sides, covering = sample.blocks[:, 1:] / 1000, sample.dense[:, 0]
-    near = far = named = spelt = 0.0
-    for number in range(1, len(sides)):
-        around = np.abs(middles[covering == number][:, None] - sides[max(1, number - 1) : number + 1]).sum()
-        near += around
-    upper_lower = covering.reshape(-1, 2, 2).max(-1).ravel()
-    for number in upper_lower:
-        named += 1 + (number > 0)
-        boxes = sides[max(1, number - 1) : number + 1] if number else sides[:0]
-        spelt += len(boxes)
-        far += boxes.sum()
-    corners = np.log(2) * (2 * count + 9 * sample.dense[:, 1:].sum())
-    kinds = np.log(len(pages.KINDS) + 1)
-    rows = kinds * named + np.log(10) * spelt + BOX_WEIGHT * far
-    assert found.item() == pytest.approx(kinds * count + corners + BOX_WEIGHT * near + ROW_WEIGHT / 2 * rows, rel=1e-4)
-
-
 @torch.inference_mode()
 def test_a_place_looks_at_what_its_layer_s_first_head_attends_to(
     model: Qwen2VLForConditionalGeneration, samples: list[Sample]
@@ -114,26 +79,3 @@ def test_a_place_looks_at_what_its_layer_s_first_head_attends_to(
     for layer in (0, 2, 3):
         found = looks(model, layer, entering[layer], held["positions"], 20).exp()
         torch.testing.assert_close(found[0], theirs[layer][0, 0, 20:], atol=1e-4, rtol=0)
-
-
-@torch.inference_mode()
-def test_looking_at_all_places_alike_costs_the_share_of_the_block_s_rows(
-    model: Qwen2VLForConditionalGeneration, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(document_samples, "LAYOUT_SIDE", 280)
-    sample = layout_sample(pages.sample(1), TOKENS)
-    made = chunk([sample], TOKENS).arrays
-    held = {name: torch.from_numpy(array) for name, array in made.items()}
-    length = held["ids"].shape[1]
-
-    def alike(model, layer, entering, positions, first):
-        return torch.zeros(1, length - first, length) - np.log(length)
-
-    monkeypatch.setattr("document_network.looks", alike)
-    found = looking_loss(model, [torch.empty(0)] * 4, held, len(TOKENS.head))
-    numbers = sample.dense[:, 0].reshape(-1, 2, 2).max(-1)
-    expected = 0.0
-    for number in made["line"][0][made["line"][0] > 0]:
-        rows = (numbers == number).any(-1).sum()
-        expected += np.log(length / rows) if rows else 0
-    assert found.item() == pytest.approx(expected, rel=1e-4)

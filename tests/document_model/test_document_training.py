@@ -157,11 +157,6 @@ def test_a_batch_is_made_from_its_number_alone() -> None:
     assert not np.array_equal(first[0].arrays["labels"], other[0].arrays["labels"])
 
 
-def test_a_batch_has_all_of_its_pages_however_few_crops_it_has() -> None:
-    made = batch(1, Plan(words=0, lines=0, patches=10, chunk=3 * 5476, layouts=4), TOKENS)
-    assert [len(chunk.arrays["ids"]) for chunk in made if chunk.layout] == [3, 1]
-
-
 def test_pieces_of_lines_say_together_what_the_block_says() -> None:
     page = pages.sample(1)
     picture = Image.fromarray(page.picture)

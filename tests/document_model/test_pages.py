@@ -151,12 +151,6 @@ def test_the_whole_alphabet_there_and_back() -> None:
     assert tokenizer.decode(tokenizer.encode(layout).ids, skip_special_tokens=False) == layout
 
 
-def test_answers_are_said_in_the_alphabet(found: list[pages.Page]) -> None:
-    written = set("".join(block.answer for page in found for block in page.blocks if block.kind != "table"))
-    assert written <= set(ALPHABET)
-    assert len(written) > 90
-
-
 def test_targets_of_glyphs_point_at_their_patches(found: list[pages.Page]) -> None:
     """Where two glyphs share a patch one of them is lost; few do."""
     tokens, page = ChatTokens(), found[1]

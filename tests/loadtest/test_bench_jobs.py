@@ -19,7 +19,7 @@ def test_what_questions_wait_and_what_the_job_loses(monkeypatch, capsys):
     monkeypatch.setattr(bench_jobs, "serve", serve)
     # What the job loses here is chance.
     monkeypatch.setitem(bench_jobs.BARS, "loss_pct", 100.0)
-    arguments = ["--gpus", "", "--concurrency", "4", "--least", "600", "--processes", "1", "--rate", "50"]
+    arguments = ["--gpus", "", "--concurrency", "4", "--least", "200", "--processes", "1", "--rate", "50"]
     monkeypatch.setattr("sys.argv", ["jobs", *arguments, "--seed", "3"])
     assert bench_jobs.main() == 0
     figures = {line["metric"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from closed_loop import Answered
 from gpu_power import Draw
 from PIL import Image
 from tiny_qwen2_vl import write_model
-
-from tessera_client import Answer, Timings, Usage
 
 CLIENT = replay_set.Client(
     "2.0.7",
@@ -48,37 +45,6 @@ def set_file(tmp_path: Path) -> Path:
         path, CLIENT, [(page, Image.new("RGB", (120, 150), (40 * k, 9, 9))) for k, page in enumerate(PAGES)]
     )
     return path
-
-
-class FakeClient:
-    """Answers as it was asked; about a crop not before three requests were in flight at once."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.lock = threading.Lock()
-        self.in_flight = self.most = 0
-        self.asked: list[tuple[str, bytes]] = []
-        self.tokens = 0
-        self.company = threading.Event()
-
-    def __enter__(self) -> FakeClient:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def chat(self, messages: list[Any], **sampling: Any) -> Answer:
-        picture, text = messages[1]["content"]
-        with self.lock:
-            self.in_flight += 1
-            self.most = max(self.most, self.in_flight)
-            self.asked.append((text["text"], picture["image"]))
-            if self.in_flight == 3:
-                self.company.set()
-        assert text["text"] == "Layout:" or self.company.wait(60)
-        with self.lock:
-            self.in_flight -= 1
-        assert sampling["ignore_eos"] and ("top_k" in sampling) == (text["text"] == "Text:")
-        tokens = self.tokens or sampling["max_tokens"]
-        return Answer("words", "length", Usage(20, tokens, 9), Timings(1, 2, 3, 4, 5, 60), (), "id", 0.1)
 
 
 def test_every_page_has_its_turn_and_runs_are_whole_rounds() -> None:

@@ -6,10 +6,9 @@ import json
 
 import counting
 import measuring
-import targets
 from closed_loop import Answered
 from gpu_power import Draw
-from workloads import WORKLOADS, Pictures
+from workloads import WORKLOADS
 
 
 def run(streamed: bool) -> counting.Run:
@@ -56,10 +55,3 @@ def test_a_streamed_workload_without_a_gpu(capsys):
         "serve.W4b.bf16.ttft_p50_ms": (250.0, "ms"),
         "serve.W4b.bf16.p99_over_p50": (2.632, "ratio"),
     }
-
-
-def test_processes_and_runs_have_pictures_of_their_own():
-    workload = WORKLOADS["W2"]
-    dealt = {Pictures(workload, targets.process_seed(seed, number)).deal() for seed in (7, 8) for number in range(6)}
-    assert len(dealt) == 12
-    assert len(targets.first_picture(workload, seed=7)) == 8

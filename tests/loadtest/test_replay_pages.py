@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from bench import replay_pages
-from bench.replay_set import Page, ReplaySet
+from bench.replay_set import ReplaySet
 from documents.document_reader import PAGE, write_drawn_pdf
 
 WORDS = "one two three four five six seven eight nine ten eleven twelve"
@@ -56,15 +56,11 @@ def sources(tmp_path: Path) -> Path:
     return folder
 
 
-def prepare(sources: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[int, list[Page]]:
-    monkeypatch.setattr(sys, "argv", ["replay_pages.py", str(sources), "-o", str(out), *options])
-    return replay_pages.main(), ReplaySet(out).pages
-
-
 def test_pages_are_chosen_and_asked_about(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    code, pages = prepare(sources, tmp_path / "set.zip", monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["replay_pages.py", str(sources), "-o", str(tmp_path / "set.zip")])
+    code, pages = replay_pages.main(), ReplaySet(tmp_path / "set.zip").pages
     good, mixed = "a-1.tar.gz/a-1/tests/good.pdf", "b-2.tar.gz/b-2/tests/mixed.pdf"
     assert [page.name for page in pages] == [*[f"{good} {number}" for number in (1, 2, 3, 4)], f"{mixed} 1"]
     text = 2 * len(WORDS) + 5  # two numbers, their spaces, and the one between the lines

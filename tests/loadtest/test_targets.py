@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-import closed_loop
 import pytest
 import standin_server
 from clients.fake_transport import TIMINGS
@@ -69,14 +68,6 @@ def test_a_standin_answers_as_many_tokens_as_each_target_is_asked_for(make: type
         reply = ask(b"jpeg", streamed, PROMPT)
     assert (whole.first, whole.tokens, whole.parts) == (None, 4, 1)
     assert reply.first is not None and (reply.tokens, reply.parts) == (4, 4)
-
-
-@pytest.mark.parametrize("make", [TesseraAsker, OpenAiAsker])
-def test_a_closed_loop_asks_each_target(make: type[Asker]) -> None:
-    asker_of = Workload("small", 64, 48, tokens=2, concurrency=3)
-    with standin(make) as address:
-        _, answers = closed_loop.run(make([address], asker_of, 7).prepare, 3, 12, processes=1)
-    assert [(answer.tokens, answer.first_token) for answer in answers] == [(2, None)] * 12
 
 
 class Noting(Asker):
