@@ -66,10 +66,7 @@ ELSEWHERE = {
         "say whether a checkpoint can be served: tessera check DIR, and any option of serve",
         "the server's package is",
     ),
-    "gateway": (
-        "open servers to OpenAI's clients; `tessera gateway --help` lists its options",
-        "its packages are",
-    ),
+    "gateway": ("open servers to OpenAI's clients; `tessera gateway --help` lists its options", "its packages are"),
     "quantize": ("make a smaller checkpoint; `tessera quantize --help` lists its options", "the server's packages are"),
 }
 """The commands whose packages need not be here, which have their own parsers: what they do, and what they need."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_transport import SCORES, FakeTransport, Hang, final
+from fake_transport import FakeTransport, Hang, final
 from fakes.answering_server import AnsweringServer
 
-from tessera_client import AsyncClient, Cancelled, Delta, InvalidRequest, Retry, Unavailable
+from tessera_client import AsyncClient, Cancelled, Delta, InvalidRequest, Retry
 
 pytestmark = pytest.mark.anyio
 
@@ -22,14 +20,6 @@ QUICK = Retry(attempts=3, first_delay=0.001, max_delay=0.002)
 def client(*script: Sequence[Any], fake: FakeTransport | None = None) -> tuple[AsyncClient, FakeTransport]:
     fake = fake or FakeTransport(script)
     return AsyncClient(transport=fake, retry=QUICK), fake
-
-
-def test_ask_retries_and_answers() -> None:
-    asker, fake = client([Unavailable("full")], [replace(final("yes"), choices=SCORES)])
-    answer = asyncio.run(asker.ask(b"jpeg", "q", choices=["yes", "not sure"]))
-    assert (answer.text, answer.attempts, answer.choices) == ("yes", 2, SCORES)
-    assert json.loads(fake.requests[0][0].sampling or "") == {"choices": ["yes", "not sure"]}
-    assert fake.requests[0][0].images == (b"jpeg",)
 
 
 async def test_stream_and_early_leave() -> None:

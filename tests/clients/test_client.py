@@ -25,6 +25,7 @@ from tessera_client import (
     ProtocolError,
     Retry,
     ServerError,
+    TesseraClientError,
     Unavailable,
 )
 from tessera_client import retry as retry_module
@@ -73,28 +74,23 @@ def test_unavailable_is_retried_with_a_new_id(error: Exception) -> None:
     assert len(set(ids)) == 3 and answer.request_id == ids[-1]
 
 
-def test_retries_end_with_the_last_error() -> None:
-    asker, fake = client(*[[Unavailable(f"full {i}")] for i in range(5)])
-    with pytest.raises(Unavailable, match="full 2"):
+@pytest.mark.parametrize(
+    ("script", "error", "attempts"),
+    [
+        ([[Unavailable(f"full {i}")] for i in range(5)], "full 2", 3),
+        ([[InvalidRequest("no")]], "no", 1),
+        ([[ServerError("broken")]], "broken", 1),
+        ([[ProtocolError("what")]], "what", 1),
+        ([[Delta("a"), Unavailable("stopping")]], "stopping", 1),  # a token was given out
+        ([[Delta("a")]], "the server ended the stream without a finish reason", 1),
+        ([[Delta("a"), final("", "error")]], "the language model failed", 1),
+    ],
+)
+def test_what_is_not_retried_or_not_again(script: Any, error: str, attempts: int) -> None:
+    asker, fake = client(*script)
+    with pytest.raises(TesseraClientError, match=error):
         asker.ask(None, "q")
-    assert len(fake.requests) == 3
-
-
-@pytest.mark.parametrize("error", [InvalidRequest("no"), ServerError("broken"), ProtocolError("what")])
-def test_other_errors_are_not_retried(error: Exception) -> None:
-    asker, fake = client([error], [final("yes")])
-    with pytest.raises(type(error)):
-        asker.ask(None, "q")
-    assert len(fake.requests) == 1
-
-
-def test_no_retry_after_a_token_was_given_out() -> None:
-    asker, fake = client([Delta("a"), Unavailable("stopping")], [final("b")])
-    with asker.stream(None, "q") as stream:
-        assert next(stream).text == "a"
-        with pytest.raises(Unavailable):
-            next(stream)
-    assert len(fake.requests) == 1
+    assert len(fake.requests) == attempts
 
 
 def test_retry_waits_grow_and_are_capped() -> None:
@@ -167,18 +163,6 @@ def test_close_from_another_thread_wakes_the_reader() -> None:
             next(stream)
     assert time.monotonic() - started < 5
     assert len(fake.cancelled) == 1
-
-
-def test_a_stream_without_an_end_is_a_protocol_error() -> None:
-    asker, _ = client([Delta("a")])
-    with pytest.raises(ProtocolError, match="finish reason"):
-        asker.ask(None, "q")
-
-
-def test_finish_reason_error_is_raised() -> None:
-    asker, _ = client([Delta("a"), final("", "error")])
-    with pytest.raises(ServerError):
-        asker.ask(None, "q")
 
 
 class SlowFirst(FakeTransport):

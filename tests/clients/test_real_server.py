@@ -152,12 +152,11 @@ def test_asyncio_twin(url: str, repository: Path) -> None:
     asyncio.run(run())
 
 
-def test_an_idle_client_does_not_hold_the_server_back(repository: Path) -> None:
-    log = repository / "stopped.log"
-    options = ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0, log_path=log)
-    with Server(options) as running, Client(running.grpc_url) as client:
+def test_an_idle_client_does_not_hold_the_server_back(server: Server) -> None:
+    """The last of the module's tests: its server ends here."""
+    with Client(server.grpc_url) as client:
         client.ask(None, "q")
         time.sleep(1.3)  # the line closes itself after a second
         started = time.monotonic()
-        running.stop()
+        server.stop()
         assert time.monotonic() - started < 4.5  # at its exit timeout, 5 s, it would have been killed

@@ -57,6 +57,7 @@ def test_sampling_parameters_arrive_as_by_http(
     by_grpc = TesseraVlmClient(transport=ours, sampling_params=own)
     for client in (by_http, by_grpc):
         assert client.predict(PAGE, "\nText Recognition:", params, priority=-3) == "green words"
+    asyncio.run(by_http.aclose())
     assert question(behind.requests[-1][0]) == question(ours.requests[-1][0])
 
 
@@ -73,7 +74,9 @@ def test_prompts_and_pictures_arrive_as_by_http(
     monkeypatch.setattr(DocumentReader, "answer_to", lambda self, request: [final("an answer")])
     behind, address = http
     ours = DocumentReader()
-    HttpVlmClient(server_url=address, **prompting).predict(images, prompt)
+    by_http = HttpVlmClient(server_url=address, **prompting)
+    by_http.predict(images, prompt)
+    asyncio.run(by_http.aclose())
     asyncio.run(TesseraVlmClient(transport=ours, **prompting).aio_predict(images, prompt))
     assert question(behind.requests[-1][0]) == question(ours.requests[-1][0])
 
@@ -88,6 +91,7 @@ def test_a_page_in_two_steps_is_the_same_by_either_way(http: tuple[FakeTransport
     )
     pages = [reader.two_step_extract(PAGE, priority=2) for reader in readers]
     assert pages[0] == pages[1] and [block.type for block in pages[1]] == list(BOXES)
+    asyncio.run(readers[0].aclose())
     asked = [[question(request) for request, *_ in fake.requests] for fake in (behind, ours)]
     # The crops of a page are asked at once, in no order.
     assert sorted(asked[0], key=str) == sorted(asked[1], key=str) and len(asked[0]) == 4

@@ -67,7 +67,7 @@ def test_a_dry_run_counts_as_the_server_does(
 @pytest.mark.faults
 def test_a_job_that_is_killed_loses_and_doubles_nothing(server: Server, photos: Path, tmp_path: Path) -> None:
     rows, out = tmp_path / "jobs.jsonl", tmp_path / "out.jsonl"
-    names = [f"r{number}" for number in range(150)]
+    names = [f"r{number}" for number in range(60)]
     with rows.open("w") as file:
         for number, name in enumerate(names):
             row = {"id": name, "image": str(photos / f"{number % 10}.jpg"), "question": f"Is wall {number} cracked?"}

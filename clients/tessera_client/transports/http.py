@@ -31,15 +31,10 @@ LENGTH_HEADER = "Inference-Header-Content-Length"
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
 
 _CODES = {
-    400: "INVALID_ARGUMENT",
+    **dict.fromkeys((400, 413), "INVALID_ARGUMENT"),
+    **dict.fromkeys((405, 501), "UNIMPLEMENTED"),
+    **dict.fromkeys((502, 503, 504), "UNAVAILABLE"),
     404: "NOT_FOUND",
-    405: "UNIMPLEMENTED",
-    413: "INVALID_ARGUMENT",
-    500: "INTERNAL",
-    501: "UNIMPLEMENTED",
-    502: "UNAVAILABLE",
-    503: "UNAVAILABLE",
-    504: "UNAVAILABLE",
 }
 
 
