@@ -1,6 +1,6 @@
 """Boxes whose edges cut through letters, moved to where the letters end.
 
-A crop without the feet of its letters is misread, whoever reads it, and a small model's boxes can lie half a line off.
+A crop without the feet of its letters is misread by any model, and a small model's boxes can lie half a line off.
 An edge that cuts nothing stays where it is, so that boxes which fit are left alone.
 """
 

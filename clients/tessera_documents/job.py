@@ -112,9 +112,9 @@ class Job:
             with _Threads() as threads, ThreadPoolExecutor(1, "tessera-pages") as self._opener:
                 self._reader = mineru_client(self.vlm, executor=threads)
                 self._slots = asyncio.Semaphore(self.concurrency)
-                counted = [(source, await self._count(source)) for source in self._sources]
-                openable = [source for source, pages in counted if pages]
-                self._hold_against([(source, pages) for source, pages in counted if pages])
+                models: Counter[str | None] = Counter()
+                openable = [source for source in self._sources if await self._look(source, models)]
+                self._hold_against(models)
                 await self._check_reads_documents()
                 self._started = time.monotonic()
                 await for_each(self._pages(openable), self._work, max(1, self.concurrency // REQUESTS_PER_PAGE))
@@ -127,35 +127,30 @@ class Job:
         """In the one thread that opens, renders and closes."""
         return await asyncio.get_running_loop().run_in_executor(self._opener, partial(function, *arguments))
 
-    async def _count(self, source: Source) -> list[int]:
-        """Adds a file's pages to those in all; none where it cannot be opened, or has none of those that are wanted."""
+    async def _look(self, source: Source, models: Counter[str | None]) -> bool:
+        """Adds a file's pages to those in all, and what has read them to the ``models``, unless that does not matter.
+        Whether it can be opened and has some of the pages that are wanted."""
         try:
-            pages = self._wanted(await self._in_order(_pages_of, source.path, self.password))
+            count = await self._in_order(_pages_of, source.path, self.password)
+            if not (pages := self._ranges.of(count)):
+                raise BadDocument(f"it has {count} pages, and none of --pages")
         except (BadDocument, OSError) as error:
             self._total += 1
             self._fail(source, None, str(error))
-            return []
+            return False
         self._total += len(pages)
-        return pages
-
-    def _wanted(self, pages: int) -> list[int]:
-        if not (wanted := self._ranges.of(pages)):
-            raise BadDocument(f"it has {pages} pages, and none of --pages")
-        return wanted
+        if not self.force and (self.out / source.folder).is_dir():
+            with suppress(OSError, BadDocument):  # said when its turn comes
+                models.update(map(self._files(source).checkpoint_of, pages))
+        return True
 
     def _files(self, source: Source) -> PageFiles:
         """Raises OSError and BadDocument."""
         made_from = {"digest": digest(source.path), "dpi": self.dpi, "max_tokens": self.vlm.max_tokens}
         return PageFiles(self.out / source.folder, made_from, self._served.checkpoint)
 
-    def _hold_against(self, counted: Sequence[tuple[Source, list[int]]]) -> None:
-        """Raises InvalidRequest where another model has read some of the pages and these are not to be read again."""
-        models: Counter[str | None] = Counter()
-        for source, pages in counted:
-            if not self.force and (self.out / source.folder).is_dir():
-                with suppress(OSError, BadDocument):  # said when its turn comes
-                    files = self._files(source)
-                    models.update(files.checkpoint_of(page) for page in pages)
+    def _hold_against(self, models: Counter[str | None]) -> None:
+        """Raises InvalidRequest where another model has read some of the pages."""
         unknown = models.pop("", 0)
         others = sum(models.values()) - models[None] - models[self._served.checkpoint]
         if others:

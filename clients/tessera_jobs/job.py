@@ -1,8 +1,8 @@
 """A job: the rows of a source that have no result yet, asked; see the package for the data's way.
 
 And what it will cost, from some of its rows: how the server cuts their pictures, and how fast it answers them. They are
-asked as the job will ask them, as many at a time, and their answers are thrown away: a rate that nobody measured would
-be a guess.
+asked as the job will ask them, as many at a time, and their answers are thrown away: a rate that was not measured
+would be a guess.
 """
 
 from __future__ import annotations
@@ -90,28 +90,27 @@ class Settings:
         return Asker(client, self.patience, model=model)
 
 
+@dataclass
 class Job:
     """Rows into ``out``: a .jsonl that grows, or a .parquet that is written at the end and has its journal beside it
     until then. ``progress`` is called with the number of rows that are over, of all rows, and how fast they go, and
     ``notice`` with what the user should know at once."""
 
-    def __init__(
-        self,
-        source: Source,
-        out: Path,
-        settings: Settings,
-        progress: Callable[[int, int, str], None] = lambda done, total, rate: None,
-        notice: Callable[[str], None] = lambda words: None,
-    ) -> None:
+    source: Source
+    out: Path
+    settings: Settings
+    progress: Callable[[int, int, str], None] = lambda done, total, rate: None
+    notice: Callable[[str], None] = lambda words: None
+
+    def __post_init__(self) -> None:
+        out = self.out
         self._table = out.suffix == ".parquet"
         if self._table:
             import tessera_jobs.table  # noqa: F401  # says now that pyarrow is missing, not after the last row
         elif out.suffix != ".jsonl":
             raise InvalidRequest(f"results cannot be written as {out.name}", "let it end in .jsonl or .parquet")
-        if out.resolve() == source.path.resolve():
+        if out.resolve() == self.source.path.resolve():
             raise InvalidRequest(f"{out} is where the rows come from", "give another -o")
-        self.source, self.settings = source, settings
-        self._out, self._progress, self.notice = out, progress, notice
         self.journal = out.with_name(f"{out.name}.jsonl") if self._table else out
         """Where the results are until all rows are over."""
         self.tally = Tally()
@@ -137,10 +136,10 @@ class Job:
     def _take_up(self) -> None:
         """What an earlier run left becomes the journal that this one goes on with."""
         self.journal.parent.mkdir(parents=True, exist_ok=True)
-        if self._table and self._out.exists() and not self.journal.exists():
+        if self._table and self.out.exists() and not self.journal.exists():
             from tessera_jobs.table import read_table
 
-            rewrite(self.journal, read_table(self._out))
+            rewrite(self.journal, read_table(self.out))
         if self.settings.again and self.journal.exists():
             with closing(Journal(self.journal)) as lines:
                 Survey(self.source, lines)  # which refuses another job's
@@ -153,7 +152,7 @@ class Job:
         if self._table:
             from tessera_jobs.table import write_table
 
-            write_table(results, self._out, self._survey.id_type)
+            write_table(results, self.out, self._survey.id_type)
             self.journal.unlink()
         elif moved:
             rewrite(self.journal, results)
@@ -192,9 +191,9 @@ class Job:
             found.append(f"the pictures of {len(changed)} of its rows have changed since, the first {name!r:.80}")
         if found and not force:
             remedy = "--force asks these rows again; or give another -o"
-            raise InvalidRequest(f"{self._out} holds other results: {'; '.join(found)}", remedy)
+            raise InvalidRequest(f"{self.out} holds other results: {'; '.join(found)}", remedy)
         if unknown and not force:
-            words = f"{unknown} rows of {self._out} do not say which model or which pictures they are of"
+            words = f"{unknown} rows of {self.out} do not say which model or which pictures they are of"
             self.notice(f"{words} (an earlier version's): they are kept; --force asks them again")
         if force and served is None and (found or unknown):
             raise Unavailable("no server is there to ask again", "start one")
@@ -210,7 +209,7 @@ class Job:
     async def _ask_all(self) -> None:
         self._under_way: dict[str, asyncio.Future[None]] = {}
         self._reported = self._synced = self._started = time.monotonic()
-        self._progress(self.tally.kept, self.tally.rows, "")
+        self.progress(self.tally.kept, self.tally.rows, "")
         with ThreadPoolExecutor(FILES, "tessera-pictures") as self._files:
             await for_each(self._read_ahead(), self._work, self.settings.concurrency)
         self.tally.seconds = time.monotonic() - self._started
@@ -274,7 +273,7 @@ class Job:
         over = tally.kept + tally.answered + tally.failed
         if (now := time.monotonic()) > self._reported + REPORT_S or over == tally.rows:
             self._reported = now
-            self._progress(over, tally.rows, tally.speed(now - self._started))
+            self.progress(over, tally.rows, tally.speed(now - self._started))
         return place
 
 

@@ -124,7 +124,7 @@ def _about(path: str) -> tuple[int, ...]:
 
 
 def without_priority(options: Mapping[str, Any]) -> str | None:
-    """Options as the server gets them, but for who goes first, which changes no answer. Raises InvalidRequest."""
+    """Options as the server gets them, but for the priority, which changes no answer. Raises InvalidRequest."""
     return sampling({name: value for name, value in options.items() if name != "priority"})
 
 
@@ -132,7 +132,7 @@ class Source(ABC):
     """Rows that can be gone through several times, in which one that is none has an error."""
 
     passed_over: Sequence[str] = ()
-    """Fields that nobody asks for; known after the first row."""
+    """Fields that mean nothing here; known after the first row."""
     _named: bool | None = True
     """Whether its rows have ids of their own."""
 
