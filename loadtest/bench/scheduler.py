@@ -3,6 +3,8 @@ they were measured to take (`make bench NAME=scheduler`).
 
     python loadtest/bench scheduler --concurrency 64 --prompt 316 --answer 256
     python loadtest/bench scheduler --concurrency 256 --answer 4 --questions 4
+    python loadtest/bench scheduler --mix 92                        the load's open loop of 98 % short answers
+    python loadtest/bench scheduler --concurrency 96 --answer 4 --long-callers 32    two tenants
 
 Steps' times are InternVL3-8B's shape in bf16 on one H200 (2026-11-23). A forward of vision takes its time from the
 language model's steps. Questions about one picture come one after the other; from the second on the picture has its
@@ -21,11 +23,12 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import counting
 import figures
 import numpy as np
+import open_loop
 
 from bench.engine import PICTURE_START
 from tessera.engine.kv_cache.block_manager import BlockManager
@@ -51,48 +54,70 @@ def step_ms(tokens: int) -> float:
     return float(np.interp(tokens if tokens <= 64 else -(-tokens // 64) * 64, TOKENS, STEP_MS))
 
 
+class Kind(NamedTuple):
+    """What a request has of each: its picture's tiles, its prompt's tokens, its answer's."""
+
+    tiles: int
+    prompt: int
+    answer: int
+    name: str = "short"
+
+
+LONG = Kind(9, 2364, 256, "long")  # a picture of 1920 x 1080 pixels
+MIX_PROMPTS = {"short": 316, "long_prompt": 2316, "long_answer": 316}  # of open_loop's kinds
+
+
 @dataclass(eq=False)
 class Question:
-    """One request: which ``number`` it has among its picture's, when it was ``asked`` and left the vision stage."""
+    """One request: which ``number`` it has among its picture's, when it was ``asked`` and left the vision stage;
+    ``again``: whether its answer is followed by another question."""
 
     ids: np.ndarray
+    kind: Kind
     number: int
     asked: float
+    again: bool
     seen: float = 0.0
 
 
 class Simulation:
-    """A closed loop of ``concurrency`` requests, each of ``tiles``, ``prompt`` and ``answer`` tokens, this many
-    ``questions`` about each picture. ``step_time``: times that in bf16."""
+    """A closed loop of ``concurrency`` requests of a ``kind``, this many ``questions`` about each picture, and beside
+    it ``long_callers`` that ask LONG ones; ``mix``: requests a second of open_loop's, for ``seconds``. ``step_time``:
+    times that in bf16."""
 
     def __init__(
         self,
         concurrency: int,
-        tiles: int,
-        prompt: int,
-        answer: int,
+        kind: Kind,
         seed: int,
         questions: int = 1,
         step_time: float = 1.0,
         hand_over_ms: float = HAND_OVER_MS,
         rules: Rules = EVERY_RULE,
         max_batched_tokens: int = 8192,
+        long_callers: int = 0,
+        mix: float = 0.0,
+        seconds: float = 0.0,
     ) -> None:
         self.now = 0.0  # ms
         self.first_tokens: list[float] = []
+        self.spent: dict[str, list[float]] = {}  # by kind, ms from asking to the answer's end
         self.queued: list[float] = []  # from vision to the step that reads the prompt
         self.tokens = self.steps = 0
         self.idle = 0.0  # ms of the GPU
         self._scheduler = Scheduler(BlockManager(400_000, 16), max_batched_tokens, 256, rules)
-        self._sizes, self._questions, self._random = (tiles, prompt, answer), questions, random.Random(seed)
+        self._questions, self._random = questions, random.Random(seed)
         self._step_time, self._hand_over_ms = step_time, hand_over_ms
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._vision: deque[Question] = deque()  # those that wait there for a forward
         self._forward_ends, self._owed, self._handed_over = 0.0, 0.0, 0.0
         self._asked: dict[Sequence, Question] = {}
-        for _ in range(concurrency):
-            self._ask()
+        for asked in [kind] * concurrency + [LONG] * long_callers:
+            self._ask(asked)
+        for at, workload in open_loop.arrivals(mix, seconds, seed) if mix else ():
+            asked = Kind(1, MIX_PROMPTS[workload.name], workload.tokens, workload.name)
+            self._at(1e3 * at, self._ask, asked, None, False)
 
     def monotonic_ns(self) -> int:
         """The scheduler's clock."""
@@ -142,7 +167,11 @@ class Simulation:
             if len(sequence.outputs) == 1 and counts:
                 self.first_tokens.append(self.now - self._asked[sequence].asked)
             if sequence.finished:
-                self._ask(self._asked.pop(sequence))
+                question = self._asked.pop(sequence)
+                if counts:
+                    self.spent.setdefault(question.kind.name, []).append(self.now - question.asked)
+                if question.again:
+                    self._ask(question.kind, question)
 
     def _advance(self, to: float) -> None:
         while self._events and self._events[0][0] <= to:
@@ -154,11 +183,11 @@ class Simulation:
     def _at(self, when: float, act: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), act, arguments))
 
-    def _ask(self, before: Question | None = None) -> None:
-        ids, number = self._random_ids(self._sizes[1]), 0
+    def _ask(self, kind: Kind, before: Question | None = None, again: bool = True) -> None:
+        ids, number = self._random_ids(kind.prompt), 0
         if before and before.number + 1 < self._questions:
             ids[:-OWN_TOKENS], number = before.ids[:-OWN_TOKENS], before.number + 1
-        question = Question(ids, number, self.now)
+        question = Question(ids, kind, number, self.now, again)
         self._at(self.now + PREPROCESS_MS * self._random.uniform(0.7, 1.5), self._arrive, question)
 
     def _random_ids(self, count: int) -> np.ndarray:
@@ -174,9 +203,12 @@ class Simulation:
     def _forward(self) -> None:
         if self.now < self._forward_ends or not self._vision:
             return
-        tiles = self._sizes[0]
-        group = [self._vision.popleft() for _ in range(min(len(self._vision), max(1, FORWARD_TILES // tiles)))]
-        work = self._step_time * TILE_MS * tiles * len(group)
+        group, tiles = [self._vision.popleft()], 0
+        while (tiles := sum(question.kind.tiles for question in group)) < FORWARD_TILES and self._vision:
+            if tiles + self._vision[0].kind.tiles > FORWARD_TILES:
+                break
+            group.append(self._vision.popleft())
+        work = self._step_time * TILE_MS * tiles
         self._owed += work
         self._forward_ends = self.now + 1 + 1.6 * work  # beside steps
         for question in group:
@@ -189,7 +221,7 @@ class Simulation:
         self._at(self._handed_over, self._submit, question)
 
     def _submit(self, question: Question) -> None:
-        sampling = SamplingParameters(max_tokens=self._sizes[2], ignore_eos=True)
+        sampling = SamplingParameters(max_tokens=question.kind.answer, ignore_eos=True)
         spans, digest = np.array([[PICTURE_START, 0]], np.int32), np.zeros(2, np.int64)
         request = Request("", question.ids, spans, None, digest, sampling)
         sequence = Sequence(
@@ -225,21 +257,24 @@ def main() -> int:
     parser.add_argument("--step-time", type=float, default=1.0, help="times that in bf16; in FP8 it is about 0.6")
     parser.add_argument("--hand-over-ms", type=float, default=HAND_OVER_MS, help="from vision to the language model")
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--long-callers", type=int, default=0, help=f"beside the others, of {LONG}")
+    parser.add_argument("--mix", type=float, default=0.0, help="requests a second of an open loop, 98 %% short, alone")
     add_rules(parser)
     options = parser.parse_args()
     if options.seconds <= SKIPPED_MS / 1e3:
         parser.error(f"the first {SKIPPED_MS / 1e3:g} s do not count; give more --seconds")
     simulation = Simulation(
-        options.concurrency,
-        options.tiles,
-        options.prompt,
-        options.answer,
-        1,
+        0 if options.mix else options.concurrency,
+        Kind(options.tiles, options.prompt, options.answer),
+        15 if options.mix else 1,  # as the load's schedule
         options.questions,
         options.step_time,
         options.hand_over_ms,
         rules_of(options),
         options.max_batched_tokens,
+        options.long_callers,
+        options.mix,
+        options.seconds,
     )
     policies.time = simulation  # type: ignore[assignment]  # its clock
     simulation.run(1e3 * options.seconds)
@@ -248,7 +283,15 @@ def main() -> int:
         round(counting.percentile(sorted(each), 0.5)) for each in (simulation.first_tokens, simulation.queued)
     )
     name = f"simulated.{options.prompt}to{options.answer}.c{options.concurrency}"
-    for letter, what in (("t", "tiles"), ("q", "questions"), ("s", "step_time"), ("h", "hand_over_ms")):
+    if options.mix:
+        name = f"simulated.mix.r{options.mix:g}"
+    for letter, what in (
+        ("l", "long_callers"),
+        ("t", "tiles"),
+        ("q", "questions"),
+        ("s", "step_time"),
+        ("h", "hand_over_ms"),
+    ):
         if (given := getattr(options, what)) != parser.get_default(what):
             name += f".{letter}{given:g}"
     name += name_of_rules(options)
@@ -258,11 +301,19 @@ def main() -> int:
         round(simulation.tokens / counted),
         "tok/s",
         command,
-        req_s=round(simulation.tokens / counted / options.answer, 1),
+        req_s=round(sum(map(len, simulation.spent.values())) / counted, 1),
         ttft_p50_ms=first,
         queued_p50_ms=queued,
         steps_s=round(simulation.steps / counted, 1),
         idle=round(simulation.idle / counted / 1e3, 3),
+        kinds={
+            kind: {
+                "req_s": round(len(spent) / counted, 1),
+                "p50_ms": round(counting.percentile(sorted(spent), 0.5)),
+                "p99_ms": round(counting.percentile(sorted(spent), 0.99)),
+            }
+            for kind, spent in sorted(simulation.spent.items())
+        },
     )
     return 0
 
