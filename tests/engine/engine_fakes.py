@@ -84,6 +84,7 @@ class BookkeepingRunner:
     vocab_size = VOCABULARY
     position_axes = 1
     graph_steps = 0
+    step_times = ()
     weights, weight_bytes = "none", 0
 
     def __init__(self, num_blocks, block_size, salt=lambda length: 0, tokens=range(VOCABULARY), async_launch=False):

@@ -199,7 +199,7 @@ def test_where_nothing_is_cached_nobody_is_passed():
 
 @pytest.mark.parametrize(("ns_a_token", "answers", "most"), [(2, 1, 256), (1, 1, 512), (2, 17, 512)])
 def test_beside_follow_ups_with_short_answers_long_steps_are_half_as_long(monkeypatch, ns_a_token, answers, most):
-    monkeypatch.setattr(policies, "CHUNK_BESIDE_LONG_ANSWERS", 10_000)  # those cut steps by a rule of their own
+    monkeypatch.setattr(policies, "LEAST_CHUNK", 10_000)  # those cut steps by a rule of their own
     engine, runner = make_engine(num_blocks=900, max_model_len=1000, max_batched_tokens=512, max_sequences=8)
     runner.device_ns = lambda number, tokens: policies.LONG_NS // 512 * ns_a_token * tokens
     for number in range(20):
@@ -230,7 +230,7 @@ def test_beside_follow_ups_with_short_answers_long_steps_are_half_as_long(monkey
 def long_steps(monkeypatch, ns_a_token=2, answers=1, before=(), **config):
     """An engine in which steps of 512 tokens take long, or not, after N answers of M tokens and after one
     of each of the priorities ``before``."""
-    monkeypatch.setattr(policies, "CHUNK_BESIDE_LONG_ANSWERS", 10_000)  # those cut steps by a rule of their own
+    monkeypatch.setattr(policies, "LEAST_CHUNK", 10_000)  # those cut steps by a rule of their own
     sizes = {"num_blocks": 4000, "max_model_len": 1000, "max_batched_tokens": 512, "max_sequences": 40}
     engine, runner = make_engine(**sizes | config, prefix_cache="off")
     runner.device_ns = lambda number, tokens: policies.LONG_NS // 512 * ns_a_token * tokens
@@ -266,7 +266,8 @@ def test_long_steps_that_many_prompts_with_short_answers_share_are_shorter(monke
     engine, runner = long_steps(monkeypatch, **given)
     begun = len(runner.batches)
     for number in range(32):
-        engine.submit(make_request([number] * prompt, max_tokens=1, priority=priority))
+        answer = given.get("answers", 1)
+        engine.submit(make_request([number] * prompt, max_tokens=answer, ignore_eos=True, priority=priority))
     run(engine)
     assert tokens_of_step(runner, begun) == most
 
@@ -343,7 +344,7 @@ def cut(tokens, step):
 def beside_long_answers(decoding, tokens=0):
     """How many tokens a step has that decodes this many sequences and would read this many: the next tile's end or the
     last one's, whichever is nearer."""
-    wanted = decoding + max(tokens, policies.CHUNK_BESIDE_LONG_ANSWERS)
+    wanted = decoding + max(tokens, policies.LEAST_CHUNK)
     return min(range(0, 10_000, policies.TILE), key=lambda ends: abs(ends - wanted))
 
 
@@ -412,19 +413,20 @@ def test_no_step_is_launched_behind_one_that_takes_long(too_much, behind_prompts
     assert under_way == [0, 1] + [behind_prompts] * 3 + [1, 1]
 
 
-def steps_with_a_prompt(device_ns, tokens=480, answers=policies.SHORT_ANSWER + 1, before=10):
-    """Tokens of each step of up to 2048 that reads of a prompt of N, beside one that decodes and after others of
-    ``answers`` tokens, which told how long a token takes, all of priority 10; ``before`` is that of the first one."""
+def steps_with_a_prompt(device_ns, tokens=480, said=policies.SHORT_ANSWER + 1, before=10):
+    """Tokens of each step of up to 2048 that reads of a prompt of N, beside an answer of which so many are ``said`` and
+    after others, which told how long a token takes, all of priority 10; ``before`` is that of the first one."""
     engine, runner = make_engine(
         num_blocks=3000, max_model_len=4000, max_batched_tokens=2048, max_sequences=8, prefix_cache="off"
     )
     runner.device_ns = device_ns
     for number in range(16):
         priority = 10 if number else before
-        engine.submit(make_request([number] * 300, max_tokens=answers, ignore_eos=True, priority=priority))
+        engine.submit(make_request([number] * 300, max_tokens=17, ignore_eos=True, priority=priority))
     run(engine)
     engine.submit(make_request([1] * 10, max_tokens=1000, ignore_eos=True, priority=10))
-    engine.step()
+    for _ in range(said):
+        engine.step()
     begun = len(runner.batches)
     engine.submit(make_request([2] * tokens, "prompt", max_tokens=1, priority=10))
     while "prompt" not in ends(engine.step()):
@@ -446,7 +448,7 @@ def test_beside_long_answers_steps_with_prompts_are_short_where_full_ones_are_lo
 
 
 def test_beside_long_answers_the_more_is_unread_the_longer_a_step_is(monkeypatch):
-    monkeypatch.setattr(policies, "CHUNK_BESIDE_LONG_ANSWERS", 32)
+    monkeypatch.setattr(policies, "LEAST_CHUNK", 32)
     steps, left = steps_with_a_prompt(a_token_takes(LONG_FULL_STEP), 2000), 2000
     for step in steps:
         assert step - 1 == min(left, beside_long_answers(1, left // policies.LEAST_CHUNK_PART) - 1)
@@ -455,11 +457,11 @@ def test_beside_long_answers_the_more_is_unread_the_longer_a_step_is(monkeypatch
 
 
 def test_beside_long_answers_steps_read_as_much_of_a_prompt_however_many_decode(monkeypatch):
-    decoding = policies.CHUNK_BESIDE_LONG_ANSWERS + 100
+    decoding = policies.LEAST_CHUNK + 100
     engine, runner = make_engine(
         num_blocks=9000, max_model_len=2000, max_batched_tokens=2048, max_sequences=decoding + 1
     )
-    engine.scheduler.load.short_share = 0.0
+    monkeypatch.setattr(policies, "SHORT_ANSWER", 0)
     monkeypatch.setattr(engine.scheduler.load, "is_long", lambda tokens: tokens == 2048)
     for number in range(decoding):
         engine.submit(make_request([number], max_tokens=100, ignore_eos=True))
@@ -475,7 +477,7 @@ def test_beside_long_answers_steps_read_as_much_of_a_prompt_however_many_decode(
 
 def test_beside_long_answers_what_could_not_begin_makes_no_step_longer(monkeypatch):
     engine, runner = make_engine(num_blocks=9000, max_model_len=2000, max_batched_tokens=2048, max_sequences=4)
-    engine.scheduler.load.short_share = 0.0
+    monkeypatch.setattr(policies, "SHORT_ANSWER", 0)
     monkeypatch.setattr(engine.scheduler.load, "is_long", lambda tokens: tokens == 2048)
     for number in range(3):
         engine.submit(make_request([number], max_tokens=100, ignore_eos=True))
@@ -498,7 +500,7 @@ def test_steps_that_somebody_waits_for_are_no_longer_than_others(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device_ns", "answers"),
+    ("device_ns", "said"),
     [
         (a_token_takes(LONG_FULL_STEP), policies.SHORT_ANSWER),
         (a_token_takes(policies.LONG_NS // 2048), policies.SHORT_ANSWER + 1),
@@ -507,8 +509,33 @@ def test_steps_that_somebody_waits_for_are_no_longer_than_others(monkeypatch):
     ],
     ids=["short answers", "short full steps", "steps of few tokens that take as long", "one that compiled"],
 )
-def test_prompts_are_not_cut_where_answers_or_full_steps_are_short(device_ns, answers):
-    assert steps_with_a_prompt(device_ns, 2000, answers) == [2001]
+def test_prompts_are_not_cut_where_answers_or_full_steps_are_short(device_ns, said):
+    assert steps_with_a_prompt(device_ns, 2000, said) == [2001]
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "short"),
+    [
+        pytest.param([], [], True, id="nobody"),
+        pytest.param([17, 17], [], False, id="what was said"),
+        pytest.param([17, 16], [], False, id="as many of each"),
+        pytest.param([17, 16], [8], True, id="one that waits and was asked for little"),
+        pytest.param([17, 16], [300], False, id="others were long where as much was asked for"),
+        pytest.param([17, 16], [3000], True, id="others were not where more was asked for"),
+    ],
+)
+def test_what_runs_and_waits_says_whether_answers_are_short(said, asked, short):
+    """Whatever others with other wishes did just before."""
+    load = Scheduler(BlockManager(5, 4), 20, 4, Rules()).load
+    for tokens, most in [(400, 400)] * 20 + [(4, 4000)] * 20:
+        sequence = Sequence(make_request([1], max_tokens=most))
+        sequence.outputs = [7] * tokens
+        load.record_answer(sequence)
+    for queue, known, most in ((load.running, said, 1000), (load.waiting, [0] * len(asked), asked)):
+        for number, tokens in enumerate(known):
+            queue.append(Sequence(make_request([1], max_tokens=most if isinstance(most, int) else most[number])))
+            queue[-1].outputs = [7] * tokens
+    assert load.answers_are_short == short
 
 
 def test_a_preempted_sequence_waits_for_the_tokens_it_was_promised():
@@ -588,15 +615,17 @@ def test_a_burst_is_waited_for_less_beside_long_answers(monkeypatch, ended_by):
     gathering = Gathering(monkeypatch)
     gathering.add("first", 0, max_tokens=400, ignore_eos=True)
     gathering.started(0)
-    for number in range(12):  # which end after 17 tokens, more than a short answer has
-        arrived, quiet_ms = 100 * number, 12 if number < 11 else 3
-        gathering.add(f"{number}", arrived, max_tokens=17 + (ended_by != "length"), ignore_eos=True)
+    for number in range(7):  # two answers each of 17 tokens, more than a short one has; twelve of them tell
+        arrived, quiet_ms = 100 * number, 12 if number < 6 else 3
+        for name in (f"{number}a", f"{number}b"):
+            gathering.add(name, arrived, max_tokens=17 + (ended_by != "length"), ignore_eos=True)
         assert gathering.started(arrived + quiet_ms) == []
-        assert gathering.started(arrived + quiet_ms + 1) == [f"{number}"]
+        assert gathering.started(arrived + quiet_ms + 1) == [f"{number}a", f"{number}b"]
         for _ in range(16):
             gathering.started(arrived + quiet_ms + 1)
         if ended_by != "length":  # which is found where the text is made, and cancels the rest
-            gathering.scheduler.cancel(gathering.scheduler.running[-1], "stop")
+            for sequence in gathering.scheduler.running[1:]:
+                gathering.scheduler.cancel(sequence, "stop")
 
 
 def test_a_burst_waits_no_longer_than_for_a_full_step(monkeypatch):

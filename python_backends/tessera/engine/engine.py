@@ -17,6 +17,7 @@ import numpy as np
 
 from tessera.engine.kv_cache.block_manager import BlockManager, image_cache_ids
 from tessera.engine.process.messages import End, EngineMetrics, Progress
+from tessera.engine.scheduling.cost_model import CostModel
 from tessera.engine.scheduling.policies import Rules
 from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from tessera.engine.sequence import Request, Sequence
@@ -55,7 +56,8 @@ class Engine:
     ) -> None:
         blocks = BlockManager(runner.num_blocks, config.block_size)
         rules = Rules(bursts=runner.async_launch)
-        self.scheduler = Scheduler(blocks, config.max_batched_tokens, config.max_sequences, rules)
+        costs = CostModel(runner.step_times)
+        self.scheduler = Scheduler(blocks, config.max_batched_tokens, config.max_sequences, rules, costs)
         self.metrics = EngineMetrics(kv_blocks_total=runner.num_blocks, max_model_len=max_model_len)
         self.max_model_len = max_model_len
         self.weights, self.weight_bytes = runner.weights, runner.weight_bytes

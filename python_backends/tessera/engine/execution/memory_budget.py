@@ -66,7 +66,7 @@ class MemoryBudget:
         if self.config.kv_cache_bytes:
             return self.config.kv_cache_bytes
         torch.cuda.reset_peak_memory_stats(self.device)
-        batch, blocks = self._largest_step(max_model_len)
+        batch, blocks = prompts_of(self.config.max_batched_tokens, max_model_len, self.config)
         forward(blocks, batch)
         torch.cuda.synchronize(self.device)
         used = torch.cuda.max_memory_allocated(self.device) - blocks * self.bytes_per_block
@@ -78,21 +78,23 @@ class MemoryBudget:
             )
         return share - used - _RESERVE_BYTES
 
-    def _largest_step(self, max_model_len: int) -> tuple[ScheduledBatch, int]:
-        """A step of all the tokens one may have, each prompt's last token sampled, and the blocks that it needs."""
-        sampling, none = SamplingParameters(max_tokens=1), np.zeros((0, 2), np.int32)
-        left, first, spans = self.config.max_batched_tokens, 0, []
-        share = -(-left // min(self.config.max_sequences, _PROMPTS))
-        for _ in range(self.config.max_sequences):
-            length = min(left, max(max_model_len - 1, 1), share)
-            if not length:
-                break
-            sequence = Sequence(Request("", np.zeros(length, np.int32), none, None, none, sampling))
-            count = -(-length // self.config.block_size)
-            sequence.block_table = array("q", range(first, first + count))
-            spans.append(ScheduledSpan(sequence, 0, length, True))
-            left, first = left - length, first + count
-        return ScheduledBatch(sorted(spans, key=lambda span: span.count > 1)), first
+
+def prompts_of(tokens: int, max_model_len: int, config: EngineConfig) -> tuple[ScheduledBatch, int]:
+    """A step of this many tokens of whole prompts, each one's likeliest token chosen, and the blocks that it needs."""
+    sampling, none = SamplingParameters(max_tokens=1, temperature=0), np.zeros((0, 2), np.int32)
+    left, first, spans = tokens, 0, []
+    share = -(-left // min(config.max_sequences, _PROMPTS))
+    for _ in range(config.max_sequences):
+        length = min(left, max(max_model_len - 1, 1), share)
+        if not length:
+            break
+        sequence = Sequence(Request("", np.zeros(length, np.int32), none, None, none, sampling))
+        sequence.expect()
+        count = -(-length // config.block_size)
+        sequence.block_table = array("q", range(first, first + count))
+        spans.append(ScheduledSpan(sequence, 0, length, True))
+        left, first = left - length, first + count
+    return ScheduledBatch(sorted(spans, key=lambda span: span.count > 1)), first
 
 
 def engine_share(config: EngineConfig, total: int) -> int:

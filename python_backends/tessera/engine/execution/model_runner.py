@@ -14,7 +14,7 @@ from tessera.attention.backend import AttentionBackend, AttentionStep, create_ba
 from tessera.attention.kv_storage import KvStorage
 from tessera.checkpoint.weights import SafetensorsFolder, SafetensorsHeaders, fill, name_in_file, split_names
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in, image_rows, pack
-from tessera.engine.execution.memory_budget import MemoryBudget
+from tessera.engine.execution.memory_budget import MemoryBudget, prompts_of
 from tessera.engine.execution.sampler import Histories, SampledRows, SamplingRow, greedy, sample
 from tessera.engine.execution.step_graphs import DecodeGraphs, PromptGraphs, graph_sizes, prompt_sizes
 from tessera.engine.scheduling.scheduler import ScheduledBatch
@@ -29,13 +29,15 @@ if TYPE_CHECKING:
     from tessera.checkpoint.config import CheckpointConfig
 
 _LOG = logging.getLogger(__name__)
+_TIMED_STEPS = (1, 64, 256, 1024)  # tokens
 
 
 class ModelRunner:
     """One model, one attention backend on one cache, one device: what runs the engine's batches.
 
     ``async_launch``: whether a step goes on by itself once it was launched, so that the next should be planned
-    meanwhile. ``graph_steps`` counts the steps that ran as CUDA graphs.
+    meanwhile. ``graph_steps`` counts the steps that ran as CUDA graphs. ``step_times``: tokens and nanoseconds of
+    steps that were measured before any request came.
     """
 
     def __init__(self, model: Qwen2, attention: AttentionBackend, max_sequences: int) -> None:
@@ -48,6 +50,7 @@ class ModelRunner:
         self.num_blocks = attention.storage.num_blocks
         self.async_launch = weight.is_cuda
         self.graph_steps = 0
+        self.step_times: list[tuple[int, int]] = []
         self._model = model
         self._attention = attention
         self._dtype = weight.dtype
@@ -92,7 +95,25 @@ class ModelRunner:
             most_blocks = min(num_blocks, -(-max_model_len // config.block_size))
             token_counts = prompt_sizes(config.max_batched_tokens, model.products_a_token)
             whole.capture_graphs(graph_sizes(largest), token_counts, most_blocks)
+        if whole.async_launch:
+            whole.time_steps(max_model_len, config)
         return whole
+
+    def time_steps(self, max_model_len: int, config: EngineConfig) -> None:
+        """Measures what steps of prompts take, as far as the cache holds them; each runs twice, first to warm up.
+
+        No large ones: what they take is in proportion, and the first real one will tell.
+        """
+        for tokens in _TIMED_STEPS:
+            batch, blocks = prompts_of(min(tokens, config.max_batched_tokens), max_model_len, config)
+            if blocks > self.num_blocks:
+                break
+            for _ in range(2):
+                result = self.launch(batch)
+                result.tokens()
+            self.step_times.append((batch.tokens, result.device_ns()))
+        self.graph_steps = 0
+        self._previous.clear()
 
     def capture_graphs(self, batch_sizes: list[int], token_counts: list[int], most_blocks: int) -> None:
         """Records decode steps of these batch sizes and other steps of these numbers of tokens, where there are any.

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from tessera.engine.kv_cache.block_manager import BlockManager
+from tessera.engine.scheduling.cost_model import CostModel
 from tessera.engine.sequence import Sequence
 from tessera.prompt.sampling import Expected
 
 SHORT_ANSWER = 16  # tokens
 # A step that takes longer is long: the later the next is planned the more it knows of, and the less it is in the way.
 LONG_NS = 50_000_000
-# Prompts that fill this part of a step say what a token takes; less would mostly say what a step costs anyway.
-TELLING_PART = 8
 # As long as no request is this far behind the one before, they are taken to be of one burst. Where answers are short,
 # steps run for the prompts' sake, and the fewer the better; where they are long, steps run anyway, and a prompt that
 # waits only holds up its own answer.
@@ -27,7 +26,9 @@ BURST_GAP_NS = 12_000_000
 BURST_GAP_BESIDE_LONG_ANSWERS_NS = 3_000_000
 LONGEST_BURST_NS = 100_000_000  # but none waits for the others longer than that
 MOST_PASSED_NS = 1_000_000_000
-CHUNK_BESIDE_LONG_ANSWERS = 192
+# Beside long answers a step with prompts may take this many times as long as without: each of them waits for it.
+SLOWDOWN_BESIDE_LONG_ANSWERS = 5 / 3
+LEAST_CHUNK = 192  # that was ever measured
 LEAST_CHUNK_PART = 16
 TILE = 64
 EVEN_PROMPTS = 16
@@ -54,41 +55,48 @@ class Rules:
 
 
 class Load:
-    """What the rules look at: the limits, the queues, and what steps, answers and arrivals so far have told."""
+    """What the rules look at: the limits, the queues, and what steps and arrivals so far have told."""
 
-    def __init__(self, max_batched_tokens: int, max_sequences: int, rules: Rules) -> None:
+    def __init__(self, max_batched_tokens: int, max_sequences: int, rules: Rules, costs: CostModel) -> None:
         self.max_batched_tokens = max_batched_tokens
         self.max_sequences = max_sequences
         self.rules = rules
+        self.costs = costs
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         # Never so few that decodes could keep every prompt out.
         self.least_tokens = min(max_batched_tokens, 2 * max_sequences)
         self.expected = Expected()
         self.worst_priority = -(2**63)  # of all so far
-        self.short_share = 1.0  # of the recent answers
-        self._ns_a_token: deque[float] = deque(maxlen=8)  # in the recent steps that tell
+        # Of the recent answers, by the power of two of the tokens asked for: tenants with long answers and tenants with
+        # short ones mostly differ in these, and then the one's do not speak for the other's.
+        self._short_share: dict[int, float] = {}
 
     def record_arrival(self, priority: int, arrival_ns: int) -> None:
         self.expected.saw(priority, arrival_ns)
         self.worst_priority = max(self.worst_priority, priority)
 
-    def record_step(self, tokens: int, prompt_tokens: int, device_ns: int) -> None:
-        """A step of ``tokens``, of which prompts had ``prompt_tokens``, took this long."""
-        if prompt_tokens >= max(tokens // 2, self.max_batched_tokens // TELLING_PART):
-            self._ns_a_token.append(device_ns / tokens)
-
-    def record_answer(self, tokens: int) -> None:
-        """An answer of at least one token has ended."""
-        self.short_share += ((tokens <= SHORT_ANSWER) - self.short_share) / 16
-
     def is_long(self, tokens: int) -> bool:
-        """Whether a step of N tokens takes long, by the fastest of those that told: others had company on the GPU."""
-        return bool(self._ns_a_token) and tokens * min(self._ns_a_token) > LONG_NS
+        """Whether a step of N tokens takes long."""
+        return self.costs.step_ns(tokens) > LONG_NS
+
+    def record_answer(self, sequence: Sequence) -> None:
+        """A sequence has ended that has said something."""
+        asked = sequence.max_tokens.bit_length()
+        share = self._short_share.get(asked, 1.0)
+        self._short_share[asked] = share + ((len(sequence.outputs) <= SHORT_ANSWER) - share) / 16
+
+    def is_short(self, sequence: Sequence) -> bool:
+        """Whether its answer is likely to be: by what it has said, else by others that were asked for as much."""
+        if len(sequence.outputs) > SHORT_ANSWER:
+            return False
+        return sequence.max_tokens <= SHORT_ANSWER or self._short_share.get(sequence.max_tokens.bit_length(), 1) > 0.5
 
     @property
     def answers_are_short(self) -> bool:
-        return self.short_share > 0.5
+        """Whether most are of those that run or could; decided by these alone at each step."""
+        everyone = [*self.running, *self.admissible()]
+        return not everyone or 2 * sum(map(self.is_short, everyone)) > len(everyone)
 
     def admissible(self) -> list[Sequence]:
         """Those that wait and for which there are places."""
@@ -158,7 +166,8 @@ def prompt_tokens(load: Load) -> int:
 
 def _short_chunk(load: Load) -> int:
     """Beside long answers: the weights are read for those that decode anyway, which takes about as long as 192 tokens
-    of prompts. W4a 8,963 -> 9,217 and 9,208 tok/s, first token 361 -> 172 and 84 ms.
+    of prompts (InternVL3-8B's shape on an H200, in bf16 and in FP8). W4a 8,963 -> 9,217 and 9,208 tok/s, first token
+    361 -> 172 and 84 ms.
 
     And prompts that share a step are answered together, so that their callers' next ones come together again, and the
     first waits for the last. But at least a sixteenth of what could be read now: else prompts could come faster than
@@ -168,7 +177,9 @@ def _short_chunk(load: Load) -> int:
     """
     reading = [sequence for sequence in load.running[-1:] if sequence.pending > 1]
     unread = sum(sequence.pending for sequence in (*reading, *load.admissible()))
-    tokens = len(load.running) - len(reading) + max(CHUNK_BESIDE_LONG_ANSWERS, unread // LEAST_CHUNK_PART)
+    decoding = len(load.running) - len(reading)
+    most_ns = SLOWDOWN_BESIDE_LONG_ANSWERS * load.costs.step_ns(decoding)
+    tokens = max(decoding + LEAST_CHUNK, decoding + unread // LEAST_CHUNK_PART, int(load.costs.tokens_within(most_ns)))
     return min((tokens + TILE // 2) // TILE * TILE, load.max_batched_tokens)
 
 

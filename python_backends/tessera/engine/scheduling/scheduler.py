@@ -18,6 +18,7 @@ from functools import cached_property
 
 from tessera.engine.kv_cache.block_manager import BlockManager
 from tessera.engine.scheduling import policies
+from tessera.engine.scheduling.cost_model import CostModel
 from tessera.engine.scheduling.policies import Load, Rules, StepBudget
 from tessera.engine.sequence import NOT_FINITE, Report, SampledToken, Sequence
 
@@ -28,9 +29,16 @@ class Scheduler:
     Each planned batch must run, in order, and be given to :meth:`apply`; the next may be planned before that.
     """
 
-    def __init__(self, blocks: BlockManager, max_batched_tokens: int, max_sequences: int, rules: Rules) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_batched_tokens: int,
+        max_sequences: int,
+        rules: Rules,
+        costs: CostModel | None = None,
+    ) -> None:
         self.blocks = blocks
-        self.load = Load(max_batched_tokens, max_sequences, rules)
+        self.load = Load(max_batched_tokens, max_sequences, rules, costs or CostModel())
         self.waiting, self.running = self.load.waiting, self.load.running
         self.parked: list[Sequence] = []
         self.preemptions = 0
@@ -90,8 +98,7 @@ class Scheduler:
 
     def record_step_time(self, batch: ScheduledBatch, device_ns: int) -> None:
         """How long a planned batch ran."""
-        read = sum(span.count for span in batch.spans if span.count > 1)
-        self.load.record_step(batch.tokens, read, device_ns)
+        self.load.costs.record(batch.tokens, device_ns)
 
     def cancel(self, sequence: Sequence, reason: str) -> None:
         """Ends a sequence early that has not ended, wherever it is."""
@@ -200,7 +207,7 @@ class Scheduler:
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.outputs:
-            self.load.record_answer(len(sequence.outputs))
+            self.load.record_answer(sequence)
         next(each for each in (self.running, self.waiting, self.parked) if sequence in each).remove(sequence)
         self.blocks.release(sequence)
 
