@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from bench import scheduler as bench_scheduler
-from bench.scheduler import Simulation
+from bench.scheduler import Kind, Simulation
 
 from tessera.engine.scheduling import policies
 
 
-def simulated(monkeypatch: pytest.MonkeyPatch, concurrency: int, answer: int, questions: int = 1) -> Simulation:
-    simulation = Simulation(concurrency, tiles=1, prompt=64, answer=answer, seed=3, questions=questions)
+def simulated(
+    monkeypatch: pytest.MonkeyPatch, concurrency: int, answer: int, questions: int = 1, **options
+) -> Simulation:
+    simulation = Simulation(concurrency, Kind(1, 64, answer), seed=3, questions=questions, **options)
     monkeypatch.setattr(policies, "time", simulation)
     monkeypatch.setattr(bench_scheduler, "SKIPPED_MS", 500.0)
     simulation.run(3000.0)
@@ -43,3 +45,11 @@ def test_what_questions_about_a_picture_have_in_common_is_read_once(monkeypatch,
     simulated(monkeypatch, 1, 2, questions)
     prompts = [planned[number] for number in range(questions)]
     assert [len(each.offered) * 16 for each in prompts] == read
+
+
+def test_kinds_of_requests_are_told_apart(monkeypatch):
+    """A second tenant beside the first; and the load's open loop, of which nobody asks again."""
+    tenants = simulated(monkeypatch, 8, 2, long_callers=1)
+    assert len(tenants.spent["short"]) > 100 and {each.kind.name for each in tenants._asked.values()} >= {"long"}
+    mixed = simulated(monkeypatch, 0, 1, mix=60.0, seconds=3.0)
+    assert 120 < sum(map(len, mixed.spent.values())) < 180 and mixed.spent.keys() > {"short"}
