@@ -27,7 +27,6 @@ from engine_fakes import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
-from test_grammar import POINT
 
 from tessera.engine.execution.sampler import SamplingRow, sample
 from tessera.engine.structured_output import constraints as constraints_module
@@ -37,7 +36,6 @@ from tessera.errors import InvalidRequest
 from tessera.kernels.transfer import Moment
 from tessera.prompt import grammar
 from tessera.prompt.sampling import SamplingParameters
-from tessera.prompt.tokenizer import Tokenizer
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
 
@@ -163,20 +161,6 @@ def test_what_others_wrote_ends_no_answer(monkeypatch):
     assert [follow(seed) for seed in range(12)] == [None] * 12
 
 
-def test_the_default_checkpoint_writes_what_it_must():
-    tokenizer = Tokenizer.from_folder(CHECKPOINT)
-    constraints = Constraints(tokenizer, tokenizer.vocab_size + 3, (2,))
-    one = constraints.matcher(SamplingParameters.parse({"json_schema": POINT}))
-    dice, ids = random.Random(0), []
-    while True:
-        token = dice.choice(sorted(allowed(one.mask)))
-        if token == 2:
-            break
-        ids.append(token)
-        one.advance(token)
-    assert set(json.loads(tokenizer.decode(ids))) == {"x", "kind"}
-
-
 def test_the_sampler_chooses_among_what_is_allowed():
     logits = torch.tensor([[5.0, 1.0, 3.0, 2.0, 0.0, 4.0, -1.0, 0.5, 9.0, 8.0]]).repeat(3, 1)
     mask = np.packbits([0, 1, 1, 0, 0, 0, 0, 0, 0, 1], bitorder="little")
@@ -210,21 +194,6 @@ def test_constrained_and_free_answers_share_batches(async_launch):
     assert all(f"free {n}" in ran for ran in names[:12] for n in range(3))
     steps = [place for place, ran in enumerate(names) if "bound 0" in ran]
     assert all(later - earlier == 1 + async_launch for earlier, later in pairwise(steps[:6]))
-
-
-@pytest.mark.parametrize("async_launch", [False, True])
-def test_a_preempted_answer_goes_on_where_it_was(async_launch):
-    jobs = [make_request([n, n + 1, 9], f"{n}", max_tokens=40, regex="([a-f]{7}-){3}") for n in range(4)]
-    engine, _ = make_engine(num_blocks=14, async_launch=async_launch)
-    for job in jobs:
-        engine.submit(job)
-    events = run(engine)
-    assert engine.scheduler.preemptions > 0
-    for job in jobs:
-        calm, _ = make_engine(num_blocks=200)
-        calm.submit(job)
-        assert text_of(events, job.request_id) == text_of(run(calm), job.request_id)
-        assert re.fullmatch("([a-f]{7}-){3}", text_of(events, job.request_id))
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from engine_fakes import ByteTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,69 +24,37 @@ def deltas(tokens, together=1, **parameters):
     return [*texts, detokenizer.flush()], detokenizer.stopped
 
 
-def test_incomplete_characters_are_held_back():
-    texts, _ = deltas("aä€😀b".encode())
-    assert texts == ["a", "", "ä", "", "", "€", "", "", "", "😀", "b", ""]
-
-
-def test_incomplete_end_is_flushed():
-    texts, _ = deltas("ok€".encode()[:-1])
-    assert texts == ["o", "k", "", "", "\ufffd"]
+@pytest.mark.parametrize(
+    ("tokens", "together", "asked", "texts"),
+    [
+        pytest.param("aä€😀b".encode(), 1, {}, ["a", "", "ä", "", "", "€", "", "", "", "😀", "b", ""], id="incomplete"),
+        pytest.param("ok€".encode()[:-1], 1, {}, ["o", "k", "", "", "\ufffd"], id="an incomplete end is flushed"),
+        pytest.param("aä€bb€".encode(), 4, {}, ["aä", "€bb", "€", ""], id="several at once show what is whole"),
+        pytest.param(b"yes no and", 10, {"stop": "no"}, ["yes ", ""], id="a stop string in the middle of several"),
+        pytest.param([5000, *b"a", *[9999] * 4, *b"b"], 9, {}, ["ab", ""], id="ids beyond the tokenizer"),
+        pytest.param([*b"a", 256, *b"b"], 9, {}, ["ab", ""], id="special"),
+        pytest.param([*b"a", 256, *b"b"], 9, {"skip_special_tokens": False}, ["a<eos>b", ""], id="special shown"),
+        pytest.param(b"say ST now", 3, {"stop": "STOP"}, ["say", " ", "ST no", "w", ""], id="held and released"),
+        pytest.param(b"a ST", 1, {"stop": "STOP"}, ["a", " ", "", "", "ST"], id="released by the end"),
+        pytest.param(
+            b"say STOP now",
+            20,
+            {"stop": ["STOP"], "include_stop_str_in_output": True},
+            ["say STOP", ""],
+            id="a stop string included",
+        ),
+        # An unfinished character becomes U+FFFD only when the answer ends.
+        pytest.param(b"a!\xe2", 3, {"stop": "!\ufffd"}, ["a", ""], id="a stop string that the end completes"),
+    ],
+)
+def test_texts(tokens, together, asked, texts):
+    assert deltas(tokens, together, **asked)[0] == texts
 
 
 def test_tokens_that_never_make_a_character_do_not_pile_up():
     texts, _ = deltas([0xFF] * 40 + list(b"end"))
     assert "".join(texts) == "\ufffd" * 40 + "end"
     assert texts[23] == "\ufffd"
-
-
-def test_several_tokens_at_once_show_what_is_whole():
-    texts, _ = deltas("aä€b".encode(), together=4)
-    assert texts == ["aä", "€b", ""]
-    texts, _ = deltas("ab€".encode(), together=4)
-    assert texts == ["ab", "€", ""]
-
-
-def test_a_stop_string_in_the_middle_of_several_tokens_ends_there():
-    detokenizer = Detokenizer(ByteTokenizer(), SamplingParameters(stop=("no",)))
-    assert detokenizer.push(list(b"yes no and more")) == ("yes ", 6)
-    assert detokenizer.stopped and detokenizer.flush() == ""
-
-
-def test_ids_beyond_the_tokenizer_are_silent():
-    texts, _ = deltas([5000, *b"a", *[9999] * 40, *b"b"])
-    assert "".join(texts) == "ab"
-
-
-def test_special_tokens():
-    assert "".join(deltas([*b"a", 256, *b"b"])[0]) == "ab"
-    assert "".join(deltas([*b"a", 256, *b"b"], skip_special_tokens=False)[0]) == "a<eos>b"
-
-
-def test_stop_string_across_deltas():
-    texts, stopped = deltas(b"say STOP now", stop="STOP")
-    assert stopped and "".join(texts) == "say "
-    assert texts == ["s", "a", "y", " ", "", "", "", "", ""]
-
-
-def test_stop_string_included():
-    texts, stopped = deltas(b"say STOP now", stop=["STOP"], include_stop_str_in_output=True)
-    assert stopped and "".join(texts) == "say STOP"
-
-
-def test_held_text_is_released_when_no_stop_comes():
-    texts, stopped = deltas(b"a STO a ST", stop="STOP")
-    assert not stopped
-    assert texts == ["a", " ", "", "", "", "STO ", "a", " ", "", "", "ST"]
-
-
-def test_first_stop_string_wins():
-    assert "".join(deltas(b"xabyabc", stop=["abc", "by"])[0]) == "xa"
-
-
-def test_stop_strings_count_only_after_min_tokens():
-    texts, stopped = deltas(b"END and END", stop="END", min_tokens=3)
-    assert stopped and "".join(texts) == "END and "
 
 
 pieces = st.sampled_from(["a", "b", "c", "ä", "€", "😀", "ab"])
@@ -128,10 +97,3 @@ def test_a_stop_string_counts_if_any_of_it_follows_min_tokens(letters, stops, le
             assert stopped and "".join(texts) == answer[: min(begun)]
             return
     assert not stopped and "".join(texts) == answer
-
-
-def test_a_stop_string_that_the_end_completes_is_a_stop():
-    """An unfinished character becomes U+FFFD only when the answer ends."""
-    detokenizer = Detokenizer(ByteTokenizer(), SamplingParameters(stop=("!\ufffd",)))
-    assert detokenizer.push(list(b"a!\xe2")) == ("a", 3)
-    assert (detokenizer.flush(), detokenizer.stopped) == ("", True)

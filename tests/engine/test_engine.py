@@ -19,11 +19,30 @@ def answer(script, **sampling):
     return run(engine)
 
 
-def test_max_tokens_ends_with_length():
-    events = answer(b"abcdef", max_tokens=4)
-    assert (text_of(events), ends(events)) == ("abcd", {"r": "length"})
-    assert [e.finish_reason for e in events] == [None, None, None, "length"]
-    assert events[-1].usage == (3, 4, 0)
+SHOWN = dict(skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("script", "asked", "text", "reason", "completion"),
+    [
+        (b"abcdef", dict(max_tokens=4), "abcd", "length", 4),
+        ([*b"ab", EOS], dict(max_tokens=9, **SHOWN), "ab", "stop", 3),
+        ([*b"ab", EOS], dict(max_tokens=9, include_stop_str_in_output=True, **SHOWN), "ab<eos>", "stop", 3),
+        ([*b"ab", EOS], dict(max_tokens=5, ignore_eos=True, **SHOWN), "ab<eos>ab", "length", 5),
+        (b"yes. no", dict(max_tokens=50, stop=". "), "yes", "stop", 5),
+        (b"abc", dict(max_tokens=3, stop="c"), "ab", "stop", 3),
+        (b"abcd", dict(max_tokens=3, stop="cdx"), "abc", "length", 3),  # what was held comes with the end
+        ("a€".encode()[:3], dict(max_tokens=3), "a\ufffd", "length", 3),
+        (b"say STOP now", dict(max_tokens=12, min_tokens=6, stop="STOP"), "say ", "stop", 8),
+        (b"STOP", dict(max_tokens=4, min_tokens=4, stop="STOP"), "STOP", "length", 4),
+        (b"b!\xe2", dict(max_tokens=3, stop="!\ufffd"), "b", "stop", 3),
+        (b"b!b", dict(max_tokens=3, stop="!\ufffd"), "b!b", "length", 3),
+    ],
+)
+def test_how_an_answer_ends(script, asked, text, reason, completion):
+    events = answer(script, **asked)
+    assert (text_of(events), ends(events)) == (text, {"r": reason})
+    assert events[-1].usage == (3, completion, 0) and tokens_of(events) == (list(script) * 2)[:completion]
 
 
 @pytest.mark.parametrize(("num_blocks", "room"), [(100, 200), (40, 160)])  # of context and cache the smaller counts
@@ -48,36 +67,6 @@ def test_answers_without_max_tokens_reserve_nothing():
     assert len(engine.scheduler.running) == 8 and engine.scheduler.blocks.used == 8
     assert all(len(sequence.ids) < 100 and len(sequence.identities) < 100 for sequence in sequences)
     assert set(ends(run(engine)).values()) == {"stop"}
-
-
-def test_eos_ends_with_stop_and_is_not_shown():
-    events = answer([*b"ab", EOS], max_tokens=9, skip_special_tokens=False)
-    assert (text_of(events), tokens_of(events), ends(events)) == ("ab", [*b"ab", EOS], {"r": "stop"})
-
-
-def test_eos_is_shown_when_stops_are_included():
-    events = answer([*b"ab", EOS], max_tokens=9, skip_special_tokens=False, include_stop_str_in_output=True)
-    assert text_of(events) == "ab<eos>"
-
-
-def test_ignore_eos():
-    events = answer([*b"ab", EOS], max_tokens=5, ignore_eos=True)
-    assert (tokens_of(events), ends(events)) == ([*b"ab", EOS, *b"ab"], {"r": "length"})
-
-
-def test_stop_string_ends_the_request():
-    events = answer(b"yes. no", max_tokens=50, stop=". ")
-    assert (text_of(events), ends(events)) == ("yes", {"r": "stop"})
-    assert events[-1].usage.completion_tokens == 5
-
-
-def test_stop_string_in_the_last_token_is_a_stop():
-    assert ends(answer(b"abc", max_tokens=3, stop="c")) == {"r": "stop"}
-
-
-def test_held_text_comes_with_the_end():
-    assert text_of(answer(b"abcd", max_tokens=3, stop="cdx")) == "abc"
-    assert text_of(answer("a€".encode()[:3], max_tokens=3)) == "a\ufffd"
 
 
 def test_events_carry_times_and_counts():
@@ -215,16 +204,3 @@ def test_labels_beyond_the_model_s_vocabulary_are_refused():
     engine._tokenizer.encode = lambda text, special: [*text.encode(), 1 << 20]
     with pytest.raises(InvalidRequest, match="the model knows 0..299"):
         engine.submit(make_request([1], choices=["a", "b"]))
-
-
-def test_a_stop_string_begun_within_min_tokens_ends_the_request():
-    events = answer(b"say STOP now", max_tokens=12, min_tokens=6, stop="STOP")
-    assert (text_of(events), ends(events)) == ("say ", {"r": "stop"})
-    assert answer(b"STOP", max_tokens=4, min_tokens=4, stop="STOP")[-1].finish_reason == "length"
-
-
-@pytest.mark.parametrize(("script", "reason"), [(b"b!\xe2", "stop"), (b"b!b", "length")])
-def test_a_stop_string_that_the_last_text_completes_is_a_stop(script, reason):
-    """An unfinished character becomes U+FFFD only when the answer ends."""
-    events = answer(script, max_tokens=3, stop="!\ufffd")
-    assert (text_of(events), ends(events)) == ({"stop": "b", "length": "b!b"}[reason], {"r": reason})

@@ -103,24 +103,6 @@ def test_only_branches_are_asked_for_and_nothing_is_computed_twice(token_ids):
     assert ran == len({path[:end] for path in branching for end in range(1, len(path) + 1)})
 
 
-@settings(max_examples=50)
-@given(LABELS, st.randoms(use_true_random=False))
-def test_the_order_of_the_labels_changes_nothing_else(token_ids, dice):
-    after, shuffled = language_model(1), list(token_ids)
-    dice.shuffle(shuffled)
-    one, other = (scored(ids, after)[0].answer().scores for ids in (token_ids, shuffled))
-    one, other = (
-        {score["label"]: [score["logprob"], score["normalized"]] for score in scores} for scores in (one, other)
-    )
-    assert set(one) == set(other)
-    assert all(one[label] == pytest.approx(other[label]) for label in one)
-
-
-def test_labels_of_different_first_tokens_need_the_prompt_alone():
-    scorer, branches = scored([[0, 1, 1], [1], [2, 0]], language_model(2))
-    assert branches == [Branch((), (0, 1, 2))] and scorer.longest_path == 0
-
-
 def test_a_label_that_begins_another_ends_there_by_any_stop_token():
     """ "no", "no wire" and "yes": a quarter wants "no" of which half ends, by two tokens; the rest is forced."""
     scorer = LabelScorer(["no", "no wire", "yes"], [[7], [7, 8, 9], [5]], [2, 1])

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_fakes import make_request, run, tiny_engine, tiny_model, tokens_of
-from penalties_reference import penalized, plain_answer
-from test_equivalence import WAYS, answers, requests
+from engine_fakes import make_request
+from penalties_reference import penalized
 
-from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.execution.sampler import Histories, SamplingRow, echoes, history, sample
 from tessera.engine.sequence import Sequence
 from tessera.kernels.transfer import Moment
@@ -137,12 +135,6 @@ def test_log_probabilities_are_those_before_penalties():
     assert report.top == ((1, pytest.approx(float(raw[1]))),)
 
 
-def test_min_tokens_and_penalties_together():
-    sequence = Sequence(make_request([1, 2], max_tokens=3, min_tokens=1, no_repeat_ngram_size=1), stop_ids=(0,))
-    histories = Histories(1, torch.device("cpu"))
-    assert step(histories, [sequence], torch.tensor([[9.0, 8.0, 7.0, 6.0, 5.0]])) == [3]
-
-
 def test_the_smallest_penalty_makes_no_nan():
     sequence = Sequence(make_request([1], max_tokens=3, repetition_penalty=1e-300))
     assert step(Histories(1, torch.device("cpu")), [sequence], torch.tensor([[0.5, 2.0]])) == [1]
@@ -155,55 +147,3 @@ def test_logits_that_are_not_finite_end_the_answer_still():
     for logits in ([0.0, float("nan"), 1.0], [0.0, float("inf"), 1.0]):  # of the token that is ruled out
         sequence.in_flight = 0
         assert step(Histories(1, torch.device("cpu")), [sequence], torch.tensor([logits])) == [-1]
-
-
-MODEL = tiny_model()
-WANTED = dict(repetition_penalty=1.2, frequency_penalty=0.4, presence_penalty=0.3, no_repeat_ngram_size=2)
-REPEATING = dict(repetition_penalty=0.6, no_repeat_ngram_size=3)  # each speaks against the other
-
-
-def mixed(**sampling):
-    """Test_equivalence's requests, with penalties of two kinds and without."""
-    kinds = [requests(**kind, **sampling) for kind in (WANTED, REPEATING, {})]
-    return [each[number % 3] for number, each in enumerate(zip(*kinds))]
-
-
-@pytest.fixture(scope="module")
-def expected():
-    engine = tiny_engine(MODEL, prefix_cache="off", attention="torch")
-    assert isinstance(engine._runner, ModelRunner)
-    return [plain_answer(engine._runner, request) for request in mixed(max_tokens=20)]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("together", [True, False])
-def test_answers_of_the_processors(way, together, expected):
-    assert answers(tiny_engine(MODEL, **WAYS[way]), mixed(max_tokens=20), together) == expected
-
-
-def test_answers_of_the_processors_after_preemption(expected):
-    block = 2 * 2 * 4 * 2 * 8 * 4
-    engine = tiny_engine(MODEL, kv_cache_bytes=28 * block)
-    assert answers(engine, mixed(max_tokens=20)) == expected
-    assert engine.metrics.preemptions > 0
-
-
-@pytest.mark.parametrize("name", WANTED)
-def test_each_penalty_matters(name):
-    others = {} if name == "repetition_penalty" else dict(repetition_penalty=0.6)
-    without = answers(tiny_engine(MODEL), requests(max_tokens=20, **others))
-    assert answers(tiny_engine(MODEL), requests(max_tokens=20, **others, **{name: WANTED[name]})) != without
-
-
-@pytest.mark.parametrize("way", ["cached", "pieces", "few at once"])
-def test_a_seed_draws_the_same_tokens_with_penalties_in_any_company(way):
-    sampling = dict(temperature=1.5, top_p=0.95, seed=11)
-    lonely = [answers(tiny_engine(MODEL), [request])[0] for request in mixed(**sampling)]
-    assert answers(tiny_engine(MODEL, **WAYS[way]), mixed(**sampling)) == lonely
-
-
-def test_an_answer_without_repeats():
-    engine = tiny_engine(MODEL)
-    engine.submit(make_request([5, 6, 7], max_tokens=100, ignore_eos=True, no_repeat_ngram_size=1))
-    said = tokens_of(run(engine))
-    assert len(set(said)) == 100 and not {5, 6, 7} & set(said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 import numpy as np
@@ -180,38 +181,22 @@ def held_manager():
     return manager, sequence
 
 
-def break_holder(manager, sequence):
-    manager._holders[sequence.block_table[0]] += 1
-
-
-def break_free(manager, sequence):
-    manager._free[sequence.block_table[1]] = None
-
-
-def break_leak(manager, sequence):
-    sequence.block_table.pop()
-
-
-def break_repeat(manager, sequence):
-    sequence.block_table[1] = sequence.block_table[0]
-
-
-def break_computed(manager, sequence):
-    sequence.computed = 40
-
-
-def break_index(manager, sequence):
-    manager._index._key_of.pop(sequence.block_table[0])
-
-
-def break_content(manager, sequence):
+def other_content(manager):
     key, entry = next(iter(manager._index._by_key.items()))
     manager._index._by_key[key] = entry._replace(ids=np.arange(1, 5).tobytes())
 
 
 @pytest.mark.parametrize(
     "damage",
-    [break_holder, break_free, break_leak, break_repeat, break_computed, break_index, break_content],
+    [
+        lambda manager, sequence: operator.setitem(manager._holders, sequence.block_table[0], 2),
+        lambda manager, sequence: operator.setitem(manager._free, sequence.block_table[1], None),
+        lambda manager, sequence: sequence.block_table.pop(),
+        lambda manager, sequence: operator.setitem(sequence.block_table, 1, sequence.block_table[0]),
+        lambda manager, sequence: setattr(sequence, "computed", 40),
+        lambda manager, sequence: manager._index._key_of.pop(sequence.block_table[0]),
+        lambda manager, sequence: other_content(manager),
+    ],
 )
 def test_check_notices(damage):
     manager, sequence = held_manager()

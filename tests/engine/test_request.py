@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -68,18 +69,8 @@ def test_logprobs_is_a_number_or_a_switch(value, expected):
 def test_choices_are_labels_in_the_order_given():
     assert SamplingParameters.parse({"choices": ["no", "yes"]}).choices == ("no", "yes")
     assert SamplingParameters.parse({"choices": None}).choices is None
-    harmless = {
-        "temperature": 0,
-        "max_tokens": 3,
-        "top_p": 0.5,
-        "seed": 1,
-        "min_tokens": 0,
-        "stop": [],
-        "logprobs": None,
-        "repetition_penalty": 1,
-        "priority": 2,
-    }
-    assert SamplingParameters.parse({"choices": ["a", "b"], **harmless}).max_tokens == 3
+    harmless = dict(temperature=0, max_tokens=3, top_p=0.5, seed=1, min_tokens=0, stop=[], logprobs=None, priority=2)
+    assert SamplingParameters.parse({"choices": ["a", "b"], "repetition_penalty": 1, **harmless}).max_tokens == 3
     most = [f"{i:0256}" for i in range(64)]
     assert SamplingParameters.parse(json.dumps({"choices": most})).choices == tuple(most)
 
@@ -114,60 +105,39 @@ def test_choices_exclude_what_shapes_free_text(other):
         SamplingParameters.parse({"choices": ["yes", "no"], **other})
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"max_tokens": 0},
-        {"max_tokens": "many"},
-        {"max_tokens": 1.5},
-        {"max_tokens": True},
-        {"min_tokens": -1},
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"top_p": 0},
-        {"top_p": 1.1},
-        {"top_k": -2},
-        {"seed": 2**64},
-        {"stop": ""},
-        {"stop": [1]},
-        {"stop": ["a"] * 17},
-        {"logprobs": 21},
-        {"ignore_eos": "maybe"},
-        {"ignore_eos": [True]},
-        {"presence_penalty": 2.1},
-        {"presence_penalty": "much"},
-        {"frequency_penalty": -2.1},
-        {"frequency_penalty": float("nan")},
-        {"repetition_penalty": 0},
-        {"repetition_penalty": 10.1},
-        {"repetition_penalty": True},
-        {"no_repeat_ngram_size": -1},
-        {"no_repeat_ngram_size": 2.5},
-        {"priority": 0.5},
-        *({name: 2**63} for name in ("priority", "seed", "top_k", "max_tokens", "min_tokens", "no_repeat_ngram_size")),
-        {"no_repeat_ngram_size": 2.0**63},
-        {"min_p": -0.1},
-        {"min_p": 1.1},
-        {"stop_token_ids": 5},
-        {"stop_token_ids": ["5"]},
-        {"stop_token_ids": [-1]},
-        {"stop_token_ids": [True]},
-        {"stop_token_ids": [1] * 65},
-        {"logit_bias": [[5, 1]]},
-        {"logit_bias": {"5": 100.5}},
-        {"logit_bias": {"5": True}},
-        {"logit_bias": {"5": None}},
-        {"logit_bias": {"-5": 1}},
-        {"logit_bias": {"five": 1}},
-        {"logit_bias": {"5": 1, "05": 2}},
-        {"logit_bias": {"9" * 30: 1}},
-        {"logit_bias": {str(token): 1 for token in range(1025)}},
-        {"beam_width": 2},
+LARGE = 2**63
+WRONG = {
+    "max_tokens": [0, "many", 1.5, True, LARGE],
+    "min_tokens": [-1, LARGE],
+    "temperature": [-0.1, math.nan],
+    "top_p": [0, 1.1],
+    "top_k": [-2, LARGE],
+    "seed": [2 * LARGE, LARGE],
+    "stop": ["", [1], ["a"] * 17],
+    "logprobs": [21],
+    "ignore_eos": ["maybe", [True]],
+    "presence_penalty": [2.1, "much"],
+    "frequency_penalty": [-2.1, math.nan],
+    "repetition_penalty": [0, 10.1, True],
+    "no_repeat_ngram_size": [-1, 2.5, LARGE, float(LARGE)],
+    "priority": [0.5, LARGE],
+    "min_p": [-0.1, 1.1],
+    "stop_token_ids": [5, ["5"], [-1], [True], [1] * 65],
+    "logit_bias": [
+        [[5, 1]],
+        *({"5": bias} for bias in (100.5, True, None)),
+        *({token: 1} for token in ("-5", "five", "9" * 30)),
+        {"5": 1, "05": 2},
+        {str(token): 1 for token in range(1025)},
     ],
-)
-def test_wrong_values_name_their_key(given):
-    with pytest.raises(InvalidRequest, match=next(iter(given))):
-        SamplingParameters.parse(given)
+    "beam_width": [2],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_wrong_values_name_their_key(name, value):
+    with pytest.raises(InvalidRequest, match=name):
+        SamplingParameters.parse({name: value})
 
 
 def test_a_bias_a_token_and_tokens_that_end_an_answer():

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from tessera.attention.backend import rotate
 from tessera.errors import CheckpointError
 from tessera.models.text.rotary import Rotary
 
@@ -24,19 +21,6 @@ def angles(module, positions, lengths=None):
     return torch.atan2(sin, cos)
 
 
-def test_half_rotation():
-    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
-    a, b = 0.3, 0.4
-    cos, sin = torch.tensor([[math.cos(a), math.cos(b)]]), torch.tensor([[math.sin(a), math.sin(b)]])
-    expected = [
-        math.cos(a) - 3 * math.sin(a),
-        2 * math.cos(b) - 4 * math.sin(b),
-        3 * math.cos(a) + math.sin(a),
-        4 * math.cos(b) + 2 * math.sin(b),
-    ]
-    torch.testing.assert_close(rotate(x, cos, sin)[0, 0], torch.tensor(expected))
-
-
 def test_sections_follow_their_axis():
     module = rotary({"rope_type": "mrope"}, sections=(1, 2, 1))
     found = angles(module, [[1, 0], [2, 0], [3, 1]])
@@ -46,14 +30,18 @@ def test_sections_follow_their_axis():
     torch.testing.assert_close(angles(module, [2]), angles(rotary(), [2]))
 
 
-def test_dynamic_base_depends_on_the_token_s_sequence_only():
-    module = rotary({"rope_type": "dynamic", "factor": 3.0})
-    found = angles(module, [1, 1, 1], [16, 32, 8])
-    base = 100.0 * (3.0 * 32 / 16 - 2.0) ** (8 / 6)
-    torch.testing.assert_close(found[1], torch.tensor([base ** (-2 * i / 8) for i in range(4)]))
-    for short in (0, 2):
-        torch.testing.assert_close(found[short], angles(rotary(), [1])[0])
-    assert (module.salt(16), module.salt(17), rotary().salt(1000)) == (0, 17, 0)
+@pytest.mark.parametrize(
+    ("scaling", "salts"),
+    [
+        (None, {1000: 0}),
+        ({"rope_type": "dynamic", "factor": 3.0}, {16: 0, 17: 17}),  # each length has a base of its own
+        ({"rope_type": "longrope", "original_max_position_embeddings": 4}, {4: 0, 5: 1, 6: 1}),
+    ],
+)
+def test_prompts_whose_angles_differ_share_nothing(scaling, salts):
+    factors = {name: [1.0, 2.0, 4.0, 8.0] for name in ("short_factor", "long_factor")}
+    module = rotary(scaling and {**factors, **scaling})
+    assert {length: module.salt(length) for length in salts} == salts
 
 
 LONGROPE = {
@@ -62,17 +50,6 @@ LONGROPE = {
     "short_factor": [1.0, 2.0, 4.0, 8.0],
     "long_factor": [3.0, 5.0, 7.0, 9.0],
 }
-
-
-def test_longrope_goes_by_the_token_s_own_sequence():
-    module = rotary(LONGROPE, trained=16)
-    frequency = torch.tensor([100.0 ** (-2 * i / 8) for i in range(4)])
-    cos, sin = module.angles(torch.tensor([[1, 1]]), torch.tensor([4, 5]))
-    expected = torch.stack([frequency / torch.tensor(LONGROPE[name]) for name in ("short_factor", "long_factor")])
-    torch.testing.assert_close(torch.atan2(sin, cos), expected)
-    scale = math.sqrt(1 + math.log(16 / 4) / math.log(4))
-    torch.testing.assert_close(torch.hypot(sin, cos), torch.full((2, 4), scale))
-    assert (module.salt(4), module.salt(5), module.salt(6)) == (0, 1, 1)
 
 
 @pytest.mark.parametrize(("stated", "scale"), [({"attention_factor": 1.25}, 1.25), ({"factor": 1.0}, 1.0)])

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from engine_fakes import make_request
-from transformers import MinPLogitsWarper, SequenceBiasLogitsProcessor
+from transformers import MinPLogitsWarper, SequenceBiasLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from tessera.engine.execution.sampler import SamplingRow, sample, uniform
 from tessera.engine.sequence import SamplingParameters, Sequence
@@ -35,24 +35,27 @@ def test_greedy_takes_the_likeliest():
     assert tokens(torch.stack([LOGITS, -LOGITS]), [row(), row()]) == [(1, None), (3, None)]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_frequencies_follow_temperature(temperature):
-    expected = (LOGITS / temperature).softmax(0)
-    torch.testing.assert_close(draw(temperature=temperature), expected, atol=0.03, rtol=0)
+FIRST_OF_TWO = float(LOGITS[[1, 4]].softmax(0)[0])
 
 
-def test_top_k():
-    expected = torch.zeros(5)
-    expected[[1, 4]] = LOGITS[[1, 4]].softmax(0)
-    torch.testing.assert_close(draw(temperature=1, top_k=2), expected, atol=0.03, rtol=0)
-
-
-@pytest.mark.parametrize(("temperature", "min_p"), [(1.0, 0.2), (2.0, 0.2), (0.5, 0.2), (1.0, 1.0), (1.0, 0.0)])
-def test_min_p_as_transformers_cuts_it(temperature, min_p):
-    warped = MinPLogitsWarper(min_p)(None, LOGITS[None] / temperature)[0] if min_p else LOGITS / temperature
-    drawn = draw(temperature=temperature, min_p=min_p)
-    assert ((drawn > 0) == warped.isfinite()).all()
-    torch.testing.assert_close(drawn, warped.softmax(0), atol=0.03, rtol=0)
+@pytest.mark.parametrize(
+    ("temperature", "min_p", "top_k", "top_p"),
+    [
+        *((temperature, 0, 0, 1) for temperature in (0.5, 1.0, 2.0)),
+        *((temperature, 0.2, 0, 1) for temperature in (0.5, 1.0, 2.0)),
+        (1, 1.0, 0, 1),
+        (1, 0, 2, 1),
+        *((1, 0, 0, p) for p in (0.01, float(LOGITS[1].exp()) + 0.01)),
+        *((1, 0, top_k, FIRST_OF_TWO - 0.01) for top_k in (2, 5)),  # top_p applies within top_k
+    ],
+)
+def test_frequencies_are_those_of_transformers_warpers(temperature, min_p, top_k, top_p):
+    warped = LOGITS[None] / temperature
+    for warper, value in ((MinPLogitsWarper, min_p), (TopKLogitsWarper, top_k), (TopPLogitsWarper, top_p % 1)):
+        warped = warper(value)(None, warped) if value else warped
+    drawn = draw(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
+    assert ((drawn > 0) == warped[0].isfinite()).all()
+    torch.testing.assert_close(drawn, warped[0].softmax(0), atol=0.03, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -82,21 +85,6 @@ def test_a_token_may_end_an_answer_though_the_models_own_end_does_not():
         sequence.take(token)
         sequence.in_flight = 0
         assert sequence.finish_reason == reason
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_it():
-    probabilities = LOGITS.exp()
-    for p, kept in ((0.01, [1]), (float(probabilities[1]) + 0.01, [1, 4]), (1.0, [0, 1, 2, 3, 4])):
-        expected = torch.zeros(5)
-        expected[kept] = probabilities[kept] / probabilities[kept].sum()
-        torch.testing.assert_close(draw(temperature=1, top_p=p), expected, atol=0.03, rtol=0)
-
-
-def test_top_p_applies_within_top_k():
-    first = float(LOGITS[[1, 4]].softmax(0)[0])
-    frequencies = draw(temperature=1, top_k=2, top_p=first - 0.01)
-    assert frequencies[1] == 1
-    assert draw(temperature=1, top_k=5, top_p=first - 0.01)[4] > 0
 
 
 def test_batch_does_not_matter():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from engine_fakes import (
     tiny_model,
     tokens_of,
 )
-from safetensors.torch import save_file
 
 from tessera.checkpoint.weights import fill
 from tessera.errors import CheckpointError, ConfigError
@@ -25,10 +25,11 @@ from tessera.linear.quantization import scheme_selector
 from tessera.models.registry import model_class
 from tessera.settings.stages import EngineConfig
 
+CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
 HIDDEN, INNER = 32, 64
 
 
-def stored_weights(prefix=""):
+def stored_weights():
     """A checkpoint of tiny_config, its tensors numbered by a generator."""
     shapes = {"model.embed_tokens.weight": (300, HIDDEN), "model.norm.weight": (HIDDEN,)}
     for layer in range(2):
@@ -42,7 +43,7 @@ def stored_weights(prefix=""):
         for name in ("input", "post_attention"):
             shapes[f"model.layers.{layer}.{name}_layernorm.weight"] = (HIDDEN,)
     generator = torch.Generator().manual_seed(0)
-    return {prefix + name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
 
 
 def build(**changes):
@@ -115,47 +116,19 @@ def test_unknown_architecture_and_quantization():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A checkpoint folder with a text body; the engine reads nothing else of it."""
-    text = dict(
-        model_type="qwen2",
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=300,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        tie_word_embeddings=True,
-    )
-    vision = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    vision |= dict(image_size=[28, 28], patch_size=[14, 14])
-    config = dict(architectures=["InternVLForConditionalGeneration"], model_type="internvl", image_token_id=5)
-    config |= dict(text_config=text, vision_config=vision, tie_word_embeddings=True)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 256}))
-    save_file(stored_weights("language_model."), tmp_path / "model.safetensors")
-    return tmp_path
+    """The default model's, without its weights."""
+    return shutil.copytree(CHECKPOINT, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("*.safetensors"))
 
 
-def test_engine_from_a_checkpoint_folder(folder):
-    engine = TextEngine.from_checkpoint(folder, EngineConfig(max_sequences=4), ByteTokenizer())
-    engine.submit(make_request([1, 2, 3], max_tokens=6, ignore_eos=True))
-    found = tokens_of(run(engine))
-    model = build()
-    load(model, stored_weights().items())
-    other = tiny_engine(model)
-    other.submit(make_request([1, 2, 3], max_tokens=6, ignore_eos=True))
-    assert found == tokens_of(run(other))
+def of_random_weights(folder, **settings):
+    config = EngineConfig(weights="random", max_sequences=4, **settings)
+    return TextEngine.from_checkpoint(folder, config, ByteTokenizer())
 
 
 def test_random_weights_need_no_stored_ones_and_repeat(folder):
-    (folder / "model.safetensors").unlink()
     answers = []
     for _ in range(2):
-        config = EngineConfig(weights="random", max_sequences=4, seed=1)
-        engine = TextEngine.from_checkpoint(folder, config, ByteTokenizer())
+        engine = of_random_weights(folder, seed=1)
         engine.submit(make_request([1, 2, 3], max_tokens=20, ignore_eos=True, temperature=5, seed=1))
         events = run(engine)
         assert ends(events) == {"r": "length"}
@@ -165,10 +138,12 @@ def test_random_weights_need_no_stored_ones_and_repeat(folder):
 
 
 def test_context_and_cache_must_make_sense(folder):
-    with pytest.raises(ConfigError, match="max_model_len 300 exceeds"):
-        TextEngine.from_checkpoint(folder, EngineConfig(max_model_len=300, max_sequences=4), ByteTokenizer())
-    with pytest.raises(ConfigError, match="a cache of 100 bytes holds no block"):
-        TextEngine.from_checkpoint(folder, EngineConfig(kv_cache_bytes=100, max_sequences=4), ByteTokenizer())
+    for settings, words in (
+        ({"max_model_len": 10**6}, "max_model_len 1000000 exceeds"),
+        ({"kv_cache_bytes": 100}, "a cache of 100 bytes holds no block"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            of_random_weights(folder, **settings)
 
 
 def test_cache_takes_the_bytes_it_was_given():
