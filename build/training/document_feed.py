@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from document_batches import Chunk, Plan, batch
 from document_tokens import ChatTokens
+from trainer import hand_over
 
 SLOT_BYTES = 160 << 20
 SLOTS = 2
@@ -90,12 +91,7 @@ class Feed:
             if stream is not None:
                 stream.synchronize()
             self._free[worker].release()
-            while not self._stop.is_set():
-                try:
-                    self._ahead.put(chunks, timeout=0.5)
-                    break
-                except queue.Full:
-                    continue
+            hand_over(self._ahead, chunks, self._stop)
             number += 1
 
     def next(self) -> list[Batch]:

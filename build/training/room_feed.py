@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from augment import Layout, Policy, layout, random_gain, random_policy, tile_windows
 from sequences import IGNORE, Branch, ChatTokens, PackedBranches, pack
+from trainer import hand_over
 
 MAX_PICTURE_BYTES = 1920 * 1920 * 3
 MAX_BOXES = 64
@@ -257,12 +258,7 @@ class Batches:
             if len(waiting) < max(1, self._tiles // plan.tiles):
                 continue
             batch = self._assemble(self._waiting.pop(plan.tiles))
-            while not self._stop.is_set():
-                try:
-                    self._ready.put(batch, timeout=0.5)
-                    break
-                except queue.Full:
-                    continue
+            hand_over(self._ready, batch, self._stop)
 
     def _assemble(self, entries: list[tuple[Picture, Layout]]) -> Batch:
         boxes = np.full((len(entries), MAX_BOXES, 5), -1, np.float32)
@@ -313,21 +309,23 @@ class RoomFeed:
     ) -> None:
         self._renderers = Renderers(world, asking, classes, arguments.workers, first_seed=1000 + first * 1000)
         self._arguments, self._first, self._device = arguments, first, device
-        self._store: Store | None = None
+        self._parts: list[Any] = [
+            self._renderers
+        ]  # closed from the last on: a store must not wait for a dying renderer
         self._batches: Batches | None = None
 
     def next(self) -> Batch:
         """The first one comes when enough pictures are rendered."""
-        if self._store is None:
-            self._store = Store(self._renderers, int(self._arguments.store_gb * 1e9), self._device)
-        while len(self._store.pictures) < self._arguments.warm_pictures and self._batches is None:
-            time.sleep(0.1)
         if self._batches is None:
+            store = Store(self._renderers, int(self._arguments.store_gb * 1e9), self._device)
+            self._parts.append(store)
+            while len(store.pictures) < self._arguments.warm_pictures:
+                time.sleep(0.1)
             pinned = self._device.type == "cuda"
-            self._batches = Batches(self._store, self._arguments.tiles, seed=self._first, pinned=pinned)
+            self._batches = Batches(store, self._arguments.tiles, seed=self._first, pinned=pinned)
+            self._parts.append(self._batches)
         return self._batches.next()
 
     def close(self) -> None:
-        for part in (self._batches, self._store, self._renderers):  # a store must not wait for a dying renderer's queue
-            if part is not None:
-                part.close()
+        while self._parts:
+            self._parts.pop().close()

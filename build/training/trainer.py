@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import queue
+import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -19,6 +22,14 @@ class Feed(Protocol):
     def next(self) -> Any: ...
 
     def close(self) -> None: ...
+
+
+def hand_over(line: queue.Queue[Any], item: Any, stop: threading.Event) -> None:
+    """Puts an item into a queue that may be full, unless nobody will take it any more."""
+    while not stop.is_set():
+        with suppress(queue.Full):
+            line.put(item, timeout=0.5)
+            return
 
 
 class Trainer:

@@ -66,6 +66,3 @@ def vase(brush: Brush) -> None:
     brush.poly(side, shade(rgb, 0.68))
     for t in (0.44, 0.58, 0.72):
         brush.rect(0.06, t, 0.94, t + 0.05, mix(rgb, (255, 250, 235), 0.75))
-
-
-DRAW = {"ornament": ornament, "garland": garland, "wall plate": wall_plate, "vent": vent, "vase": vase}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .dice import Dice
-from .geometry import LARGE, Colour, Item, Room, smallest_extent, tile_scale
-from .layout import Layout
+from .geometry import LARGE, Item, Room, smallest_extent, tile_scale
+from .layout import Layout, Paint
 from .palette import GAS_BOTTLES, THINGS, distance, jitter
 from .parameters import HAZARDS, Look
 
@@ -36,24 +36,17 @@ class Furnisher:
     # hazards
 
     def hazards(self) -> None:
-        place = {
-            "exposed wire": self.exposed_wire,
-            "crack": self.crack,
-            "damp": self.damp,
-            "gas bottle": self.gas_bottle,
-            "burnt socket": self.burnt_socket,
-        }
         wanted = [hazard for hazard in HAZARDS if self.dice.chance(HAZARD_CHANCE.get(hazard, OTHER_CHANCE))]
         if len(wanted) > 3:
             wanted = self.dice.shuffled(wanted)[:3]
         if "blocked exit" in wanted:
             self.blocked_exit()
         elif self.dice.chance(0.5):
-            self.free_door()
+            self.door()
         for hazard in wanted:
             if hazard != "blocked exit":
                 for _ in range(self.dice.pick((1, 2, 3), (8, 2, 0.6))):
-                    place[hazard]()
+                    getattr(self, hazard.replace(" ", "_"))()
 
     def exposed_wire(self) -> None:
         e = self.extent()
@@ -61,8 +54,8 @@ class Furnisher:
 
     def burnt_socket(self) -> None:
         e = self.extent()
-        rgb, name = (240, 238, 232), "white"
-        self.on_wall("burnt socket", e * 1.3, e * self.dice.uniform(1.4, 1.7), e, rgb=rgb, colour=name)
+        paint = ("white", (240, 238, 232))
+        self.on_wall("burnt socket", e * 1.3, e * self.dice.uniform(1.4, 1.7), e, paint)
 
     def crack(self) -> None:
         e = self.extent()
@@ -74,7 +67,7 @@ class Furnisher:
         e = self.extent()
         stain = self.dice.pick(STAINS)
         w = e * self.dice.uniform(1.1, 1.9)
-        self.on_wall("damp", w, e * 1.05, e, rgb=stain, planes=("back", "left", "right", "ceiling"))
+        self.on_wall("damp", w, e * 1.05, e, ("", stain), planes=("back", "left", "right", "ceiling"))
 
     def gas_bottle(self) -> None:
         names = [
@@ -123,10 +116,7 @@ class Furnisher:
         k = self.room.deep / front
         v = self.room.project(0.0, 0.0, front)[1]
         depth = min(depth, (self.room.deep - front) * 0.95)
-        self.layout.stand(kind, u, v, w * k, h * k, depth, *self.paint(kind), strict=True)
-
-    def free_door(self) -> None:
-        self.door()
+        self.layout.stand(kind, (u, v, w * k, h * k), depth, self.paint(kind))
 
     def door(self) -> Item | None:
         """A door in the back wall; nothing may stand in front of it, but for `blocked_exit`."""
@@ -140,10 +130,8 @@ class Furnisher:
         name = dice.pick(("brown", "white", "grey", "green", "blue", "red"))
         for _ in range(8):
             u = dice.uniform(low, high)
-            item = self.layout.hang(
-                "door", "back", u, room.bottom - h / 2, w, h, name, jitter(dice, THINGS[name]), extent=w
-            )
-            if item is not None:
+            paint = name, jitter(dice, THINGS[name])
+            if item := self.layout.hang("door", "back", (u, room.bottom - h / 2, w, h), paint, extent=w):
                 return item
         return None
 
@@ -154,7 +142,7 @@ class Furnisher:
         for _ in range(dice.pick((0, 1, 2, 3, 4, 5), (3, 3, 2, 1.5, 1.2, 1))):
             e = self.extent()
             name = dice.pick(("white", "black", "grey"), (8, 1, 1))
-            self.on_wall("socket", e * dice.uniform(0.95, 1.1), e, e, rgb=THINGS[name], colour=name)
+            self.on_wall("socket", e * dice.uniform(0.95, 1.1), e, e, (name, THINGS[name]))
         if dice.chance(0.4):
             e = self.extent()
             self.on_wall("smoke detector", e * dice.uniform(1.5, 2.2), e, e, planes=("ceiling", "ceiling", "back"))
@@ -184,7 +172,6 @@ class Furnisher:
     def doubles(self) -> None:
         """Harmless things that are told from a hazard only by their detail: each has a hazard's size and hue."""
         dice = self.dice
-        walls = ("back", "back", "left", "right")
         for kind in ("ornament", "garland", "wall plate", "vent", "vase"):
             if not dice.chance(0.25):
                 continue
@@ -195,7 +182,7 @@ class Furnisher:
             elif kind == "garland":
                 self.on_wall(kind, e * dice.uniform(1.6, 2.6), e, e)
             elif kind == "wall plate":
-                self.on_wall(kind, e * 1.1, e * 1.1, e, rgb=dice.pick(STAINS), planes=walls)
+                self.on_wall(kind, e * 1.1, e * 1.1, e, ("", dice.pick(STAINS)))
             else:
                 self.on_wall(kind, e * 1.1, e * 1.15, e)
 
@@ -239,7 +226,7 @@ class Furnisher:
         dice, room = self.dice, self.room
         near = max(room.floor_depth(room.height * 0.97), room.deep * 0.35)
         against = kind in ("sofa", "bed", "wardrobe", "chest", "radiator") or dice.chance(0.5)
-        rgb = self.paint(kind)
+        paint = self.paint(kind)
         for _ in range(8):
             z = room.deep - depth if against else dice.uniform(near, room.deep - depth)
             if z < near * 0.9:
@@ -251,7 +238,7 @@ class Furnisher:
             if high <= low or w > 0.65 * room.width:
                 return
             v = room.project(0, 0, z)[1]
-            if self.layout.stand(kind, dice.uniform(low, high), v, w, h, depth, *rgb) is not None:
+            if self.layout.stand(kind, (dice.uniform(low, high), v, w, h), depth, paint):
                 return
 
     def rug(self) -> None:
@@ -262,13 +249,13 @@ class Furnisher:
         v = dice.uniform(low + h * 0.55, high - h * 0.55)
         name = dice.pick([n for n in ("red", "blue", "green", "yellow", "purple", "white") if self.clear(n)])
         u = dice.uniform(w * 0.6, room.width - w * 0.6)
-        self.layout.hang("rug", "floor", u, v, w, h, name, jitter(dice, THINGS[name]), extent=h)
+        self.layout.hang("rug", "floor", (u, v, w, h), (name, jitter(dice, THINGS[name])), extent=h)
 
     def clear(self, name: str) -> bool:
         """Whether a named colour stands out from the floor."""
         return distance(THINGS[name], self.look.floor_rgb) >= CONTRAST
 
-    def paint(self, kind: str) -> tuple[str, Colour]:
+    def paint(self, kind: str) -> Paint:
         """A colour that suits the kind, as (name, rgb)."""
         fit = {
             "sofa": ("red", "blue", "green", "grey", "black", "purple", "yellow"),
@@ -288,20 +275,17 @@ class Furnisher:
 
     # placing
 
-    def standing(self, kind: str, w: float, h: float, e: float, name: str) -> Item | None:
+    def standing(self, kind: str, w: float, h: float, e: float, name: str) -> None:
         """A small thing on the floor, anywhere."""
         dice, room = self.dice, self.room
-        rgb = jitter(dice, THINGS[name])
+        paint = name, jitter(dice, THINGS[name])
         for _ in range(9):
             v = dice.uniform(room.bottom + 1, min(room.height * 0.97, room.bottom + (room.height - room.bottom) * 0.9))
             z = room.floor_depth(v)
             low = max(room.project(0, 0, z)[0], 3) + w * 0.55
             high = min(room.project(room.wide, 0, z)[0], room.width - 3) - w * 0.55
-            if high > low:
-                item = self.layout.stand(kind, dice.uniform(low, high), v, w, h, 0.0, name, rgb, extent=e)
-                if item is not None:
-                    return item
-        return None
+            if high > low and self.layout.stand(kind, (dice.uniform(low, high), v, w, h), 0.0, paint, e):
+                return
 
     def on_wall(
         self,
@@ -309,19 +293,14 @@ class Furnisher:
         w: float,
         h: float,
         e: float,
-        *,
-        rgb: Colour = (235, 235, 232),
-        colour: str = "",
+        paint: Paint = ("", (235, 235, 232)),
         planes: tuple[str, ...] = ("back", "back", "left", "right"),
         upper: bool = False,
-    ) -> Item | None:
+    ) -> None:
         """A flat thing on a wall or the ceiling, anywhere (`upper`: on the upper two thirds)."""
-        dice = self.dice
+        name, rgb = paint
         for _ in range(9):
-            plane = dice.pick(planes)
+            plane = self.dice.pick(planes)
             spot = self.layout.spot(plane, w * 1.06, h * 1.06, upper)
-            if spot is not None:
-                item = self.layout.hang(kind, plane, *spot, w, h, colour, jitter(dice, rgb, 5), extent=e)
-                if item is not None:
-                    return item
-        return None
+            if spot and self.layout.hang(kind, plane, (*spot, w, h), (name, jitter(self.dice, rgb, 5)), e):
+                return

@@ -108,16 +108,3 @@ def box(brush: Brush) -> None:
     brush.rect(0.0, 0.0, 1.0, 0.02, shade(rgb, 0.7))
     if brush.item.variant >= 2:
         brush.rect(0.62, 0.6, 0.9, 0.85, shade(rgb, 0.6))
-
-
-DRAW = {
-    "sofa": sofa,
-    "bed": bed,
-    "wardrobe": wardrobe,
-    "chest": chest,
-    "table": table,
-    "chair": chair,
-    "lamp": lamp,
-    "radiator": radiator,
-    "box": box,
-}

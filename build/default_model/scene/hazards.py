@@ -106,12 +106,3 @@ def burnt_socket(brush: Brush) -> None:
     ds = dice.uniform(-0.08, 0.08)
     brush.stain([(0.2 + ds + s * 0.62, 0.2 + t * 0.62) for s, t in char], (92, 60, 36), 0.8, soft * 0.6)
     brush.stain([(0.28 + ds + s * 0.46, 0.26 + t * 0.46) for s, t in char], (22, 20, 20), 0.95, soft * 0.5)
-
-
-DRAW = {
-    "exposed wire": exposed_wire,
-    "crack": crack,
-    "damp": damp,
-    "gas bottle": gas_bottle,
-    "burnt socket": burnt_socket,
-}

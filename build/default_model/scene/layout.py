@@ -5,6 +5,9 @@ from __future__ import annotations
 from .dice import Dice
 from .geometry import Box, Colour, Item, Room, Vector, bounds, on_plane
 
+Paint = tuple[str, Colour]
+"""The name of a colour, which labels have, and the colour itself."""
+
 # The part of a thing's box that nearer things may cover; 0.25 for all that are not named.
 _STRICT = (
     "exposed wire",
@@ -72,38 +75,15 @@ class Layout:
             v = (v[0], v[0] + (v[1] - v[0]) * 0.55)
         return dice.uniform(*u), dice.uniform(*v)
 
-    def hang(
-        self,
-        kind: str,
-        plane: str,
-        u: float,
-        v: float,
-        w: float,
-        h: float,
-        colour: str,
-        rgb: Colour,
-        extent: float,
-    ) -> Item | None:
-        """Places a flat thing of about w x h pixels around pixel (u, v)."""
-        return self._place(kind, plane, on_plane(self.room, plane, u, v, w, h), colour, rgb, extent)
+    def hang(self, kind: str, plane: str, around: Box, paint: Paint, extent: float) -> Item | None:
+        """Places a flat thing; ``around``: its middle's pixel (u, v), and its width and height in pixels, about."""
+        return self._place(kind, plane, on_plane(self.room, plane, *around), paint, extent)
 
-    def stand(
-        self,
-        kind: str,
-        u: float,
-        v: float,
-        w: float,
-        h: float,
-        depth: float,
-        colour: str,
-        rgb: Colour,
-        *,
-        strict: bool = False,
-        extent: float = 0.0,
-    ) -> Item | None:
-        """Stands a thing on the floor: its front's foot is centred on pixel (u, v); `depth` in metres."""
-        axes = on_plane(self.room, "stand", u, v, w, h, depth)
-        return self._place(kind, "stand", axes, colour, rgb, extent or w)
+    def stand(self, kind: str, around: Box, depth: float, paint: Paint, extent: float = 0.0) -> Item | None:
+        """Stands a thing on the floor; ``around``: the pixel (u, v) of its front's foot, and its width and height in
+        pixels; `depth` in metres."""
+        axes = on_plane(self.room, "stand", *around, depth)
+        return self._place(kind, "stand", axes, paint, extent or around[2])
 
     def mark(self, kind: str, at: Item) -> None:
         """Adds a label without a body: the thing `at` and what stands before it make it so."""
@@ -126,13 +106,7 @@ class Layout:
         self._covered.clear()
 
     def _place(
-        self,
-        kind: str,
-        plane: str,
-        axes: tuple[Vector, Vector, Vector, Vector],
-        colour: str,
-        rgb: Colour,
-        extent: float,
+        self, kind: str, plane: str, axes: tuple[Vector, Vector, Vector, Vector], paint: Paint, extent: float
     ) -> Item | None:
         width, height = float(self.room.width), float(self.room.height)
         x0, y0, x1, y1 = bounds(self.room, *axes)
@@ -141,7 +115,7 @@ class Layout:
         if overlap(box, box) < (0.999 if whole else 0.8) * (x1 - x0) * (y1 - y0):
             return None
         dice = self.dice
-        item = Item(kind, plane, *axes, box, colour, rgb, dice.integer(4), extent, dice.integer(1 << 30))
+        item = Item(kind, plane, *axes, box, *paint, dice.integer(4), extent, dice.integer(1 << 30))
         return item if self._admit(item) else None
 
     def _admit(self, item: Item) -> bool:

@@ -195,19 +195,3 @@ def plant(brush: Brush) -> None:
         w = dice.uniform(0.05, 0.09)
         green = shade(brush.item.rgb, dice.uniform(0.65, 1.3))
         brush.poly([(0.5, 0.68), (mid[0] - w, mid[1] - w * 0.4), tip, (mid[0] + w, mid[1] + w * 0.4)], green)
-
-
-DRAW = {
-    "socket": socket,
-    "switch": switch,
-    "smoke detector": smoke_detector,
-    "fire extinguisher": fire_extinguisher,
-    "bin": bin_,
-    "cable": cable,
-    "cord": cord,
-    "picture frame": picture_frame,
-    "window": window,
-    "door": door,
-    "rug": rug,
-    "plant": plant,
-}

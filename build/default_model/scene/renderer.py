@@ -8,7 +8,13 @@ from . import doubles, effects, furniture, hazards, objects, room
 from .brush import Brush
 from .parameters import Scene
 
-_DRAW = {**objects.DRAW, **furniture.DRAW, **doubles.DRAW, **hazards.DRAW}
+# Who draws a kind bears its name.
+_DRAW = {
+    name.rstrip("_").replace("_", " "): draw
+    for module in (objects, furniture, doubles, hazards)
+    for name, draw in vars(module).items()
+    if getattr(draw, "__module__", "") == module.__name__
+}
 
 
 def render(scene: Scene) -> np.ndarray:

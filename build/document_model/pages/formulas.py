@@ -56,15 +56,11 @@ def mark(latex: str, text: str, name: str, size: int) -> Piece:
 
 def row(pieces: list[Piece], gap: float, latex: str | None = None) -> Piece:
     """Side by side on one baseline."""
-    x, marks, rules = 0.0, [], []
+    x, parts = 0.0, []
     for piece in pieces:
-        here = piece.moved(x, 0)
-        marks += here.marks
-        rules += here.rules
+        parts.append((piece, x, 0.0))
         x += piece.width + gap
-    ascent, descent = max(p.ascent for p in pieces), max(p.descent for p in pieces)
-    told = " ".join(piece.latex for piece in pieces) if latex is None else latex
-    return Piece(told, marks, rules, x - gap, ascent, descent)
+    return over(parts, " ".join(piece.latex for piece in pieces) if latex is None else latex, x - gap)
 
 
 def over(parts: list[tuple[Piece, float, float]], latex: str, width: float) -> Piece:
