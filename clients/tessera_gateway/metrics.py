@@ -101,9 +101,8 @@ class Counters:
 
     def used(self, usage: Mapping[str, Any] | None) -> None:
         """Counts a completion's tokens where they are known."""
-        for kind in TOKENS if usage else ():
-            assert usage is not None
-            self.add(f'tokens_total{{kind="{kind}"}}', usage[f"{kind}_tokens"])
+        for kind in TOKENS:
+            self.add(f'tokens_total{{kind="{kind}"}}', usage[f"{kind}_tokens"] if usage else 0)
 
     def total(self, name: str) -> float:
         """A number, added up over all workers."""

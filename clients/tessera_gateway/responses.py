@@ -208,29 +208,29 @@ class ResponsesFormat(translation.Completion):
     async def events(self, coming: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
         at: dict[str, Any] = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         for kind in ("created", "in_progress"):
-            yield self._event(kind, response=self._response("in_progress"))
+            yield self._event(f"response.{kind}", response=self._response("in_progress"))
         begun = self._item("in_progress") | {"content": []}
-        yield self._event("output_item.added", output_index=0, item=begun)
-        yield self._event("content_part.added", **at, part=self._part())
+        yield self._event("response.output_item.added", output_index=0, item=begun)
+        yield self._event("response.content_part.added", **at, part=self._part())
         async for _, delta in coming:
             if delta.finish_reason:
                 translation.finish_reason(delta.finish_reason)
             if delta.text:
                 self._text += delta.text
-                yield self._event("output_text.delta", **at, delta=delta.text, logprobs=[])
+                yield self._event("response.output_text.delta", **at, delta=delta.text, logprobs=[])
             if delta.finish_reason:
                 ended = self._ended(delta)
-                yield self._event("output_text.done", **at, text=self._text, logprobs=[])
-                yield self._event("content_part.done", **at, part=self._part())
-                yield self._event("output_item.done", output_index=0, item=ended["output"][0])
-                yield self._event(ended["status"], response=ended)
+                yield self._event("response.output_text.done", **at, text=self._text, logprobs=[])
+                yield self._event("response.content_part.done", **at, part=self._part())
+                yield self._event("response.output_item.done", output_index=0, item=ended["output"][0])
+                yield self._event(f"response.{ended['status']}", response=ended)
 
     def failed(self, error: ApiError) -> bytes:
         told = error.body["error"]
         about = {name: told[name] for name in ("code", "message", "param")}
         fault = {"code": "server_error", "message": told["message"]}
         response = self._response("failed") | {"error": fault}
-        return self._named("error", **about) + self._event("failed", response=response)
+        return self._event("error", **about) + self._event("response.failed", response=response)
 
     def _ended(self, answer: Answer | Delta) -> dict[str, Any]:
         """The response when all is known. Raises ApiError for an answer that was not finished."""
@@ -245,9 +245,6 @@ class ResponsesFormat(translation.Completion):
         }
 
     def _event(self, kind: str, **content: Any) -> bytes:
-        return self._named(f"response.{kind}", **content)
-
-    def _named(self, kind: str, **content: Any) -> bytes:
         number, self._number = self._number, self._number + 1
         return translation.event({"type": kind, "sequence_number": number, **content}, kind)
 

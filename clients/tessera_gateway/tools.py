@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -49,9 +49,10 @@ class Calls:
         forms += [
             _object(name={"const": each.name}, arguments={"$ref": f"#/$defs/{each.name}"}) for each in self.functions
         ]
-        # Each set of parameters moves as a whole, so that what it refers to in itself is found again.
-        moved = {each.name: _moved(_parameters(each), f"#/$defs/{each.name}") for each in self.functions}
-        return {"anyOf": forms, "$defs": moved}
+        return {
+            "anyOf": forms,
+            "$defs": {each.name: _parameters(each, f"#/$defs/{each.name}") for each in self.functions},
+        }
 
     @property
     def instructions(self) -> str:
@@ -180,47 +181,37 @@ def _object(**properties: Any) -> dict[str, Any]:
     return form | {"additionalProperties": False}
 
 
-def _parameters(function: Function) -> dict[str, Any]:
-    """What its arguments must match; others than the properties that it names could be written without end."""
+def _parameters(function: Function, root: str = "#") -> dict[str, Any]:
+    """What its arguments must match, where that stands at ``root`` of a schema; what refers to places in it still does.
+
+    Its objects are closed: others than the properties that it names could be written without end.
+    """
     given = function.parameters or _NO_PARAMETERS
-    return dict(_mapped(given, _closed)) if not any("allOf" in schema for schema in _schemas(given)) else given
+    schemas: list[dict[str, Any]] = []
+    made = _copied(given, schemas)
+    whole = not any("allOf" in schema for schema in schemas)  # else no part of it knows all properties
+    for schema in schemas:
+        if isinstance(target := schema.get("$ref"), str) and target.startswith("#"):
+            schema["$ref"] = root + target[1:]
+        if whole and "properties" in schema and not {"additionalProperties", "patternProperties"} & set(schema):
+            schema["additionalProperties"] = False
+    return dict(made)
 
 
-def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    open_to_others = "properties" in schema and not {"additionalProperties", "patternProperties"} & set(schema)
-    return schema | {"additionalProperties": False} if open_to_others else schema
-
-
-def _moved(schema: dict[str, Any], root: str) -> dict[str, Any]:
-    """A schema whose references to places in itself hold where it stands at ``root`` of another one."""
-
-    def moved(each: dict[str, Any]) -> dict[str, Any]:
-        target = each.get("$ref")
-        inside = isinstance(target, str) and target.startswith("#")
-        return each | {"$ref": f"{root}{str(target)[1:]}"} if inside else each
-
-    return dict(_mapped(schema, moved))
-
-
-def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A schema with each schema in it, and itself, changed."""
+def _copied(schema: Any, schemas: list[dict[str, Any]]) -> Any:
+    """A copy; ``schemas`` gets it, and each schema in it."""
     if isinstance(schema, list):
-        return [_mapped(each, change) for each in schema]
+        return [_copied(each, schemas) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    inner: dict[str, Any] = {}
+    copy: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _NAMED and isinstance(value, dict):
-            inner[name] = {each: _mapped(named, change) for each, named in value.items()}
+            copy[name] = {each: _copied(named, schemas) for each, named in value.items()}
         else:
-            inner[name] = value if name in _DATA else _mapped(value, change)
-    return change(inner)
-
-
-def _schemas(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    _mapped(schema, lambda each: found.append(each) or each)  # type: ignore[func-returns-value]
-    return found
+            copy[name] = value if name in _DATA else _copied(value, schemas)
+    schemas.append(copy)
+    return copy
 
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")

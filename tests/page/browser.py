@@ -52,11 +52,10 @@ class Browser:
         """The page again; ``forget``: without what it kept."""
         self.system_theme("light")
         self.driver.set_window_size(1240, 900)
+        script = {"source": "localStorage.clear(); sessionStorage.clear()" if forget else ""}
+        added = self.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", script)
         self.driver.get(f"{self.url}{path}")
-        if forget:
-            self.run("localStorage.clear(); sessionStorage.clear()")
-            self.driver.get("about:blank")
-            self.driver.get(f"{self.url}{path}")
+        self.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
         self.until(lambda: self("model").text or self.shows("problem"))
 
     def __call__(self, identifier: str) -> Any:
