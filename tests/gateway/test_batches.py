@@ -78,27 +78,27 @@ def test_every_line_has_one_result(serve: Serve) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("bad", "custom_id", "words"),
-    [
-        ("nonsense", None, "line 2: the line is not JSON"),
-        ("[" * 100_000, None, "line 2: the line is not JSON"),
-        ('{"custom_id": "b"}', "b", "line 2: method: Field required"),
-        (line("b").replace("completions", "embeddings"), "b", "line 2: url: Input should be"),
-        (line("b").replace('"body": {', '"more": 1, "body": {'), "b", "line 2: more is not known"),
-        (line("b").replace('"b"', "7", 1), None, "line 2: custom_id: Input should be a valid string"),
-        (line("b" * 513), None, "line 2: custom_id: String should have at most 512"),
-        (line("a", "again"), None, "line 2: custom_id 'a' stands on line 1 already"),
-        ('{"custom_id": "a"}', None, "line 2: custom_id 'a' stands on line 1 already"),
-    ],
-)
-def test_a_line_that_is_no_request_has_its_reason(serve: Serve, bad: str, custom_id: str | None, words: str) -> None:
+BAD: list[tuple[str, str | None, str]] = [
+    ("nonsense", None, "the line is not JSON"),
+    ("[" * 100_000, None, "the line is not JSON"),
+    ('{"custom_id": "b"}', "b", "method: Field required"),
+    (line("c").replace("completions", "embeddings"), "c", "url: Input should be"),
+    (line("d").replace('"body": {', '"more": 1, "body": {'), "d", "more is not known"),
+    (line("e").replace('"e"', "7", 1), None, "custom_id: Input should be a valid string"),
+    (line("f" * 513), None, "custom_id: String should have at most 512"),
+    ('{"custom_id": "%s"}' % ("g" * 512), "g" * 512, "method: Field required"),
+    (line("a", "again"), None, "custom_id 'a' stands on line 1 already"),
+    ('{"custom_id": "a"}', None, "custom_id 'a' stands on line 1 already"),
+]
+
+
+def test_a_line_that_is_no_request_has_its_reason(serve: Serve) -> None:
     server = AnsweringServer()
     client = serve(server)
-    batch = over(client, create(client, line("a"), bad, line("z")))
-    (row,) = rows(client, batch.error_file_id)
-    assert (row["custom_id"], row["response"], row["error"]["code"]) == (custom_id, None, "invalid_line")
-    assert row["error"]["message"].startswith(words)
+    batch = over(client, create(client, line("a"), *(bad for bad, _, _ in BAD), line("z")))
+    for number, ((_, custom_id, words), row) in enumerate(zip(BAD, rows(client, batch.error_file_id), strict=True), 2):
+        assert (row["custom_id"], row["response"], row["error"]["code"]) == (custom_id, None, "invalid_line")
+        assert row["error"]["message"].startswith(f"line {number}: {words}")
     assert answers(client, batch).keys() == {"a", "z"} and sorted(server.asked) == ["a", "z"]
 
 

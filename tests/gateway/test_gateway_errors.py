@@ -41,11 +41,9 @@ def image(**target: Any) -> list[dict[str, Any]]:
 
 UNKNOWN = [
     ({"functions": []}, "functions", "unsupported_parameter"),
-    ({"verbosity": "low"}, "verbosity", "unsupported_parameter"),
     ({"guided_grammar": "a"}, "guided_grammar", "unsupported_parameter"),
     ({"structured_outputs": {"grammar": "a"}}, "structured_outputs.grammar", "unsupported_parameter"),
     ({"tempratur": 1}, "tempratur", "unknown_parameter"),
-    ({"best_of": 2}, "best_of", "unknown_parameter"),
     ({"stream": True, "stream_options": {"chunk": 1}}, "stream_options.chunk", "unknown_parameter"),
     ({"vllm_xargs": {"ngram": 1}}, "vllm_xargs.ngram", "unknown_parameter"),
     ({"tessera": {"tiles": 1}}, "tessera.tiles", "unknown_parameter"),
@@ -61,7 +59,6 @@ WRONG = [
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "guided_json and guided_regex exclude each other"),
     ({"tessera": {"regex": "a"}, "guided_regex": "a"}, "tessera.regex", "exclude each other"),
     ({"temperature": "0"}, "temperature", "valid number"),
-    ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
     ({"stream": 1}, "stream", "valid boolean"),
     ({"stop": [1]}, "stop[0]", "valid string"),
     ({"messages": []}, "messages", "at least 1 item"),
@@ -69,11 +66,7 @@ WRONG = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "valid array"),
     ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]", "type is text or image_url"),
     ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages[0].content[0]", "text or image_url"),
-    ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "messages[0].content[0]", "or image_url"),
     ({"messages": image(url="data:", detail="less")}, "messages[0].content[0].image_url.detail", "'low' or 'high'"),
-    ({"messages": [{"role": "user", "content": "a", "name": 1}]}, "messages[0].name", "valid string"),
-    ({"user": 1}, "user", "valid string"),
-    ({"store": "yes"}, "store", "valid boolean"),
     ({"service_tier": "best"}, "service_tier", "'default'"),
     ({"metadata": {"a": 1}}, "metadata", "at most 16 strings"),
     ({"metadata": {str(number): "" for number in range(17)}}, "metadata", "at most 16 strings"),
@@ -158,9 +151,8 @@ def test_what_any_web_page_could_send_is_refused(kind: str, taken: bool) -> None
 def test_an_unknown_model_path_or_method() -> None:
     door = gateway()
     error = refused(door.ask(model="gpt-4o"), 404)
-    assert (error["param"], error["code"]) == ("model", "model_not_found") and "'gpt-4o'; there is vlm" in error[
-        "message"
-    ]
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert "'gpt-4o'; there is vlm" in error["message"]
     assert "/v1/embeddings" in refused(door("POST", "/v1/embeddings", json={}), 404)["message"]
     assert "takes no GET" in refused(door("GET", "/v1/chat/completions"), 405)["message"]
 
@@ -196,10 +188,10 @@ def test_an_error_after_the_first_token_is_an_event() -> None:
 
 
 def test_an_answer_cut_short_is_no_answer() -> None:
-    late = Delta("half", "deadline", USAGE)
-    assert refused(gateway([late]).ask(), 504)["code"] == "deadline"
-    assert '"code":"deadline"' in gateway([late]).ask(stream=True).text
-    assert refused(gateway([Delta("half", "cancelled", USAGE)]).ask(), 499)["code"] == "cancelled"
+    for reason, status in (("deadline", 504), ("cancelled", 499)):
+        late = Delta("half", reason, USAGE)
+        assert refused(gateway([late]).ask(), status)["code"] == reason
+        assert f'"code":"{reason}"' in gateway([late]).ask(stream=True).text
 
 
 def test_health_follows_the_servers() -> None:
@@ -242,8 +234,9 @@ def test_a_client_that_leaves_within_its_body_is_no_fault() -> None:
 
 def test_a_body_over_the_limit_is_refused_before_and_while_it_is_read() -> None:
     door = gateway([final()], max_body_mib=1)
-    large = {"content": b" " * ((1 << 20) + 1)}
-    assert refused(door("POST", "/v1/chat/completions", **large), 413)["code"] == "body_too_large"
+    for size, status, code in ((1 << 20, 400, "invalid_json"), ((1 << 20) + 1, 413, "body_too_large")):
+        assert refused(door("POST", "/v1/chat/completions", content=b" " * size), status)["code"] == code
+    before = door.app.state.counters.total("body_bytes_total")
 
     async def parts() -> Any:
         for _ in range(64):
@@ -251,5 +244,5 @@ def test_a_body_over_the_limit_is_refused_before_and_while_it_is_read() -> None:
 
     response = door("POST", "/v1/chat/completions", content=parts())
     assert refused(response, 413)["code"] == "body_too_large" and response.headers["connection"] == "close"
-    assert door.app.state.counters.total("body_bytes_total") == (1 << 20) + (1 << 16)
+    assert door.app.state.counters.total("body_bytes_total") == before + (1 << 20) + (1 << 16)
     assert door.fake.requests == []

@@ -134,6 +134,14 @@ async def test_places_come_back_whoever_gives_up() -> None:
     assert queue.went == ["A", "A", "C"] and queue.turns._free == 0
     await queue.end()
     assert queue.turns._free == 2
+    queue.now += 10.0
+    await queue.ask(A, 2)
+    await queue.ask(B, 2)
+    queue.tasks[-2].cancel()  # and does not know yet when its turn would come
+    queue.inside.pop(0)[TURN]()
+    await asyncio.gather(queue.tasks[-2], return_exceptions=True)
+    await queue.tasks[-1]
+    assert queue.went[-3:] == ["A", "A", "B"] and queue.turns._free == 0
 
 
 async def test_where_too_many_wait_the_greediest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
