@@ -1,76 +1,22 @@
-"""Requests are built as the contract has them, whatever form the pictures come in."""
+"""Requests and answers as the contract has them; what is wrong with them, or with the server, is an SDK error."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import io
 import json
-import os
-import socket
-from pathlib import Path
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_transport import FakeTransport
 
-from tessera.settings.stages import Limits
-from tessera_client import contract
+from tessera_client import AsyncClient, Client, contract
 from tessera_client.messages import LabelScore, Timings, Usage, chat_request, question_request, sampling
-from tessera_client.pictures import LARGEST_REQUEST, encode_image
 from tessera_wire.errors import InvalidRequest, ProtocolError
-
-
-def test_pictures_from_path_bytes_file_and_data_url(tmp_path: Path) -> None:
-    path = tmp_path / "a.jpg"
-    path.write_bytes(b"jpeg")
-    url = "data:image/jpeg;base64," + base64.b64encode(b"jpeg").decode()
-    for image in (path, str(path), b"jpeg", bytearray(b"jpeg"), io.BytesIO(b"jpeg"), url):
-        assert encode_image(image) == b"jpeg"
-    assert question_request([path, b"png"], "q").images == (b"jpeg", b"png")
-    assert question_request(None, "q").images == ()
-
-
-def test_an_array_becomes_a_lossless_picture() -> None:
-    cv2 = pytest.importorskip("cv2")
-    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
-    decoded = cv2.imdecode(np.frombuffer(encode_image(pixels), np.uint8), cv2.IMREAD_COLOR)[:, :, ::-1]
-    assert np.array_equal(decoded, pixels)
-
-
-@pytest.mark.parametrize("mode", ["I", "I;16", "I;16B", "I;16L"])
-@pytest.mark.parametrize("value", [0, 200, 300, 60000, 65535])
-def test_whole_numbers_of_pillow_arrive_as_they_are(mode: str, value: int) -> None:
-    """None is clipped at 255, as Pillow's conversion to 8 bits would; what they mean is the server's to say."""
-    pillow = pytest.importorskip("PIL.Image")
-    cv2 = pytest.importorskip("cv2")
-    png = encode_image(pillow.new("I", (4, 3), value) if mode == "I" else pillow.new(mode, (4, 3), value))
-    samples = cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_UNCHANGED)
-    assert samples.dtype == np.uint16 and samples.shape == (3, 4) and (samples == value).all()
-
-
-@pytest.mark.parametrize("value", [-1, 65536, 1 << 24])
-def test_whole_numbers_beyond_16_bits_are_refused(value: int) -> None:
-    image = pytest.importorskip("PIL.Image").new("I", (4, 3), value)
-    with pytest.raises(InvalidRequest, match=f"mode 'I' that holds {value}..{value} has no range of brightness"):
-        encode_image(image)
-
-
-@pytest.mark.parametrize(
-    ("image", "words"),
-    [
-        (np.zeros((4, 4), np.uint8), r"uint8 \[4, 4\]"),
-        (np.zeros((4, 4, 3), np.float32), "float32"),
-        (b"", "zero bytes"),
-        ("nowhere.jpg", "nowhere.jpg"),
-        ("data:image/png,xx", "base64"),
-        ("data:image/png;base64,@@", "invalid base64"),
-        (io.StringIO("text"), "binary mode"),
-        (17, "cannot be a int"),
-    ],
-)
-def test_what_is_no_picture_is_refused(image: Any, words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words):
-        encode_image(image)
 
 
 def test_chat_moves_pictures_out_of_the_messages_in_order() -> None:
@@ -186,24 +132,79 @@ def test_what_is_no_plan_is_refused(outputs: list[tuple[str, bytes]]) -> None:
         contract.plans_from_raw(outputs)
 
 
-def test_a_path_is_looked_at_before_it_is_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.jpg")
-    with open(tmp_path / "large.jpg", "wb") as file:
-        file.truncate(LARGEST_REQUEST + 1)
-    (tmp_path / "small.jpg").write_bytes(b"jpeg")
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(tmp_path / "socket.jpg"))
-        for name, words in (
-            ("pipe.jpg", "is a pipe, not a picture's file"),
-            ("socket.jpg", "is a socket"),
-            ("", "is a folder"),
-            ("large.jpg", f"has {LARGEST_REQUEST + 1} bytes; a request may have {LARGEST_REQUEST}"),
-        ):
-            with pytest.raises(InvalidRequest, match=words):
-                encode_image(tmp_path / name)
-    with pytest.raises(InvalidRequest, match="of which the pictures before it leave 3"):
-        chat_request([{"role": "user", "content": "?"}], [bytes(LARGEST_REQUEST - 3), tmp_path / "small.jpg"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.chat([{"role": "user", "content": None}]),
+        lambda client: client.chat([{"role": "user", "content": 5}]),
+        lambda client: client.chat(None),
+        lambda client: client.chat([{"role": "user", "content": [{"type": "image"}]}], 17),
+        lambda client: client.chat([{"role": "user", "content": "\ud800"}]),
+        lambda client: client.ask(None, "lone \udfff"),
+        lambda client: client.ask(None, "q", stop=["\ud800"]),
+        lambda client: client.ask(None, "q", tile_policy=5),
+        lambda client: client.ask(None, "q", timeout="soon"),
+        lambda client: client.ask(None, "q", timeout=float("nan")),
+        lambda client: client.ask(None, "q", timeout=float("inf")),
+        lambda client: client.stream(None, "q", timeout="soon"),
+        lambda client: list(client.ask_many([], concurrency=0)),
+        lambda client: list(client.ask_many([], concurrency="many")),
+        lambda client: list(client.ask_many([], errors="retrun")),
+        lambda client: list(client.ask_many(5)),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_by_name(call: Any) -> None:
+    fake = FakeTransport()
+    with pytest.raises(InvalidRequest):
+        call(Client(transport=fake))
+    assert not fake.requests
 
 
-def test_the_limit_of_a_request_is_the_servers() -> None:
-    assert Limits().max_request_bytes == LARGEST_REQUEST
+@pytest.mark.parametrize(
+    "url", [5, None, [], [5], "", "a:1,", "a:1,ftp://b", "http://[::1", "host:port", "a:99999", b"host:1", "ho st:1"]
+)
+@pytest.mark.parametrize("make", [Client, AsyncClient])
+def test_what_is_no_address_is_refused(make: Any, url: Any) -> None:
+    with pytest.raises(InvalidRequest, match="server address"):
+        make(url)
+
+
+@pytest.fixture(params=[b"<html>It works!</html>", b"[1, 2]", b'"text"', b"{}", b"\xff\xfe", b"[" * 9999])
+def other_web_server(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Answers everything with 200 and the same page. A connection on which nothing comes must not hold its end back."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(request.param)))
+            self.end_headers()
+            self.wfile.write(request.param)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
+        thread = threading.Thread(target=listener.serve_forever, args=(0.02,))
+        thread.start()
+        yield f"http://127.0.0.1:{listener.server_address[1]}"
+        listener.shutdown()
+        thread.join()
+
+
+def test_another_web_server_is_a_protocol_error(other_web_server: str) -> None:
+    with Client(other_web_server) as client:
+        assert not client.ready()
+        for call in (client.status, lambda: client.ask(None, "q"), lambda: client.stream(None, "q").answer()):
+            with pytest.raises(ProtocolError):
+                call()
+
+    async def run() -> None:
+        async with AsyncClient(other_web_server) as client:
+            assert not await client.ready()
+            with pytest.raises(ProtocolError):
+                await client.status()
+
+    asyncio.run(run())
