@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import threading
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_transport import READY, SCORES, FakeTransport, final
+from fakes.web_page import serving
 
 import scene
 from tessera_client import (
@@ -31,6 +30,8 @@ from tessera_command import sample, terminal
 from tessera_command.cli import main
 from tessera_evaluation.datasets import folder_items
 from tessera_gateway.settings import add_options
+
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -50,13 +51,13 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
-def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_the_packages(capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out == f"tessera {metadata.version('tessera')}\n"
 
 
-def test_ask_prints_the_answer(serve: Any, picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ask_prints_the_answer(serve: Any, picture: str, capsys: Capture) -> None:
     fake = serve([final("yes")])
     assert main(["ask", picture, picture, "A crack?", "--max-tokens", "5", "--max-tiles", "2"]) == 0
     assert capsys.readouterr().out == "yes\n"
@@ -66,7 +67,7 @@ def test_ask_prints_the_answer(serve: Any, picture: str, capsys: pytest.CaptureF
     assert fake.closed
 
 
-def test_ask_among_choices(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ask_among_choices(serve: Any, capsys: Capture) -> None:
     fake = serve(*[[replace(final("yes"), choices=SCORES)]] * 3)
     arguments = ["ask", "q", "--choices", "yes, not sure"]
     for more in ([], ["--stream"]):
@@ -98,16 +99,14 @@ def test_ask_among_choices(serve: Any, capsys: pytest.CaptureFixture[str]) -> No
         (ServerError("broken"), 1),
     ],
 )
-def test_faults_are_one_line_and_an_exit_code(
-    serve: Any, capsys: pytest.CaptureFixture[str], error: Exception, code: int
-) -> None:
+def test_faults_are_one_line_and_an_exit_code(serve: Any, capsys: Capture, error: Exception, code: int) -> None:
     serve(*[[error]] * 9)
     assert main(["ask", "q"]) == code
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1 and shown.err.startswith("tessera ask: ")
 
 
-def test_interrupt(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt(serve: Any, capsys: Capture) -> None:
     class Interrupts(FakeTransport):
         def send(self, *_: Any) -> Any:
             raise KeyboardInterrupt
@@ -130,7 +129,7 @@ def no_service_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "DEFAULT_PORT", 9)  # nobody listens there
 
 
-def test_status(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status(serve: Any, capsys: Capture) -> None:
     fake = serve([final("x")])
     assert main(["status", "--probe"]) == 0
     out = capsys.readouterr().out
@@ -159,27 +158,11 @@ PAGE = {
 def health_page() -> Iterator[Any]:
     """A health port; `page.update(...)` changes what it says."""
     page: dict[str, Any] = dict(PAGE)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if page.get("state") == "ready" else 503)
-            self.end_headers()
-            self.wfile.write(json.dumps(page).encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as listener:
-        thread = threading.Thread(target=listener.serve_forever, args=(0.02,))
-        thread.start()
-        yield page, listener.server_address[1]
-        listener.shutdown()
-        thread.join()
+    with serving(lambda: (200 if page.get("state") == "ready" else 503, json.dumps(page).encode())) as port:
+        yield page, port
 
 
-def test_status_tells_what_the_supervisor_knows(
-    serve: Any, health_page: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_tells_what_the_supervisor_knows(serve: Any, health_page: Any, capsys: Capture) -> None:
     page, port = health_page
     arguments = ["status", "--health-url", f"http://127.0.0.1:{port}"]
     serve()
@@ -202,7 +185,7 @@ def test_status_tells_what_the_supervisor_knows(
 
 
 def test_status_goes_by_the_default_port_only_for_the_same_server(
-    serve: Any, health_page: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    serve: Any, health_page: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     page, port = health_page
     monkeypatch.setattr(terminal, "DEFAULT_PORT", port)
@@ -226,7 +209,7 @@ def test_serve_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["serve", "--http-port", "1"]) == 7 and got == [["--http-port", "1"], add_options]
 
 
-def test_recall_on_a_folder(serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recall_on_a_folder(serve: Any, tmp_path: Path, capsys: Capture) -> None:
     rows = "file,question,answer,class\n" + "".join(f"a.jpg,q{i},{'yes' if i % 2 else 'no'},damp\n" for i in range(8))
     (tmp_path / "a.jpg").write_bytes(b"jpeg")
     (tmp_path / "labels.csv").write_text(rows)
@@ -250,7 +233,7 @@ def test_recall_on_a_folder(serve: Any, tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["questions"] == 4
 
 
-def test_recall_wants_a_ready_server(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recall_wants_a_ready_server(serve: Any, capsys: Capture) -> None:
     serve(fake=FakeTransport(status=ConnectionFailed("refused")))
     assert main(["recall", "--limit", "2"]) == 3
     assert "refused" in capsys.readouterr().err
@@ -275,7 +258,7 @@ def test_recall_wants_a_ready_server(serve: Any, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_what_was_meant_is_said_in_one_line(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], said: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # of which `serve` takes two
     with pytest.raises(SystemExit) as caught:
@@ -295,9 +278,7 @@ def test_what_begins_with_a_dash_may_be_a_question(serve: Any, question: str) ->
 
 
 @pytest.mark.parametrize("words", [["room.jpg"], ["a.png", "B.JPG"], ["Which?", "nowhere.webp"], ["room.jpg", " "]])
-def test_a_picture_without_a_question(
-    serve: Any, words: list[str], picture: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_picture_without_a_question(serve: Any, words: list[str], picture: str, capsys: Capture) -> None:
     fake = serve()
     assert main(["ask", *words]) == 2
     shown = capsys.readouterr().err
@@ -306,7 +287,7 @@ def test_a_picture_without_a_question(
 
 
 def test_a_file_that_does_not_exist(
-    serve: Any, tmp_path: Path, picture: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    serve: Any, tmp_path: Path, picture: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     serve()
@@ -324,7 +305,7 @@ def test_a_file_that_does_not_exist(
 
 
 def test_sample_writes_pictures_with_questions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["sample", "my photos"]) == 0

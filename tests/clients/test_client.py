@@ -1,7 +1,8 @@
-"""The client against a transport that plays scripts: retries, deadlines, cancellation, order."""
+"""The client and its asyncio twin against a transport that plays scripts: retries, deadlines, cancellation, order."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from fake_transport import TIMINGS, USAGE, FakeTransport, Hang, final
 from fakes.answering_server import AnsweringServer
 
 from tessera_client import (
+    AsyncClient,
     Cancelled,
     Client,
     ConnectionFailed,
@@ -128,8 +130,9 @@ def test_retrying_stops_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_deadline_names_its_length_and_cancels_on_the_server() -> None:
     asker, fake = client([Hang()])
-    with pytest.raises(DeadlineExceeded, match=r"within 0\.1 s"):
-        asker.ask(None, "q", timeout=0.1)
+    for timeout in ("0.1", "0"):
+        with pytest.raises(DeadlineExceeded, match=f"within {timeout} s"):
+            asker.ask(None, "q", timeout=float(timeout))
     assert fake.cancelled == [fake.requests[0][1]]
 
 
@@ -236,3 +239,73 @@ def test_import_is_light() -> None:
     root = Path(__file__).resolve().parents[2]
     folder = f"{root / 'clients'}:{root / 'python_backends'}"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": folder, "PATH": ""})
+
+
+pytestmark = pytest.mark.anyio
+
+
+def async_client(*script: Sequence[Any], fake: FakeTransport | None = None) -> tuple[AsyncClient, FakeTransport]:
+    fake = fake or FakeTransport(script)
+    return AsyncClient(transport=fake, retry=QUICK), fake
+
+
+async def test_stream_and_early_leave() -> None:
+    asker, fake = async_client([Delta("a"), Delta("b"), final()], [Delta("a"), final("b")])
+    async with asker.stream(None, "q") as stream:
+        assert (await stream.__anext__()).text == "a"
+    assert fake.cancelled == [fake.requests[0][1]]
+    async with asker.stream(None, "q") as stream:
+        assert [delta.text async for delta in stream] == ["a", "b"]
+        assert (await stream.answer()).text == stream.text == "ab"
+    assert len(fake.cancelled) == 1
+
+
+async def test_cancelling_the_task_cancels_on_the_server() -> None:
+    asker, fake = async_client([Hang()])
+    task = asyncio.ensure_future(asker.ask(None, "q", timeout=30))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert fake.cancelled == [fake.requests[0][1]]
+
+
+@pytest.mark.parametrize("ticks", range(4))
+async def test_a_token_that_comes_at_that_moment_does_not_undo_the_cancel(ticks: int) -> None:
+    """Before Python 3.12 asyncio.wait_for forgets the cancel then, and the task would wait for the next token."""
+    asker, _ = async_client([Hang()])
+    async with asker.stream(None, "q", timeout=30) as stream:
+        task = asyncio.ensure_future(stream.__anext__())
+        while stream._inbox is None:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        stream._inbox.put(Delta("a"))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        if task.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+
+async def test_close_from_another_task_ends_the_stream() -> None:
+    asker, fake = async_client([Delta("a"), Hang()])
+    stream = asker.stream(None, "q", timeout=30)
+    task = asyncio.ensure_future(stream.answer())
+    await asyncio.sleep(0.05)
+    await stream.close()
+    with pytest.raises(Cancelled):
+        await task
+    assert len(fake.cancelled) == 1
+
+
+async def test_ask_many_keeps_order_and_errors_in_place() -> None:
+    asker, _ = async_client(fake=AnsweringServer(**{"3": [InvalidRequest("three is wrong")]}))
+    seen: list[int] = []
+    items = [(None, str(i)) for i in range(20)]
+    results = [r async for r in asker.ask_many(items, concurrency=3, errors="return", progress=seen.append)]
+    assert isinstance(results[3], InvalidRequest)
+    assert [str(r) for i, r in enumerate(results) if i != 3] == [f"answer to {i}" for i in range(20) if i != 3]
+    assert seen == list(range(1, 21))
+    with pytest.raises(InvalidRequest):
+        async for _ in asker.ask_many(items, concurrency=3):
+            pass

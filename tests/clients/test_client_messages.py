@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_transport import FakeTransport
+from fakes.web_page import serving
 
 from tessera_client import AsyncClient, Client, contract
 from tessera_client.messages import LabelScore, Timings, Usage, chat_request, question_request, sampling
@@ -171,27 +170,8 @@ def test_what_is_no_address_is_refused(make: Any, url: Any) -> None:
 
 @pytest.fixture(params=[b"<html>It works!</html>", b"[1, 2]", b'"text"', b"{}", b"\xff\xfe", b"[" * 9999])
 def other_web_server(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Answers everything with 200 and the same page. A connection on which nothing comes must not hold its end back."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(request.param)))
-            self.end_headers()
-            self.wfile.write(request.param)
-
-        do_POST = do_GET
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
-        thread = threading.Thread(target=listener.serve_forever, args=(0.02,))
-        thread.start()
-        yield f"http://127.0.0.1:{listener.server_address[1]}"
-        listener.shutdown()
-        thread.join()
+    with serving(lambda: (200, request.param)) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def test_another_web_server_is_a_protocol_error(other_web_server: str) -> None:

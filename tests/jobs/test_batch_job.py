@@ -18,12 +18,13 @@ from jobs.batch_runs import Capture, ids, questions, results, write_rows
 from tessera_client import ConnectionFailed, InvalidRequest, PicturePlan, PictureView, ServerError
 from tessera_client.messages import Request
 from tessera_client.transports.base import Sent
-from tessera_jobs import source
+from tessera_jobs import job, source
 from tessera_jobs.journal import Journal
 from tessera_jobs.source import JsonLinesSource
 
 
-def test_rows_become_results(batch: Any, tmp_path: Path, capsys: Capture) -> None:
+def test_rows_become_results(batch: Any, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "SYNC_S", -1)  # each result is on the disk before the next
     (tmp_path / "a.jpg").write_bytes(b"jpeg")
     rows = write_rows(
         tmp_path / "jobs.jsonl",

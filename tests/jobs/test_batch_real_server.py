@@ -18,6 +18,7 @@ from tessera_client import Client
 from tessera_command.cli import main
 
 pytestmark = pytest.mark.server
+Capture = pytest.CaptureFixture[str]
 
 PROMPT = "Is there a crack in the wall?"
 
@@ -34,7 +35,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_picture_has_its_answer_and_the_poisoned_one_its_reason(
-    server: Server, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: Server, photos: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     out = tmp_path / "out.jsonl"
     sampling = ["--max-tokens", "3", "--max-tiles", "1"]
@@ -51,9 +52,7 @@ def test_each_picture_has_its_answer_and_the_poisoned_one_its_reason(
     assert {found["3.jpg"].get("same_as"), found["same.jpg"].get("same_as")} in ({None, "3.jpg"}, {None, "same.jpg"})
 
 
-def test_a_dry_run_counts_as_the_server_does(
-    server: Server, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_counts_as_the_server_does(server: Server, photos: Path, tmp_path: Path, capsys: Capture) -> None:
     arguments = [str(photos), "--prompt", PROMPT, "-o", str(tmp_path / "out.jsonl"), "--url", server.grpc_url]
     assert main(["batch", *arguments, "--dry-run", "--max-tokens", "3", "--max-tiles", "1"]) == 0
     found = json.loads(capsys.readouterr().out)

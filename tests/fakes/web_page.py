@@ -1,0 +1,35 @@
+"""A web server of one page, whatever it is asked for: :func:`serving`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@contextmanager
+def serving(page: Callable[[], tuple[int, bytes]]) -> Iterator[int]:
+    """Its port; ``page`` is asked each time for the status and the body."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, body = page()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
+        thread = threading.Thread(target=listener.serve_forever, args=(0.02,))
+        thread.start()
+        yield listener.server_address[1]
+        listener.shutdown()
+        thread.join()
