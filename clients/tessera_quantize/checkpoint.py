@@ -40,8 +40,7 @@ def write(config: CheckpointConfig, layers: Sequence[Path], recipe: Recipe, visi
             weight = rest.pop(name)
             made = stored_tensors(to_fp8(weight.float(), weight.dtype), symmetric=True)
             rest |= {f"{vision[-1]}.{leaf}": tensor for leaf, tensor in made.items()}
-    ignore = [name.removesuffix(".weight") for name, tensor in rest.items() if _is_linear(name, tensor)]
-    ignore = [name for name in ignore if name not in vision]
+    linear = {name.removesuffix(".weight") for name, tensor in rest.items() if _is_linear(name, tensor)}
     # The output head may share the embedding's weight and have no tensor of its own.
     head = f"language_model.{'output' if 'InternLM2' in config.text.architecture else 'lm_head'}"
     _write_shards(draft, layers, rest)
@@ -50,7 +49,7 @@ def write(config: CheckpointConfig, layers: Sequence[Path], recipe: Recipe, visi
         recipe.method,
         recipe.group_size,
         recipe.symmetric,
-        {_module_name(config, name) for name in (*ignore, head)},
+        {_module_name(config, name) for name in (*linear.difference(vision), head)},
         {_module_name(config, name) for name in vision},
     )
     (draft / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

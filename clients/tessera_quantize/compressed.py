@@ -14,15 +14,14 @@ from tessera.linear.formats.compressed import Packed
 from tessera.linear.formats.int4 import dequantize
 from tessera_quantize.rounding import Fp8Weight, Int4Weight
 
-_SHIFTS = torch.arange(0, 32, 4, dtype=torch.int64)
 VERSION = "0.19.0"
 
 
 def pack(nibbles: torch.Tensor) -> torch.Tensor:
     """Values 0..15 [rows, columns] -> int32 [rows, ceil(columns / 8)], the first of eight in the lowest bits."""
-    padded = torch.nn.functional.pad(nibbles.to(torch.int64), (0, -nibbles.shape[1] % 8))
-    words = (padded.unflatten(1, (-1, 8)) << _SHIFTS.to(nibbles.device)).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    padded = torch.nn.functional.pad(nibbles.to(torch.int32), (0, -nibbles.shape[1] % 8))
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=nibbles.device)
+    return (padded.unflatten(1, (-1, 8)) << shifts).sum(-1, dtype=torch.int32)
 
 
 def stored_tensors(weight: Int4Weight | Fp8Weight, symmetric: bool) -> dict[str, torch.Tensor]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from tessera.errors import CheckpointError
-from tessera_quantize import awq, gptq, rounding
 from tessera_quantize.body import INPUTS, Body, layer_modules
+from tessera_quantize.calibrated import InputStatistics, clipped_grid, gptq, output_error, search_scales
 from tessera_quantize.compressed import dequantized, stored_tensors
+from tessera_quantize.rounding import Fp8Weight, Int4Weight, fit_grid, round_to, to_fp8
 from tessera_quantize.samples import Sample
-from tessera_quantize.statistics import InputStatistics, output_error
 
 METHODS = ("awq", "gptq", "rtn", "fp8")
 
@@ -68,17 +68,15 @@ class LayerQuantizer:
     def _load(self) -> None:
         self._body.load(self._stored | {f"{name}.weight": weight for name, weight in self._weights.items()})
 
-    def _quantized(self, module: str, inputs: InputStatistics) -> rounding.Int4Weight | rounding.Fp8Weight:
+    def _quantized(self, module: str, inputs: InputStatistics) -> Int4Weight | Fp8Weight:
         weight, recipe = self._weights[module], self._recipe
         dtype = self._stored[f"{module}.weight"].dtype
         if recipe.method == "fp8":
-            return rounding.to_fp8(weight, dtype)
+            return to_fp8(weight, dtype)
+        clipped = recipe.method == "awq" and module not in self._modules.unclipped
         form = (recipe.group_size, recipe.symmetric, dtype)
-        if recipe.method == "awq" and module not in self._modules.unclipped:
-            return rounding.round_to(awq.clipped_grid(weight, inputs, *form), weight, recipe.group_size, dtype)
-        if recipe.method == "gptq":
-            return gptq.quantize(weight, inputs, rounding.fit_grid(weight, *form), recipe.group_size, dtype)
-        return rounding.to_int4(weight, *form)
+        grid = clipped_grid(weight, inputs, *form) if clipped else fit_grid(weight, *form)
+        return gptq(weight, inputs, grid, dtype) if recipe.method == "gptq" else round_to(grid, weight, dtype)
 
     def _fold_scales(self) -> None:
         """AWQ's scales of every linear layer that has something before it to take them; the layer computes the same."""
@@ -91,7 +89,7 @@ class LayerQuantizer:
                 continue
             dtype = self._stored[f"{members[0]}.weight"].dtype
             weights = [self._weights[module] for module in members]
-            scales = awq.search_scales(weights, inputs, self._recipe.group_size, self._recipe.symmetric, dtype)
+            scales = search_scales(weights, inputs, self._recipe.group_size, self._recipe.symmetric, dtype)
             scales = self._into_norm(norm, scales) if norm else self._into_factor(str(factor), scales)
             for module in members:
                 self._weights[module] = self._weights[module] * scales

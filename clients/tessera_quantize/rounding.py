@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from tessera.kernels.fp8_rows import E4M3, LARGEST, quantize_rows
-from tessera.linear.formats.int4 import ZERO, dequantize
+from tessera.linear.formats.int4 import ZERO
 
 LARGEST_CODE = 15
 
@@ -26,10 +26,6 @@ class Int4Weight(NamedTuple):
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor
-
-    def dequantized(self) -> torch.Tensor:
-        """float32 [out, in]."""
-        return dequantize(self.codes, self.scales.float(), self.zeros.float())
 
 
 class Grid(NamedTuple):
@@ -65,15 +61,10 @@ def fit_grid(
     return Grid(scales, zeros)
 
 
-def round_to(grid: Grid, weight: torch.Tensor, group_size: int, dtype: torch.dtype) -> Int4Weight:
-    """``weight`` float32 [out, in] on its grid."""
-    codes = grid.codes(weight.unflatten(1, (-1, group_size))).flatten(1)
+def round_to(grid: Grid, weight: torch.Tensor, dtype: torch.dtype) -> Int4Weight:
+    """``weight`` float32 [out, in] rounded to the nearest on its grid, scales of ``dtype``: RTN."""
+    codes = grid.codes(weight.unflatten(1, (grid.scales.shape[1], -1))).flatten(1)
     return Int4Weight(codes.to(torch.uint8), grid.scales.to(dtype), grid.zeros.to(torch.uint8))
-
-
-def to_int4(weight: torch.Tensor, group_size: int, symmetric: bool, dtype: torch.dtype) -> Int4Weight:
-    """``weight`` float32 [out, in] rounded to the nearest; nothing is known of the inputs."""
-    return round_to(fit_grid(weight, group_size, symmetric, dtype), weight, group_size, dtype)
 
 
 class Fp8Weight(NamedTuple):
@@ -81,10 +72,6 @@ class Fp8Weight(NamedTuple):
 
     values: torch.Tensor
     scales: torch.Tensor
-
-    def dequantized(self) -> torch.Tensor:
-        """float32 [out, in]."""
-        return self.values.float() * self.scales.float()
 
 
 def to_fp8(weight: torch.Tensor, dtype: torch.dtype) -> Fp8Weight:

@@ -184,21 +184,20 @@ def _quantize_layers(
     progress: Progress,
 ) -> tuple[list[Path], list[dict[str, float]], list[Sample]]:
     """The layers' files, the modules' errors, and what the held-out samples became behind the last layer."""
-    files, errors = [], []
+    files, errors, fp8 = [], [], recipe.method == "fp8"
     with progress(f"layers: {name}", body.layers) as advance:
         for index in range(body.layers):
-            path = folder / f"layer-{index:03d}.safetensors"
-            tensors, facts = kept(path, lambda: _made(body, index, recipe, calibration))  # noqa: B023
-            body.load(_plain(body, index, tensors))
-            fp8 = recipe.method == "fp8"
-            calibration, held_out = (
-                [sample._replace(hidden=body.run(sample.hidden, sample.positions, fp8)) for sample in samples]
-                for samples in (calibration, held_out)
-            )
-            files.append(path)
+            files.append(folder / f"layer-{index:03d}.safetensors")
+            tensors, facts = kept(files[-1], lambda: _made(body, index, recipe, calibration))  # noqa: B023
             errors.append(facts["errors"])
+            body.load(_plain(body, index, tensors))
+            calibration, held_out = (_behind_layer(body, samples, fp8) for samples in (calibration, held_out))
             advance()
     return files, errors, held_out
+
+
+def _behind_layer(body: Body, samples: list[Sample], fp8: bool = False) -> list[Sample]:
+    return [sample._replace(hidden=body.run(sample.hidden, sample.positions, fp8)) for sample in samples]
 
 
 def _made(body: Body, index: int, recipe: Recipe, samples: list[Sample]) -> Made:
@@ -229,7 +228,7 @@ def _last_hidden(body: Body, samples: list[Sample], progress: Progress) -> list[
     with progress("layers: original", body.layers) as advance:
         for index in range(body.layers):
             body.load(body.tensors(index))
-            samples = [sample._replace(hidden=body.run(sample.hidden, sample.positions)) for sample in samples]
+            samples = _behind_layer(body, samples)
             advance()
     return samples
 

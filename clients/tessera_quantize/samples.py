@@ -17,7 +17,7 @@ from tessera.engine.engine import Engine
 from tessera.engine.sequence import Request
 from tessera.engine.structured_output.labels import label_token_ids
 from tessera.models.registry import read_config
-from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
+from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
 from tessera.prompt.sampling import SamplingParameters
 from tessera.prompt.tokenizer import Tokenizer
 from tessera.settings.stages import EngineConfig, VisionSettings
@@ -53,14 +53,21 @@ class Chain:
         )
         self.tokenizer = Tokenizer.from_folder(config.folder)
 
+    def prepare(
+        self, item: Item, picture: bool = True, tile_policy: Any = None
+    ) -> tuple[Prepared, torch.Tensor | None]:
+        """An item's question about its picture as token ids, and the picture's rows."""
+        images = [item.picture.read_bytes()] if picture else []
+        prepared = self.preprocess(PreprocessRequest(text=item.question, images=images, tile_policy=tile_policy))
+        (rows,) = self.vision.encode([VisionItem(prepared.pixels, prepared.plan, prepared.digest)])
+        return prepared, rows
+
     def samples(
         self, body: Body, items: Sequence[Item], pictures: bool, advance: Callable[[], None]
     ) -> Iterator[Sample]:
         """Each item's question, its picture (left out where ``pictures`` is False) and its answer."""
         for item in items:
-            images = [item.picture.read_bytes()] if pictures else []
-            prepared = self.preprocess(PreprocessRequest(text=item.question, images=images))
-            (rows,) = self.vision.encode([VisionItem(prepared.pixels, prepared.plan, prepared.digest)])
+            prepared, rows = self.prepare(item, pictures)
             answer = label_token_ids(item.answer, lambda text: self.tokenizer.encode(text, special=False))
             ids = np.concatenate([prepared.input_ids, np.array(answer, np.int32)]).astype(np.int64)
             places = [np.arange(start, start + length) for start, length in prepared.spans]
@@ -111,9 +118,7 @@ def ask(
     chain = Chain(read_config(folder), device)
     requests = []
     for item in items:
-        images = [item.picture.read_bytes()]
-        prepared = chain.preprocess(PreprocessRequest(text=item.question, images=images, tile_policy=tile_policy))
-        (rows,) = chain.vision.encode([VisionItem(prepared.pixels, prepared.plan, prepared.digest)])
+        prepared, rows = chain.prepare(item, tile_policy=tile_policy)
         asked = (prepared.input_ids, prepared.spans, rows, prepared.digest, SamplingParameters(max_tokens=MAX_TOKENS))
         requests.append(Request(item.picture.name, *asked, positions=prepared.positions))
         advance()

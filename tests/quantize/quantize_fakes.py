@@ -13,7 +13,9 @@ import tiny_checkpoints
 import torch
 
 from tessera_evaluation.datasets import folder_items
+from tessera_quantize import compressed
 from tessera_quantize.layer import Recipe
+from tessera_quantize.rounding import Fp8Weight, Int4Weight, fit_grid, round_to
 from tessera_quantize.run import Job
 from tessera_quantize.samples import Sample
 
@@ -57,3 +59,12 @@ def sample(hidden: torch.Tensor) -> Sample:
     """Rows [n, hidden] as one sample of words."""
     count = len(hidden)
     return Sample(hidden, torch.arange(count)[None], torch.full((count,), 1 / count), 1, count)
+
+
+def rtn(weight: torch.Tensor, group_size: int, symmetric: bool, dtype: torch.dtype) -> Int4Weight:
+    return round_to(fit_grid(weight, group_size, symmetric, dtype), weight, dtype)
+
+
+def dequantized(made: Int4Weight | Fp8Weight) -> torch.Tensor:
+    """What is read of what is stored."""
+    return compressed.dequantized(compressed.stored_tensors(made, symmetric=False))

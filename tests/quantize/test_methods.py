@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quantize_fakes import dequantized, rtn
 
-from tessera_quantize import awq, gptq
-from tessera_quantize.rounding import fit_grid, round_to, to_fp8, to_int4
-from tessera_quantize.statistics import InputStatistics, output_error
+from tessera_quantize.calibrated import DAMPING, InputStatistics, clipped_grid, gptq, output_error, search_scales
+from tessera_quantize.rounding import fit_grid, round_to, to_fp8
 
 CPU = torch.device("cpu")
 SIZE, OUT, GROUP = 64, 24, 16
@@ -46,12 +46,12 @@ def test_a_row_counts_as_often_as_its_weight_says():
 
 def test_rounding_by_hand():
     weight = torch.tensor([[0.0, -0.7, 0.8, -0.1, 3.1, 1.5, 6.0, 1.7]])
-    asymmetric = to_int4(weight, 4, False, torch.float32)
+    asymmetric = rtn(weight, 4, False, torch.float32)
     # -0.7..0.8 in steps of 0.1, zero at 7; 0..6 in steps of 0.4, zero at 0
     assert asymmetric.codes.tolist() == [[7, 0, 15, 6, 8, 4, 15, 4]]
     assert asymmetric.zeros.tolist() == [[7, 0]]
     assert asymmetric.scales[0].tolist() == pytest.approx([0.1, 0.4])
-    symmetric = to_int4(weight, 4, True, torch.float32)
+    symmetric = rtn(weight, 4, True, torch.float32)
     assert symmetric.zeros.tolist() == [[8, 8]]
     assert symmetric.scales[0].tolist() == pytest.approx([1.6 / 15, 0.8])
     assert symmetric.codes.tolist() == [[8, 1, 15, 7, 12, 10, 15, 10]]
@@ -60,46 +60,46 @@ def test_rounding_by_hand():
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_no_weight_is_further_off_than_half_a_step_but_at_a_clipped_end(symmetric):
     weight = random(OUT, SIZE)
-    made = to_int4(weight, GROUP, symmetric, torch.bfloat16)
+    made = rtn(weight, GROUP, symmetric, torch.bfloat16)
     assert made.scales.dtype == torch.bfloat16 and int(made.codes.max()) <= 15
-    steps = (made.dequantized() - weight).abs().unflatten(1, (-1, GROUP)) / made.scales.float()[..., None]
+    steps = (dequantized(made) - weight).abs().unflatten(1, (-1, GROUP)) / made.scales.float()[..., None]
     ends = (made.codes == 0) | (made.codes == 15)
     assert steps[~ends.unflatten(1, (-1, GROUP))].max() <= 0.5 + 1e-4
     assert steps.max() < 1.1  # the scale's own rounding, and the zero's
 
 
 def test_a_group_of_zeros_stays_zeros():
-    made = to_int4(torch.zeros(2, 8), 4, False, torch.bfloat16)
-    assert made.dequantized().eq(0).all()
+    made = rtn(torch.zeros(2, 8), 4, False, torch.bfloat16)
+    assert dequantized(made).eq(0).all()
 
 
 def test_awq_finds_scales_where_some_columns_matter_more():
     x = correlated()
     x[:, ::9] *= 30
     weight, statistics = random(OUT, SIZE), inputs(x)
-    scales = awq.search_scales([weight[:10], weight[10:]], statistics, *FORM)
+    scales = search_scales([weight[:10], weight[10:]], statistics, *FORM)
     assert scales.std() > 0
-    plain = to_int4(weight, *FORM).dequantized()
-    scaled = to_int4(weight * scales, *FORM).dequantized() / scales
+    plain = dequantized(rtn(weight, *FORM))
+    scaled = dequantized(rtn(weight * scales, *FORM)) / scales
     errors = [output_error(each - weight, statistics.hessian) for each in (plain, scaled)]
     assert errors[1] < 0.6 * errors[0]
 
 
 def test_awq_scales_nothing_where_all_columns_are_alike():
     statistics = inputs(torch.eye(SIZE))
-    assert awq.search_scales([random(OUT, SIZE)], statistics, *FORM).eq(1).all()
+    assert search_scales([random(OUT, SIZE)], statistics, *FORM).eq(1).all()
 
 
 def test_clipping_lessens_each_group_s_own_error():
     weight, statistics = random(OUT, SIZE) ** 3, inputs(correlated())
     plain = fit_grid(weight, *FORM)
-    clipped = awq.clipped_grid(weight, statistics, *FORM)
+    clipped = clipped_grid(weight, statistics, *FORM)
     assert (clipped.scales < plain.scales).any() and not (clipped.scales > plain.scales).any()
     for group in range(SIZE // GROUP):
         columns = slice(group * GROUP, (group + 1) * GROUP)
         hessian = statistics.hessian[columns, columns]
         errors = [
-            output_error(round_to(grid, weight, *FORM[::2]).dequantized()[:, columns] - weight[:, columns], hessian)
+            output_error(dequantized(round_to(grid, weight, FORM[2]))[:, columns] - weight[:, columns], hessian)
             for grid in (plain, clipped)
         ]
         assert errors[1] < errors[0]
@@ -108,9 +108,9 @@ def test_clipping_lessens_each_group_s_own_error():
 def test_gptq_makes_up_for_errors_where_inputs_go_together():
     weight, statistics = random(OUT, SIZE), inputs(correlated())
     grid = fit_grid(weight, *FORM)
-    made = gptq.quantize(weight, statistics, grid, GROUP, torch.float32)
-    nearest = round_to(grid, weight, GROUP, torch.float32)
-    errors = [output_error(each.dequantized() - weight, statistics.hessian) for each in (nearest, made)]
+    made = gptq(weight, statistics, grid, torch.float32)
+    nearest = round_to(grid, weight, torch.float32)
+    errors = [output_error(dequantized(each) - weight, statistics.hessian) for each in (nearest, made)]
     assert errors[1] < 0.3 * errors[0]
     assert torch.equal(made.scales, nearest.scales) and torch.equal(made.zeros, nearest.zeros)
 
@@ -119,8 +119,8 @@ def test_gptq_of_independent_inputs_rounds_to_the_nearest():
     """Then no column can help another; the order, by the inputs' squares, must be undone."""
     weight, statistics = random(OUT, SIZE), inputs(torch.diag(torch.linspace(1, 3, SIZE)))
     grid = fit_grid(weight, *FORM)
-    made = gptq.quantize(weight, statistics, grid, GROUP, torch.float32)
-    assert torch.equal(made.codes, round_to(grid, weight, GROUP, torch.float32).codes)
+    made = gptq(weight, statistics, grid, torch.float32)
+    assert torch.equal(made.codes, round_to(grid, weight, torch.float32).codes)
 
 
 def test_gptq_equals_its_definition_column_by_column():
@@ -129,9 +129,9 @@ def test_gptq_equals_its_definition_column_by_column():
     weight = random(6, size)
     statistics = inputs(random(500, size, seed=4) @ (torch.eye(size) + 0.1 * random(size, size, seed=5)))
     grid = fit_grid(weight, group, False, torch.float32)
-    made = gptq.quantize(weight, statistics, grid, group, torch.float32)
+    made = gptq(weight, statistics, grid, torch.float32)
     hessian = statistics.hessian.double()
-    hessian += gptq.DAMPING * hessian.diagonal().mean() * torch.eye(size)
+    hessian += DAMPING * hessian.diagonal().mean() * torch.eye(size)
     order = statistics.hessian.diagonal().argsort(descending=True, stable=True).tolist()
     left, codes = weight.double().clone(), torch.zeros(6, size)
     for place, column in enumerate(order):
@@ -149,17 +149,17 @@ def test_gptq_leaves_columns_alone_that_no_input_reached():
     x[:, 5] = 0
     weight = random(OUT, SIZE)
     grid = fit_grid(weight, *FORM)
-    made = gptq.quantize(weight, inputs(x), grid, GROUP, torch.float32)
-    assert torch.equal(made.codes[:, 5], round_to(grid, weight, GROUP, torch.float32).codes[:, 5])
+    made = gptq(weight, inputs(x), grid, torch.float32)
+    assert torch.equal(made.codes[:, 5], round_to(grid, weight, torch.float32).codes[:, 5])
 
 
 def test_fp8_uses_the_whole_range_of_each_channel():
     weight = random(OUT, SIZE) * torch.logspace(-3, 2, OUT)[:, None]
     made = to_fp8(weight, torch.float32)
     assert made.values.dtype == torch.float8_e4m3fn and made.values.float().abs().amax(1).eq(448).all()
-    relative = (made.dequantized() - weight).abs() / weight.abs().amax(1, keepdim=True)
+    relative = (dequantized(made) - weight).abs() / weight.abs().amax(1, keepdim=True)
     assert relative.max() < 1 / 27  # half a step of three bits at the top
     rounded = to_fp8(weight, torch.bfloat16)
     assert rounded.scales.dtype == torch.bfloat16 and rounded.values.float().isfinite().all()
-    assert ((rounded.dequantized() - weight).abs() / weight.abs().amax(1, keepdim=True)).max() < 1 / 27
-    assert to_fp8(torch.zeros(2, 4), torch.bfloat16).dequantized().eq(0).all()
+    assert ((dequantized(rounded) - weight).abs() / weight.abs().amax(1, keepdim=True)).max() < 1 / 27
+    assert dequantized(to_fp8(torch.zeros(2, 4), torch.bfloat16)).eq(0).all()
